@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-Role = Literal["query", "key", "value", "key_norm", "output"]
+Role = Literal["query", "gate", "key", "value", "key_norm", "output"]
 
 FusedLayout = Literal["blocks", "grouped", "quarters"]
 """Order of a fused projection's rows.

@@ -37,10 +37,10 @@ def factor(rows: Array, weights: Array, covariance: Array | None = None) -> tupl
     Returns:
         The shared head [c, d], with the root mean square of the source heads, and maps [m, c, c].
     """
-    heads, head_dim, _ = rows.shape
+    heads, head_dim, inputs = rows.shape
     roots = np.stack([root(weight) for weight in weights])
-    weighted = (roots @ rows).reshape(heads * head_dim, -1)
-    gram = weighted @ weighted.T if covariance is None else weighted @ covariance @ weighted.T
+    weighted = (roots @ rows).reshape(-1, inputs)
+    gram = times(weighted, covariance) @ weighted.T
     leading = np.linalg.eigh(gram)[1][:, ::-1][:, :head_dim]
     shared = leading.T @ weighted
     maps = np.linalg.solve(roots, leading.reshape(heads, head_dim, head_dim))
@@ -63,11 +63,10 @@ def factor_values(
     Returns:
         The shared value head [c, d] and new columns [m, r, D, c].
     """
-    weights = (
-        np.einsum("mrDc,mrDe->mce", outputs, outputs)
-        if weighted
-        else np.tile(np.eye(values.shape[1]), (len(values), 1, 1))
-    )
+    heads, head_dim, _ = values.shape
+    weights = np.tile(np.eye(head_dim), (heads, 1, 1))
+    if weighted:
+        weights = np.einsum("mrDc,mrDe->mce", outputs, outputs)
     shared, maps = factor(values, weights, covariance)
     return shared, outputs @ maps[:, None]
 
@@ -75,21 +74,20 @@ def factor_values(
 def factor_keys(
     keys: Array, queries: Array, covariance: Array | None = None, query_covariance: Array | None = None
 ) -> tuple[Array, Array]:
-    """Merge keys without rotary positions, or the rows of a partly rotary key head that have none.
+    """Merge keys without rotary positions, or the rows of a key head that have none.
 
     Args:
         keys: [m, c, d].
         queries: [m, r, c, d]; d may differ from that of the keys.
         covariance: of the keys' inputs.
-        query_covariance: of the queries' inputs, where they differ (cross-attention).
+        query_covariance: of the queries' inputs.
 
     Returns:
         The shared key head [c, d], its strongest row first, and new query rows [m, r, c, d].
     """
-    query_covariance = covariance if query_covariance is None else query_covariance
-    read = queries if query_covariance is None else queries @ query_covariance
-    shared, maps = factor(keys, np.einsum("mrcd,mred->mce", read, queries), covariance)
-    return shared, np.swapaxes(maps, -1, -2)[:, None] @ queries
+    weights = np.einsum("mrcd,mred->mce", times(queries, query_covariance), queries)
+    shared, maps = factor(keys, weights, covariance)
+    return shared, maps.swapaxes(1, 2)[:, None] @ queries
 
 
 def factor_rotary_keys(
@@ -104,17 +102,15 @@ def factor_rotary_keys(
         keys: [m, f, d], complex: one row of each pair is the real part, the other the imaginary part.
         queries: [m, r, f, d], complex in the same way.
         covariance: of the keys' inputs, not centred, because the mean key holds the attention sink.
-        query_covariance: of the queries' inputs, where they differ (cross-attention).
+        query_covariance: of the queries' inputs.
 
     Returns:
         The shared key head [f, d] and new query rows [m, r, f, d], complex.
     """
-    seen = keys if covariance is None else _times(keys, covariance)
-    query_covariance = covariance if query_covariance is None else query_covariance
-    read = queries if query_covariance is None else _times(queries, query_covariance)
-    power = np.einsum("mrfd,mrfd->fm", read, queries.conj()).real
+    power = np.einsum("mrfd,mrfd->fm", times(queries, query_covariance), queries.conj()).real
     strength = np.sqrt(np.maximum(power, _LEAST * (power.max() or 1.0)))  # [f, m]
-    gram = np.einsum("mfd,nfd->fmn", seen, keys.conj()) * strength[:, :, None] * strength[:, None, :]
+    gram = np.einsum("mfd,nfd->fmn", times(keys, covariance), keys.conj())
+    gram *= strength[:, :, None] * strength[:, None, :]
     leading = np.linalg.eigh(gram)[1][:, :, -1]  # [f, m]
     shared = np.einsum("fm,mfd->fd", leading.conj() * strength, keys)
     multipliers = leading / strength
@@ -126,15 +122,20 @@ def factor_rotary_keys(
     return shared * unit[:, None], np.einsum("fm,mrfd->mrfd", (multipliers / unit[:, None]).conj(), queries)
 
 
-def _times(rows: Array, matrix: Array) -> Array:
-    """Complex rows times a real matrix. numpy would make the matrix complex, with a copy and twice the work."""
-    return np.asarray(rows.real @ matrix + 1j * (rows.imag @ matrix))
+def times(rows: Array, matrix: Array | None) -> Array:
+    """Rows, perhaps complex, times a real matrix; without one, the rows themselves."""
+    if matrix is None:
+        return rows
+    if np.iscomplexobj(rows):  # numpy would make the matrix complex, with a copy and twice the work
+        return np.asarray(rows.real @ matrix + 1j * (rows.imag @ matrix))
+    return np.asarray(rows @ matrix)
 
 
 def root(matrix: Array) -> Array:
     """The symmetric positive root of a symmetric matrix [c, c], in which no eigenvalue is below a small bound."""
     values, vectors = np.linalg.eigh(matrix)
-    return np.asarray((vectors * np.sqrt(np.maximum(values, _LEAST * max(values[-1], _LEAST)))) @ vectors.T)
+    least = _LEAST * max(values[-1], _LEAST)
+    return np.asarray((vectors * np.sqrt(np.maximum(values, least))) @ vectors.T)
 
 
 def _rms(array: Array) -> float:

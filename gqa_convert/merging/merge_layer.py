@@ -1,7 +1,7 @@
-"""Merges the heads of one attention layer by factorisation; the maps are folded into the query and output projections.
+"""Merges the heads of one attention layer by factorisation; the query and output projections absorb the maps.
 
-The shape legend is that of `heads`. A moment is E[x x^T], [e, e], over calibration text, of a projection's inputs
-together with the constant 1 that stands for its bias.
+The shape legend is that of `attention_heads`. A moment is E[x x^T], [e, e], over calibration text, of a projection's
+inputs together with the constant 1 that stands for its bias.
 """
 
 from dataclasses import dataclass, replace
@@ -13,7 +13,6 @@ import numpy.typing as npt
 from gqa_convert.merging.absorption_limits import AbsorptionLimits
 from gqa_convert.merging.attention_heads import Heads
 from gqa_convert.merging.factorisation import factor_keys, factor_rotary_keys, factor_values
-from gqa_convert.merging.low_frequency import factor_partly_rotary_keys
 
 Array = npt.NDArray[Any]
 
@@ -31,16 +30,16 @@ class Moments:
 def merge_layer(
     heads: Heads,
     groups: int,
-    constraints: AbsorptionLimits,
+    limits: AbsorptionLimits,
     moments: Moments | None,
     first_low: int | None = None,
 ) -> Heads:
-    """Merge contiguous K/V heads into groups. What cannot be folded is averaged, and the rest is left alone.
+    """Merge contiguous K/V heads into groups. Where no map can be absorbed, heads are averaged.
 
     Args:
         heads: of the source.
         groups: how many K/V heads remain.
-        constraints: what forbids folding.
+        limits: what may be absorbed.
         moments: of the inputs; without them every input direction counts alike.
         first_low: rotary pairs from this index on have low frequencies and are merged like rows without positions; None
             for none.
@@ -53,58 +52,62 @@ def merge_layer(
         return heads
     size = heads.groups // groups
     queries, outputs = np.empty_like(heads.queries), np.empty_like(heads.outputs)
-    keys = np.empty((groups, *heads.keys.shape[1:]))
-    values = np.empty((groups, *heads.values.shape[1:]))
+    keys, values = np.empty_like(heads.keys[:groups]), np.empty_like(heads.values[:groups])
     for group in range(groups):
         own = slice(group * size, (group + 1) * size)
-        keys[group], queries[own] = _merge_keys(heads.keys[own], heads.queries[own], constraints, moments, first_low)
-        values[group], outputs[own] = _merge_values(heads.values[own], heads.outputs[own], constraints, moments)
+        keys[group], queries[own] = _merge_keys(heads.keys[own], heads.queries[own], limits, moments, first_low)
+        values[group], outputs[own] = _merge_values(heads.values[own], heads.outputs[own], limits, moments)
     return replace(heads, queries=queries, keys=keys, values=values, outputs=outputs)
 
 
-def _factor_rotary_keys(keys: Array, queries: Array, moments: Moments | None) -> tuple[Array, Array]:
-    return factor_rotary_keys(keys, queries, *((moments.keys, moments.queries) if moments else ()))
-
-
-def _factor_plain_keys(keys: Array, queries: Array, moments: Moments | None) -> tuple[Array, Array]:
-    return factor_keys(keys, queries, *((centred(moments.keys), moments.queries) if moments else ()))
-
-
 def _merge_values(
-    values: Array, outputs: Array, constraints: AbsorptionLimits, moments: Moments | None
+    values: Array, outputs: Array, limits: AbsorptionLimits, moments: Moments | None
 ) -> tuple[Array, Array]:
-    if constraints.value_constraint:
+    """The shared value head [w, e] of heads [m, w, e], and new output columns [m, r, D, w]."""
+    if limits.value_constraint:
         return values.mean(0), outputs
-    return factor_values(values, outputs, moments.keys if moments else None, weighted=moments is not None)
+    if moments is None:
+        return factor_values(values, outputs, weighted=False)
+    return factor_values(values, outputs, moments.keys)
 
 
 def _merge_keys(
-    keys: Array,
-    queries: Array,
-    constraints: AbsorptionLimits,
-    moments: Moments | None,
-    first_low: int | None,
+    keys: Array, queries: Array, limits: AbsorptionLimits, moments: Moments | None, first_low: int | None
 ) -> tuple[Array, Array]:
-    """Rotary pairs as complex rows, and the rows without rotary positions."""
-    if constraints.key_constraint:
+    """The shared key head [c, e] of heads [m, c, e], and new query rows [m, r, c, e].
+
+    Everything depends on where the low frequencies begin: a frequency whose angle stays small over the whole context
+    has rows that behave like rows without positions, and one real map for all of them loses far less than a complex
+    number for each; but beginning too early costs far more than the map can gain. So whoever passes `first_low` has
+    compared the error of the attention *with* rotary positions, at full context length.
+    """
+    if limits.key_constraint:
         return keys.mean(0), queries
-    real, imaginary = constraints.pairs
-    rest = np.setdiff1d(np.arange(keys.shape[1]), np.concatenate(constraints.pairs))
-    rotary = keys[:, real] + 1j * keys[:, imaginary], queries[:, :, real] + 1j * queries[:, :, imaginary]
-    plain = keys[:, rest], queries[:, :, rest]
-    if first_low is not None and first_low < len(real):
-        measured = (moments.keys, moments.queries) if moments else ()
-        rotary_key, plain_key, rotary_queries, plain_queries = factor_partly_rotary_keys(
-            (rotary[0], plain[0]), (rotary[1], plain[1]), first_low, *measured
+    shared, absorbed = np.empty_like(keys[0]), np.empty_like(queries)
+    query_moment, key_moment = (None, None) if moments is None else (moments.queries, moments.keys)
+    first_low = limits.pairs.shape[1] if first_low is None else first_low
+    high, low = limits.pairs[:, :first_low], limits.pairs[:, first_low:]
+    if high.size:
+        key, readers = factor_rotary_keys(
+            complex_rows(keys, high), complex_rows(queries, high), key_moment, query_moment
         )
-    else:
-        rotary_key, rotary_queries = _factor_rotary_keys(*rotary, moments) if len(real) else (rotary[0][0], rotary[1])
-        plain_key, plain_queries = _factor_plain_keys(*plain, moments) if len(rest) else (plain[0][0], plain[1])
-    shared, new = np.empty_like(keys[0]), np.empty_like(queries)
-    shared[real], shared[imaginary], shared[rest] = rotary_key.real, rotary_key.imag, plain_key
-    new[:, :, real], new[:, :, imaginary] = rotary_queries.real, rotary_queries.imag
-    new[:, :, rest] = plain_queries
-    return shared, new
+        shared[high] = key.real, key.imag
+        absorbed[:, :, high[0]], absorbed[:, :, high[1]] = readers.real, readers.imag
+    # in the order in which they take the strongest directions: rows without positions, then the lowest frequencies
+    block = np.concatenate([limits.plain_rows(keys.shape[1]), low.T[::-1].reshape(-1)])
+    if block.size:
+        if key_moment is not None and not low.size:
+            key_moment = centred(key_moment)
+        shared[block], absorbed[:, :, block] = factor_keys(
+            keys[:, block], queries[:, :, block], key_moment, query_moment
+        )
+    return shared, absorbed
+
+
+def complex_rows(rows: Array, pairs: Array) -> Array:
+    """The rotary pairs [2, f] of rows [..., c, e] as complex rows [..., f, e]."""
+    real, imaginary = pairs
+    return np.asarray(rows[..., real, :] + 1j * rows[..., imaginary, :])
 
 
 def centred(moment: Array) -> Array:

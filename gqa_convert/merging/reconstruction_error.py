@@ -1,23 +1,22 @@
 """The error of a merged layer's scores and values against the source's, which does not depend on maps between heads.
 
-The shape legend is that of `heads`.
+The shape legend is that of `attention_heads`.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from gqa_convert.merging.absorption_limits import AbsorptionLimits
-from gqa_convert.merging.attention_heads import Heads
-from gqa_convert.merging.merge_layer import Moments
+from gqa_convert.merging.attention_heads import Heads, repeat_heads
+from gqa_convert.merging.merge_layer import Moments, centred
 
 Array = npt.NDArray[Any]
 
 
 def reconstruction_errors(
-    source: Heads, merged: Heads, constraints: AbsorptionLimits, moments: Moments | None
+    source: Heads, merged: Heads, limits: AbsorptionLimits, moments: Moments | None
 ) -> tuple[float, float]:
     """The relative errors of the scores and of the output that the values produce.
 
@@ -28,7 +27,7 @@ def reconstruction_errors(
     Args:
         source: [K] K/V heads.
         merged: the result with fewer K/V heads, or the source itself.
-        constraints: of the layer, which name the rotary pairs.
+        limits: of the layer, which name the rotary pairs.
         moments: of the inputs.
 
     Returns:
@@ -36,95 +35,60 @@ def reconstruction_errors(
     """
     if merged is source:
         return 0.0, 0.0
-    query_moment, key_moment = (moments.queries, moments.keys) if moments else (None, None)
-    size = source.groups // merged.groups
-    scores, outputs = _Loss(), _Loss()
-    without_positions = np.setdiff1d(np.arange(source.keys.shape[1]), np.concatenate(constraints.pairs))
-    for group in range(merged.groups):
-        new_key, new_value = _Rows(merged.keys[group], key_moment), _Rows(merged.values[group], key_moment)
-        for head in range(group * size, (group + 1) * size):
-            keys = _Rows(source.keys[head], key_moment), new_key
-            for pair in zip(source.queries[head], merged.queries[head], strict=True):
-                queries = _Rows(pair[0], query_moment), _Rows(pair[1], query_moment)
-                _add_scores(scores, queries, keys, constraints, without_positions)
-            values = _Rows(source.values[head], key_moment), new_value
-            inner = [[values[a].inner(values[b]) for b in (0, 1)] for a in (0, 1)]
-            for columns in zip(source.outputs[head], merged.outputs[head], strict=True):
-                outputs.add(
-                    *(float(np.vdot(columns[a].T @ columns[b], inner[a][b])) for a, b in ((0, 0), (1, 1), (0, 1)))
-                )
-    return scores.relative, outputs.relative
+    query_moment, key_moment, key_covariance = None, None, None
+    if moments is not None:
+        query_moment, key_moment, key_covariance = moments.queries, moments.keys, centred(moments.keys)
+    new_keys, new_values = repeat_heads(merged.keys, source.groups), repeat_heads(merged.values, source.groups)
+    plain = limits.plain_rows(source.keys.shape[1])
+    plain = np.concatenate([plain, plain + source.keys.shape[1]])  # of the source and of the result
+    scores, outputs = np.zeros(2), np.zeros(2)
+    for head in range(source.groups):
+        queries = _inner_products(source.queries[head], -merged.queries[head], query_moment)
+        keys = _inner_products(source.keys[head], new_keys[head], key_covariance)
+        scores += _squares(queries[:, plain[:, None], plain], keys[plain[:, None], plain])
+        if (
+            limits.pairs.size
+        ):  # over all distances, frequencies are orthogonal, and the mean is half the greatest square
+            keys = _inner_products(source.keys[head], new_keys[head], key_moment)
+            scores += _squares(_of_pairs(queries, limits.pairs), _of_pairs(keys, limits.pairs)) / 2
+        columns, new_columns = source.outputs[head].swapaxes(1, 2), merged.outputs[head].swapaxes(1, 2)
+        values = _inner_products(source.values[head], new_values[head], key_moment)
+        outputs += _squares(_inner_products(columns, -new_columns, None), values)
+    return _relative(scores), _relative(outputs)
 
 
-@dataclass
-class _Loss:
-    """Sums of |old - new|^2 and of |old|^2."""
-
-    lost: float = 0.0
-    total: float = 0.0
-
-    def add(self, old: float, new: float, both: float) -> None:
-        """Add two functions, given their squares and their product."""
-        self.lost += old + new - 2 * both
-        self.total += old
-
-    @property
-    def relative(self) -> float:
-        return float(np.sqrt(max(self.lost, 0.0) / (self.total or 1.0)))
+def _inner_products(old: Array, new: Array, moment: Array | None) -> Array:
+    """[..., 2n, 2n]: those of all rows of two heads [..., n, e], old ones first; the moment's are the inputs'."""
+    rows = np.concatenate([old, new], axis=-2)
+    seen = rows if moment is None else rows @ moment
+    return np.asarray(seen @ rows.swapaxes(-1, -2))
 
 
-class _Rows:
-    """Rows [n, e] and their inner products under a moment [e, e] of the inputs.
+def _of_pairs(products: Array, pairs: Array) -> Array:
+    """[..., f, 2, 2], complex: the inner products of each rotary pair's complex rows, old and new."""
+    count = products.shape[-1] // 2
+    real, imaginary = (np.stack([rows, rows + count], axis=1) for rows in pairs)
+
+    def between(left: Array, right: Array) -> Array:
+        return np.asarray(products[..., left[:, :, None], right[:, None]])
+
+    return (
+        between(real, real) + between(imaginary, imaginary) + 1j * (between(imaginary, real) - between(real, imaginary))
+    )
+
+
+def _squares(left: Array, right: Array) -> Array:
+    """[2]: the squares of old - new, and of old, where each is a sum of outer products of rows.
 
     Args:
-        rows: of one head.
-        moment: by default the identity.
+        left: [..., 2n, 2n], inner products of old rows and of new ones with the opposite sign.
+        right: [..., 2n, 2n], inner products of the rows that they are multiplied by.
     """
-
-    def __init__(self, rows: Array, moment: Array | None) -> None:
-        self._rows = rows
-        self._seen = rows if moment is None else rows @ moment
-        self._mean: Array | None = None if moment is None else self._seen[:, -1] / np.sqrt(moment[-1, -1])
-
-    def inner(self, other: "_Rows", which: Array | slice = slice(None), *, centred: bool = False) -> Array:
-        """[n, n] of the rows `which`; with `centred`, the inputs' mean is removed."""
-        product = self._seen[which] @ other._rows[which].T
-        if centred and self._mean is not None and other._mean is not None:
-            product -= np.outer(self._mean[which], other._mean[which])
-        return np.asarray(product)
-
-    def paired(self, other: "_Rows", real: Array, imaginary: Array) -> Array:
-        """[f], complex: the product of each rotary pair with the same pair of the other rows."""
-        a, b, c, d = self._seen[real], self._seen[imaginary], other._rows[real], other._rows[imaginary]
-        return np.asarray(_dots(a, c) + _dots(b, d) + 1j * (_dots(b, c) - _dots(a, d)))
+    products = (left * right.conj()).real
+    count = products.shape[-1] // 2
+    return np.array([products.sum(), products[..., :count, :count].sum()])
 
 
-def _dots(a: Array, b: Array) -> Array:
-    return np.asarray(np.einsum("fe,fe->f", a, b))
-
-
-def _add_scores(
-    loss: _Loss,
-    queries: tuple[_Rows, _Rows],
-    keys: tuple[_Rows, _Rows],
-    constraints: AbsorptionLimits,
-    rest: Array,
-) -> None:
-    """Add the scores of one query head, of the source and of the merged layer; `rest` are the rows without rotary
-    positions.
-    """
-    real, imaginary = constraints.pairs
-    combinations = ((0, 0), (1, 1), (0, 1))
-    if len(rest):
-        loss.add(
-            *(
-                float(np.vdot(queries[a].inner(queries[b], rest), keys[a].inner(keys[b], rest, centred=True)))
-                for a, b in combinations
-            )
-        )
-    if len(real):  # over all distances, frequencies are orthogonal and the mean is half the greatest square
-        products = [
-            (queries[a].paired(queries[b], real, imaginary), keys[a].paired(keys[b], real, imaginary))
-            for a, b in combinations
-        ]
-        loss.add(*(float(np.vdot(key, query).real) / 2 for query, key in products))
+def _relative(squares: Array) -> float:
+    lost, total = squares
+    return float(np.sqrt(max(lost, 0.0) / (total or 1.0)))

@@ -4,6 +4,7 @@ line.
 
 import errno
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from gqa_convert.conversion.fit.merged_layers import MergedLayers
 from gqa_convert.conversion.plan import make_plan
 from gqa_convert.errors import DeviceMemoryError, GQAConvertError, NoSpaceError
 from gqa_convert.merging.absorption_limits import AbsorptionLimits
-from gqa_convert.merging.attention_heads import Heads
+from gqa_convert.merging.attention_heads import Heads, repeat_heads
 from gqa_convert.merging.merge_layer import Moments, merge_layer
 from tests.helpers import folding_cases as folded
 from tests.helpers.fitting import batches_for
@@ -42,10 +43,11 @@ def test_trials_of_slow_pairs_give_the_scores_of_merged_layers(
     rows = generator.standard_normal((500, inputs)) * generator.random(inputs) + 0.3
     rows[:, -1] = 1
     moments = Moments(rows.T @ rows / 500, rows.T @ rows / 500)
-    constraints = AbsorptionLimits((np.arange(rotated // 2), np.arange(rotated // 2, rotated)))
+    constraints = AbsorptionLimits(np.arange(rotated).reshape(2, -1))
     trials = KeyTrials(source, groups, constraints, moments)
     for slow in range(rotated // 2 + 1):
-        expected = merge_layer(source, groups, constraints, moments, slow).repeated(heads)
+        merged = merge_layer(source, groups, constraints, moments, slow)
+        expected = replace(merged, keys=repeat_heads(merged.keys, heads))
         found = trials.merged(slow)
         for one, other in zip(
             _scores(expected, constraints, rotated), _scores(found, constraints, rotated), strict=True

@@ -34,21 +34,20 @@ def merge_layers(plan: Plan, store: MergedLayers, on_layer: LayerDone) -> dict[s
         for number, (layer, groups) in enumerate(plan.merged_layers):
             record = store.record(number)
             if record is None:
-                tensors, record = _merge(read_source_layer(finder, layer, read), groups)
+                source = read_source_layer(finder, layer, plan.limits_of(layer), read)
+                tensors, record = _merge_from_weights(source, groups)
                 store.write(number, tensors, record)
-                del tensors
             errors |= record.errors
             on_layer(number + 1, len(plan.merged_layers), record)
     return errors
 
 
-def _merge(layer: SourceLayer, groups: int) -> tuple[Tensors, WeightsRecord]:
+def _merge_from_weights(layer: SourceLayer, groups: int) -> tuple[Tensors, WeightsRecord]:
     """The tensors of the merged layer, and its record."""
     heads = layer.layout.split_heads(layer.tensors)
     order = find_head_order(heads, groups, layer.constraints, None)
     heads = reorder_heads(heads, order)
     merged = merge_layer(heads, groups, layer.constraints, None)
     keys, values = reconstruction_errors(heads, merged, layer.constraints, None)
-    del heads
     record = WeightsRecord(module=layer.layout.layer.module, head_order=recorded_order(order), keys=keys, values=values)
     return layer.layout.merge_heads(merged, layer.tensors, groups), record

@@ -192,7 +192,7 @@ def fit_layers(
             layer, groups = plan.merged_layers[number]
             record = store.record(number)
             if record is None:
-                source = read_source_layer(finder, layer, read)
+                source = read_source_layer(finder, layer, plan.limits_of(layer), read)
                 options = FitOptions(
                     groups=groups,
                     trains=plan.merge_method.trains,

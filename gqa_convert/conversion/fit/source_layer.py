@@ -11,7 +11,7 @@ from gqa_convert.checkpoint.source_files import SourceFiles
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.errors import NonFiniteError
 from gqa_convert.families.geometry import AttentionFinder, AttentionLayer
-from gqa_convert.merging.absorption_limits import AbsorptionLimits, find_absorption_limits
+from gqa_convert.merging.absorption_limits import AbsorptionLimits
 from gqa_convert.merging.attention_heads import LayerLayout, Tensors
 
 
@@ -53,14 +53,16 @@ class SourceLayer:
     constraints: AbsorptionLimits
 
 
-def read_source_layer(finder: AttentionFinder, layer: AttentionLayer, read: SourceReader) -> SourceLayer:
+def read_source_layer(
+    finder: AttentionFinder, layer: AttentionLayer, limits: AbsorptionLimits, read: SourceReader
+) -> SourceLayer:
     """Read one layer.
 
     Raises:
         NonFiniteError: a tensor holds NaN or Inf.
     """
     layout = LayerLayout(finder, layer)
-    return SourceLayer(layout, {name: read(name) for name in layout.names}, find_absorption_limits(finder, layer))
+    return SourceLayer(layout, {name: read(name) for name in layout.names}, limits)
 
 
 def attention_of(plan: Plan) -> AttentionFinder:

@@ -115,7 +115,7 @@ class Plan:
     layer_groups: tuple[int, ...]
     """N of each layer."""
     limits: tuple["AbsorptionLimits", ...]
-    """What may be folded in each layer; empty for methods that fold nothing."""
+    """What may be absorbed in each layer; empty for methods that do not merge whole layers."""
     method: str
     seed: int
     heads: int
@@ -159,6 +159,10 @@ class Plan:
         """The layers whose K/V heads become fewer, each with its N."""
         pairs = zip(self.layers, self.layer_groups, strict=True)
         return tuple((layer, groups) for layer, groups in pairs if groups < layer.kv_heads)
+
+    def limits_of(self, layer: AttentionLayer) -> "AbsorptionLimits":
+        """What may be absorbed in one of the layers, for methods that merge whole layers."""
+        return self.limits[self.layers.index(layer)]
 
     @property
     def effective_method(self) -> str:

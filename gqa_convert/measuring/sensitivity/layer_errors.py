@@ -62,7 +62,7 @@ def open_layers(plan: Plan) -> Iterator[ReadLayer]:
     with ExitStack() as stack:
         work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gqa-inspect-")))
         read = SourceReader(plan.checkpoint, SourceFiles(plan.checkpoint, work, stack))
-        yield lambda layer: read_source_layer(finder, layer, read)
+        yield lambda layer: read_source_layer(finder, layer, plan.limits_of(layer), read)
 
 
 def merge_candidates(

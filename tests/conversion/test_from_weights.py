@@ -1,0 +1,125 @@
+"""`factor` without text: odd numbers, errors and interruptions."""
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gqa_convert import errors
+from gqa_convert.conversion.fit import from_weights
+from gqa_convert.conversion.run import convert_checkpoint
+from gqa_convert.errors import NonFiniteError
+from tests.helpers.checkpoints import digests, llama_arrays, read_weights, write_llama
+from tests.helpers.command_line import run_python
+
+Array = np.ndarray[Any, Any]
+SPOIL: dict[str, Callable[[Array], Array]] = {
+    "zero": np.zeros_like,
+    "constant": lambda array: np.full_like(array, 0.25),
+    "rank one": lambda array: np.outer(array[:, 0], array[0]).astype(array.dtype),
+    "tiny": lambda array: (array * 1e-30).astype(array.dtype),
+    "huge": lambda array: (array * 1e15).astype(array.dtype),
+}
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("where", ["q", "k", "v", "o", "qkvo"])
+@pytest.mark.parametrize("kind", SPOIL)
+def test_odd_weights_give_finite_ones(kind: str, where: str, tmp_path: Path) -> None:
+    arrays = llama_arrays(layers=1)
+    for name in where:
+        tensor = f"model.layers.0.self_attn.{name}_proj.weight"
+        arrays[tensor] = SPOIL[kind](arrays[tensor])
+    source = write_llama(tmp_path / "source", arrays=arrays, config={"num_hidden_layers": 1})
+    result = convert_checkpoint(source, tmp_path / "out", 3, method="factor")
+    assert all(np.isfinite(array).all() for array in read_weights(tmp_path / "out").values())
+    assert all(np.isfinite(error) and error >= 0 for error in result.merge_error.values())
+
+
+def test_only_attention_changes_and_two_runs_write_the_same_bytes(tmp_path: Path) -> None:
+    source = write_llama(tmp_path / "source", shards=3)
+    for out in ("first", "second"):
+        convert_checkpoint(source, tmp_path / out, 3, method="factor")
+    assert digests(tmp_path / "first") == digests(tmp_path / "second")
+    before, after = read_weights(source), read_weights(tmp_path / "first")
+    changed = {name for name in before if not np.array_equal(before[name], after[name])}
+    assert changed == {f"model.layers.{layer}.self_attn.{name}_proj.weight" for layer in (0, 1) for name in "qkvo"}
+
+
+@pytest.mark.parametrize("name", ["q", "o"])
+def test_a_number_that_is_none_is_named_in_one_line(name: str, tmp_path: Path) -> None:
+    arrays = llama_arrays()
+    tensor = f"model.layers.1.self_attn.{name}_proj.weight"
+    arrays[tensor][3, 5] = np.nan
+    source = write_llama(tmp_path / "source", arrays=arrays)
+    with pytest.raises(NonFiniteError, match=tensor) as caught:
+        convert_checkpoint(source, tmp_path / "out", 3, method="factor")
+    assert "\n" not in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+KILLED = """
+import os, signal, sys
+from gqa_convert.conversion.run import convert_checkpoint
+def done(number, total, record):
+    if number == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+convert_checkpoint(sys.argv[1], sys.argv[2], 3, method="factor", on_layer=done)
+"""
+
+
+@pytest.mark.parametrize(("groups", "seed", "made_again"), [(3, 0, 1), (4, 0, 3), (3, 1, 3)])
+def test_a_kill_between_layers(
+    groups: int, seed: int, made_again: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next run goes on where it was killed if it is for the same of an unchanged source, and begins anew if
+    not.
+    """
+    source, out, config = tmp_path / "source", tmp_path / "out", {"num_hidden_layers": 3}
+    write_llama(source, arrays=llama_arrays(layers=3), config=config)
+    ended = run_python("-c", KILLED, source, out, models=False)
+    assert ended.returncode == -signal.SIGKILL
+    assert not out.exists()
+    if seed:
+        write_llama(source, arrays=llama_arrays(layers=3, seed=seed), config=config)
+    made = []
+    original = from_weights.merge_layer
+    monkeypatch.setattr(from_weights, "merge_layer", lambda *given: made.append(given) or original(*given))
+    convert_checkpoint(source, out, groups, method="factor")
+    assert len(made) == made_again
+    convert_checkpoint(source, tmp_path / "fresh", groups, method="factor")
+    assert digests(out) == digests(tmp_path / "fresh")
+    assert {path.name for path in tmp_path.iterdir()} == {"source", "out", "fresh"}
+
+
+@pytest.mark.parametrize(
+    ("problem", "told"),
+    [
+        (errors.InterruptedRunError("stopped"), errors.InterruptedRunError),
+        (OSError("the disk failed"), errors.OutputError),
+        (KeyboardInterrupt(), KeyboardInterrupt),
+    ],
+)
+def test_errors_leave_nothing(problem: BaseException, told: type[BaseException], tmp_path: Path) -> None:
+    def done(number: int, total: int, record: Any) -> None:
+        del number, total, record
+        raise problem
+
+    source = write_llama(tmp_path / "source")
+    with pytest.raises(told):
+        convert_checkpoint(source, tmp_path / "out", 3, method="factor", on_layer=done)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_every_layer_is_announced(tmp_path: Path) -> None:
+    seen: list[tuple[int, int, str]] = []
+
+    def done(number: int, total: int, record: Any) -> None:
+        seen.append((number, total, record.module))
+
+    convert_checkpoint(write_llama(tmp_path / "source"), tmp_path / "out", 3, method="factor", on_layer=done)
+    assert seen == [(1, 2, "model.layers.0.self_attn"), (2, 2, "model.layers.1.self_attn")]
+    assert {path.name for path in tmp_path.iterdir()} == {"source", "out"}

@@ -1,0 +1,79 @@
+"""What a checkpoint's config and tensors say of the maps that its projections can absorb."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gqa_convert.checkpoint.source import open_checkpoint
+from gqa_convert.errors import ConfigError
+from gqa_convert.families.geometry import AttentionFinder
+from gqa_convert.families.table import FAMILIES
+from gqa_convert.merging.absorption_limits import find_absorption_limits, rotary_pairs
+from tests.helpers.checkpoints import write_llama
+
+
+def test_reasons_are_clauses(tmp_path: Path) -> None:
+    """They follow "since" in a note of the plan."""
+    source = open_checkpoint(write_llama(tmp_path / "source", config={"clip_qkv": 8.0}))
+    finder = AttentionFinder(source, FAMILIES["llama"])
+    limits = find_absorption_limits(finder, finder.layers[0])
+    assert limits.key_constraint == limits.value_constraint
+    reasons = [limits.key_constraint]
+    for family in FAMILIES.values():
+        reasons += [family.key_constraint, family.value_constraint]
+    assert limits.key_constraint is not None
+    for reason in filter(None, reasons):
+        assert reason[0].islower()
+        assert reason[-1].isalpha()
+
+
+@pytest.mark.parametrize(
+    ("model_type", "config", "rotated"),
+    [
+        ("llama", {"partial_rotary_factor": 0.5}, 16),
+        ("phi3", {"partial_rotary_factor": 0.75}, 12),
+        ("phi3", {}, 16),
+        ("gpt_neox", {"rotary_pct": 0.5}, 8),
+        ("gqa_gpt_neox", {"rope_parameters": {"partial_rotary_factor": 0.5}, "rotary_pct": 0.25}, 8),
+        ("minimax_m2", {"rotary_dim": 4}, 4),
+        ("minimax_m2", {"rotary_dim": 4, "partial_rotary_factor": 0.5}, 8),
+        ("minimax", {"rotary_dim": 4}, 16),
+        ("gptj", {"rotary_dim": 6}, 6),
+        ("codegen", {"rotary_dim": None}, 16),
+        ("falcon", {"alibi": True}, 0),
+        ("falcon", {}, 16),
+        ("bloom", {}, 0),
+        ("zamba2", {}, 0),
+        ("zamba2", {"use_mem_rope": True}, 16),
+        ("granitemoehybrid", {"position_embedding_type": "rope"}, 16),
+        ("granitemoehybrid", {}, 0),
+        ("chatglm", {}, 8),
+        ("stablelm", {}, 4),
+    ],
+)
+def test_rotary_dimensions(model_type: str, config: dict[str, Any], rotated: int) -> None:
+    """Of 16, by configs as they lie on the Hub."""
+    real, imaginary = rotary_pairs(FAMILIES[model_type], config, 16)
+    assert sorted([*real, *imaginary]) == list(range(rotated))
+    step = 1 if FAMILIES[model_type].rotary == "interleaved" else rotated // 2
+    assert np.array_equal(imaginary, real + step)
+    assert np.all(np.diff(real) > 0)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "config"),
+    [
+        ("gptj", {"rotary_dim": 5}),
+        ("gptj", {"rotary_dim": 18}),
+        ("gptj", {"rotary_dim": "6"}),
+        ("phi3", {"partial_rotary_factor": 0.07}),
+        ("phi3", {"partial_rotary_factor": "half"}),
+        ("phi3", {"partial_rotary_factor": -0.5}),
+    ],
+)
+def test_rotary_dimensions_that_make_no_pairs(model_type: str, config: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="repair it") as caught:
+        rotary_pairs(FAMILIES[model_type], config, 16)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,147 @@
+"""Which heads become neighbours before they merge: losses of pairs, and the search for groups."""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gqa_convert.merging.absorption_limits import AbsorptionLimits
+from gqa_convert.merging.attention_heads import Heads
+from gqa_convert.merging.head_grouping import find_head_order, group_heads, pair_losses, rotary_pair_losses
+from gqa_convert.merging.merge_layer import Moments
+
+Array = np.ndarray[Any, Any]
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    return np.random.default_rng(0)
+
+
+def positive(rng: np.random.Generator, *shape: int) -> Array:
+    root = rng.normal(size=(*shape, shape[-1] + 3))
+    return np.asarray(root @ root.swapaxes(-1, -2))
+
+
+def symmetric(losses: Array) -> Array:
+    losses = losses + losses.T
+    np.fill_diagonal(losses, 0)
+    return losses
+
+
+@pytest.mark.parametrize("measured", [False, True])
+def test_pair_losses_are_what_a_truncated_decomposition_drops(rng: np.random.Generator, measured: bool) -> None:
+    rows, weights, covariance = rng.normal(size=(4, 5, 9)), positive(rng, 4, 5), positive(rng, 9)
+    seen = np.linalg.cholesky(covariance) if measured else np.eye(9)
+    losses, power = pair_losses(rows, weights, covariance if measured else None)
+    weighted = np.linalg.cholesky(weights).swapaxes(1, 2) @ rows @ seen
+    for one, other in itertools.permutations(range(4), 2):
+        dropped = np.linalg.svd(np.concatenate([weighted[one], weighted[other]]), compute_uv=False)[5:]
+        assert losses[one, other] == pytest.approx(np.sum(dropped**2))
+    assert power == pytest.approx(np.sum(weighted**2))
+    assert not np.diagonal(losses).any()
+
+
+@pytest.mark.parametrize("measured", [False, True])
+def test_rotary_pair_losses_are_what_each_frequency_drops(rng: np.random.Generator, measured: bool) -> None:
+    keys = rng.normal(size=(4, 3, 9)) + 1j * rng.normal(size=(4, 3, 9))
+    powers, covariance = rng.uniform(1, 2, size=(4, 3)), positive(rng, 9)
+    seen = np.linalg.cholesky(covariance) if measured else np.eye(9)
+    losses, power = rotary_pair_losses(keys, powers, covariance if measured else None)
+    weighted = np.sqrt(powers)[:, :, None] * (keys @ seen)
+    for one, other in itertools.combinations(range(4), 2):
+        dropped = [np.linalg.svd(weighted[[one, other], pair], compute_uv=False)[1] for pair in range(3)]
+        assert losses[one, other] == pytest.approx(np.sum(np.square(dropped)))
+    assert power == pytest.approx(np.sum(np.abs(weighted) ** 2))
+    assert not np.diagonal(losses).any()
+    assert np.array_equal(losses, losses.T)
+
+
+def partitions(heads: frozenset[int], size: int) -> Iterator[list[tuple[int, ...]]]:
+    if not heads:
+        yield []
+        return
+    first = min(heads)
+    for rest in itertools.combinations(sorted(heads - {first}), size - 1):
+        for others in partitions(heads - {first, *rest}, size):
+            yield [(first, *rest), *others]
+
+
+def loss_of(partition: list[tuple[int, ...]], losses: Array) -> float:
+    return float(sum(losses[np.ix_(group, group)].sum() for group in partition))
+
+
+@pytest.mark.parametrize("groups", [2, 3, 4])
+def test_groups_lose_little(groups: int, rng: np.random.Generator) -> None:
+    """Never more than neighbours do, and seldom more than the best of all partitions of 8 or 9 heads."""
+    heads = 9 if groups == 3 else 8
+    size, ratios = heads // groups, []
+    neighbours = [tuple(range(first, first + size)) for first in range(0, heads, size)]
+    for _ in range(20):
+        losses = symmetric(rng.uniform(1, 2, size=(heads, heads)))
+        order = group_heads(losses, groups)
+        found = [tuple(group) for group in order.reshape(groups, size).tolist()]
+        assert sorted(order) == list(range(heads))
+        assert found == sorted(tuple(sorted(group)) for group in found)
+        assert loss_of(found, losses) <= loss_of(neighbours, losses)
+        best = min(loss_of(partition, losses) for partition in partitions(frozenset(range(heads)), size))
+        ratios.append(loss_of(found, losses) / best)
+    assert np.mean(ratios) < 1.02
+
+
+@pytest.mark.parametrize(("heads", "groups"), [(12, 3), (12, 4), (64, 8)])
+def test_planted_groups_are_found(heads: int, groups: int, rng: np.random.Generator) -> None:
+    labels = rng.permutation(np.arange(heads) % groups)
+    losses = symmetric(np.where(labels[:, None] == labels, 1.0, 3.0) + rng.uniform(0, 1, size=(heads, heads)))
+    assert all(len(set(labels[group])) == 1 for group in group_heads(losses, groups).reshape(groups, -1))
+    neighbours = np.arange(heads) // (heads // groups)
+    assert np.array_equal(group_heads(np.where(neighbours[:, None] == neighbours, 1.0, 2.0), groups), np.arange(heads))
+    assert np.array_equal(group_heads(np.ones((heads, heads)), groups), np.arange(heads))
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-17])
+def test_losses_that_are_not_symmetric_are_grouped_too(scale: float, rng: np.random.Generator) -> None:
+    """As the rounding of heads that are all alike leaves them: swaps that seem to gain must not go round in circles."""
+    for _ in range(20):
+        losses = scale * rng.uniform(0, 1, size=(12, 12))
+        order = group_heads(losses, 3)
+        assert sorted(order) == list(range(12))
+        assert np.array_equal(order, group_heads(losses + losses.T, 3))
+
+
+def random_heads(rng: np.random.Generator) -> Heads:
+    return Heads(
+        queries=rng.normal(size=(8, 2, 6, 10)),
+        keys=rng.normal(size=(8, 6, 10)),
+        values=rng.normal(size=(8, 4, 10)),
+        outputs=rng.normal(size=(8, 2, 7, 4)),
+        output_bias=None,
+    )
+
+
+LIMITS = AbsorptionLimits(np.array([[0, 1], [2, 3]]))
+
+
+@pytest.mark.parametrize("measured", [False, True])
+def test_order_ignores_the_units_of_keys_and_values(measured: bool) -> None:
+    """Each counts by what it loses of itself."""
+    rng = np.random.default_rng(1)
+    heads = random_heads(rng)
+    moments = Moments(positive(rng, 10), positive(rng, 10)) if measured else None
+    order = find_head_order(heads, 4, LIMITS, moments)
+    assert sorted(order) == list(range(8))
+    assert not np.array_equal(order, np.arange(8))
+    scaled = replace(heads, keys=1e3 * heads.keys, values=1e-3 * heads.values)
+    assert np.array_equal(order, find_head_order(scaled, 4, LIMITS, moments))
+
+
+def test_heads_keep_their_order_where_something_is_averaged_or_nothing_is_chosen(rng: np.random.Generator) -> None:
+    heads = random_heads(rng)
+    for limit in ("key_constraint", "value_constraint", "order_constraint"):
+        limits = replace(LIMITS, **{limit: "a norm"})
+        assert np.array_equal(find_head_order(heads, 4, limits, None), np.arange(8))
+    assert np.array_equal(find_head_order(heads, 1, LIMITS, None), np.arange(8))
+    assert np.array_equal(find_head_order(heads, 8, LIMITS, None), np.arange(8))
