@@ -99,8 +99,6 @@ def evaluate(
     from gqa_convert.cli.console.progress import ProgressScreen
     from gqa_convert.cli.console.screen import print_json, stdout_console
     from gqa_convert.measuring.evaluation.page import check_drawings, draw
-    from gqa_convert.measuring.evaluation.run import EvaluationOptions
-    from gqa_convert.measuring.evaluation.run import evaluate as run
     from gqa_convert.measuring.results import check_result_path, write_result
     from gqa_convert.text.sources import Source
 
@@ -116,6 +114,9 @@ def evaluate(
         raise OptionError("--data is missing: name the text to score")
     if output is not None:
         check_result_path(output, overwrite=overwrite)
+    from gqa_convert.measuring.evaluation.run import EvaluationOptions
+    from gqa_convert.measuring.evaluation.run import evaluate as run
+
     options = EvaluationOptions(
         reference=reference,
         revision=revision,

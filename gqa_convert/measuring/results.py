@@ -89,13 +89,14 @@ class EvaluationFile(_Measurement):
     context: int | None = None
     stride: int | None = None
     dtype: str | None = None
-    seed: int | None = None
     reference: ModelScores | None = None
     results: list[ModelScores] = Field(min_length=1)
 
     def entries(self) -> list[ModelScores]:
-        """Those of all models, the reference first."""
-        return self.results if self.reference is None else [self.reference, *self.results]
+        """Those of all models, each once, the reference first."""
+        if self.reference is None:
+            return self.results
+        return [self.reference, *(each for each in self.results if each.model != self.reference.model)]
 
 
 class TimedCell(_Stored):
@@ -138,7 +139,6 @@ class BenchmarkFile(_Measurement):
     weights: str | None = None
     attention: str | None = None
     threads: int | None = None
-    steps: int | None = None
     spread: str | None = None
     results: list[TimedCell]
 
@@ -159,12 +159,10 @@ def load_result(path: Path) -> EvaluationFile | BenchmarkFile:
         return _FILE.validate_json(path.read_bytes(), strict=True)
     except OSError as problem:
         raise ReportError(f"{path} can't be read ({problem.strerror}): name a file that evaluate wrote") from None
-    except ValidationError as problem:
-        first = problem.errors(include_url=False, include_input=False)[0]
-    place = ".".join(map(str, first["loc"]))
-    raise ReportError(
-        f"{path} does not hold results of evaluate or benchmark ({place} {first['msg']}): name a file that one of them wrote"
-    )
+    except ValidationError:
+        raise ReportError(
+            f"{path} does not hold results of evaluate or benchmark: name a file that one of them wrote"
+        ) from None
 
 
 def write_result(path: Path, value: EvaluationFile, *, overwrite: bool = False) -> None:

@@ -138,7 +138,7 @@ def test_bits_per_byte_do_not_depend_on_the_tokenizer(tmp_path: Path) -> None:
     assert two["difference"]["loss"] is None
     assert two["difference"]["bits_per_byte"] == pytest.approx(0, abs=1e-5)
     assert two["difference"]["bits_per_byte_standard_error"] == pytest.approx(0, abs=1e-5)
-    assert "tokenizer is not that of" in two["note"]
+    assert "tokens are not those of" in two["note"]
     reference = run(tmp_path, "pairs", data="text.txt", reference="letters")["results"][0]
     assert (reference["kl"], reference["top1_agreement"]) == (None, None)
     assert reference["note"] == two["note"]
@@ -260,12 +260,12 @@ def test_span_corruption_has_transformers_own_loss(tmp_path: Path) -> None:
     t5(tmp_path / "t5")
     words = [f"w{number}" for number in np.random.default_rng(0).integers(0, 500, 400)]
     (tmp_path / "text.txt").write_text(" ".join(words))
-    report = run(tmp_path, "t5", data="text.txt", window=40, batch=3, seed=5)
+    report = run(tmp_path, "t5", data="text.txt", window=40, batch=3)
     tokenizer, model = (
         AutoTokenizer.from_pretrained(tmp_path / "t5"),
         AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "t5").eval(),
     )
-    made = span_material([Piece(" ".join(words))], tokenizer, start=0, length=40, batch=1, seed=5)
+    made = span_material([Piece(" ".join(words))], tokenizer, start=0, length=40, batch=1, seed=0)
     total = 0.0
     restored: dict[int, list[str]] = {}
     for number in range(len(made.batches)):
@@ -289,7 +289,6 @@ def test_span_corruption_has_transformers_own_loss(tmp_path: Path) -> None:
     text = [word for place in sorted(restored) for word in restored[place]]
     assert text == words[: len(text)]
     assert len(text) > 300
-    assert run(tmp_path, "t5", data="text.txt", window=40, seed=6)["results"][0]["loss"] != result["loss"]
 
 
 def _filled_in(read: list[str], written: list[str]) -> list[str]:

@@ -190,20 +190,6 @@ def test_losses_that_are_no_numbers_are_told(ask: Any, tmp_path: Path) -> None:
     assert "NaN" in quiet[2]
 
 
-def test_a_vocabulary_that_is_too_small_is_told(ask: Any, tmp_path: Path) -> None:
-    causal(tmp_path / "small", vocab_size=100)
-    code, _, err = ask(tmp_path / "small", "--data", "text.txt")
-    assert code == 2
-    assert "and the model has 100 embeddings" in err
-
-
-def test_a_launch_of_several_processes_is_refused(ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    code, out, err = ask("one", "--data", "text.txt")
-    assert (code, out, err.count("\n")) == (2, "", 1)
-    assert "without torchrun" in err
-
-
 def test_names_that_look_like_marks_of_the_console(capsys: pytest.CaptureFixture[str]) -> None:
     scores = ModelScores(model="a[/red]b", tokens=9, bytes=12, scored_nan=3, note="not of c[/bold]d")
     file = EvaluationFile(

@@ -48,6 +48,13 @@ def test_names_are_whole_where_their_ends_are_equal(names: list[str], short: lis
     assert [found[name] for name in names] == short
 
 
+def test_a_model_that_is_also_the_reference_has_one_row() -> None:
+    file = evaluation(scores("out", "2"), scores("m", "1"), reference=scores("m", "1"))
+    assert [each.model for each in file.entries()] == ["m", "out"]
+    copy = evaluation(scores("copy", "1"), reference=scores("m", "1"))
+    assert [each.model for each in copy.entries()] == ["m", "copy"]
+
+
 def test_results_of_one_checkpoint_belong_together_whatever_it_is_called() -> None:
     """And those of two checkpoints do not, though they are called alike."""
     difference = Difference(to="m", loss=0.5, standard_error=0.125)
@@ -73,7 +80,6 @@ def test_results_of_one_checkpoint_belong_together_whatever_it_is_called() -> No
     ("other", "tables"),
     [
         ({}, 1),
-        ({"seed": 3}, 1),
         ({"text": "b.txt"}, 2),
         ({"context": 32}, 2),
         ({"stride": 32}, 2),
@@ -83,11 +89,6 @@ def test_results_of_one_checkpoint_belong_together_whatever_it_is_called() -> No
 def test_a_table_for_each_text(other: dict[str, Any], tables: int) -> None:
     texts = measured_texts([evaluation(scores("m", "1")), evaluation(scores("n", "2"), **other)])
     assert [len(text.entries) for text in texts] == ([2] if tables == 1 else [1, 1])
-
-
-def test_spans_of_two_seeds_are_two_texts() -> None:
-    files = [evaluation(scores("m", "1"), objective="spans", seed=seed) for seed in (0, 1)]
-    assert len(measured_texts(files)) == 2
 
 
 def test_differences_in_bits_per_byte_say_so() -> None:

@@ -59,12 +59,12 @@ def changed(**keys: Any) -> bytes:
         (b"\xff", "does not hold results"),
         (b'{"kind": "inspect"}', "does not hold results"),
         (b'{"kind": ["evaluate"]}', "does not hold results"),
-        (changed(format_version=99), "format_version Input should be 1"),
-        (changed(results=[{"model": "m", "tokens": 7, "loss": "2.5"}]), "results.0.loss Input should be a valid num"),
-        (changed(results=[{"model": "m", "tokens": 7, "loss": float("nan")}]), "results.0.loss Input should be a fin"),
-        (changed(results=[]), "results List should have at least 1 item"),
-        (changed(results=[{"tokens": 7}]), "results.0.model Field required"),
-        (changed(machine={"device": "cpu"}), "machine.processor"),
+        (changed(format_version=99), "does not hold results"),
+        (changed(results=[{"model": "m", "tokens": 7, "loss": "2.5"}]), "does not hold results"),
+        (changed(results=[{"model": "m", "tokens": 7, "loss": float("nan")}]), "does not hold results"),
+        (changed(results=[]), "does not hold results"),
+        (changed(results=[{"tokens": 7}]), "does not hold results"),
+        (changed(machine={"device": "cpu"}), "does not hold results"),
     ],
 )
 def test_other_files_are_refused_in_one_line(tmp_path: Path, content: bytes | None, words: str) -> None:

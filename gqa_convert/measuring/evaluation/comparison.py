@@ -108,10 +108,9 @@ def incomparable(candidate: Candidate, material: Material, other: Measured) -> s
     """The reason why two models' predictions can't be compared token by token, None if they can."""
     theirs = {number: token for token, number in other.candidate.tokenizer.get_vocab().items()}
     ours = candidate.tokenizer.get_vocab()
-    if any(theirs.get(number, token) != token for token, number in ours.items()):
-        return f"its tokenizer is not that of {other.candidate.name}"
-    if material.fingerprint != other.material.fingerprint:
-        return f"its tokens of the text are not those of {other.candidate.name}"
+    other_vocabulary = any(theirs.get(number, token) != token for token, number in ours.items())
+    if other_vocabulary or material.fingerprint != other.material.fingerprint:
+        return f"its tokens are not those of {other.candidate.name}"
     return None
 
 
@@ -161,8 +160,7 @@ def model_scores(measured: Measured, other: Measured | None = None) -> ModelScor
 def _note(measured: Measured) -> str | None:
     notes = []
     if measured.problem:
-        how = "not compared" if measured.material.sizes is None else "compared by bits per byte alone"
-        notes.append(f"{how}, since {measured.problem}")
+        notes.append(f"not compared token by token, since {measured.problem}")
     if measured.material.truncated:
         notes.append(f"{measured.material.truncated} pairs were cut to the window")
     return "; ".join(notes) or None

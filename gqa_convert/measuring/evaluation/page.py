@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gqa_convert.checkpoint.byte_sizes import size
 from gqa_convert.errors import OptionError, ReportError
 from gqa_convert.measuring.evaluation.table import columns, notes, short_names, title
 from gqa_convert.measuring.pictures import DRAWN_BY, check_picture, save_picture
@@ -73,8 +72,7 @@ def measured_texts(files: Sequence[EvaluationFile]) -> list[MeasuredText]:
     found: dict[object, MeasuredText] = {}
     models: dict[object, dict[object, ModelScores]] = {}
     for file in files:
-        seed = file.seed if file.objective == "spans" else None
-        text = (file.data.sha256 or file.data, file.objective, file.context, file.stride, seed)
+        text = (file.data.sha256 or file.data, file.objective, file.context, file.stride)
         entries = models.setdefault(text, {})
         for each in file.entries():
             model = (each.fingerprint or id(each), each.dtype)
@@ -90,30 +88,28 @@ def _figure(texts: Sequence[MeasuredText]) -> "Figure":
     """Loss against K/V-cache bytes per token; bits per byte where the models of a text count its tokens differently."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
 
     by_token = all(len({each.tokens for each in text.entries}) == 1 for text in texts)
     figure = Figure(figsize=(7.5, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
-    ticks: dict[float, str] = {}
     for text in texts:
-        points = []
+        nbytes, values = [], []
         for each, name in zip(text.entries, text.columns["model"], strict=True):
             value = each.loss if by_token else each.bits_per_byte
             if each.kv_bytes_per_token and value is not None:
-                points.append((each.kv_bytes_per_token, value))
-                ticks[each.kv_bytes_per_token] = size(each.kv_bytes_per_token)
-                axes.annotate(name, points[-1], (5, 5), textcoords="offset points", fontsize=8, parse_math=False)
-        label = text.title.replace("$", r"\$")
-        axes.plot([nbytes for nbytes, _ in points], [value for _, value in points], "o", label=f"on {label}")
+                nbytes.append(each.kv_bytes_per_token)
+                values.append(value)
+                place = (each.kv_bytes_per_token, value)
+                axes.annotate(name, place, (5, 5), textcoords="offset points", fontsize=8, parse_math=False)
+        axes.plot(nbytes, values, "o", label="on " + text.title.replace("$", r"\$"))
     axes.set_xscale("log", base=2)
-    axes.set_xticks(list(ticks), list(ticks.values()))
-    axes.minorticks_off()
+    axes.xaxis.set_major_formatter(EngFormatter(unit="B"))
     axes.margins(x=0.15, y=0.15)
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), fontsize=8, frameon=False)
     axes.set_xlabel("K/V cache per token")
     axes.set_ylabel("loss (nats per token)" if by_token else "bits per byte")
-    axes.spines[["top", "right"]].set_visible(False)
     return figure
 
 

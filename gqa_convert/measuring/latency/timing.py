@@ -1,9 +1,10 @@
 """Times work on a device, and lets versions take turns, so that a machine whose speed drifts favours none of them."""
 
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
+
+import numpy as np
 
 WARM_UP = 1
 """Turns of each version before those that count."""
@@ -48,7 +49,5 @@ def alternate(turns: Sequence[Callable[[], float]], repetitions: int) -> list[li
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
     """The lower quartile, the median and the upper quartile."""
-    if len(values) == 1:
-        return values[0], values[0], values[0]
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    low, middle, high = np.quantile(values, (0.25, 0.5, 0.75)).tolist()
     return low, middle, high

@@ -83,9 +83,7 @@ def make_models(
 
 
 def _share(model: Any, weights: dict[str, Any]) -> None:
-    """Share `weights` where name and shape agree, and fill the other parameters: matrices with small random numbers,
-    gains with 1 and biases with 0.
-    """
+    """Share `weights` where name and shape agree, and fill the other parameters with small random numbers."""
     import torch
 
     with torch.no_grad():
@@ -94,7 +92,5 @@ def _share(model: Any, weights: dict[str, Any]) -> None:
             if shared is not None and shared.shape == parameter.shape and shared.dtype == parameter.dtype:
                 parent, _, key = name.rpartition(".")
                 model.get_submodule(parent)._parameters[key] = shared
-            elif parameter.dim() > 1:
-                parameter.normal_(std=0.02)
             else:
-                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+                parameter.normal_(std=0.02)

@@ -1,15 +1,13 @@
 """Measures what merging costs in each layer alone, and compares lists of K/V heads within a budget with all layers merged."""
 
-from collections.abc import Callable
 from functools import partial
 
 from gqa_convert.checkpoint.item_bytes import ITEM_BYTES
 from gqa_convert.conversion.plan import merging_counts
+from gqa_convert.measuring import Progress
 from gqa_convert.measuring.sensitivity.choice import HeadAllocation
 from gqa_convert.measuring.sensitivity.kv_budget import LayerCosts, largest_uniform, least_sum
 from gqa_convert.measuring.sensitivity.merged_copies import Copy, SensitivityInputs, score_copies
-
-Progress = Callable[[str, int, int], None]
 
 
 def measure_costs(inputs: SensitivityInputs, progress: Progress) -> list[LayerCosts]:

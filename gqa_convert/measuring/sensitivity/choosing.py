@@ -5,11 +5,11 @@ short fit where the conversion fits layers, since costs of the closed form choos
 the closed form. The list with the least sum of costs is then compared with the largest number that fits all layers.
 """
 
-import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,14 +21,13 @@ from gqa_convert.conversion.fit.calibrated import CalibrationOptions, calibrate,
 from gqa_convert.conversion.fit.defaults import BUILT_IN_TOKENS, plan_conversion, why_no_text
 from gqa_convert.conversion.fit.merged_layers import MergedLayers
 from gqa_convert.conversion.plan import Plan, make_plan
-from gqa_convert.errors import GroupsError, OptionError
+from gqa_convert.errors import OptionError
+from gqa_convert.measuring import Progress
 from gqa_convert.measuring.sensitivity.choice import BudgetChoice, choose_candidate
 from gqa_convert.measuring.sensitivity.kv_budget import KVBudget
 from gqa_convert.merging.methods import DEFAULT
 from gqa_convert.text.sources import STDLIB
 
-Progress = Callable[[str, int, int], None]
-"""Called with the name of a stage, the steps done and the number of steps."""
 FIT_MARGIN: Final = 0.95
 """What a list's divergence after short fits must be, as a share of the uniform number's, to be chosen: a short fit is not
 the whole fit.
@@ -66,9 +65,7 @@ def choose_num_kv_heads(
             is written.
     """
 
-    def check(opened: Checkpoint) -> tuple[Plan, int, bool]:
-        return _plan(opened, budget, method, text, options)
-
+    check = partial(_plan, budget=budget, method=method, text=text, options=options)
     checkpoint = open_local(source, revision, check)
     plan, limit, fits = check(checkpoint)
     if out is not None:
@@ -111,11 +108,9 @@ def _plan(
     by gradient steps; refuses what cannot be converted.
     """
     plan = make_plan(checkpoint, 1, method=DEFAULT.name, encoder=options.get("encoder", False))
-    kv_heads = [layer.kv_heads for layer in plan.layers]
-    if max(kv_heads) == 1:
-        raise GroupsError(f"{checkpoint.source_id} has 1 K/V head in every attention layer: there is nothing to merge")
     # a list in which layers differ, so that a family or a checkpoint that takes none is refused here
-    conversion, _ = plan_conversion(checkpoint, [1, *kv_heads[1:]], method, text, seed=text.seed, **options)
+    differing = [1, *(layer.kv_heads for layer in plan.layers[1:])]
+    conversion, _ = plan_conversion(checkpoint, differing, method, text, seed=text.seed, **options)
     limit = budget.limit(plan.cache_bytes_per_token(after=False), plan.cache_bytes_per_token(after=True))
     if reason := why_no_text(checkpoint):
         raise OptionError(f"--kv-budget runs the source on text, and {reason}: state the numbers with --groups")
@@ -134,7 +129,6 @@ def _fits_store(plan: Plan, out: str | Path | None, digest: str, text: Calibrati
         "fit": [steps_per_layer(text), text.seed],
     }
     with tempfile.TemporaryDirectory(prefix="gqa-budget-") as folder:
-        if out is not None:
-            folder = os.path.realpath(local_path(out))
-        with MergedLayers(Path(f"{folder}.short-fits"), depends_on, keep=out is not None) as store:
+        beside = folder if out is None else local_path(out)
+        with MergedLayers(Path(f"{beside}.short-fits"), depends_on, keep=out is not None) as store:
             yield store
