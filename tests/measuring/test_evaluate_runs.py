@@ -86,7 +86,7 @@ def test_results_are_overwritten_only_when_asked(ask: Any, tmp_path: Path) -> No
     assert "exists already" in err
     code, out, err = ask("one", "--data", "text.txt", "--output", file, "--overwrite")
     assert (code, out, file.read_text()) == (2, "", "mine")
-    assert "does not hold results of evaluate" in err
+    assert "can't be read as results of evaluate" in err
     file.unlink()
     assert ask("one", "--data", "text.txt", "--output", file, "-q") == (0, "", "")
     assert ask("one", "--data", "text.txt", "--output", file, "-q")[0] == 2
@@ -118,7 +118,7 @@ def test_results_are_overwritten_only_when_asked(ask: Any, tmp_path: Path) -> No
         (("one", "--data", "text.txt", "--revision", "main"), "--revision"),
         (("one", "--data", "text.txt", "--reference", "./nowhere"), "./nowhere"),
         (("one", "--data", "missing.txt", "--output", "no/such.json"), "the folder"),  # before any work
-        (("one", "--data", "missing.txt", "--html", "no/page.html"), "there is no folder no"),
+        (("one", "--data", "missing.txt", "--html", "no/page.html"), "the folder of no/page.html does not exist"),
         (("one", "--data", "text.txt", "--output", "one"), "one exists already"),
         (("one", "t5", "--data", "text.txt"), "encoder-decoder"),
         (("one", "--data", "text.txt", "--reference", "t5"), "encoder-decoder"),

@@ -160,13 +160,13 @@ def test_a_page_is_drawn_again_but_no_file_of_others_is_replaced(tmp_path: Path)
 def test_mistakes_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(OptionError, match=r"--html .*a.txt: name a file that ends in one of .html"):
         check_drawings(tmp_path / "a.txt", None, [])
-    with pytest.raises(OptionError, match="there is no folder"):
+    with pytest.raises(OutputError, match="does not exist"):
         check_drawings(None, tmp_path / "no" / "a.png", [])
     with pytest.raises(OptionError, match="--with names results to draw"):
         check_drawings(None, None, [tmp_path / "a.json"])
     times = BenchmarkFile(**measurement("benchmark", None).as_json(), model="m", results=[])
     (tmp_path / "times.json").write_text(json.dumps(times.as_json()))
-    with pytest.raises(ReportError, match=r"times\.json holds results of benchmark"):
+    with pytest.raises(ReportError, match=r"times\.json does not hold results of evaluate"):
         check_drawings(tmp_path / "a.html", None, [tmp_path / "times.json"])
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(MissingExtraError, match=r"--html needs: pip install 'gqa-convert\[plot\]'"):

@@ -245,7 +245,6 @@ def test_defaults(llama: Path, tmp_path: Path) -> None:
         ({"candidates": (5,)}, GroupsError, "--candidates 5"),
         ({"candidates": (0,)}, OptionError, "--candidates"),
         ({"batch": (0, 1)}, OptionError, "--batch"),
-        ({"batch": ()}, OptionError, "--batch"),
         ({"context": (63,)}, OptionError, "64 positions.*at most 55"),
         ({"dtype": "int8"}, OptionError, "--dtype"),
         ({"device": "tpu"}, OptionError, "--device"),

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gqa_convert.checkpoint.fingerprint import fingerprint
 from gqa_convert.checkpoint.paths import expanded
 from gqa_convert.checkpoint.source import Checkpoint, open_checkpoint
 from gqa_convert.checkpoint.strict_json import JsonObject
@@ -12,7 +13,6 @@ from gqa_convert.conversion.plan import make_plan
 from gqa_convert.errors import GQAConvertError, OptionError
 from gqa_convert.families import loading
 from gqa_convert.families.context_length import LONGEST, SPAN_LENGTH, stated_positions
-from gqa_convert.measuring.results import fingerprint
 from gqa_convert.text.calibration import usable_tokenizer
 from gqa_convert.text.framing import refuse_languages
 from gqa_convert.text.spans import has_sentinels

@@ -2,7 +2,6 @@
 
 import gc
 import hashlib
-import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -115,7 +114,6 @@ def evaluate(
         objective=objective,
         context=window,
         stride=stride,
-        dtype=options.dtype,
         reference=scores.pop(0) if options.reference else None,
         results=scores,
     )
@@ -143,8 +141,6 @@ def _described(data: Source, options: EvaluationOptions, text: Any) -> ScoredTex
     for part in text:
         digest.update(repr(tuple(part)).encode())
     read = asdict(data) | {"tokens_limit": options.tokens, "sha256": digest.hexdigest()}
-    if data.holds_pairs:
-        read["text_field"] = None
     if is_on_hub(data):
         read["revision"] = commit_of(data.source, data.revision, default_cache(), ask=False)
     return ScoredText.model_validate(read)
@@ -163,7 +159,7 @@ def _material(
     tokenizer, batch = candidate.tokenizer, options.batch
     if stride is not None:
         return text_material(text, tokenizer, context=window, stride=stride, batch=batch, progress=progress)
-    start = decoder_start(candidate.folder, candidate.config, tokenizer)
+    start: int | None = decoder_start(candidate.folder, candidate.config, tokenizer)
     if objective == SPANS:
         return span_material(text, tokenizer, start=start, length=window, batch=batch, seed=_SEED)
     if starts_with_last(candidate.config):
@@ -193,7 +189,5 @@ def _score(
 
     problem = None if first is None else incomparable(candidate, material, first)
     beside = None if problem else reference
-    began = time.monotonic()
     scores = score(model, material.batches, len(material.ids), reference=beside, progress=advance)
-    seconds = round(time.monotonic() - began, 3)
-    return Measured(candidate, str(model.dtype).removeprefix("torch."), material, scores, seconds, problem)
+    return Measured(candidate, str(model.dtype).removeprefix("torch."), material, scores, problem)

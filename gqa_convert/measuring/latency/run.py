@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
+
 from gqa_convert.checkpoint.devices import chosen_device
 from gqa_convert.checkpoint.fingerprint import fingerprint
 from gqa_convert.checkpoint.machine import measurement
@@ -54,8 +56,7 @@ class BenchmarkOptions:
     def __post_init__(self) -> None:
         for name in ("candidates", "batch", "context", "new_tokens", "repetitions"):
             value = getattr(self, name)
-            numbers = [value] if isinstance(value, int) else value
-            if numbers is not None and not min(numbers, default=0) > 0:
+            if value is not None and np.min(value) < 1:
                 raise OptionError(f"--{name.replace('_', '-')} holds a number below 1: give 1 or more")
 
 
@@ -98,10 +99,9 @@ def benchmark_model(
     with memory_explained(opened.source_id, "time fewer --candidates, or a smaller --batch or --context"):
         progress("building models", 0, 1)
         models = make_models(opened, plans, own, dtype, attention, device)
-        progress("building models", 1, 1)
         measured = _measure(plans, models, contexts, options, progress)
     assert opened.folder is not None
-    known = {"fingerprint": fingerprint(opened.folder)}
+    known: dict[str, Any] = {"fingerprint": fingerprint(opened.folder)}
     cells = [cell.model_copy(update=known) if cell.groups == own else cell for cell in measured]
     return BenchmarkFile(
         **measurement("benchmark", command, str(device)).as_json(),
@@ -113,7 +113,6 @@ def benchmark_model(
         kv_heads=own,
         weights="own" if any(cell.fingerprint for cell in cells) else "random",
         attention=attention,
-        threads=torch.get_num_threads(),
         spread="decode_ms_low and decode_ms_high are the quartiles of the repetitions' means",
         results=cells,
     )
@@ -152,7 +151,7 @@ def _measure(
     measured: list[TimedCell] = []
     for done, (batch, context) in enumerate(settings):
         progress("timing", done, len(settings))
-        shared = {"batch": batch, "context": context, "new_tokens": options.new_tokens}
+        shared: dict[str, Any] = {"batch": batch, "context": context, "new_tokens": options.new_tokens}
         if config.is_encoder_decoder:
             # a speech model's encoder has one length; other encoders read as many tokens as the decoder has cached
             shared["encoder_tokens"] = getattr(config, "max_source_positions", context)

@@ -6,9 +6,6 @@ from typing import Any
 
 import numpy as np
 
-WARM_UP = 1
-"""Turns of each version before those that count."""
-
 
 def timed(work: Callable[[], object], device: Any) -> float:
     """The seconds that the work takes on a torch device."""
@@ -38,7 +35,7 @@ def alternate(turns: Sequence[Callable[[], float]], repetitions: int) -> list[li
         The results of each version's turns, in order, without those of the warm-up.
     """
     measured: list[list[float]] = [[] for _ in turns]
-    for repetition in range(-WARM_UP, repetitions):
+    for repetition in range(-1, repetitions):  # the first warms up
         for place in range(len(turns)):
             number = (repetition + place) % len(turns)
             found = turns[number]()

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from gqa_convert.checkpoint.paths import expanded
 from gqa_convert.checkpoint.results import Result
@@ -23,9 +23,6 @@ from gqa_convert.measuring.sensitivity.layer_errors import (
     merge_candidates,
     open_layers,
 )
-
-_MOST_CANDIDATES: Final = 6
-"""Maximum number of candidates that are tried by default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +75,6 @@ class Inspection(Result):
     format_version: int = 1
     source: str
     model_type: str
-    heads: int
     kv_heads: int
     groups: tuple[int, ...]
     calibration: JsonObject | None
@@ -156,7 +152,6 @@ def inspect_checkpoint(
     return Inspection(
         source=expanded(source),
         model_type=plan.family.model_type,
-        heads=plan.heads,
         kv_heads=plan.source_kv_heads,
         groups=tuple(counts),
         calibration=described,
@@ -208,7 +203,7 @@ def _plan(
     possible = [count for count in merging_counts(*kv_heads) if count < max(kv_heads)]
     if not possible:
         raise GroupsError(f"{checkpoint.source_id} has 1 K/V head in every attention layer: there is nothing to merge")
-    counts = sorted(set(candidates or spread(possible, _MOST_CANDIDATES)))
+    counts = sorted(set(candidates or spread(possible, 6)))
     if not set(counts) <= set(possible):
         raise GroupsError(
             f"--candidates {counts} do not all merge {max(kv_heads)} K/V heads evenly: choose among {possible}"
