@@ -159,12 +159,11 @@ def _material(
     tokenizer, batch = candidate.tokenizer, options.batch
     if stride is not None:
         return text_material(text, tokenizer, context=window, stride=stride, batch=batch, progress=progress)
-    start: int | None = decoder_start(candidate.folder, candidate.config, tokenizer)
+    start = decoder_start(candidate.folder, candidate.config, tokenizer)
     if objective == SPANS:
         return span_material(text, tokenizer, start=start, length=window, batch=batch, seed=_SEED)
-    if starts_with_last(candidate.config):
-        start = None
-    return pair_material(text, tokenizer, start=start, length=window, batch=batch, progress=progress)
+    first = None if starts_with_last(candidate.config) else start
+    return pair_material(text, tokenizer, start=first, length=window, batch=batch, progress=progress)
 
 
 def _score(
