@@ -144,6 +144,15 @@ def test_bits_per_byte_do_not_depend_on_the_tokenizer(tmp_path: Path) -> None:
     assert reference["note"] == two["note"]
 
 
+def test_a_tokenizer_that_differs_only_in_tokens_that_the_text_lacks_is_not_compared(tmp_path: Path) -> None:
+    constant(tmp_path / "one", "abc", [0.0] * 3)
+    constant(tmp_path / "two", "abd", [0.0] * 3)
+    (tmp_path / "text.txt").write_text("abba" * 10)
+    (result,) = run(tmp_path, "two", data="text.txt", reference="one")["results"]
+    assert (result["kl"], result["difference"]["loss"]) == (None, None)
+    assert "tokens are not those of" in result["note"]
+
+
 def test_a_uniform_model_without_a_beginning_token(tmp_path: Path) -> None:
     constant(tmp_path / "letters", "abcd", [0.0] * 4)
     constant(tmp_path / "pairs", [a + b for a in "abcd" for b in "abcd"], [0.0] * 16)

@@ -72,6 +72,8 @@ def test_results_of_one_checkpoint_belong_together_whatever_it_is_called() -> No
     ]
     assert text.columns["difference"] == ["", "+0.5000 ± 0.1250", "", "", ""]
     assert text.columns["K/V per token"] == ["4.1 kB"] * 5
+    (text,) = measured_texts([again, first])
+    assert "+0.5000 ± 0.1250" in text.columns["difference"], "the entry with a difference is shown"
     unknown = evaluation(scores("m"), scores("m"))
     assert len(measured_texts([unknown])[0].entries) == 2
 

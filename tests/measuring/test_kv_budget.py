@@ -234,6 +234,8 @@ def test_a_fifth_of_the_blocks_is_held_out_from_the_end() -> None:
     text, held_out = split(batches)
     assert [batch["input_ids"].flatten().tolist() for batch in text] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     assert [batch["input_ids"].flatten().tolist() for batch in held_out] == [[10, 11]]
+    text, held_out = split([{"input_ids": torch.zeros(size, 1)} for size in (7, 2, 1)])
+    assert [len(batch["input_ids"]) for batch in (*text, *held_out)] == [7, 1, 1, 1]
     text, held_out = split([{"input_ids": torch.arange(1)[:, None]}] * 2)
     assert (len(text), len(held_out)) == (1, 1)
 
@@ -257,7 +259,7 @@ def test_a_list_must_win_by_a_margin(uniform: float | None, listed: float | None
 
 @pytest.mark.parametrize(
     ("stated", "limit"),
-    [("50%", 500), ("29%", 290), ("12.55%", 125), ("500", 500), ("0.5kB", 500)],
+    [("50%", 500), ("29%", 290), ("12.55%", 125), ("500", 500), ("0.5kB", 500), ("10%", 100)],
 )
 def test_what_a_budget_allows(stated: str, limit: int) -> None:
     budget = cache_budget(stated)
