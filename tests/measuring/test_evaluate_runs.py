@@ -104,8 +104,6 @@ def test_results_are_overwritten_only_when_asked(ask: Any, tmp_path: Path) -> No
         (("./missing", "--data", "text.txt"), "./missing"),
         (("one/config.json", "--data", "text.txt"), "is a file"),
         (("untold", "--data", "text.txt"), "no tokenizer"),
-        (("one", "--data", "text.txt", "--stride", "0"), "--stride is 0"),
-        (("one", "--data", "text.txt", "--window", "9", "--stride", "10"), "--stride is 10, expected 1 to 9"),
         (("one", "--data", "text.txt", "--window", "49"), "--window is 49, and one has positions for 48"),
         (("one", "--data", "text.txt", "--window", "0"), "--window is 0"),
         (("one", "--data", "text.txt", "--tokens", "0"), "--tokens is 0"),
@@ -115,7 +113,6 @@ def test_results_are_overwritten_only_when_asked(ask: Any, tmp_path: Path) -> No
         (("one", "--data", "text.txt", "--device", "gpu"), "--device 'gpu'"),
         (("one", "--data", "text.txt", "--device", "mps"), "--device 'mps'"),
         (("one", "--data", "text.txt", "--device", "cuda:99"), "--device is cuda:99"),
-        (("one", "--data", "text.txt", "--revision", "main"), "--revision"),
         (("one", "--data", "text.txt", "--reference", "./nowhere"), "./nowhere"),
         (("one", "--data", "missing.txt", "--output", "no/such.json"), "the folder"),  # before any work
         (("one", "--data", "missing.txt", "--html", "no/page.html"), "the folder of no/page.html does not exist"),

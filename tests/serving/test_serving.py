@@ -101,10 +101,6 @@ def test_nothing_is_proven_where_no_engine_ran(
     assert verdict(out, monkeypatch, mode)[::2] == (status, False)
 
 
-def test_an_engine_without_logits_is_judged_by_its_tokens(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert verdict(out, monkeypatch, "no logits") == ("ok", "48 tokens equal, 0 ties; no logits available", True)
-
-
 def test_an_absent_engine_is_skipped_and_counts_if_it_was_named(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_MODE", "right")
     engines = {"fake": FAKE, "absent": ABSENT}
