@@ -105,7 +105,7 @@ def _show_files(publication: "Publication", console: "Console") -> None:
 
     verb = "would send" if publication.dry_run else "sending"
     for file in publication.files:
-        line = f"{verb}  {file.path}, {size(file.bytes)}, sha256 {file.sha256[:16]}"
+        line = f"{verb}  {file.path}, {size(file.bytes)}"
         if file.path in (publication.replaced or ()):
             line += ", replaces another file"
         console.print(printable(line), soft_wrap=True)

@@ -27,7 +27,9 @@ def run(app: Any) -> Never:
         code = app(prog_name="gqa-convert", standalone_mode=False)
     except GQAConvertError as mistake:
         if isinstance(mistake, InterruptedRunError):
-            sys.unraisablehook = _ignore  # a library's thread that starts while Python ends would print a traceback
+            sys.unraisablehook = lambda _: (
+                None
+            )  # a library's thread that starts while Python ends would print a traceback
         sys.exit(mistake.exit_code if mistake.reported_elsewhere else _report(str(mistake), mistake.exit_code))
     except Exception as problem:
         # typer brings its own copy of click's exceptions or uses click's, depending on its version
@@ -46,10 +48,6 @@ def _refuse_non_utf8(arguments: list[str]) -> None:
             raise OptionError(
                 f"the argument {argument} is not UTF-8, so that records cannot hold it: rename the file or folder"
             )
-
-
-def _ignore(_: Any) -> None:
-    pass
 
 
 def _stop(number: int, frame: FrameType | None) -> None:

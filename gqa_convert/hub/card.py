@@ -97,8 +97,9 @@ def _metadata(context: CardContext) -> "ModelCardData":
 
 def _datasets(context: CardContext) -> list[str]:
     """Those of recipes."""
-    texts = [text for training in context.model.trainings for text in training.recipe.get("data", [])]
-    found = [text["source"] for text in texts if is_hub_dataset(text)]
+    found = []
+    for training in context.model.trainings:
+        found += [text["source"] for text in training.recipe.get("data", []) if is_hub_dataset(text)]
     return list(dict.fromkeys(found))
 
 

@@ -94,14 +94,14 @@ def check_serving(
         if reason:
             continue
         try:
-            found = find_interpreter(engines[name], pythons.get(name))
+            python, version = find_interpreter(engines[name], pythons.get(name))
         except MissingExtraError as problem:
             report |= {"status": SKIPPED, "detail": str(problem)}
             continue
         if reference is None:
             prompts, reference = ask_transformers(out)
-        outcome = ask(found.python, engines[name].module, _request(out, config, prompts, reference), minutes * 60)
-        report |= {"version": found.version, "status": outcome.status, "detail": outcome.detail}
+        outcome = ask(python, engines[name].module, _request(out, config, prompts, reference), minutes * 60)
+        report |= {"version": version, "status": outcome.status, "detail": outcome.detail}
         if outcome.status == OK:
             report |= _verdict(compare(reference, outcome, prompts))
     states = [report["status"] for report in clients]
@@ -143,9 +143,10 @@ def why_unsupported(folder: Path, config: JsonObject) -> str:
 
 def has_our_code(folder: Path, config: JsonObject) -> bool:
     """Whether a DeciLM names no code but this package's modelling file, which engines then may run."""
-    modeling = FAMILIES[str(config.get("model_type"))].modeling if is_decilm(config) else None
-    if modeling is None:
+    if not is_decilm(config):
         return False
+    modeling = FAMILIES[str(config["model_type"])].modeling
+    assert modeling is not None
     file = folder / modeling.path.name
     named = config.get("auto_map") or {}
     ours = all(str(place).startswith(f"{modeling.path.stem}.") for place in named.values())

@@ -47,9 +47,9 @@ def ask_transformers(folder: Path) -> tuple[list[list[int]], Outcome]:
         tokens, logits = [], []
         for prompt in prompts:
             ids = torch.tensor([prompt])
-            made = model.generate(ids, attention_mask=torch.ones_like(ids))
+            made = model.generate(ids)
             tokens.append(made[0, len(prompt) :].tolist())
-            read = model(input_ids=made[:, :-1], attention_mask=torch.ones_like(made[:, :-1])).logits
+            read = model(input_ids=made[:, :-1]).logits
             logits.append(read[0, len(prompt) - 1 :].float().numpy())
     if not all(np.isfinite(each).all() for each in logits):
         raise CorruptCheckpointError(

@@ -199,11 +199,11 @@ def test_the_command_draws_its_models_and_earlier_results(
     code, out, err = ask("--with", "one.json", "--html", "b.html", "--json")
     assert (code, out, err) == (0, '{"html": "b.html", "plot": null}\n', "")
     for arguments, words in (
-        (("--html", "b.html"), "there is no MODEL"),
+        (("--html", "b.html"), "name a MODEL and the text"),
         (("--with", "one.json"), "--with names results to draw"),
         (("--with", "none.json", "--html", "b.html"), "none.json can't be read"),
-        (("--with", "one.json", "--html", "b.html", "--data", "text.txt"), "there is no MODEL"),
-        (("two", "--html", "b.html"), "--data is missing"),
+        (("--with", "one.json", "--html", "b.html", "--data", "text.txt"), "name a MODEL and the text"),
+        (("two", "--html", "b.html"), "name a MODEL and the text"),
     ):
         code, out, err = ask(*arguments)
         assert (code, out, err.count("\n")) == (2, "", 1)

@@ -144,8 +144,7 @@ def _facts(plan: "Plan") -> Iterator[tuple[str, str]]:
     else:
         yield "loads in:", ", ".join(f"{engine} {_loads(plan, engine)}" for engine in ENGINES)
     if plan.target_architecture:
-        target, kept = plan.target_architecture.model_type, plan.family.model_type
-        yield "translated to:", f"{target}, a stock class that computes the same (--no-native keeps {kept})"
+        yield "translated to:", f"{plan.target_architecture.model_type}, a stock class that computes the same"
     yield "tensor parallel:", plan.tensor_parallel_degrees().in_words()
 
 

@@ -11,12 +11,6 @@ if TYPE_CHECKING:
 def show_serving(report: "ServingReport") -> None:
     """Print a line for each engine, then the verdict."""
     console = stdout_console()
-    if report.prompts:
-        lengths = ", ".join(map(str, report.prompts))
-        console.print(
-            f"{report.model_type} in transformers {report.transformers}: prompts of {lengths} tokens, {report.new_tokens} new ones each",
-            soft_wrap=True,
-        )
     for entry in report.clients:
         mark = entry["status"].replace("failed", "FAIL")
         name = f"{entry['client']} {entry['version'] or ''}"
