@@ -12,6 +12,7 @@ from gqa_convert.checkpoint.signed_card import CARD, MARKER, is_our_card, signed
 from gqa_convert.errors import OutputError, PublishError
 from gqa_convert.hub.converted import Converted
 from gqa_convert.hub.licenses import Words
+from gqa_convert.hub.markup import one_line
 
 _INHERITED = ("license", "license_name", "license_link", "language")
 """Keys of the source's front matter that hold for the result too."""
@@ -72,10 +73,10 @@ def stated_by_source(model: Converted, text: str | None) -> Words:
     stated: dict[str, str | list[str]] = {}
     for key in _INHERITED:
         value = found.get(key)
-        if isinstance(value, list):
-            value = [word for word in value if isinstance(word, str)]
-        if value and isinstance(value, (str, list)):
-            stated[key] = value
+        if value and isinstance(value, str):
+            stated[key] = one_line(value.strip())
+        elif value and isinstance(value, list):
+            stated[key] = [one_line(word) for word in value if isinstance(word, str)]
     return stated
 
 

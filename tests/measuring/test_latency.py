@@ -275,17 +275,16 @@ def test_the_command(tmp_path: Path) -> None:
     assert (quiet.stdout, quiet.stderr) == ("", "")
 
 
-def test_shares_are_of_the_source_and_of_nothing_else(tmp_path: Path) -> None:
+def test_speeds_are_of_the_source_and_of_nothing_else(tmp_path: Path) -> None:
     """The largest number of K/V heads that was timed may be another."""
     source = write_llama(tmp_path / "source")
-    table = run("benchmark", source, "--candidates", "3,12", *QUICK).stdout
-    assert ["25.0%" in table, "100.0%" in table, "1.00x" in table] == [True] * 3
+    assert "1.00x" in run("benchmark", source, "--candidates", "3,12", *QUICK).stdout
     without = run("benchmark", source, "--candidates", "3,6", *QUICK).stdout
-    assert "%" not in without
     assert "x " not in without.split("note:")[0]
     grouped = write_model(tmp_path / "grouped", "llama", num_key_value_heads=4)
     table = run("benchmark", grouped, "--candidates", "2,4,12", *QUICK).stdout
-    assert ["50.0%" in table, "100.0%" in table, "300.0%" in table] == [True] * 3
+    (row,) = [line.split() for line in table.splitlines() if "1.00x" in line]
+    assert row[0] == "4"
 
 
 def test_mistakes_take_one_line(tmp_path: Path) -> None:
