@@ -121,7 +121,7 @@ def measured_texts(files: Sequence[EvaluationFile]) -> list[MeasuredText]:
 def _figure(texts: Sequence[MeasuredText]) -> "Figure":
     """Loss against K/V-cache bytes per token; bits per byte where the models of a text count its tokens differently."""
     from matplotlib.figure import Figure
-    from matplotlib.ticker import EngFormatter
+    from matplotlib.ticker import EngFormatter, MaxNLocator
 
     by_token = all(len({each.tokens for each in text.entries}) == 1 for text in texts)
     figure = Figure(figsize=(7.5, 4.5), layout="constrained")
@@ -137,6 +137,7 @@ def _figure(texts: Sequence[MeasuredText]) -> "Figure":
                 axes.annotate(name, place, (5, 5), textcoords="offset points", fontsize=8, parse_math=False)
         axes.plot(nbytes, values, "o", label="on " + text.title.replace("$", r"\$"))
     axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_locator(MaxNLocator(5))  # powers of 2 may all lie outside
     axes.xaxis.set_major_formatter(EngFormatter(unit="B"))
     axes.margins(0.15)
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), fontsize=8, frameon=False)
