@@ -73,6 +73,10 @@ def benchmark(
             "--repetitions", metavar="R", help="Timed turns of each model. Default: 8; 3 in an engine.", hidden=True
         ),
     ] = None,
+    revision: Annotated[
+        str | None,
+        typer.Option("--revision", metavar="REV", help="Branch, tag or commit on the Hub. Default: main.", hidden=True),
+    ] = None,
     quiet: Quiet = False,
 ) -> None:
     """Measure decode time, prefill time and K/V cache of a model with different numbers of K/V heads.
@@ -107,7 +111,7 @@ def benchmark(
     command = ["gqa-convert", *sys.argv[1:]]
     with ProgressScreen(quiet=quiet) as screen:
         if engine is not None:
-            refused = {"--candidates": candidates, "--device": device}
+            refused = {"--candidates": candidates, "--device": device, "--revision": revision}
             _refuse(refused, "does not go with --engine, which times whole checkpoints as the engine runs them")
             path = interpreters(python).get(engine)
             result = time_engine(engine, models, options, python=path, command=command, progress=screen.show)
@@ -117,7 +121,9 @@ def benchmark(
                 raise OptionError(
                     f"{len(models)} models: without --engine, one MODEL is timed with several numbers of K/V heads (--candidates)"
                 )
-            result = benchmark_model(models[0], options=options, command=command, progress=screen.show)
+            result = benchmark_model(
+                models[0], revision=revision, options=options, command=command, progress=screen.show
+            )
     if as_json:
         print_json(result.as_json())
     elif not quiet:

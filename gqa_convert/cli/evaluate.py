@@ -65,6 +65,7 @@ def evaluate(
     dtype: Annotated[
         str, _hidden("--dtype", "TYPE", "float32, bfloat16, float16 or auto: float32 on a CPU, else the checkpoint's.")
     ] = "auto",
+    revision: Annotated[str | None, _hidden("--revision", "REV", "Branch, tag or commit of models on the Hub.")] = None,
     text_field: Annotated[
         str, _hidden("--text-field", "NAME", "Field with the text, in JSON lines, Parquet and datasets. Default: text.")
     ] = "text",
@@ -112,6 +113,7 @@ def evaluate(
 
     options = EvaluationOptions(
         reference=reference,
+        revision=revision,
         window=window,
         tokens=tokens,
         batch=batch,
