@@ -11,7 +11,7 @@ from gqa_convert.checkpoint.provenance import Divergence
 from gqa_convert.cli.console import progress, tables
 from gqa_convert.cli.console.conversion_progress import ConversionScreen
 from gqa_convert.cli.console.screen import stdout_console, tokens_text
-from gqa_convert.cli.console.tables import Column, show_table
+from gqa_convert.cli.console.tables import show_table
 from gqa_convert.cli.console.training import TrainingScreen
 from gqa_convert.cli.options import token_count, token_counts
 from gqa_convert.conversion.fit.records import (
@@ -159,7 +159,7 @@ def test_the_stages_of_a_conversion(clock: Clock, capsys: pytest.CaptureFixture[
         "merging layers: 100.0%",
         "all layers together: 25.0%  step 2 of 8, KL 0.400",
         "all layers together: KL divergence from the source 0.5000 -> 0.1250 nats per token",
-        "converting: 25.0%  1.0 MB of 4.0 MB",
+        "converting: 25.0%",
     ]
 
 
@@ -179,16 +179,16 @@ def test_the_objective_and_the_held_out_loss_have_names(
 ) -> None:
     values = {"tokens": 100, "learning_rate": 1e-4, "tokens_per_second": 1000.0, **parts}
     report = StepReport(MetricsLine(step=3, loss=2.5, evaluation_loss=3.25, mfu=0.5, **values), 4)  # type: ignore[arg-type]
-    shown = shown_by(TrainingScreen, clock, capsys, ("tokenize", ("a.txt", 1, 4)), ("step", (report,)))
+    shown = shown_by(TrainingScreen, clock, capsys, ("show", ("a.txt", 1, 4)), ("step", (report,)))
     assert shown.splitlines() == [
-        "tokenising a.txt: 25.0%",
+        "a.txt: 25.0%",
         "step 3: language-model loss on held-out text 3.2500 nats per token",
         f"uptraining: 75.0%  step 3 of 4  {said}  1,000 tokens/s  MFU 50.0%",
     ]
 
 
 def test_a_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    columns = ["model", Column("loss", "right")]
+    columns = ["model", "loss"]
     rows = [["./[red]a", "2.1234 ± 0.0100"], ["./b", ""]]
     console = tables.stdout_console()
     monkeypatch.setattr(tables, "stdout_console", lambda: console)

@@ -2,8 +2,6 @@
 
 from typing import TYPE_CHECKING
 
-from gqa_convert.checkpoint.byte_sizes import size
-
 from .progress import ProgressScreen
 
 if TYPE_CHECKING:
@@ -36,8 +34,7 @@ class ConversionScreen:
     def written(self, nbytes: int) -> None:
         """Note that weights were written."""
         self._written += nbytes
-        detail = f"{size(self._written)} of {size(self._to_write)}"
-        self._show("converting", self._written, self._to_write, detail)
+        self._show("converting", self._written, self._to_write)
 
     def layer(
         self, done: int, total: int, record: "LayerRecord | StageProgress | TrainingProgress | TrainingRecord"
@@ -64,12 +61,12 @@ class ConversionScreen:
     def _stage(self, done: int, record: "StageProgress") -> None:
         from gqa_convert.conversion.fit.records import Stage
 
+        if record.stage is Stage.OWN_TEXT:
+            self._show(str(record.stage), record.step, record.steps)
+            return
         detail = str(record.stage)
         if record.layer:
             detail = f"layer {record.layer}: {detail}"
         if record.steps:
             detail += f" {record.step:,} of {record.steps:,}"
-        if record.stage is Stage.OWN_TEXT:
-            self._show(str(record.stage), record.step, record.steps)
-        else:
-            self._show(_LAYERS, done, record.layers, detail)
+        self._show(_LAYERS, done, record.layers, detail)
