@@ -44,8 +44,16 @@ ENGINES = {
 """The engines by the name that `--engine` accepts."""
 
 
-def find_interpreter(engine: Engine, asked: str | None) -> tuple[str, str]:
-    """The interpreter to use, and the version of the engine in it.
+@dataclass(frozen=True, slots=True)
+class Interpreter:
+    """An interpreter in which an engine is installed, and the version of the engine."""
+
+    python: str
+    version: str
+
+
+def find_interpreter(engine: Engine, asked: str | None) -> Interpreter:
+    """The interpreter to use.
 
     Args:
         engine: to look for.
@@ -63,5 +71,5 @@ def find_interpreter(engine: Engine, asked: str | None) -> tuple[str, str]:
         with suppress(OSError):
             ended = run([python, "-c", code])
             if ended.code == 0 and ended.output:
-                return python, ended.output[-1]
+                return Interpreter(python, ended.output[-1])
     raise MissingExtraError(f"{python} has no {engine.distributions[0]}: {engine.how_to_install}")
