@@ -36,20 +36,21 @@ def demo(
 
 
 def _show(summary: dict[str, Any]) -> None:
-    from .console.screen import stdout_console, tokens_text
-    from .console.tables import Column, show_table
+    from gqa_convert.checkpoint.byte_sizes import size
 
-    columns = [Column(heading, "right") for heading in ("K/V heads", "K/V cache per token", "loss", "lost", "verified")]
+    from .console.screen import stdout_console, tokens_text
+    from .console.tables import show_table
+
+    columns = ["", "K/V heads", "K/V cache per token", "loss", "lost", "verified"]
+    verified = {True: "yes", False: "NO", None: ""}
     rows = []
     loss = summary["results"][0]["loss"]
     for row in summary["results"]:
-        cache = f"{row['kv_bytes_per_token']:,} bytes"
-        verified = {True: "yes", False: "NO", None: ""}[row["verified"]]
-        lost = f"{row['loss'] - loss:.3f}"
-        rows.append([row["name"], str(row["groups"]), cache, f"{row['loss']:.3f}", lost, verified])
+        figures = [str(row["groups"]), size(row["kv_bytes_per_token"]), f"{row['loss']:.3f}"]
+        rows.append([row["name"], *figures, f"{row['loss'] - loss:.3f}", verified[row["verified"]]])
     held_out, fitted = tokens_text(summary["held_out_tokens"]), tokens_text(summary["calibration_tokens"])
     used = f"fit used {fitted} tokens of calibration text, uptraining {tokens_text(summary['uptraining_tokens'])}"
-    show_table(["", *columns], rows, title=f"Loss in nats per token over {held_out} held-out tokens; {used}")
+    show_table(columns, rows, title=f"Loss in nats per token over {held_out} held-out tokens; {used}")
     console = stdout_console()
     folder = Path(summary["results"][1]["model"]).parent
     console.print(f"results  {folder}", soft_wrap=True)

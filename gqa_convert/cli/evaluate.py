@@ -62,10 +62,6 @@ def evaluate(
         bool, _option("--overwrite", None, "Replace earlier results in the file of --output.")
     ] = False,
     as_json: Json = False,
-    stride: Annotated[
-        int | None,
-        _hidden("--stride", "T", "Tokens between the starts of windows. Default: the window.", parser=token_count),
-    ] = None,
     dtype: Annotated[
         str, _hidden("--dtype", "TYPE", "float32, bfloat16, float16 or auto: float32 on a CPU, else the checkpoint's.")
     ] = "auto",
@@ -97,10 +93,8 @@ def evaluate(
     """
     from gqa_convert.cli.console.evaluation import show_evaluation
     from gqa_convert.cli.console.progress import ProgressScreen
-    from gqa_convert.cli.console.screen import print_json, stdout_console
+    from gqa_convert.cli.console.screen import print_json
     from gqa_convert.measuring.evaluation.page import check_drawings, draw
-    from gqa_convert.measuring.evaluation.run import EvaluationOptions
-    from gqa_convert.measuring.evaluation.run import evaluate as run
     from gqa_convert.measuring.results import check_result_path, write_result
     from gqa_convert.text.sources import Source
 
@@ -110,17 +104,17 @@ def evaluate(
         if as_json:
             print_json({"html": html and str(html), "plot": plot and str(plot)})
         return
-    if not models:
-        raise OptionError("there is no MODEL: name at least one, or files of results with --with")
-    if data is None:
-        raise OptionError("--data is missing: name the text to score")
+    if not models or data is None:
+        raise OptionError("name a MODEL and the text to score with --data TEXT, or only files of results with --with")
     if output is not None:
         check_result_path(output, overwrite=overwrite)
+    from gqa_convert.measuring.evaluation.run import EvaluationOptions
+    from gqa_convert.measuring.evaluation.run import evaluate as run
+
     options = EvaluationOptions(
         reference=reference,
         revision=revision,
         window=window,
-        stride=stride,
         tokens=tokens,
         batch=batch,
         dtype=dtype,
@@ -143,11 +137,8 @@ def evaluate(
         print_json(results.as_json())
     elif not quiet:
         show_evaluation(results)
-        for path in filter(None, (output, html, plot)):
-            stdout_console().print(f"written  {path}", soft_wrap=True)
     broken = [each.model for each in results.entries() if each.scored_nan]
     if broken:
-        sys.stderr.write(
-            f"gqa-convert: NaN or infinite loss of {', '.join(broken)}: see scored_nan in the JSON results\n"
-        )
+        names = ", ".join(broken)
+        sys.stderr.write(f"gqa-convert: NaN or infinite loss of {names}: see scored_nan in the JSON results\n")
         raise typer.Exit(1)

@@ -11,6 +11,7 @@ from .options import (
     Candidates,
     Device,
     Json,
+    Quiet,
     Revision,
     Source,
     cache_budget,
@@ -42,9 +43,7 @@ def inspect(
         int, typer.Option("--seed", metavar="S", help="Seed for the sample of calibration text.", hidden=True)
     ] = 0,
     as_json: Json = False,
-    quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="Print errors only, and the JSON object with --json.", hidden=True)
-    ] = False,
+    quiet: Quiet = False,
 ) -> None:
     """Show what merging K/V heads would cost in every layer and for every N, and recommend an N. Nothing is converted.
 
@@ -84,30 +83,28 @@ def inspect(
 
 
 def _show(result: "Inspection") -> None:
-    from .console.screen import number, print_note, stdout_console
-    from .console.tables import Column, show_table
+    from .console.screen import number, print_note, stdout_console, tokens_text
+    from .console.tables import show_table
 
     console = stdout_console()
-    about = (
-        f"{result.source}: {result.model_type}, {result.kv_heads} K/V heads in {len(result.layers)} attention layers"
-    )
-    console.print(about, soft_wrap=True)
-    columns = [Column(f"{part}{groups}", "right") for part in "KV" for groups in result.groups]
+    about = f"{result.model_type}, {result.kv_heads} K/V heads in {len(result.layers)} attention layers"
+    console.print(f"{result.source}: {about}", soft_wrap=True)
+    columns = ["layer", *(f"K{groups}" for groups in result.groups), *(f"V{groups}" for groups in result.groups)]
     rows = []
     for layer in result.layers:
-        errors = [error.keys for error in layer.errors] + [error.values for error in layer.errors]
-        rows.append([layer.label, *(f"{error:.2f}" for error in errors)])
+        keys = [f"{error.keys:.2f}" for error in layer.errors]
+        rows.append([layer.label, *keys, *(f"{error.values:.2f}" for error in layer.errors)])
     title = "Relative error of keys (K) and values (V) merged into N heads by the closed form"
-    show_table(["layer", *columns], rows, title=title)
+    show_table(columns, rows, title=title)
     if result.loss is None or result.calibration is None:
         console.print("Weights alone predict no loss and recommend no N: name text with --calibration.", soft_wrap=True)
         return
     if result.calibration["warning"]:
         print_note(result.calibration["warning"])
-    source = f"{number(result.loss.source, '.4f')}, on {result.loss.tokens:,} held-out tokens"
+    source = f"{number(result.loss.source, '.4f')}, on {tokens_text(result.loss.tokens)} held-out tokens"
     rows = [[str(each.groups), number(each.increase, "+.4f")] for each in result.loss.by_groups]
     title = f"Loss in nats per token above the source's {source}: closed form, an upper bound of what fit loses"
-    show_table(["N", Column("loss added", "right")], rows, title=title)
+    show_table(["N", "loss added"], rows, title=title)
     advice = result.recommendation
     if advice is not None:
         mark = "recommended"

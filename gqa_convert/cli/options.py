@@ -1,6 +1,5 @@
 """Options that several commands share, and the parsers of their values."""
 
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -83,7 +82,7 @@ CalibrationTokens = Annotated[
         "--calibration-tokens",
         metavar="T",
         parser=token_count,
-        help="Tokens of calibration text, such as 100k. Default: 24,576, fewer for a hidden_size below 50, and 8 per unit of hidden_size above 3,072.",
+        help="Tokens of calibration text, such as 100k. Default: 24.6k, fewer for a hidden_size below 50, and 8 per unit of hidden_size above 3,072.",
     ),
 ]
 Device = Annotated[
@@ -115,25 +114,26 @@ Quiet = Annotated[
 
 def byte_count(text: str | None, option: str) -> int | None:
     """Parse a size of memory such as "5GB", "500 MiB" or "1000" into bytes; None stays None."""
+    from gqa_convert.text.scalars import counted
+
     if text is None:
         return None
-    match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([kKMGT]?)(i?)B?\s*", text)
-    if match is None:
+    number = counted(text.strip().removesuffix("B"))
+    if number is None or number < 0:
         raise OptionError(f"{option} {text!r} is not a size: write it like 5GB or 500MiB")
-    power = " KMGT".index(match[2].upper() or " ")
-    return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
+    return int(number)
 
 
 def cache_budget(text: str | None) -> "KVBudget | None":
     """Parse `--kv-budget`: a share such as "50%", or bytes per token such as "64KiB"; None stays None."""
     if text is None:
         return None
-    from fractions import Fraction
-
     from gqa_convert.measuring.sensitivity.kv_budget import KVBudget
+    from gqa_convert.text.scalars import counted
 
-    if percent := re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)%", text, re.ASCII):
-        return KVBudget(text, share=Fraction(percent[1]) / 100)
+    percent = counted(text.partition("%")[0])
+    if text.endswith("%") and percent is not None and percent >= 0:
+        return KVBudget(text, share=percent / 100)
     return KVBudget(text, nbytes=byte_count(text, "--kv-budget"))
 
 

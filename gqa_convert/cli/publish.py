@@ -73,9 +73,13 @@ def publish(
     if quiet or not sys.stderr.isatty():
         disable_progress_bars()
 
+    console = stderr_console()
+    if dry_run and not as_json:
+        console = stdout_console()
+
     def show_checked(publication: "Publication") -> None:
-        if not quiet and not (as_json and dry_run):
-            _show_files(publication, stdout_console() if dry_run else stderr_console())
+        if not quiet:
+            _show_files(publication, console)
 
     options = PublishOptions(
         repo_id,
@@ -89,30 +93,27 @@ def publish(
         published = publish(out, options, dry_run=dry_run, on_progress=screen.show, on_checked=show_checked)
     if as_json:
         print_json(published.as_json())
-    elif not quiet:
-        verb = "would be published" if dry_run else "published"
-        stdout_console().print(f"{verb} at {published.url}", soft_wrap=True)
+    elif not (quiet or dry_run):
+        stdout_console().print(f"published at {published.url}", soft_wrap=True)
 
 
 def _show_files(publication: "Publication", console: "Console") -> None:
     """Print what is sent, and where."""
+    from gqa_convert.hub.markup import printable
+
     from .console.screen import print_note
 
     verb = "would send" if publication.dry_run else "sending"
     for file in publication.files:
-        note = ", replaces another file" if file.path in (publication.replaced or ()) else ""
-        line = f"{verb}  {file.path}, {size(file.bytes)}, sha256 {file.sha256[:16]}{note}"
-        console.print(_printable(line), soft_wrap=True)
+        line = f"{verb}  {file.path}, {size(file.bytes)}"
+        if file.path in (publication.replaced or ()):
+            line += ", replaces another file"
+        console.print(printable(line), soft_wrap=True)
     total = size(sum(file.bytes for file in publication.files))
     console.print(f"total    {len(publication.files)} files, {total}", soft_wrap=True)
     default = "public, unless it exists and is private or its organisation makes repositories private"
     visibility = {True: "private", False: "public", None: default}[publication.private]
     console.print(f"to       {publication.url}, {visibility}", soft_wrap=True)
-    for warning in publication.warnings:
-        print_note(_printable(warning), console)
     console.print(f"card     {publication.card}", soft_wrap=True)
-
-
-def _printable(line: str) -> str:
-    """A line whose unprintable characters, which file names may hold, are replaced."""
-    return "".join(char if char.isprintable() else "?" for char in line)
+    for warning in publication.warnings:
+        print_note(printable(warning), console)

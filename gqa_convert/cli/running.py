@@ -2,10 +2,10 @@
 
 import contextlib
 import os
+import re
 import signal
 import sys
 import warnings
-from pathlib import Path
 from types import FrameType
 from typing import Any, Never
 
@@ -24,11 +24,12 @@ def run(app: Any) -> Never:
         signal.signal(number, _stop)
     try:
         _refuse_non_utf8(sys.argv[1:])
-        _refuse_deleted_folder()
         code = app(prog_name="gqa-convert", standalone_mode=False)
     except GQAConvertError as mistake:
         if isinstance(mistake, InterruptedRunError):
-            sys.unraisablehook = _ignore  # a library's thread that starts while Python ends would print a traceback
+            sys.unraisablehook = lambda _: (
+                None
+            )  # a library's thread that starts while Python ends would print a traceback
         sys.exit(mistake.exit_code if mistake.reported_elsewhere else _report(str(mistake), mistake.exit_code))
     except Exception as problem:
         # typer brings its own copy of click's exceptions or uses click's, depending on its version
@@ -43,22 +44,10 @@ def run(app: Any) -> Never:
 def _refuse_non_utf8(arguments: list[str]) -> None:
     """Raise OptionError for an argument that a record, which is UTF-8, cannot hold."""
     for argument in arguments:
-        if any("\udc80" <= char <= "\udcff" for char in argument):
+        if re.search("[\udc80-\udcff]", argument):
             raise OptionError(
                 f"the argument {argument} is not UTF-8, so that records cannot hold it: rename the file or folder"
             )
-
-
-def _refuse_deleted_folder() -> None:
-    """Raise OptionError if the working directory is gone, where transformers cannot be imported."""
-    try:
-        Path.cwd()
-    except FileNotFoundError:
-        raise OptionError("the current folder was deleted: change to another folder and repeat the command") from None
-
-
-def _ignore(_: Any) -> None:
-    pass
 
 
 def _stop(number: int, frame: FrameType | None) -> None:

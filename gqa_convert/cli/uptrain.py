@@ -61,8 +61,6 @@ def uptrain(
     """
     if hardware is not None and not dry_run:
         raise OptionError("--hardware describes GPUs to estimate for: add --dry-run, or remove --hardware")
-    if dry_run and tokenize_only:
-        raise OptionError("--dry-run and --tokenize-only exclude each other: give one of them")
     from .console.progress import ProgressScreen
     from .console.screen import print_json
     from .console.training import TrainingScreen, show_dry_run, show_tokenized, show_training
@@ -79,7 +77,7 @@ def uptrain(
         elif tokenize_only:
             from gqa_convert.training.tokenizing import tokenize_recipe
 
-            result = tokenize_recipe(recipe, overrides or [], on_tokenize=screen.tokenize)
+            result = tokenize_recipe(recipe, overrides or [], on_tokenize=screen.show)
             show = show_tokenized
         else:
             from gqa_convert.training.uptrain import uptrain_checkpoint
@@ -89,7 +87,7 @@ def uptrain(
                 overrides or [],
                 on_message=screen.say,
                 on_step=screen.step,
-                on_tokenize=screen.tokenize,
+                on_tokenize=screen.show,
                 command=["gqa-convert", *sys.argv[1:]],
             )
             show = show_training

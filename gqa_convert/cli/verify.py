@@ -1,6 +1,5 @@
 """`gqa-convert verify`."""
 
-import gc
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -41,15 +40,12 @@ def verify(
       gqa-convert verify ./gqa8 --source ./Llama-2-7b
       gqa-convert verify ./gqa4 --source ./Llama-2-70b --no-logits
     """
-    gc.disable()  # a search for garbage among the many objects of libraries finds none and takes a tenth of a second
     from gqa_convert.conversion.restating.restate import must_be_restated, restated
     from gqa_convert.verify import verify_checkpoint
 
     from .console.progress import ProgressScreen
     from .console.screen import print_json, stdout_console, styled
 
-    gc.freeze()
-    gc.enable()
     with ProgressScreen(quiet=quiet) as screen:
         options: dict[str, Any] = {"logits": logits, "text": text, "progress": screen.show}
         if must_be_restated(source, revision):

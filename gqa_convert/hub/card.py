@@ -97,8 +97,9 @@ def _metadata(context: CardContext) -> "ModelCardData":
 
 def _datasets(context: CardContext) -> list[str]:
     """Those of recipes."""
-    texts = [text for training in context.model.trainings for text in training.recipe.get("data", [])]
-    found = [text["source"] for text in texts if is_hub_dataset(text)]
+    found = []
+    for training in context.model.trainings:
+        found += [text["source"] for text in training.recipe.get("data", []) if is_hub_dataset(text)]
     return list(dict.fromkeys(found))
 
 
@@ -113,12 +114,12 @@ def _eval_results(measured: Measured, task: str) -> list["EvalResult"]:
     from huggingface_hub import EvalResult
 
     figures = []
-    for name, scored in measured.scored.items():
-        text, name = scored.file.data, one_line(name)
+    for words, scored in measured.scored.items():
+        text, name = scored.file.data, one_line(words)
         # the client joins entries of one type and configuration under the name of the first
-        dataset: dict[str, Any] = {"dataset_type": "text", "dataset_config": name, "dataset_name": name}
+        dataset: dict[str, Any] = {"dataset_name": name, "dataset_type": "text", "dataset_config": name}
         if is_hub_dataset(text.model_dump()):
-            dataset |= {"dataset_type": text.source, "dataset_config": text.name}
+            dataset = {"dataset_name": name, "dataset_type": text.source, "dataset_config": text.name}
             dataset |= {"dataset_split": text.split, "dataset_revision": text.revision}
         for metric, label in _METRICS.items():
             value = getattr(scored.ours, metric)
@@ -126,8 +127,6 @@ def _eval_results(measured: Measured, task: str) -> list["EvalResult"]:
                 figures.append(EvalResult(task, metric_type=metric, metric_name=label, metric_value=value, **dataset))
     for file in measured.tasks:
         for name, metric, value, _ in file.rows():
-            dataset = {"dataset_type": name, "dataset_name": name}
-            figures.append(
-                EvalResult(task, metric_type=metric.split(",")[0], metric_name=metric, metric_value=value, **dataset)
-            )
+            kind = metric.split(",")[0]
+            figures.append(EvalResult(task, name, name, kind, value, metric_name=metric))
     return figures

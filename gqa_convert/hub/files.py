@@ -78,7 +78,9 @@ def find_changes(model: Converted, files: Sequence[HashedFile]) -> list[str]:
             raise PublishError(f"{model.folder / file.path} has changed since it was written: convert or copy it again")
         else:
             changed.append(file.path)
-    warnings = [f"changed since the conversion: {some(changed)}"] if changed else []
+    warnings = []
+    if changed:
+        warnings.append(f"changed since the conversion: {some(changed)}")
     if unknown:
         warnings.append(
             f"{some(unknown)}: their hashes were not recorded, so changes since then would go unnoticed: check with "

@@ -12,10 +12,11 @@ from typing import Any
 
 from gqa_convert.checkpoint.byte_sizes import size
 
-_LONGEST = 600
 FOLDERS = re.compile(r"""(?<![^\s'"=,:(\[])(?:~[\w.-]*)?/(?:[^/\s'"]+/)*(?=[^/\s'"])""")
 """The folders of an absolute path: a published card must not reveal them."""
 _MARKUP = re.compile(r"([\\`*_{}\[\]#|~!$])")
+_CODE = str.maketrans("`|", "'¦")
+"""What ends a code span or a cell of a table, and what stands for it."""
 
 
 class Markdown(str):
@@ -35,7 +36,7 @@ def render(template: Path, card: object) -> str:
     environment = Environment(
         undefined=StrictUndefined, finalize=_escaped, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )
-    tools = (code, fenced, shell, cell, number, significant, with_error, size, in_words, Markdown)
+    tools = (code, fenced, shell, number, significant, with_error, size, in_words, Markdown)
     environment.filters |= {tool.__name__: tool for tool in tools}
     return environment.from_string(template.read_text(encoding="utf-8")).render(card=card)
 
@@ -48,10 +49,8 @@ def _escaped(value: Any) -> Any:
 
 def code(text: str) -> Markdown:
     """The text as a code span on one line, in which nothing is markup."""
-    line = one_line(text)
-    fence = "`" * (_longest_run(line) + 1)
-    pad = " " if line != line.strip(" `") or not line else ""
-    return Markdown(f"{fence}{pad}{line}{pad}{fence}")
+    line = one_line(text).translate(_CODE)
+    return Markdown(f"`{line or ' '}`")
 
 
 def plain(text: str) -> Markdown:
@@ -60,10 +59,8 @@ def plain(text: str) -> Markdown:
 
 
 def fenced(text: str, language: str) -> Markdown:
-    """The text as a code block whose fence is longer than every run of backticks in it."""
-    text = without_folders(text)
-    fence = "`" * max(3, _longest_run(text) + 1)
-    return Markdown(f"{fence}{language}\n{text}\n{fence}")
+    """The text as a code block. None of its lines may begin with a backtick; those of `shell` do not."""
+    return Markdown(f"```{language}\n{without_folders(text)}\n```")
 
 
 def shell(command: Sequence[str]) -> str:
@@ -72,10 +69,8 @@ def shell(command: Sequence[str]) -> str:
 
 
 def one_line(text: str) -> str:
-    """The text without folders of absolute paths, with unprintable characters escaped, and cut where it is too long."""
-    text = without_folders(text)
-    text = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
-    return printable(text)
+    """The text without folders of absolute paths and with unprintable characters escaped."""
+    return printable(without_folders(text))
 
 
 def printable(text: str) -> str:
@@ -86,11 +81,6 @@ def printable(text: str) -> str:
 def without_folders(text: str) -> str:
     """The text with every absolute path reduced to its last name."""
     return FOLDERS.sub("", text)
-
-
-def cell(text: str) -> Markdown:
-    """The text as a code span in a cell of a table, which a bar would end: each becomes a broken one."""
-    return code(text.replace("|", "¦"))
 
 
 def number(value: float | None) -> str:
@@ -114,8 +104,3 @@ def in_words(kv_heads: int | list[int]) -> str:
         return str(kv_heads)
     mean = sum(kv_heads) / len(kv_heads)
     return f"{min(kv_heads)} to {max(kv_heads)} (mean {mean:.3g})"
-
-
-def _longest_run(text: str) -> int:
-    runs = re.findall(r"`+", text)
-    return max(map(len, runs), default=0)

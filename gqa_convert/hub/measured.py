@@ -9,7 +9,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from gqa_convert.checkpoint.fingerprint import fingerprint
 from gqa_convert.checkpoint.paths import local_path
 from gqa_convert.hub.converted import Converted
-from gqa_convert.hub.markup import in_words
 from gqa_convert.measuring.results import (
     BenchmarkFile,
     Difference,
@@ -101,42 +100,41 @@ def read_measured(paths: Sequence[Path], model: Converted, repo_id: str) -> Meas
             belongs = _add_tasks(measured, file, model, repo_id)
         if not belongs:
             measured.warnings.append(
-                f"{path} is left out: it measured other models than {model.folder} as it is now with {in_words(model.record.groups)} K/V heads; "
-                "measure again"
+                f"{path} is left out: it measured other models than {model.folder} as it is now; measure again"
             )
     return measured
 
 
 def _add_evaluation(measured: Measured, file: EvaluationFile, model: Converted) -> bool:
     scores = {score.fingerprint: score for score in file.entries()}
-    ours = scores.get(model.fingerprint)
-    if ours is None:
+    if model.fingerprint not in scores:
         return False
-    options = file.data.model_dump(exclude={"source", "sha256"}) | {"context": file.context, "stride": file.stride}
     text = f"{file.data.source}, {file.objective}"
+    options = file.data.model_dump(exclude={"source", "sha256"}) | file.model_dump(include={"context", "stride"})
     for key, value in options.items():
         if value not in (None, "train", "text"):
             text += f", {key.replace('_', ' ')} {value}"
-    other = measured.scored.get(text)
-    if other is None or other.file.created < file.created:
-        measured.scored[text] = Scored(file, ours, scores.get(model.first.source.fingerprint))
+    scored = Scored(file, scores[model.fingerprint], scores.get(model.first.source.fingerprint))
+    if measured.scored.setdefault(text, scored).file.created < file.created:
+        measured.scored[text] = scored
     return True
 
 
 def _add_benchmark(measured: Measured, file: BenchmarkFile, model: Converted) -> bool:
-    known = (model.fingerprint, model.first.source.fingerprint)
     ours, source = model.record.groups, model.first.source_kv_heads
+    known = (model.fingerprint, model.first.source.fingerprint)
     timed = [cell for cell in file.results if (cell.fingerprint or file.fingerprint) in known]
     before = {(cell.batch, cell.context): cell.decode_ms_per_token for cell in timed if cell.groups == source}
+    cells = [cell for cell in timed if cell.groups in (ours, source)]
     speedups = []
-    cells = [cell for cell in timed if cell.groups == ours]
     for cell in cells:
-        slow, fast = before.get((cell.batch, cell.context)), cell.decode_ms_per_token
-        if slow and fast and ours != source:
-            speedups.append(slow / fast)
-    if cells:
-        measured.timed.append(Timed(file, [cell for cell in timed if cell.groups in (ours, source)], speedups))
-    return bool(cells)
+        slow = before.get((cell.batch, cell.context))
+        if slow and cell.decode_ms_per_token and cell.groups == ours != source:
+            speedups.append(slow / cell.decode_ms_per_token)
+    belongs = any(cell.groups == ours for cell in cells)
+    if belongs:
+        measured.timed.append(Timed(file, cells, speedups))
+    return belongs
 
 
 def _read_tasks(path: Path) -> TaskFile | None:
@@ -149,7 +147,7 @@ def _read_tasks(path: Path) -> TaskFile | None:
 
 def _add_tasks(measured: Measured, file: TaskFile, model: Converted, repo_id: str) -> bool:
     folder = local_path(file.model_name)
-    if file.model_name == repo_id or (folder.is_dir() and fingerprint(folder) == model.fingerprint):
+    belongs = file.model_name == repo_id or (folder.is_dir() and fingerprint(folder) == model.fingerprint)
+    if belongs:
         measured.tasks.append(file)
-        return True
-    return False
+    return belongs

@@ -6,19 +6,12 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from gqa_convert.checkpoint.machine import Machine
-from gqa_convert.checkpoint.provenance import PROVENANCE
+from gqa_convert.checkpoint.provenance import PROVENANCE, BeforeAfter, Divergence
 from gqa_convert.errors import PublishError
 
 
 class _Part(BaseModel):
     model_config = ConfigDict(frozen=True, allow_inf_nan=False, protected_namespaces=())
-
-
-class BeforeAfter(_Part):
-    """A number of the source and of the result."""
-
-    before: float
-    after: float
 
 
 class WrittenFile(_Part):
@@ -40,7 +33,7 @@ class Calibration(_Part):
     """The calibration text in words, and the divergence from the source on held-out parts of it, in nats per token."""
 
     text: str
-    kl: BeforeAfter | None
+    kl: Divergence | None
 
 
 class Training(_Part):

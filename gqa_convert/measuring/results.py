@@ -7,7 +7,6 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from gqa_convert.checkpoint.atomic_files import write_whole
-from gqa_convert.checkpoint.fingerprint import fingerprint as fingerprint
 from gqa_convert.checkpoint.machine import Machine
 from gqa_convert.checkpoint.resource_errors import is_disk_full
 from gqa_convert.checkpoint.results import Result
@@ -62,7 +61,6 @@ class ModelScores(_Stored):
     kl: float | None = None
     kl_standard_error: float | None = None
     top1_agreement: float | None = None
-    seconds: float | None = None
     note: str | None = None
 
 
@@ -88,14 +86,14 @@ class EvaluationFile(_Measurement):
     objective: str
     context: int | None = None
     stride: int | None = None
-    dtype: str | None = None
-    seed: int | None = None
     reference: ModelScores | None = None
     results: list[ModelScores] = Field(min_length=1)
 
     def entries(self) -> list[ModelScores]:
-        """Those of all models, the reference first."""
-        return self.results if self.reference is None else [self.reference, *self.results]
+        """Those of all models, each once, the reference first."""
+        if self.reference is None:
+            return self.results
+        return [self.reference, *(each for each in self.results if each.model != self.reference.model)]
 
 
 class TimedCell(_Stored):
@@ -137,8 +135,6 @@ class BenchmarkFile(_Measurement):
     kv_heads: int | list[int] | None = None
     weights: str | None = None
     attention: str | None = None
-    threads: int | None = None
-    steps: int | None = None
     spread: str | None = None
     results: list[TimedCell]
 
@@ -157,21 +153,29 @@ def load_result(path: Path) -> EvaluationFile | BenchmarkFile:
     """
     try:
         return _FILE.validate_json(path.read_bytes(), strict=True)
-    except OSError as problem:
-        raise ReportError(f"{path} can't be read ({problem.strerror}): name a file that evaluate wrote") from None
-    except ValidationError as problem:
-        first = problem.errors(include_url=False, include_input=False)[0]
-    place = ".".join(map(str, first["loc"]))
-    raise ReportError(
-        f"{path} does not hold results of evaluate or benchmark ({place} {first['msg']}): name a file that one of them wrote"
-    )
+    except (OSError, ValidationError):
+        raise ReportError(
+            f"{path} can't be read as results of evaluate or benchmark: name a file that one of them wrote"
+        ) from None
+
+
+def load_evaluation(path: Path) -> EvaluationFile:
+    """Read a file that `evaluate` wrote.
+
+    Raises:
+        ReportError: as of `load_result`, or `benchmark` wrote it.
+    """
+    file = load_result(path)
+    if not isinstance(file, EvaluationFile):
+        raise ReportError(f"{path} does not hold results of evaluate: name a file that evaluate wrote")
+    return file
 
 
 def write_result(path: Path, value: EvaluationFile, *, overwrite: bool = False) -> None:
     """Write results as JSON: the file appears whole or not at all.
 
     Raises:
-        OutputError: as of `check_result_path`, or the file can't be written.
+        OutputError, ReportError: as of `check_result_path`, or the file can't be written.
         NoSpaceError: the disk is full.
     """
     check_result_path(path, overwrite=overwrite)
@@ -193,18 +197,27 @@ def write_file(path: Path, content: bytes) -> None:
         raise OutputError(f"{path} can't be written ({problem.strerror or problem}): name another file") from None
 
 
+def check_folder(path: Path) -> None:
+    """Refuse a file whose folder does not exist.
+
+    Raises:
+        OutputError: it does not.
+    """
+    if not path.absolute().parent.is_dir():
+        raise OutputError(f"the folder of {path} does not exist: make it, or name another file")
+
+
 def check_result_path(path: Path, *, overwrite: bool = False) -> None:
     """Refuse a file that can't be written, before the measurement begins.
 
     Raises:
-        OutputError: the file exists (without `overwrite`, or with other content than results of `evaluate`), or its
-            folder is missing.
+        OutputError: the file exists, or its folder is missing.
+        ReportError: the file is to be overwritten, and holds other content than results of `evaluate`.
     """
-    if not path.absolute().parent.is_dir():
-        raise OutputError(f"the folder of {path} does not exist: make it, or name another file")
-    if not path.exists():
-        return
-    if not overwrite:
-        raise OutputError(f"{path} exists already: name a new file, or replace results of evaluate with --overwrite")
-    if not isinstance(load_result(path), EvaluationFile):
-        raise OutputError(f"{path} does not hold results of evaluate: name a new file")
+    check_folder(path)
+    if path.exists():
+        if not overwrite:
+            raise OutputError(
+                f"{path} exists already: name a new file, or replace results of evaluate with --overwrite"
+            )
+        load_evaluation(path)

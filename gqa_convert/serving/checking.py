@@ -83,32 +83,36 @@ def check_serving(
         raise SourceNotFoundError(f"{out} holds no config.json that can be read: name the folder of a checkpoint")
     check_language_model(str(out), config, NEEDS_HEAD)
     reason = why_unsupported(out, config)
-    answers: tuple[list[list[int]], Outcome] | None = None
-    reports: dict[str, JsonObject] = {}
+    prompts: list[list[int]] = []
+    reference: Outcome | None = None
+    clients: list[JsonObject] = []
     chosen = [name for name in engines if not names or name in named]
-    for done, name in enumerate(chosen):
-        progress("running", done, len(chosen))
-        report = reports[name] = {"client": name, "version": None, "status": UNSUPPORTED, "detail": reason}
+    for name in chosen:
+        progress("running", len(clients), len(chosen))
+        report: JsonObject = {"client": name, "version": None, "status": UNSUPPORTED, "detail": reason}
+        clients.append(report)
         if reason:
             continue
         try:
-            found = find_interpreter(engines[name], pythons.get(name))
+            python, version = find_interpreter(engines[name], pythons.get(name))
         except MissingExtraError as problem:
             report |= {"status": SKIPPED, "detail": str(problem)}
             continue
-        prompts, reference = answers = answers or ask_transformers(out)
-        outcome = ask(found.python, engines[name].module, _request(out, config, prompts, reference), minutes * 60)
-        report |= {"version": found.version, "status": outcome.status, "detail": outcome.detail}
+        if reference is None:
+            prompts, reference = ask_transformers(out)
+        outcome = ask(python, engines[name].module, _request(out, config, prompts, reference), minutes * 60)
+        report |= {"version": version, "status": outcome.status, "detail": outcome.detail}
         if outcome.status == OK:
             report |= _verdict(compare(reference, outcome, prompts))
-    states = {report["status"] for report in reports.values()}
+    states = [report["status"] for report in clients]
+    missing = [report for report in clients if report["status"] == SKIPPED and report["client"] in named]
     return ServingReport(
         out=str(out),
         model_type=config.get("model_type"),
         transformers=transformers.__version__,
-        prompts=tuple(map(len, answers[0])) if answers else (),
-        clients=tuple(reports.values()),
-        passed=FAILED not in states and OK in states and all(reports[name]["status"] != SKIPPED for name in named),
+        prompts=tuple(map(len, prompts)),
+        clients=tuple(clients),
+        passed=OK in states and FAILED not in states and not missing,
     )
 
 
@@ -139,9 +143,10 @@ def why_unsupported(folder: Path, config: JsonObject) -> str:
 
 def has_our_code(folder: Path, config: JsonObject) -> bool:
     """Whether a DeciLM names no code but this package's modelling file, which engines then may run."""
-    modeling = FAMILIES[str(config.get("model_type"))].modeling if is_decilm(config) else None
-    if modeling is None:
+    if not is_decilm(config):
         return False
+    modeling = FAMILIES[str(config["model_type"])].modeling
+    assert modeling is not None
     file = folder / modeling.path.name
     named = config.get("auto_map") or {}
     ours = all(str(place).startswith(f"{modeling.path.stem}.") for place in named.values())
@@ -165,8 +170,6 @@ def _verdict(comparison: JsonObject) -> JsonObject:
     """A comparison, with the status and a sentence for it."""
     if comparison["problems"]:
         return comparison | {"status": FAILED, "detail": "; ".join(comparison["problems"])}
-    detail = f"{comparison['tokens']} tokens equal, {comparison['ties']} ties"
-    if comparison["largest_difference"] is None:
-        return comparison | {"detail": f"{detail}; no logits available"}
+    equal = f"{comparison['tokens']} tokens equal, {comparison['ties']} ties"
     difference, allowed = comparison["largest_difference"], comparison["allowed"]
-    return comparison | {"detail": f"{detail}, logits within {difference:.1e} ({allowed:.1e} allowed)"}
+    return comparison | {"detail": f"{equal}, logits within {difference:.1e} ({allowed:.1e} allowed)"}

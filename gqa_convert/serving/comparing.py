@@ -1,7 +1,6 @@
 """Compares what an engine computes with what transformers computes."""
 
 from os.path import commonprefix
-from typing import Any
 
 import numpy as np
 
@@ -24,49 +23,47 @@ def compare(reference: Outcome, found: Outcome, prompts: list[list[int]]) -> Jso
         prompts: of both.
 
     Returns:
-        `problems` in words (empty if the engine is right), `largest_difference` of the logits (None if there are none, or
-        they are not finite), the difference that is `allowed`, the number of `compared_logits`, of equal `tokens`, and of
+        `problems` in words (empty if the engine is right), `largest_difference` of the logits (None if they are not
+        finite), the difference that is `allowed`, the number of `compared_logits`, of equal `tokens`, and of
         `ties`.
     """
     assert reference.tokens is not None
     assert reference.logits is not None
-    tokens = found.tokens or []
+    assert found.tokens is not None
+    assert found.logits is not None
     allowed = TOLERANCE * max(float(np.ptp(each)) for each in reference.logits)
-    problems: list[str] = []
-    result: JsonObject = {"problems": problems, "largest_difference": None, "allowed": allowed, "compared_logits": 0}
-    result |= {"tokens": 0, "ties": 0}
-    if len(tokens) != len(prompts):
-        problems.append(f"answered {len(tokens)} of {len(prompts)} prompts")
-        return result
-    for prompt, ours, theirs, rows in zip(prompts, reference.tokens, tokens, reference.logits, strict=True):
+    problems = []
+    equal = ties = compared = 0
+    largest = 0.0
+    if len(found.tokens) != len(prompts):
+        problems.append(f"answered {len(found.tokens)} of {len(prompts)} prompts")
+    answers = zip(prompts, reference.tokens, found.tokens, reference.logits, found.logits, strict=False)
+    for prompt, ours, theirs, rows, their_rows in answers:
         same = len(commonprefix([ours, theirs]))  # noqa: RUF071 - of lists
-        result["tokens"] += same
-        if same == NEW_TOKENS:
+        equal += same
+        if same < NEW_TOKENS:
+            other = theirs[same] if same < len(theirs) else -1
+            if 0 <= other < rows.shape[1] and rows[same, ours[same]] - rows[same, other] <= allowed:
+                ties += 1
+            else:
+                problems.append(f"prompt of {len(prompt)} tokens: new token {same + 1} is not {ours[same]}")
+        padded = their_rows[:, : rows.shape[1]]  # engines may pad the vocabulary
+        if padded.shape != rows.shape:
+            problems.append(f"gave logits of shape {list(their_rows.shape)} for {list(rows.shape)}")
             continue
-        other = theirs[same] if same < len(theirs) else -1
-        if 0 <= other < rows.shape[1] and rows[same, ours[same]] - rows[same, other] <= allowed:
-            result["ties"] += 1
-        else:
-            problems.append(f"prompt of {len(prompt)} tokens: new token {same + 1} is not {ours[same]}")
-    if found.logits is not None:
-        _compare_logits(reference.logits, found.logits, result)
-    return result
-
-
-def _compare_logits(reference: list[Any], found: list[Any], result: JsonObject) -> None:
-    """Add the difference of the logits to a result."""
-    differences = []
-    for ours, theirs in zip(reference, found, strict=True):
-        padded = theirs[:, : ours.shape[1]]  # engines may pad the vocabulary
-        if padded.shape != ours.shape:
-            result["problems"].append(f"gave logits of shape {list(theirs.shape)} for {list(ours.shape)}")
-            return
-        differences.append(np.abs(padded.astype(np.float64) - ours).max())
-        result["compared_logits"] += ours.size
-    largest = float(np.max(differences))
+        largest = float(np.maximum(largest, np.abs(padded.astype(np.float64) - rows).max()))  # NaN stays
+        compared += rows.size
+    difference: float | None = largest
     if not np.isfinite(largest):
-        result["problems"].append("logits that are not finite")
-        return
-    result["largest_difference"] = largest
-    if largest > result["allowed"]:
-        result["problems"].append(f"logits differ by up to {largest:.3g}, {result['allowed']:.3g} is allowed")
+        problems.append("logits that are not finite")
+        difference = None
+    elif largest > allowed:
+        problems.append(f"logits differ by up to {largest:.3g}, {allowed:.3g} is allowed")
+    return {
+        "problems": problems,
+        "largest_difference": difference,
+        "allowed": allowed,
+        "compared_logits": compared,
+        "tokens": equal,
+        "ties": ties,
+    }

@@ -44,16 +44,8 @@ ENGINES = {
 """The engines by the name that `--engine` accepts."""
 
 
-@dataclass(frozen=True, slots=True)
-class Interpreter:
-    """An interpreter in which an engine is installed, and the version of the engine."""
-
-    python: str
-    version: str
-
-
-def find_interpreter(engine: Engine, asked: str | None) -> Interpreter:
-    """The interpreter to use.
+def find_interpreter(engine: Engine, asked: str | None) -> tuple[str, str]:
+    """The interpreter to use, and the version of the engine in it.
 
     Args:
         engine: to look for.
@@ -71,5 +63,5 @@ def find_interpreter(engine: Engine, asked: str | None) -> Interpreter:
         with suppress(OSError):
             ended = run([python, "-c", code])
             if ended.code == 0 and ended.output:
-                return Interpreter(python, ended.output[-1])
+                return python, ended.output[-1]
     raise MissingExtraError(f"{python} has no {engine.distributions[0]}: {engine.how_to_install}")

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from gqa_convert.checkpoint.strict_json import JsonObject
-from gqa_convert.errors import ConfigError, CorruptCheckpointError
+from gqa_convert.errors import CorruptCheckpointError
 from gqa_convert.families.context_length import stated_positions
 from gqa_convert.families.loading import check_complete, explained, load_model
 
@@ -19,14 +19,8 @@ _LENGTHS = (5, 48, 320)
 
 
 def make_prompts(config: JsonObject) -> list[list[int]]:
-    """Prompts of random tokens and of increasing length, which leave room for the new tokens.
-
-    Raises:
-        ConfigError: the context leaves no room for a prompt.
-    """
+    """Prompts of random tokens and of increasing length, which leave room for the new tokens."""
     room = (stated_positions(config) or max(_LENGTHS) + NEW_TOKENS) - NEW_TOKENS
-    if room < 1:
-        raise ConfigError(f"its context leaves no room for a prompt and {NEW_TOKENS} new tokens: it can't be checked")
     first = min(8, config["vocab_size"] - 1)  # the first ids are often special tokens
     ids = np.random.default_rng(0).integers(first, config["vocab_size"], max(_LENGTHS)).tolist()
     return [ids[:length] for length in sorted({min(length, room) for length in _LENGTHS})]
@@ -53,9 +47,9 @@ def ask_transformers(folder: Path) -> tuple[list[list[int]], Outcome]:
         tokens, logits = [], []
         for prompt in prompts:
             ids = torch.tensor([prompt])
-            made = model.generate(ids, attention_mask=torch.ones_like(ids))
+            made = model.generate(ids)
             tokens.append(made[0, len(prompt) :].tolist())
-            read = model(input_ids=made[:, :-1], attention_mask=torch.ones_like(made[:, :-1])).logits
+            read = model(input_ids=made[:, :-1]).logits
             logits.append(read[0, len(prompt) - 1 :].float().numpy())
     if not all(np.isfinite(each).all() for each in logits):
         raise CorruptCheckpointError(

@@ -8,7 +8,7 @@ from pathlib import Path
 from gqa_convert.checkpoint.fingerprint import fingerprint
 from gqa_convert.checkpoint.machine import measurement
 from gqa_convert.checkpoint.source import Checkpoint, open_local
-from gqa_convert.conversion.plan import make_plan
+from gqa_convert.conversion.plan import Plan, make_plan
 from gqa_convert.errors import UnsupportedFamilyError, WorkerError
 from gqa_convert.measuring.latency.cells import with_times
 from gqa_convert.measuring.latency.models import stated_dtype
@@ -55,13 +55,15 @@ def time_engine(
         WorkerError: it failed on a model.
     """
     check_name(name, engines)
-    interpreter = find_interpreter(engines[name], python)
+    python, version = find_interpreter(engines[name], python)
     settings = list(product(options.batch, options.context or [CONTEXT]))
-    checkpoints = [_open(model) for model in models]
+    plans = [make_plan(_open(model), 1) for model in models]
+    source = plans[0].checkpoint
     head = measurement("benchmark", command)
     cells: list[TimedCell] = []
-    for done, checkpoint in enumerate(checkpoints):
-        progress("timing", done, len(checkpoints))
+    for done, plan in enumerate(plans):
+        progress("timing", done, len(plans))
+        checkpoint = plan.checkpoint
         assert checkpoint.folder is not None
         request = Request(
             folder=str(checkpoint.folder.resolve()),
@@ -74,21 +76,20 @@ def time_engine(
             new_tokens=options.new_tokens,
             repetitions=options.repetitions,
         )
-        outcome = ask(interpreter.python, engines[name].module, request, _SECONDS)
+        outcome = ask(python, engines[name].module, request, _SECONDS)
         if outcome.status != OK:
             raise WorkerError(f"the engine did not run {checkpoint.source_id} ({outcome.status}): {outcome.detail}")
         head = replace(head, machine=replace(head.machine, device=outcome.device))
-        cells += _cells(checkpoint, request, outcome)
-    plan = make_plan(checkpoints[0], 1)
+        cells += _cells(plan, request, outcome)
     return BenchmarkFile(
         **asdict(head),
         engine=name,
-        engine_version=interpreter.version,
-        model=checkpoints[0].source_id,
+        engine_version=version,
+        model=source.source_id,
         fingerprint=cells[0].fingerprint,
-        model_type=plan.family.model_type,
-        dtype=stated_dtype(checkpoints[0].config, options.dtype),
-        heads=plan.heads,
+        model_type=plans[0].family.model_type,
+        dtype=stated_dtype(source.config, options.dtype),
+        heads=plans[0].heads,
         kv_heads=cells[0].groups,
         weights="own",
         spread="decode_ms_low and decode_ms_high are the quartiles of the repetitions",
@@ -109,9 +110,9 @@ def _open(model: str | Path) -> Checkpoint:
     return checkpoint
 
 
-def _cells(checkpoint: Checkpoint, request: Request, outcome: Outcome) -> list[TimedCell]:
+def _cells(plan: Plan, request: Request, outcome: Outcome) -> list[TimedCell]:
     """The times of a model at every batch and context."""
-    layers = sorted(make_plan(checkpoint, 1).layers, key=lambda layer: layer.number)
+    layers = sorted(plan.layers, key=lambda layer: layer.number)
     counts = [layer.kv_heads for layer in layers]
     known = fingerprint(Path(request.folder))
     cells = []
@@ -121,7 +122,7 @@ def _cells(checkpoint: Checkpoint, request: Request, outcome: Outcome) -> list[T
             raise WorkerError(f"{request.new_tokens} tokens take too little time to be measured: raise --new-tokens")
         cell = TimedCell(
             groups=counts[0] if len(set(counts)) == 1 else counts,
-            model=checkpoint.source_id,
+            model=plan.checkpoint.source_id,
             fingerprint=known,
             batch=batch,
             context=context,

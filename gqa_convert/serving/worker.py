@@ -38,7 +38,7 @@ class Outcome:
         status: ok, failed, not supported or skipped.
         detail: the reason, if it is not ok.
         tokens: decoded greedily after each prompt.
-        logits: of each sequence, float32 [positions, vocabulary]; None if the engine gives none.
+        logits: of each sequence, float32 [positions, vocabulary].
         times: for each timing and repetition the seconds to the first and to the last new token.
         device: on which the engine was timed.
     """
@@ -99,8 +99,7 @@ def _answers(adapter: Any, request: Request) -> Outcome:
     logits = []
     for prompt, sequence in zip(request.prompts, request.sequences, strict=True):
         logits.append(adapter.logits(sequence, list(range(len(prompt) - 1, len(sequence)))))
-    if logits[0] is not None:
-        np.savez(Path(request.scratch, "logits.npz"), *logits)
+    np.savez(Path(request.scratch, "logits.npz"), *logits)
     return Outcome(OK, tokens=tokens)
 
 
@@ -116,9 +115,11 @@ def _times(adapter: Any, request: Request) -> Outcome:
         adapter.generate(prompts, new_tokens)
         return time.perf_counter() - begun
 
-    times = []
+    times: list[list[tuple[float, float]]] = []
     for batch, context in request.timings:
-        lengths = [(1, 1 + request.new_tokens)] * (1 + request.repetitions)
-        pairs = [(timed(batch, context, first), timed(batch, context, last)) for first, last in lengths]
+        pairs = []
+        for _ in range(1 + request.repetitions):
+            first = timed(batch, context, 1)
+            pairs.append((first, timed(batch, context, 1 + request.new_tokens)))
         times.append(pairs[1:])
     return Outcome(OK, times=times, device=adapter.device)

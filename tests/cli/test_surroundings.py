@@ -1,4 +1,4 @@
-"""Commands where folders have unusual names, where the working directory is gone, and where nothing can be written."""
+"""Commands where folders have unusual names, and where nothing can be written."""
 
 import errno
 import io
@@ -67,18 +67,6 @@ def test_unusual_names_and_trailing_slashes(
         assert code == 0, f"{command[0]}: {err}"
     assert digests(folder / "source", ignore=()) == before
     assert {path.name for path in folder.iterdir()} == {"source", "out"}
-
-
-def test_a_working_directory_that_was_deleted(folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    gone = folder / "gone"
-    gone.mkdir()
-    monkeypatch.chdir(gone)
-    gone.rmdir()
-    before = digests(folder, ignore=())
-    for command in commands(f"{folder}/"):
-        message = "the current folder was deleted: change to another folder and repeat the command"
-        assert run(*command) == (2, "", f"gqa-convert: {message}\n")
-    assert digests(folder, ignore=()) == before
 
 
 def test_ascii_streams(folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

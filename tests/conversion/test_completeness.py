@@ -92,14 +92,14 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def is_missed(folder: Path, model_type: str, *, head: bool) -> bool:
-    """Whether transformers lacks a tensor, or finds one in another shape."""
+    """Whether transformers lacks a tensor, which it fills with fresh numbers."""
     auto = "AutoModel"
     if head:
         auto = own_files.auto_class(model_type) if model_type in own_files.SIZES else "AutoModelForCausalLM"
     _, info = getattr(transformers, auto).from_pretrained(
         folder, output_loading_info=True, ignore_mismatched_sizes=True
     )
-    return bool(info["missing_keys"] or info["mismatched_keys"])
+    return bool(info["missing_keys"])
 
 
 def longer(case: Case) -> None:
@@ -134,14 +134,6 @@ def without_last_output(case: Case) -> None:
     case.remove(re.escape(f"{case.last_attention()}.{case.family.output}.weight"))
 
 
-def other_width(case: Case) -> None:
-    case.config[case.family.hidden_key] += 96
-
-
-def other_vocabulary(case: Case) -> None:
-    case.config["vocab_size"] += 16
-
-
 def without_base(case: Case) -> None:
     """As the model without a head is saved."""
     pattern = "|".join(map(re.escape, sorted(filter(None, case.family.prefixes), key=len, reverse=True)))
@@ -159,8 +151,6 @@ CHANGES: dict[str, Callable[[Case], None]] = {
     "no first layer": without_first_layer,
     "no last attention": without_last_attention,
     "no last output": without_last_output,
-    "another width": other_width,
-    "another vocabulary": other_vocabulary,
     "model without a head": without_base,
     "model.": prefixed("model."),
     "model.model.": prefixed("model.model."),
@@ -179,7 +169,7 @@ def test_plan_refuses_what_transformers_misses(change: str, case: Case, tmp_path
     (tmp_path / "config.json").write_text(json.dumps(changed.config))
     save_file(changed.tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     missed = is_missed(tmp_path, case.model_type, head=change != "model without a head")
-    if change in ("nothing", "longer", "shorter", "no last output", "another vocabulary", "student."):
+    if change in ("nothing", "longer", "shorter", "no last output", "student."):
         assert missed == (change not in ("nothing", "shorter"))  # else the test would say nothing
     native = False if case.family.modeling else None
     if missed:

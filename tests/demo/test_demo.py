@@ -77,8 +77,8 @@ def test_the_table_of_the_demo(capsys: pytest.CaptureFixture[str], monkeypatch: 
         demo_command.demo(Path("out"))
     shown = capsys.readouterr().out.splitlines()
     assert shown[0].startswith("Loss in nats per token over 40k held-out tokens; fit used 20.5k tokens")
-    assert [line.split() for line in shown if "bytes" in line] == [
-        ["source", "12", "1,920", "bytes", "2.250", "0.000"],
-        ["mean", "3", "1,920", "bytes", "4.500", "2.250", "NO"],
+    assert [line.split() for line in shown if "kB" in line] == [
+        ["source", "12", "1.9", "kB", "2.250", "0.000"],
+        ["mean", "3", "1.9", "kB", "4.500", "2.250", "NO"],
     ]
     assert shown[-2:] == ["results  out", "next     gqa-convert convert YOUR-MODEL --groups 8 --dry-run"]

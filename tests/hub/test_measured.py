@@ -304,8 +304,8 @@ def test_files_that_hold_no_results(base: Path, tmp_path: Path) -> None:
     for file, words in (
         (tmp_path / "nothing.json", "can't be read"),
         (tmp_path / "folder", "can't be read"),
-        (tmp_path / "text.txt", "does not hold results"),
-        (lm_eval(tmp_path / "tasks.json", "m", results=[]), "does not hold results"),
+        (tmp_path / "text.txt", "can't be read"),
+        (lm_eval(tmp_path / "tasks.json", "m", results=[]), "can't be read"),
     ):
         with pytest.raises(ReportError, match=words):
             card(base / "out", file)

@@ -138,10 +138,19 @@ def test_bits_per_byte_do_not_depend_on_the_tokenizer(tmp_path: Path) -> None:
     assert two["difference"]["loss"] is None
     assert two["difference"]["bits_per_byte"] == pytest.approx(0, abs=1e-5)
     assert two["difference"]["bits_per_byte_standard_error"] == pytest.approx(0, abs=1e-5)
-    assert "tokenizer is not that of" in two["note"]
+    assert "tokens are not those of" in two["note"]
     reference = run(tmp_path, "pairs", data="text.txt", reference="letters")["results"][0]
     assert (reference["kl"], reference["top1_agreement"]) == (None, None)
     assert reference["note"] == two["note"]
+
+
+def test_a_tokenizer_that_differs_only_in_tokens_that_the_text_lacks_is_not_compared(tmp_path: Path) -> None:
+    constant(tmp_path / "one", "abc", [0.0] * 3)
+    constant(tmp_path / "two", "abd", [0.0] * 3)
+    (tmp_path / "text.txt").write_text("abba" * 10)
+    (result,) = run(tmp_path, "two", data="text.txt", reference="one")["results"]
+    assert (result["kl"], result["difference"]["loss"]) == (None, None)
+    assert "tokens are not those of" in result["note"]
 
 
 def test_a_uniform_model_without_a_beginning_token(tmp_path: Path) -> None:
@@ -206,8 +215,6 @@ def test_models_have_the_figures_that_they_have_alone(home: Path, tmp_path: Path
         report = run(folder, *models, data=data, reference=reference)
         assert [report["reference"][key] for key in own] == [alone[key] for key in own]
         separate = [run(folder, model, data=data, reference=reference)["results"][0] for model in models]
-        for each in (*separate, *report["results"]):
-            each.pop("seconds")
         assert report["results"] == separate
 
 
@@ -260,12 +267,12 @@ def test_span_corruption_has_transformers_own_loss(tmp_path: Path) -> None:
     t5(tmp_path / "t5")
     words = [f"w{number}" for number in np.random.default_rng(0).integers(0, 500, 400)]
     (tmp_path / "text.txt").write_text(" ".join(words))
-    report = run(tmp_path, "t5", data="text.txt", window=40, batch=3, seed=5)
+    report = run(tmp_path, "t5", data="text.txt", window=40, batch=3)
     tokenizer, model = (
         AutoTokenizer.from_pretrained(tmp_path / "t5"),
         AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "t5").eval(),
     )
-    made = span_material([Piece(" ".join(words))], tokenizer, start=0, length=40, batch=1, seed=5)
+    made = span_material([Piece(" ".join(words))], tokenizer, start=0, length=40, batch=1, seed=0)
     total = 0.0
     restored: dict[int, list[str]] = {}
     for number in range(len(made.batches)):
@@ -289,7 +296,6 @@ def test_span_corruption_has_transformers_own_loss(tmp_path: Path) -> None:
     text = [word for place in sorted(restored) for word in restored[place]]
     assert text == words[: len(text)]
     assert len(text) > 300
-    assert run(tmp_path, "t5", data="text.txt", window=40, seed=6)["results"][0]["loss"] != result["loss"]
 
 
 def _filled_in(read: list[str], written: list[str]) -> list[str]:

@@ -65,7 +65,7 @@ def test_json_and_the_table(ask: Any, home: Path, tmp_path: Path) -> None:
     assert err == ""
     code, out, err = ask("two", "one", "--data", "text.txt", "--output", tmp_path / "again.json")
     assert (code, err) == (0, "")
-    for words in (f"{one['loss']:.4f}", f"{one['bits_per_byte']:.4f}", "differences are from two", "again.json"):
+    for words in (f"{one['loss']:.4f}", f"{one['bits_per_byte']:.4f}", "differences are from two"):
         assert words in out
     assert (home / "one" / "config.json").is_file()
 
@@ -86,7 +86,7 @@ def test_results_are_overwritten_only_when_asked(ask: Any, tmp_path: Path) -> No
     assert "exists already" in err
     code, out, err = ask("one", "--data", "text.txt", "--output", file, "--overwrite")
     assert (code, out, file.read_text()) == (2, "", "mine")
-    assert "does not hold results of evaluate" in err
+    assert "can't be read as results of evaluate" in err
     file.unlink()
     assert ask("one", "--data", "text.txt", "--output", file, "-q") == (0, "", "")
     assert ask("one", "--data", "text.txt", "--output", file, "-q")[0] == 2
@@ -104,8 +104,6 @@ def test_results_are_overwritten_only_when_asked(ask: Any, tmp_path: Path) -> No
         (("./missing", "--data", "text.txt"), "./missing"),
         (("one/config.json", "--data", "text.txt"), "is a file"),
         (("untold", "--data", "text.txt"), "no tokenizer"),
-        (("one", "--data", "text.txt", "--stride", "0"), "--stride is 0"),
-        (("one", "--data", "text.txt", "--window", "9", "--stride", "10"), "--stride is 10, expected 1 to 9"),
         (("one", "--data", "text.txt", "--window", "49"), "--window is 49, and one has positions for 48"),
         (("one", "--data", "text.txt", "--window", "0"), "--window is 0"),
         (("one", "--data", "text.txt", "--tokens", "0"), "--tokens is 0"),
@@ -115,10 +113,9 @@ def test_results_are_overwritten_only_when_asked(ask: Any, tmp_path: Path) -> No
         (("one", "--data", "text.txt", "--device", "gpu"), "--device 'gpu'"),
         (("one", "--data", "text.txt", "--device", "mps"), "--device 'mps'"),
         (("one", "--data", "text.txt", "--device", "cuda:99"), "--device is cuda:99"),
-        (("one", "--data", "text.txt", "--revision", "main"), "--revision"),
         (("one", "--data", "text.txt", "--reference", "./nowhere"), "./nowhere"),
         (("one", "--data", "missing.txt", "--output", "no/such.json"), "the folder"),  # before any work
-        (("one", "--data", "missing.txt", "--html", "no/page.html"), "there is no folder no"),
+        (("one", "--data", "missing.txt", "--html", "no/page.html"), "the folder of no/page.html does not exist"),
         (("one", "--data", "text.txt", "--output", "one"), "one exists already"),
         (("one", "t5", "--data", "text.txt"), "encoder-decoder"),
         (("one", "--data", "text.txt", "--reference", "t5"), "encoder-decoder"),
@@ -188,20 +185,6 @@ def test_losses_that_are_no_numbers_are_told(ask: Any, tmp_path: Path) -> None:
     quiet = ask(tmp_path / "all", "--data", "text.txt", "-q")
     assert quiet[0] == 1
     assert "NaN" in quiet[2]
-
-
-def test_a_vocabulary_that_is_too_small_is_told(ask: Any, tmp_path: Path) -> None:
-    causal(tmp_path / "small", vocab_size=100)
-    code, _, err = ask(tmp_path / "small", "--data", "text.txt")
-    assert code == 2
-    assert "and the model has 100 embeddings" in err
-
-
-def test_a_launch_of_several_processes_is_refused(ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    code, out, err = ask("one", "--data", "text.txt")
-    assert (code, out, err.count("\n")) == (2, "", 1)
-    assert "without torchrun" in err
 
 
 def test_names_that_look_like_marks_of_the_console(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +14,14 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from gqa_convert import convert_checkpoint
 from gqa_convert.attention import register
 from gqa_convert.checkpoint.fingerprint import fingerprint
-from gqa_convert.checkpoint.source import open_checkpoint
-from gqa_convert.conversion.plan import make_plan
 from gqa_convert.errors import (
-    DeviceMemoryError,
     GQAConvertError,
     GroupsError,
     OptionError,
 )
 from gqa_convert.families.loading import load_model
-from gqa_convert.measuring.latency import BenchmarkOptions, benchmark_model
+from gqa_convert.measuring.latency import BenchmarkOptions, benchmark_model, cells
 from gqa_convert.measuring.latency.decoding import Decoder
-from gqa_convert.measuring.latency.memory import check_room
 from gqa_convert.measuring.latency.models import build, open_model
 from gqa_convert.measuring.latency.timing import alternate, quartiles, timed
 from gqa_convert.measuring.latency.versions import make_models, plan_versions
@@ -40,7 +35,7 @@ QUICK = ("--context", "6", "--repetitions", "1", "--device", "cpu")
 
 
 def options(**changes: Any) -> BenchmarkOptions:
-    quick = {"candidates": (3, 4, 12), "context": (7,), "device": "cpu", "repetitions": 1, "steps": 1}
+    quick = {"candidates": (3, 4, 12), "context": (7,), "device": "cpu", "repetitions": 1}
     return BenchmarkOptions(**(quick | changes))
 
 
@@ -228,7 +223,8 @@ def test_versions_take_turns_of_all_steps(llama: Path, monkeypatch: pytest.Monke
         seen.append(decoder.cache_bytes()[0] // (2 * 2 * WIDTH * 4))
 
     monkeypatch.setattr(Decoder, "step", counted)
-    benchmark_model(llama, options=options(candidates=(3, 12), repetitions=2, steps=2, context=(10,)))
+    monkeypatch.setattr(cells, "STEPS", 2)
+    benchmark_model(llama, options=options(candidates=(3, 12), repetitions=2, context=(10,)))
     turns = {heads: [heads * (10 + lead) for lead in (1, 2, 3)] for heads in (3, 12)}  # one step leads, two are timed
     assert seen == [count for heads in (12, 3, 3, 12, 12, 3) for count in turns[heads]]
 
@@ -243,31 +239,16 @@ def test_defaults(llama: Path, tmp_path: Path) -> None:
     assert [cell.groups for cell in found] == [1, 2, 4]
 
 
-def test_caches_that_the_memory_can_t_hold_are_refused(llama: Path) -> None:
-    """By the exact bytes, one more token than there is room for."""
-    plan = make_plan(open_checkpoint(llama), 3)
-    token = plan.cache_bytes_per_token(True)
-    check_room([plan, plan], 5, 1000, None, 2 * 5 * 1000 * token)
-    with pytest.raises(DeviceMemoryError, match=rf"the caches of 2 version\(s\) take {2 * 5 * 1001 * token:,} bytes"):
-        check_room([plan, plan], 5, 1001, None, 2 * 5 * 1000 * token)
-    check_room([plan], 5, 1000, None, None)
-    check_room([replace(plan, config=plan.config | {"sliding_window": 8})], 5, 1000, None, 1)
-    with pytest.raises(DeviceMemoryError, match="the caches of 1 version"):
-        benchmark_model(llama, options=options(candidates=(12,), batch=(999_999_999,)))
-
-
 @pytest.mark.parametrize(
     ("changes", "error", "words"),
     [
         ({"candidates": (5,)}, GroupsError, "--candidates 5"),
         ({"candidates": (0,)}, OptionError, "--candidates"),
         ({"batch": (0, 1)}, OptionError, "--batch"),
-        ({"batch": ()}, OptionError, "--batch"),
-        ({"context": (63,)}, OptionError, "64 positions.*at most 62"),
+        ({"context": (63,)}, OptionError, "64 positions.*at most 55"),
         ({"dtype": "int8"}, OptionError, "--dtype"),
         ({"device": "tpu"}, OptionError, "--device"),
         ({"repetitions": 0}, OptionError, "--repetitions"),
-        ({"steps": 0}, OptionError, "--steps"),
     ],
     ids=str,
 )
@@ -294,17 +275,16 @@ def test_the_command(tmp_path: Path) -> None:
     assert (quiet.stdout, quiet.stderr) == ("", "")
 
 
-def test_shares_are_of_the_source_and_of_nothing_else(tmp_path: Path) -> None:
+def test_speeds_are_of_the_source_and_of_nothing_else(tmp_path: Path) -> None:
     """The largest number of K/V heads that was timed may be another."""
     source = write_llama(tmp_path / "source")
-    table = run("benchmark", source, "--candidates", "3,12", *QUICK).stdout
-    assert ["25.0%" in table, "100.0%" in table, "1.00x" in table] == [True] * 3
+    assert "1.00x" in run("benchmark", source, "--candidates", "3,12", *QUICK).stdout
     without = run("benchmark", source, "--candidates", "3,6", *QUICK).stdout
-    assert "%" not in without
     assert "x " not in without.split("note:")[0]
     grouped = write_model(tmp_path / "grouped", "llama", num_key_value_heads=4)
     table = run("benchmark", grouped, "--candidates", "2,4,12", *QUICK).stdout
-    assert ["50.0%" in table, "100.0%" in table, "300.0%" in table] == [True] * 3
+    (row,) = [line.split() for line in table.splitlines() if "1.00x" in line]
+    assert row[0] == "4"
 
 
 def test_mistakes_take_one_line(tmp_path: Path) -> None:

@@ -50,29 +50,29 @@ def changed(**keys: Any) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("content", "words"),
+    "content",
     [
-        (None, "can't be read (No such file"),
-        (b"mine", "does not hold results of evaluate or benchmark"),
-        (b"[]", "does not hold results"),
-        (b"[" * 100_000, "does not hold results"),
-        (b"\xff", "does not hold results"),
-        (b'{"kind": "inspect"}', "does not hold results"),
-        (b'{"kind": ["evaluate"]}', "does not hold results"),
-        (changed(format_version=99), "format_version Input should be 1"),
-        (changed(results=[{"model": "m", "tokens": 7, "loss": "2.5"}]), "results.0.loss Input should be a valid num"),
-        (changed(results=[{"model": "m", "tokens": 7, "loss": float("nan")}]), "results.0.loss Input should be a fin"),
-        (changed(results=[]), "results List should have at least 1 item"),
-        (changed(results=[{"tokens": 7}]), "results.0.model Field required"),
-        (changed(machine={"device": "cpu"}), "machine.processor"),
+        None,
+        b"mine",
+        b"[]",
+        b"[" * 100_000,
+        b"\xff",
+        b'{"kind": "inspect"}',
+        b'{"kind": ["evaluate"]}',
+        changed(format_version=99),
+        changed(results=[{"model": "m", "tokens": 7, "loss": "2.5"}]),
+        changed(results=[{"model": "m", "tokens": 7, "loss": float("nan")}]),
+        changed(results=[]),
+        changed(results=[{"tokens": 7}]),
+        changed(machine={"device": "cpu"}),
     ],
 )
-def test_other_files_are_refused_in_one_line(tmp_path: Path, content: bytes | None, words: str) -> None:
+def test_other_files_are_refused_in_one_line(tmp_path: Path, content: bytes | None) -> None:
     if content is not None:
         (tmp_path / "a.json").write_bytes(content)
     with pytest.raises(ReportError) as problem:
         load_result(tmp_path / "a.json")
-    assert words in str(problem.value)
+    assert "a.json can't be read as results of evaluate or benchmark" in str(problem.value)
     assert "\n" not in str(problem.value)
 
 
@@ -82,7 +82,7 @@ def test_files_of_others_are_kept(tmp_path: Path, overwrite: bool) -> None:
     times = BenchmarkFile(**measurement("benchmark", None).as_json(), model="m", results=[])
     for mine in (b"", b"mine", b'{"kind": "benchmark"}', json.dumps(times.as_json()).encode()):
         file.write_bytes(mine)
-        words = "does not hold results of evaluate" if overwrite else "exists already"
+        words = "results of evaluate" if overwrite else "exists already"
         with pytest.raises((OutputError, ReportError), match=words):
             write_result(file, evaluation(), overwrite=overwrite)
         assert file.read_bytes() == mine

@@ -11,7 +11,7 @@ import pytest
 
 from gqa_convert.checkpoint.machine import measurement
 from gqa_convert.errors import NoSpaceError, OutputError
-from gqa_convert.measuring.pictures import save_picture
+from gqa_convert.measuring.evaluation.page import save_picture
 from gqa_convert.measuring.results import EvaluationFile, ModelScores, ScoredText, write_result
 from tests.helpers.uptrain_runs import AtFileEvent, die, in_child
 

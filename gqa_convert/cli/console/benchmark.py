@@ -5,16 +5,15 @@ from pathlib import Path
 from gqa_convert.checkpoint.byte_sizes import size
 from gqa_convert.measuring.results import BenchmarkFile, TimedCell
 
-from .screen import number, print_note, stdout_console
-from .tables import Column, show_table
+from .screen import number, print_note, stdout_console, tokens_text
+from .tables import show_table
 
-_NUMBERS = ("N", "batch", "context", "ms/token", "speed", "tokens/s", "prefill ms", "K/V cache", "share")
-_COLUMNS = [Column(heading, "right") for heading in _NUMBERS]
+_COLUMNS = ["N", "batch", "context", "ms/token", "speed", "tokens/s", "prefill ms", "K/V cache"]
 
 
 def show_benchmark(result: BenchmarkFile) -> None:
-    """Print a row for each number N of K/V heads, batch and context. Speed and share of the K/V cache are relative to the
-    source's own N, if that was timed; nothing is relative to another version.
+    """Print a row for each number N of K/V heads, batch and context. Speed is relative to the source's own N, if that was
+    timed; nothing is relative to another version.
     """
     engine = f"{result.engine} {result.engine_version}"
     if result.engine is None:
@@ -25,37 +24,37 @@ def show_benchmark(result: BenchmarkFile) -> None:
     sources = {}
     for cell in result.results:
         if cell.fingerprint == result.fingerprint and cell.groups == result.kv_heads:
-            sources[cell.batch, cell.context] = cell
-    rows = [_row(cell, sources.get((cell.batch, cell.context))) for cell in result.results]
+            sources[cell.batch, cell.context] = cell.decode_ms_per_token
     columns = _COLUMNS
-    if any(cell.model for cell in result.results):
-        columns = [Column("model"), *_COLUMNS]
-        names = [Path(cell.model or "").name for cell in result.results]
-        rows = [[name, *row] for name, row in zip(names, rows, strict=True)]
+    if result.engine is not None:
+        columns = ["model", *_COLUMNS]
+    rows = []
+    for cell in result.results:
+        row = _row(cell, sources.get((cell.batch, cell.context)))
+        if cell.model is not None:
+            row.insert(0, Path(cell.model).name)
+        rows.append(row)
     show_table(columns, rows)
     if result.engine is None:
         print_note("versions without the model's weights have random keys and values, on which time does not depend")
 
 
-def _row(cell: TimedCell, source: TimedCell | None) -> list[str]:
+def _row(cell: TimedCell, source: float | None) -> list[str]:
     time = cell.decode_ms_per_token or 0.0
-    speed = share = cache = ""
+    speed = cache = ""
     if source is not None:
-        speed = f"{(source.decode_ms_per_token or 0.0) / time:.2f}x"
+        speed = f"{source / time:.2f}x"
     if cell.kv_bytes is not None:
         cache = size(cell.kv_bytes)
-        if source is not None and source.kv_bytes:
-            share = f"{cell.kv_bytes / source.kv_bytes:.1%}"
     return [
         _heads(cell.groups),
         str(cell.batch),
-        f"{cell.context:,}",
+        tokens_text(cell.context),
         f"{time:.3g}",
         speed,
         number(cell.decode_tokens_per_second, ",.1f"),
         number(cell.prefill_ms, ",.1f"),
         cache,
-        share,
     ]
 
 

@@ -28,9 +28,7 @@ def show_conversion(result: "ConversionResult", *, last_stage_refused: bool) -> 
     """
     plan, out, method = result.plan, str(result.out), result.plan.effective_method
     source = plan.checkpoint.source_id
-    done = f"{heads_before(plan)} -> {heads_after(plan)} K/V heads ({method}) in {len(plan.layers)} layers, {len(plan.changes)} tensors changed"
-    if method == COPY.name:
-        done = f"{heads_after(plan)} K/V heads in {len(plan.layers)} layers, as in the source: the weights are a copy"
+    heads = f"{heads_before(plan)} -> {heads_after(plan)} K/V heads"
     rows = [(CACHES[key], f"{size(both.before)} -> {size(both.after)}") for key, both in plan.cache_bytes().items()]
     rows.append(("weights", f"{size(plan.checkpoint.weight_bytes)} -> {size(plan.weight_bytes_after)}"))
     if result.calibration is not None and result.calibration.kl is not None:
@@ -40,7 +38,7 @@ def show_conversion(result: "ConversionResult", *, last_stage_refused: bool) -> 
     if plan.modeling:
         rows.append(("load it", MODELING.format(plan.modeling.file)))
     rows.append(("next", shlex.join(["gqa-convert", "verify", out, "--source", source])))
-    show_done(done, rows)
+    show_done(f"{heads} ({method}) in {len(plan.layers)} layers", rows)
     for warning in plan.warnings:
         print_note(warning)
     advice = quality_advice(method, source, out, result.calibration, last_stage_refused=last_stage_refused)

@@ -4,7 +4,7 @@ from gqa_convert.measuring.evaluation.table import columns, notes, short_names, 
 from gqa_convert.measuring.results import EvaluationFile
 
 from .screen import print_note
-from .tables import Column, show_table
+from .tables import show_table
 
 
 def show_evaluation(results: EvaluationFile) -> None:
@@ -12,7 +12,6 @@ def show_evaluation(results: EvaluationFile) -> None:
     entries = results.entries()
     names = short_names(entries)
     cells = columns(entries, names)
-    headings = [Column(heading, "left" if heading == "model" else "right") for heading in cells]
-    show_table(headings, list(zip(*cells.values(), strict=True)), title=title(results))
+    show_table(list(cells), list(zip(*cells.values(), strict=True)), title=title(results))
     for note in notes(entries, names):
         print_note(note)

@@ -1,16 +1,16 @@
 """The printed form of a plan."""
 
+import re
 from collections.abc import Iterator, Sequence
-from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from gqa_convert.checkpoint.byte_sizes import size
 
 from .screen import print_note, stdout_console, styled, tokens_text
-from .tables import Column, show_table
+from .tables import show_table
 
 if TYPE_CHECKING:
-    from gqa_convert.conversion.fit.memory import Needs
+    from gqa_convert.conversion.fit.needs import Needs
     from gqa_convert.conversion.plan import Plan
 
 CACHES = {
@@ -18,8 +18,6 @@ CACHES = {
     "cross_kv_bytes_per_encoder_token": "cross cache per encoder token",
 }
 """Labels of a plan's cache sizes."""
-_CACHES_AT_CONTEXT = {"kv_cache": "K/V cache", "cross_kv_cache": "cross cache"}
-"""Labels of what `caches_at_context` returns."""
 
 MODELING = "transformers 5 with trust_remote_code=True, by the file {}.py beside the weights"
 """What loads a result that has a modelling file."""
@@ -43,8 +41,8 @@ def caches_at_context(plan: "Plan", context: int | None, batch: int) -> dict[str
     caches = {}
     if "kv_bytes_per_token" in per_token:
         tokens = context or stated_positions(config) or _LONG_CONTEXT
-        cache = plan.cache_bytes_at(tokens)
-        caches["kv_cache"] = _cache(tokens, batch, cache.before, cache.after)
+        both = plan.cache_bytes_at(tokens)
+        caches["kv_cache"] = _cache(tokens, batch, both.before, both.after)
     cross = per_token.get("cross_kv_bytes_per_encoder_token")
     if cross is not None and not plan.family.reads_images_alone:  # the config does not count the tokens of an image
         tokens = stated_encoder_positions(config) or _LONG_CONTEXT
@@ -72,11 +70,13 @@ def show_plan(plan: "Plan", needs: "Needs", caches: dict[str, Any]) -> None:
         console.print(f"No tensor changes: the source has {heads_after(plan)} K/V heads already.", soft_wrap=True)
     else:
         columns = ["layers", "tensor", "before", "after", "type", "method"]
-        show_table(columns, list(_runs_of_layers(plan)), title="Changes")
-    sizes = [Column(heading, "right") for heading in ("before", "after", "ratio")]
-    show_table(["", *sizes], list(_savings(plan, caches)), title="Savings")
-    for label, text in (*_facts(plan), ("needs", needs_text(needs))):
-        console.print(f"{label + ':':<17} {text}", soft_wrap=True)
+        show_table(columns, _changes(plan), title="Changes", justify="left")
+    show_table(["", "before", "after", "ratio"], _savings(plan, caches), title="Savings")
+    for label, text in _facts(plan):
+        console.print(f"{label:<17} {text}", soft_wrap=True)
+    memory, disk = needs.memory_bytes / 2**30, size(needs.disk_bytes)
+    needed = f"about {memory:.1f} GiB of memory on {needs.device}, {disk} of disk ({needs.work})"
+    console.print(f"{'needs:':<17} {needed}", soft_wrap=True)
     for warning in plan.warnings:
         print_note(warning)
 
@@ -88,9 +88,7 @@ def heads_after(plan: "Plan") -> str:
 
 def heads_before(plan: "Plan") -> str:
     """Return the K/V heads of the source's layers in the same way."""
-    if plan.family.is_layerwise:
-        return _span([layer.kv_heads for layer in plan.layers])
-    return str(plan.source_kv_heads)
+    return _span([layer.kv_heads for layer in plan.layers])
 
 
 def _span(counts: Sequence[int], to: str = " to ") -> str:
@@ -100,18 +98,37 @@ def _span(counts: Sequence[int], to: str = " to ") -> str:
     return f"{least}{to}{most}"
 
 
-def _savings(plan: "Plan", caches: dict[str, Any]) -> Iterator[list[str]]:
-    """Yield the rows of parameters, weights and cache sizes before and after the conversion."""
+def _changes(plan: "Plan") -> list[list[str]]:
+    """The rows of changed tensors; layers in which the same tensor changes in the same way share a row."""
+    layers: dict[tuple[str, ...], set[int]] = {}
+    for change in plan.changes:
+        ((number, tensor),) = re.findall(r"^.*?\b(\d+)\.(.+)", change.name)
+        key = (tensor, str(list(change.before)), str(list(change.after)), change.dtype, change.method)
+        layers.setdefault(key, set()).add(int(number))
+    return [[_ranges(numbers), *key] for key, numbers in layers.items()]
+
+
+def _ranges(numbers: set[int]) -> str:
+    """{0, 1, 2, 5} -> "0-2, 5"."""
+    first = sorted(number for number in numbers if number - 1 not in numbers)
+    last = sorted(number for number in numbers if number + 1 not in numbers)
+    return ", ".join(_span(ends, "-") for ends in zip(first, last, strict=True))
+
+
+def _savings(plan: "Plan", caches: dict[str, Any]) -> list[list[str]]:
+    """The rows of parameters, weights and cache sizes before and after the conversion."""
     before, after = plan.parameters_before, plan.parameters_after
-    yield ["parameters", f"{before:,}", f"{after:,}", f"{after / before:.3f}"]
-    yield _sizes("weights", plan.checkpoint.weight_bytes, plan.weight_bytes_after)
+    rows = [
+        ["parameters", f"{before:,}", f"{after:,}", f"{after / before:.3f}"],
+        _sizes("weights", plan.checkpoint.weight_bytes, plan.weight_bytes_after),
+    ]
     for key, both in plan.cache_bytes().items():
-        yield _sizes(CACHES[key], both.before, both.after)
-    for key, label in _CACHES_AT_CONTEXT.items():
-        if key in caches:
-            cache = caches[key]
-            batch = f"{tokens_text(cache['tokens'])} tokens, batch {cache['batch']}"
-            yield _sizes(f"{label} at {batch}", cache["before"], cache["after"])
+        rows.append(_sizes(CACHES[key], both.before, both.after))
+    for key, cache in caches.items():
+        name = "cross cache" if key == "cross_kv_cache" else "K/V cache"
+        label = f"{name} at {tokens_text(cache['tokens'])} tokens, batch {cache['batch']}"
+        rows.append(_sizes(label, cache["before"], cache["after"]))
+    return rows
 
 
 def _sizes(label: str, before: int, after: int) -> list[str]:
@@ -120,53 +137,26 @@ def _sizes(label: str, before: int, after: int) -> list[str]:
 
 def _facts(plan: "Plan") -> Iterator[tuple[str, str]]:
     """Yield the labelled lines below the tables."""
+    from gqa_convert.families.engines import ENGINES
+
     if plan.modeling:
-        yield "loads in", MODELING.format(plan.modeling.file)
+        yield "loads in:", MODELING.format(plan.modeling.file)
     else:
-        yield "loads in", ", ".join(_engines(plan))
+        yield "loads in:", ", ".join(f"{engine} {_loads(plan, engine)}" for engine in ENGINES)
     if plan.target_architecture:
-        stock = f"{plan.target_architecture.model_type}, a stock class that computes the same"
-        yield "translated to", f"{stock} (--no-native keeps {plan.family.model_type})"
-    yield "tensor parallel", plan.tensor_parallel_degrees().in_words()
+        yield "translated to:", f"{plan.target_architecture.model_type}, a stock class that computes the same"
+    yield "tensor parallel:", plan.tensor_parallel_degrees().in_words()
 
 
-def _engines(plan: "Plan") -> Iterator[str]:
-    """Yield every engine and whether it loads the result, for a plan without a modelling file."""
-    from gqa_convert.families.engines import ENGINES, same_up_to
+def _loads(plan: "Plan", engine: str) -> str:
+    """Whether an engine loads the result, for a plan without a modelling file."""
+    from gqa_convert.families.engines import same_up_to
 
-    for engine in ENGINES:
-        answer = "not known"
-        if engine in plan.listed_in:
-            answer = "untested (it lists the type)"
-        elif engine in plan.loads_in:
-            answer = "yes"
-            if tokens := same_up_to(engine, plan.config):
-                answer = f"yes, up to {tokens_text(tokens)} tokens"
-        yield f"{engine} {answer}"
-
-
-def needs_text(needs: "Needs") -> str:
-    """Return the estimated memory and disk space in words."""
-    gib = needs.memory_bytes / 2**30
-    return f"about {gib:.1f} GiB of memory on {needs.device}, {size(needs.disk_bytes)} of disk ({needs.work})"
-
-
-def _runs_of_layers(plan: "Plan") -> Iterator[tuple[str, str, str, str, str, str]]:
-    """Yield the rows of changed tensors; layers in which the same tensor changes in the same way share a row."""
-    rows: dict[tuple[str, str, str, str, str], list[int]] = {}
-    for change in plan.changes:
-        number = next(int(part) for part in change.module.split(".") if part.isdigit())
-        tensor = change.name.removeprefix(change.module.rsplit(".", 1)[0] + ".")
-        key = (tensor, str(list(change.before)), str(list(change.after)), change.dtype, change.method)
-        rows.setdefault(key, []).append(number)
-    for key, numbers in rows.items():
-        yield (_ranges(numbers), *key)
-
-
-def _ranges(numbers: list[int]) -> str:
-    """[0, 1, 2, 5] -> "0-2, 5"."""
-    ranges: list[str] = []
-    for _, run in groupby(enumerate(sorted(numbers)), lambda place: place[1] - place[0]):
-        layers = [number for _, number in run]
-        ranges.append(_span(layers, "-"))
-    return ", ".join(ranges)
+    if engine in plan.listed_in:
+        return "untested (it lists the type)"
+    if engine not in plan.loads_in:
+        return "not known"
+    tokens = same_up_to(engine, plan.config)
+    if tokens is None:
+        return "yes"
+    return f"yes, up to {tokens_text(tokens)} tokens"

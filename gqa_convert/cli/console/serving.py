@@ -11,23 +11,16 @@ if TYPE_CHECKING:
 def show_serving(report: "ServingReport") -> None:
     """Print a line for each engine, then the verdict."""
     console = stdout_console()
-    if report.prompts:
-        lengths = ", ".join(map(str, report.prompts))
-        console.print(
-            f"{report.model_type} in transformers {report.transformers}: prompts of {lengths} tokens, {report.new_tokens} new ones each",
-            soft_wrap=True,
-        )
     for entry in report.clients:
         mark = entry["status"].replace("failed", "FAIL")
         name = f"{entry['client']} {entry['version'] or ''}"
         console.print(f"{mark:<13}  {name:<18} {entry['detail']}", soft_wrap=True)
     states = [entry["status"] for entry in report.clients]
+    verdict = "nothing was checked: no engine ran"
     if report.passed:
         verdict = "every engine that ran agrees with transformers"
     elif "failed" in states:
         verdict = "an engine differs from transformers: do not serve OUT with an engine marked FAIL"
     elif "ok" in states:
         verdict = "incomplete: an engine named by --engine or --python is not installed"
-    else:
-        verdict = "nothing was checked: no engine ran"
     console.print(verdict)

@@ -1,7 +1,7 @@
 """Tables of results, drawn by rich."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal
 
 from .screen import stdout_console, styled
 
@@ -9,20 +9,20 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 
-class Column(NamedTuple):
-    """A column of a table: its heading, and the side on which its cells are aligned."""
-
-    heading: str
-    justify: Literal["left", "right"] = "left"
-
-
-def show_table(columns: Sequence[Column | str], rows: Sequence[Sequence["str | Text"]], *, title: str = "") -> None:
+def show_table(
+    columns: Sequence[str],
+    rows: Sequence[Sequence["str | Text"]],
+    *,
+    title: str = "",
+    justify: Literal["left", "right"] = "right",
+) -> None:
     """Print a table on stdout. On a terminal that is too narrow for it, cells are broken over several lines.
 
     Args:
-        columns: of the table; a string is the heading of a column that is aligned on the left.
+        columns: their headings.
         rows: the cells of every row, as many as there are columns.
         title: printed above the table.
+        justify: the side on which cells are aligned; those of the first column always on the left.
     """
     from rich import box
     from rich.table import Table
@@ -31,11 +31,11 @@ def show_table(columns: Sequence[Column | str], rows: Sequence[Sequence["str | T
     if title:
         console.print(title, soft_wrap=True)
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for column in columns:
-        heading, justify = Column(column) if isinstance(column, str) else column
+    table.add_column(columns[0], overflow="fold")
+    for heading in columns[1:]:
         table.add_column(heading, justify=justify, overflow="fold")
     for row in rows:
-        table.add_row(*(styled(cell) for cell in row))
+        table.add_row(*map(styled, row))
     console.print(table)
 
 

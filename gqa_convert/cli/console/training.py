@@ -23,14 +23,7 @@ class TrainingScreen:
     """
 
     def __init__(self, progress: ProgressScreen) -> None:
-        self.say = progress.say
-        self._show = progress.show
-
-    def tokenize(self, label: str, done: int, total: int) -> None:
-        """Show how many tokens of a text, or of one that is being generated, are ready."""
-        from gqa_convert.text.generating import GENERATING
-
-        self._show(label if label == GENERATING else f"tokenising {label}", done, total)
+        self.say, self.show = progress.say, progress.show
 
     def step(self, report: "StepReport") -> None:
         """Show a step that was logged."""
@@ -45,7 +38,7 @@ class TrainingScreen:
             detail += f"  MFU {line.mfu:.1%}"
         if line.evaluation_loss is not None:
             self.say(f"step {line.step:,}: {LM_LOSS} on held-out text {line.evaluation_loss:.4f} nats per token")
-        self._show("uptraining", line.step, report.steps, detail)
+        self.show("uptraining", line.step, report.steps, detail)
 
 
 def show_training(summary: "RunSummary") -> None:
@@ -70,13 +63,10 @@ def show_tokenized(found: "TokenizedRecipe") -> None:
     """Print the tokens of each source and where they are."""
     rows = []
     for source in found.sources:
-        rows.append(("text", source.source))
+        ready = f"{source.pairs} pairs"
         if source.tokens is not None:
-            rows.append(("  ready", f"{tokens_text(source.tokens)} tokens"))
-        if source.pairs is not None:
-            rows.append(("  ready", f"{source.pairs:,} pairs"))
-        if source.revision is not None:
-            rows.append(("  revision", source.revision))
+            ready = f"{tokens_text(source.tokens)} tokens"
+        rows.append(("text", f"{source.source}: {ready}"))
     rows.append(("cache", found.cache))
     show_done(f"text for {found.samples:,} samples in {found.steps:,} steps", rows)
 
@@ -84,29 +74,29 @@ def show_tokenized(found: "TokenizedRecipe") -> None:
 def show_dry_run(found: "DryRun") -> None:
     """Print the estimate of a run."""
     trained, whole = tokens_text(found.parameters["trained"]), tokens_text(found.parameters["all"])
-    rows = [("parameters", f"{trained} trained of {whole}")]
     step = f"{found.samples_per_step:,} samples ({tokens_text(round(found.tokens_per_step))} tokens)"
-    rows.append(("steps", f"{found.steps:,} of {step}, in {found.micro_batches:,} micro-batch(es) per GPU"))
-    rows.append(("sharding", f"each parameter over {found.shards} of {found.gpus} GPU(s)"))
-    rows.append(("memory per GPU", size(found.memory_needed)))
+    rows = [
+        ("parameters", f"{trained} trained of {whole}"),
+        ("steps", f"{found.steps:,} of {step}, in {found.micro_batches:,} micro-batch(es) per GPU"),
+        ("memory per GPU", f"{size(found.memory_needed)}, each parameter over {found.shards} of {found.gpus} GPU(s)"),
+    ]
     for name, nbytes in found.memory.items():
         rows.append((f"  {name}", size(nbytes)))
-    rows.append(("FLOPs per step", f"{found.flops.total:.3g}"))
-    sent = sum(collective.sent for collective in found.collectives)
-    rows.append(("sent per step", f"{size(sent)} by each GPU"))
-    if found.hours is None:
-        rows.append(("time", "unknown without the type of the GPUs: --hardware 8xh100"))
-    else:
-        pace = f"{found.utilisation:.0%} of the peak ({found.hours * found.gpus:,.0f} GPU hours)"
-        rows.append(("time", f"{found.hours:,.1f} hours at {pace}"))
+    time = "unknown without the type of the GPUs: --hardware 8xh100"
+    if found.hours is not None:
+        hours = f"{max(found.hours, 0.1):,.1f} hours at {found.utilisation:.0%} of the peak"
+        time = hours
+        if found.hours < 0.1:
+            time = f"under {hours}"
+    rows.append(("time", time))
     rows.append(("text", f"{tokens_text(found.tokens_needed)} tokens are needed"))
     for text in found.text:
-        on_disk = "not tokenised yet"
+        ready = "not tokenised yet"
         if text.tokens is not None:
-            on_disk = f"{tokens_text(text.tokens)} tokens on disk"
-        rows.append((f"  {text.source}", on_disk))
+            ready = f"{tokens_text(text.tokens)} tokens on disk"
+        rows.append((f"  {text.source}", ready))
     show_done(f"estimate of {found.model}; nothing was run", rows)
     if found.fits is False:
         print_note(
-            f"the {size(found.memory_of_gpu or 0)} of a GPU do not suffice: lower micro_batch_size, set gradient_checkpointing to true, or sharding to full with more GPUs"
+            "the memory of a GPU does not suffice: lower micro_batch_size, set gradient_checkpointing to true, or sharding to full with more GPUs"
         )

@@ -65,10 +65,6 @@ def inner_decoders() -> Iterator[Family]:
     )
 
 
-FURTHER_ROWS: Final = frozenset({"mllama_text_model"})
-"""Decoders whose embeddings have rows beyond the stated vocabulary, for images."""
-
-
 def _counts(hidden_size: int, layers: int, heads: int, vocabulary: int, context: int, **others: int) -> dict[str, int]:
     return {
         "hidden_size": hidden_size,

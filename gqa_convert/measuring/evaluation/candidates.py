@@ -1,20 +1,18 @@
 """The models of an evaluation: checked before any weights are loaded, then loaded one after the other."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gqa_convert.checkpoint.fingerprint import fingerprint
 from gqa_convert.checkpoint.paths import expanded
-from gqa_convert.checkpoint.resource_errors import is_out_of_memory
 from gqa_convert.checkpoint.source import Checkpoint, open_checkpoint
 from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.conversion.plan import make_plan
-from gqa_convert.errors import DataError, DeviceMemoryError, GQAConvertError, OptionError
+from gqa_convert.errors import GQAConvertError, OptionError
 from gqa_convert.families import loading
 from gqa_convert.families.context_length import LONGEST, SPAN_LENGTH, stated_positions
-from gqa_convert.measuring.results import fingerprint
 from gqa_convert.text.calibration import usable_tokenizer
 from gqa_convert.text.framing import refuse_languages
 from gqa_convert.text.spans import has_sentinels
@@ -54,7 +52,6 @@ def find_models(names: Sequence[str], revision: str | None) -> list[Candidate]:
         revision: of Hub ids; folders have none.
 
     Raises:
-        OptionError: a model has audio input.
         NoLanguageModelError: a model was saved without its language-model head.
         DataError: a model has no tokenizer.
         GQAConvertError: as `open_checkpoint`.
@@ -65,8 +62,6 @@ def find_models(names: Sequence[str], revision: str | None) -> list[Candidate]:
         folder, config = checkpoint.folder, checkpoint.config
         assert folder is not None
         loading.check_language_model(name, config, _HEAD)
-        if loading.is_encoder_decoder(config) and loading.auto_class(config) == loading.TASKS[2]:
-            raise OptionError(f"{name} has audio input, and evaluate scores models with text input: leave it out")
         shown = str(folder.resolve()) if Path(name).name in ("", "..") else expanded(name)  # for `.` too
         tokenizer, cache = usable_tokenizer(folder), _kv_bytes_per_token(checkpoint)
         known = fingerprint(folder)
@@ -147,41 +142,10 @@ def load(candidate: Candidate, dtype: str, device: str) -> Any:
     Raises:
         CorruptCheckpointError: it can't be loaded.
         NoLanguageModelError: it was saved without its language-model head.
-        DeviceMemoryError: the memory does not suffice.
     """
-    own = "float32" if device.startswith("cpu") else "auto"
-    with memory_explained(candidate.name), loading.explained(candidate.name):
-        model, missing = loading.load_model(candidate.folder, own if dtype == "auto" else dtype)
+    if dtype == "auto" and device.startswith("cpu"):
+        dtype = "float32"
+    with loading.explained(candidate.name):
+        model, missing = loading.load_model(candidate.folder, dtype)
         loading.check_complete(candidate.name, candidate.folder, model, missing, _HEAD)
         return model.requires_grad_(False).to(device)
-
-
-@contextmanager
-def memory_explained(name: str) -> Iterator[None]:
-    """A context that turns out-of-memory errors into a single line.
-
-    Raises:
-        DeviceMemoryError: the memory is full.
-    """
-    try:
-        yield
-    except Exception as problem:
-        if is_out_of_memory(problem):
-            raise DeviceMemoryError(
-                f"out of memory with {name}: lower --batch or --window, use --dtype bfloat16, or a device with more memory"
-            ) from None
-        raise
-
-
-def check_tokens(candidate: Candidate, model: Any, largest: int) -> None:
-    """Refuse text whose largest token has no embedding in the model.
-
-    Raises:
-        DataError: it has none.
-    """
-    size = model.get_input_embeddings().num_embeddings
-    if largest >= size:
-        raise DataError(
-            f"the tokenizer of {candidate.name} makes the token {largest}, and the model has {size} embeddings: copy the tokenizer that "
-            "belongs to it"
-        )

@@ -18,8 +18,6 @@ from gqa_convert.text.scoring.forward import Scores
 from gqa_convert.text.scoring.material import Material
 
 Doubles = npt.NDArray[np.float64]
-_LARGEST = 700.0
-"""Nats whose exponential is still a finite float."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +65,6 @@ class Measured:
         dtype: of its computation.
         material: what was scored.
         scores: of the model on the material.
-        seconds: that scoring took.
         problem: why its predictions can't be compared with another model's token by token, None if they can.
     """
 
@@ -75,7 +72,6 @@ class Measured:
     dtype: str
     material: Material
     scores: Scores
-    seconds: float
     problem: str | None = None
 
     @property
@@ -108,10 +104,9 @@ def incomparable(candidate: Candidate, material: Material, other: Measured) -> s
     """The reason why two models' predictions can't be compared token by token, None if they can."""
     theirs = {number: token for token, number in other.candidate.tokenizer.get_vocab().items()}
     ours = candidate.tokenizer.get_vocab()
-    if any(theirs.get(number, token) != token for token, number in ours.items()):
-        return f"its tokenizer is not that of {other.candidate.name}"
-    if material.fingerprint != other.material.fingerprint:
-        return f"its tokens of the text are not those of {other.candidate.name}"
+    other_vocabulary = any(theirs.get(number, token) != token for token, number in ours.items())
+    if other_vocabulary or material.fingerprint != other.material.fingerprint:
+        return f"its tokens are not those of {other.candidate.name}"
     return None
 
 
@@ -143,7 +138,7 @@ def model_scores(measured: Measured, other: Measured | None = None) -> ModelScor
         dtype=measured.dtype,
         loss=loss.value,
         loss_standard_error=loss.error,
-        perplexity=math.exp(loss.value) if loss.value is not None and loss.value < _LARGEST else None,
+        perplexity=math.exp(loss.value) if loss.value is not None and loss.value < 700 else None,
         bits_per_byte=bits.value,
         bits_per_byte_standard_error=bits.error,
         tokens=material.tokens,
@@ -153,7 +148,6 @@ def model_scores(measured: Measured, other: Measured | None = None) -> ModelScor
         kl=kl.value,
         kl_standard_error=kl.error,
         top1_agreement=measured.from_reference(scores.agrees).value,
-        seconds=measured.seconds,
         note=_note(measured),
     )
 
@@ -161,8 +155,7 @@ def model_scores(measured: Measured, other: Measured | None = None) -> ModelScor
 def _note(measured: Measured) -> str | None:
     notes = []
     if measured.problem:
-        how = "not compared" if measured.material.sizes is None else "compared by bits per byte alone"
-        notes.append(f"{how}, since {measured.problem}")
+        notes.append(f"not compared token by token, since {measured.problem}")
     if measured.material.truncated:
         notes.append(f"{measured.material.truncated} pairs were cut to the window")
     return "; ".join(notes) or None

@@ -6,14 +6,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gqa_convert.checkpoint.byte_sizes import size
-from gqa_convert.errors import OptionError, ReportError
+from gqa_convert.errors import MissingExtraError, OptionError, OutputError
 from gqa_convert.measuring.evaluation.table import columns, notes, short_names, title
-from gqa_convert.measuring.pictures import DRAWN_BY, check_picture, save_picture
-from gqa_convert.measuring.results import EvaluationFile, ModelScores, load_result, write_file
+from gqa_convert.measuring.results import EvaluationFile, ModelScores, check_folder, load_evaluation, write_file
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+
+FORMATS = (".png", ".svg", ".pdf")
+DRAWN_BY = "drawn by gqa-convert"
+"""The mark by which a file that this program drew is known."""
 
 
 @dataclass(frozen=True)
@@ -38,13 +41,43 @@ def check_drawings(html: Path | None, plot: Path | None, earlier: Sequence[Path]
         check_picture(plot, "--plot")
     if earlier and html is None and plot is None:
         raise OptionError("--with names results to draw: name a page with --html or a picture with --plot")
-    files = []
-    for path in earlier:
-        file = load_result(path)
-        if not isinstance(file, EvaluationFile):
-            raise ReportError(f"--with {path} holds results of benchmark: name a file that evaluate wrote")
-        files.append(file)
-    return files
+    return [load_evaluation(path) for path in earlier]
+
+
+def check_picture(path: Path, option: str, formats: tuple[str, ...] = FORMATS) -> None:
+    """Refuse a picture, or a page with one, that could not be drawn, before the long work.
+
+    Raises:
+        OptionError: the suffix of the file is unknown.
+        OutputError: the folder of the file is missing, or the file exists, and this program did not draw it.
+        MissingExtraError: matplotlib is not installed.
+    """
+    if path.suffix.lower() not in formats:
+        raise OptionError(f"{option} {path}: name a file that ends in one of {', '.join(formats)}")
+    check_folder(path)
+    if path.exists() and (path.is_dir() or DRAWN_BY.encode() not in path.read_bytes()):
+        raise OutputError(f"{option} {path} exists and gqa-convert did not draw it: name another file")
+    try:
+        import matplotlib as mpl  # noqa: F401
+    except ImportError:
+        raise MissingExtraError(
+            f"matplotlib is not installed, which {option} needs: pip install 'gqa-convert[plot]'"
+        ) from None
+
+
+def save_picture(figure: "Figure", path: Path) -> None:
+    """Write a matplotlib figure in the format of the file's suffix, marked as drawn by this program. The file appears
+    whole or not at all.
+
+    Raises:
+        NoSpaceError: the disk is full.
+        OutputError: the file can't be written.
+    """
+    kind = path.suffix[1:].lower()
+    mark = {"Software" if kind == "png" else "Creator": DRAWN_BY}
+    picture = io.BytesIO()
+    figure.savefig(picture, format=kind, dpi=150, metadata=mark)
+    write_file(path, picture.getvalue())
 
 
 def draw(files: Sequence[EvaluationFile], html: Path | None, plot: Path | None) -> None:
@@ -73,8 +106,7 @@ def measured_texts(files: Sequence[EvaluationFile]) -> list[MeasuredText]:
     found: dict[object, MeasuredText] = {}
     models: dict[object, dict[object, ModelScores]] = {}
     for file in files:
-        seed = file.seed if file.objective == "spans" else None
-        text = (file.data.sha256 or file.data, file.objective, file.context, file.stride, seed)
+        text = (file.data.sha256 or file.data, file.objective, file.context, file.stride)
         entries = models.setdefault(text, {})
         for each in file.entries():
             model = (each.fingerprint or id(each), each.dtype)
@@ -88,32 +120,29 @@ def measured_texts(files: Sequence[EvaluationFile]) -> list[MeasuredText]:
 
 def _figure(texts: Sequence[MeasuredText]) -> "Figure":
     """Loss against K/V-cache bytes per token; bits per byte where the models of a text count its tokens differently."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter, MaxNLocator
 
     by_token = all(len({each.tokens for each in text.entries}) == 1 for text in texts)
     figure = Figure(figsize=(7.5, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.subplots()
-    ticks: dict[float, str] = {}
     for text in texts:
-        points = []
+        nbytes, values = [], []
         for each, name in zip(text.entries, text.columns["model"], strict=True):
             value = each.loss if by_token else each.bits_per_byte
             if each.kv_bytes_per_token and value is not None:
-                points.append((each.kv_bytes_per_token, value))
-                ticks[each.kv_bytes_per_token] = size(each.kv_bytes_per_token)
-                axes.annotate(name, points[-1], (5, 5), textcoords="offset points", fontsize=8, parse_math=False)
-        label = text.title.replace("$", r"\$")
-        axes.plot([nbytes for nbytes, _ in points], [value for _, value in points], "o", label=f"on {label}")
+                nbytes.append(each.kv_bytes_per_token)
+                values.append(value)
+                place = (each.kv_bytes_per_token, value)
+                axes.annotate(name, place, (5, 5), textcoords="offset points", fontsize=8, parse_math=False)
+        axes.plot(nbytes, values, "o", label="on " + text.title.replace("$", r"\$"))
     axes.set_xscale("log", base=2)
-    axes.set_xticks(list(ticks), list(ticks.values()))
-    axes.minorticks_off()
-    axes.margins(x=0.15, y=0.15)
+    axes.xaxis.set_major_locator(MaxNLocator(5))  # powers of 2 may all lie outside
+    axes.xaxis.set_major_formatter(EngFormatter(unit="B"))
+    axes.margins(0.15)
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), fontsize=8, frameon=False)
     axes.set_xlabel("K/V cache per token")
     axes.set_ylabel("loss (nats per token)" if by_token else "bits per byte")
-    axes.spines[["top", "right"]].set_visible(False)
     return figure
 
 

@@ -19,9 +19,9 @@ def short_names(entries: Sequence[ModelScores]) -> dict[str, str]:
     """The names of models, and of those compared with, by their last parts where these tell all of them apart."""
     names = {each.model for each in entries}
     names |= {each.difference.to for each in entries if each.difference}
-    short = {name: Path(name).name or name for name in names}
+    short = {name: Path(name).name for name in names}
     if len(set(short.values())) < len(names):
-        return {name: name for name in names}
+        short = {name: name for name in names}
     return short
 
 

@@ -8,19 +8,18 @@ from gqa_convert.measuring.latency.decoding import Decoder
 from gqa_convert.measuring.latency.timing import alternate, quartiles, timed
 from gqa_convert.measuring.results import TimedCell
 
-LEAD = 1
-"""Decode steps before the timed ones of a turn: the version before has left its own weights in the processor's caches."""
+STEPS = 8
+"""Timed decode steps of a turn."""
 _PREFILLS = 3
 
 
-def measure_cells(models: Sequence[Any], cells: Sequence[TimedCell], steps: int) -> list[TimedCell]:
+def measure_cells(models: Sequence[Any], cells: Sequence[TimedCell]) -> list[TimedCell]:
     """Time all versions at one batch and context; they take turns.
 
     Args:
         models: of the versions.
         cells: what is decoded, one for each model: batch, context, tokens of an encoder and of a sample, and repetitions;
             only the K/V heads differ.
-        steps: decode steps of a turn.
 
     Returns:
         The cells with times and cache sizes.
@@ -28,26 +27,23 @@ def measure_cells(models: Sequence[Any], cells: Sequence[TimedCell], steps: int)
     cell, device = cells[0], models[0].device
     repetitions = cell.repetitions or 1
     decoders = [Decoder(model, cell.batch, cell.context, cell.encoder_tokens) for model in models]
-    prefills = [partial(timed, decoder.prefill, device) for decoder in decoders]
-    filled = alternate(prefills, min(_PREFILLS, repetitions))
-    sizes = [decoder.cache_bytes() for decoder in decoders]
-    decoded = alternate([partial(_turn, decoder, steps, device) for decoder in decoders], repetitions)
-    timed_cells = map(with_times, cells, filled, decoded)
-    return [_with_cache(*each) for each in zip(timed_cells, sizes, strict=True)]
+    filled = alternate([partial(timed, each.prefill, device) for each in decoders], min(_PREFILLS, repetitions))
+    decoded = alternate([partial(_turn, each, device) for each in decoders], repetitions)
+    times = map(with_times, cells, filled, decoded)
+    return [_with_cache(*each) for each in zip(times, decoders, strict=True)]
 
 
-def _turn(decoder: Decoder, steps: int, device: Any) -> float:
+def _turn(decoder: Decoder, device: Any) -> float:
     """Take a turn and return its seconds per token."""
 
     def walk() -> None:
-        for _ in range(steps):
+        for _ in range(STEPS):
             decoder.step()
 
-    for _ in range(LEAD):
-        decoder.step()
+    decoder.step()  # the version before has left its own weights in the processor's caches
     seconds = timed(walk, device)
     decoder.rewind()
-    return seconds / steps
+    return seconds / STEPS
 
 
 def with_times(cell: TimedCell, prefills: Sequence[float], decodes: Sequence[float]) -> TimedCell:
@@ -65,9 +61,9 @@ def with_times(cell: TimedCell, prefills: Sequence[float], decodes: Sequence[flo
     return cell.model_copy(update=times)
 
 
-def _with_cache(cell: TimedCell, sizes: tuple[int, int]) -> TimedCell:
+def _with_cache(cell: TimedCell, decoder: Decoder) -> TimedCell:
     """The cell with the bytes of the decoder's cache and of that of cross-attention."""
-    own, cross = sizes
+    own, cross = decoder.cache_bytes()
     found = {"kv_bytes_per_token": own / cell.context / cell.batch, "kv_bytes": own + cross}
     if cell.encoder_tokens is not None:
         found["cross_kv_bytes_per_encoder_token"] = cross / cell.encoder_tokens / cell.batch

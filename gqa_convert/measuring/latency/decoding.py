@@ -21,15 +21,16 @@ class Decoder:
             context: tokens in the cache when decoding begins.
             encoder_tokens: of the input; None without an encoder.
         """
-        self._model, self._encoder_tokens = model, encoder_tokens
+        self._model = model
         self._random = {"device": model.device, "generator": torch.Generator(model.device).manual_seed(0)}
         self._vocabulary = model.get_input_embeddings().num_embeddings
         self._prompt = self._tokens(batch, context)
         self._token = self._tokens(batch, 1)
         self._input = None if encoder_tokens is None else self._encoder_input(batch, encoder_tokens)
-        accepted = inspect.signature(model.forward).parameters
-        self._options = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
-        self._encoded: Any = None
+        self._ids = "input_ids" if encoder_tokens is None else "decoder_input_ids"
+        self._options: dict[str, Any] = {"use_cache": True}
+        if "logits_to_keep" in inspect.signature(model.forward).parameters:
+            self._options["logits_to_keep"] = 1
         self._cache: Any = None
         self._states: list[dict[str, Any]] = []
 
@@ -38,7 +39,7 @@ class Decoder:
         self._cache = None
         if self._input is not None:
             with torch.inference_mode():
-                self._encoded = self._model.get_encoder()(self._input, return_dict=True)
+                self._options["encoder_outputs"] = self._model.get_encoder()(self._input, return_dict=True)
         self._read(self._prompt)
         self._states = [dict(vars(layer)) for layer in self._self_layers()]
 
@@ -58,11 +59,7 @@ class Decoder:
         return sum(map(_nbytes, self._self_layers())), sum(map(_nbytes, crossed))
 
     def _read(self, ids: torch.Tensor) -> None:
-        inputs = {"past_key_values": self._cache, "use_cache": True}
-        if self._encoder_tokens is None:
-            inputs |= {"input_ids": ids, **self._options}
-        else:
-            inputs |= {"decoder_input_ids": ids, "encoder_outputs": self._encoded}
+        inputs = {self._ids: ids, "past_key_values": self._cache, **self._options}
         with torch.inference_mode():
             self._cache = self._model(**inputs).past_key_values
 

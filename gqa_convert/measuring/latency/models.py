@@ -67,10 +67,9 @@ def build(config: JsonObject, name: str, dtype: str, attention: str, device: Any
     family = family_of(config)
     if family.is_converted:
         register_modeling(family.model_type)
-    known = {key: value for key, value in config.items() if key != "auto_map"}
     kind = getattr(torch, dtype)
     with explained(name), no_init_weights(), torch.device(device):
-        made = CONFIG_MAPPING[family.model_type].from_dict(known)
+        made = CONFIG_MAPPING[family.model_type].from_dict(config)
         auto = getattr(transformers, auto_class(config))
         model = auto.from_config(made, trust_remote_code=False, dtype=kind, attn_implementation=attention)
         model.tie_weights()

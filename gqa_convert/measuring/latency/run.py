@@ -2,27 +2,26 @@
 
 import gc
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
+
 from gqa_convert.checkpoint.devices import chosen_device
 from gqa_convert.checkpoint.fingerprint import fingerprint
-from gqa_convert.checkpoint.machine import available_memory, measurement
-from gqa_convert.checkpoint.resource_errors import is_out_of_memory
+from gqa_convert.checkpoint.machine import measurement
 from gqa_convert.checkpoint.source import Checkpoint
 from gqa_convert.conversion.plan import Plan
-from gqa_convert.errors import DeviceMemoryError, OptionError, UnsupportedAttentionError
+from gqa_convert.errors import OptionError, UnsupportedAttentionError
 from gqa_convert.families.context_length import stated_positions
-from gqa_convert.measuring.latency.cells import LEAD, measure_cells
-from gqa_convert.measuring.latency.memory import check_room
+from gqa_convert.measuring import Progress
+from gqa_convert.measuring.latency.cells import STEPS, measure_cells
 from gqa_convert.measuring.latency.models import build, open_model, stated_dtype
 from gqa_convert.measuring.latency.versions import make_models, plan_versions
+from gqa_convert.measuring.out_of_memory import memory_explained
 from gqa_convert.measuring.results import BenchmarkFile, TimedCell
-
-Progress = Callable[[str, int, int], None]
-"""Called with the name of a stage, the steps done and the number of steps."""
 
 CONTEXT: Final = 512
 """The default number of cached tokens."""
@@ -38,7 +37,6 @@ class BenchmarkOptions:
         context: tokens in the cache when the timed steps begin, and of an encoder's input; by default 512, or half the
             model's positions.
         new_tokens: tokens decoded per sample, for the time per sample.
-        steps: decode steps in each turn of a version.
         repetitions: timed turns of each version.
         dtype: by default the checkpoint's.
         device: `cpu`, `cuda` or `cuda:1`; by default a GPU where there is one.
@@ -51,16 +49,14 @@ class BenchmarkOptions:
     batch: Sequence[int] = (1,)
     context: Sequence[int] | None = None
     new_tokens: int = 128
-    steps: int = 8
     repetitions: int = 8
     dtype: str | None = None
     device: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("candidates", "batch", "context", "new_tokens", "steps", "repetitions"):
+        for name in ("candidates", "batch", "context", "new_tokens", "repetitions"):
             value = getattr(self, name)
-            numbers = [value] if isinstance(value, int) else value
-            if numbers is not None and not min(numbers, default=0) > 0:
+            if value is not None and np.min(value) < 1:
                 raise OptionError(f"--{name.replace('_', '-')} holds a number below 1: give 1 or more")
 
 
@@ -100,34 +96,23 @@ def benchmark_model(
     contexts = _contexts(options, stated_positions(opened.config))
     plans, own = plan_versions(opened, options.candidates)
     attention = _attention(opened, dtype)
-    try:
+    with memory_explained(opened.source_id, "time fewer --candidates, or a smaller --batch or --context"):
         progress("building models", 0, 1)
         models = make_models(opened, plans, own, dtype, attention, device)
-        progress("building models", 1, 1)
-        cells = _measure(plans, models, contexts, options, progress)
-    except Exception as problem:
-        if not is_out_of_memory(problem):
-            raise
-        raise DeviceMemoryError(
-            f"the memory does not suffice ({problem}): time fewer --candidates, or a smaller --batch or --context"
-        ) from None
+        measured = _measure(plans, models, contexts, options, progress)
     assert opened.folder is not None
-    known = fingerprint(opened.folder)
-    for number, cell in enumerate(cells):
-        if cell.groups == own:
-            cells[number] = cell.model_copy(update={"fingerprint": known})
+    known: dict[str, Any] = {"fingerprint": fingerprint(opened.folder)}
+    cells = [cell.model_copy(update=known) if cell.groups == own else cell for cell in measured]
     return BenchmarkFile(
         **measurement("benchmark", command, str(device)).as_json(),
         model=opened.source_id,
-        fingerprint=known,
+        **known,
         model_type=plans[0].family.model_type,
         dtype=dtype,
         heads=plans[0].heads,
         kv_heads=own,
         weights="own" if any(cell.fingerprint for cell in cells) else "random",
         attention=attention,
-        threads=torch.get_num_threads(),
-        steps=options.steps,
         spread="decode_ms_low and decode_ms_high are the quartiles of the repetitions' means",
         results=cells,
     )
@@ -145,11 +130,11 @@ def _attention(checkpoint: Checkpoint, dtype: str) -> str:
     return "gqa"
 
 
-def _contexts(options: BenchmarkOptions, positions: int | None) -> list[int]:
+def _contexts(options: BenchmarkOptions, positions: int | None) -> Sequence[int]:
     if positions is None:
-        return list(options.context or [CONTEXT])
-    contexts = list(options.context or [min(CONTEXT, max(1, positions // 2))])
-    most = positions - LEAD - options.steps
+        return options.context or [CONTEXT]
+    contexts = options.context or [min(CONTEXT, positions // 2)]
+    most = positions - 1 - STEPS
     if max(contexts) > most:
         raise OptionError(
             f"--context {max(contexts)}: the model has {positions} positions, and decode steps follow: give at most {most}"
@@ -160,20 +145,18 @@ def _contexts(options: BenchmarkOptions, positions: int | None) -> list[int]:
 def _measure(
     plans: Sequence[Plan], models: Sequence[Any], contexts: Sequence[int], options: BenchmarkOptions, progress: Progress
 ) -> list[TimedCell]:
-    """Time every version at every batch and context, after a check that there is memory for all."""
+    """Time every version at every batch and context."""
     config = models[0].config
-    settings: list[dict[str, Any]] = []
-    for batch, context in itertools.product(options.batch, contexts):
-        # a speech model's encoder has one length; other encoders read as many tokens as the decoder has cached
-        encoder = getattr(config, "max_source_positions", context) if config.is_encoder_decoder else None
-        check_room(plans, batch, context, encoder, available_memory(models[0].device))
-        settings.append({"batch": batch, "context": context, "encoder_tokens": encoder})
-    shared: dict[str, Any] = {"new_tokens": options.new_tokens, "repetitions": options.repetitions}
+    settings = list(itertools.product(options.batch, contexts))
     measured: list[TimedCell] = []
-    for done, setting in enumerate(settings):
+    for done, (batch, context) in enumerate(settings):
         progress("timing", done, len(settings))
-        cells = [TimedCell(groups=plan.stated_groups, **setting, **shared) for plan in plans]
-        measured += measure_cells(models, cells, options.steps)
+        shared: dict[str, Any] = {"batch": batch, "context": context, "new_tokens": options.new_tokens}
+        if config.is_encoder_decoder:
+            # a speech model's encoder has one length; other encoders read as many tokens as the decoder has cached
+            shared["encoder_tokens"] = getattr(config, "max_source_positions", context)
+        cells = [TimedCell(groups=plan.stated_groups, repetitions=options.repetitions, **shared) for plan in plans]
+        measured += measure_cells(models, cells)
         gc.collect()
     progress("timing", len(settings), len(settings))
     return measured

@@ -1,12 +1,10 @@
 """Times work on a device, and lets versions take turns, so that a machine whose speed drifts favours none of them."""
 
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-WARM_UP = 1
-"""Turns of each version before those that count."""
+import numpy as np
 
 
 def timed(work: Callable[[], object], device: Any) -> float:
@@ -37,7 +35,7 @@ def alternate(turns: Sequence[Callable[[], float]], repetitions: int) -> list[li
         The results of each version's turns, in order, without those of the warm-up.
     """
     measured: list[list[float]] = [[] for _ in turns]
-    for repetition in range(-WARM_UP, repetitions):
+    for repetition in range(-1, repetitions):  # the first warms up
         for place in range(len(turns)):
             number = (repetition + place) % len(turns)
             found = turns[number]()
@@ -48,7 +46,5 @@ def alternate(turns: Sequence[Callable[[], float]], repetitions: int) -> list[li
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
     """The lower quartile, the median and the upper quartile."""
-    if len(values) == 1:
-        return values[0], values[0], values[0]
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    low, middle, high = np.quantile(values, (0.25, 0.5, 0.75)).tolist()
     return low, middle, high

@@ -10,16 +10,13 @@ from gqa_convert.families.layerwise import kv_heads_by_layer
 from gqa_convert.families.loading import check_complete, explained, load_model
 from gqa_convert.measuring.latency.models import NEEDS_HEAD, build
 
-_MOST_CANDIDATES = 7
-"""Maximum number of K/V-head counts that are timed by default."""
-
 
 def plan_versions(checkpoint: Checkpoint, candidates: Sequence[int] | None) -> tuple[list[Plan], int | list[int]]:
     """Plan a version for each number of K/V heads, rising. A model whose layers differ is its only version.
 
     Args:
         checkpoint: the model.
-        candidates: numbers of K/V heads; None for the model's own and its divisors.
+        candidates: numbers of K/V heads; None for the model's own and its divisors, at most seven.
 
     Returns:
         The plans, and the model's own number of K/V heads or that of each layer.
@@ -31,7 +28,7 @@ def plan_versions(checkpoint: Checkpoint, candidates: Sequence[int] | None) -> t
     by_layer = kv_heads_by_layer(checkpoint.config, checkpoint.source_id)
     if by_layer is None:
         own = make_plan(checkpoint, 1).source_kv_heads
-        counts = sorted(set(candidates or spread(merging_counts(own), _MOST_CANDIDATES)))
+        counts = sorted(set(candidates or spread(merging_counts(own), 7)))
         try:
             return [make_plan(checkpoint, count) for count in counts], own
         except GroupsError as problem:
@@ -83,18 +80,14 @@ def make_models(
 
 
 def _share(model: Any, weights: dict[str, Any]) -> None:
-    """Share `weights` where name and shape agree, and fill the other parameters: matrices with small random numbers,
-    gains with 1 and biases with 0.
-    """
+    """Share `weights` where name and shape agree, and fill the other parameters with small random numbers."""
     import torch
 
     with torch.no_grad():
         for name, parameter in list(model.named_parameters(remove_duplicate=False)):
             shared = weights.get(name)
-            if shared is not None and shared.shape == parameter.shape and shared.dtype == parameter.dtype:
+            if shared is not None and shared.shape == parameter.shape:
                 parent, _, key = name.rpartition(".")
                 model.get_submodule(parent)._parameters[key] = shared
-            elif parameter.dim() > 1:
-                parameter.normal_(std=0.02)
             else:
-                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+                parameter.normal_(std=0.02)

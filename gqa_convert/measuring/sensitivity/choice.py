@@ -60,18 +60,13 @@ class BudgetChoice(Result):
     warning: str | None
 
     @property
-    def listed(self) -> str:
-        """The chosen numbers as `--groups` takes them."""
-        numbers = [self.groups] if isinstance(self.groups, int) else self.groups
-        return ",".join(map(str, numbers))
-
-    @property
     def reason(self) -> str:
         """The chosen numbers and how they compare, as a clause."""
+        numbers = str(self.groups).strip("[]").replace(" ", "")
         share = self.kv_bytes_per_token / self.source_kv_bytes_per_token
         compared = ", ".join(f"{each.rule} {number_text(each.kl)}" for each in self.candidates)
         return (
-            f"--groups {self.listed}, {self.kv_bytes_per_token:,} bytes ({share:.1%}); KL divergence from the source in nats "
+            f"--groups {numbers}, {self.kv_bytes_per_token:,} bytes ({share:.1%}); KL divergence from the source in nats "
             f"per token on {self.held_out_tokens:,} held-out tokens, all layers merged by {self.merged_by}: {compared}"
         )
 

@@ -5,31 +5,31 @@ short fit where the conversion fits layers, since costs of the closed form choos
 the closed form. The list with the least sum of costs is then compared with the largest number that fits all layers.
 """
 
-import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 from gqa_convert._version import __version__
+from gqa_convert.checkpoint.item_bytes import ITEM_BYTES
 from gqa_convert.checkpoint.paths import local_path
 from gqa_convert.checkpoint.publication import check_destination
 from gqa_convert.checkpoint.source import Checkpoint, open_local
-from gqa_convert.conversion.fit.batches import prepare_calibration
+from gqa_convert.conversion.fit.calibrated import CalibrationOptions, calibrate, steps_per_layer
 from gqa_convert.conversion.fit.defaults import BUILT_IN_TOKENS, plan_conversion, why_no_text
-from gqa_convert.conversion.fit.layer_store import LayerStore
-from gqa_convert.conversion.fit.options import CalibrationOptions, steps_per_layer
-from gqa_convert.conversion.plan import Plan, make_plan
-from gqa_convert.errors import GroupsError, OptionError
-from gqa_convert.measuring.sensitivity.choice import BudgetChoice, choose_candidate
-from gqa_convert.measuring.sensitivity.kv_budget import KVBudget
+from gqa_convert.conversion.fit.merged_layers import MergedLayers
+from gqa_convert.conversion.plan import Plan, make_plan, merging_counts
+from gqa_convert.errors import OptionError
+from gqa_convert.measuring import Progress
+from gqa_convert.measuring.sensitivity.choice import BudgetChoice, HeadAllocation, choose_candidate
+from gqa_convert.measuring.sensitivity.kv_budget import KVBudget, LayerCosts, largest_uniform, least_sum
+from gqa_convert.measuring.sensitivity.merged_copies import Copy, SensitivityInputs, open_inputs, score_copies
 from gqa_convert.merging.methods import DEFAULT
 from gqa_convert.text.sources import STDLIB
 
-Progress = Callable[[str, int, int], None]
-"""Called with the name of a stage, the steps done and the number of steps."""
 FIT_MARGIN: Final = 0.95
 """What a list's divergence after short fits must be, as a share of the uniform number's, to be chosen: a short fit is not
 the whole fit.
@@ -66,20 +66,14 @@ def choose_num_kv_heads(
         GQAConvertError: one of its subclasses for every mistake of the user's, in the conversion's options too; nothing
             is written.
     """
-
-    def check(opened: Checkpoint) -> tuple[Plan, int, bool]:
-        return _plan(opened, budget, method, text, options)
-
+    check = partial(_plan, budget=budget, method=method, text=text, options=options)
     checkpoint = open_local(source, revision, check)
     plan, limit, fits = check(checkpoint)
     if out is not None:
         check_destination(local_path(out), checkpoint.folder, overwrite=overwrite)
     if text.source is None:
         text = replace(text, source=STDLIB, tokens=BUILT_IN_TOKENS)
-    calibration = prepare_calibration(plan, text, progress)
-    from gqa_convert.measuring.sensitivity.allocation import measure_candidates, measure_costs
-    from gqa_convert.measuring.sensitivity.merged_copies import open_inputs
-
+    calibration = calibrate(plan, text, progress)
     with ExitStack() as stack:
         store = stack.enter_context(_fits_store(plan, out, calibration.digest, text)) if fits else None
         inputs = stack.enter_context(open_inputs(plan, calibration.batches, text, store))
@@ -112,11 +106,9 @@ def _plan(
     by gradient steps; refuses what cannot be converted.
     """
     plan = make_plan(checkpoint, 1, method=DEFAULT.name, encoder=options.get("encoder", False))
-    kv_heads = [layer.kv_heads for layer in plan.layers]
-    if max(kv_heads) == 1:
-        raise GroupsError(f"{checkpoint.source_id} has 1 K/V head in every attention layer: there is nothing to merge")
     # a list in which layers differ, so that a family or a checkpoint that takes none is refused here
-    conversion, _ = plan_conversion(checkpoint, [1, *kv_heads[1:]], method, text, seed=text.seed, **options)
+    differing = [1, *(layer.kv_heads for layer in plan.layers[1:])]
+    conversion, _ = plan_conversion(checkpoint, differing, method, text, seed=text.seed, **options)
     limit = budget.limit(plan.cache_bytes_per_token(after=False), plan.cache_bytes_per_token(after=True))
     if reason := why_no_text(checkpoint):
         raise OptionError(f"--kv-budget runs the source on text, and {reason}: state the numbers with --groups")
@@ -124,7 +116,7 @@ def _plan(
 
 
 @contextmanager
-def _fits_store(plan: Plan, out: str | Path | None, digest: str, text: CalibrationOptions) -> Iterator[LayerStore]:
+def _fits_store(plan: Plan, out: str | Path | None, digest: str, text: CalibrationOptions) -> Iterator[MergedLayers]:
     """Where short fits are kept: beside the result, or in a temporary folder if there is no result."""
     depends_on = {
         "version": __version__,
@@ -135,7 +127,52 @@ def _fits_store(plan: Plan, out: str | Path | None, digest: str, text: Calibrati
         "fit": [steps_per_layer(text), text.seed],
     }
     with tempfile.TemporaryDirectory(prefix="gqa-budget-") as folder:
-        if out is not None:
-            folder = os.path.realpath(local_path(out))
-        with LayerStore(Path(f"{folder}.short-fits"), depends_on, keep=out is not None) as store:
+        beside = folder if out is None else local_path(out)
+        with MergedLayers(Path(f"{beside}.short-fits"), depends_on, keep=out is not None) as store:
             yield store
+
+
+def measure_costs(inputs: SensitivityInputs, progress: Progress) -> list[LayerCosts]:
+    """The divergences on the first held-out batch with one layer alone merged, in the order of the layers' numbers.
+
+    Args:
+        inputs: the source and the text.
+        progress: called with the name of a stage, the steps done and the number of steps.
+    """
+    layers = sorted(inputs.layers, key=lambda layer: layer.number)
+    copies: list[Copy] = []
+    for layer in layers:
+        copies += [{layer.module: groups} for groups in merging_counts(layer.kv_heads)[:-1]]
+    _, *scores = score_copies(inputs, copies, inputs.held_out[:1], partial(progress, "each layer alone"))
+    costs = []
+    for layer in layers:
+        head_bytes = (layer.key_head_dim + layer.value_head_dim) * ITEM_BYTES[layer.dtype]
+        kl = {groups: scores.pop(0).kl for groups in merging_counts(layer.kv_heads)[:-1]}
+        costs.append(LayerCosts(layer.module, layer.kv_heads, head_bytes, kl))
+    return costs
+
+
+def measure_candidates(
+    inputs: SensitivityInputs, layers: list[LayerCosts], limit: int, progress: Progress
+) -> list[HeadAllocation]:
+    """The largest number of K/V heads that fits all layers, and the list with the least sum of costs if it is another one,
+    measured with all layers merged on all held-out text.
+
+    Args:
+        inputs: the source and the text.
+        layers: what merging costs in each layer alone.
+        limit: bytes of K/V cache per token that all layers may take together.
+        progress: called with the name of a stage, the steps done and the number of steps.
+    """
+    rules = {largest_uniform(layers, limit): "uniform"}
+    rules.setdefault(least_sum(layers, limit), "least sum of divergences")
+    copies: list[Copy] = []
+    for numbers in rules:
+        pairs = zip(layers, numbers, strict=True)
+        copies.append({layer.module: groups for layer, groups in pairs if groups != layer.kv_heads})
+    _, *scores = score_copies(inputs, copies, inputs.held_out, partial(progress, "candidates"))
+    candidates = []
+    for (numbers, rule), score in zip(rules.items(), scores, strict=True):
+        taken = sum(groups * layer.head_bytes for layer, groups in zip(layers, numbers, strict=True))
+        candidates.append(HeadAllocation(rule, numbers, taken, score.kl))
+    return candidates

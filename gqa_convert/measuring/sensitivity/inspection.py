@@ -1,22 +1,20 @@
 """Shows what merging K/V heads costs by layer and by number of K/V heads, and recommends a number; nothing is converted."""
 
-import math
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
-from gqa_convert.checkpoint.devices import chosen_device
 from gqa_convert.checkpoint.paths import expanded
 from gqa_convert.checkpoint.results import Result
 from gqa_convert.checkpoint.source import Checkpoint, open_local
 from gqa_convert.checkpoint.strict_json import JsonObject
-from gqa_convert.conversion.fit.batches import prepare_calibration
-from gqa_convert.conversion.fit.options import CalibrationOptions, check_calibration, check_predicts
+from gqa_convert.conversion.fit.calibrated import CalibrationOptions, calibrate, check_calibration, check_predicts
 from gqa_convert.conversion.plan import Plan, make_plan, merging_counts, spread
 from gqa_convert.errors import GroupsError, OptionError
+from gqa_convert.measuring import Progress
 from gqa_convert.measuring.sensitivity.choice import BudgetChoice
 from gqa_convert.measuring.sensitivity.kv_budget import KVBudget
 from gqa_convert.measuring.sensitivity.layer_errors import (
@@ -25,12 +23,6 @@ from gqa_convert.measuring.sensitivity.layer_errors import (
     merge_candidates,
     open_layers,
 )
-
-_MOST_CANDIDATES: Final = 6
-"""Maximum number of candidates that are tried by default."""
-
-Progress = Callable[[str, int, int], None]
-"""Called with the name of a stage, the steps done and the number of steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,13 +75,11 @@ class Inspection(Result):
     format_version: int = 1
     source: str
     model_type: str
-    heads: int
     kv_heads: int
     groups: tuple[int, ...]
     calibration: JsonObject | None
     layers: tuple[InspectedLayer, ...]
     loss: HeldOutLosses | None
-    max_loss_increase: float | None
     budget: BudgetChoice | None
     recommendation: Recommendation | None
 
@@ -130,58 +120,43 @@ def inspect_checkpoint(
     Raises:
         GQAConvertError: one of its subclasses for every mistake of the user's.
     """
-    text = CalibrationOptions(calibration, calibration_tokens, seed=seed, device=device)
-    check_calibration("factor", text)
-    if device is not None:
-        chosen_device(device)  # one alone
-    limits = [limit for limit in (max_loss_increase, kv_budget) if limit is not None]
-    if len(limits) > 1:
+    if max_loss_increase is not None and kv_budget is not None:
         raise OptionError("--max-loss-increase and --kv-budget exclude each other: state one of them")
-    if limits and calibration is None:
+    if calibration is None and (max_loss_increase, kv_budget) != (None, None):
         raise OptionError(
             "--max-loss-increase and --kv-budget need text, since weights predict no loss: name a file or dataset with --calibration"
         )
-    if max_loss_increase is not None and not 0 <= max_loss_increase < math.inf:
-        raise OptionError(f"--max-loss-increase {max_loss_increase:g} is not a loss: give nats per token, such as 0.1")
-
-    def check(opened: Checkpoint) -> tuple[Plan, list[int]]:
-        return _plan(opened, candidates, text, encoder=encoder)
-
+    text = CalibrationOptions(calibration, calibration_tokens, seed=seed, device=device)
+    check_calibration("factor", text)
+    check = partial(_plan, candidates=candidates, text=text, encoder=encoder)
     checkpoint = open_local(source, revision, check)
     plan, counts = check(checkpoint)
-    options = {
-        "--calibration": calibration,
-        "--calibration-tokens": calibration_tokens,
-        "--device": device,
-        "--seed": seed,
-        "--encoder": encoder,
-        "--revision": revision,
-    }
-    choice = recommendation = described = loss = None
+    choice = groups = reason = described = loss = None
     if kv_budget is not None:  # first, since it refuses what takes no list
         from gqa_convert.measuring.sensitivity.choosing import choose_num_kv_heads
 
         choice = choose_num_kv_heads(source, kv_budget, text, revision=revision, progress=progress, encoder=encoder)
-        command = conversion_command(expanded(source), choice.listed, options)
-        recommendation = Recommendation(choice.groups, choice.reason, command)
+        groups, reason = choice.groups, choice.reason
     if calibration is None:
         layers = _inspect_weights(plan, counts, progress)
     else:
         layers, described, loss = _inspect_on_text(plan, counts, text, progress)
         if max_loss_increase is not None:
             groups, reason = recommend_within_loss(loss.by_groups, max_loss_increase)
-            command = conversion_command(expanded(source), str(groups), options)
-            recommendation = Recommendation(groups, reason, command if groups else None)
+    recommendation = None
+    if reason is not None:
+        command = None
+        if groups is not None:
+            command = conversion_command(expanded(source), groups, calibration, encoder=encoder, revision=revision)
+        recommendation = Recommendation(groups, reason, command)
     return Inspection(
         source=expanded(source),
         model_type=plan.family.model_type,
-        heads=plan.heads,
         kv_heads=plan.source_kv_heads,
         groups=tuple(counts),
         calibration=described,
         layers=layers,
         loss=loss,
-        max_loss_increase=max_loss_increase,
         budget=choice,
         recommendation=recommendation,
     )
@@ -195,57 +170,45 @@ def recommend_within_loss(losses: Sequence[MergedLoss], limit: float) -> tuple[i
         losses: in ascending order of their groups.
         limit: nats per token.
     """
-    tried = ", ".join(str(each.groups) for each in losses)
-    allowed = f"at most {limit:g} nats per token by the closed form, and fit loses less"
+    allowed = f"at most {limit:g} nats per token by the closed form"
     for each in losses:
         if each.increase is not None and each.increase <= limit:
-            return (
-                each.groups,
-                f"N = {each.groups} is the smallest of {tried} that adds {allowed}: {each.increase:+.3f}",
-            )
-    return None, f"none of N = {tried} adds {allowed}: allow more with --max-loss-increase, or try larger --candidates"
+            return each.groups, f"N = {each.groups} adds {allowed} ({each.increase:+.3f}), and fit loses less"
+    return None, f"no N adds {allowed}: allow more with --max-loss-increase, or try larger --candidates"
 
 
-def conversion_command(source: str, groups: str, options: Mapping[str, object]) -> str:
-    """The command line of a conversion.
-
-    Args:
-        source: the checkpoint.
-        groups: K/V heads per layer, or a list such as 8,8,4,4.
-        options: by name; those without a value are left out, and an option is repeated for each item of a list.
-    """
-    suffix = "by-layer" if "," in groups else f"gqa{groups}"
-    words = ["gqa-convert", "convert", source, f"{Path(source).absolute().name}-{suffix}", "--groups", groups]
-    for option, value in options.items():
-        if value is True:
-            words.append(option)
-        elif isinstance(value, list | tuple):
-            for each in value:
-                words += [option, each]
-        elif value:
-            words += [option, str(value)]
+def conversion_command(
+    source: str, groups: int | list[int], calibration: Any, *, encoder: bool, revision: str | None
+) -> str:
+    """The command line of a conversion; see `inspect_checkpoint`."""
+    numbers = str(groups).strip("[]").replace(" ", "")
+    words = ["gqa-convert", "convert", source, f"{Path(source).absolute().name}-gqa", "--groups", numbers]
+    texts = calibration if isinstance(calibration, list) else [calibration]
+    for text in texts:
+        words += ["--calibration", str(text)]
+    if encoder:
+        words.append("--encoder")
+    if revision:
+        words += ["--revision", revision]
     return shlex.join(words)
 
 
 def _plan(
-    checkpoint: Checkpoint, candidates: Sequence[int] | None, text: CalibrationOptions, *, encoder: bool
+    checkpoint: Checkpoint, *, candidates: Sequence[int] | None, text: CalibrationOptions, encoder: bool
 ) -> tuple[Plan, list[int]]:
     """A plan of the source, and the candidates in ascending order; refuses what can't be inspected."""
     plan = make_plan(checkpoint, 1, method="factor", encoder=encoder)
-    advice = "leave --calibration out, for the errors that the weights alone show"
-    check_predicts(plan, text, advice)
+    check_predicts(plan, text, "leave --calibration out, for the errors that the weights alone show")
     kv_heads = [layer.kv_heads for layer in plan.layers]
     possible = [count for count in merging_counts(*kv_heads) if count < max(kv_heads)]
     if not possible:
         raise GroupsError(f"{checkpoint.source_id} has 1 K/V head in every attention layer: there is nothing to merge")
-    if not candidates:
-        return plan, spread(possible, _MOST_CANDIDATES)
-    for count in candidates:
-        if count not in possible:
-            raise GroupsError(
-                f"--candidates {count} does not merge {max(kv_heads)} K/V heads evenly: choose among {', '.join(map(str, possible))}"
-            )
-    return plan, sorted(set(candidates))
+    counts = sorted(set(candidates or spread(possible, 6)))
+    if not set(counts) <= set(possible):
+        raise GroupsError(
+            f"--candidates {counts} do not all merge {max(kv_heads)} K/V heads evenly: choose among {possible}"
+        )
+    return plan, counts
 
 
 def _inspect_weights(plan: Plan, candidates: Sequence[int], progress: Progress) -> tuple[InspectedLayer, ...]:
@@ -265,7 +228,7 @@ def _inspect_on_text(
     plan: Plan, candidates: Sequence[int], text: CalibrationOptions, progress: Progress
 ) -> tuple[tuple[InspectedLayer, ...], JsonObject, HeldOutLosses]:
     """Errors and losses from running the source, and a copy with all layers merged for each candidate, on text."""
-    calibration = prepare_calibration(plan, text, progress)
+    calibration = calibrate(plan, text, progress)
     from gqa_convert.measuring.sensitivity.layer_merging import ClosedForm
     from gqa_convert.measuring.sensitivity.merged_copies import count_predicted, open_inputs, score_copies
 

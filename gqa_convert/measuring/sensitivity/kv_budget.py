@@ -37,17 +37,10 @@ class KVBudget:
         if self.share is not None:
             limit = int(source * self.share)
         assert limit is not None
-        percent = -(-1000 * least // source) / 10
-        smallest = f"{least:,} bytes per token ({percent:g}%)"
-        if limit >= source:
+        if not least <= limit < source:
             raise OptionError(
-                f"--kv-budget {self.stated} is not below the {source:,} bytes that the source's K/V heads take per token: "
-                f"state less than 100%; the smallest possible budget is {smallest}"
-            )
-        if limit < least:
-            raise OptionError(
-                f"--kv-budget {self.stated} is {limit:,} bytes per token, and one K/V head in every layer takes more: "
-                f"state at least {smallest}"
+                f"--kv-budget {self.stated} is {limit:,} bytes per token: state less than the {source:,} of the source, and at "
+                f"least {least:,}, which one K/V head in every layer takes"
             )
         return limit
 
@@ -75,10 +68,7 @@ def least_sum(layers: Sequence[LayerCosts], limit: int) -> tuple[int, ...]:
 
     Args:
         layers: the costs of each layer.
-        limit: bytes per token that all layers may take together.
-
-    Raises:
-        ValueError: not even the smallest numbers stay within the limit.
+        limit: bytes per token that all layers may take together, enough for the smallest numbers.
     """
     best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
     for layer in layers:
@@ -90,18 +80,12 @@ def least_sum(layers: Sequence[LayerCosts], limit: int) -> tuple[int, ...]:
                 if total <= limit and (total not in extended or together < extended[total][0]):
                     extended[total] = (together, (*chosen, heads))
         best = extended
-    if not best:
-        raise ValueError(f"{limit} bytes do not suffice for {len(layers)} layers")
     _, _, cheapest = min((cost, total, chosen) for total, (cost, chosen) in best.items())
     return cheapest
 
 
 def largest_uniform(layers: Sequence[LayerCosts], limit: int) -> tuple[int, ...]:
-    """The largest number of K/V heads that is possible in all layers within the limit, once for each layer.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """The largest number of K/V heads that is possible in all layers within the limit, once for each layer."""
     together = sum(layer.head_bytes for layer in layers)
     common = merging_counts(*(layer.kv_heads for layer in layers))
     largest = max(heads for heads in common if heads * together <= limit)

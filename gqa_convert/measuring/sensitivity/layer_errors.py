@@ -40,19 +40,14 @@ class InspectedLayer:
     Attributes:
         module: its name in the checkpoint.
         label: its number, and its kind unless it is a decoder's self-attention.
-        place: its kind: decoder, encoder or cross.
         kv_heads: of the source.
         errors: of the closed form, in the order of the candidates.
-        key_barrier, value_barrier: why keys or values are averaged rather than factored, or None.
     """
 
     module: str
     label: str
-    place: str
     kv_heads: int
     errors: tuple[MergeErrors, ...]
-    key_barrier: str | None
-    value_barrier: str | None
 
 
 @contextmanager
@@ -85,16 +80,7 @@ def merge_candidates(
 def describe_layer(layer: SourceLayer, errors: Sequence[MergeErrors]) -> InspectedLayer:
     """The record of a layer and its errors."""
     attention = layer.layout.layer
-    numbers = [part for part in attention.module.split(".") if part.isdigit()]
-    label = numbers[0] if numbers else attention.module
+    label = str(attention.number)
     if attention.attention_kind != "decoder":
         label = f"{label} {attention.attention_kind}"
-    return InspectedLayer(
-        module=attention.module,
-        label=label,
-        place=attention.attention_kind,
-        kv_heads=attention.kv_heads,
-        errors=tuple(errors),
-        key_barrier=layer.constraints.key_constraint,
-        value_barrier=layer.constraints.value_constraint,
-    )
+    return InspectedLayer(attention.module, label, attention.kv_heads, tuple(errors))

@@ -1,6 +1,7 @@
 """Merges single layers of copies of the loaded source: by the closed form, or by a short fit."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -8,8 +9,8 @@ from torch import Tensor
 
 from gqa_convert.conversion.fit.assembly import Assembly, as_parts, repeated_parameters
 from gqa_convert.conversion.fit.layer_fitting import FitOptions, LayerFitting
-from gqa_convert.conversion.fit.layer_store import LayerStore
 from gqa_convert.conversion.fit.lockstep import CapturedModule
+from gqa_convert.conversion.fit.merged_layers import MergedLayers
 from gqa_convert.conversion.fit.precision import Precision
 from gqa_convert.conversion.fit.source_layer import SourceLayer
 from gqa_convert.conversion.fit.statistics import moments_of
@@ -61,19 +62,21 @@ class ClosedForm:
         self.layers[module.name] = describe_layer(layer, errors)
 
 
+@dataclass(frozen=True, slots=True)
 class ShortFits:
     """Merges as `fit` does, on less text and in fewer steps. Each layer is fitted once for each number of K/V heads.
 
-    Args:
+    Attributes:
         store: keeps the fitted layers.
         steps: of the conversion's gradient stage, of which a short fit takes at most `SHORT_STEPS`.
         precision: of the products with activations.
         seed: of the order of batches in gradient steps.
     """
 
-    def __init__(self, store: LayerStore, *, steps: int, precision: Precision, seed: int) -> None:
-        self._store, self._precision, self._seed = store, precision, seed
-        self._steps = min(steps, SHORT_STEPS)
+    store: MergedLayers
+    steps: int
+    precision: Precision
+    seed: int
 
     def merge(
         self, layer: SourceLayer, module: CapturedModule, candidates: Sequence[int]
@@ -82,15 +85,16 @@ class ShortFits:
         attention = layer.layout.layer
         for groups in candidates:
             number = 1000 * attention.number + groups
-            if self._store.record(number) is None:
+            if self.store.record(number) is None:
                 self._fit(number, layer, module.first(_BATCHES), groups)
-            yield groups, repeated_parameters(layer.layout, self._store.read(number), groups)
+            yield groups, repeated_parameters(layer.layout, self.store.read(number), groups)
 
     def _fit(self, number: int, layer: SourceLayer, module: CapturedModule, groups: int) -> None:
         _finite_moments(module, layer.layout.split_heads(layer.tensors))
-        options = FitOptions(groups=groups, trains=True, steps=self._steps, seed=self._seed, precision=self._precision)
+        steps = min(self.steps, SHORT_STEPS)
+        options = FitOptions(groups=groups, trains=True, steps=steps, seed=self.seed, precision=self.precision)
         merged, record = LayerFitting(module, layer, options).run()
-        self._store.write(number, layer.layout.merge_heads(merged, layer.tensors, groups), record)
+        self.store.write(number, layer.layout.merge_heads(merged, layer.tensors, groups), record)
 
 
 Merging = ClosedForm | ShortFits

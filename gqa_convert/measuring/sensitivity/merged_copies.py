@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any, Final
 
 import numpy as np
@@ -15,12 +14,12 @@ import torch
 from torch import Tensor
 
 from gqa_convert.checkpoint.devices import chosen_device
-from gqa_convert.conversion.fit.layer_store import LayerStore
-from gqa_convert.conversion.fit.lockstep import Batch, CapturedModule, LockstepRunner, open_model, running_device
-from gqa_convert.conversion.fit.options import CalibrationOptions, steps_per_layer
+from gqa_convert.conversion.fit.calibrated import CalibrationOptions, steps_per_layer
+from gqa_convert.conversion.fit.lockstep import Batch, LockstepRunner, open_model, running_device
+from gqa_convert.conversion.fit.merged_layers import MergedLayers
 from gqa_convert.conversion.fit.precision import Precision, precision_of
 from gqa_convert.conversion.plan import Plan
-from gqa_convert.errors import DataError, UnsupportedFamilyError
+from gqa_convert.errors import DataError
 from gqa_convert.families.geometry import AttentionLayer
 from gqa_convert.measuring.sensitivity.layer_errors import ReadLayer, open_layers
 from gqa_convert.measuring.sensitivity.layer_merging import ClosedForm, Merging, ShortFits
@@ -87,17 +86,17 @@ def split(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch]]:
     held_out: list[Batch] = []
     for batch in batches:
         size = len(batch["input_ids"])
-        if left > 0:
+        if left:
             text.append({name: tensor[:left] for name, tensor in batch.items()})
         if left < size:
-            held_out.append({name: tensor[max(left, 0) :] for name, tensor in batch.items()})
-        left -= size
+            held_out.append({name: tensor[left:] for name, tensor in batch.items()})
+        left = max(0, left - size)
     return text, held_out
 
 
 @contextmanager
 def open_inputs(
-    plan: Plan, batches: Sequence[Batch], text: CalibrationOptions, store: LayerStore | None = None
+    plan: Plan, batches: Sequence[Batch], text: CalibrationOptions, store: MergedLayers | None = None
 ) -> Iterator[SensitivityInputs]:
     """Load a plan's source, and hold out a part of the text.
 
@@ -137,7 +136,8 @@ def count_predicted(batches: Sequence[Batch]) -> int:
 def score_copies(
     inputs: SensitivityInputs, copies: Sequence[Copy], held_out: Sequence[Batch], progress: Callable[[int, int], None]
 ) -> list[Score]:
-    """The scores of the source, and then of each copy.
+    """The scores of the source, and then of each copy: these are merged layer by layer, then their logits are compared,
+    those of one copy at a time.
 
     Args:
         inputs: the source and the text.
@@ -146,62 +146,36 @@ def score_copies(
         progress: called with the number of layers that the copies in memory have passed, and that of all.
 
     Raises:
-        UnsupportedFamilyError: the loaded modules' parameters are not the checkpoint's tensors.
         NonFiniteError: a layer of the source gets or gives NaN or Inf.
     """
-    scores: list[Score] = []
-    predicted = count_predicted(held_out)
-    for first in range(0, len(copies), MOST_COPIES):
-        some = copies[first : first + MOST_COPIES]
-        sums, tokens = np.zeros((1 + len(some), 2)), 0
-        for batch, source, merged in _run_copies(inputs, some, held_out, progress):
-            targets = predicted_tokens(batch).to(source.device)
-            tokens += targets.numel()
-            for number, logits in enumerate(chain([source], merged)):
-                sums[number] += _sums(logits, source, targets)
-        found = [Score(_mean(loss, predicted), _mean(kl, tokens)) for loss, kl in sums.tolist()]
-        scores += found[1:] if scores else found
-    return scores
-
-
-def _run_copies(
-    inputs: SensitivityInputs, copies: Sequence[Copy], held_out: Sequence[Batch], progress: Callable[[int, int], None]
-) -> Iterator[tuple[Batch, Tensor, Iterator[Tensor]]]:
-    """Merge the copies layer by layer, then yield each held-out batch with the source's logits [B, L, vocabulary] and
-    those of the copies, which are computed one after the other as they are asked for.
-    """
+    if len(copies) > MOST_COPIES:
+        scores = score_copies(inputs, copies[:MOST_COPIES], held_out, progress)
+        return scores + score_copies(inputs, copies[MOST_COPIES:], held_out, progress)[1:]
     layers = {layer.module: layer for layer in inputs.layers}
+    sums, tokens = np.zeros((1 + len(copies), 2)), 0
     with ExitStack() as stack:
-
-        def run(batches: Sequence[Batch]) -> LockstepRunner:
+        runners = []
+        for batches in [inputs.text, *[held_out] * (1 + len(copies))]:
             runner = LockstepRunner(inputs.model, batches, list(layers), paired=False, precision=inputs.precision)
-            return stack.enter_context(runner)
-
-        on_text, source = run(inputs.text), run(held_out)
-        students = [run(held_out) for _ in copies]
-        for done, (module, _, *captured) in enumerate(zip(on_text, source, *students, strict=True), start=1):
-            receivers: dict[int, list[CapturedModule]] = {}
-            for copy, student in zip(copies, captured, strict=True):
-                if module.name in copy:
-                    receivers.setdefault(copy[module.name], []).append(student)
-            if receivers:
+            runners.append(stack.enter_context(runner))
+        for done, (module, _, *students) in enumerate(zip(*runners, strict=True), start=1):
+            wanted = [copy.get(module.name, 0) for copy in copies]
+            if any(wanted):
                 layer = inputs.read_layer(layers[module.name])
-                for groups, parameters in inputs.merging.merge(layer, module, list(receivers)):
-                    for student in receivers[groups]:
-                        _commit(student, parameters)
+                for groups, parameters in inputs.merging.merge(layer, module, sorted({*wanted} - {0})):
+                    for number, student in zip(wanted, students, strict=True):
+                        if number == groups:
+                            student.commit(parameters)
             progress(done, len(layers))
-        predictions = [student.logits() for student in students]
-        for batch, (logits, _) in zip(held_out, source.logits(), strict=True):
-            yield batch, logits, (next(each)[0] for each in predictions)
-
-
-def _commit(student: CapturedModule, parameters: Mapping[str, Tensor]) -> None:
-    try:
-        student.commit(parameters)
-    except ValueError as problem:
-        raise UnsupportedFamilyError(
-            f"transformers loads other parameters than the checkpoint has ({problem}): leave the calibration text out"
-        ) from None
+        source, *predictions = [runner.logits() for runner in runners[1:]]
+        for batch, (theirs, _) in zip(held_out, source, strict=True):
+            targets = predicted_tokens(batch).to(theirs.device)
+            tokens += targets.numel()
+            sums[0] += _sums(theirs, theirs, targets)
+            for number, prediction in enumerate(predictions, start=1):
+                sums[number] += _sums(next(prediction)[0], theirs, targets)
+    predicted = count_predicted(held_out)
+    return [Score(_mean(loss, predicted), _mean(kl, tokens)) for loss, kl in sums.tolist()]
 
 
 def _sums(logits: Tensor, source: Tensor, targets: Tensor) -> tuple[float, float]:
