@@ -88,7 +88,7 @@ The result has the type `gqa_...` and carries one Python file: transformers 5 lo
 LAYERWISE = """
 ## Layers that differ
 
-These {types} types may have [a number of K/V heads for each layer](method.md#a-number-for-each-layer). The result has the type `gqa_...` and carries the file
+These {types} types may have [a number of K/V heads for each layer](methods.md#a-number-for-each-layer). The result has the type `gqa_...` and carries the file
 `gqa_by_layer.py`, by which transformers 5 loads it with `trust_remote_code=True`; `num_key_value_heads` is a list. No other engine runs it. {decilm} become a DeciLM
 where they can: `nemotron-nas`, with the file `gqa_decilm.py` and the config key `block_configs`, which vLLM and llama.cpp [run](serving.md#layers-that-differ) with code of their own.
 Each type is tested against its stock class with the merged heads repeated: logits, and decoding with a cache.

@@ -24,7 +24,7 @@ from gqa_convert.verify.folded.modules import _CONCLUSIONS
 from gqa_convert.verify.proofs import CALIBRATED_PROOFS, PROOFS
 
 REGISTRY = "gqa_convert/merging/methods.py"
-GUIDE = Path(__file__).parents[2] / "docs" / "method.md"
+GUIDE = Path(__file__).parents[2] / "docs" / "methods.md"
 
 
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
@@ -88,9 +88,9 @@ def test_the_help_names_every_choice() -> None:
 @pytest.mark.parametrize("method", CHOICES, ids=lambda method: method.name)
 def test_the_guide_describes_every_choice(method: MergeMethod) -> None:
     text = GUIDE.read_text(encoding="utf-8")
-    assert f"| `{method.name}`" in text, f"docs/method.md: the table of methods has no row for {method.name}"
+    assert f"| `{method.name}`" in text, f"docs/methods.md: the table of methods has no row for {method.name}"
     sources = text.partition("### Sources")[2].partition("\n## ")[0]
-    assert f"`{method.name}`" in sources, f"docs/method.md: {method.name} is missing under Sources"
+    assert f"`{method.name}`" in sources, f"docs/methods.md: {method.name} is missing under Sources"
 
 
 def test_the_defaults_need_what_there_is() -> None:

@@ -325,5 +325,5 @@ def test_the_site_is_built_without_warnings(tmp_path: Path) -> None:
             assert (tmp_path / name).parent.joinpath(target).is_file() or name == "404.html", (
                 f"{name} links to {target}"
             )
-    assert pages["method.html"].count("<math") > 20
+    assert pages["methods.html"].count("<math") > 20
     assert "<code>config.json</code> is missing or no JSON object" in pages["api.html"]
