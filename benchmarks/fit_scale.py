@@ -27,6 +27,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -162,7 +163,7 @@ def child(options: argparse.Namespace) -> None:
     from gqa_convert.conversion import run as convert
     from gqa_convert.conversion.fit import layer_fitting, layer_walk
     from gqa_convert.conversion.fit.lockstep import LockstepRunner, open_model
-    from gqa_convert.conversion.fit.records import StageProgress
+    from gqa_convert.conversion.fit.progress import FitProgress
 
     clock = Clock()
     fitting = layer_fitting.LayerFitting
@@ -187,11 +188,11 @@ def child(options: argparse.Namespace) -> None:
     records: list[dict[str, Any]] = []
     layers: list[tuple[dict[str, float], dict[str, float]]] = [({}, {})]
 
-    def on_layer(_: int, __: int, record: Any) -> None:
-        if isinstance(record, StageProgress):
+    def on_layer(progress: FitProgress) -> None:
+        if progress.layer is None:
             return
         layers.append((dict(clock.seconds), dict(clock.core_seconds)))
-        records.append(record.as_json())
+        records.append(asdict(progress.layer))
         print(
             json.dumps(records[-1]),
             {name: round(seconds, 1) for name, seconds in clock.core_seconds.items()},
@@ -283,7 +284,7 @@ def main() -> None:
         "--output", type=Path, default=None, help="write the figures here as JSON, and beside it as Markdown"
     )
     options = parser.parse_args()
-    from gqa_convert.conversion.fit.calibrated import STEPS
+    from gqa_convert.conversion.fit.options import STEPS
     from gqa_convert.text.calibration import calibration_tokens_for
 
     options.steps = STEPS if options.steps is None else options.steps

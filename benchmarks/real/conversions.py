@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gqa_convert.checkpoint.provenance import PROVENANCE
-from gqa_convert.conversion.fit.calibrated import CalibrationOptions
+from gqa_convert.conversion.fit.options import CalibrationOptions
 from gqa_convert.conversion.run import convert_checkpoint
 
 from .documents import calibration_file
@@ -111,7 +111,7 @@ def converted(job: Job, folder: Path) -> Conversion:
             job.groups,
             method=method.method,
             overwrite=True,
-            on_layer=lambda done, total, record: watch.save(),
+            on_layer=lambda progress: watch.save(),
             **options,
         )
         watch.save()

@@ -83,7 +83,7 @@ def show_dry_run(
     """Plan a conversion and print what it would do; nothing is written, and of a Hub id only headers are downloaded."""
     from gqa_convert.checkpoint.source import open_checkpoint
     from gqa_convert.conversion.fit.defaults import plan_conversion
-    from gqa_convert.conversion.fit.needs import estimate_needs
+    from gqa_convert.conversion.fit.memory import estimate_needs
     from gqa_convert.conversion.restating.restate import NEEDED
 
     from .console.plan import caches_at_context, show_plan

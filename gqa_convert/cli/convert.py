@@ -168,7 +168,7 @@ def convert(
     for name, value in (("--context", context), ("--batch", batch)):
         if value is not None and not dry_run:
             raise OptionError(f"{name} is for the K/V cache that --dry-run shows: add --dry-run, or remove {name}")
-    from gqa_convert.conversion.fit.calibrated import CalibrationOptions
+    from gqa_convert.conversion.fit.options import CalibrationOptions
 
     from .conversion import choose_groups, convert_source, show_dry_run
 

@@ -23,9 +23,10 @@ from gqa_convert.checkpoint.publication import StagedFolder, check_destination, 
 from gqa_convert.checkpoint.results import Result
 from gqa_convert.checkpoint.source import Checkpoint, open_checkpoint, open_local
 from gqa_convert.checkpoint.strict_json import JsonObject
-from gqa_convert.conversion.fit.calibrated import CalibrationOptions
 from gqa_convert.conversion.fit.defaults import plan_conversion
-from gqa_convert.conversion.fit.run import LayerDone, merge_whole_layers
+from gqa_convert.conversion.fit.options import CalibrationOptions
+from gqa_convert.conversion.fit.progress import OnProgress
+from gqa_convert.conversion.fit.run import merge_whole_layers
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.conversion.provenance import FileHasher, record_conversion
 from gqa_convert.conversion.restating.restate import NEEDED, restated
@@ -82,7 +83,7 @@ def convert_checkpoint(
     command: list[str] | None = None,
     on_plan: Callable[[Plan], None] = lambda plan: None,
     on_note: Callable[[str], None] = lambda sentence: None,
-    on_layer: LayerDone = lambda done, total, record: None,
+    on_layer: OnProgress = lambda progress: None,
     progress: Progress = lambda nbytes: None,
 ) -> ConversionResult:
     """Convert a checkpoint to grouped-query attention.
@@ -120,7 +121,7 @@ def convert_checkpoint(
         command: the command line, for the provenance file.
         on_plan: called with the plan before anything is written.
         on_note: called with sentences about a source that is rewritten first.
-        on_layer: called as each layer is merged by a method that works on whole layers.
+        on_layer: called as a method that works on whole layers proceeds.
         progress: called with every number of weight bytes written.
 
     Returns:

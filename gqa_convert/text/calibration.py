@@ -79,7 +79,7 @@ class Calibration:
             shorter block, which forms its own batch.
         tokens: the number of text tokens in all blocks.
         sequence_length: the input tokens of the longest block.
-        digest: SHA-256 over the token ids and the settings; equal digests mean equal batches.
+        digest: SHA-256 over `batches` and the settings; equal digests mean equal batches.
         description: a description of the text, for reports.
         warning: a message for the user, or None.
         held_out: batches of other blocks of the same text, for evaluation; empty if the text has no further blocks.
@@ -160,7 +160,7 @@ def calibration_batches(
         batch_tokens: the most tokens in a batch, unless a single block has more.
         held_out_tokens: the number of tokens in held-out blocks, rounded up to whole blocks. It does not change which
             other blocks are drawn.
-        fresh_tokens: the number of tokens in fresh blocks, likewise.
+        fresh_tokens: the number of tokens in fresh blocks, likewise; as far as the text that is tokenised has them.
         context: the position up to which blocks of a causal model are stretched; None for blocks without skips.
 
     Raises:
@@ -182,8 +182,8 @@ def calibration_batches(
     blocks = _Blocks(model_folder, config, tokenizer, sequence_length, context, seed)
     needed = -(-tokens // blocks.raw)
     judging, further = -(-held_out_tokens // blocks.raw), -(-fresh_tokens // blocks.raw)
-    count = max(needed, (needed + judging + further) // _OVERSAMPLING) * blocks.raw
-    label, text, sizes = _all_tokens(source, tokenizer, count, closed=blocks.kind != "spans")
+    # the text that blocks are drawn from does not depend on the number of further blocks
+    label, text, sizes = _all_tokens(source, tokenizer, needed * blocks.raw, closed=blocks.kind != "spans")
     if len(text) < 2:
         raise DataError(f"{label} holds {len(text)} tokens, calibration needs at least 2: name more text")
     cuts, held_out, fresh = _draws(sizes, blocks.raw, (needed, judging, further), seed)
@@ -203,10 +203,10 @@ def calibration_batches(
     if used < tokens:
         warning = f"{label} has only {used} of the {tokens} calibration tokens requested: all of them are used; more text may give a better merge"
     settings = [blocks.kind, blocks.length, context, seed, batch_tokens, tokens]
-    digest = _digest(settings, [batch for batch, _ in (*made, *unseen)])
     batches, held_out_batches, fresh_batches = (
         [_tensors(batch) for batch, _ in each] for each in (made, judges, unseen)
     )
+    digest = digest_of(settings, batches)
     return Calibration(batches, used, length, digest, description, warning, held_out_batches, fresh_batches)
 
 
@@ -440,12 +440,13 @@ def _check_vocabulary(config: Config, made: Sequence[tuple[dict[str, Integers], 
         )
 
 
-def _digest(options: Sequence[Any], made: Sequence[dict[str, Integers]]) -> str:
-    digest = hashlib.sha256(json.dumps(options).encode())
-    for batch in made:
-        for name, ids in sorted(batch.items()):
-            digest.update(json.dumps([name, ids.shape]).encode())
-            digest.update(ids.astype("<i8").tobytes())
+def digest_of(settings: Sequence[Any], batches: "Iterable[Mapping[str, Tensor]]") -> str:
+    """SHA-256 over settings and the tensors of batches."""
+    digest = hashlib.sha256(json.dumps(settings).encode())
+    for batch in batches:
+        for name, tensor in sorted(batch.items()):
+            digest.update(json.dumps([name, tensor.shape]).encode())
+            digest.update(tensor.contiguous().numpy().tobytes())
     return digest.hexdigest()
 
 

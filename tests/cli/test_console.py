@@ -14,14 +14,8 @@ from gqa_convert.cli.console.screen import stdout_console, tokens_text
 from gqa_convert.cli.console.tables import show_table
 from gqa_convert.cli.console.training import TrainingScreen
 from gqa_convert.cli.options import token_count, token_counts
-from gqa_convert.conversion.fit.records import (
-    CalibratedRecord,
-    Stage,
-    StageProgress,
-    TrainingProgress,
-    TrainingRecord,
-    WeightsRecord,
-)
+from gqa_convert.conversion.fit.layer_store import LayerRecord
+from gqa_convert.conversion.fit.progress import ALL_TOGETHER, MERGING_LAYERS, OWN_TEXT, FitProgress
 from gqa_convert.training.metrics import MetricsLine, StepReport
 
 LOSS, KL = "language-model loss", "KL divergence from the teacher"
@@ -132,32 +126,30 @@ def shown_by(screen_of: type, clock: Clock, capsys: pytest.CaptureFixture[str], 
 
 
 def test_the_stages_of_a_conversion(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
-    record = CalibratedRecord(module="layers.0.self_attn", output=0.1, gap_left=0.25, first_low_frequency_pair=None)
-    trained = TrainingRecord(
-        kl_steps=8, kl=Divergence(0.5, 0.125), requested_steps=None, kl_rank=0, requested_rank=None
-    )
+    layer = LayerRecord(module="layers.0.self_attn", errors={}, gap_left=0.25)
+    from_weights = LayerRecord(module="m", errors={})
+    trained = Divergence(0.5, 0.125)
     shown = shown_by(
         ConversionScreen,
         clock,
         capsys,
-        ("layer", (0, 2, StageProgress(Stage.OWN_TEXT, 0, 2, 10, 40))),
-        ("layer", (0, 2, StageProgress(Stage.SOURCE, 0, 2))),
-        ("layer", (0, 2, StageProgress(Stage.GRADIENT, 1, 2, 30, 100))),
-        ("layer", (1, 2, record)),
-        ("layer", (2, 2, WeightsRecord(module="m", keys=0.1, values=0.1))),
-        ("layer", (2, 2, TrainingProgress(2, 8, 0.4))),
-        ("layer", (2, 2, trained)),
+        ("layer", (FitProgress(OWN_TEXT, 10, 40),)),
+        ("layer", (FitProgress(MERGING_LAYERS, 0, 2, "loading the source"),)),
+        ("layer", (FitProgress(MERGING_LAYERS, 1, 2, layer=layer),)),
+        ("layer", (FitProgress(MERGING_LAYERS, 2, 2, layer=from_weights),)),
+        ("layer", (FitProgress(ALL_TOGETHER, 2, 8, "step 2 of 8, KL 0.400"),)),
+        ("layer", (FitProgress(ALL_TOGETHER, 8, 8, kl=trained),)),
         ("plan", (SimpleNamespace(weight_bytes_after=4_000_000),)),
         ("written", (1_000_000,)),
     )
     assert shown.splitlines() == [
         "generating text: 25.0%",
         "merging layers: 0.0%  loading the source",
-        "merging layers: 0.0%  layer 1: gradient steps 30 of 100",
         "merging layers: 50.0%",
         "layer 1 of 2  layers.0.self_attn: 25.0% of mean pooling's error remains",
         "merging layers: 100.0%",
         "all layers together: 25.0%  step 2 of 8, KL 0.400",
+        "all layers together: 100.0%",
         "all layers together: KL divergence from the source 0.5000 -> 0.1250 nats per token",
         "converting: 25.0%",
     ]

@@ -6,8 +6,8 @@ import pytest
 
 from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.cli.console.plan import caches_at_context, show_plan
-from gqa_convert.conversion.fit.calibrated import CalibrationOptions
-from gqa_convert.conversion.fit.needs import estimate_needs
+from gqa_convert.conversion.fit.memory import estimate_needs
+from gqa_convert.conversion.fit.options import CalibrationOptions
 from gqa_convert.conversion.plan import make_plan
 from tests.helpers.own_files import make_source
 from tests.helpers.tiny import make_checkpoint

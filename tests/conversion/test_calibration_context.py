@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from gqa_convert.checkpoint.source import open_checkpoint
-from gqa_convert.conversion.fit.calibrated import CalibrationOptions, calibrate, check_calibration
+from gqa_convert.conversion.fit.batches import prepare_calibration
+from gqa_convert.conversion.fit.options import CalibrationOptions, check_calibration
 from gqa_convert.conversion.plan import make_plan
 from gqa_convert.demo import CHECKPOINT
 from gqa_convert.errors import OptionError
@@ -29,7 +30,7 @@ def far(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def calibration(source: Path, **options: Any) -> Any:
     plan = make_plan(open_checkpoint(source), 3, method="fit")
     given = CalibrationOptions(__file__, 1024, sequence_length=LENGTH, kl_steps=1, **options)
-    return calibrate(plan, given)
+    return prepare_calibration(plan, given)
 
 
 def test_the_models_context_is_reached(far: Path) -> None:
@@ -67,7 +68,7 @@ def test_bad_contexts(far: Path, tmp_path: Path, context: int, changes: dict[str
 
 
 def test_it_needs_text() -> None:
-    with pytest.raises(OptionError, match="--calibration-context 64 without text"):
+    with pytest.raises(OptionError, match="--calibration-context 64 needs calibration text"):
         check_calibration("factor", CalibrationOptions(context=64))
 
 

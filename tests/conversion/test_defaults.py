@@ -8,8 +8,8 @@ import pytest
 
 from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.conversion.fit import defaults
-from gqa_convert.conversion.fit.calibrated import CalibrationOptions
 from gqa_convert.conversion.fit.defaults import BUILT_IN_TOKENS, plan_conversion, why_no_text
+from gqa_convert.conversion.fit.options import CalibrationOptions
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.demo import CHECKPOINT
 from gqa_convert.errors import OptionError
@@ -88,5 +88,5 @@ def test_copied_heads_need_no_text(tmp_path: Path) -> None:
 
 
 def test_counts_without_text_are_refused_as_before() -> None:
-    with pytest.raises(OptionError, match="--calibration-tokens 64 without text"):
+    with pytest.raises(OptionError, match="--calibration-tokens 64 needs calibration text"):
         plan_conversion(open_checkpoint(CHECKPOINT), GROUPS, None, CalibrationOptions(tokens=64))

@@ -12,18 +12,16 @@ import numpy as np
 import pytest
 import torch
 
-from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.conversion.fit import layer_fitting, layer_walk
 from gqa_convert.conversion.fit.key_trials import KeyTrials
+from gqa_convert.conversion.fit.layer_store import LayerStore
 from gqa_convert.conversion.fit.lockstep import open_model
-from gqa_convert.conversion.fit.merged_layers import MergedLayers
-from gqa_convert.conversion.plan import make_plan
 from gqa_convert.errors import DeviceMemoryError, GQAConvertError, NoSpaceError
 from gqa_convert.merging.absorption_limits import AbsorptionLimits
 from gqa_convert.merging.attention_heads import Heads, repeat_heads
 from gqa_convert.merging.merge_layer import Moments, merge_layer
 from tests.helpers import folding_cases as folded
-from tests.helpers.fitting import batches_for
+from tests.helpers.fitting import batches_for, fit, plan_of
 
 
 @pytest.mark.parametrize(("heads", "ratio", "groups", "rotated"), [(12, 1, 3, 8), (6, 2, 2, 4)])
@@ -68,12 +66,9 @@ def source(tmp_path: Path) -> Path:
     return folded.build("llama").save(tmp_path / "source")
 
 
-def fit(source: Path, out: Path) -> None:
-    """Merge the layers with activations on the disk."""
-    plan = make_plan(open_checkpoint(source), 3, method="fit")
-    batches = batches_for(open_model(source))
-    with MergedLayers(out, {}, keep=True) as store:
-        layer_walk.fit_checkpoint(plan, store, batches, lambda *_: None, steps=2)
+def fit_layers_of(source: Path, out: Path) -> None:
+    with LayerStore(out, {}, keep=True) as store:
+        fit(plan_of(source), store, batches_for(open_model(source)), steps=2)
 
 
 @pytest.mark.parametrize("left", [0, 3, 8])
@@ -91,7 +86,7 @@ def test_a_full_disk_is_told(source: Path, tmp_path: Path, left: int, monkeypatc
     with pytest.raises(
         NoSpaceError, match=r"disk or quota of .* is full.*--calibration-tokens.*same command"
     ) as caught:
-        fit(source, tmp_path / "out")
+        fit_layers_of(source, tmp_path / "out")
     assert _is_one_line(caught.value)
     assert not (tmp_path / "out").exists()
 
@@ -107,7 +102,7 @@ def test_too_little_memory_is_told(
 
     monkeypatch.setattr(layer_fitting, "match", failing)
     with pytest.raises(DeviceMemoryError, match=r"out of memory.*--calibration-length.*same command") as caught:
-        fit(source, tmp_path / "out")
+        fit_layers_of(source, tmp_path / "out")
     assert _is_one_line(caught.value)
 
 
@@ -121,4 +116,4 @@ def test_other_errors_stay_what_they_are(source: Path, tmp_path: Path, monkeypat
 
     monkeypatch.setattr(layer_fitting, "match", failing)
     with pytest.raises(RuntimeError, match="shapes do not fit"):
-        fit(source, tmp_path / "out")
+        fit_layers_of(source, tmp_path / "out")

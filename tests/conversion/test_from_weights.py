@@ -64,8 +64,8 @@ def test_a_number_that_is_none_is_named_in_one_line(name: str, tmp_path: Path) -
 KILLED = """
 import os, signal, sys
 from gqa_convert.conversion.run import convert_checkpoint
-def done(number, total, record):
-    if number == 2:
+def done(progress):
+    if progress.done == 2:
         os.kill(os.getpid(), signal.SIGKILL)
 convert_checkpoint(sys.argv[1], sys.argv[2], 3, method="factor", on_layer=done)
 """
@@ -104,8 +104,7 @@ def test_a_kill_between_layers(
     ],
 )
 def test_errors_leave_nothing(problem: BaseException, told: type[BaseException], tmp_path: Path) -> None:
-    def done(number: int, total: int, record: Any) -> None:
-        del number, total, record
+    def done(_: Any) -> None:
         raise problem
 
     source = write_llama(tmp_path / "source")
@@ -117,8 +116,8 @@ def test_errors_leave_nothing(problem: BaseException, told: type[BaseException],
 def test_every_layer_is_announced(tmp_path: Path) -> None:
     seen: list[tuple[int, int, str]] = []
 
-    def done(number: int, total: int, record: Any) -> None:
-        seen.append((number, total, record.module))
+    def done(progress: Any) -> None:
+        seen.append((progress.done, progress.total, progress.layer.module))
 
     convert_checkpoint(write_llama(tmp_path / "source"), tmp_path / "out", 3, method="factor", on_layer=done)
     assert seen == [(1, 2, "model.layers.0.self_attn"), (2, 2, "model.layers.1.self_attn")]

@@ -20,8 +20,8 @@ from transformers.models.auto.modeling_auto import (
 
 from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.cli.console.plan import show_plan
-from gqa_convert.conversion.fit.calibrated import CalibrationOptions
-from gqa_convert.conversion.fit.needs import estimate_needs
+from gqa_convert.conversion.fit.memory import estimate_needs
+from gqa_convert.conversion.fit.options import CalibrationOptions
 from gqa_convert.conversion.plan import make_plan
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import GroupsError, UnsupportedFamilyError

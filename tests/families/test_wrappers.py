@@ -12,9 +12,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import gqa_convert
 from gqa_convert.checkpoint.source import open_checkpoint
-from gqa_convert.conversion.fit.calibrated import CalibrationOptions
 from gqa_convert.conversion.fit.defaults import plan_conversion
 from gqa_convert.conversion.fit.lockstep import find_modules
+from gqa_convert.conversion.fit.options import CalibrationOptions
 from gqa_convert.conversion.plan import make_plan
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import OptionError, UnsupportedFamilyError

@@ -10,18 +10,21 @@ from torch import Tensor
 
 import gqa_convert.families.modeling
 from gqa_convert.checkpoint.source import open_checkpoint
-from gqa_convert.conversion.fit.layer_walk import fit_layers
+from gqa_convert.conversion.fit.layer_store import LayerRecord, LayerStore, TrainingRecord
 from gqa_convert.conversion.fit.lockstep import open_model
-from gqa_convert.conversion.fit.merged_layers import MergedLayers
-from gqa_convert.conversion.fit.records import StageProgress
-from gqa_convert.conversion.fit.whole_model import train_together
-from gqa_convert.conversion.plan import make_plan
+from gqa_convert.conversion.fit.options import CalibrationOptions
+from gqa_convert.conversion.fit.progress import FitProgress
+from gqa_convert.conversion.fit.run import fit_checkpoint
+from gqa_convert.conversion.plan import Plan, make_plan
 from gqa_convert.conversion.writing import write_weights
 from gqa_convert.families.table import FAMILIES
+from gqa_convert.text.calibration import Calibration
 from tests.helpers.tiny import VOCAB
 
 EXACT = 1e-4
 """Distance of logits in float32 after ridge regression on a few hundred tokens."""
+
+Batches = Sequence[dict[str, Tensor]]
 
 
 def batches_for(
@@ -37,46 +40,62 @@ def batches_for(
     return [{"input_ids": text(length)} for _ in range(count)]
 
 
+def plan_of(source: Path, groups: int = 3, *, method: str = "fit", **options: Any) -> Plan:
+    """The plan of a checkpoint that keeps its own type."""
+    if FAMILIES[json.loads((source / "config.json").read_text())["model_type"]].modeling is not None:
+        options = {"native": False} | options
+    return make_plan(open_checkpoint(source), groups, method=method, **options)
+
+
+def fit(
+    plan: Plan,
+    store: LayerStore,
+    batches: Batches,
+    held_out: Batches = (),
+    fresh: Batches = (),
+    *,
+    steps: int = 8,
+    **options: Any,
+) -> tuple[list[LayerRecord], TrainingRecord]:
+    """Fit a plan's layers on the CPU: the record of each, and of the last stage, which takes no steps unless it is asked
+    to.
+    """
+    calibration = Calibration(list(batches), 0, 0, "", "", held_out=list(held_out), fresh=list(fresh))
+    asked = CalibrationOptions(steps=steps, device="cpu", **{"kl_steps": 0} | options)
+    records = []
+
+    def note(progress: FitProgress) -> None:
+        if progress.layer is not None:
+            records.append(progress.layer)
+
+    training = fit_checkpoint(plan, store, calibration, asked, note)
+    return records, training
+
+
 def fitted(
     source: Path,
     out: Path,
     groups: int = 3,
     *,
+    batches: Batches | None = None,
+    fresh: Batches = (),
     method: str = "fit",
     steps: int = 8,
-    batches: Sequence[dict[str, Tensor]] | None = None,
     kl_steps: int = 0,
     kl_rank: int = 0,
-    kl_batches: Sequence[dict[str, Tensor]] | None = None,
     **options: Any,
-) -> list[Any]:
-    """Fit a checkpoint that has no tokenizer; returns each layer's record, and the records of the stage that trains
-    all of them together.
-    """
-    options = (
-        {}
-        if FAMILIES[json.loads((source / "config.json").read_text())["model_type"]].modeling is None
-        else {"native": False}
-    ) | options
-    plan = make_plan(open_checkpoint(source), groups, method=method, **options)
-    model = open_model(source)
-    batches = batches or batches_for(model)
-    records: list[Any] = []
-
-    def note(_: int, __: int, record: Any) -> None:
-        if not isinstance(record, StageProgress):
-            records.append(record)
-
+) -> tuple[list[LayerRecord], TrainingRecord]:
+    """Convert a checkpoint that has no tokenizer, as `fit` does; the first batch is held out too."""
+    plan = plan_of(source, groups, method=method, **options)
+    batches = batches or batches_for(open_model(source))
+    held_out = (fresh or batches)[:1]
     out.mkdir()
-    with MergedLayers(out, {}, keep=False) as store:
-        fit_layers(plan, store, model, batches, note, steps=steps)
-        if kl_steps:
-            seen = kl_batches or batches
-            train_together(plan, store, model, seen, seen[:1], note, steps=kl_steps, seed=0, rank=kl_rank)
-        write_weights(plan, out, store.tensors(len(plan.merged_layers)), lambda _: None)
+    with LayerStore(out, {}, keep=False) as store:
+        found = fit(plan, store, batches, held_out, fresh, steps=steps, kl_steps=kl_steps, kl_rank=kl_rank)
+        write_weights(plan, out, store.locate(len(plan.merged_layers)), lambda _: None)
     (out / "config.json").write_text(json.dumps(plan.config))
     if plan.modeling:
         (out / f"{plan.modeling.file}.py").write_bytes(
             (Path(gqa_convert.families.modeling.__file__).parent / f"{plan.modeling.file}.py").read_bytes()
         )
-    return records
+    return found

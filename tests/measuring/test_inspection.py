@@ -271,7 +271,7 @@ def test_mistakes(weights: Path, planted: tuple[Path, Path], tmp_path: Path) -> 
     words = r"--candidates \[5\] do not all merge 12 K/V heads evenly: choose among \[1, 2, 3, 4, 6\]"
     refused(GroupsError, words, candidates=[5])
     refused(GroupsError, "do not all merge", candidates=[3, 12])
-    refused(OptionError, "--calibration-tokens 9 without text", calibration_tokens=9)
+    refused(OptionError, "--calibration-tokens 9 needs calibration text", calibration_tokens=9)
     refused(OptionError, "--kv-budget need text", max_loss_increase=0.2)
     refused(OptionError, "--kv-budget need text", kv_budget=KVBudget("9", nbytes=9))
     both = {"max_loss_increase": 0.1, "kv_budget": KVBudget("9", nbytes=9)}

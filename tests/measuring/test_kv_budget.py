@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.cli.options import cache_budget
-from gqa_convert.conversion.fit.calibrated import CalibrationOptions
+from gqa_convert.conversion.fit.options import CalibrationOptions
 from gqa_convert.conversion.plan import make_plan
 from gqa_convert.errors import GroupsError, OptionError, OutputError
 from gqa_convert.measuring.sensitivity import layer_merging, merged_copies
@@ -204,7 +204,7 @@ def test_a_score_is_that_of_the_whole_models(source: Path, monkeypatch: pytest.M
             yield groups, {"v_proj.weight": torch.full_like(module.parameters()["v_proj.weight"], value)}
 
     monkeypatch.setattr(layer_merging.ClosedForm, "merge", edited_values)
-    plan = make_plan(open_checkpoint(source), 1)
+    plan = make_plan(open_checkpoint(source), 1, method="factor")
     blocks = torch.randint(3, 2048, (3, 32), generator=torch.Generator().manual_seed(0))
     ragged = [{"input_ids": blocks}, {"input_ids": blocks[:1, :20]}]
     modules = [layer.module for layer in plan.layers]

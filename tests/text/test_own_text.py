@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from gqa_convert.checkpoint.source import open_checkpoint
-from gqa_convert.conversion.fit.calibrated import CalibrationOptions, calibrate
+from gqa_convert.conversion.fit.batches import prepare_calibration
+from gqa_convert.conversion.fit.options import CalibrationOptions
 from gqa_convert.conversion.plan import make_plan
 from gqa_convert.errors import DataError, InterruptedRunError, OptionError, RecipeError, StoppedError
 from gqa_convert.text import generating
@@ -81,14 +82,14 @@ def test_calibration_reads_it_as_it_reads_the_file(tmp_path: Path) -> None:
     plan = make_plan(open_checkpoint(str(DEMO)), 3, method="factor")
     options = {"tokens": 64, "sequence_length": 16, "device": "cpu"}
     seen: list[str] = []
-    own = calibrate(plan, CalibrationOptions("self", **options), lambda label, *_: seen.append(label))
+    own = prepare_calibration(plan, CalibrationOptions("self", **options), lambda label, *_: seen.append(label))
     (file,) = (tmp_path / "cache" / "gqa-convert" / "tokens").glob("own-text-*.jsonl")
-    given = calibrate(plan, CalibrationOptions(str(file), **options))
+    given = prepare_calibration(plan, CalibrationOptions(str(file), **options))
     assert own.digest == given.digest
     assert own.tokens == 64
     assert "64 tokens of demo_checkpoint's own text (at least 72 tokens at temperature 1, seed 0)" in own.description
     assert set(seen) == {"generating text"}
-    both = calibrate(plan, CalibrationOptions(["self", str(file)], **options))
+    both = prepare_calibration(plan, CalibrationOptions(["self", str(file)], **options))
     assert " and " in both.description
 
 

@@ -5,10 +5,8 @@ from typing import TYPE_CHECKING
 from .progress import ProgressScreen
 
 if TYPE_CHECKING:
-    from gqa_convert.conversion.fit.records import LayerRecord, StageProgress, TrainingProgress, TrainingRecord
+    from gqa_convert.conversion.fit.progress import FitProgress
     from gqa_convert.conversion.plan import Plan
-
-_LAYERS, _TOGETHER = "merging layers", "all layers together"
 
 
 class ConversionScreen:
@@ -36,37 +34,13 @@ class ConversionScreen:
         self._written += nbytes
         self._show("converting", self._written, self._to_write)
 
-    def layer(
-        self, done: int, total: int, record: "LayerRecord | StageProgress | TrainingProgress | TrainingRecord"
-    ) -> None:
-        """Show a record of the work on layers; see `gqa_convert.conversion.fit.records.LayerDone`."""
-        from gqa_convert.conversion.fit.records import CalibratedRecord, StageProgress, TrainingProgress, TrainingRecord
-
-        if isinstance(record, StageProgress):
-            self._stage(done, record)
-        elif isinstance(record, TrainingProgress):
-            detail = f"step {record.done:,} of {record.total:,}"
-            if record.kl is not None:
-                detail += f", KL {record.kl:.3f}"
-            self._show(_TOGETHER, record.done, record.total, detail)
-        elif isinstance(record, TrainingRecord):
-            before, after = record.kl.before, record.kl.after
-            self.say(f"{_TOGETHER}: KL divergence from the source {before:.4f} -> {after:.4f} nats per token")
-        else:
-            self._show(_LAYERS, done, total)
-            if isinstance(record, CalibratedRecord):
-                left = f"{record.gap_left:.1%} of mean pooling's error remains"
-                self.say(f"layer {done} of {total}  {record.module}: {left}")
-
-    def _stage(self, done: int, record: "StageProgress") -> None:
-        from gqa_convert.conversion.fit.records import Stage
-
-        if record.stage is Stage.OWN_TEXT:
-            self._show(str(record.stage), record.step, record.steps)
-            return
-        detail = str(record.stage)
-        if record.layer:
-            detail = f"layer {record.layer}: {detail}"
-        if record.steps:
-            detail += f" {record.step:,} of {record.steps:,}"
-        self._show(_LAYERS, done, record.layers, detail)
+    def layer(self, progress: "FitProgress") -> None:
+        """Show where the work on layers is."""
+        self._show(progress.label, progress.done, progress.total, progress.detail)
+        layer, kl = progress.layer, progress.kl
+        if layer is not None and layer.gap_left is not None:
+            left = f"{layer.gap_left:.1%} of mean pooling's error remains"
+            self.say(f"layer {progress.done} of {progress.total}  {layer.module}: {left}")
+        if kl is not None:
+            after = f"{kl.before:.4f} -> {kl.after:.4f} nats per token"
+            self.say(f"{progress.label}: KL divergence from the source {after}")

@@ -10,7 +10,7 @@ from .screen import print_note, stdout_console, styled, tokens_text
 from .tables import show_table
 
 if TYPE_CHECKING:
-    from gqa_convert.conversion.fit.needs import Needs
+    from gqa_convert.conversion.fit.memory import Needs
     from gqa_convert.conversion.plan import Plan
 
 CACHES = {

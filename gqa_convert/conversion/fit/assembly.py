@@ -11,11 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gqa_convert.conversion.fit.limits import FEWER
 from gqa_convert.conversion.fit.repeated_rows import RepeatedRows
 from gqa_convert.errors import UnsupportedFamilyError
 from gqa_convert.merging.attention_heads import Heads, LayerLayout, Tensors
 
+FEWER = 0.75
+"""Of the rows of a weight: where merged heads have no more, products are made of them."""
 ROLES = ("queries", "keys", "values", "outputs", "output_bias")
 BIASES = {"queries": "queries_bias", "keys": "keys_bias", "values": "values_bias"}
 Parts = Mapping[str, Tensor]

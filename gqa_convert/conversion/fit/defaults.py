@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from gqa_convert.checkpoint.source import Checkpoint
-from gqa_convert.conversion.fit.calibrated import CalibrationOptions, check_calibration, check_predicts
+from gqa_convert.conversion.fit.options import CalibrationOptions, check_calibration, check_predicts
 from gqa_convert.conversion.plan import Plan, make_plan
 from gqa_convert.errors import NoLanguageModelError
 from gqa_convert.families.context_length import has_fixed_source

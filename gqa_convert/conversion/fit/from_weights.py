@@ -3,8 +3,8 @@
 from contextlib import ExitStack
 
 from gqa_convert.checkpoint.source_files import SourceFiles
-from gqa_convert.conversion.fit.merged_layers import MergedLayers
-from gqa_convert.conversion.fit.records import LayerDone, WeightsRecord, recorded_order
+from gqa_convert.conversion.fit.layer_store import LayerRecord, LayerStore, recorded_order
+from gqa_convert.conversion.fit.progress import MERGING_LAYERS, FitProgress, OnProgress
 from gqa_convert.conversion.fit.source_layer import SourceLayer, SourceReader, attention_of, read_source_layer
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.merging.attention_heads import Tensors
@@ -13,22 +13,18 @@ from gqa_convert.merging.merge_layer import merge_layer
 from gqa_convert.merging.reconstruction_error import reconstruction_errors
 
 
-def merge_layers(plan: Plan, store: MergedLayers, on_layer: LayerDone) -> dict[str, float]:
+def merge_layers(plan: Plan, store: LayerStore, on_progress: OnProgress) -> None:
     """Merge every layer by the plan's method, from the weights alone, with one layer in memory at a time.
 
     Args:
         plan: of method `factor`.
         store: where merged layers go; those that it holds already are not merged again.
-        on_layer: called as each is done.
-
-    Returns:
-        The relative errors of keys and values, by name.
+        on_progress: called as each is done.
 
     Raises:
         NonFiniteError: a tensor holds NaN or Inf.
     """
     finder = attention_of(plan)
-    errors: dict[str, float] = {}
     with ExitStack() as stack:
         read = SourceReader(plan.checkpoint, SourceFiles(plan.checkpoint, store.path, stack))
         for number, (layer, groups) in enumerate(plan.merged_layers):
@@ -37,17 +33,20 @@ def merge_layers(plan: Plan, store: MergedLayers, on_layer: LayerDone) -> dict[s
                 source = read_source_layer(finder, layer, plan.limits_of(layer), read)
                 tensors, record = _merge_from_weights(source, groups)
                 store.write(number, tensors, record)
-            errors |= record.errors
-            on_layer(number + 1, len(plan.merged_layers), record)
-    return errors
+            on_progress(FitProgress(MERGING_LAYERS, number + 1, len(plan.merged_layers), layer=record))
 
 
-def _merge_from_weights(layer: SourceLayer, groups: int) -> tuple[Tensors, WeightsRecord]:
+def _merge_from_weights(layer: SourceLayer, groups: int) -> tuple[Tensors, LayerRecord]:
     """The tensors of the merged layer, and its record."""
     heads = layer.layout.split_heads(layer.tensors)
     order = find_head_order(heads, groups, layer.constraints, None)
     heads = reorder_heads(heads, order)
     merged = merge_layer(heads, groups, layer.constraints, None)
     keys, values = reconstruction_errors(heads, merged, layer.constraints, None)
-    record = WeightsRecord(module=layer.layout.layer.module, head_order=recorded_order(order), keys=keys, values=values)
+    module = layer.layout.layer.module
+    record = LayerRecord(
+        module=module,
+        errors={f"{module}.keys": keys, f"{module}.values": values},
+        head_order=recorded_order(order),
+    )
     return layer.layout.merge_heads(merged, layer.tensors, groups), record

@@ -15,13 +15,14 @@ import numpy as np
 from torch import Tensor
 
 from gqa_convert.conversion.fit.assembly import Assembly, Parts, as_heads, as_parts
-from gqa_convert.conversion.fit.calibrated import LOW_FREQUENCY_TOKENS
 from gqa_convert.conversion.fit.fibonacci_search import least
 from gqa_convert.conversion.fit.key_trials import KeyTrials
+from gqa_convert.conversion.fit.layer_store import LayerRecord, recorded_order
 from gqa_convert.conversion.fit.lockstep import Call, CapturedModule, mapped_file
 from gqa_convert.conversion.fit.matching import match
+from gqa_convert.conversion.fit.options import LOW_FREQUENCY_TOKENS
 from gqa_convert.conversion.fit.precision import Precision, is_reduced
-from gqa_convert.conversion.fit.records import CalibratedRecord, OnStage, Stage, recorded_order
+from gqa_convert.conversion.fit.progress import OnStage, Stage
 from gqa_convert.conversion.fit.source_layer import SourceLayer
 from gqa_convert.conversion.fit.statistics import Regression, best_change, moments_of
 from gqa_convert.errors import UnsupportedFamilyError
@@ -143,7 +144,7 @@ class LayerFitting:
                     "choose --method factor without calibration text"
                 )
 
-    def run(self) -> tuple[Heads, CalibratedRecord]:
+    def run(self) -> tuple[Heads, LayerRecord]:
         """The merged layer, and its record."""
         moments = moments_of(self.module, self.source)
         self.on_stage(Stage.HEAD_ORDER, 0, 0)
@@ -156,10 +157,10 @@ class LayerFitting:
         if self.options.trains:
             merged = self.refitted(self.trained(merged))
         own = self.error(merged, self.local_targets)
-        return merged, CalibratedRecord(
+        return merged, LayerRecord(
             module=self.module.name,
             head_order=recorded_order(order),
-            output=self.error(merged),
+            errors={f"{self.module.name}.output": self.error(merged)},
             gap_left=(own / pooled) ** 2 if pooled else 0.0,
             first_low_frequency_pair=low_frequency,
         )

@@ -11,8 +11,8 @@ from torch import Tensor
 from gqa_convert.checkpoint.heap import kept_heap
 from gqa_convert.conversion.fit.assembly import Parts
 from gqa_convert.conversion.fit.lockstep import Call
+from gqa_convert.conversion.fit.optimizer import RelativeAdam, batch_order
 from gqa_convert.conversion.fit.precision import Precision
-from gqa_convert.conversion.fit.relative_adam import RelativeAdam, batch_order
 from gqa_convert.conversion.fit.training_attention import training_attention
 
 RATE = 0.03
@@ -64,8 +64,8 @@ def match(
         for done, number in enumerate(batch_order(count, steps, seed)):
             on_step(done, steps)
             with torch.enable_grad():
-                missed = loss(number)
-            optimizer.step([missed])
+                torch.autograd.backward(loss(number))
+            optimizer.step()
     return optimizer.results()[0]
 
 

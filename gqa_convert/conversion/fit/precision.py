@@ -7,8 +7,13 @@ from typing import Any
 
 import torch
 
-from gqa_convert.conversion.fit.limits import may_be_reduced
 from gqa_convert.conversion.plan import Plan
+from gqa_convert.families.config_sizes import HIDDEN_SIZE_KEYS
+from gqa_convert.families.context_length import stated_count
+
+_WIDE = 256
+"""The hidden_size from which on products take longer in float32 than the conversions between types."""
+_HALF = ("F16", "BF16")
 
 Precision = Callable[[], AbstractContextManager[Any]]
 """Returns a context in which torch multiplies matrices in one precision."""
@@ -22,13 +27,22 @@ def precision_of(plan: Plan, device: torch.device) -> Precision:
         plan: of the conversion.
         device: where the model runs.
     """
-    if may_be_reduced(plan) and _is_fast(device):
+    if _may_be_reduced(plan) and _is_fast(device):
         return partial(torch.autocast, device.type, torch.bfloat16)
     return nullcontext
 
 
 def is_reduced(precision: Precision) -> bool:
     return precision is not nullcontext
+
+
+def _may_be_reduced(plan: Plan) -> bool:
+    """Whether products with activations lose nothing in bfloat16 and are large enough to gain by it: the merged layers of
+    the source have 16 bits.
+    """
+    changed = {change.name for change in plan.changes}
+    dtypes = {entry.dtype for _, name, entry in plan.checkpoint.tensors() if name in changed}
+    return dtypes <= set(_HALF) and (stated_count(plan.checkpoint.config, HIDDEN_SIZE_KEYS) or 0) >= _WIDE
 
 
 def _is_fast(device: torch.device) -> bool:

@@ -1,105 +1,66 @@
-"""Merges the layers of a plan, for methods that work on whole layers."""
+"""Merges the layers of a plan, for methods that work on whole layers, so that the writer finds them ready."""
 
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gqa_convert._version import __version__
 from gqa_convert.checkpoint.devices import chosen_device
 from gqa_convert.checkpoint.headers import TensorEntry
 from gqa_convert.checkpoint.provenance import CalibrationRecord, Divergence
-from gqa_convert.conversion.fit.calibrated import CalibrationOptions, calibrate, steps_per_layer, steps_together
+from gqa_convert.conversion.fit.batches import prepare_calibration, token_inputs
 from gqa_convert.conversion.fit.from_weights import merge_layers
-from gqa_convert.conversion.fit.merged_layers import MergedLayers
-from gqa_convert.conversion.fit.records import LayerDone, Stage, StageProgress
+from gqa_convert.conversion.fit.layer_store import LayerStore, TrainingRecord
+from gqa_convert.conversion.fit.memory import plan_last_stage
+from gqa_convert.conversion.fit.options import CalibrationOptions, steps_per_layer, steps_together
+from gqa_convert.conversion.fit.progress import ALL_TOGETHER, MERGING_LAYERS, OWN_TEXT, FitProgress, OnProgress
+from gqa_convert.conversion.fit.resource_errors import explained
 from gqa_convert.conversion.plan import Plan
+from gqa_convert.errors import OptionError
 
-__all__ = ["LayerDone", "Merged", "merge_whole_layers"]
+if TYPE_CHECKING:
+    from gqa_convert.conversion.fit.distillation import DistillationOptions
+    from gqa_convert.text.calibration import Calibration
 
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """The tensors of merged layers, and what the record says of the merge."""
+    """Layers that were merged before the writer runs, and what the result's record says of them."""
 
     tensors: Mapping[str, tuple[Path, TensorEntry]] = field(default_factory=dict)
-    """By name: the safetensors file and the entry of each. Empty where the writer merges."""
-    errors: dict[str, float] | None = None
+    """By the names of the result's tensors: the file that holds each, and where in it."""
+    errors: Mapping[str, float] | None = None
     """By name; None where the writer merges, and measures the errors itself."""
     calibration: CalibrationRecord | None = None
-    """The text that was used."""
-    head_order: dict[str, list[int]] = field(default_factory=dict)
+    """What the source was run on."""
+    head_order: Mapping[str, list[int]] = field(default_factory=dict)
     """By module: the source's K/V heads in the order in which they were merged, where it is not the source's."""
     device: str = "cpu"
     """On which the work was done."""
 
 
 def merge_whole_layers(
-    plan: Plan, out: Path, options: CalibrationOptions, stack: ExitStack, on_layer: LayerDone
+    plan: Plan, out: Path, options: CalibrationOptions, stack: ExitStack, on_progress: OnProgress
 ) -> Merged:
     """Merge every layer of a plan whose method works on whole layers; of any other plan none.
 
     Args:
         plan: of a local checkpoint.
         out: the folder of the result. Merged layers lie in a hidden folder beside it until `stack` is closed; those
-            that were measured on text stay there after an error, so that the next run resumes.
+            that were measured on calibration data stay there after an error, so that the next run resumes.
         options: of calibration.
         stack: closed once the result is written.
-        on_layer: called as each layer is merged.
+        on_progress: called as the work goes on.
 
     Raises:
         GQAConvertError: one of its subclasses.
     """
     if not plan.merge_method.merges_layers:
         return Merged()
-    if options.source is None:
-        store = stack.enter_context(MergedLayers(out, _fingerprint(plan), keep=False))
-        errors = merge_layers(plan, store, on_layer)
-        return Merged(store.tensors(len(plan.merged_layers)), errors, None, _head_order(plan, store))
-    return _merge_on_text(plan, out, options, stack, on_layer)
-
-
-def _merge_on_text(plan: Plan, out: Path, options: CalibrationOptions, stack: ExitStack, on_layer: LayerDone) -> Merged:
-    from gqa_convert.conversion.fit.layer_walk import fit_checkpoint
-
     count = len(plan.merged_layers)
-    on_layer(0, count, StageProgress(Stage.TEXT, 0, count))
-    calibration = calibrate(
-        plan,
-        options,
-        lambda _, done, total: on_layer(0, count, StageProgress(Stage.OWN_TEXT, 0, count, done, total)),
-    )
-    steps = steps_per_layer(options)
-    record = CalibrationRecord(
-        text=calibration.description,
-        tokens=calibration.tokens,
-        sequence_length=calibration.sequence_length,
-        seed=options.seed,
-        steps=steps,
-        digest=calibration.digest,
-    )
-    fingerprint = _fingerprint(plan) | record.inputs()
-    store = stack.enter_context(MergedLayers(out, fingerprint, keep=True))
-    settings: dict[str, Any] = {
-        "steps": steps,
-        "kl_steps": options.kl_steps,
-        "kl_rank": options.kl_rank,
-        "default_kl_steps": steps_together(options),
-        "held_out": calibration.held_out,
-        "fresh": calibration.fresh,
-    }
-    device = chosen_device(options.device)
-    fitted = fit_checkpoint(plan, store, calibration.batches, on_layer, **settings, device=device)
-    record = replace(record, kl=Divergence(fitted.divergence, fitted.divergence))
-    if training := store.finished():
-        record = replace(record, kl_steps=training.kl_steps, kl_rank=training.kl_rank, kl=training.kl)
-    return Merged(store.tensors(len(plan.merged_layers)), dict(fitted.errors), record, _head_order(plan, store), device)
-
-
-def _fingerprint(plan: Plan) -> dict[str, Any]:
-    """What merged layers depend on, apart from the text."""
-    return {
+    fingerprint = {
         "version": __version__,
         "source": str(plan.checkpoint.folder),
         "files": [[shard.file, shard.size, shard.modified_ns] for shard in plan.checkpoint.shards],
@@ -108,8 +69,130 @@ def _fingerprint(plan: Plan) -> dict[str, Any]:
         "groups": plan.stated_groups,
         "modules": [layer.module for layer in plan.layers],
     }
+    record, device = None, "cpu"
+    if not options.has_data:
+        store = stack.enter_context(LayerStore(out, fingerprint, keep=False))
+        merge_layers(plan, store, on_progress)
+    else:
+        on_progress(FitProgress(MERGING_LAYERS, 0, count, "reading the text"))
+        calibration = prepare_calibration(
+            plan, options, lambda _, done, total: on_progress(FitProgress(OWN_TEXT, done, total))
+        )
+        record = CalibrationRecord(
+            text=calibration.description,
+            tokens=calibration.tokens,
+            sequence_length=calibration.sequence_length,
+            seed=options.seed,
+            steps=steps_per_layer(options),
+            digest=calibration.digest,
+        )
+        store = stack.enter_context(LayerStore(out, fingerprint | record.inputs(), keep=True))
+        device = chosen_device(options.device)
+        training = fit_checkpoint(plan, store, calibration, options, on_progress)
+        record = replace(record, kl_steps=training.kl_steps, kl_rank=training.kl_rank, kl=training.kl)
+    errors: dict[str, float] = {}
+    head_order = {}
+    for number in range(count):
+        layer = store.record(number)
+        assert layer is not None
+        errors |= layer.errors
+        if layer.head_order is not None:
+            head_order[layer.module] = layer.head_order
+    return Merged(store.locate(count), errors, record, head_order, device)
 
 
-def _head_order(plan: Plan, store: MergedLayers) -> dict[str, list[int]]:
-    records = filter(None, map(store.record, range(len(plan.merged_layers))))
-    return {record.module: list(record.head_order) for record in records if record.head_order is not None}
+def fit_checkpoint(
+    plan: Plan, store: LayerStore, calibration: "Calibration", options: CalibrationOptions, on_progress: OnProgress
+) -> TrainingRecord:
+    """Load the source, fit every layer, then train all layers together where that is possible.
+
+    Args:
+        plan: of the conversion, of a method that takes calibration data.
+        store: where merged layers go; those that it holds already are not merged again.
+        calibration: the batches. Without held-out ones the last stage is left out.
+        options: of calibration.
+        on_progress: called as the work goes on.
+
+    Returns:
+        What the last stage has done, with no steps where it was left out.
+
+    Raises:
+        NoSpaceError: the disk cannot hold the activations.
+        DeviceMemoryError: the memory is too small.
+        OptionError: `kl_steps` is given, and all layers cannot be trained together.
+        NonFiniteError: a tensor of the source holds NaN or Inf.
+        UnsupportedFamilyError: the loaded modules' parameters are not the checkpoint's tensors.
+    """
+    from gqa_convert.conversion.fit.distillation import Student, train_together
+    from gqa_convert.conversion.fit.layer_walk import fit_layers
+    from gqa_convert.conversion.fit.lockstep import open_model
+    from gqa_convert.text.calibration import digest_of
+
+    folder = plan.checkpoint.folder
+    assert folder is not None
+    with explained(store.path.parent):
+        on_progress(FitProgress(MERGING_LAYERS, 0, len(plan.merged_layers), "loading the source"))
+        model = open_model(folder, device=chosen_device(options.device))
+        stage = _last_stage(plan, model, calibration, options)
+        request = {
+            "kl_steps": options.kl_steps,
+            "kl_rank": options.kl_rank,
+            "data": digest_of([], [*calibration.fresh, *calibration.held_out]),
+        }
+        finished = store.finished()
+        if finished is not None and finished.request != request:
+            store.reopen()
+        divergence = fit_layers(plan, store, model, calibration.batches, on_progress, steps=steps_per_layer(options))
+        finished = store.finished()
+        if finished is None and stage is not None:
+            student = Student(plan, store, model, stage)
+            learned = [*calibration.fresh, *calibration.batches]
+            trained, kl = train_together(student, learned, calibration.held_out, stage, on_progress)
+            finished = TrainingRecord(request=request, kl_steps=0, kl_rank=0, kl=kl)
+            if kl.before >= stage.least:
+                finished = replace(finished, kl_steps=stage.steps, kl_rank=stage.rank)
+            store.finish(student.tensors(trained or []), finished)
+            on_progress(FitProgress(ALL_TOGETHER, stage.steps, stage.steps, kl=kl))
+    if finished is None:
+        finished = TrainingRecord(request=request, kl_steps=0, kl_rank=0, kl=Divergence(divergence, divergence))
+    return finished
+
+
+def _last_stage(
+    plan: Plan, model: Any, calibration: "Calibration", options: CalibrationOptions
+) -> "DistillationOptions | None":
+    """How all layers are trained together; None to leave the stage out.
+
+    Raises:
+        OptionError: `kl_steps` is given, and the stage is impossible.
+    """
+    from gqa_convert.conversion.fit.distillation import WORTHWHILE, DistillationOptions
+    from gqa_convert.conversion.fit.lockstep import offloaded_weights, running_device
+    from gqa_convert.conversion.fit.precision import precision_of
+
+    steps = steps_together(options)
+    if not plan.merge_method.trains or not steps:
+        return None
+    requested = options.kl_steps is not None
+    is_in_memory = offloaded_weights(model) is None
+    if requested and not is_in_memory:
+        raise OptionError(
+            f"--kl-steps {steps} trains all layers together, which needs the model in memory, and this one does not fit: leave the option out"
+        )
+    if requested and not calibration.held_out:
+        raise OptionError(
+            f"--kl-steps {steps} needs held-out text, and the layers use all of the text: lower --calibration-tokens, or name more text"
+        )
+    device = running_device(model)
+    longest = max(token_inputs(batch).shape[-1] for batch in calibration.batches)
+    found = plan_last_stage(plan, longest, device, options.kl_rank)
+    if not requested and not (is_in_memory and calibration.held_out and found.affordable):
+        return None
+    return DistillationOptions(
+        steps=steps,
+        seed=plan.seed,
+        rank=found.rank,
+        recomputes=found.recomputes,
+        least=0.0 if requested else WORTHWHILE,
+        precision=precision_of(plan, device),
+    )

@@ -7,11 +7,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gqa_convert.conversion.fit.limits import MOST_DOUBLE_COLUMNS, STRENGTHS
 from gqa_convert.conversion.fit.lockstep import CapturedModule
 from gqa_convert.merging.attention_heads import Heads
 from gqa_convert.merging.merge_layer import Moments
 
+STRENGTHS = (1e-3, 1e-2, 1e-1, 1.0, 10.0)
+"""Of a ridge regression, relative to the mean of the Gram matrix's diagonal."""
+MOST_DOUBLE_COLUMNS = 1024
+"""Products of up to this many columns are made in float64; those of more in float32, and summed in float64."""
 DAMPING = 0.01
 """Added to the diagonal of a moment, relative to the diagonal's mean."""
 

@@ -18,9 +18,10 @@ from gqa_convert.checkpoint.item_bytes import ITEM_BYTES
 from gqa_convert.checkpoint.paths import local_path
 from gqa_convert.checkpoint.publication import check_destination
 from gqa_convert.checkpoint.source import Checkpoint, open_local
-from gqa_convert.conversion.fit.calibrated import CalibrationOptions, calibrate, steps_per_layer
+from gqa_convert.conversion.fit.batches import prepare_calibration
 from gqa_convert.conversion.fit.defaults import BUILT_IN_TOKENS, plan_conversion, why_no_text
-from gqa_convert.conversion.fit.merged_layers import MergedLayers
+from gqa_convert.conversion.fit.layer_store import LayerStore
+from gqa_convert.conversion.fit.options import CalibrationOptions, steps_per_layer
 from gqa_convert.conversion.plan import Plan, make_plan, merging_counts
 from gqa_convert.errors import OptionError
 from gqa_convert.measuring import Progress
@@ -73,7 +74,7 @@ def choose_num_kv_heads(
         check_destination(local_path(out), checkpoint.folder, overwrite=overwrite)
     if text.source is None:
         text = replace(text, source=STDLIB, tokens=BUILT_IN_TOKENS)
-    calibration = calibrate(plan, text, progress)
+    calibration = prepare_calibration(plan, text, progress)
     with ExitStack() as stack:
         store = stack.enter_context(_fits_store(plan, out, calibration.digest, text)) if fits else None
         inputs = stack.enter_context(open_inputs(plan, calibration.batches, text, store))
@@ -116,7 +117,7 @@ def _plan(
 
 
 @contextmanager
-def _fits_store(plan: Plan, out: str | Path | None, digest: str, text: CalibrationOptions) -> Iterator[MergedLayers]:
+def _fits_store(plan: Plan, out: str | Path | None, digest: str, text: CalibrationOptions) -> Iterator[LayerStore]:
     """Where short fits are kept: beside the result, or in a temporary folder if there is no result."""
     depends_on = {
         "version": __version__,
@@ -128,7 +129,7 @@ def _fits_store(plan: Plan, out: str | Path | None, digest: str, text: Calibrati
     }
     with tempfile.TemporaryDirectory(prefix="gqa-budget-") as folder:
         beside = folder if out is None else local_path(out)
-        with MergedLayers(Path(f"{beside}.short-fits"), depends_on, keep=out is not None) as store:
+        with LayerStore(Path(f"{beside}.short-fits"), depends_on, keep=out is not None) as store:
             yield store
 
 

@@ -11,7 +11,8 @@ from gqa_convert.checkpoint.paths import expanded
 from gqa_convert.checkpoint.results import Result
 from gqa_convert.checkpoint.source import Checkpoint, open_local
 from gqa_convert.checkpoint.strict_json import JsonObject
-from gqa_convert.conversion.fit.calibrated import CalibrationOptions, calibrate, check_calibration, check_predicts
+from gqa_convert.conversion.fit.batches import prepare_calibration
+from gqa_convert.conversion.fit.options import CalibrationOptions, check_calibration, check_predicts
 from gqa_convert.conversion.plan import Plan, make_plan, merging_counts, spread
 from gqa_convert.errors import GroupsError, OptionError
 from gqa_convert.measuring import Progress
@@ -228,7 +229,7 @@ def _inspect_on_text(
     plan: Plan, candidates: Sequence[int], text: CalibrationOptions, progress: Progress
 ) -> tuple[tuple[InspectedLayer, ...], JsonObject, HeldOutLosses]:
     """Errors and losses from running the source, and a copy with all layers merged for each candidate, on text."""
-    calibration = calibrate(plan, text, progress)
+    calibration = prepare_calibration(plan, text, progress)
     from gqa_convert.measuring.sensitivity.layer_merging import ClosedForm
     from gqa_convert.measuring.sensitivity.merged_copies import count_predicted, open_inputs, score_copies
 

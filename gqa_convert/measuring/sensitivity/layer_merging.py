@@ -9,8 +9,8 @@ from torch import Tensor
 
 from gqa_convert.conversion.fit.assembly import Assembly, as_parts, repeated_parameters
 from gqa_convert.conversion.fit.layer_fitting import FitOptions, LayerFitting
+from gqa_convert.conversion.fit.layer_store import LayerStore
 from gqa_convert.conversion.fit.lockstep import CapturedModule
-from gqa_convert.conversion.fit.merged_layers import MergedLayers
 from gqa_convert.conversion.fit.precision import Precision
 from gqa_convert.conversion.fit.source_layer import SourceLayer
 from gqa_convert.conversion.fit.statistics import moments_of
@@ -73,7 +73,7 @@ class ShortFits:
         seed: of the order of batches in gradient steps.
     """
 
-    store: MergedLayers
+    store: LayerStore
     steps: int
     precision: Precision
     seed: int

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from gqa_convert.checkpoint.devices import chosen_device
-from gqa_convert.conversion.fit.calibrated import CalibrationOptions, steps_per_layer
+from gqa_convert.conversion.fit.layer_store import LayerStore
 from gqa_convert.conversion.fit.lockstep import Batch, LockstepRunner, open_model, running_device
-from gqa_convert.conversion.fit.merged_layers import MergedLayers
+from gqa_convert.conversion.fit.options import CalibrationOptions, steps_per_layer
 from gqa_convert.conversion.fit.precision import Precision, precision_of
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.errors import DataError
@@ -96,7 +96,7 @@ def split(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch]]:
 
 @contextmanager
 def open_inputs(
-    plan: Plan, batches: Sequence[Batch], text: CalibrationOptions, store: MergedLayers | None = None
+    plan: Plan, batches: Sequence[Batch], text: CalibrationOptions, store: LayerStore | None = None
 ) -> Iterator[SensitivityInputs]:
     """Load a plan's source, and hold out a part of the text.
 

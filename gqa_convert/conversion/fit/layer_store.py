@@ -1,0 +1,214 @@
+"""Keeps merged layers on disk until the result is written, so that a killed run resumes.
+
+Each layer is one safetensors file with its tensors as the result has them: K/V heads once, in the result's types. The
+layer's record is JSON in the metadata of the file.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from safetensors.numpy import save
+
+from gqa_convert.checkpoint.atomic_files import write_whole
+from gqa_convert.checkpoint.dtypes import DTYPES
+from gqa_convert.checkpoint.headers import LENGTH_BYTES, Header, TensorEntry, header_length, parse_header
+from gqa_convert.checkpoint.locks import try_lock
+from gqa_convert.checkpoint.provenance import Divergence
+from gqa_convert.checkpoint.strict_json import JsonObject
+from gqa_convert.errors import CorruptCheckpointError, InterruptedRunError, OutputError
+
+Array = npt.NDArray[Any]
+_RECORD = "record"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerRecord:
+    """A merged layer."""
+
+    module: str
+    """The attention module, as the checkpoint names it."""
+    errors: dict[str, float]
+    """Relative errors in root mean square, by their names in `gqa_conversion.json`: of the attention scores (`keys`) and of
+    what the values contribute (`values`), or on calibration data of the target output (`output`).
+    """
+    head_order: list[int] | None = None
+    """The source's K/V heads in the order in which they were merged; None where every head keeps its place."""
+    gap_left: float | None = None
+    """The share of mean pooling's squared error that remains, against the source's attention of the same inputs; None
+    without calibration data.
+    """
+    first_low_frequency_pair: int | None = None
+    """The rotary pair from which on positions are ignored; None where keys have no rotary pairs, or are averaged."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingRecord:
+    """The stage that trains all layers together, once it has ended."""
+
+    request: JsonObject
+    """What the stage depends on beside the layers: another request begins it again."""
+    kl_steps: int
+    """0 where the stage was left out, or where the divergence was too small to be worth its time."""
+    kl_rank: int
+    """Of the changes of query and output projections; 0 where these were trained as they are."""
+    kl: Divergence
+
+
+class LayerStore:
+    """A hidden folder beside the result, locked while it is open.
+
+    Args:
+        out: the folder that the result will have.
+        fingerprint: what the layers depend on: source, method, data. Layers of another fingerprint are thrown away.
+        keep: whether the layers stay when an error or a signal ends the work, so that the next run resumes.
+
+    Raises:
+        OutputError: another run has locked it.
+    """
+
+    def __init__(self, out: Path, fingerprint: Mapping[str, Any], *, keep: bool) -> None:
+        real = Path(os.path.realpath(out))
+        self.path = real.parent / f".{real.name}.gqa-merging"
+        self._out = out
+        self._fingerprint = json.dumps(dict(fingerprint), sort_keys=True).encode()
+        self._keep = keep
+        self._lock: int | None = None
+        self._training = self.path / "training.json"
+
+    def __enter__(self) -> "LayerStore":
+        self._lock = self._take_lock()
+        for path in self.path.iterdir():
+            if path.is_dir():  # what a killed run had written for itself
+                shutil.rmtree(path, ignore_errors=True)
+        state = self.path / "state.json"
+        if not state.is_file() or state.read_bytes() != self._fingerprint:
+            self.reopen()
+            for path in self.path.glob("*.safetensors"):
+                path.unlink()
+            write_whole(state, self._fingerprint)
+        return self
+
+    def _take_lock(self) -> int | None:
+        """A descriptor that holds the lock; None on a file system without locks."""
+        while True:
+            self.path.mkdir(parents=True, exist_ok=True)
+            try:
+                lock = try_lock(self.path / "lock")
+            except FileNotFoundError:  # its holder has just removed the folder
+                continue
+            except OSError:
+                return None
+            if lock is None:
+                raise OutputError(
+                    f"another run is making {self._out} ({self.path} is locked): wait for it, or name another folder"
+                )
+            return lock
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        kept = error is not None and self._keep and any(self.path.glob("layer-*"))
+        if not kept:
+            shutil.rmtree(self.path, ignore_errors=True)
+        if self._lock is not None:
+            os.close(self._lock)
+        if kept and isinstance(error, InterruptedRunError):
+            stopped = str(error).partition(":")[0]
+            raise InterruptedRunError(
+                f"{stopped}: merged layers are kept in {self.path}, and the same command resumes from there"
+            ) from None
+
+    def record(self, number: int) -> LayerRecord | None:
+        """The record of a finished layer; None for one that is not finished."""
+        header = self._header(number)
+        return None if header is None else LayerRecord(**json.loads(header.metadata[_RECORD]))
+
+    def read(self, number: int) -> dict[str, Array]:
+        """The tensors of a finished layer, as the result has them."""
+        header = self._header(number)
+        assert header is not None
+        data = np.memmap(self._file(number), np.uint8, "r")
+        found = {}
+        for name, entry in header.tensors.items():
+            content = data[entry.start : entry.start + entry.nbytes]
+            found[name] = content.view(DTYPES[entry.dtype]).reshape(entry.shape)
+        return found
+
+    def locate(self, count: int) -> dict[str, tuple[Path, TensorEntry]]:
+        """The files of all tensors of the first `count` layers, and where in them each tensor lies, by name."""
+        found: dict[str, tuple[Path, TensorEntry]] = {}
+        for number in range(count):
+            header = self._header(number)
+            if header is not None:
+                found |= {name: (self._file(number), entry) for name, entry in header.tensors.items()}
+        return found
+
+    def write(self, number: int, tensors: Mapping[str, Array], record: LayerRecord) -> None:
+        """Store a layer; once this returns, a kill cannot lose it."""
+        self._put(self._merged(number), tensors, record)
+
+    def finish(self, layers: Mapping[int, Mapping[str, Array]], training: TrainingRecord) -> None:
+        """Replace layers by trained ones, all at once or not at all.
+
+        Args:
+            layers: the tensors of every layer by its number; none where training does not help.
+            training: what `finished` returns from now on.
+        """
+        for number, tensors in layers.items():
+            record = self.record(number)
+            assert record is not None
+            self._put(self._trained(number), tensors, record)
+        write_whole(self._training, json.dumps(asdict(training) | {"replaces": bool(layers)}).encode())
+
+    def finished(self) -> TrainingRecord | None:
+        """The record of `finish`, or None before it."""
+        if not self._training.is_file():
+            return None
+        fields = json.loads(self._training.read_bytes())
+        fields.pop("replaces")
+        kl = fields.pop("kl")
+        curve = tuple(tuple(point) for point in kl["curve"])
+        return TrainingRecord(**fields, kl=Divergence(kl["before"], kl["after"], curve))
+
+    def reopen(self) -> None:
+        """Undo `finish`."""
+        self._training.unlink(missing_ok=True)
+
+    def _merged(self, number: int) -> Path:
+        return self.path / f"layer-{number:05d}.safetensors"
+
+    def _trained(self, number: int) -> Path:
+        return self.path / f"trained-{number:05d}.safetensors"
+
+    def _file(self, number: int) -> Path:
+        replaced = self._training.is_file() and json.loads(self._training.read_bytes())["replaces"]
+        return self._trained(number) if replaced else self._merged(number)
+
+    def _put(self, path: Path, tensors: Mapping[str, Array], record: LayerRecord) -> None:
+        arrays = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
+        write_whole(path, save(arrays, {_RECORD: json.dumps(asdict(record))}))
+
+    def _header(self, number: int) -> Header | None:
+        path = self._file(number)
+        if not path.is_file():
+            return None
+        size = path.stat().st_size
+        try:
+            with path.open("rb") as file:
+                length = header_length(file.read(LENGTH_BYTES), size, str(path))
+                return parse_header(file.read(length), size, str(path))
+        except CorruptCheckpointError:  # a disk that failed: the layer is made again
+            return None
+
+
+def recorded_order(order: npt.NDArray[np.intp]) -> list[int] | None:
+    """An order of heads as records hold it."""
+    return None if (order == np.arange(len(order))).all() else order.tolist()

@@ -1,0 +1,206 @@
+"""How much memory and disk a conversion takes: sums over the sizes in headers and config, without importing torch."""
+
+import math
+from dataclasses import dataclass
+from typing import Any, Final
+
+from gqa_convert.checkpoint.devices import chosen_device, has_gpu_driver
+from gqa_convert.checkpoint.machine import available_memory
+from gqa_convert.checkpoint.results import Result
+from gqa_convert.conversion.fit.options import BATCH_TOKENS, CalibrationOptions, steps_together
+from gqa_convert.conversion.plan import Plan
+from gqa_convert.families.config_sizes import HIDDEN_SIZE_KEYS, VOCABULARY_KEYS
+from gqa_convert.families.context_length import stated_count
+
+KEPT_BYTES: Final = 4 * 6
+"""What waits between layers per token and unit of hidden_size: the residual stream and attention's input, of source and
+student, and two targets, in float32.
+"""
+LOW_RANK: Final = 32
+"""The rank of the last stage's changes of query and output projections, where memory is too short to train these as they
+are.
+"""
+_NUMPY_BASE = 60 << 20
+"""Bytes of a process that has imported numpy."""
+_TORCH_BASE = 450 << 20
+"""Bytes of a process that has imported torch and transformers."""
+_WEIGHTS_SHARE = 0.7
+"""Of the free memory that the weights of the source may take."""
+_STAGE_SHARE = 0.7
+"""Of the free memory that the last stage may take."""
+_ACTIVATIONS = 40
+"""Roughly how many numbers a layer keeps for the backward pass, per token and unit of hidden_size."""
+_MOST_PARAMETERS = 200_000_000
+"""Of a model that is trained as a whole on a CPU, which would need hours for more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needs(Result):
+    """What a conversion is estimated to need on this machine."""
+
+    work: str
+    """The method, and the number of tokens where it uses text."""
+    layers: int
+    """Layers that are merged."""
+    memory_bytes: int
+    """The largest memory; on a GPU, the GPU's."""
+    disk_bytes: int
+    """Of the result and of files beside it that are deleted afterwards."""
+    tokens: int | None
+    """Of calibration text; None without."""
+    device: str
+
+
+@dataclass(frozen=True, slots=True)
+class LastStage:
+    """How the stage that trains all layers together can be run."""
+
+    rank: int
+    """Of the changes of query and output projections; 0 trains these as they are."""
+    recomputes: bool
+    """Whether layers keep only their inputs for the way back, and compute the rest again."""
+    nbytes: int
+    """What it takes beside the weights of the source."""
+    affordable: bool
+    """Whether there is memory for it and, on a CPU, time."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Device:
+    """What `available_memory` asks of a torch device."""
+
+    type: str
+
+
+def estimate_needs(plan: Plan, options: CalibrationOptions) -> Needs:
+    """Estimate the memory and the disk space of a conversion. Calibration text is not read.
+
+    Args:
+        plan: of the conversion.
+        options: of its calibration.
+    """
+    tokens, device = None, "cpu"
+    memory: float = _NUMPY_BASE
+    disk = plan.disk_bytes
+    hidden_size = hidden_size_of(plan)
+    if plan.merge_method.merges_layers:
+        changed = {change.name for change in plan.changes}
+        # merged layers lie beside the result until it is written
+        disk += sum(tensor.nbytes for tensor in plan.all_tensors() if tensor.name in changed)
+    if not plan.merge_method.merges_layers:
+        memory += 32 << 20
+    elif options.source is None:
+        widths = [(layer.heads + layer.kv_heads) * (layer.key_head_dim + layer.value_head_dim) for layer in plan.layers]
+        memory += 6 * 8 * max(widths) * hidden_size  # float64 copies of a layer's rows
+    else:
+        from gqa_convert.text.calibration import calibration_tokens_for
+
+        tokens = options.tokens or calibration_tokens_for(plan.checkpoint.config)
+        device = _device_of(options)
+        memory, waiting = _on_text(plan, options, tokens, device)
+        disk += waiting
+    return Needs(
+        work=plan.effective_method + (f" on {tokens:,} tokens" if tokens else ""),
+        layers=len(plan.merged_layers),
+        memory_bytes=int(memory),
+        disk_bytes=disk,
+        tokens=tokens,
+        device=device,
+    )
+
+
+def _device_of(options: CalibrationOptions) -> str:
+    """The device of a conversion; a CPU is found without torch."""
+    if options.device is None and not has_gpu_driver():
+        return "cpu"
+    return chosen_device(options.device)
+
+
+def _on_text(plan: Plan, options: CalibrationOptions, tokens: int, device: str) -> tuple[float, int]:
+    """The memory of a method that runs source and student on text, and what waits on the disk meanwhile, in bytes."""
+    from gqa_convert.text.calibration import calibration_length_for
+
+    place: Any = _Device("cpu")
+    if device != "cpu":
+        import torch
+
+        place = torch.device(device)
+    block = min(options.sequence_length or calibration_length_for(plan.checkpoint.config), tokens)
+    batch = min(tokens, max(BATCH_TOKENS, block))
+    hidden_size = hidden_size_of(plan)
+    outputs = plan.layers[0].heads * plan.layers[0].value_head_dim
+    weights = 4 * plan.parameters_before
+    forward = 4 * batch * (12 * outputs + 8 * hidden_size)
+    merge = 8 * 6 * (hidden_size + outputs) * hidden_size
+    work = forward + merge
+    stage = plan_last_stage(plan, block, place, options.kl_rank, reserved=weights)
+    if plan.merge_method.trains and steps_together(options) and (options.kl_steps or stage.affordable):
+        work = max(work, stage.nbytes)
+    room = _WEIGHTS_SHARE * (available_memory(place) or math.inf)
+    loaded = min(weights + plan.checkpoint.weight_bytes, room)
+    base = _TORCH_BASE if device == "cpu" else 0
+    waiting = KEPT_BYTES * tokens * hidden_size
+    if waiting > (available_memory(_Device("cpu")) or math.inf) / 4:
+        return base + loaded + work, waiting
+    return base + loaded + work + waiting, 0
+
+
+def plan_last_stage(plan: Plan, tokens: int, place: Any, rank: int | None, *, reserved: int = 0) -> LastStage:
+    """The first way to run the last stage that memory allows: it trains projections as they are before it makes changes
+    of low rank, and keeps activations before it computes them again. Where memory allows none, the last one.
+
+    Args:
+        plan: of the conversion.
+        tokens: of the longest sequence.
+        place: a torch device, or an object with its `type`.
+        rank: `--kl-rank`, if it is given.
+        reserved: bytes of the free memory that something else will take, such as the weights of a model that is not
+            loaded yet.
+    """
+    free = available_memory(place)
+    room = math.inf if free is None else _STAGE_SHARE * (free - reserved)
+    is_small = place.type != "cpu" or plan.parameters_before <= _MOST_PARAMETERS
+    ranks = (0, LOW_RANK) if rank is None else (rank,)
+    for tried in ranks:
+        for recomputes in (False, True):
+            nbytes = trained_bytes(plan, tried) + _backward_bytes(plan, tokens, recomputes=recomputes)
+            if nbytes < room:
+                return LastStage(tried, recomputes, nbytes, is_small)
+    return LastStage(ranks[-1], True, nbytes, affordable=False)
+
+
+def trained_bytes(plan: Plan, rank: int) -> int:
+    """What the last stage trains, with gradients and moments, and the weights of modules that it is put into.
+
+    Args:
+        plan: of the conversion.
+        rank: of the changes of query and output projections; 0 trains these as they are.
+    """
+    hidden_size = hidden_size_of(plan)
+    projected = merged = repeated = 0
+    for layer, groups in plan.merged_layers:
+        width = layer.key_head_dim + layer.value_head_dim
+        projected += width * layer.heads
+        merged += width * groups
+        repeated += width * layer.kv_heads
+    # numbers that are trained stand beside those that they began with, their gradients and two moments
+    if rank:
+        factors = rank * (projected + 2 * len(plan.layers) * hidden_size)  # a change is a product of two matrices
+        numbers = (5 * merged + 2 * projected) * hidden_size + 4 * factors
+    else:
+        numbers = 5 * (merged + projected) * hidden_size
+    return 4 * (numbers + (projected + repeated) * hidden_size)
+
+
+def _backward_bytes(plan: Plan, tokens: int, *, recomputes: bool) -> int:
+    """What a sequence keeps for its backward pass, in float32, logits of student and source included."""
+    hidden_size, layers = hidden_size_of(plan), len(plan.layers)
+    vocabulary = stated_count(plan.checkpoint.config, VOCABULARY_KEYS) or 0
+    kept = _ACTIVATIONS + layers if recomputes else _ACTIVATIONS * layers
+    return 4 * tokens * (kept * hidden_size + 3 * vocabulary)
+
+
+def hidden_size_of(plan: Plan) -> int:
+    """As its config has it, else the width of the first layer's queries."""
+    layer = plan.layers[0]
+    return stated_count(plan.checkpoint.config, HIDDEN_SIZE_KEYS) or layer.heads * layer.key_head_dim

@@ -1,0 +1,139 @@
+"""The options of calibration: their defaults and their checks."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from gqa_convert.checkpoint.devices import chosen_device
+from gqa_convert.conversion.plan import Plan
+from gqa_convert.errors import OptionError
+from gqa_convert.families.loading import check_language_model
+from gqa_convert.merging.methods import CHOICES, DEFAULT, METHODS, Need, names
+
+STEPS: Final = 100
+"""The default of `--fit-steps`."""
+BATCH_TOKENS: Final = 2048
+"""Tokens of a batch of text."""
+LOW_FREQUENCY_TOKENS: Final = 8192
+"""How many tokens, at most, decide which rotary pairs of a layer count as low-frequency."""
+_TIMES = 2
+"""By default, all layers together take this many times the steps of each layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrationOptions:
+    """The options of calibration, as the user gave them."""
+
+    source: Any = None
+    """Text: a file, a folder, a pattern, the id of a Hub dataset or a recipe's `data` entry, or a list of these; None for
+    no text.
+    """
+    tokens: int | None = None
+    """How many tokens the layers are fitted on; by default from the model's hidden_size."""
+    sequence_length: int | None = None
+    """Tokens of a block of text; by default the model's context up to 1024."""
+    seed: int = 0
+    """Of the choice of blocks, and of their order in the gradient stages."""
+    steps: int | None = None
+    """Of each layer's gradient stage, for `fit`; 0 for closed forms only."""
+    kl_steps: int | None = None
+    """Of the stage that trains all layers together, for `fit`; by default twice as many as `steps` where the model is
+    small enough.
+    """
+    kl_rank: int | None = None
+    """Of that stage's changes of query and output projections; 0 trains these as they are, which is the default where
+    memory allows.
+    """
+    context: int | None = None
+    """The position up to which blocks are stretched; by default what `families.context_length.reachable_context` says."""
+    device: str | None = None
+    """To run the source on, such as `cpu` or `cuda:1`; by default a GPU if there is one."""
+    batches: Iterable[Mapping[str, Any]] | None = None
+    """In place of text, ready batches: tensors by the names under which the model's forward pass takes them. The first
+    ones, with `tokens` tokens, are for the layers; an eighth as many are held out, and the last stage learns from the
+    rest. The same batches must come again where a killed run is to resume.
+    """
+
+    @property
+    def has_data(self) -> bool:
+        """Whether the source is to be run on text or on ready batches."""
+        return self.source is not None or self.batches is not None
+
+
+def steps_per_layer(options: CalibrationOptions) -> int:
+    """The gradient steps of each layer."""
+    return STEPS if options.steps is None else options.steps
+
+
+def steps_together(options: CalibrationOptions) -> int:
+    """The steps of the stage that trains all layers together, where it runs."""
+    return _TIMES * steps_per_layer(options) if options.kl_steps is None else options.kl_steps
+
+
+def check_calibration(method: str, options: CalibrationOptions) -> None:
+    """Refuse options that contradict each other.
+
+    Raises:
+        OptionError: `fit` without text, text for a method that reads none, an option of calibration without text, or a
+            device that is not there.
+    """
+    wanted = METHODS[method]
+    training = {"--fit-steps": options.steps, "--kl-steps": options.kl_steps, "--kl-rank": options.kl_rank}
+    if not options.has_data:
+        if wanted.calibration is Need.REQUIRED:
+            raise OptionError(
+                f"--method {method} needs calibration text: name a text file or dataset with --calibration, or choose --method {DEFAULT.name}"
+            )
+        of_text = {
+            "--calibration-tokens": options.tokens,
+            "--calibration-length": options.sequence_length,
+            "--calibration-context": options.context,
+            "--device": options.device,
+        }
+        for option, value in (training | of_text).items():
+            if value is not None:
+                raise OptionError(
+                    f"{option} {value} needs calibration text: name a text file or dataset with --calibration"
+                )
+    elif wanted.calibration is Need.NEVER:
+        measuring = names(tuple(each for each in CHOICES if each.calibration is not Need.NEVER))
+        raise OptionError(
+            f"--calibration is of no use to --method {method}: leave it out, or choose one of {measuring}"
+        )
+    for option, value in training.items():
+        if value is not None and (not wanted.trains or value < 0):
+            able = names(tuple(each for each in CHOICES if each.trains))
+            raise OptionError(f"{option} {value} with --method {method}: only {able} takes it, 0 or more")
+    if options.kl_rank is not None and not steps_together(options):
+        raise OptionError(
+            f"--kl-rank {options.kl_rank} is for the last stage, which takes no steps here: leave it out, or name a number with --kl-steps"
+        )
+    if options.batches is not None and (options.source, options.sequence_length, options.context) != (None,) * 3:
+        raise OptionError("ready batches take the place of text, and its length and context: give one or the other")
+    if options.device is not None:
+        chosen_device(options.device)
+
+
+def check_predicts(
+    plan: Plan, options: CalibrationOptions, advice: str = "choose --method factor without --calibration"
+) -> None:
+    """Refuse calibration of a source that transformers cannot run as a language model, or that text runs only in part.
+
+    Raises:
+        NoLanguageModelError: it was saved without its language-model head.
+        OptionError: transformers has no class for it, or it has cross-attention that only images run.
+    """
+    if not options.has_data:
+        return
+    if options.source is not None and plan.family.reads_images_alone:
+        raise OptionError(
+            f"--calibration runs the source on text, and the cross-attention of a {plan.family.model_type} runs on images alone: "
+            "choose --method factor without --calibration"
+        )
+    check_language_model(
+        plan.checkpoint.source_id, plan.checkpoint.config, f"calibration compares its predictions; {advice}"
+    )
+    if not plan.family.native and plan.family.modeling is None:
+        raise OptionError(
+            f"calibration runs the source, and transformers has no class of type {plan.family.model_type}: {advice}"
+        )

@@ -1,0 +1,263 @@
+"""The stage that trains all layers together: what it says of its result is true of the result, and it is done whole or
+not at all.
+"""
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import log_softmax
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from gqa_convert.conversion.fit import distillation, memory
+from gqa_convert.conversion.fit.layer_store import LayerStore
+from gqa_convert.conversion.fit.lockstep import open_model
+from gqa_convert.conversion.fit.progress import ALL_TOGETHER
+from gqa_convert.conversion.fit.source_layer import attention_of
+from gqa_convert.conversion.run import convert_checkpoint
+from gqa_convert.errors import OptionError
+from gqa_convert.merging.attention_heads import LayerLayout, Tensors
+from tests.helpers import folding_cases as folded
+from tests.helpers.checkpoints import digests
+from tests.helpers.fitting import batches_for, fit, fitted, plan_of
+from tests.helpers.native import distance
+from tests.helpers.uptrain_runs import die, in_child
+
+pytestmark = pytest.mark.usefixtures("modeling_files_registered")
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    return folded.build("llama").save(tmp_path / "source")
+
+
+def contents(store: LayerStore, plan: Any) -> list[dict[str, bytes]]:
+    return [{name: array.tobytes() for name, array in store.read(number).items()} for number in range(len(plan.layers))]
+
+
+def divergence(source: Any, result: Any, batches: list[dict[str, Tensor]]) -> float:
+    """KL(source || result) in nats per position, by the definition."""
+    total, count = 0.0, 0
+    with torch.no_grad():
+        for batch in batches:
+            p, q = (log_softmax(model(**batch, use_cache=False).logits.double(), -1) for model in (source, result))
+            mask = batch.get("decoder_attention_mask", batch.get("attention_mask"))
+            each = (p.exp() * (p - q)).sum(-1)
+            each = each if mask is None or each.shape != mask.shape else each[mask.bool()]
+            total, count = total + float(each.sum()), count + each.numel()
+    return total / count
+
+
+def padded(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The second sequence ends ten positions early."""
+    prefix = "decoder_" if "decoder_input_ids" in batch else ""
+    mask = torch.ones_like(batch[f"{prefix}input_ids"])
+    mask[1, -10:] = 0
+    return batch | {f"{prefix}attention_mask": mask}
+
+
+@pytest.mark.parametrize(
+    ("name", "rank"),
+    [*((name, 0) for name in ("llama", "qwen2", "gpt2", "falcon", "bloom", "phi3", "t5", "bart")), ("llama", 3)],
+)
+def test_the_result_diverges_as_little_as_is_said(
+    name: str, rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The converted checkpoint, loaded by itself, on the text that was held out; and it is still its own expansion."""
+    monkeypatch.setattr(distillation, "RATE", 2e-3)
+    case = folded.build(name)
+    source = case.save(tmp_path / "source")
+    batches = batches_for(case.model, count=1) * 9  # random weights have learned nothing that other text would share
+    if name in ("llama", "gpt2", "t5", "bart"):
+        batches = [padded(batch) for batch in batches]
+    _, record = fitted(source, tmp_path / "out", steps=0, fresh=batches, kl_steps=25, kl_rank=rank)
+    result = case.load(tmp_path / "out")
+    assert (record.kl_steps, record.kl_rank) == (25, rank)
+    assert record.kl.after < 0.97 * record.kl.before
+    assert [step for step, _ in record.kl.curve] == [6, 12, 18, 24]
+    assert record.kl.after < record.kl.curve[0][1] < record.kl.before
+    assert divergence(open_model(source), result, [batches[0]]) == pytest.approx(record.kl.after, rel=2e-3)
+    assert distance(case.logits(result), case.logits(folded.placed(case, result, 3))) < folded.EXACT
+    assert not any("training_attention" in str(each) for each in ALL_ATTENTION_FUNCTIONS._local_mapping.values())
+
+
+@pytest.mark.parametrize("name", ["llama", "t5"])
+def test_the_divergence_after_the_layers_is_that_of_the_result(name: str, tmp_path: Path) -> None:
+    """On the batches that judge, the last ones."""
+    case = folded.build(name)
+    source = case.save(tmp_path / "source")
+    batches = [padded(batch) for batch in batches_for(case.model, count=16)]
+    _, found = fitted(source, tmp_path / "out", batches=batches, steps=2)
+    result = case.load(tmp_path / "out")
+    assert found.kl_steps == 0
+    assert divergence(open_model(source), result, batches[-2:]) == pytest.approx(found.kl.after, rel=2e-3)
+
+
+def test_the_text_that_judges_is_not_learned_from(llama: Path, tmp_path: Path) -> None:
+    plan = plan_of(llama)
+    batches = batches_for(open_model(llama), count=3)
+    found, notes = [], []
+    for number in range(2):
+        with LayerStore(tmp_path / str(number), {}, keep=False) as store:
+            notes.append(fit(plan, store, batches, batches[number : number + 1], steps=0, kl_steps=20)[1])
+            found.append(contents(store, plan))
+    assert found[0] == found[1]
+    assert notes[0].kl.before != notes[1].kl.before
+
+
+def test_where_nothing_was_lost_nothing_is_changed(tmp_path: Path) -> None:
+    case = folded.build("llama")
+    folded.tie(case, 3)
+    source = case.save(tmp_path / "source")
+    fitted(source, tmp_path / "layers", steps=0)
+    _, record = fitted(source, tmp_path / "whole", steps=0, kl_steps=5)
+    assert record.kl.before == record.kl.after < 1e-6
+    assert digests(tmp_path / "layers") == digests(tmp_path / "whole")
+
+
+def test_other_steps_begin_again_from_the_layers(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was asked for before leaves no trace, and an unchanged request is not done again."""
+    monkeypatch.setattr(distillation, "RATE", 2e-3)
+    plan = plan_of(llama)
+    batches = [*batches_for(open_model(llama)), *batches_for(open_model(llama), count=1, seed=9) * 4]
+    with LayerStore(tmp_path / "a", {}, keep=False) as store, LayerStore(tmp_path / "b", {}, keep=False) as straight:
+        after = {}
+        for kl_steps in (0, 6, 3, 0):
+            fit(plan, store, batches, batches[4:5], steps=2, kl_steps=kl_steps)
+            found = contents(store, plan)
+            assert after.setdefault(kl_steps, found) == found
+        assert after[6] != after[0] != after[3]
+        fit(plan, straight, batches, batches[4:5], steps=2, kl_steps=6)
+        assert contents(straight, plan) == after[6]
+        monkeypatch.delattr(distillation, "train_together")
+        monkeypatch.setattr(distillation, "train_together", None, raising=False)
+        fit(plan, straight, batches, batches[4:5], steps=2, kl_steps=6)
+        assert contents(straight, plan) == after[6]
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "phi3", "t5"])
+def test_where_memory_is_short_layers_are_computed_again(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The result is the same, and a fraction of the numbers is kept for the way back."""
+    source = folded.build(name).save(tmp_path / "source")
+    kept: dict[int, int] = {}
+    for free in (10**12, 1):
+        monkeypatch.setattr(memory, "available_memory", lambda _, free=free: free)
+        sizes: list[int] = []
+
+        def pack(tensor: Tensor, sizes: list[int] = sizes) -> Tensor:
+            sizes.append(tensor.numel())
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            _, record = fitted(source, tmp_path / str(free), steps=0, kl_steps=3)
+        assert record.kl.after < record.kl.before
+        kept[free] = sum(sizes)
+    assert digests(tmp_path / str(10**12)) == digests(tmp_path / "1")
+    assert kept[1] < 0.5 * kept[10**12]
+
+
+def test_unasked_it_is_done_where_it_is_worth_its_time_and_possible(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, batches = plan_of(llama), batches_for(open_model(llama))
+
+    def run(name: str, **options: Any) -> Any:
+        with LayerStore(tmp_path / name, {}, keep=False) as store:
+            return fit(plan, store, batches, batches[:1], steps=2, kl_steps=None, **options)[1]
+
+    monkeypatch.setattr(distillation, "WORTHWHILE", 1e-9)
+    done = run("worth")
+    assert (done.kl_steps, done.kl_rank) == (4, 0)
+    monkeypatch.setattr(distillation, "WORTHWHILE", 1e9)
+    skipped = run("not")
+    assert skipped.kl_steps == 0
+    assert skipped.kl.after == skipped.kl.before == done.kl.before
+    monkeypatch.setattr(distillation, "WORTHWHILE", 1e-9)
+    monkeypatch.setattr(memory, "_MOST_PARAMETERS", 1000)
+    assert run("long").kl_steps == 0
+
+
+def test_without_held_out_text_it_is_refused(llama: Path, tmp_path: Path) -> None:
+    batches = batches_for(open_model(llama))
+    with (
+        LayerStore(tmp_path / "out", {}, keep=False) as store,
+        pytest.raises(OptionError, match=r"--kl-steps 7 .*more text"),
+    ):
+        fit(plan_of(llama), store, batches, kl_steps=7)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "falcon", "bloom", "phi3", "t5"])
+def test_changes_have_the_rank_that_is_asked_for(name: str, tmp_path: Path) -> None:
+    """Those of the result's query and output projections; keys and values change freely."""
+    case = folded.build(name)
+    source, batches = case.save(tmp_path / "source"), batches_for(case.model)
+    plan = plan_of(source)
+    finder = attention_of(plan)
+    found: dict[str, set[int]] = {}
+    for rank in (0, 3):
+        with LayerStore(tmp_path / str(rank), {}, keep=False) as store:
+            fit(plan, store, batches, steps=0)
+            before = [store.read(number) for number in range(len(plan.merged_layers))]
+            _, note = fit(plan, store, batches, batches[:1], steps=0, kl_steps=12, kl_rank=rank)
+            assert note.kl.after < note.kl.before
+            for number, (layer, _) in enumerate(plan.merged_layers):
+                layout = LayerLayout(finder, layer)
+                old, new = projections(layout, before[number]), projections(layout, store.read(number))
+                for role in old:
+                    change = new[role] - old[role]
+                    tolerance = 1e-4 * np.linalg.norm(change, 2)
+                    found.setdefault(f"{role}, {rank}", set()).add(int(np.linalg.matrix_rank(change, tol=tolerance)))
+    assert found["queries, 3"] == found["outputs, 3"] == {3}
+    free = found["queries, 0"] | found["outputs, 0"] | found["keys, 3"] | found["values, 3"]
+    assert min(free) > 8
+
+
+def projections(layout: LayerLayout, tensors: Tensors) -> dict[str, Any]:
+    """Those of a layer with 3 K/V heads, without biases; the rows of a head lie together."""
+    heads = layout.split_heads(tensors, 3)
+    found = {role: getattr(heads, role)[..., :-1] for role in ("queries", "keys", "values")}
+    found = {role: array.reshape(-1, array.shape[-1]) for role, array in found.items()}
+    columns = heads.outputs.transpose(2, 0, 1, 3)
+    return found | {"outputs": columns.reshape(len(columns), -1)}
+
+
+@pytest.mark.slow
+def test_killed_in_this_stage_other_steps_go_on_to_the_bytes_of_a_fresh_run(
+    small: Path, text: Path, tmp_path: Path
+) -> None:
+    """The layers' files stay as they are, and so does the text that the layers are fitted on."""
+    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+    fitting = {"calibration": text, "calibration_tokens": 1500, "fit_steps": 3}
+    done = convert_checkpoint(small, straight, 3, **fitting, kl_steps=8)
+    assert done.calibration is not None
+    assert done.calibration.kl is not None
+    assert done.calibration.kl.after < done.calibration.kl.before
+    assert done.calibration.kl.curve[0][0] == 2
+
+    def killed(progress: Any) -> None:
+        if progress.label == ALL_TOGETHER and progress.done == 2:
+            die()
+
+    status, problem = in_child(lambda: convert_checkpoint(small, resumed, 3, **fitting, kl_steps=2000, on_layer=killed))
+    assert (status, problem) == (-signal.SIGKILL, "")
+    assert not resumed.exists()
+    kept = {path: path.stat().st_mtime_ns for path in (tmp_path / ".resumed.gqa-merging").glob("layer-*")}
+    assert len(kept) == 3
+    seen = []
+
+    def look(progress: Any) -> None:
+        seen.append(progress)
+        assert {path: path.stat().st_mtime_ns for path in kept} == kept
+
+    convert_checkpoint(small, resumed, 3, **fitting, kl_steps=8, on_layer=look)
+    assert seen[-1].kl == done.calibration.kl
+    assert digests(straight) == digests(resumed)
+    notes = [json.loads((out / "gqa_conversion.json").read_text())["calibration"] for out in (straight, resumed)]
+    assert notes[0] == notes[1]
