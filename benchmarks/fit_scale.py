@@ -33,6 +33,8 @@ from typing import Any
 
 from synthetic import make_llama
 
+from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions
+
 TOKENIZER = Path(__file__).parent.parent / "gqa_convert" / "demo_checkpoint"
 STAGES = (
     "forward",
@@ -204,10 +206,11 @@ def child(options: argparse.Namespace) -> None:
         options.source,
         options.out,
         options.groups,
-        calibration="python-stdlib",
-        calibration_tokens=options.tokens,
-        calibration_length=options.length,
-        fit_steps=options.steps,
+        ConversionOptions(
+            calibration=CalibrationOptions(
+                source="python-stdlib", tokens=options.tokens, sequence_length=options.length, steps=options.steps
+            )
+        ),
         on_layer=on_layer,
     )
     watch.stop()

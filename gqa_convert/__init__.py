@@ -14,6 +14,8 @@ _MODULES = {
     "make_plan": "gqa_convert.conversion.plan",
     "Plan": "gqa_convert.conversion.plan",
     "convert_checkpoint": "gqa_convert.conversion.run",
+    "ConversionOptions": "gqa_convert.conversion.options",
+    "CalibrationOptions": "gqa_convert.conversion.options",
     "inspect_checkpoint": "gqa_convert.measuring.sensitivity.inspection",
     "verify_checkpoint": "gqa_convert.verify",
     "GroupedQueryAttention": "gqa_convert.attention",
@@ -27,7 +29,9 @@ _MODULES = {
 
 
 __all__ = [
+    "CalibrationOptions",
     "Checkpoint",
+    "ConversionOptions",
     "GQAConvertError",
     "GroupedQueryAttention",
     "KVCache",
@@ -46,6 +50,7 @@ __all__ = [
 if TYPE_CHECKING:
     from gqa_convert.attention import GroupedQueryAttention, KVCache, grouped_query_attention
     from gqa_convert.checkpoint.source import Checkpoint, open_checkpoint
+    from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions
     from gqa_convert.conversion.plan import Plan, make_plan
     from gqa_convert.conversion.run import convert_checkpoint
     from gqa_convert.errors import GQAConvertError

@@ -6,6 +6,7 @@ from typing import Any, Final
 
 from gqa_convert.checkpoint.paths import local_path
 from gqa_convert.checkpoint.source import open_checkpoint
+from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions
 from gqa_convert.conversion.plan import make_plan
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import InterruptedRunError, OutputError, SourceNotFoundError, StoppedError
@@ -55,17 +56,14 @@ def run_demo(
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise OutputError(f"{out} exists already: name a new folder, as in gqa-convert demo FOLDER")
     ids = _held_out_ids(held_out_tokens)
-    fitting: dict[str, Any] = {
-        "calibration": _TEXT,
-        "calibration_tokens": calibration_tokens,
-        "kl_steps": 0,
-    }  # 200 take two minutes
+    text = CalibrationOptions(_TEXT, tokens=calibration_tokens, kl_steps=0)  # 200 take two minutes
+    conversions = {"mean": ConversionOptions(method="mean"), "fit": ConversionOptions(calibration=text)}
     plan = make_plan(open_checkpoint(CHECKPOINT), GROUPS)
     before, after = plan.cache_bytes_per_token(after=False), plan.cache_bytes_per_token(after=True)
     results = [_row("source", CHECKPOINT, plan.source_kv_heads, before, ids)]
-    for name, options in (("mean", {"method": "mean"}), ("fit", fitting)):
+    for name, options in conversions.items():
         progress("converting, verifying and measuring", len(results), 3)
-        convert_checkpoint(CHECKPOINT, out / name, GROUPS, **options)
+        convert_checkpoint(CHECKPOINT, out / name, GROUPS, options)
         verified = verify_checkpoint(out / name, CHECKPOINT).passed
         results.append(_row(name, out / name, GROUPS, after, ids) | {"verified": verified})
     progress("converting, verifying and measuring", 3, 3)

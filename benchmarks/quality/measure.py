@@ -16,11 +16,12 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from benchmarks.records import Cell, Records
+from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import GQAConvertError
 from gqa_convert.families.loading import load_model, load_tokenizer, read_config
@@ -64,12 +65,9 @@ def loss_of(folder: Path, name: str, cache: Path) -> float:
     )
 
 
-def calibration(name: str, tokens: int, seed: int, cache: Path) -> dict[str, Any]:
-    """Arguments of `convert_checkpoint` for a method that calibrates: on training text, in blocks as long as those of
-    training.
-    """
-    text = str(calibration_text(cache))
-    return {"calibration": text, "calibration_tokens": tokens, "calibration_length": context_of(name), "seed": seed}
+def calibration(name: str, tokens: int, seed: int, cache: Path) -> CalibrationOptions:
+    """The calibration of a method that takes any: on training text, in blocks as long as those of training."""
+    return CalibrationOptions(str(calibration_text(cache)), tokens, context_of(name), seed)
 
 
 def tokens_for(name: str, asked: int | None, cache: Path) -> int:
@@ -97,12 +95,13 @@ def measure(job: Job, cache: Path) -> Cell:
     out = cache / "converted" / "-".join(str(part) for part in job if part is not None)
     shutil.rmtree(out, ignore_errors=True)
     out.parent.mkdir(parents=True, exist_ok=True)
-    options: dict[str, Any] = {"method": job.method}
+    options = ConversionOptions(method=job.method)
     if job.calibration_tokens is not None:
-        options |= calibration(job.model, job.calibration_tokens, job.seed or 0, cache)
+        text = calibration(job.model, job.calibration_tokens, job.seed or 0, cache)
+        options = ConversionOptions(method=job.method, calibration=text)
     began = time.perf_counter()
     try:
-        result = convert_checkpoint(model_folder(job.model, cache), out, job.groups, **options)
+        result = convert_checkpoint(model_folder(job.model, cache), out, job.groups, options)
         seconds = time.perf_counter() - began
         loss = loss_of(out, job.model, cache)
     finally:

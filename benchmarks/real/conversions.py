@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gqa_convert.checkpoint.provenance import PROVENANCE
-from gqa_convert.conversion.fit.options import CalibrationOptions
+from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions
 from gqa_convert.conversion.run import convert_checkpoint
 
 from .documents import calibration_file
@@ -104,16 +104,9 @@ def converted(job: Job, folder: Path) -> Conversion:
         watch = Stopwatch(times)
         method = METHODS[job.method]
         text = _calibration(job, method, folder)
-        options: dict[str, Any] = {} if text is None else _arguments(text)
-        convert_checkpoint(
-            model_folder(folder),
-            out,
-            job.groups,
-            method=method.method,
-            overwrite=True,
-            on_layer=lambda progress: watch.save(),
-            **options,
-        )
+        text = text or CalibrationOptions()
+        options = ConversionOptions(method=method.method, calibration=text, overwrite=True)
+        convert_checkpoint(model_folder(folder), out, job.groups, options, on_layer=lambda progress: watch.save())
         watch.save()
     stopped = json.loads(times.read_text(encoding="utf-8"))
     calibration = json.loads((out / PROVENANCE).read_text(encoding="utf-8")).get("calibration") or {}
@@ -137,16 +130,3 @@ def _calibration(job: Job, method: Method, folder: Path) -> CalibrationOptions |
         kl_steps=method.kl_steps,
         kl_rank=method.kl_rank,
     )
-
-
-def _arguments(text: CalibrationOptions) -> dict[str, Any]:
-    """The arguments of `convert_checkpoint` that state these options."""
-    return {
-        "calibration": text.source,
-        "calibration_tokens": text.tokens,
-        "calibration_length": text.sequence_length,
-        "seed": text.seed,
-        "fit_steps": text.steps,
-        "kl_steps": text.kl_steps,
-        "kl_rank": text.kl_rank,
-    }

@@ -8,18 +8,22 @@ from gqa_convert.errors import OptionError
 from .console.screen import print_json
 
 if TYPE_CHECKING:
+    from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions
+    from gqa_convert.conversion.plan import Plan
     from gqa_convert.measuring.sensitivity.choice import BudgetChoice
     from gqa_convert.measuring.sensitivity.kv_budget import KVBudget
 
 
-def choose_groups(source: str, budget: "KVBudget", *, calibration: Any, quiet: bool, **options: Any) -> "BudgetChoice":
+def choose_groups(
+    source: str, budget: "KVBudget", options: "ConversionOptions", *, out: Path | None, quiet: bool
+) -> "BudgetChoice":
     """Choose the number of K/V heads of each layer for a budget, and say how on stderr."""
     from gqa_convert.measuring.sensitivity.choosing import choose_num_kv_heads
 
     from .console.progress import ProgressScreen
 
     with ProgressScreen(quiet=quiet) as screen:
-        choice = choose_num_kv_heads(source, budget, calibration, progress=screen.show, **options)
+        choice = choose_num_kv_heads(source, budget, options, out=out, progress=screen.show)
         if choice.warning:
             screen.say(f"note: {choice.warning}")
         screen.say(
@@ -33,12 +37,11 @@ def convert_source(
     source: str,
     out: Path,
     groups: int | list[int],
+    options: "ConversionOptions",
     *,
     chosen: dict[str, Any],
     as_json: bool,
     quiet: bool,
-    calibration: Any,
-    **options: Any,
 ) -> None:
     """Convert a checkpoint and print the result; `chosen` joins its JSON."""
     from gqa_convert.conversion.run import convert_checkpoint
@@ -53,47 +56,48 @@ def convert_source(
             source,
             out,
             groups,
-            calibration=calibration,
+            options,
             on_plan=screen.plan,
             on_note=screen.note,
             on_layer=screen.layer,
             progress=screen.written,
-            **options,
         )
     if as_json:
         print_json(result.as_json() | chosen)
     elif not quiet:
-        show_conversion(result, last_stage_refused=calibration.kl_steps == 0)
+        show_conversion(result, last_stage_refused=options.calibration.kl_steps == 0)
+
+
+def plan_source(
+    source: str, groups: int | list[int], options: "ConversionOptions"
+) -> tuple["Plan", "CalibrationOptions"]:
+    """The plan of a conversion, for which of a Hub id only headers are downloaded."""
+    from gqa_convert.checkpoint.source import open_checkpoint
+    from gqa_convert.conversion.fit.defaults import plan_conversion
+    from gqa_convert.conversion.restating.restate import NEEDED
+
+    try:
+        return plan_conversion(open_checkpoint(source, revision=options.revision), groups, options)
+    except NEEDED as problem:
+        raise OptionError(f"--dry-run cannot plan a source that convert rewrites first: {problem}") from None
 
 
 def show_dry_run(
-    source: str,
-    groups: int | list[int],
-    *,
-    chosen: dict[str, Any],
+    planned: tuple["Plan", "CalibrationOptions"],
     context: int | None,
     batch: int,
+    *,
+    chosen: dict[str, Any],
     as_json: bool,
     quiet: bool,
-    revision: str | None,
-    method: str | None,
-    calibration: Any,
-    **options: Any,
 ) -> None:
-    """Plan a conversion and print what it would do; nothing is written, and of a Hub id only headers are downloaded."""
-    from gqa_convert.checkpoint.source import open_checkpoint
-    from gqa_convert.conversion.fit.defaults import plan_conversion
+    """Print what a conversion would do; `chosen` joins its JSON."""
     from gqa_convert.conversion.fit.memory import estimate_needs
-    from gqa_convert.conversion.restating.restate import NEEDED
 
     from .console.plan import caches_at_context, show_plan
 
-    try:
-        checkpoint = open_checkpoint(source, revision=revision)
-        plan, text = plan_conversion(checkpoint, groups, method, calibration, **options)
-    except NEEDED as problem:
-        raise OptionError(f"--dry-run cannot plan a source that convert rewrites first: {problem}") from None
-    needs, caches = estimate_needs(plan, text), caches_at_context(plan, context, batch)
+    plan, calibration = planned
+    needs, caches = estimate_needs(plan, calibration), caches_at_context(plan, context, batch)
     if as_json:
         print_json(plan.summary() | caches | {"estimate": needs.as_json()} | chosen)
     elif not quiet:

@@ -168,43 +168,44 @@ def convert(
     for name, value in (("--context", context), ("--batch", batch)):
         if value is not None and not dry_run:
             raise OptionError(f"{name} is for the K/V cache that --dry-run shows: add --dry-run, or remove {name}")
-    from gqa_convert.conversion.fit.options import CalibrationOptions
+    from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions
 
-    from .conversion import choose_groups, convert_source, show_dry_run
+    from .conversion import choose_groups, convert_source, plan_source, show_dry_run
 
-    calibration_options = CalibrationOptions(
-        source=calibration,
-        tokens=calibration_tokens,
-        sequence_length=calibration_length,
-        seed=seed,
-        steps=fit_steps,
-        kl_steps=kl_steps,
-        kl_rank=kl_rank,
-        context=calibration_context,
-        device=device,
+    options = ConversionOptions(
+        method=method,
+        calibration=CalibrationOptions(
+            source=calibration,
+            tokens=calibration_tokens,
+            sequence_length=calibration_length,
+            seed=seed,
+            steps=fit_steps,
+            kl_steps=kl_steps,
+            kl_rank=kl_rank,
+            context=calibration_context,
+            device=device,
+        ),
+        encoder=encoder,
+        native=native,
+        revision=revision,
+        max_shard_size=byte_count(max_shard_size, "--max-shard-size"),
+        overwrite=overwrite,
+        hash_weights=hash_weights,
+        command=["gqa-convert", *sys.argv[1:]],
     )
-    options: dict[str, Any] = {
-        "calibration": calibration_options,
-        "method": method,
-        "revision": revision,
-        "encoder": encoder,
-        "native": native,
-        "max_shard_size": byte_count(max_shard_size, "--max-shard-size"),
-    }
     counts, budget = group_counts(groups, kv_budget), cache_budget(kv_budget)
     chosen: dict[str, Any] = {}
     if budget is not None:
         place = None if dry_run else out
-        choice = choose_groups(source, budget, out=place, overwrite=overwrite, quiet=quiet, **options)
+        choice = choose_groups(source, budget, options, out=place, quiet=quiet)
         counts = choice.groups
         chosen["budget"] = choice.as_json()
     assert counts is not None
-    options |= {"chosen": chosen, "as_json": as_json, "quiet": quiet}
     if out is None or dry_run:
-        show_dry_run(source, counts, context=context, batch=batch or 1, **options)
+        planned = plan_source(source, counts, options)
+        show_dry_run(planned, context, batch or 1, chosen=chosen, as_json=as_json, quiet=quiet)
     else:
-        command = ["gqa-convert", *sys.argv[1:]]
-        convert_source(source, out, counts, overwrite=overwrite, hash_weights=hash_weights, command=command, **options)
+        convert_source(source, out, counts, options, chosen=chosen, as_json=as_json, quiet=quiet)
 
 
 def group_counts(text: str | None, kv_budget: str | None) -> int | list[int] | None:

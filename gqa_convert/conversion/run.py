@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from gqa_convert.checkpoint.ownership import list_written
 from gqa_convert.checkpoint.paths import local_path
@@ -27,11 +26,14 @@ from gqa_convert.conversion.fit.defaults import plan_conversion
 from gqa_convert.conversion.fit.options import CalibrationOptions
 from gqa_convert.conversion.fit.progress import OnProgress
 from gqa_convert.conversion.fit.run import merge_whole_layers
+from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.conversion.provenance import FileHasher, record_conversion
 from gqa_convert.conversion.restating.restate import NEEDED, restated
 from gqa_convert.conversion.sidecar_files import write_json, write_sidecar_files
 from gqa_convert.conversion.writing import Progress, write_weights
+
+_DEFAULTS = ConversionOptions()
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,24 +65,8 @@ def convert_checkpoint(
     source: str | Path,
     out: str | Path,
     groups: int | Sequence[int],
+    options: ConversionOptions = _DEFAULTS,
     *,
-    method: str | None = None,
-    calibration: Any = None,
-    calibration_tokens: int | None = None,
-    calibration_length: int | None = None,
-    calibration_context: int | None = None,
-    fit_steps: int | None = None,
-    kl_steps: int | None = None,
-    kl_rank: int | None = None,
-    device: str | None = None,
-    seed: int = 0,
-    encoder: bool = False,
-    native: bool | None = None,
-    revision: str | None = None,
-    max_shard_size: int | None = None,
-    overwrite: bool = False,
-    hash_weights: bool = False,
-    command: list[str] | None = None,
     on_plan: Callable[[Plan], None] = lambda plan: None,
     on_note: Callable[[str], None] = lambda sentence: None,
     on_layer: OnProgress = lambda progress: None,
@@ -93,32 +79,7 @@ def convert_checkpoint(
             in a way that can be undone, is rewritten first in a folder beside `out`, which is deleted afterwards.
         out: the folder to make.
         groups: K/V heads per layer in the result, or those of each attention layer in the order of the layers.
-        method: `mean`, `first`, `factor` or `fit`; by default `fit` with calibration text.
-            Without it, `factor` on text that every machine has, or `mean` where the source cannot read text.
-        calibration: text for `fit` or `factor`: a file, a folder, a pattern, the id of a Hub dataset, or a mapping as
-            in a recipe's `data`; or a list of these, which are mixed in equal shares. Or all options of calibration as
-            `CalibrationOptions`, in place of the arguments below.
-        calibration_tokens: how much of it, by default from the model's hidden_size.
-        calibration_length: tokens of a block of it, by default the model's context up to 1024.
-        calibration_context: the position up to which every second block skips, by default the model's context up to
-            32,768.
-        fit_steps: steps of the gradient stage of each layer in `fit`, by default 100; 0 for closed forms only.
-        kl_steps: steps of the last stage of `fit`, which trains all layers together to predict what the source
-            predicts. By default twice as many as `fit_steps` where the whole model is in memory (on a CPU: up to 200
-            million parameters) and its divergence from the source is 0.02 nats per token or more, else 0.
-        kl_rank: of the changes that this stage makes to query and output projections, 0 to train these as they are; by
-            default 0 where memory allows, else 32.
-        seed: of the choice of calibration text, and of the order of batches in `fit`.
-        encoder: convert an encoder's self-attention too.
-        native: translate to a stock class with a K/V-head count (True), add a modelling file (False), or the former
-            where possible (None).
-        revision: branch, tag or commit on the Hub.
-        max_shard_size: bytes of tensors per output file, at most; without it the files are those of the source.
-        overwrite: replace an existing result once the new one is complete.
-        hash_weights: record the SHA-256 of the source's weight files, and of the result's in any case, which means
-            reading them whole.
-        device: where calibration runs, such as `cpu` or `cuda:1`; by default a GPU if there is one.
-        command: the command line, for the provenance file.
+        options: the method, its calibration text, and more.
         on_plan: called with the plan before anything is written.
         on_note: called with sentences about a source that is rewritten first.
         on_layer: called as a method that works on whole layers proceeds.
@@ -130,60 +91,39 @@ def convert_checkpoint(
     Raises:
         GQAConvertError: one of its subclasses for every mistake; nothing is left behind then.
     """
-    text = (
-        calibration
-        if isinstance(calibration, CalibrationOptions)
-        else CalibrationOptions(
-            source=calibration,
-            tokens=calibration_tokens,
-            sequence_length=calibration_length,
-            seed=seed,
-            steps=fit_steps,
-            kl_steps=kl_steps,
-            kl_rank=kl_rank,
-            context=calibration_context,
-            device=device,
-        )
-    )
-    options: dict[str, Any] = {
-        "seed": text.seed,
-        "encoder": encoder,
-        "native": native,
-        "max_shard_size": max_shard_size,
-    }
 
     def planned(checkpoint: Checkpoint) -> tuple[Plan, CalibrationOptions]:
-        return plan_conversion(checkpoint, groups, method, text, **options)
+        return plan_conversion(checkpoint, groups, options)
 
     with ExitStack() as stack:
         out = local_path(out)
         try:
-            checkpoint = open_local(source, revision, planned)
+            checkpoint = open_local(source, options.revision, planned)
             plan, asked = planned(checkpoint)
         except NEEDED:
-            check_destination(out, None, overwrite=overwrite)
-            made = stack.enter_context(restated(source, revision, out, on_note))
+            check_destination(out, None, overwrite=options.overwrite)
+            made = stack.enter_context(restated(source, options.revision, out, on_note))
             checkpoint = replace(open_checkpoint(made.out), source_id=made.source, revision=made.revision)
             plan, asked = planned(checkpoint)
-        check_destination(out, checkpoint.folder, overwrite=overwrite)
+        check_destination(out, checkpoint.folder, overwrite=options.overwrite)
         previous = earlier_record(checkpoint)
         on_plan(plan)
         sweep(Path(os.path.realpath(out)).parent)
         staged = stack.enter_context(StagedFolder(out))
         merged = merge_whole_layers(plan, out, asked, stack, on_layer)
-        with FileHasher(checkpoint, weights=hash_weights) as hasher:
+        with FileHasher(checkpoint, weights=options.hash_weights) as hasher:
             written = write_weights(plan, staged.path, merged.tensors, progress)
             digests = hasher.digests()
         errors = written if merged.errors is None else merged.errors
         write_sidecar_files(plan, staged.path)
         # methods that work on whole layers take so long that hashing their result costs little
-        hashed = hash_weights or merged.errors is not None
+        hashed = options.hash_weights or merged.errors is not None
         result = hash_files(staged.path, (file.file for file in plan.files)) if hashed else None
         record = record_conversion(
             plan,
             errors,
             digests,
-            command,
+            options.command,
             calibration=merged.calibration,
             head_order=merged.head_order,
             device=merged.device,
@@ -192,6 +132,6 @@ def convert_checkpoint(
             written=list_written(staged.path, None if result is None else files_as_json(result)),
         )
         write_json(staged.path / PROVENANCE, record.as_json())
-        staged.publish(overwrite=overwrite)
+        staged.publish(overwrite=options.overwrite)
         total = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
     return ConversionResult(plan, out, total, errors, merged.calibration)

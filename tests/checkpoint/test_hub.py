@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from gqa_convert.checkpoint.source import open_checkpoint
+from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.plan import make_plan
 from gqa_convert.conversion.run import convert_checkpoint
 from tests.helpers.checkpoints import (
@@ -160,7 +161,7 @@ class TestPlan:
 class TestConvert:
     def test_only_what_is_needed_is_downloaded(self, hub: HubServer, folders: dict[str, Path], tmp_path: Path) -> None:
         result = ask(hub, tmp_path / "cache", "convert", "org/model", tmp_path / "out")
-        convert_checkpoint(folders["main"], tmp_path / "expected", 4, method="mean")
+        convert_checkpoint(folders["main"], tmp_path / "expected", 4, ConversionOptions(method="mean"))
         assert digests(tmp_path / "out") == digests(tmp_path / "expected")
         assert result["revision"] == hub.commit("org/model", "main")
         source = json.loads((tmp_path / "out" / "gqa_conversion.json").read_bytes())["source"]
@@ -195,7 +196,7 @@ class TestConvert:
     def test_bin_files_are_downloaded_and_work(self, hub: HubServer, tmp_path: Path) -> None:
         ask(hub, tmp_path / "cache", "convert", "org/old", tmp_path / "out")
         reference = write_llama(tmp_path / "source", arrays=large_arrays(), config={"hidden_size": 1200})
-        convert_checkpoint(reference, tmp_path / "expected", 4, method="mean")
+        convert_checkpoint(reference, tmp_path / "expected", 4, ConversionOptions(method="mean"))
         assert same_weights(tmp_path / "out", tmp_path / "expected")
 
     def test_a_branch(self, hub: HubServer, folders: dict[str, Path], tmp_path: Path) -> None:

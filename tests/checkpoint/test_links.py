@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from gqa_convert.checkpoint.source import open_checkpoint
+from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import PublishError
 from gqa_convert.hub.options import PublishOptions
@@ -116,7 +117,7 @@ def test_publish_does_not_send_what_a_link_shows(
     link: Link, name: str, source: Path, outside: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    convert_checkpoint(source, out, 3, method="mean")
+    convert_checkpoint(source, out, 3, ConversionOptions(method="mean"))
     link(out, outside)
     (out / name).unlink(missing_ok=True)
     (out / "notes.txt").rename(out / name)
@@ -130,7 +131,7 @@ def test_publish_does_not_send_a_linked_folder(source: Path, outside: Path, tmp_
     (source / "notes").mkdir()
     (source / "notes" / "key").write_text("a key of a map")
     out = tmp_path / "out"
-    convert_checkpoint(source, out, 3, method="mean")
+    convert_checkpoint(source, out, 3, ConversionOptions(method="mean"))
     shutil.rmtree(out / "notes")
     link_to_folder(out, outside)
     sent = publish(out, PublishOptions("me/gqa-3"), dry_run=True)
@@ -143,7 +144,7 @@ def test_publish_refuses_weights_and_records_that_lie_elsewhere(
     name: str, source: Path, outside: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    convert_checkpoint(source, out, 3, method="mean")
+    convert_checkpoint(source, out, 3, ConversionOptions(method="mean"))
     shutil.move(out / name, outside / name)
     (out / name).symlink_to(outside / name)
     with pytest.raises(PublishError, match=f"{name} is a link that leads out of the folder"):
@@ -155,7 +156,7 @@ def test_links_within_the_folder_are_followed(source: Path, tmp_path: Path) -> N
     (source / "texts" / "one.txt").write_text("one")
     (source / "two.txt").symlink_to("texts/one.txt")
     (source / "again").symlink_to("texts", target_is_directory=True)
-    convert_checkpoint(source, tmp_path / "out", 3, method="mean")
+    convert_checkpoint(source, tmp_path / "out", 3, ConversionOptions(method="mean"))
     for name in ("texts/one.txt", "two.txt", "again/one.txt"):
         assert (tmp_path / "out" / name).read_text() == "one"
         assert not (tmp_path / "out" / name).is_symlink()
@@ -164,11 +165,11 @@ def test_links_within_the_folder_are_followed(source: Path, tmp_path: Path) -> N
 
 def test_weights_and_config_may_lie_on_another_disk(source: Path, outside: Path, tmp_path: Path) -> None:
     """Nothing is copied from them but what was understood as numbers and as a model's description."""
-    convert_checkpoint(source, tmp_path / "expected", 3, method="mean")
+    convert_checkpoint(source, tmp_path / "expected", 3, ConversionOptions(method="mean"))
     for name in ("model.safetensors", "config.json"):
         shutil.move(source / name, outside / name)
         (source / name).symlink_to(outside / name)
-    convert_checkpoint(source, tmp_path / "out", 3, method="mean")
+    convert_checkpoint(source, tmp_path / "out", 3, ConversionOptions(method="mean"))
     assert same_weights(tmp_path / "out", tmp_path / "expected")
     assert verify_checkpoint(tmp_path / "out", source).passed
 

@@ -12,6 +12,7 @@ from gqa_convert.checkpoint import publication
 from gqa_convert.checkpoint.ownership import foreign_files, set_aside, some
 from gqa_convert.checkpoint.paths import expanded
 from gqa_convert.checkpoint.signed_card import signed
+from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import OutputError
 from gqa_convert.measuring.sensitivity.inspection import inspect_checkpoint
@@ -30,7 +31,7 @@ def source(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def out(source: Path, tmp_path: Path) -> Path:
-    convert_checkpoint(source, tmp_path / "out", 4, method="mean")
+    convert_checkpoint(source, tmp_path / "out", 4, ConversionOptions(method="mean"))
     return tmp_path / "out"
 
 
@@ -38,14 +39,14 @@ def refused(source: Path, out: Path, *words: str, overwrite: bool = True) -> Non
     """Converting to OUT fails with one line that holds the words, and changes nothing."""
     before = digests(out, ignore=())
     with pytest.raises(OutputError) as caught:
-        convert_checkpoint(source, out, 3, method="mean", overwrite=overwrite)
+        convert_checkpoint(source, out, 3, ConversionOptions(method="mean", overwrite=overwrite))
     assert digests(out, ignore=()) == before
     for word in words:
         assert word in str(caught.value)
 
 
 def replaced(source: Path, out: Path) -> None:
-    convert_checkpoint(source, out, 3, method="mean", overwrite=True)
+    convert_checkpoint(source, out, 3, ConversionOptions(method="mean", overwrite=True))
     assert json.loads((out / "config.json").read_text())["num_key_value_heads"] == 3
 
 
@@ -116,7 +117,7 @@ def test_a_file_of_the_same_size_that_is_older(source: Path, tmp_path: Path, nam
     """Trained weights, or an edited tokenizer, that `cp -p` or `mv` put in the place of ours."""
     for put in (shutil.copy2, os.rename):
         out = tmp_path / f"out-{put.__name__}"
-        convert_checkpoint(source, out, 4, method="mean", hash_weights=hashed)
+        convert_checkpoint(source, out, 4, ConversionOptions(method="mean", hash_weights=hashed))
         mine = tmp_path / "mine"
         mine.write_bytes(b"x" * (out / name).stat().st_size)
         old(mine)
@@ -128,7 +129,7 @@ def test_a_file_of_the_same_size_that_is_older(source: Path, tmp_path: Path, nam
 def test_a_file_that_was_written_to_in_place(source: Path, tmp_path: Path, hashed: bool) -> None:
     """Its size and, after `touch -d`, its time are ours."""
     out = tmp_path / "out"
-    convert_checkpoint(source, out, 4, method="mean", hash_weights=hashed)
+    convert_checkpoint(source, out, 4, ConversionOptions(method="mean", hash_weights=hashed))
     before = (out / WEIGHTS).stat()
     with (out / WEIGHTS).open("r+b") as file:
         file.seek(-4, os.SEEK_END)
@@ -139,7 +140,7 @@ def test_a_file_that_was_written_to_in_place(source: Path, tmp_path: Path, hashe
 
 @pytest.mark.parametrize("hashed", [False, True])
 def test_a_copy_of_a_result_is_ours_where_its_weights_have_hashes(source: Path, tmp_path: Path, hashed: bool) -> None:
-    convert_checkpoint(source, tmp_path / "out", 4, method="mean", hash_weights=hashed)
+    convert_checkpoint(source, tmp_path / "out", 4, ConversionOptions(method="mean", hash_weights=hashed))
     copy = shutil.copytree(tmp_path / "out", tmp_path / "copy")
     if hashed:
         replaced(source, copy)
@@ -153,7 +154,7 @@ def test_a_result_that_was_renamed_is_ours(source: Path, out: Path, tmp_path: Pa
 
 
 def test_methods_that_merge_layers_record_hashes(source: Path, tmp_path: Path) -> None:
-    convert_checkpoint(source, tmp_path / "out", 4, method="factor")
+    convert_checkpoint(source, tmp_path / "out", 4, ConversionOptions(method="factor"))
     listed = json.loads((tmp_path / "out" / "gqa_conversion.json").read_text())["written"]
     assert all("sha256" in entry for entry in listed.values())
     replaced(source, shutil.copytree(tmp_path / "out", tmp_path / "copy"))
@@ -211,7 +212,7 @@ def test_a_file_that_comes_at_the_last_moment(
     monkeypatch.setattr(publication, "_rename", late)
     before = digests(out, ignore=())
     with pytest.raises(OutputError, match=r"thesis\.tex"):
-        convert_checkpoint(source, out, 3, method="mean", overwrite=True)
+        convert_checkpoint(source, out, 3, ConversionOptions(method="mean", overwrite=True))
     after = digests(out, ignore=())
     assert after.pop("thesis.tex")
     assert after == before
@@ -222,7 +223,7 @@ def test_home_folders(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    result = convert_checkpoint("~/source", "~/result", 4, method="mean")
+    result = convert_checkpoint("~/source", "~/result", 4, ConversionOptions(method="mean"))
     assert result.out == tmp_path / "result"
     assert json.loads((tmp_path / "result" / "gqa_conversion.json").read_text())["source"]["id"] == str(source)
     assert list(Path().iterdir()) == []

@@ -22,6 +22,7 @@ from gqa_convert.checkpoint.publication import StagedFolder, check_destination, 
 from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.conversion import run as convert
 from gqa_convert.conversion import writing
+from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import (
     CorruptCheckpointError,
@@ -81,27 +82,31 @@ class TestDestination:
 
     def test_overwrite_replaces_everything(self, source: Path, out: Path, tmp_path: Path) -> None:
         convert_checkpoint(source, tmp_path / "reference", 4)
-        convert_checkpoint(source, out, 3, max_shard_size=20_000)
-        convert_checkpoint(source, out, 4, overwrite=True)
+        convert_checkpoint(source, out, 3, ConversionOptions(max_shard_size=20_000))
+        convert_checkpoint(source, out, 4, ConversionOptions(overwrite=True))
         assert complete(out, digests(tmp_path / "reference"))
         assert leftovers(tmp_path) == []
 
     def test_overwrite_of_nothing_and_of_an_empty_folder(self, source: Path, out: Path) -> None:
-        convert_checkpoint(source, out, 4, overwrite=True)
+        convert_checkpoint(source, out, 4, ConversionOptions(overwrite=True))
         shutil.rmtree(out)
         out.mkdir()
-        convert_checkpoint(source, out, 4, overwrite=True)
+        convert_checkpoint(source, out, 4, ConversionOptions(overwrite=True))
         assert (out / "config.json").is_file()
 
     def test_overwrite_spares_what_is_no_checkpoint(self, source: Path, out: Path) -> None:
         out.mkdir()
         (out / "thesis.tex").write_text("x")
-        refused(OutputError, "thesis.tex", call=lambda: convert_checkpoint(source, out, 4, overwrite=True))
+        refused(
+            OutputError,
+            "thesis.tex",
+            call=lambda: convert_checkpoint(source, out, 4, ConversionOptions(overwrite=True)),
+        )
         assert (out / "thesis.tex").read_text() == "x"
 
     @pytest.mark.parametrize("overwrite", [False, True])
     def test_the_source_and_its_neighbourhood(self, source: Path, tmp_path: Path, overwrite: bool) -> None:
-        before = digests(tmp_path)
+        before, options = digests(tmp_path), ConversionOptions(overwrite=overwrite)
         (tmp_path / "link").symlink_to(source)
         (tmp_path / "config.json").write_text("{}")
         for place, words in {
@@ -113,7 +118,7 @@ class TestDestination:
             tmp_path: "contains the source",
             Path("/"): "contains the source",
         }.items():
-            refused(OutputError, words, call=lambda: convert_checkpoint(source, place, 4, overwrite=overwrite))  # noqa: B023
+            refused(OutputError, words, call=lambda: convert_checkpoint(source, place, 4, options))  # noqa: B023
         (tmp_path / "config.json").unlink()
         (tmp_path / "link").unlink()
         assert digests(tmp_path) == before
@@ -123,17 +128,27 @@ class TestDestination:
         for path in source.glob("*.safetensors"):
             path.unlink()
             path.symlink_to(out / path.name)
-        refused(OutputError, "links to", call=lambda: convert_checkpoint(source, out, 4, overwrite=True))
+        refused(
+            OutputError, "links to", call=lambda: convert_checkpoint(source, out, 4, ConversionOptions(overwrite=True))
+        )
 
     @pytest.mark.parametrize("overwrite", [False, True])
     def test_links_and_files(self, source: Path, out: Path, tmp_path: Path, overwrite: bool) -> None:
         (tmp_path / "elsewhere").mkdir()
         for target in ("elsewhere", "nowhere", "out"):
             out.symlink_to(target)
-            refused(OutputError, "is a link", call=lambda: convert_checkpoint(source, out, 4, overwrite=overwrite))
+            refused(
+                OutputError,
+                "is a link",
+                call=lambda: convert_checkpoint(source, out, 4, ConversionOptions(overwrite=overwrite)),
+            )
             out.unlink()
         out.write_text("x")
-        refused(OutputError, "is a file", call=lambda: convert_checkpoint(source, out, 4, overwrite=overwrite))
+        refused(
+            OutputError,
+            "is a file",
+            call=lambda: convert_checkpoint(source, out, 4, ConversionOptions(overwrite=overwrite)),
+        )
         refused(OutputError, "cannot be written", call=lambda: convert_checkpoint(source, out / "sub" / "sub", 4))
         assert out.read_text() == "x"
 
@@ -167,10 +182,10 @@ class TestDestination:
             out.mkdir()
             (out / "thesis.tex").write_text("x")
 
-        for overwrite in (False, True):
+        for options in (ConversionOptions(), ConversionOptions(overwrite=True)):
             refused(
                 OutputError,
-                call=lambda: convert_checkpoint(source, out, 4, overwrite=overwrite, progress=_once(appear)),  # noqa: B023
+                call=lambda: convert_checkpoint(source, out, 4, options, progress=_once(appear)),  # noqa: B023
             )
             assert digests(out).keys() == {"thesis.tex"}
             shutil.rmtree(out)
@@ -234,7 +249,7 @@ class TestFailure:
             convert_checkpoint(source, out, 3)
         before = digests(out.parent)
         _fail(monkeypatch, problem)
-        refused(kind, call=lambda: convert_checkpoint(source, out, 4, overwrite=True))
+        refused(kind, call=lambda: convert_checkpoint(source, out, 4, ConversionOptions(overwrite=True)))
         assert digests(out.parent) == before
         assert leftovers(out.parent) == []
 
@@ -439,7 +454,7 @@ class TestSweep:
         convert_checkpoint(source, out, 3)
         old = digests(out)
         refused(OutputError, call=lambda: convert_checkpoint(source, out, 4))
-        convert_checkpoint(source, out, 4, overwrite=True)
+        convert_checkpoint(source, out, 4, ConversionOptions(overwrite=True))
         assert digests(out).keys() == old.keys()
         assert digests(out) != old
         assert leftovers(out.parent) == []
@@ -575,7 +590,7 @@ class TestStopped:
         states = []
         for _ in range(4):
             if overwrite:
-                convert_checkpoint(large, out, 3, overwrite=True)
+                convert_checkpoint(large, out, 3, ConversionOptions(overwrite=True))
             else:
                 shutil.rmtree(out, ignore_errors=True)
             with subprocess.Popen(
@@ -594,7 +609,7 @@ class TestStopped:
                 assert not overwrite
                 states.append("none")
             assert len(leftovers(out.parent)) <= (1 if kind == signal.SIGKILL else 0)
-        convert_checkpoint(large, out, 4, overwrite=True)
+        convert_checkpoint(large, out, 4, ConversionOptions(overwrite=True))
         assert complete(out, new)
         assert leftovers(out.parent) == []
         shutil.rmtree(out)
@@ -630,9 +645,9 @@ def test_an_address_is_no_folder(address: str, tmp_path: Path, monkeypatch: pyte
     with pytest.raises(SourceNotFoundError, match=f"{address} is an address, and checkpoints are read from folders"):
         open_checkpoint(address)
     with pytest.raises(OutputError, match="is an address, and results are written to folders"):
-        convert_checkpoint(source, address, 4, method="mean")
+        convert_checkpoint(source, address, 4, ConversionOptions(method="mean"))
     with pytest.raises(SourceNotFoundError, match=f"{address} is an address, and checkpoints are read from folders"):
-        convert_checkpoint(address, tmp_path / "out", 4, method="mean")
+        convert_checkpoint(address, tmp_path / "out", 4, ConversionOptions(method="mean"))
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
     (tmp_path / "s3:").mkdir()  # a folder of such a name is one
     check_destination(Path("s3:"), None, overwrite=False)

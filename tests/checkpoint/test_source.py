@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from gqa_convert.checkpoint import files
 from gqa_convert.checkpoint.source import open_checkpoint
+from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import (
     ConfigError,
@@ -349,7 +350,7 @@ class TestRefusals:
             (single / "speech" / name).write_text("{}")
         checkpoint = open_checkpoint(single)
         assert checkpoint.left_behind == ("speech/adapter_config.json", "speech/adapter_model.safetensors")
-        convert_checkpoint(single, tmp_path / "out", 3, method="mean")
+        convert_checkpoint(single, tmp_path / "out", 3, ConversionOptions(method="mean"))
         assert not (tmp_path / "out" / "speech").exists()
 
     def test_names_that_are_no_utf8(self, single: Path, tmp_path: Path) -> None:
@@ -358,14 +359,14 @@ class TestRefusals:
         refused(single, CorruptCheckpointError, r"x\udcff.txt", "rename or remove it")
         (single / f"{foreign}.txt").unlink()
         with pytest.raises(OutputError, match="not UTF-8"):
-            convert_checkpoint(single, tmp_path / foreign, 3, method="mean")
+            convert_checkpoint(single, tmp_path / foreign, 3, ConversionOptions(method="mean"))
         single.rename(tmp_path / foreign)
         refused(tmp_path / foreign, SourceNotFoundError, "not UTF-8", "rename the folder")
         assert [path.name for path in tmp_path.iterdir()] == [foreign]
 
     def test_half_a_surrogate_pair_in_the_config(self, single: Path, tmp_path: Path) -> None:
         write_config(single, note="\ud800")
-        convert_checkpoint(single, tmp_path / "out", 3, method="mean")
+        convert_checkpoint(single, tmp_path / "out", 3, ConversionOptions(method="mean"))
         assert json.loads((tmp_path / "out" / "config.json").read_bytes())["note"] == "\ud800"
 
     def test_an_adapter_that_is_not_merged(self, tmp_path: Path) -> None:

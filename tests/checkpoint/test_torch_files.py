@@ -17,6 +17,7 @@ import torch
 
 from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.checkpoint.source_files import SourceFiles
+from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import CorruptCheckpointError, GQAConvertError, UnsupportedFormatError
 from tests.helpers.checkpoints import digests, llama_arrays, read_weights, split, write_config, write_index, write_llama
@@ -41,7 +42,10 @@ def write_bin(folder: Path, state: Any, **options: Any) -> Path:
 def expected(tmp_path: Path, arrays: dict[str, np.ndarray[Any, Any]] | None = None) -> dict[str, np.ndarray[Any, Any]]:
     """The weights that come of the same tensors in safetensors."""
     convert_checkpoint(
-        write_llama(tmp_path / "reference-source", arrays=arrays), tmp_path / "reference", 4, method="mean"
+        write_llama(tmp_path / "reference-source", arrays=arrays),
+        tmp_path / "reference",
+        4,
+        ConversionOptions(method="mean"),
     )
     return read_weights(tmp_path / "reference")
 
@@ -49,7 +53,7 @@ def expected(tmp_path: Path, arrays: dict[str, np.ndarray[Any, Any]] | None = No
 def converted(source: Path) -> dict[str, np.ndarray[Any, Any]]:
     """The weights of the conversion, after a look at what else came of it."""
     out = source.parent / f"{source.name}-out"
-    convert_checkpoint(source, out, 4, method="mean")
+    convert_checkpoint(source, out, 4, ConversionOptions(method="mean"))
     assert not [path.name for path in out.rglob("*") if ".bin" in path.name or path.name.startswith(".")]
     return read_weights(out)
 
@@ -108,9 +112,12 @@ class TestRead:
             torch.save({name: state[name] for name in names}, source / file)
             weight_map |= dict.fromkeys(names, file)
         write_index(source / "pytorch_model.bin.index.json", weight_map)
-        convert_checkpoint(source, tmp_path / "out", 4, method="mean")
+        convert_checkpoint(source, tmp_path / "out", 4, ConversionOptions(method="mean"))
         convert_checkpoint(
-            write_llama(tmp_path / "reference-source", shards=3), tmp_path / "reference", 4, method="mean"
+            write_llama(tmp_path / "reference-source", shards=3),
+            tmp_path / "reference",
+            4,
+            ConversionOptions(method="mean"),
         )
         ours, theirs = digests(tmp_path / "out"), digests(tmp_path / "reference")
         assert ours.keys() == theirs.keys()
@@ -170,11 +177,11 @@ class TestRead:
         results = []
         for number, options in enumerate(({}, {"_use_new_zipfile_serialization": False})):
             source = write_bin(tmp_path / f"bin{number}", state | extra, **options)
-            convert_checkpoint(source, tmp_path / f"out{number}", 4, method="mean")
+            convert_checkpoint(source, tmp_path / f"out{number}", 4, ConversionOptions(method="mean"))
             results.append(load_file(tmp_path / f"out{number}" / "model.safetensors"))
         reference = write_llama(tmp_path / "reference")
         save_file(state | extra, reference / "model.safetensors", {"format": "pt"})
-        convert_checkpoint(reference, tmp_path / "out", 4, method="mean")
+        convert_checkpoint(reference, tmp_path / "out", 4, ConversionOptions(method="mean"))
         wanted = load_file(tmp_path / "out" / "model.safetensors")
         for result in results:
             assert result.keys() == wanted.keys()
@@ -228,7 +235,7 @@ class TestRefuse:
         source = write_bin(tmp_path / "bin", state, _use_new_zipfile_serialization=not legacy)
         refused(source, CorruptCheckpointError, "never run")
         with pytest.raises(GQAConvertError):
-            convert_checkpoint(source, tmp_path / "out", 4, method="mean")
+            convert_checkpoint(source, tmp_path / "out", 4, ConversionOptions(method="mean"))
         assert not canary.exists()
         torch.load(source / SINGLE, weights_only=False)  # the bomb is a live one
         assert canary.exists()
@@ -245,7 +252,7 @@ class TestRefuse:
         source = write_bin(tmp_path / "bin", llama_state(), _use_new_zipfile_serialization=not legacy)
         os.truncate(source / SINGLE, int((source / SINGLE).stat().st_size * part))
         with pytest.raises(GQAConvertError) as caught:
-            convert_checkpoint(source, tmp_path / "out", 4, method="mean")
+            convert_checkpoint(source, tmp_path / "out", 4, ConversionOptions(method="mean"))
         assert str(caught.value).isprintable()
         assert SINGLE in str(caught.value)
         assert sorted(path.name for path in tmp_path.iterdir()) == ["bin"]

@@ -12,6 +12,7 @@ from safetensors.numpy import load_file, save_file
 from gqa_convert.checkpoint.copying import BLOCK, SourceFile, WrittenFile
 from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.conversion import writing
+from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.plan import make_plan
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import (
@@ -44,7 +45,7 @@ def source(tmp_path: Path) -> Path:
 
 
 def test_at_the_sources_own_count_files_are_equal_byte_for_byte(source: Path, tmp_path: Path) -> None:
-    convert_checkpoint(source, tmp_path / "out", HEADS, method="mean")
+    convert_checkpoint(source, tmp_path / "out", HEADS, ConversionOptions(method="mean"))
     for path in source.glob("*.safetensors"):
         assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes()
     config = json.loads((tmp_path / "out" / "config.json").read_text())
@@ -54,7 +55,7 @@ def test_at_the_sources_own_count_files_are_equal_byte_for_byte(source: Path, tm
 
 @pytest.mark.parametrize("groups", [1, 2, 3, 4, 6])
 def test_the_mean_of_contiguous_heads(source: Path, tmp_path: Path, groups: int) -> None:
-    result = convert_checkpoint(source, tmp_path / "out", groups, method="mean")
+    result = convert_checkpoint(source, tmp_path / "out", groups, ConversionOptions(method="mean"))
     before, after = read_weights(source)[KEY], read_weights(tmp_path / "out")[KEY]
     heads = before.astype(np.float64).reshape(groups, HEADS // groups, WIDTH, HIDDEN)
     assert np.array_equal(after, heads.mean(1).astype(np.float32).reshape(groups * WIDTH, HIDDEN))
@@ -70,9 +71,9 @@ def test_tied_heads_merge_without_loss_and_repeat_back(tmp_path: Path) -> None:
             heads = array.reshape(4, 3, WIDTH, HIDDEN)
             heads[:] = heads[:, :1]
     source = write_llama(tmp_path / "source", arrays=arrays)
-    result = convert_checkpoint(source, tmp_path / "down", 4, method="mean")
+    result = convert_checkpoint(source, tmp_path / "down", 4, ConversionOptions(method="mean"))
     assert set(result.merge_error.values()) == {0.0}
-    convert_checkpoint(tmp_path / "down", tmp_path / "up", 12, method="mean")
+    convert_checkpoint(tmp_path / "down", tmp_path / "up", 12, ConversionOptions(method="mean"))
     assert same_weights(source, tmp_path / "up")
     record = json.loads((tmp_path / "up" / "gqa_conversion.json").read_text())
     assert (record["method"], record["previous"]["method"]) == ("repeat", "mean")
@@ -80,9 +81,9 @@ def test_tied_heads_merge_without_loss_and_repeat_back(tmp_path: Path) -> None:
 
 def test_a_grouped_source_is_merged_further(source: Path, tmp_path: Path) -> None:
     """12 -> 6 -> 3 equals 12 -> 3 up to the rounding in between."""
-    convert_checkpoint(source, tmp_path / "six", 6, method="mean")
-    convert_checkpoint(tmp_path / "six", tmp_path / "three", 3, method="mean")
-    convert_checkpoint(source, tmp_path / "direct", 3, method="mean")
+    convert_checkpoint(source, tmp_path / "six", 6, ConversionOptions(method="mean"))
+    convert_checkpoint(tmp_path / "six", tmp_path / "three", 3, ConversionOptions(method="mean"))
+    convert_checkpoint(source, tmp_path / "direct", 3, ConversionOptions(method="mean"))
     assert np.allclose(
         read_weights(tmp_path / "three")[KEY], read_weights(tmp_path / "direct")[KEY], rtol=1e-5, atol=1e-6
     )
@@ -90,7 +91,7 @@ def test_a_grouped_source_is_merged_further(source: Path, tmp_path: Path) -> Non
 
 
 def test_index_totals_are_those_of_the_new_tensors(source: Path, tmp_path: Path) -> None:
-    convert_checkpoint(source, tmp_path / "out", 3, method="mean")
+    convert_checkpoint(source, tmp_path / "out", 3, ConversionOptions(method="mean"))
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     weights = read_weights(tmp_path / "out")
     assert index["metadata"]["total_size"] == sum(array.nbytes for array in weights.values())
@@ -102,7 +103,7 @@ def test_index_totals_are_those_of_the_new_tensors(source: Path, tmp_path: Path)
 
 def test_a_single_file_stays_a_single_file(tmp_path: Path) -> None:
     source = write_llama(tmp_path / "source")
-    convert_checkpoint(source, tmp_path / "out", 4, method="mean")
+    convert_checkpoint(source, tmp_path / "out", 4, ConversionOptions(method="mean"))
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
         "config.json",
         "gqa_conversion.json",
@@ -116,7 +117,7 @@ def test_tensors_of_large_files_keep_their_place_in_a_block(
 ) -> None:
     """So that a filesystem can share blocks with the source."""
     monkeypatch.setattr(writing, "_ALIGNED_BYTES", 0)
-    convert_checkpoint(source, tmp_path / "out", 1, method="mean")
+    convert_checkpoint(source, tmp_path / "out", 1, ConversionOptions(method="mean"))
     before, after = open_checkpoint(source), open_checkpoint(tmp_path / "out")
     padded = 0
     for old, new in zip(before.shards, after.shards, strict=True):
@@ -156,8 +157,8 @@ def test_ranges_of_every_size_and_place(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_hashes(source: Path, tmp_path: Path) -> None:
-    convert_checkpoint(source, tmp_path / "some", 4, method="mean")
-    convert_checkpoint(source, tmp_path / "all", 4, hash_weights=True, method="mean")
+    convert_checkpoint(source, tmp_path / "some", 4, ConversionOptions(method="mean"))
+    convert_checkpoint(source, tmp_path / "all", 4, ConversionOptions(hash_weights=True, method="mean"))
     some = json.loads((tmp_path / "some" / "gqa_conversion.json").read_text())["source"]["files"]
     every = json.loads((tmp_path / "all" / "gqa_conversion.json").read_text())["source"]["files"]
     assert "sha256" in some["config.json"]
@@ -187,9 +188,11 @@ def test_nan_and_inf_are_refused_and_leave_nothing(tmp_path: Path, method: str, 
     arrays[KEY][-1, -1] = bad
     source = write_llama(tmp_path / "source", arrays=arrays)
     with pytest.raises(NonFiniteError, match=KEY):
-        convert_checkpoint(source, tmp_path / "out", 3, method=method)
+        convert_checkpoint(source, tmp_path / "out", 3, ConversionOptions(method=method))
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
-    convert_checkpoint(source, tmp_path / "out", HEADS, method="mean")  # nothing is merged, so that nothing spreads
+    convert_checkpoint(
+        source, tmp_path / "out", HEADS, ConversionOptions(method="mean")
+    )  # nothing is merged, so that nothing spreads
 
 
 @pytest.mark.parametrize("groups", [-3, 0, 5, 7, 8, 9, 24, 36])
@@ -200,7 +203,7 @@ def test_groups_that_do_not_fit(source: Path, groups: int) -> None:
 
 @pytest.mark.parametrize("groups", [2, 5, 8, 9, 24])
 def test_groups_that_do_not_fit_a_grouped_source(source: Path, tmp_path: Path, groups: int) -> None:
-    convert_checkpoint(source, tmp_path / "three", 3, method="mean")
+    convert_checkpoint(source, tmp_path / "three", 3, ConversionOptions(method="mean"))
     with pytest.raises(GroupsError, match=r"choose one of 1, 3; or, to repeat heads for tensor parallelism, 6, 12$"):
         make_plan(open_checkpoint(tmp_path / "three"), groups)
 
@@ -263,7 +266,7 @@ def test_code_beside_the_weights_is_carried_and_never_run(source: Path, tmp_path
     canary = tmp_path / "canary"
     write_config(source, auto_map={"AutoConfig": "modeling_x.X", "AutoModelForCausalLM": "modeling_x.Y"})
     (source / "modeling_x.py").write_text(f"open({str(canary)!r}, 'w').close()\n")
-    result = convert_checkpoint(source, tmp_path / "out", 3, method="mean")
+    result = convert_checkpoint(source, tmp_path / "out", 3, ConversionOptions(method="mean"))
     assert (tmp_path / "out" / "modeling_x.py").read_bytes() == (source / "modeling_x.py").read_bytes()
     assert any("never run" in warning for warning in result.plan.warnings)
     verify_checkpoint(tmp_path / "out", source)
@@ -275,7 +278,7 @@ def test_stale_weights_are_left_behind(source: Path, tmp_path: Path) -> None:
     (source / "optimizer.pt").write_bytes(b"x")
     (source / "notes" / "deep").mkdir(parents=True)
     (source / "notes" / "deep" / "a.txt").write_text("kept")
-    result = convert_checkpoint(source, tmp_path / "out", 3, method="mean")
+    result = convert_checkpoint(source, tmp_path / "out", 3, ConversionOptions(method="mean"))
     assert result.as_json()["left_behind"] == ["adapter_extra.safetensors", "optimizer.pt"]
     assert not (tmp_path / "out" / "optimizer.pt").exists()
     assert (tmp_path / "out" / "notes" / "deep" / "a.txt").read_text() == "kept"

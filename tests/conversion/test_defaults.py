@@ -9,7 +9,7 @@ import pytest
 from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.conversion.fit import defaults
 from gqa_convert.conversion.fit.defaults import BUILT_IN_TOKENS, plan_conversion, why_no_text
-from gqa_convert.conversion.fit.options import CalibrationOptions
+from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.demo import CHECKPOINT
 from gqa_convert.errors import OptionError
@@ -31,16 +31,18 @@ def test_the_default_measures_on_the_built_in_text(tmp_path: Path, monkeypatch: 
     assert result.calibration is not None
     assert result.calibration.tokens == 512
     assert "python-stdlib" in result.calibration.text
-    options = {"method": "factor", "calibration": "python-stdlib", "calibration_tokens": 512}
-    convert_checkpoint(CHECKPOINT, tmp_path / "stated", GROUPS, **options)
+    options = ConversionOptions(method="factor", calibration=CalibrationOptions("python-stdlib", tokens=512))
+    convert_checkpoint(CHECKPOINT, tmp_path / "stated", GROUPS, options)
     assert same_weights(tmp_path / "default", tmp_path / "stated")
-    convert_checkpoint(CHECKPOINT, tmp_path / "weights", GROUPS, method="factor")
+    convert_checkpoint(CHECKPOINT, tmp_path / "weights", GROUPS, ConversionOptions(method="factor"))
     assert not same_weights(tmp_path / "default", tmp_path / "weights")
     assert verify_checkpoint(tmp_path / "default", CHECKPOINT).passed
 
 
 def test_a_named_method_reads_no_text(tmp_path: Path) -> None:
-    assert convert_checkpoint(CHECKPOINT, tmp_path / "out", GROUPS, method="factor").calibration is None
+    assert (
+        convert_checkpoint(CHECKPOINT, tmp_path / "out", GROUPS, ConversionOptions(method="factor")).calibration is None
+    )
 
 
 @pytest.mark.parametrize(("tokenizer", "reason"), [(None, "it has no tokenizer"), ("{}", "its tokenizer.json cannot")])
@@ -56,7 +58,7 @@ def test_without_a_tokenizer_heads_are_averaged_and_the_user_learns_why(
     found = json.loads(result.stdout)
     assert found["method"] == "mean"
     assert any(reason in warning for warning in found["warnings"])
-    convert_checkpoint(source, tmp_path / "mean", GROUPS, method="mean")
+    convert_checkpoint(source, tmp_path / "mean", GROUPS, ConversionOptions(method="mean"))
     assert same_weights(tmp_path / "out", tmp_path / "mean")
     plan = run("convert", source, "--groups", str(GROUPS), "--dry-run")
     assert reason in plan.stdout
@@ -89,4 +91,6 @@ def test_copied_heads_need_no_text(tmp_path: Path) -> None:
 
 def test_counts_without_text_are_refused_as_before() -> None:
     with pytest.raises(OptionError, match="--calibration-tokens 64 needs calibration text"):
-        plan_conversion(open_checkpoint(CHECKPOINT), GROUPS, None, CalibrationOptions(tokens=64))
+        plan_conversion(
+            open_checkpoint(CHECKPOINT), GROUPS, ConversionOptions(calibration=CalibrationOptions(tokens=64))
+        )

@@ -19,6 +19,7 @@ from gqa_convert.conversion.fit.layer_store import LayerStore
 from gqa_convert.conversion.fit.lockstep import open_model
 from gqa_convert.conversion.fit.progress import ALL_TOGETHER
 from gqa_convert.conversion.fit.source_layer import attention_of
+from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import OptionError
 from gqa_convert.merging.attention_heads import LayerLayout, Tensors
@@ -234,8 +235,11 @@ def test_killed_in_this_stage_other_steps_go_on_to_the_bytes_of_a_fresh_run(
 ) -> None:
     """The layers' files stay as they are, and so does the text that the layers are fitted on."""
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
-    fitting = {"calibration": text, "calibration_tokens": 1500, "fit_steps": 3}
-    done = convert_checkpoint(small, straight, 3, **fitting, kl_steps=8)
+    short, long = (
+        ConversionOptions(calibration=CalibrationOptions(source=text, tokens=1500, steps=3, kl_steps=kl_steps))
+        for kl_steps in (8, 2000)
+    )
+    done = convert_checkpoint(small, straight, 3, short)
     assert done.calibration is not None
     assert done.calibration.kl is not None
     assert done.calibration.kl.after < done.calibration.kl.before
@@ -245,7 +249,7 @@ def test_killed_in_this_stage_other_steps_go_on_to_the_bytes_of_a_fresh_run(
         if progress.label == ALL_TOGETHER and progress.done == 2:
             die()
 
-    status, problem = in_child(lambda: convert_checkpoint(small, resumed, 3, **fitting, kl_steps=2000, on_layer=killed))
+    status, problem = in_child(lambda: convert_checkpoint(small, resumed, 3, long, on_layer=killed))
     assert (status, problem) == (-signal.SIGKILL, "")
     assert not resumed.exists()
     kept = {path: path.stat().st_mtime_ns for path in (tmp_path / ".resumed.gqa-merging").glob("layer-*")}
@@ -256,7 +260,7 @@ def test_killed_in_this_stage_other_steps_go_on_to_the_bytes_of_a_fresh_run(
         seen.append(progress)
         assert {path: path.stat().st_mtime_ns for path in kept} == kept
 
-    convert_checkpoint(small, resumed, 3, **fitting, kl_steps=8, on_layer=look)
+    convert_checkpoint(small, resumed, 3, short, on_layer=look)
     assert seen[-1].kl == done.calibration.kl
     assert digests(straight) == digests(resumed)
     notes = [json.loads((out / "gqa_conversion.json").read_text())["calibration"] for out in (straight, resumed)]

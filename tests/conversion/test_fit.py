@@ -23,6 +23,7 @@ from gqa_convert.conversion.fit.lockstep import open_model
 from gqa_convert.conversion.fit.precision import is_reduced, precision_of
 from gqa_convert.conversion.fit.repeated_rows import RepeatedRows
 from gqa_convert.conversion.fit.statistics import DAMPING, Moment, Regression, best_change
+from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions
 from gqa_convert.conversion.plan import make_plan
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import NonFiniteError, OptionError
@@ -356,8 +357,9 @@ class TestCommand:
             if progress.detail.startswith("layer 2: gradient steps"):
                 die()
 
-        fitting = {"calibration": text, "calibration_tokens": 1500, "fit_steps": 8, "kl_steps": 0}
-        status, problem = in_child(lambda: convert_checkpoint(small, resumed, 3, **fitting, on_layer=killed))
+        fitting = CalibrationOptions(source=text, tokens=1500, steps=8, kl_steps=0)
+        options = ConversionOptions(calibration=fitting)
+        status, problem = in_child(lambda: convert_checkpoint(small, resumed, 3, options, on_layer=killed))
         assert (status, problem) == (-signal.SIGKILL, "")
         kept = tmp_path / ".resumed.gqa-merging"
         assert not resumed.exists()
@@ -413,5 +415,10 @@ def test_a_type_without_classes_can_be_factored_only(tmp_path: Path) -> None:
     write_source(tmp_path / "source")
     (tmp_path / "text.txt").write_text("some text " * 100)
     with pytest.raises(OptionError, match=r"transformers has no class of type chatglm.*--method factor"):
-        convert_checkpoint(tmp_path / "source", tmp_path / "out", 2, calibration=tmp_path / "text.txt")
+        convert_checkpoint(
+            tmp_path / "source",
+            tmp_path / "out",
+            2,
+            ConversionOptions(calibration=CalibrationOptions(source=tmp_path / "text.txt")),
+        )
     assert not (tmp_path / "out").exists()

@@ -10,6 +10,7 @@ import pytest
 
 from gqa_convert import errors
 from gqa_convert.conversion.fit import from_weights
+from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import NonFiniteError
 from tests.helpers.checkpoints import digests, llama_arrays, read_weights, write_llama
@@ -34,7 +35,7 @@ def test_odd_weights_give_finite_ones(kind: str, where: str, tmp_path: Path) -> 
         tensor = f"model.layers.0.self_attn.{name}_proj.weight"
         arrays[tensor] = SPOIL[kind](arrays[tensor])
     source = write_llama(tmp_path / "source", arrays=arrays, config={"num_hidden_layers": 1})
-    result = convert_checkpoint(source, tmp_path / "out", 3, method="factor")
+    result = convert_checkpoint(source, tmp_path / "out", 3, ConversionOptions(method="factor"))
     assert all(np.isfinite(array).all() for array in read_weights(tmp_path / "out").values())
     assert all(np.isfinite(error) and error >= 0 for error in result.merge_error.values())
 
@@ -42,7 +43,7 @@ def test_odd_weights_give_finite_ones(kind: str, where: str, tmp_path: Path) -> 
 def test_only_attention_changes_and_two_runs_write_the_same_bytes(tmp_path: Path) -> None:
     source = write_llama(tmp_path / "source", shards=3)
     for out in ("first", "second"):
-        convert_checkpoint(source, tmp_path / out, 3, method="factor")
+        convert_checkpoint(source, tmp_path / out, 3, ConversionOptions(method="factor"))
     assert digests(tmp_path / "first") == digests(tmp_path / "second")
     before, after = read_weights(source), read_weights(tmp_path / "first")
     changed = {name for name in before if not np.array_equal(before[name], after[name])}
@@ -56,7 +57,7 @@ def test_a_number_that_is_none_is_named_in_one_line(name: str, tmp_path: Path) -
     arrays[tensor][3, 5] = np.nan
     source = write_llama(tmp_path / "source", arrays=arrays)
     with pytest.raises(NonFiniteError, match=tensor) as caught:
-        convert_checkpoint(source, tmp_path / "out", 3, method="factor")
+        convert_checkpoint(source, tmp_path / "out", 3, ConversionOptions(method="factor"))
     assert "\n" not in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
@@ -88,9 +89,9 @@ def test_a_kill_between_layers(
     made = []
     original = from_weights.merge_layer
     monkeypatch.setattr(from_weights, "merge_layer", lambda *given: made.append(given) or original(*given))
-    convert_checkpoint(source, out, groups, method="factor")
+    convert_checkpoint(source, out, groups, ConversionOptions(method="factor"))
     assert len(made) == made_again
-    convert_checkpoint(source, tmp_path / "fresh", groups, method="factor")
+    convert_checkpoint(source, tmp_path / "fresh", groups, ConversionOptions(method="factor"))
     assert digests(out) == digests(tmp_path / "fresh")
     assert {path.name for path in tmp_path.iterdir()} == {"source", "out", "fresh"}
 
@@ -109,7 +110,7 @@ def test_errors_leave_nothing(problem: BaseException, told: type[BaseException],
 
     source = write_llama(tmp_path / "source")
     with pytest.raises(told):
-        convert_checkpoint(source, tmp_path / "out", 3, method="factor", on_layer=done)
+        convert_checkpoint(source, tmp_path / "out", 3, ConversionOptions(method="factor"), on_layer=done)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
@@ -119,6 +120,8 @@ def test_every_layer_is_announced(tmp_path: Path) -> None:
     def done(progress: Any) -> None:
         seen.append((progress.done, progress.total, progress.layer.module))
 
-    convert_checkpoint(write_llama(tmp_path / "source"), tmp_path / "out", 3, method="factor", on_layer=done)
+    convert_checkpoint(
+        write_llama(tmp_path / "source"), tmp_path / "out", 3, ConversionOptions(method="factor"), on_layer=done
+    )
     assert seen == [(1, 2, "model.layers.0.self_attn"), (2, 2, "model.layers.1.self_attn")]
     assert {path.name for path in tmp_path.iterdir()} == {"source", "out"}

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from gqa_convert.checkpoint.source import open_checkpoint
+from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.plan import make_plan
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import GQAConvertError
@@ -40,7 +41,7 @@ def test_the_result_computes_what_the_source_computes_with_repeated_heads(
     name: str, folder: Callable[[str], Path], tmp_path: Path
 ) -> None:
     source, row, out = folder(name), HUB_SOURCES[name], tmp_path / "out"
-    convert_checkpoint(source, out, row.groups, method="mean")
+    convert_checkpoint(source, out, row.groups, ConversionOptions(method="mean"))
     config = json.loads((out / "config.json").read_text())
     assert config["model_type"] == (row.type_of_copy or row.config["model_type"])
     assert failed(verify_checkpoint(out, source)) == {}
@@ -61,7 +62,7 @@ def test_a_snapshot_of_links_in_the_cache_of_the_hub(folder: Callable[[str], Pat
     for number, path in enumerate(sorted(folder(name).iterdir())):
         (blobs / str(number)).write_bytes(path.read_bytes())
         (snapshot / path.name).symlink_to(f"../../blobs/{number}")
-    convert_checkpoint(snapshot, tmp_path / "out", 3, method="mean")
+    convert_checkpoint(snapshot, tmp_path / "out", 3, ConversionOptions(method="mean"))
     assert not any(path.is_symlink() for path in (tmp_path / "out").iterdir())
     assert failed(verify_checkpoint(tmp_path / "out", snapshot, logits=False)) == {}
     assert "pytorch_model.bin" not in {path.name for path in (tmp_path / "out").iterdir()}

@@ -10,6 +10,7 @@ import torch
 
 from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.cli.convert import group_counts
+from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions
 from gqa_convert.conversion.plan import make_plan
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import GroupsError, OptionError
@@ -43,7 +44,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def factored(source: Path) -> Path:
     out = source.parent / "factored"
-    convert_checkpoint(source, out, COUNTS, method="factor")
+    convert_checkpoint(source, out, COUNTS, ConversionOptions(method="factor"))
     return out
 
 
@@ -51,7 +52,7 @@ def test_layers_are_counted_by_their_numbers(tmp_path: Path) -> None:
     """Not by their order in the files, where layer 10 comes before layer 2."""
     source = make_checkpoint("llama", tmp_path / "source", head_dim=8, intermediate_size=256, num_hidden_layers=11)
     counts = [12, 6, 4, 3, 2, 1, 12, 6, 4, 3, 2]
-    convert_checkpoint(source, tmp_path / "out", counts, method="mean")
+    convert_checkpoint(source, tmp_path / "out", counts, ConversionOptions(method="mean"))
     weights = read_weights(tmp_path / "out")
     rows = [len(weights[f"model.layers.{layer}.self_attn.v_proj.weight"]) for layer in range(11)]
     assert rows == [8 * count for count in counts]
@@ -60,10 +61,10 @@ def test_layers_are_counted_by_their_numbers(tmp_path: Path) -> None:
 
 
 def test_a_list_of_equal_numbers_is_the_number(source: Path, tmp_path: Path) -> None:
-    convert_checkpoint(source, tmp_path / "number", 3, method="mean")
-    convert_checkpoint(source, tmp_path / "list", [3, 3, 3, 3], method="mean")
+    convert_checkpoint(source, tmp_path / "number", 3, ConversionOptions(method="mean"))
+    convert_checkpoint(source, tmp_path / "list", [3, 3, 3, 3], ConversionOptions(method="mean"))
     assert digests(tmp_path / "number") == digests(tmp_path / "list")
-    convert_checkpoint(source, tmp_path / "copy", [HEADS] * 4, method="factor")
+    convert_checkpoint(source, tmp_path / "copy", [HEADS] * 4, ConversionOptions(method="factor"))
     assert same_weights(tmp_path / "copy", source)
     assert json.loads((tmp_path / "copy" / "config.json").read_text())["model_type"] == "llama"
 
@@ -152,12 +153,11 @@ def test_fit_on_text(source: Path, text: Path, tmp_path: Path) -> None:
         source,
         tmp_path / "out",
         COUNTS,
-        calibration=str(text),
-        calibration_tokens=512,
-        calibration_length=64,
-        fit_steps=2,
-        kl_steps=2,
-        device="cpu",
+        ConversionOptions(
+            calibration=CalibrationOptions(
+                source=str(text), tokens=512, sequence_length=64, steps=2, kl_steps=2, device="cpu"
+            )
+        ),
         on_layer=lambda progress: seen.append((progress.layer and progress.done, progress.total)),
     )
     assert (3, 3) in seen
@@ -173,7 +173,7 @@ def test_fit_on_text(source: Path, text: Path, tmp_path: Path) -> None:
 
 def test_a_result_is_a_source_again(factored: Path, tmp_path: Path) -> None:
     """Each number divides that of its layer; one for all layers is stated for each."""
-    convert_checkpoint(factored, tmp_path / "again", [4, 2, 3, 1], method="mean")
+    convert_checkpoint(factored, tmp_path / "again", [4, 2, 3, 1], ConversionOptions(method="mean"))
     assert verify_checkpoint(tmp_path / "again", factored).passed
     assert make_plan(open_checkpoint(factored), 1).config["multi_query_group_num"] == [1, 1, 1, 1]
     assert make_plan(open_checkpoint(factored), 1).config["model_type"] == MODEL_TYPE

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 import gqa_convert.families.modeling
 from gqa_convert.conversion.fit.lockstep import LockstepRunner, offloaded_weights, open_model
+from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import ConfigError
 from tests.helpers import folding_cases as folded
@@ -353,7 +354,7 @@ def test_results_with_a_modelling_file_are_opened_from_the_disk(
     )
     case = folded.build("gpt2")
     out = tmp_path / "out"
-    convert_checkpoint(case.save(tmp_path / "source"), out, 3, method="mean", native=False)
+    convert_checkpoint(case.save(tmp_path / "source"), out, 3, ConversionOptions(method="mean", native=False))
     logits = [case.logits(open_model(out, memory_limit=limit)) for limit in (0, None)]
     assert torch.equal(*logits)
     assert registered == ["gqa_gpt2"] * 2

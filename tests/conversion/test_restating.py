@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, FalconConfig, FalconForCausalLM
 
 from gqa_convert import convert_checkpoint, verify_checkpoint
 from gqa_convert.checkpoint.source import open_checkpoint
+from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.plan import make_plan
 from gqa_convert.conversion.restating import remote_code_types as types
 from gqa_convert.conversion.restating.restate import restate_checkpoint
@@ -58,7 +59,7 @@ def test_the_stock_class_computes_what_the_types_own_code_computes(case: str, tm
 def test_a_rewritten_checkpoint_is_converted_and_verified(case: str, tmp_path: Path) -> None:
     _, stock = restated(tmp_path, case)
     groups = 2 if case == "internlm2" else 3
-    convert_checkpoint(stock, tmp_path / "out", groups, method="mean")
+    convert_checkpoint(stock, tmp_path / "out", groups, ConversionOptions(method="mean"))
     assert verify_checkpoint(tmp_path / "out", stock).passed
 
 

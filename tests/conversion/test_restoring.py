@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gqa_convert.checkpoint import quantised
 from gqa_convert.checkpoint.source import open_checkpoint
+from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.restating.restate import restate_checkpoint
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import MissingExtraError, UnsupportedFormatError
@@ -75,7 +76,7 @@ def test_scales_per_block(source: Path, tmp_path: Path) -> None:
         each = scale.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)[: tensor.shape[0], : tensor.shape[1]]
         torch.testing.assert_close(tensor.float(), stored[name].float() * each, rtol=2.0**-7, atol=0)
     open_checkpoint(plain)
-    convert_checkpoint(source, tmp_path / "out", 3, method="mean")
+    convert_checkpoint(source, tmp_path / "out", 3, ConversionOptions(method="mean"))
     (plain / "gqa_restated.json").unlink()
     assert failed(verify_checkpoint(tmp_path / "out", plain)) == {}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "plain", "source"]

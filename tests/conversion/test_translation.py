@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import AutoModel
 
 from gqa_convert.checkpoint.source import open_checkpoint
+from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.plan import make_plan
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.conversion.translation.rows import RowTranslator
@@ -101,7 +102,7 @@ def build(name: str) -> Case:
 def test_equals_the_source(name: str, groups: int, tmp_path: Path) -> None:
     case = build(name)
     source, out = case.save(tmp_path / "source"), tmp_path / "out"
-    converted = convert_checkpoint(source, out, groups, native=True, method="mean")
+    converted = convert_checkpoint(source, out, groups, ConversionOptions(native=True, method="mean"))
     assert converted.plan.route == "translated"
     assert converted.plan.parameters_after == sum(array.size for array in read_weights(out).values())
     unmerged = case.logits()
@@ -177,7 +178,7 @@ def test_a_model_without_its_head(name: str, tmp_path: Path) -> None:
     case.model = case.model.base_model
     source = case.save(tmp_path / "source")
     assert not any(key.startswith(case.model.base_model_prefix) for key in load_file(source / "model.safetensors"))
-    convert_checkpoint(source, tmp_path / "out", 1, native=True, method="mean")
+    convert_checkpoint(source, tmp_path / "out", 1, ConversionOptions(native=True, method="mean"))
     result = AutoModel.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
     pool(case, 1)
     with torch.no_grad():
@@ -187,7 +188,7 @@ def test_a_model_without_its_head(name: str, tmp_path: Path) -> None:
 
 def test_folding_rounds_once(tmp_path: Path) -> None:
     source = make_source("gpt_neox", tmp_path / "source", dtype=torch.bfloat16)
-    convert_checkpoint(source, tmp_path / "out", 3, native=True, method="mean")
+    convert_checkpoint(source, tmp_path / "out", 3, ConversionOptions(native=True, method="mean"))
     old, new = (
         {name: tensor.float().numpy() for name, tensor in load_file(folder / "model.safetensors").items()}
         for folder in (source, tmp_path / "out")
@@ -210,7 +211,7 @@ def test_folding_rounds_once(tmp_path: Path) -> None:
 def test_memory_is_a_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No block is longer, however large the tensors; and the result does not depend on the block."""
     source = build("gptj").save(tmp_path / "source")
-    convert_checkpoint(source, tmp_path / "large", 3, native=True, method="mean")
+    convert_checkpoint(source, tmp_path / "large", 3, ConversionOptions(native=True, method="mean"))
     monkeypatch.setattr("gqa_convert.conversion.translation.rows._BLOCK_NUMBERS", 600)
     blocks, sizes = RowTranslator.blocks, []
 
@@ -220,7 +221,7 @@ def test_memory_is_a_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
             yield block
 
     monkeypatch.setattr(RowTranslator, "blocks", seen)
-    convert_checkpoint(source, tmp_path / "small", 3, native=True, method="mean")
+    convert_checkpoint(source, tmp_path / "small", 3, ConversionOptions(native=True, method="mean"))
     assert digests(tmp_path / "large") == digests(tmp_path / "small")
     assert len(sizes) > 100
     assert max(sizes) <= 600
@@ -300,7 +301,7 @@ def test_damaged_sources(
     tensors.pop(missing, None)
     save_file(tensors, source / "model.safetensors", {"format": "pt"})
     with pytest.raises(error, match=message):
-        convert_checkpoint(source, tmp_path / "out", 3, native=True, method="mean")
+        convert_checkpoint(source, tmp_path / "out", 3, ConversionOptions(native=True, method="mean"))
     assert not (tmp_path / "out").exists()
 
 

@@ -18,6 +18,7 @@ from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
 from gqa_convert.attention import register
 from gqa_convert.checkpoint.source import open_checkpoint
+from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.plan import make_plan
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import ConfigError
@@ -163,7 +164,7 @@ def gemma(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Gemma 3 with tied embeddings, and layers with and without a sliding window; its result is beside it."""
     folder = tmp_path_factory.mktemp("gemma") / "source"
     make_checkpoint("gemma3_text", folder, num_hidden_layers=4, sliding_window_pattern=2, tie_word_embeddings=True)
-    convert_checkpoint(folder, folder.parent / "out", COUNTS, method="factor")
+    convert_checkpoint(folder, folder.parent / "out", COUNTS, ConversionOptions(method="factor"))
     return folder
 
 
@@ -206,7 +207,7 @@ def test_verify_proves_it_and_finds_damage(gemma: Path) -> None:
 
 def test_a_result_is_a_source_again(gemma: Path, tmp_path: Path) -> None:
     out = gemma.parent / "out"
-    convert_checkpoint(out, tmp_path / "again", [4, 2, 3, 1], method="mean")
+    convert_checkpoint(out, tmp_path / "again", [4, 2, 3, 1], ConversionOptions(method="mean"))
     report = verify_checkpoint(tmp_path / "again", out, logits=False)
     assert report.passed, failed(report)
     plan = make_plan(open_checkpoint(out), 1)
@@ -227,10 +228,10 @@ def test_each_layer_is_that_of_the_conversion_with_its_number(model_type: str, m
     options = {"use_qk_norm": True} if model_type == "cohere" else {}
     options |= {"qk_layernorm": True} if model_type == "stablelm" else {}
     source = make_checkpoint(model_type, tmp_path / "source", num_hidden_layers=2, **options)
-    convert_checkpoint(source, tmp_path / "list", [4, 1], method=method)
+    convert_checkpoint(source, tmp_path / "list", [4, 1], ConversionOptions(method=method))
     ours = read_weights(tmp_path / "list")
     for layer, count in enumerate([4, 1]):
-        convert_checkpoint(source, tmp_path / str(count), count, method=method)
+        convert_checkpoint(source, tmp_path / str(count), count, ConversionOptions(method=method))
         theirs = read_weights(tmp_path / str(count))
         names = {name for name in theirs if f".{layer}.self_attn." in name}
         assert names == {name for name in ours if f".{layer}.self_attn." in name}

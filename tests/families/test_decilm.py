@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import ConfigError, UnsupportedFamilyError
 from gqa_convert.families import decilm
@@ -52,7 +53,7 @@ def test_it_computes_what_the_stock_class_computes_with_the_heads_repeated(
     model_type: str, elsewhere: Elsewhere, tmp_path: Path
 ) -> None:
     source, out = make_checkpoint(model_type, tmp_path / "source", **sizes(model_type)), tmp_path / "out"
-    convert_checkpoint(source, out, COUNTS, method="factor")
+    convert_checkpoint(source, out, COUNTS, ConversionOptions(method="factor"))
     found = elsewhere.ask(
         "measure", folder=str(out), auto="AutoModelForCausalLM", ways=list(WAYS), saved=True, thorough=True
     )

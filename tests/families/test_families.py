@@ -21,7 +21,7 @@ from transformers.models.auto.modeling_auto import (
 from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.cli.console.plan import show_plan
 from gqa_convert.conversion.fit.memory import estimate_needs
-from gqa_convert.conversion.fit.options import CalibrationOptions
+from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions
 from gqa_convert.conversion.plan import make_plan
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import GroupsError, UnsupportedFamilyError
@@ -76,7 +76,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 def converted(folder: Path, groups: int) -> Path:
     out = folder.parent / f"groups-{groups}"
     if not out.exists():
-        convert_checkpoint(folder, out, groups, method="mean")
+        convert_checkpoint(folder, out, groups, ConversionOptions(method="mean"))
     return out
 
 

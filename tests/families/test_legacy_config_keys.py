@@ -9,6 +9,7 @@ from transformers import AutoConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from gqa_convert import convert_checkpoint
+from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.families.legacy_config_keys import legacy_config_keys
 from gqa_convert.families.table import FAMILIES
 from gqa_convert.verify import verify_checkpoint
@@ -147,7 +148,7 @@ def test_types_with_keys_of_their_own(model_type: str, tmp_path: Path) -> None:
         make_checkpoint(model_type, source, **values)
     else:
         make_source_model(model_type, **values).save_pretrained(source)
-    convert_checkpoint(source, out, 3 if family.native else HEADS, method="mean")
+    convert_checkpoint(source, out, 3 if family.native else HEADS, ConversionOptions(method="mean"))
     stated = AutoConfig.from_pretrained(source).rope_parameters
     assert AutoConfig.from_pretrained(out).rope_parameters.items() >= stated.items()
     config, original = (json.loads((folder / "config.json").read_text()) for folder in (out, source))

@@ -21,6 +21,7 @@ from transformers.models.auto import modeling_auto
 
 import gqa_convert
 from gqa_convert.checkpoint.source import open_checkpoint
+from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.plan import make_plan
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import UnsupportedFamilyError
@@ -130,7 +131,7 @@ def converted(source: Path, groups: int, **options: Any) -> Path:
     """The source with so many K/V heads, converted once, never to another type's stock class."""
     out = source.parent / "-".join(("groups", str(groups), *(f"{key}-{value}" for key, value in options.items())))
     if not out.exists():
-        convert_checkpoint(source, out, groups, native=False, **{"method": "mean", **options})
+        convert_checkpoint(source, out, groups, ConversionOptions(**{"native": False, "method": "mean", **options}))
     return out
 
 

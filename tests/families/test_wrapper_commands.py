@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.families.loading import load_model, outline_model
 from gqa_convert.hub.options import PublishOptions
@@ -38,7 +39,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 def converted(folder: Path) -> Path:
     out = folder.parent / "out"
     if not out.exists():
-        convert_checkpoint(folder, out, 3, method="mean")
+        convert_checkpoint(folder, out, 3, ConversionOptions(method="mean"))
     return out
 
 

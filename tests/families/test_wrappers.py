@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ import gqa_convert
 from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.conversion.fit.defaults import plan_conversion
 from gqa_convert.conversion.fit.lockstep import find_modules
-from gqa_convert.conversion.fit.options import CalibrationOptions
+from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions
 from gqa_convert.conversion.plan import make_plan
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import OptionError, UnsupportedFamilyError
@@ -47,7 +46,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 def converted(folder: Path, method: str = "mean") -> Path:
     out = folder.parent / f"out-{method}"
     if not out.exists():
-        convert_checkpoint(folder, out, GROUPS, method=method)
+        convert_checkpoint(folder, out, GROUPS, ConversionOptions(method=method))
     return out
 
 
@@ -215,8 +214,8 @@ def test_methods_that_read_text_convert_the_decoder(model_type: str, tmp_path: P
     text = tmp_path / "text.txt"
     text.write_text("Grouped-query attention has fewer key and value heads than query heads. " * 60)
     out = tmp_path / "out"
-    options: dict[str, Any] = {"calibration": text, "calibration_tokens": 256, "calibration_length": 64}
-    result = convert_checkpoint(folder, out, GROUPS, method="fit", fit_steps=2, kl_steps=0, **options)
+    fitting = CalibrationOptions(source=text, tokens=256, sequence_length=64, steps=2, kl_steps=0)
+    result = convert_checkpoint(folder, out, GROUPS, ConversionOptions(calibration=fitting))
     assert result.calibration is not None
     theirs, ours = load_file(folder / "model.safetensors"), load_file(out / "model.safetensors")
     differ = {name for name in theirs if not torch.equal(theirs[name], ours[name])}
@@ -231,9 +230,11 @@ def test_text_is_refused_where_only_images_run_the_cross_attention(source: Calla
     folder = source("mllama")
     out = folder.parent / "out-of-text"
     with pytest.raises(OptionError, match="runs on images alone"):
-        convert_checkpoint(folder, out, GROUPS, method="fit", calibration="python-stdlib")
+        convert_checkpoint(
+            folder, out, GROUPS, ConversionOptions(method="fit", calibration=CalibrationOptions(source="python-stdlib"))
+        )
     assert not out.exists()
-    assert plan_conversion(open_checkpoint(folder), GROUPS, None, CalibrationOptions())[0].method == "mean"
+    assert plan_conversion(open_checkpoint(folder), GROUPS, ConversionOptions())[0].method == "mean"
     report = verify_checkpoint(converted(folder), folder)
     assert report.passed, [check for check in report.checks if not check.passed]
 

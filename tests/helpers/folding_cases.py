@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.families.table import FAMILIES
 from tests.helpers import elsewhere, native, own_files, tiny
@@ -362,7 +363,6 @@ def converted(case: Case, folder: Path, groups: int, method: str, **options: Any
     if not source.exists():
         case.model.save_pretrained(source)
     out = folder / f"{method}-{groups}"
-    convert_checkpoint(
-        source, out, groups, method=method, **({} if case.model_type in NATIVE else {"native": False}), **options
-    )
+    native = None if case.model_type in NATIVE else False
+    convert_checkpoint(source, out, groups, ConversionOptions(method=method, native=native, **options))
     return case.load(out)

@@ -20,6 +20,7 @@ import yaml
 
 import gqa_convert
 from gqa_convert import convert_checkpoint
+from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.errors import GQAConvertError
 from gqa_convert.training.uptrain import uptrain_checkpoint
 
@@ -41,7 +42,7 @@ MEASURED = ("overall_tokens_per_second", "data_seconds", "peak_memory_gb")
 
 def make_student(folder: Path) -> Path:
     """The bundled model with 3 K/V heads, and text beside it."""
-    convert_checkpoint(DEMO, folder / "student", 3, method="mean")
+    convert_checkpoint(DEMO, folder / "student", 3, ConversionOptions(method="mean"))
     (folder / "text.txt").write_text(inspect.getsource(argparse)[:40_000], encoding="utf-8")
     (folder / "other.txt").write_text(inspect.getsource(json.decoder)[:10_000], encoding="utf-8")
     return folder

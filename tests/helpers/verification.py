@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerFast
 
+from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.verify import VerificationReport
 
@@ -37,7 +38,8 @@ class Conversions:
         key = repr((name, groups, method, options))
         if key not in self._made:
             self._made[key] = self._root / f"out-{len(self._made)}"
-            convert_checkpoint(source, self._made[key], groups, method=method, **self._options | options)
+            asked = ConversionOptions(method=method, **self._options | options)
+            convert_checkpoint(source, self._made[key], groups, asked)
         return self._made[key], source
 
 

@@ -15,6 +15,7 @@ from huggingface_hub import ModelCard
 from gqa_convert.checkpoint.byte_sizes import size
 from gqa_convert.checkpoint.machine import measurement
 from gqa_convert.checkpoint.signed_card import is_our_card
+from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import GQAConvertError, OptionError, PublishError
 from gqa_convert.hub.markup import significant
@@ -34,7 +35,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     base = tmp_path_factory.mktemp("card")
     source = write_llama(base / "source")
     (source / "README.md").write_text("---\nlicense: apache-2.0\nlanguage: [en, de]\n---\n# The source's own card\n")
-    convert_checkpoint(source, base / "out", 3, method="mean", hash_weights=True, command=COMMAND)
+    convert_checkpoint(source, base / "out", 3, ConversionOptions(method="mean", hash_weights=True, command=COMMAND))
     return base / "out"
 
 
@@ -152,7 +153,12 @@ def test_a_fitted_one(tmp_path: Path) -> None:
     made = causal(tmp_path / "source")
     groups = json.loads((made / "config.json").read_bytes())["num_key_value_heads"] // 2
     out = tmp_path / "fitted"
-    convert_checkpoint(made, out, groups, calibration=str(words), calibration_tokens=480, fit_steps=2, kl_steps=2)
+    convert_checkpoint(
+        made,
+        out,
+        groups,
+        ConversionOptions(calibration=CalibrationOptions(source=str(words), tokens=480, steps=2, kl_steps=2)),
+    )
     text, _, warnings = card(out)
     content = json.loads((out / "gqa_conversion.json").read_bytes())
     assert "method `fit`" in text
@@ -175,7 +181,7 @@ def test_one_with_code_of_its_own(tmp_path: Path) -> None:
 
     source = make_source("t5", tmp_path / "source")
     (source / "preprocessor_config.json").write_text("{}")
-    convert_checkpoint(source, tmp_path / "out", 4, method="first")
+    convert_checkpoint(source, tmp_path / "out", 4, ConversionOptions(method="first"))
     text, front, _ = card(tmp_path / "out", license="apache-2.0")
     assert 'AutoModelForSeq2SeqLM.from_pretrained("me/gqa-3", trust_remote_code=True)' in text
     assert 'processor = AutoProcessor.from_pretrained("me/gqa-3", trust_remote_code=True)' in text
@@ -195,7 +201,7 @@ def test_one_with_code_of_its_own(tmp_path: Path) -> None:
 def test_one_whose_layers_differ(tmp_path: Path) -> None:
     sizes = {"head_dim": 8, "intermediate_size": 256, "num_hidden_layers": 4}
     make_checkpoint("llama", tmp_path / "source", **sizes)
-    convert_checkpoint(tmp_path / "source", tmp_path / "list", [12, 4, 3, 1], method="mean")
+    convert_checkpoint(tmp_path / "source", tmp_path / "list", [12, 4, 3, 1], ConversionOptions(method="mean"))
     text, _, _ = card(tmp_path / "list", "me/list")
     assert "from 12 K/V heads per layer to 12, 4, 3, 1 by layer, method `mean`" in text
     assert "| K/V heads per layer | 12 | 1 to 12 (mean 5) |" in text

@@ -10,6 +10,7 @@ import yaml
 
 from gqa_convert.checkpoint.fingerprint import fingerprint
 from gqa_convert.checkpoint.machine import Machine
+from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import ReportError
 from gqa_convert.hub.options import PublishOptions
@@ -44,8 +45,8 @@ PAIRED = Difference(to="source", loss=0.125, standard_error=0.0078)
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("measured")
-    convert_checkpoint(write_llama(folder / "source"), folder / "out", 3, method="mean")
-    convert_checkpoint(folder / "source", folder / "another", 4, method="mean")
+    convert_checkpoint(write_llama(folder / "source"), folder / "out", 3, ConversionOptions(method="mean"))
+    convert_checkpoint(folder / "source", folder / "another", 4, ConversionOptions(method="mean"))
     return folder
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import UploadError
 from gqa_convert.hub.options import PublishOptions
@@ -34,7 +35,7 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = write_llama(base / "source", shards=3)
     (source / "README.md").write_text("---\nlicense: apache-2.0\n---\n# Source\n")
     (source / "odd [name]*.txt").write_text("carried")
-    convert_checkpoint(source, base / "out", 3, method="mean")
+    convert_checkpoint(source, base / "out", 3, ConversionOptions(method="mean"))
     return base / "out"
 
 

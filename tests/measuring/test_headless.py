@@ -13,6 +13,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from gqa_convert.cli import app
 from gqa_convert.conversion.fit.lockstep import open_model
+from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import CorruptCheckpointError, NoLanguageModelError, OptionError
 from gqa_convert.families.loading import headless_class, load_any_model
@@ -72,7 +73,7 @@ def save(
 )
 def test_every_head_is_verified(tmp_path: Path, model_type: str, auto: str, outputs: str) -> None:
     source = save(tmp_path / "source", auto, model_type)
-    convert_checkpoint(source, tmp_path / "out", 3, method="mean")
+    convert_checkpoint(source, tmp_path / "out", 3, ConversionOptions(method="mean"))
     report = verify_checkpoint(tmp_path / "out", source)
     assert failed(report) == {}
     details = {check.name: check.detail for check in report.checks}
@@ -86,7 +87,7 @@ def test_every_head_is_verified(tmp_path: Path, model_type: str, auto: str, outp
 def test_faults_of_headless_checkpoints_are_found(tmp_path: Path, auto: str) -> None:
     source = save(tmp_path / "source", auto)
     out = tmp_path / "out"
-    convert_checkpoint(source, out, 3, method="mean")
+    convert_checkpoint(source, out, 3, ConversionOptions(method="mean"))
     key = next(
         name for name in load_file(out / "model.safetensors") if name.endswith("layers.1.self_attn.k_proj.weight")
     )
@@ -103,11 +104,11 @@ def test_faults_of_headless_checkpoints_are_found(tmp_path: Path, auto: str) -> 
 
 def test_a_lost_head_is_found(tmp_path: Path) -> None:
     source = save(tmp_path / "source", CLASSIFIER)
-    convert_checkpoint(source, tmp_path / "out", 3, method="mean")
+    convert_checkpoint(source, tmp_path / "out", 3, ConversionOptions(method="mean"))
     edit(tmp_path / "out", "score.weight", lambda _: None)
     assert {"tensor names", "untouched tensors", "loads"} == set(failed(verify_checkpoint(tmp_path / "out", source)))
     language_model = save(tmp_path / "model", "AutoModelForCausalLM")
-    convert_checkpoint(language_model, tmp_path / "other", 3, method="mean")
+    convert_checkpoint(language_model, tmp_path / "other", 3, ConversionOptions(method="mean"))
     edit(tmp_path / "other", "lm_head.weight", lambda _: None)
     findings = failed(verify_checkpoint(tmp_path / "other", language_model))
     assert {"tensor names", "untouched tensors", "loads"} == set(findings)
@@ -119,7 +120,7 @@ def test_an_unknown_class_is_told_by_its_tensors(tmp_path: Path, architectures: 
     """A checkpoint whose config does not say what it is counts as a language model only if it holds one."""
     source = save(tmp_path / "source", LAYERS)
     edit_json(source / "config.json", architectures=architectures)
-    convert_checkpoint(source, tmp_path / "out", 3, method="mean")
+    convert_checkpoint(source, tmp_path / "out", 3, ConversionOptions(method="mean"))
     report = verify_checkpoint(tmp_path / "out", source)
     assert failed(report) == {}
     assert "hidden states" in {check.name for check in report.checks}
@@ -134,7 +135,7 @@ def test_an_unknown_class_is_told_by_its_tensors(tmp_path: Path, architectures: 
 def test_tied_layers_are_a_language_model(tmp_path: Path) -> None:
     """Layers saved alone whose embeddings are the head too still run as a language model."""
     source = save(tmp_path / "source", LAYERS, tie_word_embeddings=True)
-    convert_checkpoint(source, tmp_path / "out", 3, method="mean")
+    convert_checkpoint(source, tmp_path / "out", 3, ConversionOptions(method="mean"))
     assert failed(verify_checkpoint(tmp_path / "out", source)) == {}
     assert open_model(source).get_output_embeddings().weight.shape == (64, 96)
 
@@ -182,7 +183,7 @@ def test_what_needs_a_head_says_so(sources: dict[str, Path], tmp_path: Path, com
     source, out = sources[auto], tmp_path / "out"
     text = str(source.parent / "text.txt")
     if command == "verify":
-        convert_checkpoint(source, tmp_path / "made", 3, method="mean")
+        convert_checkpoint(source, tmp_path / "made", 3, ConversionOptions(method="mean"))
     recipe = tmp_path / "recipe.yaml"
     run_of_one_step = "tokens: 64\ntokens_per_step: 64\nsequence_length: 32\nprecision: 'no'\n"
     recipe.write_text(f"model: {source}\noutput: {out}\ndata: [{{source: {text}}}]\n{run_of_one_step}")
@@ -214,7 +215,7 @@ def test_what_needs_no_head_works(sources: dict[str, Path], tmp_path: Path) -> N
     """Weights alone are merged and inspected."""
     source = sources[CLASSIFIER]
     assert inspect_checkpoint(source).layers
-    convert_checkpoint(source, tmp_path / "out", 3, method="factor")
+    convert_checkpoint(source, tmp_path / "out", 3, ConversionOptions(method="factor"))
     assert failed(verify_checkpoint(tmp_path / "out", source)) == {}
     with pytest.raises(OptionError, match="text"):
         verify_checkpoint(tmp_path / "out", source, logits=False, text=tmp_path / "none.txt")
@@ -225,7 +226,7 @@ def test_files_without_the_prefix_of_the_layers(tmp_path: Path) -> None:
     source = save(tmp_path / "source", LAYERS, tie_word_embeddings=True)
     edit_json(source / "config.json", architectures=["LlamaForCausalLM"])
     assert "embed_tokens.weight" in load_file(source / "model.safetensors")
-    convert_checkpoint(source, tmp_path / "out", 3, method="mean")
+    convert_checkpoint(source, tmp_path / "out", 3, ConversionOptions(method="mean"))
     assert failed(verify_checkpoint(tmp_path / "out", source)) == {}
     tensors = load_file(tmp_path / "out" / "model.safetensors")
     save_file(

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.cli.options import cache_budget
-from gqa_convert.conversion.fit.options import CalibrationOptions
+from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions
 from gqa_convert.conversion.plan import make_plan
 from gqa_convert.errors import GroupsError, OptionError, OutputError
 from gqa_convert.measuring.sensitivity import layer_merging, merged_copies
@@ -144,8 +144,7 @@ def test_passes_do_not_matter(
     choice = choose_num_kv_heads(
         source,
         KVBudget("1000", nbytes=1000),
-        CalibrationOptions(str(text), 640, 64, device="cpu"),
-        method="factor",
+        ConversionOptions(method="factor", calibration=CalibrationOptions(str(text), 640, 64, device="cpu")),
         progress=lambda *step: seen.append(step),
     )
     assert choice.kv_bytes_per_token <= choice.limit_kv_bytes_per_token == 1000
@@ -176,7 +175,7 @@ def test_for_fit_layers_are_fitted_and_each_only_once(
         return made(module, layer, options)
 
     def choose() -> BudgetChoice:
-        options = CalibrationOptions(str(text), 640, 64, device="cpu")
+        options = ConversionOptions(calibration=CalibrationOptions(str(text), 640, 64, device="cpu"))
         return choose_num_kv_heads(source, SHARE, options, out=tmp_path / "out")
 
     monkeypatch.setattr(layer_merging, "LayerFitting", counted)
@@ -286,9 +285,11 @@ def test_a_bad_budget(stated: str, words: str) -> None:
 def test_what_cannot_be_converted_is_refused_before_text_is_read(source: Path, tmp_path: Path) -> None:
     def refused(kind: type[Exception], words: str, checkpoint: Path, **options: Any) -> None:
         half = KVBudget("50%", share=Fraction(1, 2))
-        text = options.pop("text", CalibrationOptions(str(tmp_path / "no text")))
+        out = options.pop("out", tmp_path / "out")
+        text = CalibrationOptions(str(tmp_path / "no text"))
+        asked = ConversionOptions(**({"calibration": text} | options))
         with pytest.raises(kind, match=words):
-            choose_num_kv_heads(checkpoint, half, text, **({"out": tmp_path / "out"} | options))
+            choose_num_kv_heads(checkpoint, half, asked, out=out)
 
     sizes = {"head_dim": 8, "intermediate_size": 256}
     mixtral = make_checkpoint("mixtral", tmp_path / "mixtral")
@@ -300,7 +301,7 @@ def test_what_cannot_be_converted_is_refused_before_text_is_read(source: Path, t
     mute = make_checkpoint("llama", tmp_path / "mute", **sizes)
     refused(OptionError, "it has no tokenizer: state the numbers with --groups", mute)
     refused(OutputError, "name another folder|the source", source, out=source)
-    refused(OptionError, "--fit-steps 3 needs calibration text", source, text=CalibrationOptions(steps=3))
+    refused(OptionError, "--fit-steps 3 needs calibration text", source, calibration=CalibrationOptions(steps=3))
     out = tmp_path / "result"
     assert_mistake(run("convert", source, out, "--kv-budget", "5%"), "and at least 256, which one K/V head")
     assert not out.exists()

@@ -14,6 +14,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from gqa_convert import convert_checkpoint
 from gqa_convert.attention import register
 from gqa_convert.checkpoint.fingerprint import fingerprint
+from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.errors import (
     GQAConvertError,
     GroupsError,
@@ -138,7 +139,7 @@ def test_other_kinds_of_models(tmp_path: Path, model_type: str, attention: str, 
 @pytest.mark.parametrize("model_type", ["llama", "t5", "gpt_neox"])
 def test_versions_have_the_shapes_of_a_conversion(tmp_path: Path, model_type: str) -> None:
     source = write_model(tmp_path / "source", model_type)
-    convert_checkpoint(str(source), str(tmp_path / "out"), 3, method="mean")
+    convert_checkpoint(str(source), str(tmp_path / "out"), 3, ConversionOptions(method="mean"))
     converted, missing = load_model(tmp_path / "out", torch.float32)
     assert not missing
     timed_model, _ = versions_of(source, (3, 12))
@@ -169,7 +170,7 @@ def test_the_own_version_has_the_own_weights_and_shares_them(llama: Path) -> Non
 @pytest.mark.usefixtures("modeling_files_registered")
 def test_a_model_whose_layers_differ_is_timed_with_its_own_numbers(tmp_path: Path) -> None:
     make_checkpoint("llama", tmp_path / "source", head_dim=8, intermediate_size=256, num_hidden_layers=3)
-    convert_checkpoint(tmp_path / "source", tmp_path / "list", [12, 3, 1], method="mean")
+    convert_checkpoint(tmp_path / "source", tmp_path / "list", [12, 3, 1], ConversionOptions(method="mean"))
     result = benchmark_model(tmp_path / "list", options=options(candidates=None))
     assert (result.kv_heads, result.weights) == ([12, 3, 1], "own")
     (cell,) = result.results

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from gqa_convert.checkpoint.source import open_checkpoint
+from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.families.geometry import AttentionFinder, AttentionLayer
 from gqa_convert.families.table import FAMILIES
@@ -184,7 +185,7 @@ def test_results_are_sources_too(name: str, tmp_path: Path) -> None:
     case = build(name)
     case.model, case.kv_heads, case.blocks = converted(case, tmp_path, 6, "mean"), 6, True
     expected = tie(case, 3).logits()
-    convert_checkpoint(case.save(tmp_path / "again"), tmp_path / "out", 3, method="factor")
+    convert_checkpoint(case.save(tmp_path / "again"), tmp_path / "out", 3, ConversionOptions(method="factor"))
     assert distance(case.logits(case.load(tmp_path / "out")), expected) < EXACT
 
 
@@ -272,7 +273,7 @@ def test_chatglm(groups: int, tmp_path: Path) -> None:
                 for first, matrix in chosen.items():
                     heads[first + head] = (matrix @ heads[first + head - head % size].double()).float()
     torch.save(tensors, tmp_path / "source" / "pytorch_model.bin")
-    convert_checkpoint(tmp_path / "source", tmp_path / "out", groups, method="factor")
+    convert_checkpoint(tmp_path / "source", tmp_path / "out", groups, ConversionOptions(method="factor"))
     ids = torch.randint(chatglm.VOCAB, (9,), generator=torch.Generator().manual_seed(1))
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     assert written == config | {"multi_query_group_num": groups}

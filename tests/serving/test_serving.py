@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from gqa_convert import convert_checkpoint
+from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.errors import CorruptCheckpointError, MissingExtraError, OptionError, SourceNotFoundError
 from gqa_convert.serving import checking, process
 from gqa_convert.serving.checking import check_serving, has_our_code
@@ -188,7 +189,7 @@ def test_only_this_packages_code_runs_in_an_engine(tmp_path: Path) -> None:
     """Layers that differ in number need the class of their config, which is a file of the checkpoint."""
     make_checkpoint("llama", tmp_path / "source", head_dim=8, intermediate_size=256, num_hidden_layers=2)
     out = tmp_path / "list"
-    convert_checkpoint(tmp_path / "source", out, [12, 3], method="mean")
+    convert_checkpoint(tmp_path / "source", out, [12, 3], ConversionOptions(method="mean"))
     config = checking.read_config(out)
     assert has_our_code(out, config)
     assert {entry["status"] for entry in check_serving(out).clients} == {"skipped"}

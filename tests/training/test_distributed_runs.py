@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.demo import CHECKPOINT
 from gqa_convert.errors import LaunchError
@@ -349,7 +350,7 @@ def test_pairs_on_any_number_of_processes(place: Path, tmp_path: Path) -> None:
 
     write_pairs(tmp_path / "pairs.jsonl", 40)
     model(tmp_path / "bart", "bart", bart_tokenizer())
-    convert_checkpoint(tmp_path / "bart", tmp_path / "bart-gqa", 4, method="mean")
+    convert_checkpoint(tmp_path / "bart", tmp_path / "bart-gqa", 4, ConversionOptions(method="mean"))
     keys = (
         f"model={tmp_path / 'bart-gqa'}",
         f"data={{source: {tmp_path / 'pairs.jsonl'}, source_field: a, target_field: b}}",

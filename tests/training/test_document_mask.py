@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from gqa_convert import convert_checkpoint
+from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.errors import RecipeError
 from gqa_convert.families.loading import load_model, load_tokenizer
 from gqa_convert.families.table import FAMILIES
@@ -81,7 +82,7 @@ def converted(case: str, folder: Path) -> nn.Module:
     """With 2 K/V heads, in the package's own modelling file."""
     model_type, changes = OWN[case]
     own_files.make_source(model_type, folder / "source", **changes)
-    convert_checkpoint(folder / "source", folder / "result", 2, method="mean", native=False)
+    convert_checkpoint(folder / "source", folder / "result", 2, ConversionOptions(method="mean", native=False))
     model, missing = load_model(folder / "result", torch.float32)
     assert not missing
     assert model.config.model_type == f"gqa_{model_type}"

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
 
+from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import LaunchError
 from gqa_convert.families.loading import load_model, outline_model
@@ -32,7 +33,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     )
     t5 = T5ForConditionalGeneration(T5Config(vocab_size=97, d_model=48, d_kv=6, d_ff=40, num_layers=2, num_heads=12))
     t5.save_pretrained(home / "multihead")
-    convert_checkpoint(home / "multihead", home / "t5", 3, method="mean")
+    convert_checkpoint(home / "multihead", home / "t5", 3, ConversionOptions(method="mean"))
     return [*made, home / "gpt2", home / "t5"]
 
 

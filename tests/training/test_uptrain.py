@@ -15,6 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gqa_convert import convert_checkpoint
+from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.errors import CorruptCheckpointError, DeviceMemoryError, MissingExtraError, RecipeError
 from gqa_convert.families.loading import load_model
 from gqa_convert.training.loop import Trainer
@@ -54,7 +55,7 @@ def t5(home: Path) -> Path:
     )
     model.save_pretrained(home / "t5")
     tokenizer.save_pretrained(home / "t5")
-    convert_checkpoint(home / "t5", home / "t5-gqa", 2, method="mean")
+    convert_checkpoint(home / "t5", home / "t5-gqa", 2, ConversionOptions(method="mean"))
     rng = np.random.default_rng(0)
     (home / "words.txt").write_text("\n".join(" ".join(f"w{n}" for n in rng.integers(0, 500, 40)) for _ in range(100)))
     return home / "t5-gqa"

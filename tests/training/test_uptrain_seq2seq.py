@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from gqa_convert import convert_checkpoint
+from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.errors import RecipeError
 from gqa_convert.families.loading import load_model
 from gqa_convert.families.table import FAMILIES
@@ -45,7 +46,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 def converted(home: Path, kind: str, tokenizer: Any) -> Path:
     model(home / kind, kind, tokenizer)
-    convert_checkpoint(home / kind, home / f"{kind}-gqa", 4, method="mean")
+    convert_checkpoint(home / kind, home / f"{kind}-gqa", 4, ConversionOptions(method="mean"))
     return home / f"{kind}-gqa"
 
 

@@ -12,6 +12,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import CorruptCheckpointError, OptionError, SourceNotFoundError, UnsupportedFamilyError
 from gqa_convert.text.scoring.text_to_score import read_file
@@ -83,7 +84,7 @@ def test_other_weight_formats(made: Conversions, tmp_path: Path) -> None:
     old = shutil.copytree(source, tmp_path / "old", ignore=shutil.ignore_patterns("*.safetensors*"))
     state = {name: tensor for file in source.glob("*.safetensors") for name, tensor in load_file(file).items()}
     torch.save(state, old / "pytorch_model.bin")
-    convert_checkpoint(old, tmp_path / "out", 4, method="mean", max_shard_size=50_000)
+    convert_checkpoint(old, tmp_path / "out", 4, ConversionOptions(method="mean", max_shard_size=50_000))
     assert failed(verify_checkpoint(tmp_path / "out", old, logits=False)) == {}
     edit(tmp_path / "out", "model.layers.1.self_attn.v_proj.weight", flip(0))
     assert set(failed(verify_checkpoint(tmp_path / "out", old, logits=False))) == {"merged tensors"}

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.verify import verify_checkpoint
 from gqa_convert.verify.behaviour.replacing import merged_head
@@ -25,7 +26,7 @@ def test_padding_tokens_outside_the_vocabulary(tmp_path: Path, pad: int) -> None
     make_model(make_config("llama")).save_pretrained(source)
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps(config | {"pad_token_id": pad}))
-    convert_checkpoint(source, tmp_path / "out", 3, method="mean")
+    convert_checkpoint(source, tmp_path / "out", 3, ConversionOptions(method="mean"))
     findings = failed(verify_checkpoint(tmp_path / "out", source))
     assert findings == {} if pad < 0 else set(findings) <= {"loads"}
 
@@ -37,7 +38,7 @@ def test_padding_tokens_outside_the_vocabulary(tmp_path: Path, pad: int) -> None
 def test_copies_of_a_type_that_caches_repeated_heads(tmp_path: Path, changes: dict[str, Any]) -> None:
     """transformers' Falcon keeps as many keys as it has query heads, in OUT as in SOURCE."""
     source = make_source("falcon", tmp_path / "source", **changes)
-    convert_checkpoint(source, tmp_path / "out", changes["num_kv_heads"], method="mean")
+    convert_checkpoint(source, tmp_path / "out", changes["num_kv_heads"], ConversionOptions(method="mean"))
     report = verify_checkpoint(tmp_path / "out", source)
     assert failed(report) == {}
     assert "12 heads" in next(check.detail for check in report.checks if check.name == "cache heads")
@@ -84,7 +85,7 @@ def test_values_near_the_limits_of_their_type(
         assert (
             0 < max(float(tensor.abs().max()) for tensor in values) < torch.finfo(torch.float16).tiny
         )  # the test is about subnormal numbers
-    convert_checkpoint(source, tmp_path / "out", 3, method=method)
+    convert_checkpoint(source, tmp_path / "out", 3, ConversionOptions(method=method))
     assert failed(verify_checkpoint(tmp_path / "out", source)) == {}
 
 
@@ -92,7 +93,7 @@ def test_values_near_the_limits_of_their_type(
 def test_a_flipped_subnormal_is_found(tmp_path: Path, method: str) -> None:
     """Where every bit is recomputed, the smallest number of float16 counts."""
     source = scaled(tmp_path / "source", "llama", torch.float16, 1e-6)
-    convert_checkpoint(source, tmp_path / "out", 3, method=method)
+    convert_checkpoint(source, tmp_path / "out", 3, ConversionOptions(method=method))
     edit(tmp_path / "out", "model.layers.1.self_attn.v_proj.weight", flip(17))
     assert set(failed(verify_checkpoint(tmp_path / "out", source, logits=False))) == {"merged tensors"}
 
@@ -100,7 +101,7 @@ def test_a_flipped_subnormal_is_found(tmp_path: Path, method: str) -> None:
 def test_subnormals_of_other_heads_are_found_in_the_loaded_model(tmp_path: Path) -> None:
     """Merged heads of the loaded OUT may be off by half a unit of float16, and no more."""
     source = scaled(tmp_path / "source", "llama", torch.float16, 3e-5)
-    convert_checkpoint(source, tmp_path / "out", 3, method="mean")
+    convert_checkpoint(source, tmp_path / "out", 3, ConversionOptions(method="mean"))
     assert failed(verify_checkpoint(tmp_path / "out", source)) == {}
     edit(tmp_path / "out", "model.layers.1.self_attn.v_proj.weight", lambda tensor: tensor.roll(16, 0))
     assert {"merged tensors", "logits"} == set(failed(verify_checkpoint(tmp_path / "out", source)))

@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 
+from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import OptionError
 from gqa_convert.families.loading import auto_class, load_causal_lm, load_model
@@ -136,14 +137,14 @@ def test_a_result_converted_again(made: Conversions, tmp_path: Path) -> None:
             if more and not encoder:
                 continue
             out = tmp_path / f"{name}-{groups}-{more}"
-            convert_checkpoint(first, out, groups, encoder=more, native=False, method="mean")
+            convert_checkpoint(first, out, groups, ConversionOptions(encoder=more, native=False, method="mean"))
             assert failed(verify_checkpoint(out, first)) == {}
 
 
 def test_chatglm_is_proven_by_its_data_alone(tmp_path: Path) -> None:
     source, out = tmp_path / "source", tmp_path / "out"
     write_chatglm(source)
-    convert_checkpoint(source, out, 3, method="mean")
+    convert_checkpoint(source, out, 3, ConversionOptions(method="mean"))
     report = verify_checkpoint(out, source)
     assert failed(report) == {}
     found = details(report)
@@ -353,7 +354,7 @@ def test_no_other_code_in_the_folder_runs(made: Conversions, tmp_path: Path) -> 
     (source / "custom_generate" / "generate.py").write_text(EVIL.format(str(marker)))
     (source / "evil.py").write_text(EVIL.format(str(marker)))
     edit_json(source / "config.json", auto_map={"AutoTokenizer": ["evil.Tokenizer", None], "AutoModel": "evil.Model"})
-    convert_checkpoint(source, tmp_path / "out", 4, native=False, method="mean")
+    convert_checkpoint(source, tmp_path / "out", 4, ConversionOptions(native=False, method="mean"))
     assert json.loads((tmp_path / "out" / "config.json").read_text())["auto_map"]["AutoTokenizer"] == [
         "evil.Tokenizer",
         None,
@@ -440,7 +441,7 @@ def test_an_encoder_with_as_many_heads_as_groups(tmp_path: Path) -> None:
     source = make_source("bart", tmp_path / "source", encoder_attention_heads=4)
     for encoder in (False, True):
         out = tmp_path / f"out-{encoder}"
-        convert_checkpoint(source, out, 4, encoder=encoder, method="mean")
+        convert_checkpoint(source, out, 4, ConversionOptions(encoder=encoder, method="mean"))
         assert failed(verify_checkpoint(out, source, logits=encoder)) == {}
         claim(out, encoder=not encoder)
         assert set(failed(verify_checkpoint(out, source, logits=False))) == {"config"}
@@ -451,7 +452,7 @@ def test_old_configs_name_their_heads_otherwise(tmp_path: Path) -> None:
     config = json.loads((source / "config.json").read_text())
     config["num_attention_heads"] = config.pop("n_head")
     (source / "config.json").write_text(json.dumps(config))
-    convert_checkpoint(source, tmp_path / "out", 3, native=False, method="mean")
+    convert_checkpoint(source, tmp_path / "out", 3, ConversionOptions(native=False, method="mean"))
     assert failed(verify_checkpoint(tmp_path / "out", source)) == {}
 
 
@@ -459,7 +460,7 @@ def test_whisper_without_its_encoder(tmp_path: Path) -> None:
     """Distilled Whisper's decoder alone reads an encoder's states given to it in another way."""
     whole = make_source("whisper", tmp_path / "whole")
     transformers.WhisperForCausalLM.from_pretrained(whole).save_pretrained(tmp_path / "source")
-    convert_checkpoint(tmp_path / "source", tmp_path / "out", 3, method="mean")
+    convert_checkpoint(tmp_path / "source", tmp_path / "out", 3, ConversionOptions(method="mean"))
     report = verify_checkpoint(tmp_path / "out", tmp_path / "source")
     assert failed(report) == {}
     assert "states of an encoder" in details(report)["logits"]

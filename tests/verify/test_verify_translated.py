@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import ConfigError
 from gqa_convert.verify import verify_checkpoint
@@ -321,7 +322,7 @@ def test_gpt2_as_it_lies_on_the_hub(tmp_path: Path) -> None:
     file = source / "model.safetensors"
     tensors = {name.removeprefix("transformer."): tensor for name, tensor in load_file(file).items()}
     save_file(tensors | {"h.0.attn.bias": torch.ones(1, 1, 4, 4)}, file, metadata={"format": "pt"})
-    convert_checkpoint(source, tmp_path / "out", 1, method="mean")
+    convert_checkpoint(source, tmp_path / "out", 1, ConversionOptions(method="mean"))
     report = verify_checkpoint(tmp_path / "out", source)
     assert failed(report) == {}
     assert "1 buffers" in details(report)["tensor names"]
@@ -345,7 +346,7 @@ def test_old_words_and_bin_files(conversions: Conversions, tmp_path: Path) -> No
     stated |= {"rotary_pct": 0.25, "rotary_emb_base": 10000, "torch_dtype": "bfloat16"}
     (old / "config.json").write_text(json.dumps(stated))
     out = tmp_path / "out"
-    convert_checkpoint(old, out, 4, max_shard_size=40_000, method="mean")
+    convert_checkpoint(old, out, 4, ConversionOptions(max_shard_size=40_000, method="mean"))
     assert failed(verify_checkpoint(out, old)) == {}
     edit_json(out / "config.json", torch_dtype="float32")
     assert set(failed(verify_checkpoint(out, old, logits=False))) == {"config"}
@@ -354,11 +355,11 @@ def test_old_words_and_bin_files(conversions: Conversions, tmp_path: Path) -> No
 def test_biases_that_stock_classes_pass_over(tmp_path: Path) -> None:
     """A config without them beside a file with them: nobody can tell which is right."""
     source = make_source("gpt_neox", tmp_path / "source")
-    convert_checkpoint(source, tmp_path / "out", 3, method="mean")
+    convert_checkpoint(source, tmp_path / "out", 3, ConversionOptions(method="mean"))
     edit_json(source / "config.json", attention_bias=False)
     assert {"tensor names", "logits"} <= set(failed(verify_checkpoint(tmp_path / "out", source)))
     with pytest.raises(ConfigError, match="do not belong together"):
-        convert_checkpoint(source, tmp_path / "other", 3, method="mean")
+        convert_checkpoint(source, tmp_path / "other", 3, ConversionOptions(method="mean"))
 
 
 def bpe(folder: Path, **stated: Any) -> None:
@@ -381,7 +382,7 @@ def test_tokenizers(model_type: str, groups: int, tmp_path: Path) -> None:
     source, out = make_source(model_type, tmp_path / "source"), tmp_path / "out"
     for stated in ({}, {"model_max_length": 64}):
         bpe(source, **stated)
-        convert_checkpoint(source, out, groups, overwrite=True, method="mean")
+        convert_checkpoint(source, out, groups, ConversionOptions(overwrite=True, method="mean"))
         report = verify_checkpoint(out, source)
         assert failed(report) == {}
         assert ("in place of GPT2Tokenizer" in details(report)["tokenizer"]) == (model_type == "gpt2")

@@ -8,10 +8,11 @@ every machine has, and falls back to mean pooling where the source cannot read t
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from gqa_convert.checkpoint.source import Checkpoint
 from gqa_convert.conversion.fit.options import CalibrationOptions, check_calibration, check_predicts
+from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.plan import Plan, make_plan
 from gqa_convert.errors import NoLanguageModelError
 from gqa_convert.families.context_length import has_fixed_source
@@ -27,24 +28,21 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.
 def plan_conversion(
     checkpoint: Checkpoint,
     groups: int | Sequence[int],
-    method: str | None,
-    calibration: CalibrationOptions,
-    **options: Any,
+    options: ConversionOptions,
 ) -> tuple[Plan, CalibrationOptions]:
     """The plan of a conversion, and its calibration.
 
     Args:
         checkpoint: the source.
         groups: K/V heads per layer in the result, or those of each layer.
-        method: as the user named it. None means `fit` with calibration text; without it, `factor` on the built-in text,
-            or `mean` with a warning where `why_no_text` gives a reason.
-        calibration: the user's options.
-        options: of `make_plan`.
+        options: as the user gave them. No method means `fit` with calibration text; without it, `factor` on the built-in
+            text, or `mean` with a warning where `why_no_text` gives a reason.
 
     Raises:
         GQAConvertError: as `make_plan`, `check_calibration` and `check_predicts`.
     """
     warnings: tuple[str, ...] = ()
+    method, calibration = options.method, options.calibration
     if method is None:
         method = DEFAULT.name if calibration.source is None else CALIBRATED_DEFAULT.name
         if calibration == CalibrationOptions(seed=calibration.seed, device=calibration.device):
@@ -58,7 +56,15 @@ def plan_conversion(
                 from gqa_convert.text.sources import STDLIB  # imports numpy
 
                 calibration = replace(calibration, source=STDLIB, tokens=BUILT_IN_TOKENS)
-    plan = make_plan(checkpoint, groups, method=method, **options)
+    plan = make_plan(
+        checkpoint,
+        groups,
+        method=method,
+        seed=calibration.seed,
+        encoder=options.encoder,
+        native=options.native,
+        max_shard_size=options.max_shard_size,
+    )
     check_calibration(plan.method, calibration)
     check_predicts(plan, calibration)
     if plan.effective_method == MEAN.name:

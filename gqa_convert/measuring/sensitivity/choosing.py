@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from gqa_convert._version import __version__
 from gqa_convert.checkpoint.item_bytes import ITEM_BYTES
@@ -22,6 +22,7 @@ from gqa_convert.conversion.fit.batches import prepare_calibration
 from gqa_convert.conversion.fit.defaults import BUILT_IN_TOKENS, plan_conversion, why_no_text
 from gqa_convert.conversion.fit.layer_store import LayerStore
 from gqa_convert.conversion.fit.options import CalibrationOptions, steps_per_layer
+from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.plan import Plan, make_plan, merging_counts
 from gqa_convert.errors import OptionError
 from gqa_convert.measuring import Progress
@@ -40,38 +41,31 @@ the whole fit.
 def choose_num_kv_heads(
     source: str | Path,
     budget: KVBudget,
-    text: CalibrationOptions,
+    options: ConversionOptions,
     *,
     out: str | Path | None = None,
-    method: str | None = None,
-    revision: str | None = None,
-    overwrite: bool = False,
     progress: Progress = lambda stage, done, total: None,
-    **options: Any,
 ) -> BudgetChoice:
     """Choose the number of K/V heads of each layer for a budget.
 
     Args:
         source: a local folder or a Hub id.
         budget: of the K/V cache.
-        text: the options of calibration; without text, the built-in text is measured on.
+        options: of the conversion; without calibration text, the built-in text is measured on.
         out: the folder of the conversion that follows, None if none does. Short fits lie beside it until the choice is made,
             so that a killed command goes on from there.
-        method: of the conversion, as the user named it.
-        revision: branch, tag or commit on the Hub.
-        overwrite: whether the conversion may replace an existing result in `out`.
         progress: called with the name of a stage, the steps done and the number of steps.
-        options: of the conversion's plan; see `make_plan`.
 
     Raises:
         GQAConvertError: one of its subclasses for every mistake of the user's, in the conversion's options too; nothing
             is written.
     """
-    check = partial(_plan, budget=budget, method=method, text=text, options=options)
-    checkpoint = open_local(source, revision, check)
+    check = partial(_plan, budget=budget, options=options)
+    checkpoint = open_local(source, options.revision, check)
     plan, limit, fits = check(checkpoint)
     if out is not None:
-        check_destination(local_path(out), checkpoint.folder, overwrite=overwrite)
+        check_destination(local_path(out), checkpoint.folder, overwrite=options.overwrite)
+    text = options.calibration
     if text.source is None:
         text = replace(text, source=STDLIB, tokens=BUILT_IN_TOKENS)
     calibration = prepare_calibration(plan, text, progress)
@@ -100,16 +94,14 @@ def choose_num_kv_heads(
     )
 
 
-def _plan(
-    checkpoint: Checkpoint, budget: KVBudget, method: str | None, text: CalibrationOptions, options: dict[str, Any]
-) -> tuple[Plan, int, bool]:
+def _plan(checkpoint: Checkpoint, budget: KVBudget, options: ConversionOptions) -> tuple[Plan, int, bool]:
     """A plan of the source for reading its layers, the limit in bytes per token, and whether the conversion fits layers
     by gradient steps; refuses what cannot be converted.
     """
-    plan = make_plan(checkpoint, 1, method=DEFAULT.name, encoder=options.get("encoder", False))
+    plan = make_plan(checkpoint, 1, method=DEFAULT.name, encoder=options.encoder)
     # a list in which layers differ, so that a family or a checkpoint that takes none is refused here
     differing = [1, *(layer.kv_heads for layer in plan.layers[1:])]
-    conversion, _ = plan_conversion(checkpoint, differing, method, text, seed=text.seed, **options)
+    conversion, _ = plan_conversion(checkpoint, differing, options)
     limit = budget.limit(plan.cache_bytes_per_token(after=False), plan.cache_bytes_per_token(after=True))
     if reason := why_no_text(checkpoint):
         raise OptionError(f"--kv-budget runs the source on text, and {reason}: state the numbers with --groups")

@@ -134,9 +134,11 @@ def inspect_checkpoint(
     plan, counts = check(checkpoint)
     choice = groups = reason = described = loss = None
     if kv_budget is not None:  # first, since it refuses what takes no list
+        from gqa_convert.conversion.options import ConversionOptions
         from gqa_convert.measuring.sensitivity.choosing import choose_num_kv_heads
 
-        choice = choose_num_kv_heads(source, kv_budget, text, revision=revision, progress=progress, encoder=encoder)
+        asked = ConversionOptions(calibration=text, revision=revision, encoder=encoder)
+        choice = choose_num_kv_heads(source, kv_budget, asked, progress=progress)
         groups, reason = choice.groups, choice.reason
     if calibration is None:
         layers = _inspect_weights(plan, counts, progress)
