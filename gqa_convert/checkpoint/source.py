@@ -1,5 +1,6 @@
 """Open a checkpoint: read its config, the headers of its weight files and the list of its other files, but no weight."""
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from gqa_convert.errors import (
 )
 
 CONFIG = "config.json"
+_MODULES = "modules.json"
 MAX_JSON_BYTES = 200_000_000
 
 
@@ -218,8 +220,21 @@ def _survey(files: CheckpointFiles, source_id: str) -> _Survey:
     else:
         shard_files = [chosen]
     read = {chosen, *shard_files}
-    others = tuple(sorted(name for name in files.sizes if formats.is_weight_file(name) and name not in read))
-    return _Survey(config, chosen, listed, index_metadata, shard_files, others)
+    kept = _module_folders(files)
+    unread = [name for name in files.sizes if formats.is_weight_file(name) and name not in read]
+    others = sorted(name for name in unread if name.rpartition("/")[0] not in kept)
+    return _Survey(config, chosen, listed, index_metadata, shard_files, tuple(others))
+
+
+def _module_folders(files: CheckpointFiles) -> set[str]:
+    """The subfolders of further modules that sentence-transformers runs after the model, each with weights of its own."""
+    if _MODULES not in files.sizes:
+        return set()
+    try:
+        modules = json.loads(files.read(_MODULES, 0, files.sizes[_MODULES]))
+        return {module["path"] for module in modules if module["path"]}
+    except (ValueError, TypeError, KeyError):  # a file of this name of another program's
+        return set()
 
 
 def _choose_weights(files: CheckpointFiles, source_id: str) -> str:
@@ -256,7 +271,8 @@ def read_checkpoint(files: CheckpointFiles, source_id: str, revision: str | None
     else:
         shards = [read(file) for file in survey.shard_files]
     _check_tensor_list(shards, survey.listed, source_id, survey.chosen)
-    carried = tuple(name for name in files.sizes if name != CONFIG and not formats.is_weight_file(name))
+    not_carried = {CONFIG, survey.chosen, *survey.shard_files, *survey.others}
+    carried = tuple(name for name in files.sizes if name not in not_carried)
     if files.folder is not None:
         foreign.refuse_pointers(files, carried, source_id)
     return Checkpoint(

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gqa_convert.checkpoint.copying import BLOCK, SourceFile, WrittenFile
+from gqa_convert.checkpoint.copying import BLOCK, LARGE, SourceFile, WrittenFile
 from gqa_convert.checkpoint.dtypes import DTYPES
 from gqa_convert.checkpoint.headers import TensorEntry, build_header
 from gqa_convert.checkpoint.source_files import SourceFiles, read_tensor
@@ -21,9 +21,6 @@ from gqa_convert.families import layouts
 from gqa_convert.merging.pooling import pool_groups
 
 Array = npt.NDArray[Any]
-_ALIGNED_BYTES = 16 << 20
-"""Larger files begin their tensors at the same place of a block as the source, so that a filesystem can share blocks."""
-
 Progress = Callable[[int], None]
 MergedTensors = Mapping[str, tuple[Path, TensorEntry]]
 """The tensors of layers that were merged as a whole, by name: each with its safetensors file and its entry there."""
@@ -55,8 +52,7 @@ def write_weights(plan: Plan, folder: Path, merged: MergedTensors, progress: Pro
         stored = {path: stack.enter_context(SourceFile(path)) for path in {path for path, _ in merged.values()}}
         writer = _Writer(plan, sources, {name: (stored[path], entry) for name, (path, entry) in merged.items()})
         for file in plan.files:
-            with WrittenFile(folder / file.file, progress) as out:
-                writer.write_file(file, out)
+            writer.write_file(file, folder / file.file, progress)
         sources.check_unchanged()
     return writer.errors
 
@@ -86,21 +82,27 @@ class _Writer:
         self._sources = sources
         self._merged = merged
 
-    def write_file(self, file: OutputFile, out: WrittenFile) -> None:
+    def write_file(self, file: OutputFile, path: Path, progress: Progress) -> None:
         """Write a whole file: the header, then the tensors."""
         if file.copy_of is not None and self._merged.keys().isdisjoint(file.names):
             source = self._sources[file.copy_of]
-            out.copy(source, 0, source.size)
+            with WrittenFile(path, source.size, progress) as out:
+                out.copy(source, 0, source.size)
             return
         tensors = self._plan.tensors(file)
         described = [(tensor.name, tensor.dtype, tensor.shape, tensor.nbytes) for tensor in tensors]
+        nbytes = sum(nbytes for *_, nbytes in described)
         alignment = (0, 8)
-        if sum(nbytes for *_, nbytes in described) >= _ALIGNED_BYTES:
+        if (
+            nbytes >= LARGE
+        ):  # whole blocks can be copied where tensors begin at the same place of a block as in the source
             start = self._plan.checkpoint.entries[described[0][0]].start
             alignment = (start % BLOCK, BLOCK)
-        out.write(build_header(described, {"format": "pt"} | dict(file.metadata), data_start_modulo=alignment))
-        for tensor in self._plan.tensors(file):
-            self._write_tensor(tensor, out)
+        header = build_header(described, {"format": "pt"} | dict(file.metadata), data_start_modulo=alignment)
+        with WrittenFile(path, len(header) + nbytes, progress) as out:
+            out.write(header)
+            for tensor in self._plan.tensors(file):
+                self._write_tensor(tensor, out)
 
     def _write_tensor(self, tensor: OutputTensor, out: WrittenFile) -> None:
         if tensor.name in self._merged:

@@ -33,6 +33,7 @@ from tests.helpers.hub_server import BROKEN, GATED, HubServer
 SCRIPT = """
 import json, sys
 from gqa_convert.checkpoint.source import open_checkpoint
+from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import GQAConvertError
 from gqa_convert.conversion.plan import make_plan
@@ -42,7 +43,7 @@ try:
     if verb == "plan":
         result = make_plan(open_checkpoint(source, revision=revision or None), 4).summary()
     else:
-        result = convert_checkpoint(source, out, 4, revision=revision or None, method="mean").as_json()
+        result = convert_checkpoint(source, out, 4, ConversionOptions(method="mean", revision=revision or None)).as_json()
 except GQAConvertError as problem:
     result = {"error": type(problem).__name__, "message": str(problem)}
 print(json.dumps(result))

@@ -477,6 +477,7 @@ class TestSweep:
 HARNESS = """
 import atexit, os, signal, sys
 from pathlib import Path
+from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import InterruptedRunError
 from tests.helpers.checkpoints import digests
@@ -508,7 +509,7 @@ def run(stop):
     code = 3
     try:
         sys.settrace(trace)
-        convert_checkpoint(source, out, 4, overwrite=overwrite)
+        convert_checkpoint(source, out, 4, ConversionOptions(overwrite=overwrite))
         code = 0 if count < stop else 4
     except InterruptedRunError:
         code = 5
@@ -519,13 +520,13 @@ def run(stop):
 
 convert_checkpoint(source, out, 4)
 new = digests(out)
-convert_checkpoint(source, out, 3, overwrite=True)
+convert_checkpoint(source, out, 3, ConversionOptions(overwrite=True))
 old = digests(out)
 assert old != new
 seen, stop, stops = set(), first, 0
 while True:
     if overwrite:
-        convert_checkpoint(source, out, 3, overwrite=True)
+        convert_checkpoint(source, out, 3, ConversionOptions(overwrite=True))
     else:
         import shutil
         if out.exists(): shutil.rmtree(out)
@@ -545,7 +546,7 @@ while True:
     assert os.WIFSIGNALED(status) if number == signal.SIGKILL else os.WEXITSTATUS(status) in (4, 5), (stop, status)
     seen.add((state, len(left)))
     stops += 1
-    convert_checkpoint(source, out, 4, overwrite=True)
+    convert_checkpoint(source, out, 4, ConversionOptions(overwrite=True))
     assert digests(out) == new
     assert not [path.name for path in out.parent.iterdir() if ".gqa-convert-" in path.name]
     stop += stride
@@ -583,8 +584,9 @@ class TestStopped:
     ) -> None:
         out = large.parent / f"out-{int(kind)}-{overwrite}"
         script = (
-            "import sys, time; from gqa_convert.conversion.run import convert_checkpoint; print('ready', flush=True)\n"
-            "convert_checkpoint(*sys.argv[1:3], 4, overwrite=True, progress=lambda nbytes: time.sleep(nbytes * 8e-9))\n"
+            "import sys, time; from gqa_convert import ConversionOptions, convert_checkpoint; print('ready', flush=True)\n"
+            "options, progress = ConversionOptions(overwrite=True), lambda nbytes: time.sleep(nbytes * 8e-9)\n"
+            "convert_checkpoint(*sys.argv[1:3], 4, options, progress=progress)\n"
         )
         old, new = large_results
         states = []

@@ -2,14 +2,13 @@
 
 import hashlib
 import json
-import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from gqa_convert.checkpoint.copying import BLOCK, SourceFile, WrittenFile
+from gqa_convert.checkpoint.copying import BLOCK
 from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.conversion import writing
 from gqa_convert.conversion.options import ConversionOptions
@@ -17,7 +16,6 @@ from gqa_convert.conversion.plan import make_plan
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import (
     ConfigError,
-    CorruptCheckpointError,
     GroupsError,
     NonFiniteError,
     UnsupportedFamilyError,
@@ -35,6 +33,7 @@ from tests.helpers.checkpoints import (
     write_config,
     write_llama,
 )
+from tests.helpers.verification import failed
 
 KEY = "model.layers.1.self_attn.k_proj.weight"
 
@@ -115,8 +114,8 @@ def test_a_single_file_stays_a_single_file(tmp_path: Path) -> None:
 def test_tensors_of_large_files_keep_their_place_in_a_block(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So that a filesystem can share blocks with the source."""
-    monkeypatch.setattr(writing, "_ALIGNED_BYTES", 0)
+    """So that whole blocks can be copied."""
+    monkeypatch.setattr(writing, "LARGE", 0)
     convert_checkpoint(source, tmp_path / "out", 1, ConversionOptions(method="mean"))
     before, after = open_checkpoint(source), open_checkpoint(tmp_path / "out")
     padded = 0
@@ -126,34 +125,6 @@ def test_tensors_of_large_files_keep_their_place_in_a_block(
         padded += len(header) - len(header.rstrip()) >= 8
     assert padded, "no header needed padding, so that nothing was tested"
     assert verify_checkpoint(tmp_path / "out", source, logits=False).passed
-
-
-@pytest.mark.parametrize("in_kernel", [True, False])
-def test_ranges_of_every_size_and_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_kernel: bool) -> None:
-    if not in_kernel:
-        monkeypatch.delattr(os, "copy_file_range")
-    data = np.random.default_rng(0).bytes(5 * BLOCK + 77)
-    (tmp_path / "in").write_bytes(data)
-    synced: list[int] = []
-    monkeypatch.setattr(os, "fsync", synced.append)
-    expected, seen = b"", []
-    with SourceFile(tmp_path / "in") as source, WrittenFile(tmp_path / "out", seen.append) as out:
-        for start in (0, 1, BLOCK - 1, BLOCK, BLOCK + 8):
-            for nbytes in (0, 1, 9, BLOCK, BLOCK + 1, 3 * BLOCK + 5):
-                out.copy(source, start, nbytes)
-                out.write(b"xyz")
-                expected += data[start : start + nbytes] + b"xyz"
-        assert not synced
-    assert (tmp_path / "out").read_bytes() == expected
-    assert sum(seen) == len(expected)
-    assert len(synced) == 1
-    with (
-        pytest.raises(CorruptCheckpointError, match="shorter"),
-        SourceFile(tmp_path / "in") as source,
-        WrittenFile(tmp_path / "short", seen.append) as out,
-    ):
-        out.copy(source, 5 * BLOCK, 1000)
-    assert len(synced) == 1, "a file that is not whole need not be on the disk"
 
 
 def test_hashes(source: Path, tmp_path: Path) -> None:
@@ -282,3 +253,19 @@ def test_stale_weights_are_left_behind(source: Path, tmp_path: Path) -> None:
     assert result.as_json()["left_behind"] == ["adapter_extra.safetensors", "optimizer.pt"]
     assert not (tmp_path / "out" / "optimizer.pt").exists()
     assert (tmp_path / "out" / "notes" / "deep" / "a.txt").read_text() == "kept"
+
+
+def test_weights_of_further_modules_are_kept(source: Path, tmp_path: Path) -> None:
+    """A sentence-transformers model runs modules after the transformer, which have files of their own."""
+    for folder in ("2_Dense", "stray"):
+        (source / folder).mkdir()
+        save_file({"linear.weight": np.ones((2, 2), np.float32)}, source / folder / "model.safetensors")
+    modules = [{"idx": 0, "name": "0", "path": ""}, {"idx": 2, "name": "2", "path": "2_Dense"}]
+    (source / "modules.json").write_text(json.dumps(modules))
+    result = convert_checkpoint(source, tmp_path / "out", 3, ConversionOptions(method="mean"))
+    assert result.as_json()["left_behind"] == ["stray/model.safetensors"]
+    kept, theirs = (folder / "2_Dense" / "model.safetensors" for folder in (tmp_path / "out", source))
+    assert kept.read_bytes() == theirs.read_bytes()
+    assert verify_checkpoint(tmp_path / "out", source, logits=False).passed
+    kept.write_bytes(kept.read_bytes()[:-1] + b"x")
+    assert "carried files" in failed(verify_checkpoint(tmp_path / "out", source, logits=False))

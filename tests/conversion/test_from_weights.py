@@ -64,11 +64,12 @@ def test_a_number_that_is_none_is_named_in_one_line(name: str, tmp_path: Path) -
 
 KILLED = """
 import os, signal, sys
+from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.run import convert_checkpoint
 def done(progress):
     if progress.done == 2:
         os.kill(os.getpid(), signal.SIGKILL)
-convert_checkpoint(sys.argv[1], sys.argv[2], 3, method="factor", on_layer=done)
+convert_checkpoint(sys.argv[1], sys.argv[2], 3, ConversionOptions(method="factor"), on_layer=done)
 """
 
 

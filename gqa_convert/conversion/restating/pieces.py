@@ -53,7 +53,7 @@ def write_pieces(
 
         translator = RowTranslator(read_rows)
         for file in plan.files:
-            with WrittenFile(folder / file.file, progress) as out:
+            with WrittenFile(folder / file.file, 0, progress) as out:
                 if file.copy_of is not None:
                     out.copy(sources[file.copy_of], 0, sources[file.copy_of].size)
                     continue

@@ -5,7 +5,7 @@ from pathlib import Path
 from gqa_convert.verify.checkpoint_reader import CONFIG, read_object
 from gqa_convert.verify.files.links import leads_out
 from gqa_convert.verify.files.provenance import PROVENANCE
-from gqa_convert.verify.files.weight_files import is_weights, list_files, matches
+from gqa_convert.verify.files.weight_files import is_weights, list_files, matches, module_folders
 from gqa_convert.verify.json_values import same_json
 from gqa_convert.verify.report import Failure, Finding
 
@@ -24,12 +24,13 @@ def check_carried(out: Path, source: Path, checked_elsewhere: frozenset[str]) ->
         checked_elsewhere: names of files that other checks compare.
     """
     own = {CONFIG, PROVENANCE} | checked_elsewhere
-    theirs = [
-        name
-        for name in list_files(source)
-        if not is_weights(name) and name not in own and not leads_out(source / name, source)
-    ]
-    ours = [name for name in list_files(out) if not is_weights(name) and name not in own]
+    modules = module_folders(source)
+
+    def belongs(name: str) -> bool:
+        return name not in own and (not is_weights(name) or name.rpartition("/")[0] in modules)
+
+    theirs = [name for name in list_files(source) if belongs(name) and not leads_out(source / name, source)]
+    ours = [name for name in list_files(out) if belongs(name)]
     compared = [name for name in theirs if not matches(name, _PROSE)]
     for name in compared:
         if not (out / name).is_file():

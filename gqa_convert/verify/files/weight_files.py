@@ -3,6 +3,7 @@
 The lists of file names repeat the converter's on purpose: a name that the converter forgets must not pass here.
 """
 
+import json
 import os
 from fnmatch import fnmatch
 from pathlib import Path
@@ -70,14 +71,24 @@ def is_weights(name: str) -> bool:
     return matches(name, _WEIGHTS) or name.startswith(_FOREIGN_FOLDERS)
 
 
+def module_folders(folder: Path) -> set[str]:
+    """The subfolders that modules.json (sentence-transformers) names as parts of the model; their weights belong to it."""
+    try:
+        return {module["path"] for module in json.loads((folder / "modules.json").read_bytes())} - {""}
+    except (OSError, ValueError, TypeError, KeyError):
+        return set()
+
+
 def check_files(out: Weights, source: Weights) -> Finding:
     """OUT holds one set of safetensors files that agrees with its index, and no other weights."""
     if not out.files[0].endswith(".safetensors"):
         raise Failure(f"the weights are in {out.chosen}, expected safetensors files")
+    modules = module_folders(source.folder)
     for name in list_files(out.folder):
         if matches(name, _LEFTOVERS):
             raise Failure(f"{name} is left over from an unfinished conversion")
-        if is_weights(name) and name not in out.files and name != out.chosen:
+        known = name in out.files or name == out.chosen or name.rpartition("/")[0] in modules
+        if is_weights(name) and not known:
             raise Failure(f"{name} lies beside the weights in {out.chosen}: software may load it instead")
     _check_weight_map(out)
     _check_formats(out, source)
