@@ -163,26 +163,27 @@ def child(options: argparse.Namespace) -> None:
     import torch
 
     from gqa_convert.conversion import run as convert
-    from gqa_convert.conversion.fit import layer_fitting, layer_walk
-    from gqa_convert.conversion.fit.lockstep import LockstepRunner, open_model
+    from gqa_convert.conversion.fit import layer_fitting, model_loading, one_layer
+    from gqa_convert.conversion.fit.layer_walk import LayerWalk, Stream
     from gqa_convert.conversion.fit.progress import FitProgress
 
     clock = Clock()
-    fitting = layer_fitting.LayerFitting
-    clock.wrap(LockstepRunner, "_advance", "forward")
-    clock.wrap(LockstepRunner, "_measure", "opening")
-    clock.wrap(fitting, "__init__", "targets")
-    clock.wrap(layer_fitting, "moments_of", "moments")
-    clock.wrap(fitting, "low_frequency_pairs", "low-frequency pairs")
-    clock.wrap(layer_fitting, "find_head_order", "grouping")
-    clock.wrap(layer_fitting, "merge_layer", "merge", unless="low-frequency pairs")
+    fitting = one_layer.OneLayer
+    clock.wrap(Stream, "advance", "forward")
+    clock.wrap(LayerWalk, "__init__", "opening")
+    clock.wrap(Stream, "attention", "targets")
+    clock.wrap(one_layer, "moments_of", "moments")
+    clock.wrap(fitting, "_first_low_frequency", "low-frequency pairs")
+    clock.wrap(one_layer, "find_head_order", "grouping")
+    clock.wrap(one_layer, "merge_layer", "merge", unless="low-frequency pairs")
     clock.wrap(fitting, "_repair", "regressions")
-    clock.wrap(layer_fitting, "match", "gradient steps")
+    clock.wrap(one_layer, "fit_gradient", "gradient steps")
     clock.wrap(fitting, "error", "errors")
     limit = None if options.in_memory else 0
-    vars(layer_walk)["open_model"] = lambda folder, device: open_model(folder, device=device, memory_limit=limit)
+    open_model = model_loading.open_model
+    vars(model_loading)["open_model"] = lambda folder, device: open_model(folder, device=device, memory_limit=limit)
     if not options.in_memory:
-        vars(layer_walk)["_is_large"] = lambda model, batches: True
+        vars(layer_fitting)["is_large"] = lambda model, batches: True
     if options.threads:
         torch.set_num_threads(options.threads)
     rates = [gigaflops(options.width)]

@@ -51,6 +51,7 @@ class LayerLayout:
     Attributes:
         names: every tensor that a merge may change.
         output_names: the output projection's weight and its bias, which may be absent.
+        projections: the weights and biases that hold heads, and where these lie in their rows.
         transposed: whether weights are stored with columns first (Conv1D).
     """
 
@@ -59,7 +60,7 @@ class LayerLayout:
         self.layer = layer
         self.transposed = family.transposed
         self.output_names = f"{module}.{family.output}.weight", f"{module}.{family.output}.bias"
-        self._projections: dict[str, Sections] = {}
+        self.projections: dict[str, Sections] = {}
         self._norms: dict[str, int] = {}
         """Gains of norms in one tensor, with the rows of a head."""
         self._norm_lists = list(finder.head_lists(layer))
@@ -68,13 +69,13 @@ class LayerLayout:
             if sections[0].role == "key_norm":
                 self._norms[name] = sections[0].head_rows
             else:
-                self._projections[name] = sections
+                self.projections[name] = sections
         if not family.fused or layer.attention_kind == "cross":
             sections = _query_sections(layer, family.query_outputs)
             for name in (f"{module}.{family.query}.weight", f"{module}.{family.query}.bias"):
                 if name in finder.entries:
-                    self._projections[name] = sections
-        self.names = [*self._projections, *self._norms]
+                    self.projections[name] = sections
+        self.names = [*self.projections, *self._norms]
         for names in self._norm_lists:
             self.names += names
         self.names += [name for name in self.output_names if name in finder.entries]
@@ -83,7 +84,7 @@ class LayerLayout:
     def absorbing(self) -> dict[str, Literal["query", "output"]]:
         """The tensors without K/V heads that absorb maps, each with what it holds."""
         found: dict[str, Literal["query", "output"]] = {}
-        for name, sections in self._projections.items():
+        for name, sections in self.projections.items():
             if sections[0].role == "query" and not sections[-1].merged:
                 found[name] = "query"
         for name in self.output_names:
@@ -93,7 +94,7 @@ class LayerLayout:
 
     def is_norm(self, name: str) -> bool:
         """Whether a tensor holds the gains of a norm that counts K/V heads."""
-        return name in self.names and name not in self._projections and name not in self.output_names
+        return name in self.names and name not in self.projections and name not in self.output_names
 
     def split_heads(self, tensors: Tensors, groups: int | None = None) -> Heads:
         """The heads, in float64: keys and values [K, ...] of the source, [N, ...] of a result.
@@ -105,7 +106,7 @@ class LayerLayout:
         layer = self.layer
         weights: dict[str, Array] = {}
         biases: dict[str, Array] = {}
-        for name, sections in self._projections.items():
+        for name, sections in self.projections.items():
             array = rows_first(tensors[name], self.transposed)
             found = weights if array.ndim == 2 else biases
             for section, heads in zip(sections, layouts.split(array, self._sections(name, groups)), strict=True):
@@ -139,7 +140,7 @@ class LayerLayout:
             "value": repeat_heads(merged.values, groups),
         }
         result: Tensors = {}
-        for name, sections in self._projections.items():
+        for name, sections in self.projections.items():
             before = rows_first(tensors[name], self.transposed)
             heads = []
             for section in sections:
@@ -150,17 +151,23 @@ class LayerLayout:
                 else:
                     heads.append(rows[section.role][:, :, -1].astype(before.dtype))
             result[name] = rows_first(layouts.join(heads, self._sections(name, groups)), self.transposed)
+        result |= self.merge_norms(tensors, groups)
+        weight, bias = self.output_names
+        columns = merged.outputs.transpose(2, 0, 1, 3).astype(tensors[weight].dtype)
+        result[weight] = rows_first(columns.reshape(len(columns), -1), self.transposed)
+        if merged.output_bias is not None:
+            result[bias] = merged.output_bias.astype(tensors[bias].dtype)
+        return result
+
+    def merge_norms(self, tensors: Tensors, groups: int) -> Tensors:
+        """The gains of key norms that count K/V heads, as `merge_heads` returns them."""
+        result: Tensors = {}
         for name, head_rows in self._norms.items():
             gains = tensors[name].reshape(-1, head_rows, *tensors[name].shape[1:])
             result[name] = _mean_gains(gains, groups).reshape(-1, *tensors[name].shape[1:])
         for names in self._norm_lists:
             gains = np.stack([tensors[name] for name in names if name in tensors])
             result |= dict(zip(names, _mean_gains(gains, groups), strict=False))
-        weight, bias = self.output_names
-        columns = merged.outputs.transpose(2, 0, 1, 3).astype(tensors[weight].dtype)
-        result[weight] = rows_first(columns.reshape(len(columns), -1), self.transposed)
-        if merged.output_bias is not None:
-            result[bias] = merged.output_bias.astype(tensors[bias].dtype)
         return result
 
     def repeated(self, tensors: Tensors, groups: int) -> Tensors:
@@ -172,25 +179,9 @@ class LayerLayout:
         """
         return self.merge_heads(self.split_heads(tensors, groups), tensors, self.layer.kv_heads)
 
-    def narrowed(self, tensors: Tensors) -> Tensors:
-        """Zeros in place of the projections, with one input and one output: `merge_heads` shows with them where each
-        row of the heads goes.
-        """
-        found: Tensors = {}
-        for name in self.names:
-            array = tensors[name]
-            if self.is_norm(name):
-                found[name] = array.astype(np.float64)
-            elif name in self.output_names:
-                found[name] = np.zeros((1,) * array.ndim)
-            else:
-                rows = rows_first(array, self.transposed)
-                found[name] = rows_first(np.zeros((len(rows), 1)[: array.ndim]), self.transposed)
-        return found
-
     def _sections(self, name: str, groups: int | None) -> Sections:
         """The sections of a projection with `groups` K/V heads; the source's own where their number does not change."""
-        sections = self._projections[name]
+        sections = self.projections[name]
         if groups in (None, self.layer.kv_heads) or not sections[-1].merged:
             return sections
         return layouts.regrouped(sections, groups)

@@ -16,7 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from gqa_convert.conversion.fit import distillation, memory
 from gqa_convert.conversion.fit.layer_store import LayerStore
-from gqa_convert.conversion.fit.lockstep import open_model
+from gqa_convert.conversion.fit.model_loading import open_model
 from gqa_convert.conversion.fit.progress import ALL_TOGETHER
 from gqa_convert.conversion.fit.source_layer import attention_of
 from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions

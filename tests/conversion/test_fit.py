@@ -15,11 +15,11 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from gqa_convert.checkpoint.source import open_checkpoint
-from gqa_convert.conversion.fit import layer_walk, lockstep, statistics
-from gqa_convert.conversion.fit.assembly import Assembly, as_heads, as_parts
-from gqa_convert.conversion.fit.fibonacci_search import least
+from gqa_convert.conversion.fit import layer_fitting, model_loading, statistics
+from gqa_convert.conversion.fit.head_parameters import Assembly, as_parts
 from gqa_convert.conversion.fit.layer_store import LayerRecord
-from gqa_convert.conversion.fit.lockstep import open_model
+from gqa_convert.conversion.fit.low_frequency_search import least
+from gqa_convert.conversion.fit.model_loading import open_model
 from gqa_convert.conversion.fit.precision import is_reduced, precision_of
 from gqa_convert.conversion.fit.repeated_rows import RepeatedRows
 from gqa_convert.conversion.fit.statistics import DAMPING, Moment, Regression, best_change
@@ -29,7 +29,7 @@ from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import NonFiniteError, OptionError
 from gqa_convert.families.geometry import AttentionFinder
 from gqa_convert.families.table import FAMILIES
-from gqa_convert.merging.attention_heads import LayerLayout
+from gqa_convert.merging.attention_heads import Heads, LayerLayout
 from gqa_convert.text import stretched_blocks
 from gqa_convert.text.stretched_blocks import stretched
 from tests.helpers import folding_cases as folded
@@ -131,11 +131,12 @@ def test_assembled_parameters_are_the_tensors_that_are_written(name: str, tmp_pa
         tensors = {name: _stored(found, name) for name in parts.names}
         source = parts.split_heads(tensors)
         groups = 1 if layer.kv_heads == 1 else layer.kv_heads // 2
-        heads = as_heads(
-            {
-                role: torch.from_numpy(generator.standard_normal(array.shape))
-                for role, array in _fields(source, groups).items()
-            }
+        heads = Heads(
+            queries=generator.standard_normal(source.queries.shape),
+            keys=generator.standard_normal(source.keys[:groups].shape),
+            values=generator.standard_normal(source.values[:groups].shape),
+            outputs=generator.standard_normal(source.outputs.shape),
+            output_bias=None if source.output_bias is None else generator.standard_normal(source.output_bias.shape),
         )
         expected = parts.repeated(parts.merge_heads(heads, tensors, groups), groups)
         for repeats_products in (False, True):
@@ -153,16 +154,6 @@ def test_assembled_parameters_are_the_tensors_that_are_written(name: str, tmp_pa
 def _stored(found: dict[str, Any], name: str) -> Any:
     """By the end of its name, which files shorten."""
     return next(array for key, array in found.items() if key == name or key.endswith(f".{name}"))
-
-
-def _fields(source: Any, groups: int) -> dict[str, Any]:
-    fields = {
-        "queries": source.queries,
-        "keys": source.keys[:groups],
-        "values": source.values[:groups],
-        "outputs": source.outputs,
-    }
-    return fields if source.output_bias is None else fields | {"output_bias": source.output_bias}
 
 
 def test_moments_and_ridge_are_what_they_say() -> None:
@@ -281,7 +272,7 @@ def test_products_in_bfloat16_fit_as_well(tied: bool, tmp_path: Path, monkeypatc
         folded.tie(case, 3)
     source = case.save(tmp_path / "source")
     exact_records, _ = fitted(source, tmp_path / "float32")
-    monkeypatch.setattr(layer_walk, "precision_of", lambda *_: partial(torch.autocast, "cpu", torch.bfloat16))
+    monkeypatch.setattr(layer_fitting, "precision_of", lambda *_: partial(torch.autocast, "cpu", torch.bfloat16))
     for exact, reduced in zip(exact_records, fitted(source, tmp_path / "bfloat16")[0], strict=True):
         assert reduced.gap_left < 1e-4 if tied else reduced.gap_left == pytest.approx(exact.gap_left, rel=0.1, abs=0.01)
 
@@ -315,12 +306,12 @@ def test_weights_on_the_disk_and_spilled_activations_change_nothing(
         asked.append(device.type)
         return partial(torch.autocast, "cpu", torch.bfloat16) if reduced else nullcontext
 
-    monkeypatch.setattr(layer_walk, "precision_of", precision)
+    monkeypatch.setattr(layer_fitting, "precision_of", precision)
     source = folded.build("qwen2").save(tmp_path / "source")
     batches = batches_for(open_model(source))
     fitted(source, tmp_path / "memory")
-    monkeypatch.setattr(layer_walk, "KEPT_BYTES", 1 << 60)
-    monkeypatch.setattr(lockstep, "open_model", partial(open_model, memory_limit=0))
+    monkeypatch.setattr(layer_fitting, "KEPT_BYTES", 1 << 60)
+    monkeypatch.setattr(model_loading, "open_model", partial(open_model, memory_limit=0))
     fitted(source, tmp_path / "disk", batches=batches)
     assert (tmp_path / "memory" / "model.safetensors").read_bytes() == (
         tmp_path / "disk" / "model.safetensors"

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from gqa_convert.conversion.fit import layer_fitting, layer_walk
-from gqa_convert.conversion.fit.key_trials import KeyTrials
+from gqa_convert.conversion.fit import layer_fitting, one_layer
 from gqa_convert.conversion.fit.layer_store import LayerStore
-from gqa_convert.conversion.fit.lockstep import open_model
+from gqa_convert.conversion.fit.low_frequency_search import KeyTrials
+from gqa_convert.conversion.fit.model_loading import open_model
 from gqa_convert.errors import DeviceMemoryError, GQAConvertError, NoSpaceError
 from gqa_convert.merging.absorption_limits import AbsorptionLimits
 from gqa_convert.merging.attention_heads import Heads, repeat_heads
@@ -82,7 +82,7 @@ def test_a_full_disk_is_told(source: Path, tmp_path: Path, left: int, monkeypatc
         os.truncate(handle, start + nbytes)
 
     monkeypatch.setattr(os, "posix_fallocate", allocate)
-    monkeypatch.setattr(layer_walk, "KEPT_BYTES", 1 << 60)
+    monkeypatch.setattr(layer_fitting, "KEPT_BYTES", 1 << 60)
     with pytest.raises(
         NoSpaceError, match=r"disk or quota of .* is full.*--calibration-tokens.*same command"
     ) as caught:
@@ -100,7 +100,7 @@ def test_too_little_memory_is_told(
     def failing(*_: Any, **__: Any) -> Any:
         raise problem
 
-    monkeypatch.setattr(layer_fitting, "match", failing)
+    monkeypatch.setattr(one_layer, "fit_gradient", failing)
     with pytest.raises(DeviceMemoryError, match=r"out of memory.*--calibration-length.*same command") as caught:
         fit_layers_of(source, tmp_path / "out")
     assert _is_one_line(caught.value)
@@ -114,6 +114,6 @@ def test_other_errors_stay_what_they_are(source: Path, tmp_path: Path, monkeypat
     def failing(*_: Any, **__: Any) -> Any:
         raise RuntimeError("shapes do not fit")
 
-    monkeypatch.setattr(layer_fitting, "match", failing)
+    monkeypatch.setattr(one_layer, "fit_gradient", failing)
     with pytest.raises(RuntimeError, match="shapes do not fit"):
         fit_layers_of(source, tmp_path / "out")

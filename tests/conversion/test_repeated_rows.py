@@ -9,8 +9,8 @@ from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
 from gqa_convert.checkpoint.source import open_checkpoint
-from gqa_convert.conversion.fit.assembly import Assembly, as_parts
-from gqa_convert.conversion.fit.lockstep.substitution import replaced
+from gqa_convert.conversion.fit.attention_calls import replaced
+from gqa_convert.conversion.fit.head_parameters import Assembly, as_parts
 from gqa_convert.conversion.fit.repeated_rows import RepeatedRows
 from gqa_convert.families.geometry import AttentionFinder
 from gqa_convert.families.table import FAMILIES

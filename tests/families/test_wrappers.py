@@ -12,7 +12,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 import gqa_convert
 from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.conversion.fit.defaults import plan_conversion
-from gqa_convert.conversion.fit.lockstep import find_modules
+from gqa_convert.conversion.fit.module_names import find_modules
 from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions
 from gqa_convert.conversion.plan import make_plan
 from gqa_convert.conversion.run import convert_checkpoint
@@ -197,7 +197,7 @@ def test_the_plan_counts_the_decoder_alone(source: Callable[[str], Path]) -> Non
     assert not plan.listed_in
 
 
-def test_the_lockstep_runner_finds_the_decoder(source: Callable[[str], Path]) -> None:
+def test_the_layer_walk_finds_the_decoder(source: Callable[[str], Path]) -> None:
     """Not the vision tower, whose attention modules have names that end alike."""
     for model_type, inside in (("llava", "language_model"), ("idefics2", "text_model"), ("qwen2_vl", "language_model")):
         modules = [layer.module for layer in make_plan(open_checkpoint(source(model_type)), GROUPS).layers]

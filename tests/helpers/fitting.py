@@ -11,7 +11,7 @@ from torch import Tensor
 import gqa_convert.families.modeling
 from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.conversion.fit.layer_store import LayerRecord, LayerStore, TrainingRecord
-from gqa_convert.conversion.fit.lockstep import open_model
+from gqa_convert.conversion.fit.model_loading import open_model
 from gqa_convert.conversion.fit.options import CalibrationOptions
 from gqa_convert.conversion.fit.progress import FitProgress
 from gqa_convert.conversion.fit.run import fit_checkpoint

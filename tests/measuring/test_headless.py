@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from gqa_convert.cli import app
-from gqa_convert.conversion.fit.lockstep import open_model
+from gqa_convert.conversion.fit.model_loading import open_model
 from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import CorruptCheckpointError, NoLanguageModelError, OptionError

@@ -165,20 +165,20 @@ def test_for_fit_layers_are_fitted_and_each_only_once(
     """Killed in the second pass over the layers, and repeated."""
     monkeypatch.setattr(merged_copies, "MOST_COPIES", 8)
     monkeypatch.setattr(layer_merging, "SHORT_STEPS", 2)
-    made, fits, left = layer_merging.LayerFitting, list[tuple[str, int, int]](), [12]
+    made, fits, left = layer_merging.OneLayer, list[tuple[str, int, int]](), [12]
 
-    def counted(module: Any, layer: Any, options: Any) -> Any:
+    def counted(attention: Any, targets: Any, layer: Any, options: Any) -> Any:
         if not left[0]:
             raise KeyboardInterrupt
         left[0] -= 1
-        fits.append((module.name, options.groups, options.steps))
-        return made(module, layer, options)
+        fits.append((attention.name, options.groups, options.steps))
+        return made(attention, targets, layer, options)
 
     def choose() -> BudgetChoice:
         options = ConversionOptions(calibration=CalibrationOptions(str(text), 640, 64, device="cpu"))
         return choose_num_kv_heads(source, SHARE, options, out=tmp_path / "out")
 
-    monkeypatch.setattr(layer_merging, "LayerFitting", counted)
+    monkeypatch.setattr(layer_merging, "OneLayer", counted)
     with pytest.raises(KeyboardInterrupt):
         choose()
     assert [path.name for path in tmp_path.iterdir()] == [".out.short-fits.gqa-merging"]

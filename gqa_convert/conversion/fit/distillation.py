@@ -15,10 +15,11 @@ from torch import Tensor
 
 from gqa_convert.checkpoint.heap import kept_heap
 from gqa_convert.checkpoint.provenance import Divergence
-from gqa_convert.conversion.fit.assembly import Assembly, Parts, as_heads, as_parts
+from gqa_convert.conversion.fit.attention_calls import Batch, replaced
 from gqa_convert.conversion.fit.divergence import positions, summed_divergence
+from gqa_convert.conversion.fit.head_parameters import Assembly, Parts, as_heads, as_parts
 from gqa_convert.conversion.fit.layer_store import LayerStore
-from gqa_convert.conversion.fit.lockstep import Batch, find_modules, replaced
+from gqa_convert.conversion.fit.module_names import find_modules
 from gqa_convert.conversion.fit.optimizer import RelativeAdam, batch_order
 from gqa_convert.conversion.fit.precision import Precision, is_reduced
 from gqa_convert.conversion.fit.progress import ALL_TOGETHER, FitProgress, OnProgress

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from gqa_convert.conversion.fit.lockstep import Batch
+from gqa_convert.conversion.fit.attention_calls import Batch
 from gqa_convert.text.labels import IGNORED
 from gqa_convert.text.losses import kl_loss
 

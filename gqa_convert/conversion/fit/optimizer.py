@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gqa_convert.conversion.fit.assembly import BIASES, Parts
+from gqa_convert.conversion.fit.head_parameters import BIASES, Parts
 
 _BETAS = (0.9, 0.95)
 _WARM_UP = 10

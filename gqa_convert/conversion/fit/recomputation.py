@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from gqa_convert.conversion.fit.lockstep import wrapped_forward
+from gqa_convert.conversion.fit.attention_calls import wrapped_forward
+from gqa_convert.conversion.fit.module_names import layer_of
 
 
 @contextmanager
@@ -25,25 +26,13 @@ def recomputed(layers: Iterable[Any]) -> Iterator[None]:
 
 
 def layers_of(model: Any, names: Iterable[str]) -> list[Any]:
-    """The layers of a model in which modules lie: for each, its outermost ancestor that is an element of a list. A module
-    outside all lists stands for itself.
+    """The layers of a model in which modules lie.
 
     Args:
         model: a torch module.
         names: of modules inside it.
     """
-    found = {}
-    for name in names:
-        parts = name.split(".")
-        parents = (".".join(parts[:count]) for count in range(len(parts)))
-        inside = (count for count, parent in enumerate(parents) if _is_list(model.get_submodule(parent)))
-        path = ".".join(parts[: next(inside, len(parts) - 1) + 1])
-        found[path] = model.get_submodule(path)
-    return list(found.values())
-
-
-def _is_list(module: Any) -> bool:
-    return isinstance(module, torch.nn.ModuleList)
+    return [model.get_submodule(layer) for layer in dict.fromkeys(layer_of(model, name) for name in names)]
 
 
 def _recomputing(forward: Any) -> Any:

@@ -124,8 +124,8 @@ def fit_checkpoint(
         UnsupportedFamilyError: the loaded modules' parameters are not the checkpoint's tensors.
     """
     from gqa_convert.conversion.fit.distillation import Student, train_together
-    from gqa_convert.conversion.fit.layer_walk import fit_layers
-    from gqa_convert.conversion.fit.lockstep import open_model
+    from gqa_convert.conversion.fit.layer_fitting import fit_layers
+    from gqa_convert.conversion.fit.model_loading import open_model
     from gqa_convert.text.calibration import digest_of
 
     folder = plan.checkpoint.folder
@@ -167,14 +167,15 @@ def _last_stage(
         OptionError: `kl_steps` is given, and the stage is impossible.
     """
     from gqa_convert.conversion.fit.distillation import WORTHWHILE, DistillationOptions
-    from gqa_convert.conversion.fit.lockstep import offloaded_weights, running_device
+    from gqa_convert.conversion.fit.layer_walk import running_device
+    from gqa_convert.conversion.fit.model_loading import is_offloaded
     from gqa_convert.conversion.fit.precision import precision_of
 
     steps = steps_together(options)
     if not plan.merge_method.trains or not steps:
         return None
     requested = options.kl_steps is not None
-    is_in_memory = offloaded_weights(model) is None
+    is_in_memory = not is_offloaded(model)
     if requested and not is_in_memory:
         raise OptionError(
             f"--kl-steps {steps} trains all layers together, which needs the model in memory, and this one does not fit: leave the option out"

@@ -1,5 +1,6 @@
 """Sums over calibration text, in float64: second moments of inputs, and ridge regression of an output projection."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -7,7 +8,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gqa_convert.conversion.fit.lockstep import CapturedModule
+from gqa_convert.conversion.fit.attention_calls import AttentionCall
 from gqa_convert.merging.attention_heads import Heads
 from gqa_convert.merging.merge_layer import Moments
 
@@ -76,22 +77,22 @@ class Moment:
         return np.asarray(found)
 
 
-def moments_of(module: CapturedModule, heads: Heads) -> Moments:
-    """The moments of a module's inputs over all batches, of the student where the runner has one.
+def moments_of(calls: Iterable[AttentionCall], heads: Heads) -> Moments:
+    """The moments of an attention module's inputs over all batches.
 
     Args:
-        module: with the calls of all batches.
+        calls: of the module, one for each batch.
         heads: of the source's layer, for the number of inputs of its projections.
     """
-    asking, reading = Moment(heads.queries.shape[-1] - 1), Moment(heads.keys.shape[-1] - 1)
-    crossed = False
-    for _, call in module.calls:
-        asking.add(call.hidden, call.counted)
+    of_queries, of_keys = Moment(heads.queries.shape[-1] - 1), Moment(heads.keys.shape[-1] - 1)
+    crosses = False
+    for call in calls:
+        of_queries.add(call.hidden, call.counted)
         if call.states is not call.hidden:
-            crossed = True
-            reading.add(call.states, call.states_counted)
-    queries = asking.damped()
-    return Moments(queries, reading.damped() if crossed else queries)
+            crosses = True
+            of_keys.add(call.states, call.states_counted)
+    queries = of_queries.damped()
+    return Moments(queries, of_keys.damped() if crosses else queries)
 
 
 @dataclass

@@ -1,16 +1,16 @@
 """Merges single layers of copies of the loaded source: by the closed form, or by a short fit."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
 from torch import Tensor
 
-from gqa_convert.conversion.fit.assembly import Assembly, as_parts, repeated_parameters
-from gqa_convert.conversion.fit.layer_fitting import FitOptions, LayerFitting
+from gqa_convert.conversion.fit.attention_calls import CapturedAttention
+from gqa_convert.conversion.fit.head_parameters import Assembly, as_parts, repeated_parameters
 from gqa_convert.conversion.fit.layer_store import LayerStore
-from gqa_convert.conversion.fit.lockstep import CapturedModule
+from gqa_convert.conversion.fit.one_layer import FitOptions, OneLayer
 from gqa_convert.conversion.fit.precision import Precision
 from gqa_convert.conversion.fit.source_layer import SourceLayer
 from gqa_convert.conversion.fit.statistics import moments_of
@@ -36,13 +36,13 @@ class ClosedForm:
         self.layers: dict[str, InspectedLayer] = {}
 
     def merge(
-        self, layer: SourceLayer, module: CapturedModule, candidates: Sequence[int]
+        self, layer: SourceLayer, attention: CapturedAttention, candidates: Sequence[int]
     ) -> Iterator[tuple[int, dict[str, Tensor]]]:
         """Merge a layer into each number of K/V heads, one in memory at a time.
 
         Args:
             layer: of the source.
-            module: the same layer, with its calls on the text.
+            attention: the module in the source, with its calls on the text.
             candidates: numbers of K/V heads.
 
         Yields:
@@ -52,14 +52,14 @@ class ClosedForm:
             NonFiniteError: the source yields NaN or Inf.
         """
         source = layer.layout.split_heads(layer.tensors)
-        moments = _finite_moments(module, source)
+        moments = _finite_moments(attention, source)
         errors = []
-        device = next(iter(module.parameters().values())).device
+        device = next(iter(attention.parameters().values())).device
         for merged, error in merge_candidates(layer, source, candidates, moments):
             errors.append(error)
             assembly = Assembly(layer.layout, source, layer.tensors, error.groups, device)
             yield error.groups, assembly(as_parts(merged, device))
-        self.layers[module.name] = describe_layer(layer, errors)
+        self.layers[attention.name] = describe_layer(layer, errors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,31 +79,32 @@ class ShortFits:
     seed: int
 
     def merge(
-        self, layer: SourceLayer, module: CapturedModule, candidates: Sequence[int]
+        self, layer: SourceLayer, attention: CapturedAttention, candidates: Sequence[int]
     ) -> Iterator[tuple[int, dict[str, Tensor]]]:
         """As `ClosedForm.merge`."""
-        attention = layer.layout.layer
         for groups in candidates:
-            number = 1000 * attention.number + groups
+            number = 1000 * layer.layout.layer.number + groups
             if self.store.record(number) is None:
-                self._fit(number, layer, module.first(_BATCHES), groups)
+                first = replace(attention, calls=attention.calls[:_BATCHES])
+                self._fit(number, layer, first, groups)
             yield groups, repeated_parameters(layer.layout, self.store.read(number), groups)
 
-    def _fit(self, number: int, layer: SourceLayer, module: CapturedModule, groups: int) -> None:
-        _finite_moments(module, layer.layout.split_heads(layer.tensors))
+    def _fit(self, number: int, layer: SourceLayer, attention: CapturedAttention, groups: int) -> None:
+        _finite_moments(attention, layer.layout.split_heads(layer.tensors))
         steps = min(self.steps, SHORT_STEPS)
         options = FitOptions(groups=groups, trains=True, steps=steps, seed=self.seed, precision=self.precision)
-        merged, record = LayerFitting(module, layer, options).run()
+        targets = [call.output for call in attention.calls]
+        merged, record = OneLayer(attention, targets, layer, options).fit()
         self.store.write(number, layer.layout.merge_heads(merged, layer.tensors, groups), record)
 
 
 Merging = ClosedForm | ShortFits
 
 
-def _finite_moments(module: CapturedModule, source: Heads) -> Moments:
-    moments = moments_of(module, source)
+def _finite_moments(attention: CapturedAttention, source: Heads) -> Moments:
+    moments = moments_of(attention.calls, source)
     if not (np.isfinite(moments.queries).all() and np.isfinite(moments.keys).all()):
         raise NonFiniteError(
-            f"the source yields NaN or Inf at {module.name} on the calibration text: check that its logits on this text are finite"
+            f"the source yields NaN or Inf at {attention.name} on the calibration text: check that its logits on this text are finite"
         )
     return moments

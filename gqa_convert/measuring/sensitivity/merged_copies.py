@@ -1,11 +1,11 @@
-"""Runs the source and copies of it with merged layers over held-out text, all in lockstep, and compares them.
+"""Runs the source and copies of it with merged layers over held-out text, layer by layer, and compares them.
 
 Only one layer's merged weights are in memory at a time: each copy receives them as it enters the layer.
 """
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from gqa_convert.checkpoint.devices import chosen_device
+from gqa_convert.conversion.fit.attention_calls import Batch
 from gqa_convert.conversion.fit.layer_store import LayerStore
-from gqa_convert.conversion.fit.lockstep import Batch, LockstepRunner, open_model, running_device
+from gqa_convert.conversion.fit.layer_walk import LayerWalk, running_device
+from gqa_convert.conversion.fit.model_loading import open_model
 from gqa_convert.conversion.fit.options import CalibrationOptions, steps_per_layer
 from gqa_convert.conversion.fit.precision import Precision, precision_of
 from gqa_convert.conversion.plan import Plan
@@ -153,27 +155,36 @@ def score_copies(
         return scores + score_copies(inputs, copies[MOST_COPIES:], held_out, progress)[1:]
     layers = {layer.module: layer for layer in inputs.layers}
     sums, tokens = np.zeros((1 + len(copies), 2)), 0
-    with ExitStack() as stack:
-        runners = []
-        for batches in [inputs.text, *[held_out] * (1 + len(copies))]:
-            runner = LockstepRunner(inputs.model, batches, list(layers), paired=False, precision=inputs.precision)
-            runners.append(stack.enter_context(runner))
-        for done, (module, _, *students) in enumerate(zip(*runners, strict=True), start=1):
-            wanted = [copy.get(module.name, 0) for copy in copies]
+    on_text = LayerWalk(inputs.model, inputs.text, list(layers), precision=inputs.precision)
+    on_held_out = LayerWalk(inputs.model, held_out, list(layers), precision=inputs.precision)
+    [text] = on_text.streams(1)
+    source, *students = on_held_out.streams(1 + len(copies))
+    done = 0
+    for layer in on_text.layers:
+        merged: list[dict[str, dict[str, Tensor]]] = [{} for _ in copies]
+        for name in layer.attention:
+            wanted = [copy.get(name, 0) for copy in copies]
             if any(wanted):
-                layer = inputs.read_layer(layers[module.name])
-                for groups, parameters in inputs.merging.merge(layer, module, sorted({*wanted} - {0})):
-                    for number, student in zip(wanted, students, strict=True):
+                attention = text.attention(layer, name)
+                opened = inputs.read_layer(layers[name])
+                for groups, parameters in inputs.merging.merge(opened, attention, sorted({*wanted} - {0})):
+                    fitting = attention.fitting(parameters)
+                    for number, own in zip(wanted, merged, strict=True):
                         if number == groups:
-                            student.commit(parameters)
+                            own[name] = fitting
+            done += 1
             progress(done, len(layers))
-        source, *predictions = [runner.logits() for runner in runners[1:]]
-        for batch, (theirs, _) in zip(held_out, source, strict=True):
-            targets = predicted_tokens(batch).to(theirs.device)
-            tokens += targets.numel()
-            sums[0] += _sums(theirs, theirs, targets)
-            for number, prediction in enumerate(predictions, start=1):
-                sums[number] += _sums(next(prediction)[0], theirs, targets)
+        text.advance(layer)
+        source.advance(layer)
+        for student, own in zip(students, merged, strict=True):
+            student.advance(layer, own)
+    for number, batch in enumerate(held_out):
+        logits = source.logits(number)
+        targets = predicted_tokens(batch).to(logits.device)
+        tokens += targets.numel()
+        sums[0] += _sums(logits, logits, targets)
+        for place, student in enumerate(students, start=1):
+            sums[place] += _sums(student.logits(number), logits, targets)
     predicted = count_predicted(held_out)
     return [Score(_mean(loss, predicted), _mean(kl, tokens)) for loss, kl in sums.tolist()]
 

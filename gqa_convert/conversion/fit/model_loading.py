@@ -1,4 +1,4 @@
-"""Opens a source model for calibration: in memory if it fits, otherwise with its weights left in the checkpoint's files."""
+"""Loads a source model for calibration; weights that do not fit on its device are offloaded by accelerate."""
 
 import logging
 import shutil
@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from gqa_convert.checkpoint.machine import available_memory
 from gqa_convert.checkpoint.source import open_checkpoint
-from gqa_convert.conversion.fit.lockstep.offloading import OffloadedWeights
 from gqa_convert.families.loading import check_complete, load_model
 
 _HEAD = "calibration compares its predictions; merge its heads without text"
@@ -21,20 +21,16 @@ _SHARE = 0.7
 
 
 def open_model(
-    folder: Path,
-    *,
-    device: str = "cpu",
-    dtype: torch.dtype = torch.float32,
-    memory_limit: int | None = None,
+    folder: Path, *, device: str = "cpu", dtype: torch.dtype = torch.float32, memory_limit: int | None = None
 ) -> Any:
-    """Open a model with logits, in evaluation mode and without gradients.
+    """Load a model with logits, in evaluation mode and without gradients.
 
     Args:
         folder: a local checkpoint.
         device: the device to run it on.
         dtype: the dtype to compute in.
-        memory_limit: the bytes that its weights may take on the device; None for 70% of the free memory. The weights of
-            a larger model stay in the files, and each is read when it is used.
+        memory_limit: the bytes that its weights may take on the device; None for 70% of the free memory. What does not
+            fit stays in the machine's memory or on the disk, and each module's weights are read when it runs.
 
     Raises:
         CorruptCheckpointError: parameters are missing in the folder.
@@ -43,28 +39,31 @@ def open_model(
         Exception: any error of transformers.
     """
     place = torch.device(device)
+    free = {each: int(_SHARE * (available_memory(torch.device(each)) or 1 << 62)) for each in {"cpu", device}}
+    limit = free[device] if memory_limit is None else memory_limit
     needed = sum(entry.elements for _, _, entry in open_checkpoint(folder).tensors()) * dtype.itemsize
-    limit = memory_limit if memory_limit is not None else _free(place)
     if needed <= limit:
         model, missing = load_model(folder, dtype)
         check_complete(str(folder), folder, model, missing, _HEAD)
         return model.requires_grad_(False).to(place)
-    model = _left_on_disk(folder, dtype)
-    OffloadedWeights(model, place)
-    return model
-
-
-def _left_on_disk(folder: Path, dtype: torch.dtype) -> Any:
-    scratch = tempfile.mkdtemp(prefix="gqa-offload-")  # for the few weights that transformers rewrites while loading
+    memory = {"cpu": free["cpu"]} | {place.index or 0 if place.type == "cuda" else "cpu": limit}
+    scratch = tempfile.mkdtemp(prefix="gqa-offload-")
     try:
         with _no_remark():
-            model, missing = load_model(folder, dtype, device_map={"": "disk"}, offload_folder=scratch)
+            model, missing = load_model(
+                folder, dtype, device_map="auto", max_memory=memory, offload_folder=scratch, offload_buffers=False
+            )
         check_complete(str(folder), folder, model, missing, _HEAD)
     except BaseException:
         shutil.rmtree(scratch, ignore_errors=True)
         raise
     weakref.finalize(model, shutil.rmtree, scratch, ignore_errors=True)
     return model.requires_grad_(False)
+
+
+def is_offloaded(model: Any) -> bool:
+    """Whether some weights are not where the model runs."""
+    return any(parameter.is_meta for parameter in model.parameters())
 
 
 @contextmanager
@@ -77,12 +76,3 @@ def _no_remark() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
-
-
-def _free(device: torch.device) -> int:
-    """The bytes that weights may take."""
-    from accelerate.utils import get_max_memory
-
-    memory = get_max_memory()
-    index = torch.cuda.current_device() if device.type == "cuda" and device.index is None else device.index
-    return int(_SHARE * memory.get("cpu" if device.type == "cpu" else index, memory["cpu"]))
