@@ -37,6 +37,14 @@ class AbsorptionLimits:
         """The rows of a key head of `head_dim` rows that have no rotary positions."""
         return np.setdiff1d(np.arange(head_dim), self.pairs)
 
+    def divide_rows(self, rows: Array) -> tuple[Array, Array]:
+        """The rows [..., c, e] of keys or queries that have no rotary positions, [..., n, e], and the rotary pairs as
+        complex rows, [..., f, e].
+        """
+        real, imaginary = self.pairs
+        plain = rows[..., self.plain_rows(rows.shape[-2]), :]
+        return plain, rows[..., real, :] + 1j * rows[..., imaginary, :]
+
 
 def find_absorption_limits(finder: AttentionFinder, layer: AttentionLayer) -> AbsorptionLimits:
     """The absorption limits of a layer.

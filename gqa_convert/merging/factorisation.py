@@ -1,9 +1,9 @@
-"""Merging K/V heads by joint factorisation: one shared head, and a map for each source head that is folded into the
-projection beside it.
+"""Merging K/V heads by joint factorisation: one shared head, and a map for each source head that the projection beside
+it absorbs.
 
 A shared value head V and output columns O M_h replace the values V_h and columns O; a shared key head K and query rows
 M_h^T Q replace the keys K_h and queries Q. Heads that differ by a linear map merge without loss. Under rotary positions
-only maps that commute with the rotation can be folded: multiplication by one complex number per frequency.
+only maps that commute with the rotation can be absorbed: multiplication by one complex number per frequency.
 
 Shape legend: m K/V heads of a group, r query heads that read each of them, c head_dim, d hidden size, f rotary
 frequencies. Everything is float64. A covariance is E[x x^T], [d, d], of the layer's inputs, and defaults to the
@@ -30,22 +30,25 @@ def factor(rows: Array, weights: Array, covariance: Array | None = None) -> tupl
     is the difference that the output projection sees; for keys, the one that the queries see.
 
     Args:
-        rows: [m, c, d], keys or values.
-        weights: [m, c, c], symmetric: how strongly each direction of a head is read.
+        rows: [..., m, c, d], keys or values; what is in front of m is factored by itself.
+        weights: [..., m, c, c], symmetric: how strongly each direction of a head is read.
         covariance: of the inputs.
 
     Returns:
-        The shared head [c, d], with the root mean square of the source heads, and maps [m, c, c].
+        The shared head [..., c, d], with the root mean square of the source heads and its strongest row first, and maps
+        [..., m, c, c].
     """
-    heads, head_dim, inputs = rows.shape
-    roots = np.stack([root(weight) for weight in weights])
-    weighted = (roots @ rows).reshape(-1, inputs)
-    gram = times(weighted, covariance) @ weighted.T
-    leading = np.linalg.eigh(gram)[1][:, ::-1][:, :head_dim]
-    shared = leading.T @ weighted
-    maps = np.linalg.solve(roots, leading.reshape(heads, head_dim, head_dim))
-    scale = _rms(rows) / _rms(shared)
-    return shared * scale, maps / scale
+    *others, heads, head_dim, inputs = rows.shape
+    roots = root(weights)
+    weighted = (roots @ rows).reshape(*others, heads * head_dim, inputs)
+    gram = times(weighted, covariance) @ adjoint(weighted)
+    leading = np.linalg.eigh(gram)[1][..., ::-1][..., :head_dim]
+    shared = adjoint(leading) @ weighted
+    maps = np.linalg.solve(roots, leading.reshape(*others, heads, head_dim, head_dim))
+    before, after = np.mean(np.abs(rows) ** 2, axis=(-3, -2, -1)), np.mean(np.abs(shared) ** 2, axis=(-2, -1))
+    is_dead = (before == 0) | (after == 0)
+    scale = np.sqrt(np.where(is_dead, 1.0, before) / np.where(is_dead, 1.0, after))[..., None, None]
+    return shared * scale, maps / scale[..., None]
 
 
 def factor_values(
@@ -83,20 +86,17 @@ def factor_keys(
         query_covariance: of the queries' inputs.
 
     Returns:
-        The shared key head [c, d], its strongest row first, and new query rows [m, r, c, d].
+        The shared key head [c, d] and new query rows [m, r, c, d].
     """
     weights = np.einsum("mrcd,mred->mce", times(queries, query_covariance), queries)
     shared, maps = factor(keys, weights, covariance)
-    return shared, maps.swapaxes(1, 2)[:, None] @ queries
+    return shared, adjoint(maps)[:, None] @ queries
 
 
 def factor_rotary_keys(
     keys: Array, queries: Array, covariance: Array | None = None, query_covariance: Array | None = None
 ) -> tuple[Array, Array]:
-    """Merge keys under rotary positions, frequency by frequency.
-
-    Of the complex key channels z_h of a frequency, weighted by the power of the queries that read them, only the
-    leading direction is kept: an eigenvector of a Hermitian m x m matrix.
+    """Merge keys under rotary positions, frequency by frequency: each is factored by itself, and keeps one direction.
 
     Args:
         keys: [m, f, d], complex: one row of each pair is the real part, the other the imaginary part.
@@ -107,36 +107,33 @@ def factor_rotary_keys(
     Returns:
         The shared key head [f, d] and new query rows [m, r, f, d], complex.
     """
-    power = np.einsum("mrfd,mrfd->fm", times(queries, query_covariance), queries.conj()).real
-    strength = np.sqrt(np.maximum(power, _LEAST * (power.max() or 1.0)))  # [f, m]
-    gram = np.einsum("mfd,nfd->fmn", times(keys, covariance), keys.conj())
-    gram *= strength[:, :, None] * strength[:, None, :]
-    leading = np.linalg.eigh(gram)[1][:, :, -1]  # [f, m]
-    shared = np.einsum("fm,mfd->fd", leading.conj() * strength, keys)
-    multipliers = leading / strength
-    before, after = np.mean(np.abs(keys) ** 2, axis=(0, 2)), np.mean(np.abs(shared) ** 2, axis=1)
-    dead = (before == 0) | (after == 0)
-    scale = np.sqrt(np.where(dead, 1.0, before) / np.where(dead, 1.0, after))
-    # the mean multiplier becomes real and positive, and keys keep their root mean square
-    unit = np.exp(1j * np.angle(multipliers.mean(1))) * scale
-    return shared * unit[:, None], np.einsum("fm,mrfd->mrfd", (multipliers / unit[:, None]).conj(), queries)
+    powers = np.einsum("mrfd,mrfd->fm", times(queries, query_covariance), queries.conj()).real
+    powers = np.maximum(powers, _LEAST * (powers.max() or 1.0))
+    shared, maps = factor(keys.swapaxes(0, 1)[:, :, None], powers[:, :, None, None], covariance)
+    key, multipliers = shared[:, 0], maps[:, :, 0, 0]
+    phase = np.exp(1j * np.angle(multipliers.mean(1, keepdims=True)))  # the mean multiplier becomes real and positive
+    return key * phase, np.einsum("fm,mrfd->mrfd", (multipliers / phase).conj(), queries)
 
 
 def times(rows: Array, matrix: Array | None) -> Array:
-    """Rows, perhaps complex, times a real matrix; without one, the rows themselves."""
+    """Rows [..., d], perhaps complex, times a real matrix [d, d]; without one, the rows themselves."""
     if matrix is None:
         return rows
+    flat = rows.reshape(-1, rows.shape[-1])
     if np.iscomplexobj(rows):  # numpy would make the matrix complex, with a copy and twice the work
-        return np.asarray(rows.real @ matrix + 1j * (rows.imag @ matrix))
-    return np.asarray(rows @ matrix)
+        product = flat.real @ matrix + 1j * (flat.imag @ matrix)
+    else:
+        product = flat @ matrix
+    return np.asarray(product.reshape(rows.shape))
+
+
+def adjoint(matrix: Array) -> Array:
+    """The conjugate transpose of the last two axes."""
+    return matrix.conj().swapaxes(-1, -2)
 
 
 def root(matrix: Array) -> Array:
-    """The symmetric positive root of a symmetric matrix [c, c], in which no eigenvalue is below a small bound."""
+    """The symmetric positive root of symmetric matrices [..., c, c], in which no eigenvalue is below a small bound."""
     values, vectors = np.linalg.eigh(matrix)
-    least = _LEAST * max(values[-1], _LEAST)
-    return np.asarray((vectors * np.sqrt(np.maximum(values, least))) @ vectors.T)
-
-
-def _rms(array: Array) -> float:
-    return float(np.sqrt(np.mean(np.square(array)))) or 1.0
+    least = _LEAST * np.maximum(values[..., -1:], _LEAST)
+    return np.asarray((vectors * np.sqrt(np.maximum(values, least))[..., None, :]) @ adjoint(vectors))

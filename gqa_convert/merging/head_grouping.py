@@ -6,6 +6,7 @@ heads in each group: the loss of merging that pair alone. Similarity of the weig
 shape legend is that of `factorisation`, with h heads in the layer.
 """
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -14,8 +15,8 @@ import numpy.typing as npt
 
 from gqa_convert.merging.absorption_limits import AbsorptionLimits
 from gqa_convert.merging.attention_heads import Heads
-from gqa_convert.merging.factorisation import root, times
-from gqa_convert.merging.merge_layer import Moments, centred, complex_rows
+from gqa_convert.merging.factorisation import adjoint, root, times
+from gqa_convert.merging.merge_layer import Moments, centred
 
 Array = npt.NDArray[Any]
 
@@ -73,79 +74,46 @@ def _value_losses(heads: Heads, moments: Moments | None) -> Array:
 
 def _key_losses(heads: Heads, limits: AbsorptionLimits, moments: Moments | None) -> Array:
     """Losses [h, h] relative to the power of all scores."""
-    queries, moment, covariance = heads.queries, None, None
-    if moments is not None:
-        queries, moment, covariance = queries @ moments.queries, moments.keys, centred(moments.keys)
-    losses, power = np.zeros((heads.groups, heads.groups)), 0.0
-    if limits.pairs.size:
-        real, imaginary = limits.pairs
-        powers = np.einsum("mrcd,mrcd->mc", queries, heads.queries)
-        powers = powers[:, real] + powers[:, imaginary]
-        rotary_losses, rotary_power = rotary_pair_losses(complex_rows(heads.keys, limits.pairs), powers, moment)
-        losses, power = rotary_losses / 2, rotary_power / 2  # the mean over all distances is half the greatest square
-    plain = limits.plain_rows(heads.keys.shape[1])
-    if plain.size:
-        weights = np.einsum("mrcd,mred->mce", queries[:, :, plain], heads.queries[:, :, plain], optimize=True)
-        plain_losses, plain_power = pair_losses(heads.keys[:, plain], weights, covariance)
-        losses, power = losses + plain_losses, power + plain_power
-    return losses / (power or 1.0)
+    query_moment, key_moment = (moments.queries, moments.keys) if moments else (None, None)
+    covariance = centred(key_moment)
+    plain_keys, rotary_keys = limits.divide_rows(heads.keys)
+    plain_queries, rotary_queries = limits.divide_rows(heads.queries)
+    weights = np.einsum("mrcd,mred->mce", times(plain_queries, query_moment), plain_queries, optimize=True)
+    plain_losses, plain_power = pair_losses(plain_keys, weights, covariance)
+    powers = np.einsum("mrfd,mrfd->fm", times(rotary_queries, query_moment), rotary_queries.conj()).real
+    rotary_keys = rotary_keys.swapaxes(0, 1)[:, :, None]  # each frequency by itself
+    rotary_losses, rotary_power = pair_losses(rotary_keys, powers[:, :, None, None], key_moment)
+    # the mean over all distances is half the greatest square
+    return (plain_losses + rotary_losses / 2) / (plain_power + rotary_power / 2 or 1.0)
 
 
 def pair_losses(rows: Array, weights: Array, covariance: Array | None = None) -> tuple[Array, float]:
     """The loss of the joint factorisation of each pair of heads.
 
     Args:
-        rows: [h, c, d], values, or keys without rotary positions.
-        weights: [h, c, c], symmetric: how strongly each direction of a head is read.
+        rows: [..., h, c, d], values or keys; what is in front of h is factored by itself, and losses add up.
+        weights: [..., h, c, c], symmetric: how strongly each direction of a head is read.
         covariance: of the inputs.
 
     Returns:
         Losses [h, h], symmetric, zero on the diagonal, and the power of all heads, both in the units of rows, weights
         and covariance.
     """
-    heads, head_dim, _ = rows.shape
+    *others, heads, head_dim, inputs = rows.shape
     kept = min(head_dim, _KEPT)
-    weighted = np.stack([root(weight) for weight in weights]) @ rows
+    weighted = root(weights) @ rows
     seen = times(weighted, covariance)
-    own = seen @ weighted.swapaxes(1, 2)
-    leading = np.linalg.eigh(own)[1][:, :, -kept:].swapaxes(1, 2)  # [h, kept, c]
-    left = (leading @ seen).reshape(heads * kept, -1)
-    right = (leading @ weighted).reshape(heads * kept, -1)
-    gram = (left @ right.T).reshape(heads, kept, heads, kept).transpose(0, 2, 1, 3)
+    own = seen @ adjoint(weighted)
+    leading = adjoint(np.linalg.eigh(own)[1][..., -kept:])
+    seen = (leading @ seen).reshape(*others, heads * kept, inputs)
+    weighted = (leading @ weighted).reshape(*others, heads * kept, inputs)
+    gram = (seen @ adjoint(weighted)).reshape(*others, heads, kept, heads, kept)
     losses = np.zeros((heads, heads))
-    for head in range(heads - 1):
-        others = np.arange(head + 1, heads)
-        joint = np.empty((len(others), 2 * kept, 2 * kept))
-        joint[:, :kept, :kept] = gram[head, head]
-        joint[:, kept:, kept:] = gram[others, others]
-        joint[:, :kept, kept:] = gram[head, others]
-        joint[:, kept:, :kept] = gram[others, head]
-        dropped = np.linalg.eigvalsh(joint)[:, :kept].sum(1).clip(0)
-        losses[head, others] = losses[others, head] = dropped
-    return losses, float(np.trace(own, axis1=1, axis2=2).sum())
-
-
-def rotary_pair_losses(keys: Array, powers: Array, covariance: Array | None = None) -> tuple[Array, float]:
-    """The loss of merging each pair of rotary key heads, frequency by frequency.
-
-    Args:
-        keys: [h, f, d], complex.
-        powers: [h, f], of the queries that read each channel.
-        covariance: of the inputs, not centred.
-
-    Returns:
-        Losses [h, h], symmetric, zero on the diagonal, and the power of all heads, in the units of keys, powers and
-        covariance.
-    """
-    strength = np.sqrt(powers)
-    gram = times(keys, covariance).transpose(1, 0, 2) @ keys.conj().transpose(1, 2, 0)  # [f, h, h]
-    gram = gram.transpose(1, 2, 0) * strength[:, None] * strength[None]
-    own = np.einsum("mmf->mf", gram).real
-    total, apart = own[:, None] + own[None], own[:, None] - own[None]
-    lesser = (total - np.sqrt(apart**2 + 4 * np.abs(gram) ** 2)) / 2  # the lesser eigenvalue of each 2 x 2 matrix
-    losses = np.asarray(lesser.sum(-1).clip(0))
-    np.fill_diagonal(losses, 0)
-    return (losses + losses.T) / 2, float(own.sum())  # the products of a pair are rounded either way
+    for one, other in itertools.combinations(range(heads), 2):
+        pair = gram[..., [one, other], :, :, :][..., [one, other], :]
+        joint = pair.reshape(*others, 2 * kept, 2 * kept)
+        losses[one, other] = losses[other, one] = np.linalg.eigvalsh(joint)[..., :kept].sum().clip(0)
+    return losses, float(np.trace(own, axis1=-2, axis2=-1).real.sum())
 
 
 def group_heads(losses: Array, groups: int) -> Array:

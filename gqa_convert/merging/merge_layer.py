@@ -84,33 +84,27 @@ def _merge_keys(
     if limits.key_constraint:
         return keys.mean(0), queries
     shared, absorbed = np.empty_like(keys[0]), np.empty_like(queries)
-    query_moment, key_moment = (None, None) if moments is None else (moments.queries, moments.keys)
-    first_low = limits.pairs.shape[1] if first_low is None else first_low
-    high, low = limits.pairs[:, :first_low], limits.pairs[:, first_low:]
-    if high.size:
-        key, readers = factor_rotary_keys(
-            complex_rows(keys, high), complex_rows(queries, high), key_moment, query_moment
-        )
-        shared[high] = key.real, key.imag
-        absorbed[:, :, high[0]], absorbed[:, :, high[1]] = readers.real, readers.imag
-    # in the order in which they take the strongest directions: rows without positions, then the lowest frequencies
-    block = np.concatenate([limits.plain_rows(keys.shape[1]), low.T[::-1].reshape(-1)])
-    if block.size:
-        if key_moment is not None and not low.size:
-            key_moment = centred(key_moment)
-        shared[block], absorbed[:, :, block] = factor_keys(
-            keys[:, block], queries[:, :, block], key_moment, query_moment
-        )
+    query_moment, key_moment = (moments.queries, moments.keys) if moments else (None, None)
+    high = replace(limits, pairs=limits.pairs[:, :first_low])
+    low = limits.pairs[:, high.pairs.shape[1] :]
+    plain_keys, rotary_keys = high.divide_rows(keys)
+    plain_queries, rotary_queries = high.divide_rows(queries)
+    real, imaginary = high.pairs
+    if real.size:
+        key, readers = factor_rotary_keys(rotary_keys, rotary_queries, key_moment, query_moment)
+        shared[real], shared[imaginary] = key.real, key.imag
+        absorbed[:, :, real], absorbed[:, :, imaginary] = readers.real, readers.imag
+    # the strongest directions go to rows without positions, then to the lowest frequencies
+    plain = np.concatenate([limits.plain_rows(keys.shape[1]), low.T[::-1].reshape(-1)])
+    if plain.size:
+        inputs = key_moment if low.size else centred(key_moment)
+        shared[plain], absorbed[:, :, plain] = factor_keys(plain_keys, plain_queries, inputs, query_moment)
     return shared, absorbed
 
 
-def complex_rows(rows: Array, pairs: Array) -> Array:
-    """The rotary pairs [2, f] of rows [..., c, e] as complex rows [..., f, e]."""
-    real, imaginary = pairs
-    return np.asarray(rows[..., real, :] + 1j * rows[..., imaginary, :])
-
-
-def centred(moment: Array) -> Array:
+def centred(moment: Array | None) -> Array | None:
     """The covariance of a moment: what all keys have in common has no effect after the softmax."""
+    if moment is None:
+        return None
     mean = moment[:, -1:] / moment[-1, -1]
     return np.asarray(moment - mean @ mean.T * moment[-1, -1])

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from gqa_convert.merging.absorption_limits import AbsorptionLimits
 from gqa_convert.merging.attention_heads import Heads, repeat_heads
+from gqa_convert.merging.factorisation import adjoint, times
 from gqa_convert.merging.merge_layer import Moments, centred
 
 Array = npt.NDArray[Any]
@@ -35,46 +36,29 @@ def reconstruction_errors(
     """
     if merged is source:
         return 0.0, 0.0
-    query_moment, key_moment, key_covariance = None, None, None
-    if moments is not None:
-        query_moment, key_moment, key_covariance = moments.queries, moments.keys, centred(moments.keys)
+    query_moment, key_moment = (moments.queries, moments.keys) if moments else (None, None)
+    covariance = centred(key_moment)
     new_keys, new_values = repeat_heads(merged.keys, source.groups), repeat_heads(merged.values, source.groups)
-    plain = limits.plain_rows(source.keys.shape[1])
-    plain = np.concatenate([plain, plain + source.keys.shape[1]])  # of the source and of the result
     scores, outputs = np.zeros(2), np.zeros(2)
     for head in range(source.groups):
-        queries = _inner_products(source.queries[head], -merged.queries[head], query_moment)
-        keys = _inner_products(source.keys[head], new_keys[head], key_covariance)
-        scores += _squares(queries[:, plain[:, None], plain], keys[plain[:, None], plain])
-        if (
-            limits.pairs.size
-        ):  # over all distances, frequencies are orthogonal, and the mean is half the greatest square
-            keys = _inner_products(source.keys[head], new_keys[head], key_moment)
-            scores += _squares(_of_pairs(queries, limits.pairs), _of_pairs(keys, limits.pairs)) / 2
-        columns, new_columns = source.outputs[head].swapaxes(1, 2), merged.outputs[head].swapaxes(1, 2)
-        values = _inner_products(source.values[head], new_values[head], key_moment)
-        outputs += _squares(_inner_products(columns, -new_columns, None), values)
+        old, old_rotary = limits.divide_rows(source.queries[head])
+        new, new_rotary = limits.divide_rows(merged.queries[head])
+        old_key, old_rotary_key = limits.divide_rows(source.keys[head])
+        new_key, new_rotary_key = limits.divide_rows(new_keys[head])
+        scores += _squares(_products(old, -new, query_moment), _products(old_key, new_key, covariance))
+        # over all distances, frequencies are orthogonal, and the mean is half the greatest square
+        queries = _products(old_rotary[..., None, :], -new_rotary[..., None, :], query_moment)
+        keys = _products(old_rotary_key[..., None, :], new_rotary_key[..., None, :], key_moment)
+        scores += _squares(queries, keys) / 2
+        columns = _products(adjoint(source.outputs[head]), -adjoint(merged.outputs[head]))
+        outputs += _squares(columns, _products(source.values[head], new_values[head], key_moment))
     return _relative(scores), _relative(outputs)
 
 
-def _inner_products(old: Array, new: Array, moment: Array | None) -> Array:
-    """[..., 2n, 2n]: those of all rows of two heads [..., n, e], old ones first; the moment's are the inputs'."""
+def _products(old: Array, new: Array, moment: Array | None = None) -> Array:
+    """[..., 2n, 2n]: the inner products of all rows of two heads [..., n, e], old ones first."""
     rows = np.concatenate([old, new], axis=-2)
-    seen = rows if moment is None else rows @ moment
-    return np.asarray(seen @ rows.swapaxes(-1, -2))
-
-
-def _of_pairs(products: Array, pairs: Array) -> Array:
-    """[..., f, 2, 2], complex: the inner products of each rotary pair's complex rows, old and new."""
-    count = products.shape[-1] // 2
-    real, imaginary = (np.stack([rows, rows + count], axis=1) for rows in pairs)
-
-    def between(left: Array, right: Array) -> Array:
-        return np.asarray(products[..., left[:, :, None], right[:, None]])
-
-    return (
-        between(real, real) + between(imaginary, imaginary) + 1j * (between(imaginary, real) - between(real, imaginary))
-    )
+    return np.asarray(times(rows, moment) @ adjoint(rows))
 
 
 def _squares(left: Array, right: Array) -> Array:
