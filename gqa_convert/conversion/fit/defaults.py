@@ -35,23 +35,22 @@ def plan_conversion(
     Args:
         checkpoint: the source.
         groups: K/V heads per layer in the result, or those of each layer.
-        options: as the user gave them. No method means `fit` with calibration text; without it, `factor` on the built-in
-            text, or `mean` with a warning where `why_no_text` gives a reason.
+        options: as the user gave them. No method means `fit` with calibration data; without it, `factor` on the
+            built-in text, or `mean` with a warning where `why_no_text` gives a reason.
 
     Raises:
         GQAConvertError: as `make_plan`, `check_calibration` and `check_predicts`.
     """
-    warnings: tuple[str, ...] = ()
     method, calibration = options.method, options.calibration
-    if method is None:
-        method = DEFAULT.name if calibration.source is None else CALIBRATED_DEFAULT.name
+    reason = None
+    if method is None and calibration.has_data:
+        method = CALIBRATED_DEFAULT.name
+    elif method is None:
+        method = DEFAULT.name
         if calibration == CalibrationOptions(seed=calibration.seed, device=calibration.device):
             reason = why_no_text(checkpoint)
             if reason:
                 method = MEAN.name
-                warnings = (
-                    f"heads are averaged by default, because {reason}: --method factor merges by weights alone",
-                )
             else:
                 from gqa_convert.text.sources import STDLIB  # imports numpy
 
@@ -67,8 +66,9 @@ def plan_conversion(
     )
     check_calibration(plan.method, calibration)
     check_predicts(plan, calibration)
-    if plan.effective_method == MEAN.name:
-        plan = replace(plan, warnings=(*plan.warnings, *warnings))
+    if reason and plan.effective_method == MEAN.name:
+        warning = f"heads are averaged by default, because {reason}: --method factor merges by weights alone"
+        plan = replace(plan, warnings=(*plan.warnings, warning))
     return plan, calibration
 
 
@@ -85,23 +85,24 @@ def why_no_text(checkpoint: Checkpoint) -> str | None:
         return "its cross-attention reads images alone"
     if has_fixed_source(checkpoint.config):
         return "its encoder reads audio"
-    reason = None if checkpoint.folder is None else _why_no_tokens(Path(checkpoint.folder))
-    if reason is None:
-        try:
-            check_language_model(checkpoint.source_id, checkpoint.config, "")
-        except NoLanguageModelError:
-            reason = "it has no language-model head"
-    return reason
-
-
-def _why_no_tokens(folder: Path) -> str | None:
-    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
-        return "it has no tokenizer"
-    if (folder / _TOKENIZER_FILES[0]).is_file():
-        from tokenizers import Tokenizer
-
-        try:
-            Tokenizer.from_file(str(folder / _TOKENIZER_FILES[0]))
-        except Exception:  # tokenizers raises no narrower type
-            return f"its {_TOKENIZER_FILES[0]} cannot be read"
+    if checkpoint.folder is not None:
+        files = [Path(checkpoint.folder) / name for name in _TOKENIZER_FILES]
+        if not any(file.is_file() for file in files):
+            return "it has no tokenizer"
+        if files[0].is_file() and not _is_tokenizer(files[0]):
+            return f"its {files[0].name} cannot be read"
+    try:
+        check_language_model(checkpoint.source_id, checkpoint.config, "")
+    except NoLanguageModelError:
+        return "it has no language-model head"
     return None
+
+
+def _is_tokenizer(file: Path) -> bool:
+    from tokenizers import Tokenizer
+
+    try:
+        Tokenizer.from_file(str(file))
+    except Exception:  # tokenizers raises no narrower type
+        return False
+    return True

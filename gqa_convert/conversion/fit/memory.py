@@ -89,7 +89,7 @@ def estimate_needs(plan: Plan, options: CalibrationOptions) -> Needs:
         disk += sum(tensor.nbytes for tensor in plan.all_tensors() if tensor.name in changed)
     if not plan.merge_method.merges_layers:
         memory += 32 << 20
-    elif options.source is None:
+    elif not options.has_data:
         widths = [(layer.heads + layer.kv_heads) * (layer.key_head_dim + layer.value_head_dim) for layer in plan.layers]
         memory += 6 * 8 * max(widths) * hidden_size  # float64 copies of a layer's rows
     else:

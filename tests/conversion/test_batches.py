@@ -1,0 +1,174 @@
+"""What a source runs on: ready batches for models that hear or see, and how far calibration text is stretched."""
+
+import itertools
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gqa_convert.checkpoint.source import open_checkpoint
+from gqa_convert.conversion.fit.batches import prepare_calibration, ready_calibration
+from gqa_convert.conversion.fit.options import CalibrationOptions, check_calibration
+from gqa_convert.conversion.plan import make_plan
+from gqa_convert.conversion.run import convert_checkpoint
+from gqa_convert.demo import CHECKPOINT
+from gqa_convert.errors import DataError, OptionError
+from gqa_convert.families.loading import load_model
+from tests.helpers import folding_cases as folded
+from tests.helpers.command_line import run
+from tests.helpers.wrappers import image_inputs, make_wrapper
+
+CONTEXT, LENGTH = 4096, 512
+
+
+@pytest.fixture(scope="module")
+def far(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bundled checkpoint, as if it had more positions."""
+    folder = Path(shutil.copytree(CHECKPOINT, tmp_path_factory.mktemp("far") / "source"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": CONTEXT}))
+    return folder
+
+
+def calibration(source: Path, **options: Any) -> Any:
+    plan = make_plan(open_checkpoint(source), 3, method="fit")
+    given = CalibrationOptions(__file__, 1024, sequence_length=LENGTH, kl_steps=1, **options)
+    return prepare_calibration(plan, given)
+
+
+def test_the_models_context_is_reached(far: Path) -> None:
+    text = calibration(far)
+    assert f"every second one stretched to {CONTEXT} positions" in text.description
+    assert LENGTH <= max(int(batch["position_ids"].max()) for batch in text.batches) < CONTEXT
+
+
+def test_an_option_says_how_far(far: Path) -> None:
+    near, plain = calibration(far, context=700), calibration(far, context=LENGTH)
+    assert max(int(batch["position_ids"].max()) for batch in near.batches) < 700
+    assert "stretched" not in plain.description
+    assert all(batch.keys() == {"input_ids"} for batch in plain.batches)
+    assert len({near.digest, plain.digest, calibration(far).digest}) == 3
+
+
+def test_a_context_of_one_block_leaves_nothing_to_stretch() -> None:
+    assert "stretched" not in calibration(CHECKPOINT).description
+
+
+@pytest.mark.parametrize(
+    ("context", "changes", "message"),
+    [
+        (1, {}, "--calibration-context is 1, expected at least 2"),
+        (9000, {}, f"--calibration-context is 9000, and the model has positions for {CONTEXT}: lower it"),
+        (64, {"max_position_embeddings": None}, "needs rotary positions over a context that config.json states"),
+    ],
+)
+def test_bad_contexts(far: Path, tmp_path: Path, context: int, changes: dict[str, Any], message: str) -> None:
+    source = Path(shutil.copytree(far, tmp_path / "source"))
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(OptionError, match=message):
+        calibration(source, context=context)
+
+
+def test_it_needs_text() -> None:
+    with pytest.raises(OptionError, match="--calibration-context 64 needs calibration text"):
+        check_calibration("factor", CalibrationOptions(context=64))
+
+
+def test_the_command_line_passes_it_on(far: Path, tmp_path: Path) -> None:
+    done = run("convert", far, tmp_path / "out", "--groups", "3", "-c", __file__, "--calibration-context", "9000", "-q")
+    assert done.returncode == 2
+    assert "--calibration-context is 9000" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def ids(tokens: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(3, 60, (1, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+def test_ready_batches_are_divided() -> None:
+    """No more are taken than are needed; with too few, the last ones are held out."""
+    taken = []
+
+    def endless() -> Iterator[dict[str, torch.Tensor]]:
+        for number in itertools.count():
+            taken.append(number)
+            yield {"input_ids": ids(10, number), "pixels": torch.full((2, 3), float(number), dtype=torch.float16)}
+
+    found = ready_calibration(endless(), 45, 15, 3)
+    parts = [found.batches, found.held_out, found.fresh]
+    assert [[int(batch["pixels"][0, 0]) for batch in part] for part in parts] == [[0, 1, 2, 3, 4], [5, 6], [7, 8, 9]]
+    assert taken == list(range(11))
+    assert (found.tokens, found.sequence_length) == (50, 10)
+    assert found.description == "5 ready batches of input_ids, pixels with 50 tokens"
+    assert found.batches[0]["pixels"].dtype == torch.float32
+    assert (
+        ready_calibration(endless(), 45, 15, 0).digest == found.digest != ready_calibration(endless(), 35, 1, 3).digest
+    )
+    for count, held_out in ((1, 0), (2, 1), (8, 1), (20, 2)):
+        few = ready_calibration(itertools.islice(endless(), count), 1000, 100, 3)
+        assert (len(few.batches), len(few.held_out), few.tokens) == (
+            count - held_out,
+            held_out,
+            10 * (count - held_out),
+        )
+    assert not ready_calibration(itertools.islice(endless(), 8), 1000, 0, 0).held_out
+
+
+@pytest.mark.parametrize(
+    ("batches", "message"),
+    [
+        ([], "no batch"),
+        ([{"input_ids": [1, 2]}], "batch 0 holds input_ids as list: give tensors"),
+        ([{"input_features": torch.zeros(1)}], "batch 0 holds input_features: give input_ids, or decoder_input_ids"),
+    ],
+)
+def test_batches_that_no_model_takes(batches: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        ready_calibration(batches, 10, 1, 1)
+    with pytest.raises(OptionError, match="take the place of text"):
+        check_calibration("fit", CalibrationOptions("text.txt", batches=batches))
+
+
+def sounds(folder: Path) -> tuple[Path, list[dict[str, torch.Tensor]]]:
+    case = folded.build("whisper")
+    generator = torch.Generator().manual_seed(0)
+    features = torch.randn(14, 1, case.model.config.num_mel_bins, 40, generator=generator)
+    batches = [{"input_features": each, "decoder_input_ids": ids(20, n)} for n, each in enumerate(features)]
+    return case.save(folder), batches
+
+
+def images(model_type: str, folder: Path) -> tuple[Path, list[dict[str, torch.Tensor]]]:
+    batches = []
+    for number in range(14):
+        batch = image_inputs(model_type)
+        batch = batch | {"input_ids": torch.cat([batch["input_ids"], ids(12, number)], 1)}
+        for name in {"attention_mask", "mm_token_type_ids"} & batch.keys():
+            batch[name] = torch.cat([batch[name], torch.full((1, 12), int(name == "attention_mask"))], 1)
+        batches.append(batch)
+    return make_wrapper(model_type, folder), batches
+
+
+@pytest.mark.usefixtures("modeling_files_registered")
+@pytest.mark.parametrize("kind", ["whisper", "llava", "qwen2_vl", "mllama"])
+def test_models_that_hear_or_see_are_fitted(kind: str, tmp_path: Path) -> None:
+    """Qwen2-VL's images have no row for each sequence; what mllama sees, text alone cannot show it."""
+    source, batches = sounds(tmp_path / "source") if kind == "whisper" else images(kind, tmp_path / "source")
+    learned = [*batches[:8], *batches[-1:] * 6]  # random weights have learned nothing that other batches would share
+    options = CalibrationOptions(batches=learned, tokens=160, steps=4, kl_steps=8, device="cpu")
+    result = convert_checkpoint(source, tmp_path / "out", 3, calibration=options)
+    assert result.plan.method == "fit"
+    assert result.calibration is not None
+    assert result.calibration.kl is not None
+    assert result.calibration.kl.after < result.calibration.kl.before
+    mean = convert_checkpoint(source, tmp_path / "mean", 3, method="mean")
+    models = [load_model(folder, torch.float32)[0] for folder in (source, tmp_path / "out", mean.out)]
+    with torch.no_grad():
+        logits = [model(**batches[-1]).logits.double().log_softmax(-1) for model in models]
+    expected, fitted, pooled = logits
+    divergences = [float((expected.exp() * (expected - each)).sum()) for each in (fitted, pooled)]
+    assert divergences[0] < divergences[1]
