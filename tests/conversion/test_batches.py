@@ -13,6 +13,7 @@ import torch
 from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.conversion.fit.batches import prepare_calibration, ready_calibration
 from gqa_convert.conversion.fit.options import CalibrationOptions, check_calibration
+from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.plan import make_plan
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.demo import CHECKPOINT
@@ -160,12 +161,12 @@ def test_models_that_hear_or_see_are_fitted(kind: str, tmp_path: Path) -> None:
     source, batches = sounds(tmp_path / "source") if kind == "whisper" else images(kind, tmp_path / "source")
     learned = [*batches[:8], *batches[-1:] * 6]  # random weights have learned nothing that other batches would share
     options = CalibrationOptions(batches=learned, tokens=160, steps=4, kl_steps=8, device="cpu")
-    result = convert_checkpoint(source, tmp_path / "out", 3, calibration=options)
+    result = convert_checkpoint(source, tmp_path / "out", 3, ConversionOptions(calibration=options))
     assert result.plan.method == "fit"
     assert result.calibration is not None
     assert result.calibration.kl is not None
     assert result.calibration.kl.after < result.calibration.kl.before
-    mean = convert_checkpoint(source, tmp_path / "mean", 3, method="mean")
+    mean = convert_checkpoint(source, tmp_path / "mean", 3, ConversionOptions(method="mean"))
     models = [load_model(folder, torch.float32)[0] for folder in (source, tmp_path / "out", mean.out)]
     with torch.no_grad():
         logits = [model(**batches[-1]).logits.double().log_softmax(-1) for model in models]
