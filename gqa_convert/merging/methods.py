@@ -14,6 +14,9 @@ from gqa_convert.errors import OptionError
 Pooling = Literal["mean", "first"]
 """How the numbers of several heads become those of one, tensor by tensor; the functions are in `pooling`."""
 
+LayerMerge = Literal["factor"]
+"""How the heads of a whole attention layer are merged; the functions are in `merge_layer`."""
+
 
 class Need(StrEnum):
     """Whether a method uses something."""
@@ -48,25 +51,33 @@ class MergeMethod:
     """The paper and section that the method comes from."""
     card_sentence: str
     """What a model card says happened to the heads, without a capital and a full stop."""
-    constrained_heads: str | None
-    """What `plan` says of heads whose maps cannot be folded: "keys ... in 3 of 12 attention layers"; None for methods
-    that fold no maps."""
     calibration: Need
     """Whether it measures on calibration text, in which case the source model runs in torch."""
     pooling: Pooling | None
     """How it merges the heads of each K/V tensor while they are streamed; None if it works on whole layers."""
-    norm_pooling: Pooling
-    """How it merges the gains of norms that exist once per K/V head."""
-    merges_layers: bool
-    """Whether it merges the heads of whole attention layers, before the writer runs: it chooses which heads share a
-    group, and folds maps into the query and output projections. The functions are in `merge_layer`."""
+    layer_merge: LayerMerge | None
+    """How it merges the heads of whole attention layers, before the writer runs: it chooses which heads share a group, and
+    query and output projections absorb maps. None if it merges tensor by tensor. A method that trains begins with it."""
     trains: bool
     """Whether it takes gradient steps (`--fit-steps`, `--kl-steps`), which also move heads whose maps cannot be
     folded."""
     proof: Proof
     """How `verify` proves a result that was made without calibration text (with it, where text is required)."""
-    calibrated_proof: Proof | None
-    """How `verify` proves a result that was made with calibration text; None if the method takes none."""
+
+    @property
+    def merges_layers(self) -> bool:
+        """Whether it merges whole attention layers."""
+        return self.layer_merge is not None
+
+    @property
+    def norm_pooling(self) -> Pooling:
+        """How it merges the gains of norms that exist once per K/V head."""
+        return self.pooling or "mean"
+
+    @property
+    def calibrated_proof(self) -> Proof | None:
+        """How `verify` proves a result that was made with calibration text; None if the method takes none."""
+        return None if self.calibration is Need.NEVER else Proof.MEASURED
 
     @property
     def is_exact(self) -> bool:
@@ -84,14 +95,11 @@ _ALL: Final = (
         source="gqa-convert; distillation after Hinton et al., 2015, section 2",
         card_sentence="the K/V heads of a group were factorised together and fitted, layer after layer, to what the "
         "source's layers give on a calibration text",
-        constrained_heads="start from their mean",
         calibration=Need.REQUIRED,
         pooling=None,
-        norm_pooling="mean",
-        merges_layers=True,
+        layer_merge="factor",
         trains=True,
         proof=Proof.MEASURED,
-        calibrated_proof=Proof.MEASURED,
     ),
     MergeMethod(
         name="factor",
@@ -99,14 +107,11 @@ _ALL: Final = (
         source="gqa-convert; truncated decomposition after Eckart and Young, 1936",
         card_sentence="the K/V heads of a group were factorised together, and the factors folded into the query and "
         "output projections",
-        constrained_heads="are averaged",
         calibration=Need.OPTIONAL,
         pooling=None,
-        norm_pooling="mean",
-        merges_layers=True,
+        layer_merge="factor",
         trains=False,
         proof=Proof.OPTIMAL,
-        calibrated_proof=Proof.MEASURED,
     ),
     MergeMethod(
         name="mean",
@@ -114,56 +119,44 @@ _ALL: Final = (
         source=_GQA_PAPER,
         card_sentence="the K/V heads of a group were replaced by their mean, as in the GQA paper (Ainslie et al., "
         "2023, section 2.1)",
-        constrained_heads=None,
         calibration=Need.NEVER,
         pooling="mean",
-        norm_pooling="mean",
-        merges_layers=False,
+        layer_merge=None,
         trains=False,
         proof=Proof.RECOMPUTED,
-        calibrated_proof=None,
     ),
     MergeMethod(
         name="first",
         description="Keeps the first K/V head of each group; a baseline.",
         source=_GQA_PAPER,
         card_sentence="of the K/V heads of a group the first was kept",
-        constrained_heads=None,
         calibration=Need.NEVER,
         pooling="first",
-        norm_pooling="first",
-        merges_layers=False,
+        layer_merge=None,
         trains=False,
         proof=Proof.RECOMPUTED,
-        calibrated_proof=None,
     ),
     MergeMethod(
         name="repeat",
         description="Repeats every K/V head exactly, where N is a multiple of the source's count.",
         source="exact",
         card_sentence="K/V heads were repeated exactly; the model computes what its source does",
-        constrained_heads=None,
         calibration=Need.NEVER,
         pooling=None,
-        norm_pooling="first",
-        merges_layers=False,
+        layer_merge=None,
         trains=False,
         proof=Proof.IDENTICAL,
-        calibrated_proof=None,
     ),
     MergeMethod(
         name="copy",
         description="Copies every tensor bit for bit, where N is the source's own count.",
         source="exact",
         card_sentence="nothing was changed; the model computes what its source does",
-        constrained_heads=None,
         calibration=Need.NEVER,
         pooling=None,
-        norm_pooling="first",
-        merges_layers=False,
+        layer_merge=None,
         trains=False,
         proof=Proof.IDENTICAL,
-        calibrated_proof=None,
     ),
 )
 

@@ -39,13 +39,7 @@ def test_a_method_is_complete(method: MergeMethod) -> None:
     assert (method.pooling is not None) + folds == (0 if method.is_exact else 1), (
         f"{where}: a method merges by pooling or by folding, an exact one by neither"
     )
-    assert folds == (method.constrained_heads is not None), (
-        f"{where}: constrained_heads says what plan prints of heads that cannot be folded, for folding methods alone"
-    )
     assert folds or not method.trains, f"{where}: only methods that work on whole layers can train"
-    assert (method.calibration is Need.NEVER) == (method.calibrated_proof is None), (
-        f"{where}: calibrated_proof says how verify proves a result made with calibration text"
-    )
     assert not method.trains or method.calibration is Need.REQUIRED, f"{where}: gradient steps need calibration text"
 
 

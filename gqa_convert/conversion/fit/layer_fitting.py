@@ -121,7 +121,7 @@ class _MergedLayers:
         source = read_source_layer(attention_of(self.plan), layer, self.plan.limits_of(layer), self.read)
         options = FitOptions(
             groups=groups,
-            trains=self.plan.merge_method.trains,
+            method=self.plan.merge_method,
             steps=self.steps,
             seed=self.plan.seed,
             precision=self.precision,

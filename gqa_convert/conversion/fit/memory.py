@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from gqa_convert.checkpoint.devices import chosen_device, has_gpu_driver
+from gqa_convert.checkpoint.item_bytes import ITEM_BYTES
 from gqa_convert.checkpoint.machine import available_memory
 from gqa_convert.checkpoint.results import Result
 from gqa_convert.conversion.fit.options import BATCH_TOKENS, CalibrationOptions, steps_together
@@ -88,7 +89,8 @@ def estimate_needs(plan: Plan, options: CalibrationOptions) -> Needs:
         # merged layers lie beside the result until it is written
         disk += sum(tensor.nbytes for tensor in plan.all_tensors() if tensor.name in changed)
     if not plan.merge_method.merges_layers:
-        memory += 32 << 20
+        largest = max(math.prod(change.before) * ITEM_BYTES[change.dtype] for change in plan.changes)
+        memory += (8 << 20) + 3 * largest  # a tensor, its heads one behind the other, and what becomes of them
     elif not options.has_data:
         widths = [(layer.heads + layer.kv_heads) * (layer.key_head_dim + layer.value_head_dim) for layer in plan.layers]
         memory += 6 * 8 * max(widths) * hidden_size  # float64 copies of a layer's rows

@@ -25,7 +25,8 @@ from gqa_convert.conversion.fit.source_layer import SourceLayer
 from gqa_convert.conversion.fit.statistics import Regression, best_change, moments_of
 from gqa_convert.merging.attention_heads import Heads
 from gqa_convert.merging.head_grouping import find_head_order, reorder_heads
-from gqa_convert.merging.merge_layer import Moments, merge_layer
+from gqa_convert.merging.merge_layer import Moments, layer_merge_of
+from gqa_convert.merging.methods import MergeMethod
 
 _EXACT, _EXACT_REDUCED = 1e-5, 5e-3
 """The errors below which training would only add noise, in float32 and in bfloat16."""
@@ -46,8 +47,8 @@ class FitOptions:
 
     groups: int
     """K/V heads of the result."""
-    trains: bool
-    """Whether to repair the errors of the layers below after the closed form, by refits and the gradient stage."""
+    method: MergeMethod
+    """After its closed form, one that trains repairs the errors of the layers below, by refits and the gradient stage."""
     steps: int
     """Of the gradient stage."""
     seed: int
@@ -103,8 +104,8 @@ class OneLayer:
         self.source = reorder_heads(self.source, order)
         self.on_stage(Stage.LOW_FREQUENCY, 0, 0)
         first_low = self._first_low_frequency(moments)
-        merged = merge_layer(self.source, options.groups, limits, moments, first_low)
-        if options.trains:
+        merged = layer_merge_of(options.method)(self.source, options.groups, limits, moments, first_low)
+        if options.method.trains:
             merged = self._refitted(self._trained(merged))
         own = self.error(merged, self.local_targets)
         return merged, LayerRecord(

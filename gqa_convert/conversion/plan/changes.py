@@ -72,9 +72,10 @@ def projection_changes(
 
 def constraint_notes(limits: Sequence["AbsorptionLimits"], method: MergeMethod) -> Iterator[str]:
     """Which heads a method can't fold, and why."""
+    treatment = "start from their mean" if method.trains else "are averaged"
     key_reasons = [each.key_constraint for each in limits if each.key_constraint]
     value_reasons = [each.value_constraint for each in limits if each.value_constraint]
     for heads, reasons in (("keys", key_reasons), ("values", value_reasons)):
         if reasons:
             layers = f"{len(reasons)} of {len(limits)} attention layers"
-            yield f"{heads} {method.constrained_heads} in {layers}, since {reasons[0]}"
+            yield f"{heads} {treatment} in {layers}, since {reasons[0]}"

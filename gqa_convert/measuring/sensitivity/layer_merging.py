@@ -18,6 +18,7 @@ from gqa_convert.errors import NonFiniteError
 from gqa_convert.measuring.sensitivity.layer_errors import InspectedLayer, describe_layer, merge_candidates
 from gqa_convert.merging.attention_heads import Heads
 from gqa_convert.merging.merge_layer import Moments
+from gqa_convert.merging.methods import CALIBRATED_DEFAULT
 
 SHORT_STEPS: Final = 20
 """Gradient steps of a short fit."""
@@ -92,7 +93,9 @@ class ShortFits:
     def _fit(self, number: int, layer: SourceLayer, attention: CapturedAttention, groups: int) -> None:
         _finite_moments(attention, layer.layout.split_heads(layer.tensors))
         steps = min(self.steps, SHORT_STEPS)
-        options = FitOptions(groups=groups, trains=True, steps=steps, seed=self.seed, precision=self.precision)
+        options = FitOptions(
+            groups=groups, method=CALIBRATED_DEFAULT, steps=steps, seed=self.seed, precision=self.precision
+        )
         targets = [call.output for call in attention.calls]
         merged, record = OneLayer(attention, targets, layer, options).fit()
         self.store.write(number, layer.layout.merge_heads(merged, layer.tensors, groups), record)
