@@ -6,11 +6,11 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
+from gqa_convert.conversion.rewriting.decoders import DECODERS
 from gqa_convert.families import decilm
-from gqa_convert.families.engines import ENGINES, listed_in
+from gqa_convert.families.engines import ENGINES, listed_in, run_in
 from gqa_convert.families.records.wrappers import WRAPPERS
 from gqa_convert.families.table import FAMILIES, REFUSALS, RESTATED, Family
-from gqa_convert.families.target_architectures import TARGETS, engines_of
 
 DOCUMENT = Path(__file__).with_name("families.md")
 
@@ -26,7 +26,7 @@ written.
 |---|---|---|
 | [Native](#native): {native} types, among them Llama, Mistral, Qwen and Gemma | keeps its type | transformers, and the engines in the table |
 | [Wrappers](#wrappers): vision-language models | keeps its type; the decoder inside is converted | transformers |
-| [Translated](#translated): GPT-NeoX, GPT-J, CodeGen, GPT-2 | becomes another stock type | transformers, and the engines in the table |
+| [Rewritten as a stock type](#rewritten-as-a-stock-type): GPT-NeoX, GPT-J, CodeGen, GPT-2 | becomes another stock type | transformers, and the engines in the table |
 | [Modelling file](#modelling-file): {own} types, among them T5, BART, Whisper and OPT | carries one Python file | transformers 5 with `trust_remote_code=True` |
 | [Layers that differ](#layers-that-differ): a number of K/V heads for each layer | a type with that number in its config | transformers 5 with `trust_remote_code=True` |
 | [Code in the checkpoint](#code-in-the-checkpoint): ChatGLM | keeps the source's own code | transformers with `trust_remote_code=True` |
@@ -69,11 +69,11 @@ above is accepted too if the config names it. Methods that read text run the dec
 class of the wrapper loads the result (`AutoModelForImageTextToText`); no other engine was tried.
 """
 
-TRANSLATED = """
-## Translated
+STOCK = """
+## Rewritten as a stock type
 
-Stock classes of another type compute the same function and have a K/V-head count: norms are folded into projections, rotary rows reordered, missing biases filled with zeros. With all K/V heads, logits are the source's up to rounding. `convert` takes this route where it is available, unless `--no-native` is given; `--native`
-says why it is not.
+Stock classes of another type compute the same function and have a K/V-head count. `convert` rewrites such a source as one of that type first, with all its heads, in a folder beside OUT that goes afterwards: it folds norms into projections, reorders rotary rows and fills missing biases with zeros. Then it converts that like any
+checkpoint of the type. Logits of the rewritten source are the source's up to rounding, which `verify` checks. `--no-native` keeps the source's type; `--native` says why a source is not rewritten.
 
 phi with fewer K/V heads than query heads loads in transformers and in vLLM; llama.cpp assumes as many K/V heads as query heads.
 """
@@ -105,7 +105,7 @@ transformers loads the result with the code in the checkpoint (`trust_remote_cod
 RESTATED_HEAD = """
 ## Rewritten first
 
-These types load with custom code and compute what a stock type computes. `convert` rewrites such a source as one of the stock type first, in a folder beside OUT that goes afterwards: it renames tensors, splits fused projections and translates config keys. `verify --source SOURCE` does the same. Code from the checkpoint is never run; the code of its model is
+These types load with custom code and compute what a stock type computes. `convert` rewrites such a source in the same way: it renames tensors, splits fused projections and writes the stock type's config. `verify --source SOURCE` does the same. Code from the checkpoint is never run; the code of its model is
 left behind, that of its tokenizer is kept. With `--groups` at the source's own number of K/V heads, the result is the rewritten source, which serves as the source in every other command. Logits are the source's up to rounding. Functions that no stock class computes are refused: the ALiBi of Baichuan 13B, the experts and the sparse attention of MiniCPM, the stable embedding of open_llama.
 
 Qwen is the same up to `seq_length` tokens, beyond which its own code scales positions and queries by the length of the text.
@@ -142,11 +142,10 @@ def document() -> str:
     lines = [HEAD.format(native=len(native), own=len(own)), *table(native)]
     lines += [WRAPPED, "| type | decoder inside |", "|---|---|"]
     lines += [f"| {name} | {decoder} |" for name, decoder in sorted(WRAPPERS.items())]
-    lines.append(TRANSLATED)
+    lines.append(STOCK)
     lines += [f"| type | becomes | where | {' | '.join(ENGINES[1:])} |", f"|---|---|---{'|---' * len(ENGINES[1:])}|"]
-    for target in TARGETS:
-        engines = _engines(engines_of(target))
-        lines.append(f"| {target.source_type} | {target.model_type} | {target.condition} | {engines} |")
+    for form in DECODERS:
+        lines.append(f"| {form.model_type} | {form.stock} | {form.condition} | {_engines(run_in(form.stock))} |")
     lines += [OWN, "| type | file | converted |", "|---|---|---|"]
     for name, family in sorted(own.items()):
         assert family.modeling

@@ -19,9 +19,6 @@ from gqa_convert.errors import CorruptCheckpointError
 RECORD = "gqa_conversion.json"
 """The file in every converted checkpoint that records how it was made."""
 
-RESTATED = "gqa_restated.json"
-"""The corresponding file in every restated checkpoint."""
-
 WRITTEN = "written"
 """The record's list of files: `{name: {"bytes": ..., "sha256": ...}}`, see `list_written`."""
 
@@ -58,9 +55,7 @@ def foreign_files(folder: Path) -> list[str]:
 
     A subfolder that holds only such files is one entry that ends in `/`.
     """
-    record = next(
-        (name for name in (RECORD, RESTATED) if (folder / name).is_file() and not (folder / name).is_symlink()), None
-    )
+    record = RECORD if (folder / RECORD).is_file() and not (folder / RECORD).is_symlink() else None
     ours = _entries(folder, record) if record else {}
     if record is None or not ours:
         return sorted(

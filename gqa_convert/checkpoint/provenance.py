@@ -101,7 +101,9 @@ class ConversionRecord:
     source_fingerprint: str
     """By which results of the source are known; see `fingerprint`."""
     source_files: Mapping[str, FileRecord]
+    source_model_type: str
     model_type: str
+    """Of the source, in the form in which it was converted; another than `source_model_type` if it was rewritten."""
     method: str
     """The effective method: `copy` or `repeat` where no heads are merged."""
     calibration: CalibrationRecord | None
@@ -139,6 +141,7 @@ class ConversionRecord:
                 "id": self.source_id,
                 "revision": self.source_revision,
                 "fingerprint": self.source_fingerprint,
+                "model_type": self.source_model_type,
                 "files": {name: file.as_json() for name, file in self.source_files.items()},
             },
             "model_type": self.model_type,

@@ -9,14 +9,8 @@ from typing import Any, Final
 from gqa_convert.checkpoint.strict_json import Config, JsonObject
 from gqa_convert.errors import UnsupportedFormatError
 
-RESTORED: Final[dict[str, str | None]] = {
-    "fp8": None,
-    "mxfp4": None,
-    "compressed-tensors": "compressed-tensors",
-    "bitsandbytes": "bitsandbytes",
-}
-"""Quantisation methods that `gqa-convert convert` dequantises on any machine, itself or through transformers, each with
-the package that transformers needs for it."""
+RESTORED: Final = frozenset({"fp8", "mxfp4"})
+"""Quantisation methods that `gqa-convert convert` dequantises."""
 
 _GPTQMODEL = frozenset({"gptq", "awq"})
 """Methods that the package gptqmodel dequantises."""
@@ -42,19 +36,6 @@ _DTYPES = frozenset(
 )
 
 _ORIGINAL = "convert the unquantised checkpoint that it was made from"
-
-
-class QuantisedSourceError(UnsupportedFormatError):
-    """The source is quantised by a method that `convert` dequantises.
-
-    Args:
-        message: the line for users of other commands.
-        method: one of `RESTORED`.
-    """
-
-    def __init__(self, message: str, method: str) -> None:
-        super().__init__(message)
-        self.method = method
 
 
 def quantisation_method(config: Mapping[str, Any]) -> str | None:
@@ -93,8 +74,9 @@ def refuse_quantised_config(config: Mapping[str, Any], source: str, where: str) 
             raise UnsupportedFormatError(
                 f"{where} has {key} = {json.dumps(value)}, which transformers cannot load: remove the key if the weights are not quantised"
             )
-        message = f"{where} says that the weights are quantised ({method}): {_advice(method, source)}"
-        raise QuantisedSourceError(message, method) if method in RESTORED else UnsupportedFormatError(message)
+        raise UnsupportedFormatError(
+            f"{where} says that the weights are quantised ({method}): {_advice(method, source)}"
+        )
 
 
 def _stated(config: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
@@ -123,11 +105,9 @@ def _method(value: Any) -> str:
 def _advice(method: str, source: str) -> str:
     """What a user of a method can do."""
     if method in RESTORED:
-        package = RESTORED[method]
-        first = f"`pip install {package}`, then " if package else ""
         command = shlex.join(["gqa-convert", "convert", source, "PLAIN", "--groups", "N"])
         unchanged = "with the source's own number of K/V heads it changes nothing else"
-        return f"{first}`{command}` writes them dequantised in bfloat16, and {unchanged}"
+        return f"`{command}` writes them dequantised in bfloat16, and {unchanged}"
     if method in _GPTQMODEL:
         call = f"from gptqmodel.utils.model_dequant import dequantize_model as d; d({source!r}, 'PLAIN')"
         return f"`pip install gptqmodel`, then `{shlex.join(['python', '-c', call])}` dequantises them; or {_ORIGINAL}"

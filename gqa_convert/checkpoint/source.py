@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -12,6 +12,7 @@ from gqa_convert.checkpoint import foreign, formats, quantised
 from gqa_convert.checkpoint.files import CheckpointFiles, LocalFiles, is_utf8
 from gqa_convert.checkpoint.headers import LENGTH_BYTES, Header, JoinedTensors, TensorEntry, header_length, parse_header
 from gqa_convert.checkpoint.index import parse_index
+from gqa_convert.checkpoint.item_bytes import ITEM_BYTES
 from gqa_convert.checkpoint.paths import expanded
 from gqa_convert.checkpoint.strict_json import JsonObject, parse_object
 from gqa_convert.errors import (
@@ -65,6 +66,8 @@ class Checkpoint:
     """Size in bytes of every file."""
     links_out: tuple[str, ...] = ()
     """Links that lead out of the folder, which are not copied."""
+    result_dtypes: Mapping[str, str] = field(default_factory=dict)
+    """The types of a result's tensors, where a rewritten source holds them in wider ones."""
 
     def tensors(self) -> Iterator[tuple[int, str, TensorEntry]]:
         """Yield every tensor in file order as (shard number, name, entry)."""
@@ -79,7 +82,12 @@ class Checkpoint:
 
     @property
     def weight_bytes(self) -> int:
-        return sum(entry.nbytes for _, _, entry in self.tensors())
+        """Of the tensors, in the types of a result."""
+        total = 0
+        for _, name, entry in self.tensors():
+            dtype = self.result_dtypes.get(name)
+            total += entry.nbytes if dtype is None else entry.elements * ITEM_BYTES[dtype]
+        return total
 
 
 def open_checkpoint(
@@ -87,6 +95,7 @@ def open_checkpoint(
     *,
     revision: str | None = None,
     download: bool = False,
+    quantised: bool = False,
 ) -> Checkpoint:
     """Open a local folder or a Hub repository.
 
@@ -95,6 +104,7 @@ def open_checkpoint(
         revision: branch, tag or commit on the Hub.
         download: download the whole checkpoint into the Hub's cache, so that `folder` is set. Otherwise only the config, the index and the tensor headers of a remote checkpoint are read, through range
             requests.
+        quantised: accept weights that are quantised by one of `quantised.RESTORED`.
 
     Raises:
         SourceNotFoundError: there is no such folder or repository, or it holds no checkpoint.
@@ -108,7 +118,7 @@ def open_checkpoint(
             raise SourceNotFoundError(
                 f"{source} is a local folder, which has no revision {revision!r}: omit --revision"
             )
-        return read_checkpoint(LocalFiles(path), expanded(source), None)
+        return read_checkpoint(LocalFiles(path), expanded(source), None, quantised=quantised)
     if str(source).endswith(".gguf"):
         raise UnsupportedFormatError(
             f"{source} is a GGUF file: convert the Hugging Face checkpoint that it was made from"
@@ -124,15 +134,17 @@ def open_checkpoint(
 
     files, commit = open_hub_files(str(source), revision)
     if download and isinstance(files, HubFiles):
-        folder = files.download(_survey(files, str(source)).others)
+        folder = files.download(_survey(files, str(source), quantised).others)
         files, commit = LocalFiles(folder), folder.name
-    return read_checkpoint(files, str(source), commit)
+    return read_checkpoint(files, str(source), commit, quantised=quantised)
 
 
 def open_local(
     source: str | Path,
     revision: str | None,
     check: Callable[[Checkpoint], Any],
+    *,
+    quantised: bool = False,
 ) -> Checkpoint:
     """Open a checkpoint as a local folder, and download a remote one only after its headers have passed a check.
 
@@ -140,8 +152,9 @@ def open_local(
         source: as for `open_checkpoint`.
         revision: branch, tag or commit on the Hub.
         check: called with a remote checkpoint before the download; an exception prevents the download.
+        quantised: as for `open_checkpoint`.
     """
-    opened = partial(open_checkpoint, source, revision=revision)
+    opened = partial(open_checkpoint, source, revision=revision, quantised=quantised)
     try:
         remote = opened()
     except RemoteHeadersError:  # `.bin` files have no headers that could be read first
@@ -150,25 +163,6 @@ def open_local(
         return remote
     check(remote)
     return opened(download=True)
-
-
-def whole_folder(source: str | Path, revision: str | None) -> tuple[Path, str | None]:
-    """The folder of a checkpoint that is not read here, and its commit; one on the Hub is downloaded.
-
-    Raises:
-        SourceNotFoundError: there is no such folder or repository.
-    """
-    path = _local_path(source)
-    if path is not None:
-        return path, None
-    from gqa_convert.checkpoint.hub import HubFiles, open_hub_files
-
-    files, commit = open_hub_files(str(source), revision)
-    if isinstance(files, HubFiles):
-        others = [name for name in files.sizes if formats.is_weight_file(name) and not formats.is_read(name)]
-        return files.download(others), commit
-    assert files.folder is not None
-    return files.folder, commit
 
 
 def _local_path(source: str | Path) -> Path | None:
@@ -197,14 +191,15 @@ class _Survey:
     """Weight files that are not read."""
 
 
-def _survey(files: CheckpointFiles, source_id: str) -> _Survey:
+def _survey(files: CheckpointFiles, source_id: str, quantised_too: bool) -> _Survey:
     has_weights = any(name in files.sizes for name in formats.PREFERENCE)
     foreign.refuse_adapter(files, source_id, model=has_weights)
     if CONFIG not in files.sizes:
         _choose_weights(files, source_id)  # raises a more helpful error for adapters and foreign formats
         raise ConfigError(f"{source_id} has no config.json: name the folder that save_pretrained wrote")
     config = parse_object(_read_json(files, CONFIG, source_id), f"{source_id}/{CONFIG}", ConfigError)
-    quantised.refuse_quantised_config(config, source_id, f"{source_id}/{CONFIG}")
+    if not quantised_too or quantised.quantisation_method(config) not in quantised.RESTORED:
+        quantised.refuse_quantised_config(config, source_id, f"{source_id}/{CONFIG}")
     chosen = _choose_weights(files, source_id)
     named = config.get("transformers_weights")
     if named is not None and named != chosen:
@@ -258,9 +253,11 @@ def _check_shards(files: CheckpointFiles, shard_files: list[str], source_id: str
     raise CorruptCheckpointError(f"{source_id}/{missing[0]} is missing, although {index} names it{others}{reason}")
 
 
-def read_checkpoint(files: CheckpointFiles, source_id: str, revision: str | None) -> Checkpoint:
+def read_checkpoint(
+    files: CheckpointFiles, source_id: str, revision: str | None, *, quantised: bool = False
+) -> Checkpoint:
     """Read and check the config and all headers of the checkpoint in `files`; raises as `open_checkpoint` does."""
-    survey = _survey(files, source_id)
+    survey = _survey(files, source_id, quantised)
 
     def read(file: str) -> Shard:
         return read_shard(files, file, source_id, () if survey.listed is None else survey.listed[file])
@@ -270,7 +267,7 @@ def read_checkpoint(files: CheckpointFiles, source_id: str, revision: str | None
             shards = list(pool.map(read, survey.shard_files))
     else:
         shards = [read(file) for file in survey.shard_files]
-    _check_tensor_list(shards, survey.listed, source_id, survey.chosen)
+    _check_tensor_list(shards, survey, source_id)
     not_carried = {CONFIG, survey.chosen, *survey.shard_files, *survey.others}
     carried = tuple(name for name in files.sizes if name not in not_carried)
     if files.folder is not None:
@@ -340,14 +337,17 @@ def read_shard(files: CheckpointFiles, file: str, source_id: str, names: Iterabl
     return Shard(file, size, header, spilled, modified_ns)
 
 
-def _check_tensor_list(
-    shards: list[Shard], listed: Mapping[str, list[str]] | None, source_id: str, index_name: str
-) -> None:
-    """Check that every tensor occurs once, in the file that the index names, and is neither quantised nor wrapped."""
+def _check_tensor_list(shards: list[Shard], survey: _Survey, source_id: str) -> None:
+    """Check that every tensor occurs once, in the file that the index names, and is not wrapped; nor quantised, unless the
+    config says so.
+    """
+    listed, index_name = survey.listed, survey.chosen
+    described = quantised.quantisation_method(survey.config) is not None
     for shard in shards:
         for name, entry in shard.header.tensors.items():
             formats.refuse_wrapped_tensor(name, f"{source_id}/{shard.file}")
-            quantised.refuse_quantised_tensor(name, entry.dtype, f"{source_id}/{shard.file}")
+            if not described:
+                quantised.refuse_quantised_tensor(name, entry.dtype, f"{source_id}/{shard.file}")
     if listed is not None and all(shard.header.tensors.keys() == set(listed[shard.file]) for shard in shards):
         return
     file_of: dict[str, str] = {}

@@ -3,8 +3,6 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gqa_convert.errors import OptionError
-
 from .console.screen import print_json
 
 if TYPE_CHECKING:
@@ -74,12 +72,11 @@ def plan_source(
     """The plan of a conversion, for which of a Hub id only headers are downloaded."""
     from gqa_convert.checkpoint.source import open_checkpoint
     from gqa_convert.conversion.fit.defaults import plan_conversion
-    from gqa_convert.conversion.restating.restate import NEEDED
+    from gqa_convert.conversion.rewriting.planning import plan_rewriting
 
-    try:
-        return plan_conversion(open_checkpoint(source, revision=options.revision), groups, options)
-    except NEEDED as problem:
-        raise OptionError(f"--dry-run cannot plan a source that convert rewrites first: {problem}") from None
+    checkpoint = open_checkpoint(source, revision=options.revision, quantised=True)
+    rewriting = plan_rewriting(checkpoint, groups, native=options.native)
+    return plan_conversion(checkpoint if rewriting is None else rewriting.headers, groups, options)
 
 
 def show_dry_run(

@@ -1,7 +1,7 @@
 """`gqa-convert verify`."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -40,20 +40,21 @@ def verify(
       gqa-convert verify ./gqa8 --source ./Llama-2-7b
       gqa-convert verify ./gqa4 --source ./Llama-2-70b --no-logits
     """
-    from gqa_convert.conversion.restating.restate import must_be_restated, restated
     from gqa_convert.verify import verify_checkpoint
 
     from .console.progress import ProgressScreen
     from .console.screen import print_json, stdout_console, styled
 
     with ProgressScreen(quiet=quiet) as screen:
-        options: dict[str, Any] = {"logits": logits, "text": text, "progress": screen.show}
-        if must_be_restated(source, revision):
-            with restated(source, revision, out, lambda note: screen.say(f"note: {note}")) as plain:
-                report = verify_checkpoint(out, plain.out, **options)
-            report.source = source
-        else:
-            report = verify_checkpoint(out, source, revision=revision, **options)
+        report = verify_checkpoint(
+            out,
+            source,
+            revision=revision,
+            logits=logits,
+            text=text,
+            on_note=lambda note: screen.say(f"note: {note}"),
+            progress=screen.show,
+        )
     if as_json:
         print_json(report.summary())
     elif not quiet:

@@ -18,8 +18,8 @@ class ConversionOptions:
     encoder: bool = False
     """Convert an encoder's self-attention too."""
     native: bool | None = None
-    """Translate to a stock class with a K/V-head count (True), add a modelling file (False), or the former where possible
-    (None).
+    """Rewrite a type without a K/V-head count for a stock class that has one (True), add a modelling file (False), or the
+    former where possible (None).
     """
     revision: str | None = None
     """Branch, tag or commit on the Hub."""

@@ -69,6 +69,7 @@ class FileHasher:
 
 def record_conversion(
     plan: Plan,
+    source: Checkpoint,
     errors: Mapping[str, float],
     digests: Mapping[str, str],
     command: list[str] | None,
@@ -84,6 +85,7 @@ def record_conversion(
 
     Args:
         plan: what was done.
+        source: a local checkpoint, as the user named it; that of the plan may be rewritten.
         errors: relative merge error by tensor, or by module and part of it where whole layers were merged.
         digests: SHA-256 of as many source files as are known.
         command: the command line, if there was one.
@@ -95,16 +97,16 @@ def record_conversion(
         previous: the record of the conversion that made the source.
         written: of `list_written`, for the files beside the record.
     """
-    checkpoint = plan.checkpoint
-    assert checkpoint.folder is not None
+    assert source.folder is not None
     return ConversionRecord(
         created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         command=command,
         machine=machine(device),
-        source_id=checkpoint.source_id,
-        source_revision=checkpoint.revision,
-        source_fingerprint=fingerprint(checkpoint.folder),
-        source_files={name: FileRecord(checkpoint.sizes[name], digests.get(name)) for name in sorted(checkpoint.sizes)},
+        source_id=source.source_id,
+        source_revision=source.revision,
+        source_fingerprint=fingerprint(source.folder),
+        source_files={name: FileRecord(source.sizes[name], digests.get(name)) for name in sorted(source.sizes)},
+        source_model_type=str(source.config.get("model_type")),
         model_type=plan.family.model_type,
         method=plan.effective_method,
         calibration=calibration,

@@ -6,7 +6,7 @@ Only K/V heads are read into memory; the kernel copies everything else. Memory d
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from gqa_convert.checkpoint.ownership import list_written
@@ -20,7 +20,7 @@ from gqa_convert.checkpoint.provenance import (
 )
 from gqa_convert.checkpoint.publication import StagedFolder, check_destination, sweep
 from gqa_convert.checkpoint.results import Result
-from gqa_convert.checkpoint.source import Checkpoint, open_checkpoint, open_local
+from gqa_convert.checkpoint.source import Checkpoint
 from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.conversion.fit.defaults import plan_conversion
 from gqa_convert.conversion.fit.options import CalibrationOptions
@@ -29,7 +29,7 @@ from gqa_convert.conversion.fit.run import merge_whole_layers
 from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.conversion.provenance import FileHasher, record_conversion
-from gqa_convert.conversion.restating.restate import NEEDED, restated
+from gqa_convert.conversion.rewriting.writing import open_rewritten
 from gqa_convert.conversion.sidecar_files import write_json, write_sidecar_files
 from gqa_convert.conversion.writing import Progress, write_weights
 
@@ -97,21 +97,16 @@ def convert_checkpoint(
 
     with ExitStack() as stack:
         out = local_path(out)
-        try:
-            checkpoint = open_local(source, options.revision, planned)
-            plan, asked = planned(checkpoint)
-        except NEEDED:
-            check_destination(out, None, overwrite=options.overwrite)
-            made = stack.enter_context(restated(source, options.revision, out, on_note))
-            checkpoint = replace(open_checkpoint(made.out), source_id=made.source, revision=made.revision)
-            plan, asked = planned(checkpoint)
-        check_destination(out, checkpoint.folder, overwrite=options.overwrite)
-        previous = earlier_record(checkpoint)
+        check_destination(out, None, overwrite=options.overwrite)
+        original, checkpoint = stack.enter_context(open_rewritten(source, out, groups, options, planned, on_note))
+        plan, asked = planned(checkpoint)
+        check_destination(out, original.folder, overwrite=options.overwrite)
+        previous = earlier_record(original)
         on_plan(plan)
         sweep(Path(os.path.realpath(out)).parent)
         staged = stack.enter_context(StagedFolder(out))
         merged = merge_whole_layers(plan, out, asked, stack, on_layer)
-        with FileHasher(checkpoint, weights=options.hash_weights) as hasher:
+        with FileHasher(original, weights=options.hash_weights) as hasher:
             written = write_weights(plan, staged.path, merged.tensors, progress)
             digests = hasher.digests()
         errors = written if merged.errors is None else merged.errors
@@ -121,6 +116,7 @@ def convert_checkpoint(
         result = hash_files(staged.path, (file.file for file in plan.files)) if hashed else None
         record = record_conversion(
             plan,
+            original,
             errors,
             digests,
             options.command,

@@ -34,8 +34,6 @@ def write_sidecar_files(plan: Plan, folder: Path) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source / name, target)
         sync(target)
-    if plan.target_architecture and plan.target_architecture.special_tokens:
-        _complete_tokenizer(folder, dict(plan.target_architecture.special_tokens), plan.config["tokenizer_class"])
     name_tokenizer_for_all(folder / "tokenizer_config.json")
     write_json(folder / CONFIG, plan.config)
 

@@ -15,7 +15,6 @@ from gqa_convert.checkpoint.dtypes import DTYPES
 from gqa_convert.checkpoint.headers import TensorEntry, build_header
 from gqa_convert.checkpoint.source_files import SourceFiles, read_tensor
 from gqa_convert.conversion.plan import OutputFile, OutputTensor, Plan, Regrouping
-from gqa_convert.conversion.restating.pieces import write_pieces
 from gqa_convert.errors import NonFiniteError, NoSpaceError
 from gqa_convert.families import layouts
 from gqa_convert.merging.pooling import pool_groups
@@ -45,8 +44,6 @@ def write_weights(plan: Plan, folder: Path, merged: MergedTensors, progress: Pro
         CorruptCheckpointError: a source file changed during the conversion.
     """
     _check_space(plan, folder)
-    if plan.target_architecture:
-        return write_pieces(plan, folder, merged, progress)
     with ExitStack() as stack:
         sources = SourceFiles(plan.checkpoint, folder, stack)
         stored = {path: stack.enter_context(SourceFile(path)) for path in {path for path, _ in merged.values()}}

@@ -42,8 +42,17 @@ _WINDOW_IF_ASKED = ("qwen2", "qwen3")
 """Model types whose window has an effect only with `use_sliding_window`."""
 
 
-# The engine ignores scaled positions other than these.
-_SCALED = {("llama.cpp", "nemotron-nas"): ("default", "llama3")}
+# The engine ignores scaled positions other than these, or is not known to heed them.
+_SCALED = {
+    ("llama.cpp", "nemotron-nas"): ("default", "llama3"),
+    ("llama.cpp", "starcoder2"): ("default",),
+    ("vLLM", "starcoder2"): ("default",),
+    ("vLLM", "phi"): ("default",),
+}
+
+_ONE_GELU = ("gpt_bigcode", "starcoder2")
+"""Model types that llama.cpp runs with one approximation of GELU, whatever the config's activation."""
+_GELUS = ("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh")
 
 
 def run_in(model_type: str) -> frozenset[str]:
@@ -56,8 +65,13 @@ def listed_in(model_type: str) -> frozenset[str]:
     return frozenset(engine for engine, types in _LISTED.items() if model_type in types)
 
 
-def ignores_scaled_positions(engine: str, config: Config) -> bool:
-    """Whether a config has scaled positions that an engine ignores for its type, so that it computes something else."""
+def computes_otherwise(engine: str, config: Config) -> bool:
+    """Whether a config has scaled positions or an activation that an engine ignores for its type, so that it computes
+    something else.
+    """
+    activation = config.get("hidden_act", config.get("activation_function"))
+    if engine == "llama.cpp" and config.get("model_type") in _ONE_GELU and activation not in (*_GELUS, None):
+        return True
     known = _SCALED.get((engine, str(config.get("model_type"))))
     stated = config.get("rope_scaling") or config.get("rope_parameters")
     scaling = stated.get("rope_type", stated.get("type", "default")) if isinstance(stated, dict) else "default"

@@ -181,6 +181,8 @@ class Family:
     kv_heads_keys: tuple[str, ...] = ("num_key_value_heads",)
     """Config keys of the K/V-head count, dotted where nested; the first is read, all are written."""
     encoder_kv_heads_key: str = "encoder_num_key_value_heads"
+    one_kv_head_key: str | None = None
+    """Config key that says whether there is one K/V head, for a type that has either one or as many as query heads."""
     head_dim_key: str | None = "head_dim"
     mlp: MLP
     """The matrices of the MLP."""

@@ -28,6 +28,7 @@ class AttentionLayer:
     key_head_dim: int
     value_head_dim: int
     dtype: str
+    """Of the keys and values in a result."""
     attention_kind: AttentionKind
 
     @property
@@ -61,6 +62,7 @@ class AttentionFinder:
     def __init__(self, checkpoint: Checkpoint, family: Family, *, encoder: bool = False) -> None:
         self.family = family
         self.entries: Mapping[str, TensorEntry] = checkpoint.entries
+        self._result_dtypes = checkpoint.result_dtypes
         section = decoder_section(checkpoint.config)
         self.where = f"{checkpoint.source_id}/config.json" + (f" ({section})" if section else "")
         self.config = config = decoder_config(checkpoint.config)
@@ -254,7 +256,7 @@ class AttentionFinder:
         )
 
     def _mergeable(self, *names: str) -> str:
-        dtypes = {self.entries[name].dtype for name in names}
+        dtypes = {self._result_dtypes.get(name, self.entries[name].dtype) for name in names}
         if len(dtypes) != 1 or not dtypes <= set(ITEM_BYTES):
             raise UnsupportedFormatError(
                 f"{names[0]} has type {', '.join(sorted(dtypes))}, which can't be merged: save the model in one float type"

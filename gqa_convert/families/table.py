@@ -6,7 +6,7 @@ from typing import Final
 from gqa_convert.checkpoint.strict_json import Config
 from gqa_convert.errors import RemoteCodeError, UnsupportedFamilyError
 from gqa_convert.families.family import Family, FamilyRecordError, Modeling, Refusal
-from gqa_convert.families.records.decoders import decoders
+from gqa_convert.families.records.decoders import decoders, one_or_all_heads
 from gqa_convert.families.records.encoder_decoders import encoder_decoders
 from gqa_convert.families.records.hybrids import hybrids
 from gqa_convert.families.records.own_file_decoders import own_file_decoders
@@ -36,6 +36,10 @@ INNER: Final = _by_type(inner_decoders())
 """Decoders that exist only inside a wrapper."""
 
 
+ONE_OR_ALL_HEADS: Final = _by_type(one_or_all_heads())
+"""Types that have either one K/V head or as many as query heads. Those with one have nothing to merge."""
+
+
 def family_of(config: Config) -> Family:
     """The record of a checkpoint, which for a wrapper follows from the decoder inside.
 
@@ -46,7 +50,11 @@ def family_of(config: Config) -> Family:
         UnsupportedFamilyError: the model type, or that of the decoder inside, is unknown or can't be converted.
     """
     if not is_wrapper(config):
-        return find_family(config.get("model_type"))
+        model_type = config.get("model_type")
+        special = ONE_OR_ALL_HEADS.get(model_type) if isinstance(model_type, str) else None
+        if special is not None and config.get(str(special.one_kv_head_key)) is False:
+            return special
+        return find_family(model_type)
     wrapper, decoder = config["model_type"], decoder_config(config)["model_type"]
     if decoder in INNER:
         return wrapped_family(wrapper, INNER[decoder])

@@ -27,6 +27,7 @@ class Source(_Part):
     id: str
     revision: str | None
     fingerprint: str
+    model_type: str
 
 
 class Calibration(_Part):

@@ -2,8 +2,9 @@
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 CONFIG = "config.json"
@@ -48,10 +49,14 @@ class Weights:
     Args:
         folder: the checkpoint's folder.
         error: makes the exception for something that cannot be read, from its description.
+        result_dtypes: torch dtypes that OUT must have for tensors that a rewritten SOURCE holds in a wider one.
     """
 
-    def __init__(self, folder: Path, error: Callable[[str], Exception]) -> None:
+    def __init__(
+        self, folder: Path, error: Callable[[str], Exception], result_dtypes: Mapping[str, Any] = MappingProxyType({})
+    ) -> None:
         self.folder = folder
+        self.result_dtypes = result_dtypes
         self._error = error
         self._open: dict[str, Any] = {}
         self._headers: dict[str, tuple[int, dict[str, Any]]] = {}
@@ -133,6 +138,10 @@ class Weights:
     def dtype(self, name: str) -> Any:
         """A tensor's torch dtype."""
         return self.rows(name, 0, 0).dtype
+
+    def result_dtype(self, name: str) -> Any:
+        """The torch dtype of a tensor of SOURCE in OUT."""
+        return self.result_dtypes.get(name) or self.dtype(name)
 
     def nbytes(self, name: str) -> int:
         """A tensor's size in bytes."""

@@ -78,6 +78,7 @@ def _changes(
     if family.modeling is None or modeling is not None:  # stock classes of the other types do not know these keys
         changes |= dict.fromkeys(family.kv_heads_keys, groups)
         changes |= {family.encoder_kv_heads_key: groups} if encoder else {}
+        changes |= {family.one_kv_head_key: groups == 1} if family.one_kv_head_key else {}
     changes |= dict(zip(CONVENTION, (True, groups), strict=True))
     if modeling is not None:
         changes |= modelling_keys(modeling, original)

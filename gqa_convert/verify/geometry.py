@@ -9,7 +9,7 @@ from gqa_convert.verify.layout import Run
 AttentionKind = Literal["decoder", "cross", "encoder"]
 """A decoder's self-attention, its attention to an encoder's output, or an encoder's self-attention."""
 
-Route = Literal["native", "translated", "own file", "checkpoint's own code"]
+Route = Literal["native", "own file", "checkpoint's own code"]
 """What loads OUT: stock classes of SOURCE's type, stock classes of another type, a modelling file of this package in
 OUT, or code that lies in SOURCE.
 """
@@ -67,8 +67,6 @@ class Geometry:
     cuts: dict[str, Cut] = field(default_factory=dict)
     """Tensors of SOURCE with K/V heads."""
     lists: list[NormList] = field(default_factory=list)
-    translated: bool = False
-    """Whether OUT has another stock model type than SOURCE."""
     by_layer: dict[int, Counts] = field(default_factory=dict)
     """By a layer's number, where layers may differ; else empty. `counts` then has the largest numbers."""
     form: Modeling | None = None
@@ -136,8 +134,6 @@ class Geometry:
         A type with a modelling file needs it once the number of its K/V heads differs from SOURCE's. A result of this
         package already has the file.
         """
-        if self.translated:
-            return "translated"
         if self.by_layer:
             return "own file"
         if family.modeling is None:

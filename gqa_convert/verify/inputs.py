@@ -1,14 +1,19 @@
 """Reads what the user named: OUT, SOURCE and the text. A mistake in one of them is an error, not a failed check."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gqa_convert.checkpoint.paths import local_path
+from gqa_convert.checkpoint.quantised import quantisation_method
+from gqa_convert.conversion.options import ConversionOptions
+from gqa_convert.conversion.rewriting.planning import needs_rewriting
+from gqa_convert.conversion.rewriting.writing import open_rewritten
 from gqa_convert.errors import ConfigError, CorruptCheckpointError, GQAConvertError, OptionError, SourceNotFoundError
 from gqa_convert.families.family import Family
-from gqa_convert.families.table import family_of
+from gqa_convert.families.table import RESTATED, family_of
 from gqa_convert.families.wrappers import decoder_config
 from gqa_convert.verify.checkpoint_reader import CONFIG, Weights, first_line, read_object
 
@@ -22,15 +27,38 @@ class Inputs:
 
     out: Path
     source: Path
-    """The local folder of SOURCE."""
+    """The local folder of SOURCE, in the form in which it was converted."""
     config: dict[str, Any]
-    """SOURCE's config.json."""
+    """SOURCE's config.json in that folder."""
     family: Family
     """SOURCE's family."""
     weights: Weights
     """SOURCE's tensors."""
     text: str | None
     """The text to measure both losses on."""
+    original: Weights
+    """The tensors of SOURCE as the user named it: `weights`, unless it is rewritten before it is converted."""
+    original_config: dict[str, Any]
+
+    @property
+    def is_rewritten(self) -> bool:
+        """Whether SOURCE is rewritten before it is converted."""
+        return self.original is not self.weights
+
+    @property
+    def has_original_class(self) -> bool:
+        """Whether SOURCE was rewritten and transformers' own classes load it as it was."""
+        return self.is_rewritten and not self.why_not_loaded
+
+    @property
+    def why_not_loaded(self) -> str:
+        """Why SOURCE as it was cannot be loaded; empty if it can."""
+        if quantisation_method(self.original_config) is not None:
+            return "the weights of SOURCE are quantised"
+        model_type = self.original_config.get("model_type")
+        if model_type in RESTATED:
+            return f"transformers has no class of type {model_type}, and code in checkpoints is never executed"
+        return ""
 
     @property
     def decoder_config(self) -> dict[str, Any]:
@@ -43,27 +71,31 @@ class Inputs:
         return _has_class(self.family)
 
 
+@contextmanager
 def read_inputs(
     out: str | Path,
     source: str | Path,
     *,
     revision: str | None,
     text: Path | None,
-) -> Inputs:
-    """Open both checkpoints and read the text. Remote checkpoints are downloaded.
+    on_note: Callable[[str], None],
+) -> Iterator[Inputs]:
+    """Open both checkpoints and read the text. Remote checkpoints are downloaded. A SOURCE that a conversion to OUT
+    rewrites first is rewritten in a folder beside OUT, which goes at the end of the context.
 
     Args:
         out: the converted folder.
         source: the folder or the Hub id that it was made from.
         revision: branch, tag or commit on the Hub.
         text: a file, or None.
+        on_note: called with sentences on what is rewritten.
 
     Raises:
         SourceNotFoundError: `out` is not a folder, or `source` holds no checkpoint.
         ConfigError: SOURCE's config is damaged.
         CorruptCheckpointError: SOURCE's weights cannot be opened.
         UnsupportedFamilyError: SOURCE's model type cannot be converted.
-        OptionError: the text cannot be read or scored.
+        OptionError: the text cannot be read or scored, or SOURCE cannot be rewritten as OUT's type.
     """
     out = local_path(out)
     if not out.is_dir():
@@ -71,11 +103,51 @@ def read_inputs(
     content = None if text is None else _read_text(local_path(text))
     folder = _source_folder(source, revision)
     config = _read_config(folder)
-    family = family_of(config)
-    if text is not None:
-        _check_scores_text(family, config)
-    weights = Weights(folder, lambda problem: CorruptCheckpointError(f"{problem}: download or copy the source again"))
-    return Inputs(out, folder, config, family, weights, content)
+    if not needs_rewriting(config, _type_of(out)):
+        family = family_of(config)
+        weights = _open_weights(folder, {})
+        if text is not None:
+            _check_scores_text(family, config)
+        yield Inputs(out, folder, config, family, weights, content, weights, config)
+        return
+    options = ConversionOptions(native=True)
+    with open_rewritten(folder, out, 1, options, lambda _: None, on_note) as (_, rewritten):
+        assert rewritten.folder is not None
+        family = family_of(rewritten.config)
+        dtypes = {name: _torch_dtype(dtype) for name, dtype in rewritten.result_dtypes.items()}
+        if text is not None:
+            _check_scores_text(family, rewritten.config)
+        yield Inputs(
+            out,
+            rewritten.folder,
+            rewritten.config,
+            family,
+            _open_weights(rewritten.folder, dtypes),
+            content,
+            _open_weights(folder, {}),
+            config,
+        )
+
+
+def _torch_dtype(name: str) -> Any:
+    import torch
+
+    return {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}[name]
+
+
+def _type_of(out: Path) -> Any:
+    """The model type that OUT states; None if its config cannot be read, which the check on configs reports."""
+    try:
+        return read_object(out / CONFIG).get("model_type")
+    except (OSError, ValueError):
+        return None
+
+
+def _open_weights(folder: Path, result_dtypes: Mapping[str, Any]) -> Weights:
+    def error(problem: str) -> CorruptCheckpointError:
+        return CorruptCheckpointError(f"{problem}: download or copy the source again")
+
+    return Weights(folder, error, result_dtypes)
 
 
 def _source_folder(source: str | Path, revision: str | None) -> Path:
@@ -88,7 +160,7 @@ def _source_folder(source: str | Path, revision: str | None) -> Path:
         return path
     from gqa_convert.checkpoint.source import open_checkpoint
 
-    folder = open_checkpoint(source, revision=revision, download=True).folder
+    folder = open_checkpoint(source, revision=revision, download=True, quantised=True).folder
     assert folder is not None
     return folder
 

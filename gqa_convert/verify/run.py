@@ -1,5 +1,6 @@
 """Runs a verification: reads the inputs, checks the stored data, then checks what the models compute."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 from gqa_convert.errors import OptionError
@@ -8,9 +9,7 @@ from gqa_convert.verify.files.provenance import claims_of
 from gqa_convert.verify.inputs import Progress, read_inputs
 from gqa_convert.verify.report import VerificationReport
 from gqa_convert.verify.runner import CheckRunner, OnCheck
-from gqa_convert.verify.stored import StoredResult, check_stored
-from gqa_convert.verify.translated.stored import check_translated
-from gqa_convert.verify.translated.translation import is_translated
+from gqa_convert.verify.stored import check_stored
 
 
 def verify_checkpoint(
@@ -23,6 +22,7 @@ def verify_checkpoint(
     max_text_tokens: int | None = None,
     seed: int = 0,
     on_check: OnCheck = lambda _: None,
+    on_note: Callable[[str], None] = lambda _: None,
     progress: Progress = lambda *_: None,
 ) -> VerificationReport:
     """Check that `out` is the correct conversion of `source`.
@@ -36,6 +36,7 @@ def verify_checkpoint(
         max_text_tokens: measure only on the first tokens of the text.
         seed: the seed of the random tokens that the models run on.
         on_check: called as each check ends.
+        on_note: called with sentences about a SOURCE that is rewritten first.
         progress: called with the progress of the work.
 
     Returns:
@@ -46,24 +47,18 @@ def verify_checkpoint(
         ConfigError: the config of `source` is damaged.
         CorruptCheckpointError: a tensor of `source` cannot be read.
         UnsupportedFamilyError: the model type of `source` cannot be converted.
-        OptionError: the text cannot be read or scored, or `logits` is off.
+        OptionError: the text cannot be read or scored, or `logits` is off; or no stock class computes what SOURCE does.
     """
     if text is not None and not logits:
         raise OptionError("--text needs both models to run: leave out --text or --no-logits")
-    inputs = read_inputs(out, source, revision=revision, text=text)
-    runner = CheckRunner(VerificationReport(str(inputs.out), str(source)), on_check)
-    claims = claims_of(inputs.out)
-    stored: StoredResult | None
-    if is_translated(inputs.out, inputs.config, claims.get("route")):
-        stored = check_translated(runner, inputs, progress)
-        if stored is None:
-            return runner.report
-    else:
+    with read_inputs(out, source, revision=revision, text=text, on_note=on_note) as inputs:
+        runner = CheckRunner(VerificationReport(str(inputs.out), str(source)), on_check)
+        claims = claims_of(inputs.out)
         stored = check_stored(runner, inputs, progress)
-    if claims.get("result") is not None:
-        runner.check("hashes", lambda: check_hashes(inputs.out, claims["result"]))
-    if logits:
-        from gqa_convert.verify.behaviour.run import check_behaviour
+        if claims.get("result") is not None:
+            runner.check("hashes", lambda: check_hashes(inputs.out, claims["result"]))
+        if logits:
+            from gqa_convert.verify.behaviour.run import check_behaviour
 
-        check_behaviour(runner, inputs, stored, seed=seed, max_text_tokens=max_text_tokens, progress=progress)
-    return runner.report
+            check_behaviour(runner, inputs, stored, seed=seed, max_text_tokens=max_text_tokens, progress=progress)
+        return runner.report

@@ -8,7 +8,7 @@ from gqa_convert.verify.checkpoint_reader import CONFIG, Weights, read_object
 from gqa_convert.verify.config import check_config
 from gqa_convert.verify.exact.tensors import TensorComparison
 from gqa_convert.verify.files.carried import check_carried
-from gqa_convert.verify.files.provenance import check_provenance, claims_of, judged_method, read_provenance
+from gqa_convert.verify.files.provenance import check_provenance, claims_of, judged_method
 from gqa_convert.verify.files.weight_files import check_files, check_index
 from gqa_convert.verify.folded.tensors import FoldedComparison
 from gqa_convert.verify.geometry import Geometry
@@ -19,7 +19,6 @@ from gqa_convert.verify.modelling_file import check_modelling_file, modelling_fi
 from gqa_convert.verify.proofs import FOLDING
 from gqa_convert.verify.report import Failure, Finding
 from gqa_convert.verify.runner import CheckRunner
-from gqa_convert.verify.translated.translation import Translation
 
 Progress = Callable[[str, int, int], None]
 
@@ -34,13 +33,6 @@ class StoredResult:
     """The method by whose rules OUT is judged."""
     own_file: bool | None = None
     """Whether OUT's modelling file is the package's own; None if OUT needs none."""
-    translation: Translation | None = None
-    """The translation, if OUT has another model type than SOURCE."""
-
-    @property
-    def other_tokenizer(self) -> bool:
-        """Whether OUT may have another tokenizer class: transformers 5 has none for gpt_bigcode."""
-        return self.translation is not None and self.translation.target.out == "gpt_bigcode"
 
 
 def check_stored(runner: CheckRunner, inputs: Inputs, progress: Progress) -> StoredResult:
@@ -107,7 +99,7 @@ def _check_tensors_and_claims(
     errors = comparison.errors() if merged and not folds else None
     runner.check(
         "provenance",
-        lambda: check_provenance(read_provenance(inputs.out), family, geometry, encoder, source, errors),
+        lambda: check_provenance(inputs, geometry, encoder, errors),
     )
     return method
 

@@ -24,10 +24,9 @@ def quantised(**stated: Any) -> Files:
     return {"config.json": json.dumps(CONFIG | {"quantization_config": stated}), "model.safetensors": "{}"}
 
 
-def plain(method: str, package: str | None = None) -> str:
-    first = f"`pip install {package}`, then " if package else ""
+def plain(method: str) -> str:
     return (
-        f"HERE/config.json says that the weights are quantised ({method}): {first}`gqa-convert convert HERE PLAIN --groups N` writes them "
+        f"HERE/config.json says that the weights are quantised ({method}): `gqa-convert convert HERE PLAIN --groups N` writes them "
         "dequantised in bfloat16, and with the source's own number of K/V heads it changes nothing else"
     )
 
@@ -82,11 +81,11 @@ REFUSED: dict[str, tuple[Files, str]] = {
     "AWQ": (quantised(quant_method="awq", bits=4, version="gemm", zero_point=True), gptqmodel("awq")),
     "bitsandbytes": (
         quantised(quant_method="bitsandbytes", load_in_4bit=True, bnb_4bit_quant_type="nf4"),
-        plain("bitsandbytes", "bitsandbytes"),
+        f"HERE/config.json says that the weights are quantised (bitsandbytes): {ORIGINAL}",
     ),
     "bitsandbytes, of before methods were named": (
         quantised(load_in_8bit=True, llm_int8_threshold=6.0),
-        plain("bitsandbytes", "bitsandbytes"),
+        f"HERE/config.json says that the weights are quantised (bitsandbytes): {ORIGINAL}",
     ),
     "FP8 with scales per block": (
         quantised(activation_scheme="dynamic", fmt="e4m3", quant_method="fp8", weight_block_size=[128, 128]),
@@ -95,7 +94,7 @@ REFUSED: dict[str, tuple[Files, str]] = {
     "mxfp4": (quantised(quant_method="mxfp4", modules_to_not_convert=["lm_head"]), plain("mxfp4")),
     "compressed-tensors": (
         quantised(quant_method="compressed-tensors", format="float-quantized", config_groups={}),
-        plain("compressed-tensors", "compressed-tensors"),
+        f"HERE/config.json says that the weights are quantised (compressed-tensors): {ORIGINAL}",
     ),
     "torchao": (
         quantised(quant_method="torchao", quant_type={"default": {"_type": "Int4WeightOnlyConfig"}}),

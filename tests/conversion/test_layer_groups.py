@@ -15,7 +15,7 @@ from gqa_convert.conversion.plan import make_plan
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import GroupsError, OptionError
 from gqa_convert.families.decilm import MODEL_TYPE
-from gqa_convert.families.engines import ENGINES, ignores_scaled_positions
+from gqa_convert.families.engines import ENGINES, computes_otherwise
 from gqa_convert.verify import verify_checkpoint
 from tests.helpers.checkpoints import digests, read_weights, same_weights
 from tests.helpers.command_line import assert_mistake, run
@@ -80,7 +80,7 @@ def test_the_plan(source: Path) -> None:
     assert plan.tensor_parallel_degrees() == ([1], [12])
     assert plan.loads_in == {"vLLM", "llama.cpp"}
     scaled = {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}
-    assert [ignores_scaled_positions(engine, plan.config | scaled) for engine in ENGINES] == [False, False, True]
+    assert [computes_otherwise(engine, plan.config | scaled) for engine in ENGINES] == [False, False, True]
     assert make_plan(open_checkpoint(source), [6, 4, 2, 2]).tensor_parallel_degrees() == ([1, 2], [12])
 
 

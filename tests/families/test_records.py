@@ -14,7 +14,6 @@ from gqa_convert.families.family import FamilyRecordError, RotaryShare, make_fam
 from gqa_convert.families.geometry import config_value
 from gqa_convert.families.records.building import WHOLE_HEAD, share_of_head
 from gqa_convert.families.table import FAMILIES
-from gqa_convert.families.target_architectures import ORIGINS
 from gqa_convert.merging.absorption_limits import rotary_pairs
 from tests.helpers import folding_cases as cases
 from tests.helpers import own_files
@@ -193,15 +192,3 @@ def test_results_with_a_modelling_file() -> None:
         assert family.is_converted == (name != family.stock_type)
         assert name in (family.modeling.model_type, family.modeling.source_type)
         assert family.stock_type in CONFIG_MAPPING
-
-
-@pytest.mark.parametrize("model_type", ORIGINS)
-def test_names_of_translated_types_are_those_of_the_record(model_type: str) -> None:
-    names, family = ORIGINS[model_type].names, FAMILIES[model_type]
-    assert names.attention == family.attention[0]
-    assert names.fused == family.fused
-    assert names.output == family.output
-    assert names.layers == family.layers[0][0]
-    assert names.prefix in family.prefixes
-    if family.fused is None:
-        assert (names.query, names.key, names.value) == (family.query, family.key, family.value)

@@ -341,7 +341,8 @@ def test_files_that_are_not_what_they_were(out: Path) -> None:
     from_hub(out)
     (out / "tokenizer.json").write_text('{"version": "2.0"}')
     assert card(out)[2] == ["changed since the conversion: tokenizer.json"]
-    record(out, route="translated", model_type="gpt_neox")
+    origin = json.loads((out / "gqa_conversion.json").read_text())["source"]
+    record(out, source=origin | {"model_type": "gpt_neox"})
     assert "rewritten from `gpt_neox` to `llama`" in card(out)[0]
 
 

@@ -52,7 +52,7 @@ SOURCES: dict[str, Callable[[Path], object]] = {
 }
 HALF = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}
 STOCK = set(NATIVE) | {"llama, float32", "qwen3"}
-"""Sources that need no choice between a translation and a modelling file."""
+"""Sources that need no choice between a rewritten source and a modelling file."""
 
 
 @pytest.fixture(scope="session")
@@ -133,7 +133,7 @@ def test_good_conversions_pass(made: Made, name: str, groups: int) -> None:
         ("gpt2, half", 1),
     ],
 )
-def test_good_translations_pass(made: Made, name: str, groups: int) -> None:
+def test_good_rewritten_sources_pass(made: Made, name: str, groups: int) -> None:
     out, source = made(name, groups, "factor")
     report = verify_checkpoint(out, source)
     assert failed(report) == {}
@@ -430,7 +430,7 @@ def test_what_changes_no_function_passes(made: Made, tmp_path: Path) -> None:
     assert failed(verify_checkpoint(same, source)) == {}
 
 
-# Biases, norms, layouts and translations
+# Biases, norms, layouts and rewritten sources
 # -------------------------------------------------------------------------------------------
 
 
@@ -474,7 +474,7 @@ LAYER, GPT2, NEOX, T5, FALCON = (
     "decoder.block.0.layer.1.EncDecAttention",
     "transformer.h.1.self_attention",
 )
-MERGED, UNTOUCHED, REWRITTEN = {"merged tensors"}, {"untouched tensors"}, {"rewritten tensors"}
+MERGED, UNTOUCHED = {"merged tensors"}, {"untouched tensors"}
 
 ELSEWHERE: dict[str, tuple[str, int, Damage, set[str]]] = {
     "a value bias forgotten": ("qwen2", 3, zero(f"{LAYER}.v_proj.bias"), FUNCTIONS),
@@ -502,19 +502,19 @@ ELSEWHERE: dict[str, tuple[str, int, Damage, set[str]]] = {
     "a group of GQA exchanged": ("llama_gqa", 2, exchange(f"{LAYER}.q_proj.weight", 0, 3, 8), FUNCTIONS),
     "bf16, a query's sign": ("llama", 4, scale(f"{LAYER}.q_proj.weight", -1.0, 0, 8), FUNCTIONS),
     "bf16, a tenth": ("llama", 4, scale(f"{LAYER}.v_proj.weight", 1.1, 0, 8), FUNCTIONS),
-    "translated, outputs exchanged": ("neox", 3, exchange(f"{LAYER}.dense.weight", 0, 1, 8, 1), FUNCTIONS),
-    "translated, a query's sign": ("neox", 3, scale(f"{STEM}.q_proj.weight", -1.0, 0, 8), FUNCTIONS),
-    "translated, a bias forgotten": ("neox", 3, zero(f"{STEM}.v_proj.bias"), FUNCTIONS),
-    "translated, keys exchanged": ("codegen, half", 4, exchange(f"{STEM}.k_proj.weight", 0, 1, 8), FUNCTIONS),
-    "translated, a bias that SOURCE has not": (
+    "rewritten, outputs exchanged": ("neox", 3, exchange(f"{LAYER}.dense.weight", 0, 1, 8, 1), FUNCTIONS),
+    "rewritten, a query's sign": ("neox", 3, scale(f"{STEM}.q_proj.weight", -1.0, 0, 8), FUNCTIONS),
+    "rewritten, a bias forgotten": ("neox", 3, zero(f"{STEM}.v_proj.bias"), FUNCTIONS),
+    "rewritten, keys exchanged": ("codegen, half", 4, exchange(f"{STEM}.k_proj.weight", 0, 1, 8), FUNCTIONS),
+    "rewritten, a bias that SOURCE has not": (
         "codegen, half",
         4,
         change(f"{STEM}.q_proj.bias", torch.ones_like),
-        REWRITTEN | FUNCTIONS,
+        FUNCTIONS,
     ),
-    "translated, an output bias": ("neox", 3, scale(f"{STEM}.dense.bias"), REWRITTEN),
-    "translated, unscaled queries": ("gpt2", 1, scale("transformer.h.1.attn.c_attn.weight", 2.0, 0, 96), FUNCTIONS),
-    "translated, an MLP": ("neox", 3, scale("model.layers.1.mlp.fc2.weight"), REWRITTEN),
+    "rewritten, an output bias": ("neox", 3, scale(f"{STEM}.dense.bias"), UNTOUCHED),
+    "rewritten, unscaled queries": ("gpt2", 1, scale("transformer.h.1.attn.c_attn.weight", 2.0, 0, 96), FUNCTIONS),
+    "rewritten, an MLP": ("neox", 3, scale("model.layers.1.mlp.fc2.weight"), UNTOUCHED),
     "no errors claimed": (LLAMA, 3, claims(merge_error=None), FUNCTIONS),
     "errors of nothing claimed": (LLAMA, 3, claims(merge_error={}), FUNCTIONS),
     "one error claimed": (LLAMA, 3, claims(merge_error={f"{STEM}.keys": 0.5}), FUNCTIONS),

@@ -266,7 +266,6 @@ DAMAGE: dict[str, tuple[str, Damage, set[str]]] = {
     "no cross-attention cache": ("t5", claims(cross_kv_bytes_per_encoder_token=None), CLAIMS),
     "a cross-attention cache": ("gpt2", claims(**cross_bytes(384)), CLAIMS),
     "another route": ("gpt2", claims(route="native"), CLAIMS),
-    "translated": ("gpt2", claims(route="translated"), {"route"}),
     "more bytes": ("codegen", claims(kv_bytes_per_token={"before": 1, "after": 1}), CLAIMS),
     "stock type": ("t5", config(model_type="t5"), CONFIG),
     "stock class": ("t5", config(architectures=["T5ForConditionalGeneration"]), CONFIG),

@@ -143,8 +143,6 @@ def _facts(plan: "Plan") -> Iterator[tuple[str, str]]:
         yield "loads in:", MODELING.format(plan.modeling.file)
     else:
         yield "loads in:", ", ".join(f"{engine} {_loads(plan, engine)}" for engine in ENGINES)
-    if plan.target_architecture:
-        yield "translated to:", f"{plan.target_architecture.model_type}, a stock class that computes the same"
     yield "tensor parallel:", plan.tensor_parallel_degrees().in_words()
 
 

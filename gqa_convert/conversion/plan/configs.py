@@ -36,6 +36,8 @@ def converted_config(
             section[key] = groups
         if encoder:
             result[family.encoder_kv_heads_key] = groups
+        if family.one_kv_head_key:
+            result[family.one_kv_head_key] = groups == 1
     result |= _convention(groups)
     if modeling is None:  # else transformers 5 alone loads it
         return result | legacy_config_keys(result)

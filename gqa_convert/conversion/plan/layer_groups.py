@@ -22,7 +22,7 @@ def layer_groups(finder: AttentionFinder, groups: int | Sequence[int]) -> tuple[
     if isinstance(groups, int):
         if not family.is_layerwise:
             for kv_heads, heads in dict.fromkeys((layer.kv_heads, layer.heads) for layer in finder.layers):
-                _check_groups(groups, kv_heads, heads, family.model_type)
+                _check_groups(groups, kv_heads, heads, family.model_type, one_or_all=family.one_kv_head_key is not None)
             return (groups,) * len(finder.layers)
         groups = [groups] * len(finder.layers)
     if not family.layerwise:
@@ -52,8 +52,10 @@ def layer_groups(finder: AttentionFinder, groups: int | Sequence[int]) -> tuple[
     return found
 
 
-def _check_groups(groups: int, kv_heads: int, heads: int, model_type: str) -> None:
+def _check_groups(groups: int, kv_heads: int, heads: int, model_type: str, *, one_or_all: bool) -> None:
     down, up = merging_counts(kv_heads), repeating_counts(kv_heads, heads)
+    if one_or_all:
+        down = sorted({1, kv_heads})
     if groups not in down and groups not in up:
         choices = ", ".join(map(str, down)) + (
             f"; or, to repeat heads for tensor parallelism, {', '.join(map(str, up))}" if up else ""

@@ -1,8 +1,7 @@
 """Makes a plan, or refuses."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from gqa_convert.checkpoint.files import links_note
@@ -14,7 +13,6 @@ from gqa_convert.conversion.plan.configs import converted_config, layerwise_conf
 from gqa_convert.conversion.plan.layer_groups import layer_groups
 from gqa_convert.conversion.plan.model import OutputTensor, Plan, TensorChange
 from gqa_convert.conversion.plan.tensors import divide_files, keep_files, regrouped_tensors
-from gqa_convert.conversion.plan.translation import choose_target, plan_translation
 from gqa_convert.errors import OptionError
 from gqa_convert.families.geometry import AttentionFinder
 from gqa_convert.families.layerwise import find_form, why_not_decilm
@@ -34,7 +32,6 @@ def make_plan(
     encoder: bool = False,
     native: bool | None = None,
     max_shard_size: int | None = None,
-    result_dtypes: Mapping[str, str] = MappingProxyType({}),
 ) -> Plan:
     """Plan a conversion.
 
@@ -45,10 +42,9 @@ def make_plan(
         method: `mean` or `first`; `factor` or `fit`, which change queries and outputs too.
         seed: of the order of batches in `fit`.
         encoder: convert an encoder's self-attention too. It keeps no cache, and the paper leaves it alone (section 2).
-        native: for families whose own class has no K/V-head count: translate to a stock class that computes the same
-            and has one, or (False) add a modelling file; by default the former wherever there is such a class.
+        native: as the user asked for it; refused where it does not fit the family. A source that is rewritten for a stock
+            class is planned as one of that type.
         max_shard_size: bytes of tensors per output file, at most; without it the files are those of the source.
-        result_dtypes: by name, the types of tensors that the source holds in float32 and the result in another type.
 
     Raises:
         UnsupportedFamilyError: the model type is unknown or cannot be converted.
@@ -60,7 +56,8 @@ def make_plan(
     merge_method = choose_method(method)
     if max_shard_size is not None and max_shard_size < 1:
         raise OptionError(f"--max-shard-size {max_shard_size} is not positive: give a size such as 5GB")
-    family = family_of(checkpoint.config)
+    family, result_dtypes = family_of(checkpoint.config), checkpoint.result_dtypes
+    _check_route(family, native)
     finder = AttentionFinder(checkpoint, family, encoder=encoder)
     notes = list(check_tensors(checkpoint, finder))
     counts = layer_groups(finder, groups)
@@ -86,7 +83,6 @@ def make_plan(
         checkpoint=checkpoint,
         family=family,
         modeling=modeling,
-        target_architecture=None,
         layers=finder.layers,
         layer_groups=counts,
         limits=limits,
@@ -99,14 +95,21 @@ def make_plan(
         files=tuple(keep_files(checkpoint, changed.keys() | result_dtypes.keys() | dropped, dropped)),
         config=config,
         warnings=(*notes, *form_notes, *_warnings(checkpoint, family, modeling)),
-        result_dtypes=result_dtypes,
     )
-    target = choose_target(plan, native)
-    if target is not None:
-        plan = plan_translation(plan, finder, target)
     if max_shard_size is not None:
         plan = replace(plan, files=tuple(divide_files(plan, max_shard_size)))
     return plan
+
+
+def _check_route(family: Family, native: bool | None) -> None:
+    if family.modeling is None and native is False:
+        raise OptionError(
+            f"--no-native: stock classes load a {family.model_type} with fewer K/V heads directly: leave the option out"
+        )
+    if family.modeling is not None and native:
+        raise OptionError(
+            f"--native: a {family.model_type} is not rewritten for a stock class: leave the option out to get a modelling file"
+        )
 
 
 def _limits(finder: AttentionFinder) -> tuple["AbsorptionLimits", ...]:

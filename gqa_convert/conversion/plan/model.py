@@ -1,7 +1,7 @@
 """What a plan consists of."""
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from math import prod
 from typing import TYPE_CHECKING, Final
 
@@ -10,12 +10,10 @@ from gqa_convert.checkpoint.item_bytes import ITEM_BYTES
 from gqa_convert.checkpoint.provenance import BeforeAfter
 from gqa_convert.checkpoint.source import Checkpoint
 from gqa_convert.checkpoint.strict_json import JsonObject
-from gqa_convert.families.engines import ignores_scaled_positions, listed_in, run_in
+from gqa_convert.families.engines import computes_otherwise, listed_in, run_in
 from gqa_convert.families.geometry import AttentionKind, AttentionLayer
 from gqa_convert.families.layouts import Role, Section
 from gqa_convert.families.table import Family, Modeling
-from gqa_convert.families.target_architectures import TargetArchitecture
-from gqa_convert.families.target_choice import engines_for
 from gqa_convert.families.tensor_parallel import ParallelDegrees, parallel_degrees
 from gqa_convert.families.windows import window_of
 from gqa_convert.merging.methods import COPY, METHODS, REPEAT, MergeMethod, Pooling
@@ -109,8 +107,6 @@ class Plan:
     family: Family
     modeling: Modeling | None
     """The modelling file that travels with the result; None where stock classes load it."""
-    target_architecture: TargetArchitecture | None
-    """The stock model type that the source is translated to; None where it keeps its own."""
     layers: tuple[AttentionLayer, ...]
     layer_groups: tuple[int, ...]
     """N of each layer."""
@@ -128,18 +124,16 @@ class Plan:
     config: JsonObject
     """The result's config.json."""
     warnings: tuple[str, ...]
-    result_dtypes: Mapping[str, str] = field(default_factory=dict)
-    """By name, the types of tensors that the source holds in float32 and the result in another type."""
 
     def tensors(self, file: OutputFile) -> Iterator[OutputTensor]:
         """The tensors of a file of the result, in the order of their bytes."""
-        entries = self.checkpoint.entries
+        entries, dtypes = self.checkpoint.entries, self.checkpoint.result_dtypes
         for name in file.names:
             if name in self.changed:
                 yield self.changed[name]
             else:
                 entry = entries[name]
-                yield OutputTensor(name, self.result_dtypes.get(name, entry.dtype), entry.shape)
+                yield OutputTensor(name, dtypes.get(name, entry.dtype), entry.shape)
 
     def all_tensors(self) -> Iterator[OutputTensor]:
         """The tensors of all files."""
@@ -179,12 +173,9 @@ class Plan:
 
     @property
     def route(self) -> str:
-        """What loads the result: stock classes of its own type (`native`) or of another that computes the same
-        (`translated`), its modelling file (`own file`), or the source's own code."""
+        """What loads the result: stock classes (`native`), its modelling file (`own file`), or the source's own code."""
         if self.modeling:
             return "own file"
-        if self.target_architecture:
-            return "translated"
         return "native" if self.family.native or self.family.modeling else "checkpoint's own code"
 
     @property
@@ -192,10 +183,9 @@ class Plan:
         """Engines that have loaded a result of this kind without custom code."""
         if self.modeling:
             engines = run_in(self.config["model_type"])
-            return frozenset(engine for engine in engines if not ignores_scaled_positions(engine, self.config))
-        if self.target_architecture:
-            return engines_for(self.checkpoint.config, self.target_architecture)
-        return frozenset({"transformers"}) if self.family.modeling else self.family.engines
+        else:
+            engines = frozenset({"transformers"}) if self.family.modeling else self.family.engines
+        return frozenset(engine for engine in engines if not computes_otherwise(engine, self.config))
 
     @property
     def listed_in(self) -> frozenset[str]:

@@ -8,6 +8,7 @@ from gqa_convert.families.family import Family, LegacyConfigKeys, make_family
 from gqa_convert.families.records.building import (
     GATED_OUTPUT,
     INTERLEAVED,
+    NO_ROTARY,
     WHOLE_HEAD,
     at,
     share_of_head,
@@ -25,6 +26,26 @@ def decoders() -> Iterator[Family]:
     """The records, grouped by the norm of keys, with those of results whose layers differ."""
     yield from with_forms(
         chain(_by_layer(), _without_key_norm(), _with_key_norm_per_head(), _with_key_norm_over_all_heads())
+    )
+
+
+def one_or_all_heads() -> Iterator[Family]:
+    """The records of types that have either one K/V head or as many as query heads."""
+    yield from stock(
+        "gpt_bigcode",
+        **at("h", "n_layer num_hidden_layers", "transformer"),
+        **NO_ROTARY,
+        key_norm="none",
+        attention=("attn",),
+        fused="c_attn",
+        fused_layout="grouped",
+        output="c_proj",
+        hidden_key="n_embd",
+        heads_key="n_head",
+        head_dim_key=None,
+        kv_heads="heads",
+        one_kv_head_key="multi_query",
+        mlp="plain",
     )
 
 

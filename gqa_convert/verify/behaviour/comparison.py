@@ -9,7 +9,7 @@ from gqa_convert.verify.behaviour.caches import judge_caches
 from gqa_convert.verify.behaviour.divergence import divergence, judge_divergence
 from gqa_convert.verify.behaviour.image import ImageRun, logits_of
 from gqa_convert.verify.behaviour.out_run import OutRun, Progress, loss_finding
-from gqa_convert.verify.behaviour.probe import HALF_TOLERANCE, STEPS
+from gqa_convert.verify.behaviour.probe import STEPS
 from gqa_convert.verify.behaviour.replacing import pool_heads, replace_heads, smallest_distance
 from gqa_convert.verify.geometry import Geometry
 from gqa_convert.verify.inputs import Inputs
@@ -84,27 +84,23 @@ class Comparison:
         expected = out.predictions.logits(self._model)
         found = divergence(expected, out.predicted)
         out.predicted = None  # frees memory
-        if self._stored.translation is not None:
-            self._stored.translation.pool_heads(self._model)
-        else:
-            pool_heads(self._model, self._inputs.family, self._geometry)
+        pool_heads(self._model, self._inputs.family, self._geometry)
         mean = divergence(expected, out.predictions.logits(self._model))
         return judge_divergence(found, mean, out.predictions.describe())
 
     def _same_outputs(self, step: Callable[[], None]) -> Finding:
         """SOURCE with OUT's heads computes what OUT computes."""
         out = self._out
-        replaced, rounded = self._replace()
+        replaced = self._replace()
         theirs = out.probe.output(self._model)
         step()
-        tolerance = HALF_TOLERANCE if rounded else out.probe.tolerance
-        error = out.probe.difference(out.output, theirs, rounded=bool(rounded))
+        tolerance = out.probe.tolerance
+        error = out.probe.difference(out.output, theirs)
         numbers = {"error": error, "tolerance": tolerance, "replaced": replaced}
-        note = f" ({rounded}: judged as half precision)" if rounded else ""
         difference = _difference(error, out.outputs)
         if not error <= tolerance:
-            raise Failure(f"{difference}, over the tolerance of {tolerance:g}: {out.probe.describe()}{note}", numbers)
-        return Finding(f"{difference}: {out.probe.describe()}, {replaced} parameters of SOURCE replaced{note}", numbers)
+            raise Failure(f"{difference}, over the tolerance of {tolerance:g}: {out.probe.describe()}", numbers)
+        return Finding(f"{difference}: {out.probe.describe()}, {replaced} parameters of SOURCE replaced", numbers)
 
     def _same_of_image(self, image: ImageRun) -> Finding:
         """SOURCE, which has OUT's heads by now, computes of an image what OUT computes."""
@@ -120,16 +116,10 @@ class Comparison:
             raise Failure(f"{difference}, over the tolerance of {tolerance:g}: a random image and a question", numbers)
         return Finding(f"{difference}: a random image and a question, {tokens} tokens", numbers)
 
-    def _replace(self) -> tuple[int, str]:
-        """Give SOURCE's model OUT's heads.
-
-        Returns:
-            How many parameters changed, and why OUT's numbers have further roundings; "" if they have none.
-        """
-        translation = self._stored.translation
-        if translation is not None:
-            return translation.replace_heads(self._model), translation.rounds_anew()
-        replaced = replace_heads(
+    def _replace(self) -> int:
+        """Give SOURCE's model OUT's heads, and return how many parameters changed."""
+        self._round()
+        return replace_heads(
             self._model,
             self._out.parameters,
             self._inputs.family,
@@ -137,7 +127,16 @@ class Comparison:
             self._stored.method,
             smallest_distance(self._inputs.weights, self._geometry),
         )
-        return replaced, ""
+
+    def _round(self) -> None:
+        """Round what a rewritten SOURCE holds in a wider type than OUT."""
+        import torch
+
+        with torch.no_grad():
+            for name, parameter in self._model.named_parameters():
+                dtype = self._inputs.weights.result_dtypes.get(name)
+                if dtype is not None:
+                    parameter.copy_(parameter.to(dtype))
 
 
 def judge_decoding(out: OutRun, own: float) -> Finding:

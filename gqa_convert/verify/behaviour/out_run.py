@@ -141,9 +141,7 @@ def _describe(loaded: LoadedOut, stored: StoredResult) -> Finding:
 
 
 def _kept(model: Any, inputs: Inputs, stored: StoredResult) -> dict[str, Any]:
-    """The parameters of OUT that `replacing` needs. A translation computes them from the tensors on disk instead."""
-    if stored.translation is not None:
-        return {}
+    """The parameters of OUT that `replacing` needs."""
     return {
         name: parameter
         for name, parameter in model.named_parameters()

@@ -146,19 +146,16 @@ class Probe:
         """The logits or hidden states of every token except padding, computed without a cache."""
         return _output(self._forward(model, 0, self._ids.shape[1], self._memory, use_cache=False))[self._real].double()
 
-    def difference(self, ours: Any, theirs: Any, *, rounded: bool = False) -> float:
+    def difference(self, ours: Any, theirs: Any) -> float:
         """The distance of two outputs, relative to their standard deviation; infinite if it is not finite.
 
         Args:
             ours: OUT's outputs.
             theirs: SOURCE's outputs.
-            rounded: measure the root mean square although the model runs in float32.
         """
         if ours.shape != theirs.shape:
             return math.inf
-        distance = (
-            (ours - theirs).abs().max() if self._exact and not rounded else (ours - theirs).square().mean().sqrt()
-        )
+        distance = (ours - theirs).abs().max() if self._exact else (ours - theirs).square().mean().sqrt()
         error = float(distance / theirs.std().clamp(min=1e-30))
         return error if math.isfinite(error) else math.inf
 

@@ -1,10 +1,11 @@
 """Runs the checks on what the models compute: OUT first, then SOURCE."""
 
 from collections.abc import Callable
+from typing import Any
 
 from gqa_convert.verify.behaviour.comparison import Comparison
 from gqa_convert.verify.behaviour.model_loading import load_model
-from gqa_convert.verify.behaviour.out_run import run_out
+from gqa_convert.verify.behaviour.out_run import OutRun, run_out
 from gqa_convert.verify.behaviour.probe import STEPS
 from gqa_convert.verify.behaviour.tokenizers import check_tokenizer
 from gqa_convert.verify.inputs import Inputs
@@ -40,10 +41,8 @@ def check_behaviour(
     if not inputs.runs:
         runner.check("behaviour", lambda: _not_run(inputs.family.model_type))
         return
-    if stored.own_file is not None or stored.translation is not None:
-        runner.check(
-            "tokenizer", lambda: check_tokenizer(inputs.out, inputs.source, other_class=stored.other_tokenizer)
-        )
+    if stored.own_file is not None or inputs.has_original_class:
+        runner.check("tokenizer", lambda: _check_tokenizer(inputs))
     if stored.own_file is False:
         for name in ("loads", "logits", "cache heads", "cached decoding"):
             runner.check(name, _not_executed)
@@ -65,10 +64,15 @@ def check_behaviour(
     source = runner.read(
         "source loads", lambda: load_model(inputs.source, parameters), lambda found: Finding(found.class_name)
     )
-    if source is not None:
-        Comparison(out, source.model, inputs, stored).run(
-            runner, step, lambda done, total: progress("text", total + done, 2 * total)
-        )
+    if source is None:
+        return
+    rewritten = out.probe.output(source.model) if inputs.has_original_class else None
+    Comparison(out, source.model, inputs, stored).run(
+        runner, step, lambda done, total: progress("text", total + done, 2 * total)
+    )
+    if inputs.is_rewritten:
+        del source
+        runner.check("rewritten source", lambda: _same_as_original(inputs, out, rewritten, parameters))
 
 
 def _counter(progress: Progress) -> Callable[[], None]:
@@ -81,6 +85,25 @@ def _counter(progress: Progress) -> Callable[[], None]:
         progress("logits", done, _PASSES)
 
     return step
+
+
+def _check_tokenizer(inputs: Inputs) -> Finding:
+    """transformers 5 has no tokenizer class for gpt_bigcode, so that its class may be another."""
+    other_class = inputs.is_rewritten and inputs.family.model_type == "gpt_bigcode"
+    return check_tokenizer(inputs.out, inputs.original.folder, other_class=other_class)
+
+
+def _same_as_original(inputs: Inputs, out: OutRun, rewritten: Any, parameters: int) -> Finding:
+    """The rewritten SOURCE computes what SOURCE computes."""
+    if rewritten is None:
+        return Finding(f"not compared: {inputs.why_not_loaded}")
+    original = load_model(inputs.original.folder, parameters).model
+    error = out.probe.difference(rewritten, out.probe.output(original))
+    detail = f"largest difference {error:.2g} of the spread of the {out.outputs} of SOURCE, a {inputs.original_config['model_type']}"
+    numbers = {"error": error, "tolerance": out.probe.tolerance}
+    if not error <= out.probe.tolerance:
+        raise Failure(f"{detail}, over the tolerance of {out.probe.tolerance:g}", numbers)
+    return Finding(detail, numbers)
 
 
 def _not_run(model_type: str) -> Finding:

@@ -27,34 +27,23 @@ MERGES: Final[Mapping[str, Callable[[Iterable[Any]], Any]]] = {"mean": _mean, "f
 """How a method makes one head of several, in the type that sums are kept in."""
 
 
-def merge(heads: Iterable[Any], method: str) -> Any:
-    """The merged head of a group, rounded to the type of the heads.
+def merge(heads: Iterable[Any], method: str, dtype: Any = None) -> Any:
+    """The merged head of a group.
 
     Args:
         heads: tensors of one type and shape in head order; consumed one by one.
         method: a key of `MERGES`.
+        dtype: to round to, by default the type of the heads.
     """
     left = iter(heads)
     first = next(left)
     wide = (head.to(wide_dtype(first.dtype)) for head in chain((first,), left))
-    return MERGES[method](wide).to(first.dtype)
+    return MERGES[method](wide).to(dtype or first.dtype)
 
 
-def merge_blocks(heads: Sequence[Any], method: str) -> Any:
+def merge_blocks(heads: Sequence[Any], method: str, dtype: Any) -> Any:
     """What `merge` returns, computed a block at a time, so that sums stay in a core's cache."""
     import torch
 
     blocks = zip(*(head.reshape(-1).split(BLOCK) for head in heads), strict=True)
-    return torch.cat([merge(block, method) for block in blocks]).view_as(heads[0])
-
-
-def merge_groups(heads: Any, groups: int, method: str) -> Any:
-    """The merged heads [groups, ...] of all heads [heads, ...], in the type of `heads` and not rounded to any other.
-
-    Args:
-        heads: in the type that sums are kept in.
-        groups: a divisor of the number of heads.
-        method: a key of `MERGES`.
-    """
-    grouped = heads.unflatten(0, (groups, heads.shape[0] // groups))
-    return MERGES[method](grouped[:, head] for head in range(grouped.shape[1]))
+    return torch.cat([merge(block, method, dtype) for block in blocks]).view_as(heads[0])

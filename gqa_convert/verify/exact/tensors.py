@@ -86,11 +86,12 @@ class TensorComparison:
         """What differs in a tensor that must have SOURCE's bytes."""
         if problem := self._headers_differ(name, self._source.shape(name)):
             return problem
-        ours, theirs = self._out.byte_range(name), self._source.byte_range(name)
-        if ours and theirs and same_bytes(ours, theirs, self._progress):
+        ours, exact = self._out.byte_range(name), self._source.byte_range(name)
+        if ours and exact and same_bytes(ours, exact, self._progress):
             return None
         for start, stop in self._source.blocks(name, _BLOCK):
-            if problem := bits_differ(self._ours(name, start, stop), self._source.rows(name, start, stop)):
+            theirs = self._source.rows(name, start, stop).to(self._source.result_dtype(name))
+            if problem := bits_differ(self._ours(name, start, stop), theirs):
                 return f"{name} in {problem} of rows {start} to {stop - 1}"
         return None
 
@@ -98,7 +99,7 @@ class TensorComparison:
         """What is wrong with the type or shape of OUT's tensor."""
         if name not in self._out.file_of:
             return f"{name} is missing"
-        ours, theirs = self._out.dtype(name), self._source.dtype(name)
+        ours, theirs = self._out.dtype(name), self._source.result_dtype(name)
         if ours != theirs:
             return f"{name} has type {ours}, SOURCE has {theirs}"
         if self._out.shape(name) != shape:
@@ -151,7 +152,8 @@ class TensorComparison:
         """Compare the query heads, which begin at row `start` in OUT."""
         for head in range(run.heads):
             at = start + head * run.head_dim
-            yield bits_differ(self._ours(name, at, at + run.head_dim, cut.axis), self._head(name, cut, run, head))
+            ours = self._ours(name, at, at + run.head_dim, cut.axis)
+            yield bits_differ(ours, self._head(name, cut, run, head).to(ours.dtype))
 
     def _compare_merged(self, name: str, cut: Cut, run: Run, start: int) -> Iterator[str | None]:
         """Compare the merged heads, which begin at row `start` in OUT."""
@@ -177,10 +179,10 @@ class TensorComparison:
     ) -> str | None:
         """How many numbers of a merged head are wrong, in words."""
         if counts.after >= counts.before:
-            return bits_differ(ours, source_head(group * counts.before // counts.after))
+            return bits_differ(ours, source_head(group * counts.before // counts.after).to(ours.dtype))
         heads = [source_head(head) for head in counts.group(group)]
         self._errors.add(name, heads, ours)
-        return bits_differ(ours, merge_blocks(heads, self._method))
+        return bits_differ(ours, merge_blocks(heads, self._method, ours.dtype))
 
 
 def _some(names: list[str]) -> str:

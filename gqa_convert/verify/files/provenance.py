@@ -7,6 +7,7 @@ from gqa_convert.families.family import Family
 from gqa_convert.verify.checkpoint_reader import CONFIG, Weights, first_line, read_object
 from gqa_convert.verify.files.hashes import file_sha256
 from gqa_convert.verify.geometry import AttentionKind, Geometry
+from gqa_convert.verify.inputs import Inputs
 from gqa_convert.verify.json_values import same_json
 from gqa_convert.verify.proofs import CALIBRATED_PROOFS, PROOFS, Proof, proof_of
 from gqa_convert.verify.report import Failure, Finding
@@ -57,32 +58,29 @@ def judged_method(claims: dict[str, Any], geometry: Geometry) -> Any:
 
 
 def check_provenance(
-    claims: dict[str, Any],
-    family: Family,
+    inputs: Inputs,
     geometry: Geometry,
     encoder: bool,
-    source: Weights,
     errors: dict[str, float] | None,
 ) -> Finding:
     """Compare the claims with configs and tensors.
 
     Args:
-        claims: OUT's provenance record.
-        family: SOURCE's family.
-        geometry: of both checkpoints.
+        inputs: both checkpoints.
+        geometry: of both.
         encoder: whether an encoder was converted.
-        source: SOURCE's tensors.
         errors: the recomputed merge errors; None if other checks judge them or the tensors did not pass.
     """
+    claims = read_provenance(inputs.out)
     if claims.get("uptraining_tokens"):
         raise Failure(
             f"OUT was trained on {claims['uptraining_tokens']} tokens after its conversion, which changed its tensors: "
             "verify the checkpoint that it was trained from"
         )
     method = true_method(claims.get("method"), geometry)
-    _check_facts(claims, family, geometry, encoder, source, method)
+    _check_facts(claims, inputs.family, geometry, encoder, inputs.weights, method)
     _check_calibration(claims, method)
-    _check_source(claims, source)
+    _check_source(claims, inputs.original, inputs.original_config)
     if errors is not None:
         _check_errors(claims.get("merge_error"), errors)
     return Finding(f"{method}, {geometry.change()} K/V heads")
@@ -117,12 +115,14 @@ def _check_calibration(claims: dict[str, Any], method: Any) -> None:
         raise Failure(f"{PROVENANCE} claims calibration = {text!r} for method {method}")
 
 
-def _check_source(claims: dict[str, Any], source: Weights) -> None:
-    """The recorded sizes and hashes are those of SOURCE's files."""
+def _check_source(claims: dict[str, Any], source: Weights, config: dict[str, Any]) -> None:
+    """The recorded type, sizes and hashes are those of SOURCE as the user named it."""
     origin = claims.get("source")
-    files = origin.get("files") if isinstance(origin, dict) else None
-    if not isinstance(files, dict):
+    if not isinstance(origin, dict) or not isinstance(origin.get("files"), dict):
         raise Failure(f"{PROVENANCE} does not list the files of its source")
+    files, stated, model_type = origin["files"], origin.get("model_type"), config.get("model_type")
+    if stated != model_type:
+        raise Failure(f"{PROVENANCE} claims a {stated} as its source, which is a {model_type}")
     for name in source.files:
         stated = files.get(name)
         size = (source.folder / name).stat().st_size
@@ -150,6 +150,6 @@ def _cache_bytes(geometry: Geometry, source: Weights, attention_kind: AttentionK
         if cut.attention_kind == attention_kind and name.endswith(".weight"):
             counts = geometry.of(name, attention_kind)
             numbers = sum(run.head_dim for run in cut.runs if run.part in ("key", "value"))
-            before += counts.before * numbers * source.dtype(name).itemsize
-            after += counts.after * numbers * source.dtype(name).itemsize
+            before += counts.before * numbers * source.result_dtype(name).itemsize
+            after += counts.after * numbers * source.result_dtype(name).itemsize
     return {"before": before, "after": after} if before else None

@@ -1,5 +1,6 @@
 """The folding constraints of an attention module, read from SOURCE's config and tensors by verify's own rules."""
 
+import copy
 import importlib
 from dataclasses import dataclass
 from typing import Any
@@ -85,7 +86,12 @@ def rotary_dims(family: Family, config: dict[str, Any], head_dim: int) -> int:
     if isinstance(dimensions, RotaryShare) and family.stock_type not in CONFIG_MAPPING:  # transformers has no class
         return int(head_dim * dimensions.default)
     stated = CONFIG_MAPPING[family.stock_type](
-        **{key: _decoded(value) for key, value in config.items() if key not in ("model_type", "auto_map")}
+        # a copy, to which the class adds entries
+        **{
+            key: _decoded(copy.deepcopy(value))
+            for key, value in config.items()
+            if key not in ("model_type", "auto_map")
+        }
     )
     if any(getattr(stated, key, None) is value for key, value in (("alibi", True), ("use_mem_rope", False))):
         return 0

@@ -1,0 +1,423 @@
+"""GPT-NeoX, GPT-J, CodeGen and GPT-2 as stock types that have a K/V-head count: tables, and the conditions under which
+they compute the same.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, Final
+
+from gqa_convert.checkpoint.strict_json import Config, JsonObject
+from gqa_convert.conversion.rewriting.stock_form import Module, NoStockClassError, Role, StockForm
+from gqa_convert.errors import ConfigError
+from gqa_convert.families.table import FAMILIES
+
+_ROPE_TYPES = frozenset({"default", "linear", "dynamic", "yarn", "longrope", "llama3"})
+"""Kinds of rotary scaling that source and stock class compute with the same function of transformers."""
+
+_DROPPED = frozenset(
+    [
+        "activation_function",
+        "add_cross_attention",
+        "architectures",
+        "attention_bias",
+        "attention_dropout",
+        "attn_pdrop",
+        "classifier_dropout",
+        "embd_pdrop",
+        "embedding_dropout",
+        "head_dim",
+        "hidden_act",
+        "hidden_dropout",
+        "hidden_size",
+        "intermediate_size",
+        "layer_norm_eps",
+        "layer_norm_epsilon",
+        "max_position_embeddings",
+        "model_type",
+        "n_ctx",
+        "n_embd",
+        "n_head",
+        "n_inner",
+        "n_layer",
+        "n_positions",
+        "norm_epsilon",
+        "num_attention_heads",
+        "num_hidden_layers",
+        "num_key_value_heads",
+        "partial_rotary_factor",
+        "qk_layernorm",
+        "reorder_and_upcast_attn",
+        "resid_pdrop",
+        "residual_dropout",
+        "rope_parameters",
+        "rope_scaling",
+        "rope_theta",
+        "rotary",
+        "rotary_dim",
+        "rotary_emb_base",
+        "rotary_pct",
+        "scale_attn_by_inverse_layer_idx",
+        "scale_attn_weights",
+        "sliding_window",
+        "summary_activation",
+        "summary_first_dropout",
+        "summary_proj_to_labels",
+        "summary_type",
+        "summary_use_proj",
+        "use_bias",
+        "use_parallel_residual",
+    ]
+)
+"""Keys that mean nothing, or something else, in the stock type; all that it reads is written anew."""
+
+
+def count(config: Config, *keys: str) -> int:
+    """The first of these config keys that is stated.
+
+    Raises:
+        ConfigError: none is, or its value is no count.
+    """
+    stated = [key for key in keys if config.get(key) is not None]
+    key = stated[0] if stated else keys[0]
+    value = config.get(key)
+    if type(value) is not int or value < 1:
+        raise ConfigError(f"config.json has {key} = {value!r} where a count belongs: repair the config")
+    return value
+
+
+def partial_factor(rotated: int, head_dim: int) -> float:
+    """The share from which software computes `rotated` as int(head_dim * share)."""
+    factor = rotated / head_dim
+    return factor if int(head_dim * factor) == rotated else math.nextafter(factor, 1.0)
+
+
+def _sizes(config: Config) -> tuple[int, int, int, int]:
+    """Hidden size, heads, layers and intermediate size.
+
+    Raises:
+        ConfigError: one is missing or absurd, or the heads do not divide the hidden size.
+    """
+    hidden, heads = count(config, "n_embd", "hidden_size"), count(config, "n_head", "num_attention_heads")
+    if hidden % heads:
+        raise ConfigError(
+            f"config.json has {heads} heads, which do not divide the hidden size {hidden}: repair the config"
+        )
+    if config["model_type"] == "gpt_neox":
+        inner = count(config, "intermediate_size")
+    else:
+        inner = 4 * hidden if config.get("n_inner") is None else count(config, "n_inner")
+    return hidden, heads, count(config, "n_layer", "num_hidden_layers"), inner
+
+
+def _common(config: Config, **defaults: Any) -> JsonObject:
+    """Entries with the same key and meaning in both types, with the defaults of the source's class."""
+    defaults = {"initializer_range": 0.02, "use_cache": True, "pad_token_id": None} | defaults
+    stated = {key: config.get(key, default) for key, default in defaults.items()}
+    tokenizer = config.get("tokenizer_class")
+    if tokenizer is None:  # else the class of the stock type would be chosen
+        modeling = FAMILIES[config["model_type"]].modeling
+        assert modeling is not None
+        tokenizer = modeling.tokenizer
+    return {"vocab_size": count(config, "vocab_size")} | stated | {"tokenizer_class": tokenizer}
+
+
+def _neox_positions(config: Config, head_dim: int) -> tuple[Any, Any, JsonObject]:
+    """The base of GPT-NeoX's rotary positions, the share of a head that they turn, and how they are scaled."""
+    parameters = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(parameters, dict) or any(isinstance(value, dict) for value in parameters.values()):
+        raise NoStockClassError("its rotary parameters differ between layers")
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    if kind not in _ROPE_TYPES:
+        raise NoStockClassError(f"rotary scaling of type {kind!r} is not known to be computed in the same way")
+    theta: Any = parameters.get("rope_theta", config.get("rotary_emb_base", 10000))
+    factor: Any = parameters.get("partial_rotary_factor", config.get("rotary_pct", 0.25))
+    numbers = all(type(each) in (int, float) and math.isfinite(each) and each > 0 for each in (theta, factor))
+    if not numbers or factor > 1:
+        raise NoStockClassError(f"a rotary base of {theta!r} on a share of {factor!r} of each head makes no sense")
+    rotated = int(head_dim * factor)
+    if not rotated or rotated % 2:
+        raise NoStockClassError(f"{rotated} rotary dimensions of {head_dim} in a head make no pairs")
+    base = {"rope_theta", "partial_rotary_factor", "rope_type", "type"}
+    scaling = {key: value for key, value in parameters.items() if key not in base}
+    return theta, factor, {} if kind == "default" else {"rope_type": kind} | scaling
+
+
+def _gptj_positions(config: Config, head_dim: int) -> tuple[Any, Any, JsonObject]:
+    """The same of GPT-J and CodeGen, which always have one base and no scaling."""
+    rotated = config.get("rotary_dim", 64)
+    if type(rotated) is not int or not 0 < rotated <= head_dim or rotated % 2:
+        raise NoStockClassError(f"rotary_dim = {rotated!r} is no even count of up to {head_dim} dimensions of a head")
+    return 10000.0, partial_factor(rotated, head_dim), {}
+
+
+def _rotary_decoder(config: Config) -> tuple[JsonObject, float]:
+    """The entries that phi and starcoder2 share, and the share of a head that is rotary."""
+    hidden, heads, layers, inner = _sizes(config)
+    neox = config["model_type"] == "gpt_neox"
+    theta, factor, scaling = (_neox_positions if neox else _gptj_positions)(config, hidden // heads)
+    pad, vocabulary = config.get("pad_token_id"), config.get("vocab_size")
+    if isinstance(pad, int) and isinstance(vocabulary, int) and not -vocabulary <= pad < vocabulary:
+        raise NoStockClassError(f"its class needs a padding token inside the vocabulary, and pad_token_id is {pad}")
+    if neox:
+        same = _common(config, tie_word_embeddings=False, bos_token_id=0, eos_token_id=2)
+        activation, dropout = config.get("hidden_act", "gelu"), config.get("attention_dropout", 0.0)
+        positions = config.get("max_position_embeddings", 2048)
+    else:
+        same = _common(config, tie_word_embeddings=False, bos_token_id=50256, eos_token_id=50256)
+        activation, dropout = config.get("activation_function", "gelu_new"), config.get("attn_pdrop", 0.0)
+        positions = config.get("n_positions", config.get("max_position_embeddings", 2048))
+    return same | {
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "hidden_act": activation,
+        "attention_dropout": dropout,
+        "max_position_embeddings": positions,
+        "rope_theta": theta,
+        "rope_scaling": scaling or None,
+        "rope_parameters": {"rope_type": "default"} | scaling | {"rope_theta": theta},
+    }, factor
+
+
+def _phi(config: Config) -> JsonObject:
+    stock, factor = _rotary_decoder(config)
+    hidden_dropout = config.get("hidden_dropout", 0.0)
+    stock["rope_parameters"]["partial_rotary_factor"] = factor
+    return stock | {
+        "layer_norm_eps": config.get("layer_norm_eps", config.get("layer_norm_epsilon", 1e-5)),
+        "partial_rotary_factor": factor,
+        "qk_layernorm": False,
+        "resid_pdrop": config.get("resid_pdrop", hidden_dropout),
+        "embd_pdrop": config.get("embd_pdrop", hidden_dropout),
+    }
+
+
+def _phi_from_codegen(config: Config) -> JsonObject:
+    if count(config, "n_head", "num_attention_heads") % 4:
+        raise ConfigError(
+            f"config.json has {config.get('n_head')} heads, and codegen needs a multiple of 4: repair the config"
+        )
+    return _phi(config)
+
+
+def _starcoder2(config: Config) -> JsonObject:
+    stock, factor = _rotary_decoder(config)
+    head_dim = stock["hidden_size"] // stock["num_attention_heads"]
+    if int(head_dim * factor) != head_dim:
+        raise NoStockClassError(
+            f"no stock class with a K/V-head count has sequential blocks and {int(head_dim * factor)} rotary dimensions of "
+            f"{head_dim} in a head (in starcoder2 all are rotary)"
+        )
+    return stock | {
+        "norm_epsilon": config.get("layer_norm_eps", 1e-5),
+        "use_bias": True,
+        "sliding_window": None,
+        "residual_dropout": config.get("hidden_dropout", 0.0),
+        "embedding_dropout": config.get("hidden_dropout", 0.0),
+    }
+
+
+def _gpt_bigcode(config: Config) -> JsonObject:
+    if config.get("add_cross_attention"):
+        raise NoStockClassError("gpt_bigcode has no cross-attention with a single K/V head")
+    hidden, heads, layers, _ = _sizes(config)
+    same = _common(
+        config,
+        tie_word_embeddings=True,
+        bos_token_id=50256,
+        eos_token_id=50256,
+        resid_pdrop=0.1,
+        embd_pdrop=0.1,
+        attn_pdrop=0.1,
+        layer_norm_epsilon=1e-5,
+        activation_function="gelu_new",
+        n_inner=None,
+    )
+    return same | {
+        "n_embd": hidden,
+        "n_head": heads,
+        "n_layer": layers,
+        "n_positions": config.get("n_positions", config.get("max_position_embeddings", 1024)),
+        "num_key_value_heads": heads,
+        "add_cross_attention": False,
+        "multi_query": False,
+        "scale_attn_weights": True,
+        "attention_softmax_in_fp32": True,
+        "scale_attention_softmax_in_fp32": True,
+    }
+
+
+def _gpt2_query_factor(config: Config, layer: int) -> float:
+    """gpt_bigcode has a switch for this scale, which only transformers reads."""
+    factor = 1.0
+    if not config.get("scale_attn_weights", True):
+        factor *= math.sqrt(count(config, "n_embd", "hidden_size") // count(config, "n_head", "num_attention_heads"))
+    if config.get("scale_attn_by_inverse_layer_idx"):
+        factor /= layer + 1
+    return factor
+
+
+def _neox_biased(config: Config) -> bool:
+    """GPT-NeoX may have no attention biases; its MLP always has some."""
+    return bool(config.get("attention_bias", True))
+
+
+_HEADS: Final[tuple[tuple[Role, str], ...]] = (
+    ("query", "self_attn.q_proj"),
+    ("key", "self_attn.k_proj"),
+    ("value", "self_attn.v_proj"),
+)
+_NEOX_STALE = (
+    ".attention.bias",
+    ".attention.masked_bias",
+    "rotary_emb.inv_freq",
+    "rotary_emb.cos_cached",
+    "rotary_emb.sin_cached",
+)
+_GPT_STALE = (".attn.bias", ".attn.masked_bias", ".attn.causal_mask", ".attn.embed_positions")
+_FUSED = "attention.query_key_value"
+
+
+def _gptj_form(model_type: str, name: str, config: Callable[[Config], JsonObject], projections: Any) -> StockForm:
+    """GPT-J and CodeGen differ in their query, key and value projections only."""
+    return StockForm(
+        model_type=model_type,
+        stock="phi",
+        classes=((f"{name}ForCausalLM", "PhiForCausalLM"), (f"{name}Model", "PhiModel")),
+        config=config,
+        dropped=_DROPPED,
+        prefixes=("transformer.", "model."),
+        layers=("transformer.h", "model.layers"),
+        embeddings=(Module("model.embed_tokens", ("transformer.wte",)),),
+        norm=Module("model.final_layernorm", ("transformer.ln_f",), "always"),
+        head=Module("lm_head", ("lm_head",), "optional"),
+        inside=(
+            Module("input_layernorm", ("ln_1",), "always"),
+            *(Module(stock, (projections[role],), "zeros", (role,)) for role, stock in _HEADS),
+            Module("self_attn.dense", ("attn.out_proj",), "zeros"),
+            Module("mlp.fc1", ("mlp.fc_in",), "always"),
+            Module("mlp.fc2", ("mlp.fc_out",), "always"),
+        ),
+        fused_layout="quarters" if model_type == "codegen" else None,
+        interleaved=True,
+        stale=_GPT_STALE,
+    )
+
+
+PHI_FROM_GPT_NEOX: Final = StockForm(
+    model_type="gpt_neox",
+    stock="phi",
+    condition="`use_parallel_residual` (Pythia, GPT-NeoX-20B)",
+    classes=(("GPTNeoXForCausalLM", "PhiForCausalLM"), ("GPTNeoXModel", "PhiModel")),
+    config=_phi,
+    dropped=_DROPPED,
+    prefixes=("gpt_neox.", "model."),
+    layers=("gpt_neox.layers", "model.layers"),
+    embeddings=(Module("model.embed_tokens", ("gpt_neox.embed_in",)),),
+    norm=Module("model.final_layernorm", ("gpt_neox.final_layer_norm",), "always"),
+    head=Module("lm_head", ("embed_out", "lm_head"), "zeros"),
+    inside=(
+        Module("input_layernorm", ("input_layernorm",), neutral=True),
+        *(Module(stock, (_FUSED,), "attention", (role,), "input_layernorm") for role, stock in _HEADS),
+        Module("self_attn.dense", ("attention.dense",), "attention"),
+        Module("mlp.fc1", ("mlp.dense_h_to_4h",), "always", norm="post_attention_layernorm"),
+        Module("mlp.fc2", ("mlp.dense_4h_to_h",), "always"),
+    ),
+    fused_layout="grouped",
+    attention_biased=_neox_biased,
+    stale=_NEOX_STALE,
+)
+STARCODER2_FROM_GPT_NEOX: Final = StockForm(
+    model_type="gpt_neox",
+    stock="starcoder2",
+    condition="not `use_parallel_residual`, and rotary positions on whole heads (RedPajama-INCITE)",
+    classes=(("GPTNeoXForCausalLM", "Starcoder2ForCausalLM"), ("GPTNeoXModel", "Starcoder2Model")),
+    config=_starcoder2,
+    dropped=_DROPPED,
+    prefixes=("gpt_neox.", "model."),
+    layers=("gpt_neox.layers", "model.layers"),
+    embeddings=(Module("model.embed_tokens", ("gpt_neox.embed_in",)),),
+    norm=Module("model.norm", ("gpt_neox.final_layer_norm",), "always"),
+    head=Module("lm_head", ("embed_out", "lm_head")),
+    inside=(
+        Module("input_layernorm", ("input_layernorm",), "always"),
+        Module("post_attention_layernorm", ("post_attention_layernorm",), "always"),
+        *(Module(stock, (_FUSED,), "attention", (role,)) for role, stock in _HEADS),
+        Module("self_attn.o_proj", ("attention.dense",), "attention"),
+        Module("mlp.c_fc", ("mlp.dense_h_to_4h",), "always"),
+        Module("mlp.c_proj", ("mlp.dense_4h_to_h",), "always"),
+    ),
+    fused_layout="grouped",
+    attention_biased=_neox_biased,
+    stale=_NEOX_STALE,
+)
+PHI_FROM_GPTJ: Final = _gptj_form(
+    "gptj", "GPTJ", _phi, {"query": "attn.q_proj", "key": "attn.k_proj", "value": "attn.v_proj"}
+)
+PHI_FROM_CODEGEN: Final = _gptj_form(
+    "codegen", "CodeGen", _phi_from_codegen, dict.fromkeys(("query", "key", "value"), "attn.qkv_proj")
+)
+GPT_BIGCODE_FROM_GPT2: Final = StockForm(
+    model_type="gpt2",
+    stock="gpt_bigcode",
+    condition="one K/V head, no cross-attention",
+    classes=(("GPT2LMHeadModel", "GPTBigCodeForCausalLM"), ("GPT2Model", "GPTBigCodeModel")),
+    config=_gpt_bigcode,
+    dropped=_DROPPED,
+    prefixes=("transformer.", "transformer."),
+    layers=("transformer.h", "transformer.h"),
+    embeddings=(
+        Module("transformer.wte", ("transformer.wte",)),
+        Module("transformer.wpe", ("transformer.wpe",)),
+    ),
+    norm=Module("transformer.ln_f", ("transformer.ln_f",), "always"),
+    head=Module("lm_head", ("lm_head",)),
+    inside=(
+        Module("ln_1", ("ln_1",), "always"),
+        Module("ln_2", ("ln_2",), "always"),
+        Module("attn.c_attn", ("attn.c_attn",), "always", ("query", "key", "value")),
+        Module("attn.c_proj", ("attn.c_proj",), "always"),
+        Module("mlp.c_fc", ("mlp.c_fc",), "always"),
+        Module("mlp.c_proj", ("mlp.c_proj",), "always"),
+    ),
+    fused_layout="blocks",
+    transposed=True,
+    query_factor=_gpt2_query_factor,
+    stale=_GPT_STALE,
+    special_tokens=tuple((f"{name}_token", "<|endoftext|>") for name in ("bos", "eos", "unk")),
+)
+
+DECODERS: Final = (
+    PHI_FROM_GPT_NEOX,
+    STARCODER2_FROM_GPT_NEOX,
+    PHI_FROM_GPTJ,
+    PHI_FROM_CODEGEN,
+    GPT_BIGCODE_FROM_GPT2,
+)
+
+
+def stock_form(config: Config, groups: int) -> StockForm:
+    """The form of the stock type that computes the same as a source with `groups` K/V heads.
+
+    Raises:
+        NoStockClassError: there is none.
+    """
+    model_type = config.get("model_type")
+    if model_type == "gpt_neox" and not config.get("use_parallel_residual", True):
+        form = STARCODER2_FROM_GPT_NEOX
+    else:
+        found = [each for each in DECODERS if each.model_type == model_type]
+        if not found:
+            raise NoStockClassError(f"no stock class is known to compute what {model_type} does with fewer K/V heads")
+        form = found[0]
+    if form is GPT_BIGCODE_FROM_GPT2 and groups != 1:
+        raise NoStockClassError(
+            "gpt_bigcode, which is GPT-2 otherwise, has either one K/V head or as many as query heads"
+        )
+    if "auto_map" in config:
+        raise NoStockClassError(
+            f"the checkpoint contains modelling code for {model_type}, which may compute something else"
+        )
+    return form

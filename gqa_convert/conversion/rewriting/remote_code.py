@@ -1,0 +1,438 @@
+"""Model types of 2023 that load by the code in their checkpoints, as the stock types that compute the same.
+
+Each has a table of its modules, and a function from its config to the stock one. Every default is that of its own code.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, Final
+
+from gqa_convert.checkpoint.strict_json import Config, JsonObject
+from gqa_convert.conversion.rewriting.decoders import count, partial_factor
+from gqa_convert.conversion.rewriting.stock_form import Bias, Module, NoStockClassError, Role, StockForm
+from gqa_convert.errors import ConfigError
+from gqa_convert.families.refusals import RESTATED as STOCK_TYPES
+
+
+def _number(config: Config, key: str, default: float) -> Any:
+    value = default if config.get(key) is None else config[key]
+    if type(value) not in (int, float) or not math.isfinite(value) or value <= 0:
+        raise ConfigError(f"config.json has {key} = {value!r} where a positive number belongs: repair the config")
+    return value
+
+
+def _flag(config: Config, key: str, default: bool) -> bool:
+    value = default if config.get(key) is None else config[key]
+    if type(value) is not bool:
+        raise ConfigError(f"config.json has {key} = {value!r} where true or false belongs: repair the config")
+    return value
+
+
+def _refuse(config: Config, **reasons: str) -> None:
+    """Refuse keys that are set."""
+    for key, reason in reasons.items():
+        if config.get(key):
+            raise NoStockClassError(f"{key} = {config[key]!r}: {reason}")
+
+
+def _positions(theta: float, scaling: JsonObject | None = None, factor: float | None = None) -> JsonObject:
+    """Rotary positions under the keys of old and new clients."""
+    partial = {} if factor is None else {"partial_rotary_factor": factor}
+    parameters = {"rope_type": "default"} | (scaling or {}) | {"rope_theta": theta} | partial
+    return {"rope_theta": theta, "rope_scaling": scaling, "rope_parameters": parameters} | partial
+
+
+def _scaling(config: Config) -> JsonObject | None:
+    """Linear and dynamic scaling, which custom code and stock classes compute by the same formula."""
+    stated = config.get("rope_scaling")
+    if stated is None:
+        return None
+    kind = stated.get("rope_type", stated.get("type")) if isinstance(stated, dict) else None
+    if kind not in ("linear", "dynamic") or _number(stated, "factor", 0.5) < 1:
+        raise NoStockClassError(f"rope_scaling = {stated!r}: its own code may scale positions differently")
+    return {"rope_type": kind, "factor": float(stated["factor"])}
+
+
+def _kv_heads(config: Config, key: str, heads: int) -> int:
+    value = heads if config.get(key) is None else config[key]
+    if type(value) is not int or value < 1 or heads % value:
+        raise ConfigError(
+            f"config.json has {key} = {value!r}, which does not divide {heads} query heads: repair the config"
+        )
+    return value
+
+
+def _dense(config: Config, positions: int, *, all_heads: bool = False, epsilon: float = 1e-6) -> JsonObject:
+    """The keys that Llama and its relatives share.
+
+    Args:
+        config: the source's.
+        positions: default of `max_position_embeddings`.
+        all_heads: whether the type's own code reads no K/V-head count.
+        epsilon: default of `rms_norm_eps`.
+    """
+    hidden, heads = count(config, "hidden_size"), count(config, "num_attention_heads")
+    kv_heads = _kv_heads(config, "num_key_value_heads", heads)
+    if all_heads and kv_heads != heads:
+        raise ConfigError(
+            f"config.json has num_key_value_heads = {kv_heads}, which this type's custom code does not read: remove the key"
+        )
+    if config.get("pretraining_tp", 1) not in (None, 1):
+        _refuse(config, pretraining_tp="sliced projections round differently; set it to 1")
+    return {
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "num_hidden_layers": count(config, "num_hidden_layers"),
+        "intermediate_size": count(config, "intermediate_size"),
+        "vocab_size": count(config, "vocab_size"),
+        "hidden_act": config.get("hidden_act", "silu"),
+        "rms_norm_eps": _number(config, "rms_norm_eps", epsilon),
+        "tie_word_embeddings": _flag(config, "tie_word_embeddings", False),
+        "max_position_embeddings": _number(config, "max_position_embeddings", positions),
+    }
+
+
+_UNREAD = "its own code does not read it"
+
+
+def _yi(config: Config) -> JsonObject:
+    _refuse(config, rope_scaling=_UNREAD)
+    dense = _dense(config, 4096, epsilon=1e-5) | {"attention_bias": False}
+    return dense | _positions(_number(config, "rope_theta", 5000000.0))
+
+
+def _open_llama(config: Config) -> JsonObject:
+    _refuse(config, rope_scaling="it is not known to be computed alike")
+    if _flag(config, "use_stable_embedding", True):
+        raise NoStockClassError("use_stable_embedding: a norm stands behind the embedding; no stock class has it")
+    tied = _flag(config, "shared_input_output_embedding", True)
+    dense = _dense(config, 2048, all_heads=True) | {"attention_bias": False, "tie_word_embeddings": tied}
+    return dense | _positions(_number(config, "rope_theta", 10000.0))
+
+
+def _internlm(config: Config) -> JsonObject:
+    _refuse(config, rope_scaling=_UNREAD)
+    rotary = config.get("rotary") or {"base": 10000, "type": "origin"}
+    if not isinstance(rotary, dict) or rotary.get("type") not in ("origin", "dynamic"):
+        raise NoStockClassError(f"rotary = {rotary!r}, which its own code does not know")
+    scaling = None
+    if rotary["type"] == "dynamic":
+        scaling = {"rope_type": "dynamic", "factor": float(_number(rotary, "scaling_factor", 1.0))}
+    return _dense(config, 2048, all_heads=True) | _positions(_number(rotary, "base", 10000.0), scaling)
+
+
+def _internlm2(config: Config) -> JsonObject:
+    return _dense(config, 2048) | _positions(_number(config, "rope_theta", 10000.0), _scaling(config))
+
+
+def _baichuan(config: Config) -> JsonObject:
+    _refuse(config, rope_scaling=_UNREAD)
+    if config.get("max_position_embeddings") is None or config.get("hidden_size") == 5120:
+        raise NoStockClassError(
+            "the shape of a 13B Baichuan, which has ALiBi instead of rotary positions: only the 7B can be rewritten"
+        )
+    return _dense(config, 4096, all_heads=True) | {"attention_bias": False} | _positions(10000.0)
+
+
+def _qwen(config: Config) -> JsonObject:
+    """Beyond `seq_length` its own code scales positions (use_dynamic_ntk) and queries (use_logn_attn) by the length of
+    the text.
+    """
+    inner, length = _number(config, "intermediate_size", 22016), _number(config, "seq_length", 8192)
+    if inner % 2:
+        raise ConfigError(f"config.json has intermediate_size = {inner}, twice the width of the MLP: repair the config")
+    known = {"intermediate_size": inner // 2, "rms_norm_eps": _number(config, "layer_norm_epsilon", 1e-6)}
+    dense = _dense({**config, **known, "hidden_act": "silu", "max_position_embeddings": length}, length, all_heads=True)
+    width = _number(config, "kv_channels", 128)
+    if width * dense["num_attention_heads"] != dense["hidden_size"]:
+        raise NoStockClassError(f"kv_channels = {width}, which is not hidden_size / num_attention_heads")
+    if _number(config, "rotary_pct", 1.0) != 1.0:
+        raise NoStockClassError("a rotary_pct below 1: qwen2 turns whole heads")
+    if not _flag(config, "no_bias", True):
+        raise NoStockClassError("no_bias = false: qwen2 has biases on queries, keys and values only")
+    if not _flag(config, "scale_attn_weights", True):
+        raise NoStockClassError("scale_attn_weights = false: qwen2 always scales its scores")
+    return dense | {"use_sliding_window": False} | _positions(_number(config, "rotary_emb_base", 10000.0))
+
+
+def _stablelm_epoch(config: Config) -> JsonObject:
+    other = "the code that goes by this type does not read it: the checkpoint is a stablelm, change model_type"
+    _refuse(config, rope_scaling=_UNREAD, qk_layernorm=other, use_parallel_residual=other)
+    if _number(config, "rotary_scaling_factor", 1.0) != 1.0:
+        raise NoStockClassError("a rotary_scaling_factor other than 1")
+    dense = _dense(config, 4096)
+    del dense["rms_norm_eps"]
+    factor = _number(config, "rope_pct", 0.25)
+    rotated = int(dense["hidden_size"] // dense["num_attention_heads"] * factor)
+    if factor > 1 or rotated < 2 or rotated % 2:
+        raise NoStockClassError(f"rope_pct = {factor}, which leaves no pairs to turn")
+    norms = {"layer_norm_eps": _number(config, "norm_eps", 1e-5), "qk_layernorm": False, "use_parallel_residual": False}
+    return dense | norms | _positions(_number(config, "rope_theta", 10000.0), None, factor)
+
+
+def _minicpm(config: Config) -> JsonObject:
+    _refuse(
+        config,
+        num_experts="granite has no experts; granitemoe routes differently",
+        sparse_config="its sparse attention selects blocks of keys",
+    )
+    dense = (
+        _dense(config, 2048)
+        | {"mlp_bias": False}
+        | _positions(_number(config, "rope_theta", 10000.0), _scaling(config))
+    )
+    hidden = dense["hidden_size"]
+    return dense | {
+        "embedding_multiplier": _number(config, "scale_emb", 1),
+        "residual_multiplier": _number(config, "scale_depth", 1) / math.sqrt(dense["num_hidden_layers"]),
+        "attention_multiplier": 1 / math.sqrt(hidden // dense["num_attention_heads"]),
+        "logits_scaling": hidden / _number(config, "dim_model_base", 1),
+        "tie_word_embeddings": _flag(config, "tie_word_embeddings", True),
+    }
+
+
+def _phi_msft(config: Config) -> JsonObject:
+    hidden, heads = count(config, "n_embd"), count(config, "n_head")
+    width, inner = hidden // heads, config.get("n_inner")
+    rotated = min(_number(config, "rotary_dim", 32), width)
+    if rotated % 2:
+        raise NoStockClassError(f"rotary_dim = {rotated}, which leaves no pairs to turn")
+    return {
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": _kv_heads(config, "n_head_kv", heads),
+        "intermediate_size": 4 * hidden if inner is None else inner,
+        "num_hidden_layers": count(config, "n_layer"),
+        "vocab_size": count(config, "vocab_size"),
+        "hidden_act": config.get("activation_function") or "gelu_new",
+        "layer_norm_eps": _number(config, "layer_norm_epsilon", 1e-5),
+        "max_position_embeddings": _number(config, "n_positions", 2048),
+        "qk_layernorm": False,
+        "attention_dropout": config.get("attn_pdrop", 0.0),
+        "resid_pdrop": config.get("resid_pdrop", 0.0),
+        "embd_pdrop": config.get("embd_pdrop", 0.0),
+        "tie_word_embeddings": _flag(config, "tie_word_embeddings", False),
+    } | _positions(10000.0, None, partial_factor(rotated, width))
+
+
+def _refined_web(config: Config) -> JsonObject:
+    """Falcon as first published: `RefinedWeb` is the architecture of the 40B, `RefinedWebModel` that of the 7B and the
+    1B.
+    """
+    large = config["model_type"] == "RefinedWeb"
+    heads = count(config, "n_head")
+    _refuse(
+        config,
+        apply_residual_connection_post_layernorm="falcon's stock class computes it in some shapes only",
+    )
+    if large and not _flag(config, "parallel_attn", True):
+        raise NoStockClassError("parallel_attn = false: the 40B's blocks are parallel")
+    return {
+        "hidden_size": count(config, "hidden_size", "n_embd"),
+        "num_attention_heads": heads,
+        "num_hidden_layers": count(config, "n_layer"),
+        "alibi": _flag(config, "alibi", False),
+        "bias": _flag(config, "bias", False),
+        "vocab_size": count(config, "vocab_size"),
+        "new_decoder_architecture": large,
+        "rope_theta": 10000.0,
+        "multi_query": large or _flag(config, "multi_query", False),
+        "parallel_attn": large or _flag(config, "parallel_attn", False),
+    } | ({"num_kv_heads": _kv_heads(config, "n_head_kv", heads)} if large else {})
+
+
+_IGNORED = (
+    "auto_map attn_implementation _attn_implementation flash_attn flash_rotary fused_dense head_dim pretraining_tp"
+)
+"""Keys that configure a checkpoint's custom code and must not reach a stock class."""
+
+_DROPPED: Final = {
+    "open_llama": """
+        shared_input_output_embedding use_stable_embedding use_memorry_efficient_attention use_memory_efficient_attention
+        attention_dropout_prob hidden_dropout_prob
+    """,
+    "internlm": "bias rotary",
+    "internlm2": "bias",
+    "baichuan": "_from_model_config model_max_length z_loss_weight",
+    "qwen": """
+        kv_channels layer_norm_epsilon rotary_emb_base rotary_pct no_bias scale_attn_weights seq_length use_dynamic_ntk
+        use_logn_attn use_flash_attn use_cache_quantization use_cache_kernel softmax_in_fp32 bf16 fp16 fp32 onnx_safe
+        attn_dropout_prob emb_dropout_prob
+    """,
+    "stablelm_epoch": "use_qkv_bias num_heads rotary_scaling_factor norm_eps rope_pct",
+    "minicpm": "num_experts sparse_config attention_bias scale_emb scale_depth dim_model_base",
+    "phi-msft": """
+        n_embd n_head n_head_kv n_inner n_layer n_positions rotary_dim activation_function layer_norm_epsilon attn_pdrop
+    """,
+    "RefinedWeb": "n_head n_layer n_head_kv apply_residual_connection_post_layernorm",
+    "RefinedWebModel": "n_head n_layer n_head_kv apply_residual_connection_post_layernorm",
+}
+
+
+def _same(names: str, bias: Bias = "never") -> tuple[Module, ...]:
+    return tuple(Module(name, (name,), bias) for name in names.split())
+
+
+def _cut(own: str, bias: Bias = "never") -> tuple[Module, ...]:
+    """Queries, keys and values, cut out of one projection."""
+    roles: tuple[Role, ...] = ("query", "key", "value")
+    return tuple(Module(f"self_attn.{role[0]}_proj", (own,), bias, (role,)) for role in roles)
+
+
+def _remote(
+    model_type: str, config: Callable[[Config], JsonObject], classes: str, stock_class: str, **fields: Any
+) -> StockForm:
+    dropped = frozenset(f"{_IGNORED} {_DROPPED.get(model_type, '')}".split())
+    return StockForm(
+        model_type=model_type,
+        stock=STOCK_TYPES[model_type],
+        classes=tuple((name, stock_class) for name in classes.split()),
+        config=config,
+        dropped=dropped,
+        **fields,
+    )
+
+
+_PROJECTIONS = "self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.o_proj"
+_MLP = _same("mlp.gate_proj mlp.up_proj mlp.down_proj")
+_NORMS = _same("input_layernorm post_attention_layernorm")
+_OUTSIDE = {
+    "embeddings": _same("model.embed_tokens"),
+    "norm": Module("model.norm", ("model.norm",)),
+    "head": Module("lm_head", ("lm_head",)),
+}
+
+REMOTE_CODE: Final = {
+    form.model_type: form
+    for form in (
+        _remote(
+            "Yi",
+            _yi,
+            "YiForCausalLM",
+            "LlamaForCausalLM",
+            **_OUTSIDE,
+            inside=(
+                *_same(_PROJECTIONS),
+                *_MLP,
+                Module("input_layernorm", ("ln1", "input_layernorm")),
+                Module("post_attention_layernorm", ("ln2", "post_attention_layernorm")),
+            ),
+        ),
+        _remote(
+            "open_llama",
+            _open_llama,
+            "OpenLlamaForCausalLM",
+            "LlamaForCausalLM",
+            **_OUTSIDE,
+            inside=(*_same(_PROJECTIONS), *_MLP, *_NORMS),
+        ),
+        _remote(
+            "internlm",
+            _internlm,
+            "InternLMForCausalLM",
+            "LlamaForCausalLM",
+            **_OUTSIDE,
+            inside=(*_same(_PROJECTIONS, "attention"), *_MLP, *_NORMS),
+            bias_key="attention_bias",
+        ),
+        _remote(
+            "internlm2",
+            _internlm2,
+            "InternLM2ForCausalLM",
+            "LlamaForCausalLM",
+            embeddings=(Module("model.embed_tokens", ("model.tok_embeddings",)),),
+            norm=Module("model.norm", ("model.norm",)),
+            head=Module("lm_head", ("output",)),
+            inside=(
+                *_cut("attention.wqkv", "attention"),
+                Module("self_attn.o_proj", ("attention.wo",), "attention"),
+                Module("mlp.gate_proj", ("feed_forward.w1",)),
+                Module("mlp.up_proj", ("feed_forward.w3",)),
+                Module("mlp.down_proj", ("feed_forward.w2",)),
+                Module("input_layernorm", ("attention_norm",)),
+                Module("post_attention_layernorm", ("ffn_norm",)),
+            ),
+            fused_layout="grouped",
+            bias_key="attention_bias",
+        ),
+        _remote(
+            "baichuan",
+            _baichuan,
+            "BaiChuanForCausalLM BaichuanForCausalLM",
+            "LlamaForCausalLM",
+            **_OUTSIDE,
+            inside=(*_cut("self_attn.W_pack"), *_same("self_attn.o_proj"), *_MLP, *_NORMS),
+            fused_layout="blocks",
+            unit_head=("NormHead", 125696),
+        ),
+        _remote(
+            "qwen",
+            _qwen,
+            "QWenLMHeadModel",
+            "Qwen2ForCausalLM",
+            layers=("transformer.h", "model.layers"),
+            embeddings=(Module("model.embed_tokens", ("transformer.wte",)),),
+            norm=Module("model.norm", ("transformer.ln_f",)),
+            head=Module("lm_head", ("lm_head",)),
+            inside=(
+                *_cut("attn.c_attn", "always"),
+                Module("self_attn.o_proj", ("attn.c_proj",)),
+                Module("mlp.gate_proj", ("mlp.w2",)),
+                Module("mlp.up_proj", ("mlp.w1",)),
+                Module("mlp.down_proj", ("mlp.c_proj",)),
+                Module("input_layernorm", ("ln_1",)),
+                Module("post_attention_layernorm", ("ln_2",)),
+            ),
+            fused_layout="blocks",
+            stale=("rotary_emb.inv_freq", "attn.masked_bias"),
+            alike_up_to="seq_length",
+        ),
+        _remote(
+            "stablelm_epoch",
+            _stablelm_epoch,
+            "StableLMEpochForCausalLM",
+            "StableLmForCausalLM",
+            embeddings=_same("model.embed_tokens"),
+            norm=Module("model.norm", ("model.norm",), "always"),
+            head=Module("lm_head", ("lm_head",)),
+            inside=(
+                *_same("self_attn.q_proj self_attn.k_proj self_attn.v_proj", "attention"),
+                *_same("self_attn.o_proj"),
+                *_MLP,
+                *_same("input_layernorm post_attention_layernorm", "always"),
+            ),
+            bias_key="use_qkv_bias",
+        ),
+        _remote(
+            "minicpm",
+            _minicpm,
+            "MiniCPMForCausalLM",
+            "GraniteForCausalLM",
+            **_OUTSIDE,
+            inside=(*_same(_PROJECTIONS, "attention"), *_MLP, *_NORMS),
+            bias_key="attention_bias",
+        ),
+        _remote(
+            "phi-msft",
+            _phi_msft,
+            "PhiForCausalLM",
+            "PhiForCausalLM",
+            layers=("transformer.h", "model.layers"),
+            embeddings=(Module("model.embed_tokens", ("transformer.embd.wte",)),),
+            norm=Module("model.final_layernorm", ("lm_head.ln",), "always"),
+            head=Module("lm_head", ("lm_head.linear",), "always"),
+            inside=(
+                *_cut("mixer.Wqkv", "always"),
+                Module("self_attn.dense", ("mixer.out_proj",), "always"),
+                *_same("mlp.fc1 mlp.fc2", "always"),
+                Module("input_layernorm", ("ln",), "always"),
+            ),
+            fused_layout="blocks",
+            stale=("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached", "inner_attn.mask"),
+        ),
+        _remote("RefinedWeb", _refined_web, "RWForCausalLM FalconForCausalLM", "FalconForCausalLM"),
+        _remote("RefinedWebModel", _refined_web, "RWForCausalLM FalconForCausalLM", "FalconForCausalLM"),
+    )
+}
+"""All forms by model type."""

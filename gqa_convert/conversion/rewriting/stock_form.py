@@ -1,0 +1,92 @@
+"""How the tensors of one model type become those of a stock type that computes the same: the tables' form. Data only."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from gqa_convert.checkpoint.strict_json import Config, JsonObject
+from gqa_convert.families.layouts import FusedLayout
+
+Bias = Literal["never", "always", "attention", "optional", "zeros"]
+"""Whether a module of the source has a bias: never, always, together with the attention's other modules, or where it
+has one; with `zeros` it has none, and the stock class has one.
+"""
+
+Role = Literal["query", "key", "value"]
+
+
+class NoStockClassError(Exception):
+    """No stock class computes the same as a source.
+
+    Args:
+        reason: ends the sentence "no stock class computes the same: ".
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class Module:
+    """A module of the stock type, by its name there, and where its tensors come from."""
+
+    stock: str
+    own: tuple[str, ...]
+    """Names that it may have in the source, of which one is there."""
+    bias: Bias = "never"
+    roles: tuple[Role, ...] = ()
+    """The heads that it holds, if it is cut out of another projection, or its heads are reordered. With several roles,
+    those of each head follow one another."""
+    norm: str | None = None
+    """The source's norm before it, whose gain and bias it takes over."""
+    neutral: bool = False
+    """Whether it is a norm whose gain and bias the modules behind it take over, so that they become 1 and 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StockForm:
+    """How a checkpoint of one model type becomes one of a stock type."""
+
+    model_type: str
+    stock: str
+    """The stock model type."""
+    condition: str = "any"
+    """Which checkpoints of the source's type it takes, as docs/families.md says it, in Markdown."""
+    classes: tuple[tuple[str, str], ...]
+    """The source's classes, as config.json names them, each with the stock one; a language model first."""
+    config: Callable[[Config], JsonObject]
+    """The entries of the stock config that follow from the source's."""
+    dropped: frozenset[str]
+    """Keys of the source's config that the stock config does not take over."""
+    prefixes: tuple[str, str] = ("", "")
+    """What precedes the names in the source and in the stock type, except in a checkpoint of a model without its head."""
+    layers: tuple[str, str] = ("model.layers", "model.layers")
+    """What precedes a layer's number."""
+    embeddings: tuple[Module, ...] = ()
+    """Modules before the layers, that of tokens first; empty if all names stay."""
+    inside: tuple[Module, ...] = ()
+    """Modules of a layer."""
+    norm: Module | None = None
+    """The module behind the layers."""
+    head: Module | None = None
+    """The output projection, which tied embeddings make superfluous."""
+    fused_layout: FusedLayout | None = None
+    """How the heads lie in the source's projections with `roles`; None where each role has one to itself."""
+    transposed: bool = False
+    """Whether the matrices of the source's layers are stored [in, out]."""
+    interleaved: bool = False
+    """Whether rotary pairs are rows (2j, 2j + 1) in the source."""
+    query_factor: Callable[[Config, int], float] = lambda config, layer: 1.0
+    """What a layer's queries are multiplied by, since the stock class scales scores by 1 / sqrt(head_dim) only."""
+    attention_biased: Callable[[Config], bool] | None = None
+    """Whether modules with bias `attention` have one, by the config; None if the tensors say so. Where they have none,
+    the stock class gets zeros by the former, and `bias_key` by the latter."""
+    bias_key: str | None = None
+    """Key of the stock config that says whether the attention has biases."""
+    stale: tuple[str, ...] = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
+    """Ends of the names of buffers that old versions saved and that no class reads."""
+    unit_head: tuple[str, int] | None = None
+    """A class in the source's code, and the vocabulary size of the models that have it where no code is there to look
+    at: the rows of its output projection are scaled to length one whenever it is used."""
+    alike_up_to: str | None = None
+    """Key of the source's config with the number of tokens beyond which its custom code computes something else."""
+    special_tokens: tuple[tuple[str, str], ...] = ()
+    """Keys that tokenizer_config.json needs where it lacks them, because the source's tokenizer class has them by
+    default and that of the stock type does not."""

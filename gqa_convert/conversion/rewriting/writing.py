@@ -1,0 +1,173 @@
+"""Writes a rewritten source, tensor by tensor, and opens a source in the form in which it is converted."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gqa_convert.checkpoint import formats
+from gqa_convert.checkpoint.headers import build_header
+from gqa_convert.checkpoint.publication import StagedFolder, sweep
+from gqa_convert.checkpoint.source import CONFIG, Checkpoint, open_checkpoint, open_local
+from gqa_convert.checkpoint.source_files import SourceFiles
+from gqa_convert.conversion.options import ConversionOptions
+from gqa_convert.conversion.rewriting.arrays import STORED, Array
+from gqa_convert.conversion.rewriting.model import Rewriting, RewrittenTensor
+from gqa_convert.conversion.rewriting.planning import plan_rewriting
+from gqa_convert.conversion.sidecar_files import write_json
+from gqa_convert.errors import NonFiniteError, NoSpaceError
+
+_TOKENIZER_CONFIG = "tokenizer_config.json"
+
+
+@contextmanager
+def open_rewritten(
+    source: str | Path,
+    out: Path,
+    groups: int | Sequence[int],
+    options: ConversionOptions,
+    check: Callable[[Checkpoint], Any],
+    on_note: Callable[[str], None],
+) -> Iterator[tuple[Checkpoint, Checkpoint]]:
+    """Open a source as a local folder: as the user named it, and in the form in which it is converted, which is the same
+    unless it is rewritten, in a hidden folder beside `out` that goes at the end.
+
+    Args:
+        source: a folder or a Hub id.
+        out: a folder on the disk that has room.
+        groups: K/V heads per layer in the result.
+        options: of the conversion.
+        check: called with the headers of what will be converted before anything is downloaded or written; an exception
+            prevents it.
+        on_note: called with sentences on what is rewritten and what differs.
+    """
+
+    def check_remote(remote: Checkpoint) -> None:
+        planned = plan_rewriting(remote, groups, native=options.native)
+        check(remote if planned is None else planned.headers)
+
+    original = open_local(source, options.revision, check_remote, quantised=True)
+    rewriting = plan_rewriting(original, groups, native=options.native)
+    if rewriting is None:
+        yield original, original
+        return
+    check(rewriting.headers)
+    for note in rewriting.notes:
+        on_note(note)
+    on_note(f"the rewritten source is in a folder beside {out}, which is deleted afterwards")
+    sweep(Path(os.path.realpath(out)).parent)
+    with StagedFolder(out) as scratch:
+        yield original, write_rewritten(rewriting, scratch.path / "source")
+
+
+def write_rewritten(
+    rewriting: Rewriting, folder: Path, progress: Callable[[int], None] = lambda nbytes: None
+) -> Checkpoint:
+    """Write a rewritten source into a new folder. One of its tensors is in memory at a time.
+
+    Args:
+        rewriting: of a source on this machine.
+        folder: where to write.
+        progress: called with the bytes of each tensor.
+
+    Returns:
+        The checkpoint in the folder, under the name of the source.
+
+    Raises:
+        NonFiniteError: a tensor that is computed holds NaN or Inf.
+        NoSpaceError: the disk cannot hold the result.
+        CorruptCheckpointError: a file of the source changed meanwhile.
+    """
+    source, headers = rewriting.source, rewriting.headers
+    folder.mkdir(parents=True)
+    needed, free = sum(shard.size for shard in headers.shards), shutil.disk_usage(folder).free
+    if needed > free:
+        raise NoSpaceError(
+            f"the rewritten source needs {needed:,} bytes beside the result, and the disk of {folder.parent.parent} has "
+            f"{free:,} free: make room, or name a folder on another disk"
+        )
+    with ExitStack() as stack:
+        reader = _Reader(source, SourceFiles(source, folder, stack))
+        numbers = [number for number in range(len(source.shards)) if rewriting.tensors_of(number)]
+        for number, shard in zip(numbers, headers.shards, strict=True):
+            tensors = rewriting.tensors_of(number)
+            described = [(tensor.name, tensor.dtype, tensor.shape, tensor.nbytes) for tensor in tensors]
+            with (folder / shard.file).open("wb") as file:
+                file.write(build_header(described, shard.header.metadata))
+                for tensor in tensors:
+                    file.write(reader.compute(tensor))
+                    progress(tensor.nbytes)
+        reader.files.check_unchanged()
+    _write_sidecar_files(rewriting, headers, folder)
+    written = open_checkpoint(folder)
+    return replace(
+        written,
+        source_id=source.source_id,
+        revision=source.revision,
+        left_behind=source.left_behind,
+        links_out=source.links_out,
+        result_dtypes=rewriting.result_dtypes,
+    )
+
+
+class _Reader:
+    """Reads whole tensors of a source, and computes those of a rewriting from them."""
+
+    def __init__(self, source: Checkpoint, files: SourceFiles) -> None:
+        self.files = files
+        self._entries = {name: (number, entry) for number, name, entry in source.tensors()}
+
+    def compute(self, tensor: RewrittenTensor) -> memoryview:
+        """The bytes of a tensor."""
+        if tensor.compute is None:
+            return self._bytes(tensor.sources[0]).data
+        array: Array = tensor.compute(*map(self._array, tensor.sources))
+        assert (array.dtype, array.shape) == (STORED[tensor.dtype], tensor.shape), tensor.name
+        if not np.isfinite(array).all():
+            raise NonFiniteError(
+                f"tensor {tensor.sources[0]} holds NaN or Inf, or {tensor.name} would: repair the checkpoint first"
+            )
+        return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+
+    def _bytes(self, name: str) -> Array:
+        number, entry = self._entries[name]
+        found = np.empty(entry.nbytes, np.uint8)
+        self.files[number].read_into(found.data, entry.start)
+        return found
+
+    def _array(self, name: str) -> Array:
+        entry = self._entries[name][1]
+        return self._bytes(name).view(STORED[entry.dtype]).reshape(entry.shape)
+
+
+def _write_sidecar_files(rewriting: Rewriting, headers: Checkpoint, folder: Path) -> None:
+    source = rewriting.source.folder
+    assert source is not None
+    for name in rewriting.carried:
+        target = folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source / name, target)
+    _complete_tokenizer(rewriting, folder)
+    write_json(folder / CONFIG, rewriting.config)
+    if [shard.file for shard in headers.shards] != [formats.SAFETENSORS_SINGLE]:
+        weight_map = {name: shard.file for shard in headers.shards for name in shard.header.tensors}
+        index = {"metadata": headers.index_metadata or {}, "weight_map": dict(sorted(weight_map.items()))}
+        write_json(folder / formats.SAFETENSORS_INDEX, index)
+
+
+def _complete_tokenizer(rewriting: Rewriting, folder: Path) -> None:
+    """Write the defaults of the source's tokenizer class into its config, where the new class lacks them."""
+    path = folder / _TOKENIZER_CONFIG
+    if not rewriting.special_tokens or not (path.is_file() or (folder / "tokenizer.json").is_file()):
+        return
+    stated = json.loads(path.read_bytes()) if path.is_file() else {}
+    named = stated.get("tokenizer_class") or rewriting.config.get("tokenizer_class")
+    if str(named).startswith("GPT2Tokenizer"):
+        missing = {key: value for key, value in rewriting.special_tokens.items() if key not in stated}
+        write_json(path, stated | missing)

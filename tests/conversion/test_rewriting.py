@@ -1,0 +1,603 @@
+"""Sources that are rewritten before they are converted compute what they computed: GPT-NeoX, GPT-J, CodeGen and GPT-2
+against their own classes, types that load by their own code against forward passes that are written down in
+tests/helpers/remote_types.py, and quantised weights against their formulas.
+
+The tests of verify hold more: half precision, names and buffers of older releases, tokenizers, and every tensor of a
+result.
+"""
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModel, AutoModelForCausalLM, FalconConfig, FalconForCausalLM
+
+from gqa_convert import convert_checkpoint, verify_checkpoint
+from gqa_convert.checkpoint import quantised
+from gqa_convert.checkpoint.source import Checkpoint, Shard, open_checkpoint
+from gqa_convert.conversion.options import ConversionOptions
+from gqa_convert.conversion.plan import make_plan
+from gqa_convert.conversion.rewriting.decoders import DECODERS, partial_factor
+from gqa_convert.conversion.rewriting.planning import plan_rewriting
+from gqa_convert.conversion.rewriting.remote_code import REMOTE_CODE
+from gqa_convert.conversion.rewriting.writing import write_rewritten
+from gqa_convert.errors import (
+    ConfigError,
+    NonFiniteError,
+    OptionError,
+    RemoteCodeError,
+    UnsupportedFamilyError,
+    UnsupportedFormatError,
+)
+from gqa_convert.families.table import FAMILIES, REFUSALS, RESTATED, find_family
+from tests.helpers import elsewhere, native
+from tests.helpers.checkpoints import digests, read_weights
+from tests.helpers.command_line import run
+from tests.helpers.folding_cases import Case, pool
+from tests.helpers.native import distance
+from tests.helpers.own_files import SIZES, make_source, make_source_model
+from tests.helpers.remote_types import REFERENCES, VOCABULARY, Reference
+from tests.helpers.tiny import HEADS, make_config, make_model, randomise
+from tests.helpers.verification import failed
+
+WIDTH, HIDDEN = 8, 96
+IDS = torch.randint(0, VOCABULARY, (23,), generator=torch.Generator().manual_seed(0))
+MEAN, STOCK = ConversionOptions(method="mean"), ConversionOptions(method="mean", native=True)
+FOLDED = 5e-5
+"""How far logits may lie apart where norms are folded into projections, as a share of their spread."""
+
+
+def rewritten(source: Path, folder: Path, **options: Any) -> Checkpoint:
+    """The rewritten source, whose files are those that the plan has announced."""
+    rewriting = plan_rewriting(open_checkpoint(source, quantised=True), **options)
+    assert rewriting is not None
+    written, announced = write_rewritten(rewriting, folder), rewriting.headers
+    described: Callable[[Shard], Any] = lambda shard: (shard.file, shard.size, shard.header)  # noqa: E731
+    assert list(map(described, written.shards)) == list(map(described, announced.shards))
+    assert (written.config, written.carried) == (announced.config, announced.carried)
+    return written
+
+
+def _rope(part: float, /, **scaling: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": part} | scaling}
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0, 1.5, 2, 3], "long_factor": [2.0, 3, 4, 5]}
+ORIGINAL = {"original_max_position_embeddings": 16}
+SERIAL = {"use_parallel_residual": False}
+DYNAMIC = _rope(0.5, rope_type="dynamic", factor=3.0) | {"max_position_embeddings": 4}
+SCALED = {"scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": True, "tie_word_embeddings": False}
+
+CASES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "neox": ("gpt_neox", {"layer_norm_eps": 1e-3}, "phi"),
+    "neox, no attention bias": ("gpt_neox", {"attention_bias": False} | _rope(0.5), "phi"),
+    "neox, tied": ("gpt_neox", {"tie_word_embeddings": True, "hidden_act": "gelu_new"} | _rope(1.0), "phi"),
+    "neox, linear": ("gpt_neox", _rope(0.5, rope_type="linear", factor=3.0), "phi"),
+    "neox, dynamic": ("gpt_neox", DYNAMIC, "phi"),
+    "neox, yarn": ("gpt_neox", _rope(0.5, **YARN), "phi"),
+    "neox, llama3": ("gpt_neox", _rope(0.5, **LLAMA3, **ORIGINAL), "phi"),
+    "neox, longrope": ("gpt_neox", _rope(1.0, **LONGROPE, **ORIGINAL), "phi"),
+    "serial": ("gpt_neox", SERIAL | _rope(1.0), "starcoder2"),
+    "serial, tied, no bias": (
+        "gpt_neox",
+        SERIAL | {"tie_word_embeddings": True, "attention_bias": False} | _rope(1.0, **YARN),
+        "starcoder2",
+    ),
+    "gptj": ("gptj", {"layer_norm_epsilon": 1e-3}, "phi"),
+    "gptj, all rows, tied": ("gptj", {"rotary_dim": WIDTH, "n_inner": None, "tie_word_embeddings": True}, "phi"),
+    "codegen": ("codegen", {}, "phi"),
+    "codegen, relu": ("codegen", {"rotary_dim": WIDTH, "activation_function": "relu", "n_inner": None}, "phi"),
+    "gpt2": ("gpt2", {}, "gpt_bigcode"),
+    "gpt2, scaled": ("gpt2", SCALED, "gpt_bigcode"),
+    "gpt2, unscaled": (
+        "gpt2",
+        {"scale_attn_weights": False, "n_inner": None, "activation_function": "gelu"},
+        "gpt_bigcode",
+    ),
+}
+"""Source type, config values, and the type of the result."""
+
+
+def build(name: str) -> Case:
+    model_type, changes, _ = CASES[name]
+    return Case(model_type, make_source_model(model_type, **copy.deepcopy(changes)), HEADS)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_decoders(name: str, tmp_path: Path) -> None:
+    """With all heads and with merged ones, which replace those of the source's own class in the reference."""
+    case = build(name)
+    source, out, groups = case.save(tmp_path / "source"), tmp_path / "out", 1 if case.model_type == "gpt2" else 3
+    written = rewritten(source, tmp_path / "rewritten", groups=groups)
+    unmerged = case.logits()
+    assert written.config["model_type"] == CASES[name][2]
+    assert distance(case.logits(native.load(tmp_path / "rewritten")), unmerged) < FOLDED
+    converted = convert_checkpoint(source, out, groups, STOCK)
+    assert converted.plan.parameters_after == sum(array.size for array in read_weights(out).values())
+    pool(case, groups)
+    result = native.load(out)
+    assert result.config.model_type == CASES[name][2]
+    assert distance(case.logits(result), case.logits()) < FOLDED
+    assert distance(unmerged, case.logits()) > 0.01
+    assert elsewhere.generated(result) == elsewhere.generated(case.model)
+    cache = result(input_ids=elsewhere.PADDED).past_key_values
+    assert all(layer.keys.shape[-3] == groups for layer in cache.layers)
+    changed = {change.name for change in converted.plan.changes if change.before != change.after}
+    assert set(converted.merge_error) == changed
+    filled = {name for name, error in converted.merge_error.items() if error == 0}
+    assert all(name.endswith(".bias") for name in filled), "zeros, where the source has no bias"
+    assert all(0.1 < error < 1 for name, error in converted.merge_error.items() if name not in filled)
+    record = json.loads((out / "gqa_conversion.json").read_text())
+    assert (record["source"]["id"], record["source"]["model_type"]) == (str(source), case.model_type)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "rewritten", "source"]
+
+
+def test_the_route_is_chosen(tmp_path: Path) -> None:
+    neox, gpt2 = (open_checkpoint(build(name).save(tmp_path / name)) for name in ("neox", "gpt2"))
+    assert plan_rewriting(neox, 3) is not None
+    assert plan_rewriting(neox, HEADS, native=True) is not None
+    assert plan_rewriting(gpt2, 1) is not None
+    for checkpoint, groups, chosen in ((neox, 3, False), (neox, HEADS, None), (neox, [3, 12], None), (gpt2, 3, None)):
+        assert plan_rewriting(checkpoint, groups, native=chosen) is None
+    with pytest.raises(OptionError, match="no stock class computes the same as this gpt2: gpt_bigcode, which is GPT-2"):
+        plan_rewriting(gpt2, 3, native=True)
+
+
+@pytest.mark.parametrize("name", ["neox", "gptj", "codegen", "gpt2"])
+def test_a_model_without_its_head(name: str, tmp_path: Path) -> None:
+    case = build(name)
+    case.model = case.model.base_model
+    source = case.save(tmp_path / "source")
+    assert not any(key.startswith(case.model.base_model_prefix) for key in load_file(source / "model.safetensors"))
+    convert_checkpoint(source, tmp_path / "out", 1, STOCK)
+    result = AutoModel.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+    pool(case, 1)
+    with torch.no_grad():
+        found, expected = (model(elsewhere.PADDED).last_hidden_state for model in (result, case.model))
+    assert distance(found, expected) < FOLDED
+
+
+def test_half_precision_is_rounded_once(tmp_path: Path) -> None:
+    source = make_source("gpt_neox", tmp_path / "source", dtype=torch.bfloat16)
+    convert_checkpoint(source, tmp_path / "out", 3, STOCK)
+    old, new = (
+        {name: tensor.float().numpy() for name, tensor in load_file(folder / "model.safetensors").items()}
+        for folder in (source, tmp_path / "out")
+    )
+    layer = "gpt_neox.layers.1."
+    fused = old[f"{layer}attention.query_key_value.weight"].reshape(3, 4, 3, WIDTH, HIDDEN)
+    gain, beta = (old[f"{layer}input_layernorm.{kind}"] for kind in ("weight", "bias"))
+    mean = fused.astype(np.float64).mean(1)
+    key = (mean[:, 1].reshape(-1, HIDDEN) * gain).astype(ml_dtypes.bfloat16).astype(np.float32)
+    np.testing.assert_array_equal(new["model.layers.1.self_attn.k_proj.weight"], key)
+    bias = old[f"{layer}attention.query_key_value.bias"].reshape(3, 4, 3, WIDTH).mean(1)[:, 2].reshape(-1)
+    bias = bias + mean[:, 2].reshape(-1, HIDDEN) @ beta
+    np.testing.assert_allclose(new["model.layers.1.self_attn.v_proj.bias"], bias, rtol=2**-8, atol=1e-6)
+    inner = old[f"{layer}mlp.dense_h_to_4h.weight"] * old[f"{layer}post_attention_layernorm.weight"]
+    rounded = inner.astype(ml_dtypes.bfloat16).astype(np.float32)
+    np.testing.assert_array_equal(new["model.layers.1.mlp.fc1.weight"], rounded)
+
+
+def with_config(name: str, **fields: Any) -> dict[str, Any]:
+    model_type, changes, _ = CASES[name]
+    return {"model_type": model_type} | SIZES[model_type] | changes | fields
+
+
+def planned(config: dict[str, Any], groups: int, native: bool | None = True) -> Any:
+    """The rewriting of a source without tensors, which every config here is refused before."""
+    checkpoint = Checkpoint("here", None, None, config, "safetensors", (), None, (), (), {})
+    return plan_rewriting(checkpoint, groups, native=native)
+
+
+@pytest.mark.parametrize(
+    ("config", "groups", "reason"),
+    [
+        (with_config("gpt2"), 3, "either one K/V head"),
+        (with_config("gpt2", add_cross_attention=True), 1, "cross-attention"),
+        (with_config("neox", use_parallel_residual=False), 3, "2 rotary dimensions of 8"),
+        (with_config("neox", rope_scaling={"type": "ntk", "factor": 2.0}), 3, "'ntk'"),
+        (with_config("neox", rotary_pct=0.4), 3, "no pairs"),
+        (with_config("neox", rotary_pct=1.5), 3, "makes no sense"),
+        (with_config("neox", rope_parameters={"full": {"rope_theta": 1.0}}), 3, "differ between layers"),
+        (with_config("neox", auto_map={"AutoModel": "x.Y"}), 3, "contains modelling code"),
+        (with_config("neox", architectures=["GPTNeoXForTokenClassification"]), 3, "GPTNeoXForTokenClassification"),
+        (with_config("neox", pad_token_id=64), 3, "padding token"),
+        (with_config("gptj", rotary_dim=None), 3, "rotary_dim = None"),
+        (with_config("gptj", rotary_dim=18), 3, "rotary_dim = 18"),
+        ({"model_type": "bloom"}, 3, "bloom"),
+    ],
+)
+def test_no_stock_class(config: dict[str, Any], groups: int, reason: str) -> None:
+    with pytest.raises(OptionError, match=reason):
+        planned(config, groups)
+    assert planned(config, groups, None) is None
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (with_config("neox", num_attention_heads=11), "11 heads, which do not divide"),
+        (with_config("neox", hidden_size="96"), "hidden_size = '96'"),
+        (with_config("codegen", n_head=6), "multiple of 4"),
+    ],
+)
+def test_impossible_configs(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        planned(config, 3)
+
+
+def test_rotary_factor_survives_rounding() -> None:
+    """Clients compute int(width * factor): 29 rows of 100 must not become 28."""
+    for width in range(2, 260, 2):
+        for rotated in range(2, width + 1, 2):
+            factor = partial_factor(rotated, width)
+            assert int(width * factor) == rotated
+            assert factor <= 1
+
+
+KEY = "gpt_neox.layers.1.attention.query_key_value.weight"
+GAIN = "gpt_neox.layers.1.input_layernorm.weight"
+NAN = torch.ones(288, HIDDEN).index_fill(0, torch.tensor([WIDTH]), torch.nan)
+LARGE = {GAIN: torch.full((HIDDEN,), 6e4).half(), KEY: torch.full((288, HIDDEN), 2.0).half()}
+
+
+@pytest.mark.parametrize(
+    ("changed", "missing", "error", "message"),
+    [
+        ({"gpt_neox.layers.3.attention.dense.weight": NAN}, "", ConfigError, "does not belong to a gpt_neox"),
+        ({}, KEY.replace("weight", "bias"), ConfigError, "is missing"),
+        ({}, "embed_out.weight", ConfigError, "embed_out.weight"),
+        ({}, "gpt_neox.embed_in.weight", ConfigError, "gpt_neox.embed_in.weight"),
+        ({KEY: NAN}, "", NonFiniteError, "holds NaN or Inf"),
+        (LARGE, "", NonFiniteError, "too large for F16"),
+        ({KEY: torch.ones(287, HIDDEN)}, "", ConfigError, "has shape"),
+        ({GAIN: torch.ones(HIDDEN + 1)}, "", ConfigError, "has shape"),
+        ({KEY: torch.ones(288, HIDDEN, dtype=torch.int32)}, "", UnsupportedFormatError, "has type I32"),
+    ],
+)
+def test_damaged_sources(
+    changed: dict[str, Tensor], missing: str, error: type[Exception], message: str, tmp_path: Path
+) -> None:
+    source = build("neox").save(tmp_path / "source")
+    tensors = load_file(source / "model.safetensors") | changed
+    tensors.pop(missing, None)
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    with pytest.raises(error, match=message):
+        convert_checkpoint(source, tmp_path / "out", 3, STOCK)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+# Types that load by their own code
+# ---------------------------------------------------------------------------------------------------
+
+
+def save(case: str, folder: Path, **config: Any) -> tuple[Reference, Path]:
+    reference = REFERENCES[case]()
+    source = reference.save(folder, **config)
+    if case == "baichuan, second version":
+        code = "class NormHead(nn.Module): ...\nraise SystemExit('must not run')\n"
+        (source / "modeling_baichuan.py").write_text(code)
+    return reference, source
+
+
+def logits(folder: Path) -> Tensor:
+    model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    with torch.no_grad():
+        return model.eval()(IDS[None]).logits[0]
+
+
+@pytest.mark.parametrize("case", REFERENCES)
+def test_types_with_their_own_code(case: str, tmp_path: Path) -> None:
+    reference, source = save(case, tmp_path / "source")
+    written = rewritten(source, tmp_path / "stock")
+    wanted = reference(IDS)
+    error = (logits(tmp_path / "stock").double() - wanted).norm() / wanted.norm()
+    assert error < 1e-5, f"{case}: {error:.2e}"
+    assert written.config["model_type"] == RESTATED[reference.config["model_type"]]
+    assert not any(key.startswith(("AutoConfig", "AutoModel")) for key in written.config.get("auto_map", {}))
+
+
+@pytest.mark.parametrize("case", ["internlm2", "baichuan, second version", "qwen", "minicpm"])
+def test_they_are_converted_and_verified(case: str, tmp_path: Path) -> None:
+    _, source = save(case, tmp_path / "source")
+    convert_checkpoint(source, tmp_path / "out", 2 if case == "internlm2" else 3, MEAN)
+    assert failed(verify_checkpoint(tmp_path / "out", source)) == {}
+
+
+def test_tokenizer_code_stays_and_modelling_code_goes(tmp_path: Path) -> None:
+    source = REFERENCES["qwen"]().save(tmp_path / "source")
+    for name in ("modeling_qwen.py", "configuration_qwen.py", "tokenization_qwen.py", "qwen.tiktoken"):
+        (source / name).write_text("raise SystemExit('must not run')\n")
+    written = rewritten(source, tmp_path / "stock")
+    assert set(written.carried) == {"tokenization_qwen.py", "qwen.tiktoken"}
+    assert written.config["auto_map"] == {"AutoTokenizer": ["tokenization_qwen.T", None]}
+
+
+FALCONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "RefinedWeb": (
+        {"new_decoder_architecture": True, "num_kv_heads": 4},
+        {"n_head_kv": 4, "alibi": False, "parallel_attn": True},
+    ),
+    "RefinedWebModel": ({"multi_query": True}, {"multi_query": True, "parallel_attn": True}),
+    "RefinedWebModel, ALiBi": (
+        {"multi_query": False, "alibi": True, "bias": True, "parallel_attn": False},
+        {"multi_query": False, "alibi": True, "bias": True, "parallel_attn": False},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FALCONS)
+def test_the_first_falcons(name: str, tmp_path: Path) -> None:
+    shape, old = FALCONS[name]
+    sizes = {"hidden_size": 96, "num_attention_heads": 12, "num_hidden_layers": 2, "vocab_size": VOCABULARY}
+    torch.manual_seed(0)
+    model = FalconForCausalLM(FalconConfig(**sizes, **shape)).eval()
+    randomise(model)
+    model.save_pretrained(tmp_path / "source")
+    with torch.no_grad():
+        wanted = model(IDS[None]).logits[0]
+    stated = {
+        "model_type": name.split(",")[0],
+        "architectures": ["RWForCausalLM"],
+        "n_head": 12,
+        "n_layer": 2,
+        "hidden_size": 96,
+        "vocab_size": VOCABULARY,
+        "layer_norm_epsilon": 1e-5,
+        "apply_residual_connection_post_layernorm": False,
+        "torch_dtype": "float32",
+    }
+    (tmp_path / "source" / "config.json").write_text(json.dumps(stated | old))
+    written = rewritten(tmp_path / "source", tmp_path / "stock")
+    assert torch.equal(logits(tmp_path / "stock"), wanted)
+    if name == "RefinedWeb":
+        assert make_plan(written, 2).source_kv_heads == 4
+
+
+def test_torch_files_are_read_too(tmp_path: Path) -> None:
+    reference, source = save("baichuan", tmp_path / "source")
+    (source / "model.safetensors").unlink()
+    torch.save(reference.tensors, source / "pytorch_model.bin")
+    rewritten(source, tmp_path / "stock")
+    wanted = reference(IDS)
+    assert (logits(tmp_path / "stock").double() - wanted).norm() < 1e-5 * wanted.norm()
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "Baichuan 13B": ("baichuan", {"max_position_embeddings": None}, "ALiBi"),
+    "InternLM2, another scaling": ("internlm2", {"rope_scaling": {"type": "longrope", "factor": 2.0}}, "rope_scaling"),
+    "InternLM2, a reward model": (
+        "internlm2",
+        {"architectures": ["InternLM2ForRewardModel"]},
+        "InternLM2ForRewardModel",
+    ),
+    "MiniCPM with experts": ("minicpm", {"num_experts": 8}, "experts"),
+    "MiniCPM, sparse": ("minicpm", {"sparse_config": {"topk": 4}}, "sparse"),
+    "MiniCPM, no counts": ("minicpm", {"num_hidden_layers": None}, "num_hidden_layers"),
+    "open_llama, stable embedding": ("open_llama", {"use_stable_embedding": True}, "use_stable_embedding"),
+    "open_llama, by default": ("open_llama", {"use_stable_embedding": None}, "use_stable_embedding"),
+    "Qwen, other biases": ("qwen", {"no_bias": False}, "no_bias"),
+    "Qwen, other widths": ("qwen", {"kv_channels": 16}, "kv_channels"),
+    "StableLM, parallel": ("stablelm_epoch", {"use_parallel_residual": True}, "use_parallel_residual"),
+    "a K/V-head count that nothing reads": ("baichuan", {"num_key_value_heads": 3}, "num_key_value_heads"),
+    "InternLM, unknown positions": ("internlm", {"rotary": {"base": 1e4, "type": "yarn"}}, "rotary"),
+    "fewer layers": ("internlm2", {"num_hidden_layers": 1}, "model.layers.1"),
+    "more layers": ("Yi", {"num_hidden_layers": 3}, "model.layers.2"),
+    "other heads": ("phi-msft", {"n_head_kv": 6}, "Wqkv"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_no_stock_class_computes_is_refused_and_leaves_nothing(name: str, tmp_path: Path) -> None:
+    case, config, word = REFUSED[name]
+    source = REFERENCES[case]().save(tmp_path / "source", **config)
+    before = digests(tmp_path)
+    with pytest.raises((UnsupportedFamilyError, ConfigError), match=word):
+        convert_checkpoint(source, tmp_path / "out", 3, MEAN)
+    assert digests(tmp_path) == before
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+@pytest.mark.parametrize("change", ["missing", "strange"])
+def test_a_tensor_that_is_missing_or_strange(change: str, tmp_path: Path) -> None:
+    reference = REFERENCES["internlm2"]()
+    if change == "missing":
+        del reference.tensors["model.layers.1.feed_forward.w3.weight"]
+    else:
+        reference.tensors["vit.weight"] = torch.zeros(2)
+    checkpoint = open_checkpoint(reference.save(tmp_path / "source"))
+    with pytest.raises(ConfigError, match="w3.weight is missing" if change == "missing" else "vit.weight"):
+        plan_rewriting(checkpoint)
+
+
+@pytest.mark.parametrize("model_type", RESTATED)
+def test_other_commands_say_what_to_do(model_type: str) -> None:
+    with pytest.raises(RemoteCodeError, match=rf"gqa-convert convert SOURCE PLAIN.*{RESTATED[model_type]}"):
+        find_family(model_type)
+
+
+def test_the_tables_agree() -> None:
+    assert REMOTE_CODE.keys() == RESTATED.keys()
+    assert set(RESTATED.values()) <= set(FAMILIES)
+    assert not set(RESTATED) & (set(FAMILIES) | set(REFUSALS))
+    for form in DECODERS:
+        family = FAMILIES[form.model_type]
+        assert form.fused_layout == (family.fused_layout if family.fused else None)
+        assert form.interleaved == (family.rotary == "interleaved")
+        assert form.transposed == family.transposed
+
+
+def test_the_commands_rewrite_a_source_and_leave_nothing_beside_the_result(tmp_path: Path) -> None:
+    source = REFERENCES["qwen"]().save(tmp_path / "source")
+    out = tmp_path / "out"
+    dry = run("convert", source, "--groups", 3, "--dry-run", "--json")
+    assert (dry.returncode, json.loads(dry.stdout)["model_type"]) == (0, "qwen2"), dry.stderr
+    made = run("convert", source, out, "--groups", 3, "-m", "mean", "--json")
+    assert made.returncode == 0, made.stderr
+    assert "note: the same up to 48 tokens" in made.stderr
+    assert "a qwen, is rewritten as a qwen2" in made.stderr
+    summary = json.loads(made.stdout)
+    assert (summary["source"], summary["model_type"], summary["groups"]) == (str(source), "qwen2", 3)
+    verified = run("verify", out, "--source", source, "--json")
+    assert verified.returncode == 0, verified.stdout
+    assert json.loads(verified.stdout)["source"] == str(source)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("mine")
+    for name, groups, words in (("mine", 3, "thesis.tex"), ("new", 5, "--groups 5"), ("source", 3, "exists already")):
+        refused = run("convert", source, tmp_path / name, "--groups", groups, "--overwrite", "-q")
+        assert (refused.returncode, refused.stdout) == (2, "")
+        assert words in refused.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "out", "source"]
+
+
+# Quantised weights
+# ---------------------------------------------------------------------------------------------------
+
+BLOCK = 32
+FP8 = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]}
+
+
+def fp8_blocks(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """A matrix in FP8 and its scales, one for each block, as DeepSeek and Qwen store them."""
+    rows, columns = matrix.shape
+    down, across = -(-rows // BLOCK), -(-columns // BLOCK)
+    padded = torch.zeros(down * BLOCK, across * BLOCK)
+    padded[:rows, :columns] = matrix
+    blocks = padded.view(down, BLOCK, across, BLOCK)
+    scale = blocks.abs().amax((1, 3)) / 448
+    stored = (blocks / scale[:, None, :, None]).reshape(padded.shape)[:rows, :columns]
+    return stored.to(torch.float8_e4m3fn).contiguous(), scale
+
+
+@pytest.fixture
+def fp8(tmp_path: Path) -> Path:
+    """A Qwen3 in FP8 with scales per block, as Qwen/Qwen3-8B-FP8 is, and one tensor in float32."""
+    folder = tmp_path / "source"
+    make_model(make_config("qwen3", head_dim=8)).save_pretrained(folder)
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        if "_proj.weight" in name:
+            tensors[name], tensors[f"{name}_scale_inv"] = fp8_blocks(tensor)
+        else:
+            tensors[name] = tensor if name == "model.norm.weight" else tensor.bfloat16()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    described = {"quantization_config": FP8, "torch_dtype": "bfloat16", "own_key": 1}
+    (folder / "config.json").write_text(json.dumps(config | described))
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    return folder
+
+
+def test_scales_per_block(fp8: Path, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedFormatError, match="gqa-convert convert"):
+        open_checkpoint(fp8)
+    plain = rewritten(fp8, tmp_path / "plain")
+    assert "quantization_config" not in plain.config
+    assert (plain.config["own_key"], plain.config["torch_dtype"]) == (1, "bfloat16")
+    assert (tmp_path / "plain" / "chat_template.jinja").read_text() == "{{ messages }}"
+    stored, found = load_file(fp8 / "model.safetensors"), load_file(tmp_path / "plain" / "model.safetensors")
+    assert found.keys() == {name for name in stored if not name.endswith("_scale_inv")}
+    for name, tensor in found.items():
+        if (scale := stored.get(f"{name}_scale_inv")) is None:
+            assert torch.equal(tensor, stored[name])
+            assert tensor.dtype == stored[name].dtype
+            continue
+        each = scale.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)[: tensor.shape[0], : tensor.shape[1]]
+        assert torch.equal(tensor, (stored[name].float() * each).bfloat16()), name
+    convert_checkpoint(fp8, tmp_path / "out", 3, MEAN)
+    for source in (fp8, tmp_path / "plain"):
+        checks = failed(verify_checkpoint(tmp_path / "out", source, logits=source == fp8))
+        assert checks.keys() <= ({"provenance"} if source != fp8 else set()), checks
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "plain", "source"]
+
+
+@pytest.mark.parametrize("problem", ["no scales", "other blocks", "no size of a block"])
+def test_scales_that_do_not_belong_to_the_config(fp8: Path, problem: str) -> None:
+    tensors = load_file(fp8 / "model.safetensors")
+    name = "model.layers.0.self_attn.q_proj.weight_scale_inv"
+    config = json.loads((fp8 / "config.json").read_text())
+    if problem == "no scales":
+        del tensors[name]
+    elif problem == "other blocks":
+        tensors[name] = torch.ones(2, 2)
+    else:
+        del config["quantization_config"]["weight_block_size"]
+    save_file(tensors, fp8 / "model.safetensors", {"format": "pt"})
+    (fp8 / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedFormatError, match="cannot be dequantised"):
+        plan_rewriting(open_checkpoint(fp8, quantised=True))
+
+
+def test_mxfp4(tmp_path: Path) -> None:
+    """Two numbers of four bits in a byte, and one power of two for each 32 numbers, as openai/gpt-oss-20b has them."""
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    values = torch.cat([values, -values])
+    source, expected = tmp_path / "source", {}
+    make_model(make_config("gpt_oss", intermediate_size=64)).bfloat16().save_pretrained(source)
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in load_file(source / "model.safetensors").items():
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            tensors[name] = tensor
+            continue
+        experts, inputs, outputs = tensor.shape
+        blocks = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
+        scales = torch.randint(118, 124, (experts, outputs, inputs // 32), dtype=torch.uint8)
+        tensors[f"{name}_blocks"], tensors[f"{name}_scales"] = blocks, scales
+        pairs = torch.stack([values[(blocks & 15).long()], values[(blocks >> 4).long()]], -1).flatten(-2)
+        scaled = pairs * torch.exp2(scales.float() - 127)[..., None]
+        expected[name] = scaled.reshape(experts, outputs, inputs).transpose(1, 2)
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
+    rewritten(source, tmp_path / "plain")
+    found = load_file(tmp_path / "plain" / "model.safetensors")
+    assert len(expected) == 4
+    for name, tensor in expected.items():
+        assert torch.equal(found[name].float(), tensor), name
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "generation_config.json"])
+def test_links_that_lead_out_are_left_out(fp8: Path, tmp_path: Path, name: str) -> None:
+    (tmp_path / "key").write_text('{"key": 1}')
+    (fp8 / name).unlink(missing_ok=True)
+    (fp8 / name).symlink_to(tmp_path / "key")
+    written = rewritten(fp8, tmp_path / "plain")
+    assert written.links_out == (name,)
+    assert not (tmp_path / "plain" / name).exists()
+
+
+@pytest.mark.parametrize(
+    ("config", "method"),
+    [
+        ({"quantization_config": {"quant_method": "gptq"}}, "gptq"),
+        ({"text_config": {"quantization_config": FP8}}, "fp8"),
+        ({"quantization_config": {"load_in_4bit": True, "load_in_8bit": False}}, "bitsandbytes"),
+        ({"quantization": {"bits": 4, "group_size": 64}}, "mlx"),
+        ({"quantization_config": None, "quantization": "none"}, None),
+    ],
+)
+def test_the_method_in_a_config(config: dict[str, Any], method: str | None) -> None:
+    assert quantised.quantisation_method(config) == method
+
+
+def test_unit_rows_of_half_precision_are_rounded_once(tmp_path: Path) -> None:
+    reference = REFERENCES["baichuan, second version"]()
+    reference.tensors = {name: tensor.bfloat16() for name, tensor in reference.tensors.items()}
+    source = reference.save(tmp_path / "source")
+    (source / "modeling_baichuan.py").write_text("class NormHead(nn.Module): ...")
+    rewritten(source, tmp_path / "stock")
+    head = reference.tensors["lm_head.weight"].double()
+    found = load_file(tmp_path / "stock" / "model.safetensors")["lm_head.weight"]
+    assert torch.equal(found, (head / head.norm(dim=1, keepdim=True)).bfloat16())
