@@ -12,6 +12,7 @@ import struct
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 from gqa_convert.errors import CorruptCheckpointError
 
@@ -162,10 +163,12 @@ class WrittenFile:
             self._flush()
 
     def _flush(self) -> None:
-        """Write the buffer, which holds whole blocks."""
-        self._write_at(self._buffer[: self._filled], self._at)
-        self._at += self._filled
-        self._filled = 0
+        """Have a thread write the buffer, which holds whole blocks, and begin another one."""
+        if self._filled:
+            self._submit(self._write_at, self._buffer[: self._filled], self._at)
+            self._buffer = memoryview(mmap.mmap(-1, _BUFFER))
+            self._at += self._filled
+            self._filled = 0
 
     def _copy_blocks(self, source: SourceFile, start: int, nbytes: int) -> None:
         if self._share_blocks(source, start, nbytes):
@@ -175,10 +178,13 @@ class WrittenFile:
         pages = source.pages()[start : start + nbytes]
         while pages:
             step, pages = pages[:_STEP], pages[_STEP:]
-            self._waiting.append(self._threads.submit(self._write_pages, source, step, self._at))
-            self._wait_for_all_but(_QUEUED)
+            self._submit(self._write_pages, source, step, self._at)
             self._at += len(step)
             self._progress(len(step))
+
+    def _submit(self, work: Callable[..., None], *arguments: Any) -> None:
+        self._waiting.append(self._threads.submit(work, *arguments))
+        self._wait_for_all_but(_QUEUED)
 
     def _wait_for_all_but(self, count: int) -> None:
         while len(self._waiting) > count:

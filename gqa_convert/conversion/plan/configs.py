@@ -71,7 +71,8 @@ def _composite_config(config: JsonObject, family: Family, groups: int) -> JsonOb
     section = decoder_section(result)
     if section is None:
         return result | legacy
-    result[section] = legacy | result[section]
+    for key, value in legacy.items():
+        result[section].setdefault(key, value)
     return result | legacy_config_keys(result)
 
 
