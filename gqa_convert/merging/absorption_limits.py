@@ -139,7 +139,7 @@ def _order_constraint(finder: AttentionFinder, layer: AttentionLayer) -> str | N
             continue
         tail = name.removeprefix(stem)
         is_known = name in layout.names or _concerns_all_heads(family, tail)
-        if layout.is_norm(name) or not is_known:
+        if name in layout.norm_names or not is_known:
             return f"{tail} belongs to heads by their numbers"
     return None
 

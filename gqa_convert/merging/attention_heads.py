@@ -6,7 +6,7 @@ of a constant input 1.
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -50,6 +50,7 @@ class LayerLayout:
 
     Attributes:
         names: every tensor that a merge may change.
+        norm_names: those of them that hold the gains of norms that count K/V heads.
         output_names: the output projection's weight and its bias, which may be absent.
         projections: the weights and biases that hold heads, and where these lie in their rows.
         transposed: whether weights are stored with columns first (Conv1D).
@@ -61,40 +62,24 @@ class LayerLayout:
         self.transposed = family.transposed
         self.output_names = f"{module}.{family.output}.weight", f"{module}.{family.output}.bias"
         self.projections: dict[str, Sections] = {}
-        self._norms: dict[str, int] = {}
-        """Gains of norms in one tensor, with the rows of a head."""
-        self._norm_lists = list(finder.head_lists(layer))
-        """Gains of norms, a tensor for each head."""
+        self._norms: list[tuple[list[str], int]] = []
+        """Of each norm that counts heads: the names of its gains, one for all heads or one for each, and the rows of a
+        head."""
         for name, sections in finder.sections(layer):
             if sections[0].role == "key_norm":
-                self._norms[name] = sections[0].head_rows
+                self._norms.append(([name], sections[0].head_rows))
             else:
                 self.projections[name] = sections
+        for names in finder.head_lists(layer):
+            self._norms.append((names, finder.entries[names[0]].shape[0]))
         if not family.fused or layer.attention_kind == "cross":
             sections = _query_sections(layer, family.query_outputs)
             for name in (f"{module}.{family.query}.weight", f"{module}.{family.query}.bias"):
                 if name in finder.entries:
                     self.projections[name] = sections
-        self.names = [*self.projections, *self._norms]
-        for names in self._norm_lists:
-            self.names += names
-        self.names += [name for name in self.output_names if name in finder.entries]
-
-    @property
-    def absorbing(self) -> dict[str, Literal["query", "output"]]:
-        """The tensors without K/V heads that absorb maps, each with what it holds."""
-        found: dict[str, Literal["query", "output"]] = {}
-        for name, sections in self.projections.items():
-            if sections[0].role == "query" and not sections[-1].merged:
-                found[name] = "query"
-        for name in self.output_names:
-            if name in self.names:
-                found[name] = "output"
-        return found
-
-    def is_norm(self, name: str) -> bool:
-        """Whether a tensor holds the gains of a norm that counts K/V heads."""
-        return name in self.names and name not in self.projections and name not in self.output_names
+        self.norm_names = [name for names, _ in self._norms for name in names]
+        outputs = [name for name in self.output_names if name in finder.entries]
+        self.names = [*self.projections, *self.norm_names, *outputs]
 
     def split_heads(self, tensors: Tensors, groups: int | None = None) -> Heads:
         """The heads, in float64: keys and values [K, ...] of the source, [N, ...] of a result.
@@ -104,17 +89,14 @@ class LayerLayout:
             groups: N, where the tensors are those of a result; None where they are the source's.
         """
         layer = self.layer
-        weights: dict[str, Array] = {}
-        biases: dict[str, Array] = {}
-        for name, sections in self.projections.items():
+        rows: dict[str, Array] = {}
+        for name, sections in self.projections.items():  # weights before their biases
             array = rows_first(tensors[name], self.transposed)
-            found = weights if array.ndim == 2 else biases
             for section, heads in zip(sections, layouts.split(array, self._sections(name, groups)), strict=True):
-                found[section.role] = heads
-        rows = {}
-        for role, weight in weights.items():
-            bias = biases.get(role, np.zeros(weight.shape[:2]))
-            rows[role] = np.concatenate([weight, bias[:, :, None]], axis=2, dtype=np.float64)
+                if heads.ndim == 3:
+                    rows[section.role] = np.pad(heads.astype(np.float64), ((0, 0), (0, 0), (0, 1)))
+                else:
+                    rows[section.role][:, :, -1] = heads
         weight_name, bias_name = self.output_names
         output = rows_first(tensors[weight_name], self.transposed).astype(np.float64)  # [D, heads * w]
         return Heads(
@@ -162,12 +144,12 @@ class LayerLayout:
     def merge_norms(self, tensors: Tensors, groups: int) -> Tensors:
         """The gains of key norms that count K/V heads, as `merge_heads` returns them."""
         result: Tensors = {}
-        for name, head_rows in self._norms.items():
-            gains = tensors[name].reshape(-1, head_rows, *tensors[name].shape[1:])
-            result[name] = _mean_gains(gains, groups).reshape(-1, *tensors[name].shape[1:])
-        for names in self._norm_lists:
-            gains = np.stack([tensors[name] for name in names if name in tensors])
-            result |= dict(zip(names, _mean_gains(gains, groups), strict=False))
+        for names, head_rows in self._norms:
+            gains = np.concatenate([tensors[name] for name in names if name in tensors])
+            heads = gains.reshape(-1, head_rows, *gains.shape[1:])
+            grouped = heads.astype(np.float64).reshape(min(groups, len(heads)), -1, *heads.shape[1:])
+            merged = repeat_heads(grouped.mean(1), groups).astype(gains.dtype).reshape(-1, *gains.shape[1:])
+            result |= zip(names, np.split(merged, min(groups, len(names))), strict=False)
         return result
 
     def repeated(self, tensors: Tensors, groups: int) -> Tensors:
@@ -206,9 +188,3 @@ def _query_sections(layer: AttentionLayer, outputs: int) -> Sections:
         return (queries,)
     gates = Section("gate", size * (outputs - 1), tuple(start + size for start in starts), merged=False)
     return queries, gates
-
-
-def _mean_gains(gains: Array, groups: int) -> Array:
-    """The mean gains of each group's norms, [N, ...] of [K, ...]; repeated where N exceeds K."""
-    grouped = gains.astype(np.float64).reshape(min(groups, len(gains)), -1, *gains.shape[1:])
-    return repeat_heads(grouped.mean(1), groups).astype(gains.dtype)

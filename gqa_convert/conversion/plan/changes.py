@@ -60,14 +60,18 @@ def _applied_method(
 def projection_changes(
     finder: AttentionFinder, layer: AttentionLayer, method: MergeMethod, limits: "AbsorptionLimits"
 ) -> Iterator[TensorChange]:
-    """The query and output projections of a merged layer into which a method folds maps."""
-    from gqa_convert.merging.attention_heads import LayerLayout  # imports numpy
-
-    constrained = {"query": limits.key_constraint, "output": limits.value_constraint}
-    for name, role in LayerLayout(finder, layer).absorbing.items():
-        if method.trains or not constrained[role]:
-            entry = finder.entries[name]
-            yield TensorChange(name, layer.module, (role,), entry.dtype, entry.shape, entry.shape, method.name)
+    """The query and output projections of a merged layer, which absorb maps."""
+    family = finder.family
+    absorbing: list[tuple[Role, str]] = []
+    if not limits.key_constraint or method.trains:
+        absorbing.append(("query", family.query))
+    if not limits.value_constraint or method.trains:
+        absorbing.append(("output", family.output))
+    for role, projection in absorbing:
+        for name in (f"{layer.module}.{projection}.weight", f"{layer.module}.{projection}.bias"):
+            if name in finder.entries:
+                entry = finder.entries[name]
+                yield TensorChange(name, layer.module, (role,), entry.dtype, entry.shape, entry.shape, method.name)
 
 
 def constraint_notes(limits: Sequence["AbsorptionLimits"], method: MergeMethod) -> Iterator[str]:
