@@ -100,24 +100,22 @@ def test_ready_batches_are_divided() -> None:
             taken.append(number)
             yield {"input_ids": ids(10, number), "pixels": torch.full((2, 3), float(number), dtype=torch.float16)}
 
-    found = ready_calibration(endless(), 45, 15, 3)
+    found = ready_calibration(endless(), 45, held_out=15, fresh=3)
     parts = [found.batches, found.held_out, found.fresh]
     assert [[int(batch["pixels"][0, 0]) for batch in part] for part in parts] == [[0, 1, 2, 3, 4], [5, 6], [7, 8, 9]]
     assert taken == list(range(11))
     assert (found.tokens, found.sequence_length) == (50, 10)
     assert found.description == "5 ready batches of input_ids, pixels with 50 tokens"
     assert found.batches[0]["pixels"].dtype == torch.float32
-    assert (
-        ready_calibration(endless(), 45, 15, 0).digest == found.digest != ready_calibration(endless(), 35, 1, 3).digest
-    )
+    assert ready_calibration(endless(), 45).digest == found.digest != ready_calibration(endless(), 35).digest
     for count, held_out in ((1, 0), (2, 1), (8, 1), (20, 2)):
-        few = ready_calibration(itertools.islice(endless(), count), 1000, 100, 3)
+        few = ready_calibration(itertools.islice(endless(), count), 1000, held_out=100, fresh=3)
         assert (len(few.batches), len(few.held_out), few.tokens) == (
             count - held_out,
             held_out,
             10 * (count - held_out),
         )
-    assert not ready_calibration(itertools.islice(endless(), 8), 1000, 0, 0).held_out
+    assert not ready_calibration(itertools.islice(endless(), 8), 1000).held_out
 
 
 @pytest.mark.parametrize(
@@ -125,12 +123,12 @@ def test_ready_batches_are_divided() -> None:
     [
         ([], "no batch"),
         ([{"input_ids": [1, 2]}], "batch 0 holds input_ids as list: give tensors"),
-        ([{"input_features": torch.zeros(1)}], "batch 0 holds input_features: give input_ids, or decoder_input_ids"),
+        ([{"input_features": torch.zeros(1)}], "batch 0 holds input_features: give input_ids too"),
     ],
 )
 def test_batches_that_no_model_takes(batches: Any, message: str) -> None:
     with pytest.raises(DataError, match=message):
-        ready_calibration(batches, 10, 1, 1)
+        ready_calibration(batches, 10)
     with pytest.raises(OptionError, match="take the place of text"):
         check_calibration("fit", CalibrationOptions("text.txt", batches=batches))
 

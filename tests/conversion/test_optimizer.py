@@ -32,12 +32,6 @@ def test_a_change_is_the_product_of_its_factors_head_by_head(role: str) -> None:
     assert torch.equal(start, STARTS[role])
 
 
-@pytest.mark.parametrize("role", STARTS)
-def test_a_change_that_is_no_smaller_is_not_made(role: str) -> None:
-    assert LowRankChange.is_smaller(STARTS[role], role, 17)  # 17 * (60 + 24) of 60 * 24
-    assert not LowRankChange.is_smaller(STARTS[role], role, 18)
-
-
 @pytest.mark.parametrize("rank", [0, 2])
 def test_steps_are_relative_to_what_is_trained(rank: int) -> None:
     """The first step of Adam is as long as its rate, a tenth of the height in the warm-up."""

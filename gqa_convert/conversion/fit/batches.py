@@ -9,6 +9,7 @@ from gqa_convert.conversion.fit.options import BATCH_TOKENS, CalibrationOptions,
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.errors import DataError, OptionError
 from gqa_convert.families.context_length import reachable_context, stated_positions
+from gqa_convert.families.loading import is_encoder_decoder
 from gqa_convert.families.wrappers import decoder_config
 from gqa_convert.merging.methods import METHODS
 
@@ -45,13 +46,13 @@ def prepare_calibration(
     folder = plan.checkpoint.folder
     assert folder is not None
     tokens = calibration_tokens_for(plan.checkpoint.config) if options.tokens is None else options.tokens
-    held_out = fresh = 0
-    if METHODS[plan.method].trains:
-        held_out = tokens // _HELD_OUT
-        fresh = steps_together(options)
+    trains = METHODS[plan.method].trains
+    held_out = tokens // _HELD_OUT if trains else 0
+    fresh = steps_together(options) if trains else 0
     if options.batches is not None:
-        return ready_calibration(options.batches, tokens, held_out, fresh)
-    if fresh or held_out:
+        ids = "decoder_input_ids" if is_encoder_decoder(plan.checkpoint.config) else "input_ids"
+        return ready_calibration(options.batches, tokens, held_out=held_out, fresh=fresh, ids=ids)
+    if trains:
         held_out = max(BATCH_TOKENS, held_out)
     return calibration_batches(
         Path(folder),
@@ -66,7 +67,9 @@ def prepare_calibration(
     )
 
 
-def ready_calibration(batches: Iterable[Mapping[str, Any]], tokens: int, held_out: int, fresh: int) -> "Calibration":
+def ready_calibration(
+    batches: Iterable[Mapping[str, Any]], tokens: int, *, held_out: int = 0, fresh: int = 0, ids: str = "input_ids"
+) -> "Calibration":
     """Divide ready batches: the first ones for the layers, the next ones to judge by, the rest for the last stage.
 
     Args:
@@ -75,6 +78,7 @@ def ready_calibration(batches: Iterable[Mapping[str, Any]], tokens: int, held_ou
         tokens: for the layers, at least. Where there are fewer in all, the last ninth of the batches is held out.
         held_out: tokens to judge by; 0 for none.
         fresh: batches for the last stage, at most.
+        ids: the name of the tokens [B, L] at whose positions the model predicts.
 
     Raises:
         DataError: there is none, one holds something else than tensors, or no tokens.
@@ -84,16 +88,16 @@ def ready_calibration(batches: Iterable[Mapping[str, Any]], tokens: int, held_ou
     for_layers: list[dict[str, Tensor]] = []
     judging: list[dict[str, Tensor]] = []
     unseen: list[dict[str, Tensor]] = []
-    used = judged = 0
+
+    def count(some: Sequence[Mapping[str, Any]]) -> int:
+        return sum(batch[ids].numel() for batch in some)
+
     for number, given in enumerate(batches):
-        batch = _as_tensors(given, number)
-        count = token_inputs(batch).numel()
-        if used < tokens:
+        batch = _as_tensors(given, number, ids)
+        if count(for_layers) < tokens:
             for_layers.append(batch)
-            used += count
-        elif judged < held_out:
+        elif count(judging) < held_out:
             judging.append(batch)
-            judged += count
         elif len(unseen) < fresh:
             unseen.append(batch)
         else:
@@ -103,12 +107,12 @@ def ready_calibration(batches: Iterable[Mapping[str, Any]], tokens: int, held_ou
     if held_out and not judging and len(for_layers) > 1:
         share = max(1, len(for_layers) // (_HELD_OUT + 1))
         for_layers, judging = for_layers[:-share], for_layers[-share:]
-        used = sum(token_inputs(batch).numel() for batch in for_layers)
-    inputs = ", ".join(sorted({name for batch in for_layers for name in batch}))
+    used = count(for_layers)
+    inputs = ", ".join(sorted(for_layers[0]))
     return Calibration(
         batches=for_layers,
         tokens=used,
-        sequence_length=max(token_inputs(batch).shape[-1] for batch in for_layers),
+        sequence_length=max(batch[ids].shape[-1] for batch in for_layers),
         digest=digest_of([], for_layers),
         description=f"{len(for_layers)} ready batches of {inputs} with {used} tokens",
         held_out=judging,
@@ -116,16 +120,7 @@ def ready_calibration(batches: Iterable[Mapping[str, Any]], tokens: int, held_ou
     )
 
 
-def token_inputs(batch: "Mapping[str, Tensor]") -> "Tensor":
-    """The tokens [B, L] at whose positions the model predicts: those of the decoder, where there is an encoder.
-
-    Raises:
-        KeyError: the batch has neither.
-    """
-    return batch["decoder_input_ids"] if "decoder_input_ids" in batch else batch["input_ids"]
-
-
-def _as_tensors(given: Mapping[str, Any], number: int) -> "dict[str, Tensor]":
+def _as_tensors(given: Mapping[str, Any], number: int, ids: str) -> "dict[str, Tensor]":
     import torch
 
     batch = {}
@@ -135,8 +130,8 @@ def _as_tensors(given: Mapping[str, Any], number: int) -> "dict[str, Tensor]":
         batch[name] = value.detach().cpu()
         if value.is_floating_point():
             batch[name] = batch[name].float()
-    if not {"input_ids", "decoder_input_ids"} & batch.keys():
-        raise DataError(f"batch {number} holds {', '.join(batch)}: give input_ids, or decoder_input_ids, too")
+    if ids not in batch:
+        raise DataError(f"batch {number} holds {', '.join(batch)}: give {ids} too")
     return batch
 
 

@@ -72,22 +72,21 @@ class Student:
     def __init__(self, plan: Plan, store: LayerStore, model: Any, options: DistillationOptions) -> None:
         self.model, self._store = model, store
         self.decodes = model.config.is_encoder_decoder
-        self._counts = [groups for _, groups in plan.merged_layers]
         finder = attention_of(plan)
-        self._layouts = [LayerLayout(finder, layer) for layer, _ in plan.merged_layers]
-        found = find_modules(model, [layout.layer.module for layout in self._layouts])
+        found = find_modules(model, [layer.module for layer, _ in plan.merged_layers])
         self._modules = [model.get_submodule(name) for name in found.values()]
         self._recomputed = layers_of(model, found.values()) if options.recomputes else []
+        self._layouts = [LayerLayout(finder, layer) for layer, _ in plan.merged_layers]
+        self._counts = [groups for _, groups in plan.merged_layers]
         self._assemblies = []
         self.start: list[dict[str, Tensor]] = []
         """The parts of each layer, as the store has them."""
-        for number, (layout, groups) in enumerate(zip(self._layouts, self._counts, strict=True)):
-            tensors = store.read(number)
+        repeats_products = is_reduced(options.precision)
+        for number, layout in enumerate(self._layouts):
+            tensors, groups = store.read(number), self._counts[number]
             merged, repeated = layout.split_heads(tensors, groups), layout.repeated(tensors, groups)
-            repeats_products = is_reduced(options.precision)
-            self._assemblies.append(
-                Assembly(layout, merged, repeated, groups, model.device, repeats_products=repeats_products)
-            )
+            assembly = Assembly(layout, merged, repeated, groups, model.device, repeats_products=repeats_products)
+            self._assemblies.append(assembly)
             self.start.append(as_parts(merged, model.device))
 
     @contextmanager
@@ -103,7 +102,8 @@ class Student:
 
     def logits(self, batch: Batch) -> Tensor:
         """[B, L, vocabulary], of the source, or of the student inside `installed`."""
-        logits: Tensor = self.model(**batch, use_cache=False).logits
+        moved = {name: tensor.to(self.model.device) for name, tensor in batch.items()}
+        logits: Tensor = self.model(**moved, use_cache=False).logits
         return logits
 
     def divergence(self, batches: Sequence[Batch], parts: Sequence[Parts]) -> float:
@@ -111,17 +111,12 @@ class Student:
         total = count = 0.0
         with torch.no_grad():
             for batch in batches:
-                moved = self.moved(batch)
-                wanted = self.logits(moved)
+                wanted = self.logits(batch)
                 with self.installed(parts):
-                    summed, counted = summed_divergence(self.logits(moved), wanted, moved, decodes=self.decodes)
+                    summed, counted = summed_divergence(self.logits(batch), wanted, batch, decodes=self.decodes)
                 total += float(summed.double())
                 count += float(counted)
         return total / count
-
-    def moved(self, batch: Batch) -> Batch:
-        """A batch on the model's device."""
-        return {name: tensor.to(self.model.device) for name, tensor in batch.items()}
 
     def tensors(self, parts: Sequence[Parts]) -> dict[int, Tensors]:
         """Parts as the tensors of the result's layers, by the numbers of the layers."""
@@ -184,11 +179,10 @@ def _learn(student: Student, batch: Batch, optimizer: RelativeAdam) -> None:
     """One step on a batch."""
     count = positions(batch, decodes=student.decodes)
     for sequences in _by_sequence(batch):
-        moved = student.moved(sequences)
         with torch.no_grad():
-            wanted = student.logits(moved)
+            wanted = student.logits(sequences)
         with student.installed(optimizer.parts()):
-            divergence, _ = summed_divergence(student.logits(moved), wanted, moved, decodes=student.decodes)
+            divergence, _ = summed_divergence(student.logits(sequences), wanted, sequences, decodes=student.decodes)
             torch.autograd.backward(divergence / count)
     optimizer.step()
 

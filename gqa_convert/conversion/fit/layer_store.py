@@ -26,7 +26,6 @@ from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.errors import CorruptCheckpointError, InterruptedRunError, OutputError
 
 Array = npt.NDArray[Any]
-_RECORD = "record"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +128,7 @@ class LayerStore:
     def record(self, number: int) -> LayerRecord | None:
         """The record of a finished layer; None for one that is not finished."""
         header = self._header(number)
-        return None if header is None else LayerRecord(**json.loads(header.metadata[_RECORD]))
+        return None if header is None else LayerRecord(**json.loads(header.metadata["record"]))
 
     def read(self, number: int) -> dict[str, Array]:
         """The tensors of a finished layer, as the result has them."""
@@ -153,59 +152,55 @@ class LayerStore:
 
     def write(self, number: int, tensors: Mapping[str, Array], record: LayerRecord) -> None:
         """Store a layer; once this returns, a kill cannot lose it."""
-        self._put(self._merged(number), tensors, record)
+        self._put(self._named("layer", number), tensors, record)
 
     def finish(self, layers: Mapping[int, Mapping[str, Array]], training: TrainingRecord) -> None:
         """Replace layers by trained ones, all at once or not at all.
 
         Args:
-            layers: the tensors of every layer by its number; none where training does not help.
+            layers: the tensors of every layer by its number; not needed where `training` has not lowered the
+                divergence, so that the layers stay.
             training: what `finished` returns from now on.
         """
         for number, tensors in layers.items():
             record = self.record(number)
             assert record is not None
-            self._put(self._trained(number), tensors, record)
-        write_whole(self._training, json.dumps(asdict(training) | {"replaces": bool(layers)}).encode())
+            self._put(self._named("trained", number), tensors, record)
+        write_whole(self._training, json.dumps(asdict(training)).encode())
 
     def finished(self) -> TrainingRecord | None:
         """The record of `finish`, or None before it."""
         if not self._training.is_file():
             return None
         fields = json.loads(self._training.read_bytes())
-        fields.pop("replaces")
-        kl = fields.pop("kl")
-        curve = tuple(tuple(point) for point in kl["curve"])
-        return TrainingRecord(**fields, kl=Divergence(kl["before"], kl["after"], curve))
+        fields["kl"] = Divergence(**fields["kl"])
+        return TrainingRecord(**fields)
 
     def reopen(self) -> None:
         """Undo `finish`."""
         self._training.unlink(missing_ok=True)
 
-    def _merged(self, number: int) -> Path:
-        return self.path / f"layer-{number:05d}.safetensors"
-
-    def _trained(self, number: int) -> Path:
-        return self.path / f"trained-{number:05d}.safetensors"
-
     def _file(self, number: int) -> Path:
-        replaced = self._training.is_file() and json.loads(self._training.read_bytes())["replaces"]
-        return self._trained(number) if replaced else self._merged(number)
+        training = self.finished()
+        improved = training is not None and training.kl.after < training.kl.before
+        return self._named("trained" if improved else "layer", number)
+
+    def _named(self, kind: str, number: int) -> Path:
+        return self.path / f"{kind}-{number:05d}.safetensors"
 
     def _put(self, path: Path, tensors: Mapping[str, Array], record: LayerRecord) -> None:
         arrays = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
-        write_whole(path, save(arrays, {_RECORD: json.dumps(asdict(record))}))
+        write_whole(path, save(arrays, {"record": json.dumps(asdict(record))}))
 
     def _header(self, number: int) -> Header | None:
+        """The header of a finished layer's file; None where there is none, or where a failing disk has damaged it."""
         path = self._file(number)
-        if not path.is_file():
-            return None
-        size = path.stat().st_size
         try:
             with path.open("rb") as file:
-                length = header_length(file.read(LENGTH_BYTES), size, str(path))
-                return parse_header(file.read(length), size, str(path))
-        except CorruptCheckpointError:  # a disk that failed: the layer is made again
+                size = path.stat().st_size
+                length = header_length(file.read(LENGTH_BYTES), size, path.name)
+                return parse_header(file.read(length), size, path.name)
+        except (FileNotFoundError, CorruptCheckpointError):
             return None
 
 

@@ -24,8 +24,7 @@ class RelativeAdam:
         rate: step size at its height, relative to the root mean square of each tensor; a bias counts as at least what
             it belongs to.
         steps: that will be taken: ten to warm up, and a line down to a twentieth of the rate.
-        rank: of the changes of queries and outputs; 0 trains these as they are, as does a rank at which the change has
-            no fewer numbers.
+        rank: of the changes of queries and outputs; 0 trains these as they are.
     """
 
     def __init__(self, layers: Sequence[Parts], rate: float, steps: int, rank: int = 0) -> None:
@@ -37,7 +36,7 @@ class RelativeAdam:
             trained: dict[str, Tensor | LowRankChange] = {}
             for name, start in parts.items():
                 height = rate * _scale(parts, name)
-                if name in _PROJECTIONS and rank and LowRankChange.is_smaller(start, name, rank):
+                if rank and name in _PROJECTIONS:
                     change = LowRankChange(start, name, rank, generator)
                     trained[name] = change
                     groups.append({"params": [change.down], "height": rate * rank**-0.5})
@@ -86,12 +85,6 @@ class LowRankChange:
         first = torch.randn(rank, columns, generator=generator) / rank**0.5
         self.down = first.to(start).requires_grad_()
         self.up = start.new_zeros(rows, rank).requires_grad_()
-
-    @staticmethod
-    def is_smaller(start: Tensor, role: str, rank: int) -> bool:
-        """Whether the change has fewer numbers than the projection."""
-        rows = start.shape[-2] if role == "outputs" else start.shape[:-1].numel()
-        return bool(rank * (rows + start.numel() // rows) < start.numel())
 
     def value(self) -> Tensor:
         """The sum, with gradients to `down` and `up`."""

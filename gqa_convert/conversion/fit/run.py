@@ -10,7 +10,7 @@ from gqa_convert._version import __version__
 from gqa_convert.checkpoint.devices import chosen_device
 from gqa_convert.checkpoint.headers import TensorEntry
 from gqa_convert.checkpoint.provenance import CalibrationRecord, Divergence
-from gqa_convert.conversion.fit.batches import prepare_calibration, token_inputs
+from gqa_convert.conversion.fit.batches import prepare_calibration
 from gqa_convert.conversion.fit.from_weights import merge_layers
 from gqa_convert.conversion.fit.layer_store import LayerStore, TrainingRecord
 from gqa_convert.conversion.fit.memory import plan_last_stage
@@ -185,8 +185,7 @@ def _last_stage(
             f"--kl-steps {steps} needs held-out text, and the layers use all of the text: lower --calibration-tokens, or name more text"
         )
     device = running_device(model)
-    longest = max(token_inputs(batch).shape[-1] for batch in calibration.batches)
-    found = plan_last_stage(plan, longest, device, options.kl_rank)
+    found = plan_last_stage(plan, calibration.sequence_length, device, options.kl_rank)
     if not requested and not (is_in_memory and calibration.held_out and found.affordable):
         return None
     return DistillationOptions(

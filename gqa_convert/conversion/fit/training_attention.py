@@ -23,8 +23,9 @@ def training_attention(precision: Precision) -> Iterator[None]:
     """A context of steps in this precision, in which models of transformers that run under `sdpa` use
     `causal_attention` wherever it computes the same: without a mask, in bfloat16, on a CPU.
     """
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    before = ALL_ATTENTION_FUNCTIONS[_NAME]
 
     def forward(
         module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
@@ -35,11 +36,11 @@ def training_attention(precision: Precision) -> Iterator[None]:
         plain = plain and options.get("position_bias") is None and options.get("cache") is None
         if causal and plain and is_faster(query, key, value):
             return causal_attention(query, key, value, options.get("scaling")).transpose(1, 2).contiguous(), None
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)  # type: ignore[no-any-return]
+        return before(module, query, key, value, attention_mask, **options)  # type: ignore[no-any-return]
 
     ALL_ATTENTION_FUNCTIONS[_NAME] = forward
     try:
         with precision():
             yield
     finally:
-        del ALL_ATTENTION_FUNCTIONS[_NAME]
+        ALL_ATTENTION_FUNCTIONS[_NAME] = before
