@@ -143,8 +143,6 @@ def open_local(
     source: str | Path,
     revision: str | None,
     check: Callable[[Checkpoint], Any],
-    *,
-    quantised: bool = False,
 ) -> Checkpoint:
     """Open a checkpoint as a local folder, and download a remote one only after its headers have passed a check.
 
@@ -152,9 +150,8 @@ def open_local(
         source: as for `open_checkpoint`.
         revision: branch, tag or commit on the Hub.
         check: called with a remote checkpoint before the download; an exception prevents the download.
-        quantised: as for `open_checkpoint`.
     """
-    opened = partial(open_checkpoint, source, revision=revision, quantised=quantised)
+    opened = partial(open_checkpoint, source, revision=revision)
     try:
         remote = opened()
     except RemoteHeadersError:  # `.bin` files have no headers that could be read first
@@ -163,6 +160,27 @@ def open_local(
         return remote
     check(remote)
     return opened(download=True)
+
+
+def open_headers(source: str | Path, revision: str | None) -> Checkpoint:
+    """Open a checkpoint whose weights may be quantised; download it only if its headers can't be read otherwise."""
+    try:
+        return open_checkpoint(source, revision=revision, quantised=True)
+    except RemoteHeadersError:  # `.bin` files have no headers that could be read first
+        return open_checkpoint(source, revision=revision, quantised=True, download=True)
+
+
+def download_checkpoint(remote: Checkpoint, source: str | Path, revision: str | None) -> Checkpoint:
+    """Download a checkpoint whose headers `open_headers` has read.
+
+    Raises:
+        CorruptCheckpointError: it has other headers now.
+    """
+    local = open_checkpoint(source, revision=revision, quantised=True, download=True)
+    described = [[(shard.file, shard.header) for shard in each.shards] for each in (remote, local)]
+    if described[0] != described[1] or remote.config != local.config:
+        raise CorruptCheckpointError(f"{source} changed on the Hub while it was downloaded: try again")
+    return local
 
 
 def _local_path(source: str | Path) -> Path | None:

@@ -6,17 +6,14 @@ Only K/V heads are read into memory; the kernel copies everything else. Memory d
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from gqa_convert.checkpoint.ownership import list_written
 from gqa_convert.checkpoint.paths import local_path
 from gqa_convert.checkpoint.provenance import (
     PROVENANCE,
     CalibrationRecord,
     earlier_record,
-    files_as_json,
-    hash_files,
 )
 from gqa_convert.checkpoint.publication import StagedFolder, check_destination, sweep
 from gqa_convert.checkpoint.results import Result
@@ -28,7 +25,7 @@ from gqa_convert.conversion.fit.progress import OnProgress
 from gqa_convert.conversion.fit.run import merge_whole_layers
 from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.plan import Plan
-from gqa_convert.conversion.provenance import FileHasher, record_conversion
+from gqa_convert.conversion.provenance import record_conversion
 from gqa_convert.conversion.rewriting.writing import open_rewritten
 from gqa_convert.conversion.sidecar_files import write_json, write_sidecar_files
 from gqa_convert.conversion.writing import Progress, write_weights
@@ -98,35 +95,20 @@ def convert_checkpoint(
     with ExitStack() as stack:
         out = local_path(out)
         check_destination(out, None, overwrite=options.overwrite)
-        original, checkpoint = stack.enter_context(open_rewritten(source, out, groups, options, planned, on_note))
-        plan, asked = planned(checkpoint)
+        opened = open_rewritten(source, out, groups, options, planned, on_note)
+        original, checkpoint, (plan, calibration) = stack.enter_context(opened)
+        plan = replace(plan, checkpoint=checkpoint)
         check_destination(out, original.folder, overwrite=options.overwrite)
         previous = earlier_record(original)
         on_plan(plan)
         sweep(Path(os.path.realpath(out)).parent)
         staged = stack.enter_context(StagedFolder(out))
-        merged = merge_whole_layers(plan, out, asked, stack, on_layer)
-        with FileHasher(original, weights=options.hash_weights) as hasher:
-            written = write_weights(plan, staged.path, merged.tensors, progress)
-            digests = hasher.digests()
-        errors = written if merged.errors is None else merged.errors
+        merged = merge_whole_layers(plan, out, calibration, stack, on_layer)
+        errors = write_weights(plan, staged.path, merged.tensors, progress)
+        if merged.errors is not None:
+            errors = dict(merged.errors)
         write_sidecar_files(plan, staged.path)
-        # methods that work on whole layers take so long that hashing their result costs little
-        hashed = options.hash_weights or merged.errors is not None
-        result = hash_files(staged.path, (file.file for file in plan.files)) if hashed else None
-        record = record_conversion(
-            plan,
-            original,
-            errors,
-            digests,
-            options.command,
-            calibration=merged.calibration,
-            head_order=merged.head_order,
-            device=merged.device,
-            result=result,
-            previous=previous,
-            written=list_written(staged.path, None if result is None else files_as_json(result)),
-        )
+        record = record_conversion(plan, original, options, merged, errors, previous, staged.path)
         write_json(staged.path / PROVENANCE, record.as_json())
         staged.publish(overwrite=options.overwrite)
         total = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())

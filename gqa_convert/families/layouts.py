@@ -93,7 +93,8 @@ def regrouped(sections: tuple[Section, ...], groups: int) -> tuple[Section, ...]
 
 
 def split(array: "npt.NDArray[Any]", sections: tuple[Section, ...]) -> "list[npt.NDArray[Any]]":
-    """Copies of each section's heads, [heads, head_rows, ...], from an array [rows, ...].
+    """Each section's heads, [heads, head_rows, ...], from an array [rows, ...]: a view where they follow one another, else
+    a copy.
 
     Raises:
         ValueError: the sections do not tile the leading axis.
@@ -104,7 +105,14 @@ def split(array: "npt.NDArray[Any]", sections: tuple[Section, ...]) -> "list[npt
         )
     import numpy as np  # plans, which need none of this, do without
 
-    return [np.stack([array[start : start + section.head_rows] for start in section.starts]) for section in sections]
+    found = []
+    for section in sections:
+        first, last = section.starts[0], section.starts[-1] + section.head_rows
+        if last - first == section.rows:
+            found.append(array[first:last].reshape(section.heads, section.head_rows, *array.shape[1:]))
+        else:
+            found.append(np.stack([array[start : start + section.head_rows] for start in section.starts]))
+    return found
 
 
 def join(heads: "list[npt.NDArray[Any]]", sections: tuple[Section, ...]) -> "npt.NDArray[Any]":

@@ -76,7 +76,7 @@ def why_no_text(checkpoint: Checkpoint) -> str | None:
     """Why the source cannot be run on text, as far as its config and its files say; None if it can.
 
     Args:
-        checkpoint: the source. Of a checkpoint on the Hub only the config is looked at.
+        checkpoint: the source. Of a checkpoint on the Hub only the config and the names of files are looked at.
     """
     family = family_of(checkpoint.config)
     if not family.native and family.modeling is None:
@@ -85,12 +85,12 @@ def why_no_text(checkpoint: Checkpoint) -> str | None:
         return "its cross-attention reads images alone"
     if has_fixed_source(checkpoint.config):
         return "its encoder reads audio"
-    if checkpoint.folder is not None:
-        files = [Path(checkpoint.folder) / name for name in _TOKENIZER_FILES]
-        if not any(file.is_file() for file in files):
-            return "it has no tokenizer"
-        if files[0].is_file() and not _is_tokenizer(files[0]):
-            return f"its {files[0].name} cannot be read"
+    files = [name for name in _TOKENIZER_FILES if name in checkpoint.sizes]
+    if not files:
+        return "it has no tokenizer"
+    fast = files[0] == _TOKENIZER_FILES[0]
+    if fast and checkpoint.folder is not None and not _is_tokenizer(checkpoint.folder / files[0]):
+        return f"its {files[0]} cannot be read"
     try:
         check_language_model(checkpoint.source_id, checkpoint.config, "")
     except NoLanguageModelError:

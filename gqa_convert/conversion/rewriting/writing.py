@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 
 from gqa_convert.checkpoint import formats
 from gqa_convert.checkpoint.headers import build_header
 from gqa_convert.checkpoint.publication import StagedFolder, sweep
-from gqa_convert.checkpoint.source import CONFIG, Checkpoint, open_checkpoint, open_local
+from gqa_convert.checkpoint.source import CONFIG, Checkpoint, download_checkpoint, open_checkpoint, open_headers
 from gqa_convert.checkpoint.source_files import SourceFiles
 from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.rewriting.arrays import STORED, Array
@@ -23,6 +23,7 @@ from gqa_convert.conversion.rewriting.planning import plan_rewriting
 from gqa_convert.conversion.sidecar_files import write_json
 from gqa_convert.errors import NonFiniteError, NoSpaceError
 
+Planned = TypeVar("Planned")
 _TOKENIZER_CONFIG = "tokenizer_config.json"
 
 
@@ -32,38 +33,38 @@ def open_rewritten(
     out: Path,
     groups: int | Sequence[int],
     options: ConversionOptions,
-    check: Callable[[Checkpoint], Any],
+    plan: Callable[[Checkpoint], Planned],
     on_note: Callable[[str], None],
-) -> Iterator[tuple[Checkpoint, Checkpoint]]:
+) -> Iterator[tuple[Checkpoint, Checkpoint, Planned]]:
     """Open a source as a local folder: as the user named it, and in the form in which it is converted, which is the same
-    unless it is rewritten, in a hidden folder beside `out` that goes at the end.
+    unless it is rewritten, in a hidden folder beside `out` that goes at the end. The third value is what `plan` returned.
 
     Args:
         source: a folder or a Hub id.
         out: a folder on the disk that has room.
         groups: K/V heads per layer in the result.
         options: of the conversion.
-        check: called with the headers of what will be converted before anything is downloaded or written; an exception
-            prevents it.
+        plan: called once, with the headers of what will be converted, before anything is downloaded or written; an
+            exception prevents it.
         on_note: called with sentences on what is rewritten and what differs.
     """
 
-    def check_remote(remote: Checkpoint) -> None:
-        planned = plan_rewriting(remote, groups, native=options.native)
-        check(remote if planned is None else planned.headers)
-
-    original = open_local(source, options.revision, check_remote, quantised=True)
-    rewriting = plan_rewriting(original, groups, native=options.native)
+    opened = open_headers(source, options.revision)
+    rewriting = plan_rewriting(opened, groups, native=options.native)
+    planned = plan(opened if rewriting is None else rewriting.headers)
+    original = opened
+    if opened.folder is None:
+        original = download_checkpoint(opened, source, options.revision)
+        rewriting = plan_rewriting(original, groups, native=options.native)  # which may look for a name in its code
     if rewriting is None:
-        yield original, original
+        yield original, original, planned
         return
-    check(rewriting.headers)
     for note in rewriting.notes:
         on_note(note)
     on_note(f"the rewritten source is in a folder beside {out}, which is deleted afterwards")
     sweep(Path(os.path.realpath(out)).parent)
     with StagedFolder(out) as scratch:
-        yield original, write_rewritten(rewriting, scratch.path / "source")
+        yield original, write_rewritten(rewriting, scratch.path / "source"), planned
 
 
 def write_rewritten(
