@@ -90,16 +90,18 @@ def convert_checkpoint(
     """
 
     def planned(checkpoint: Checkpoint) -> tuple[Plan, CalibrationOptions]:
-        return plan_conversion(checkpoint, groups, options)
+        plan = plan_conversion(checkpoint, groups, options)
+        check_destination(out, checkpoint.origin.folder, overwrite=options.overwrite)
+        return plan
+
+    out = local_path(out)
 
     with ExitStack() as stack:
-        out = local_path(out)
-        check_destination(out, None, overwrite=options.overwrite)
         opened = open_rewritten(source, out, groups, options, planned, on_note)
-        original, checkpoint, (plan, calibration) = stack.enter_context(opened)
+        checkpoint, (plan, calibration) = stack.enter_context(opened)
         plan = replace(plan, checkpoint=checkpoint)
-        check_destination(out, original.folder, overwrite=options.overwrite)
-        previous = earlier_record(original)
+        check_destination(out, checkpoint.origin.folder, overwrite=options.overwrite)
+        previous = earlier_record(checkpoint.origin)
         on_plan(plan)
         sweep(Path(os.path.realpath(out)).parent)
         staged = stack.enter_context(StagedFolder(out))
@@ -108,7 +110,7 @@ def convert_checkpoint(
         if merged.errors is not None:
             errors = dict(merged.errors)
         write_sidecar_files(plan, staged.path)
-        record = record_conversion(plan, original, options, merged, errors, previous, staged.path)
+        record = record_conversion(plan, options, merged, errors, previous, staged.path)
         write_json(staged.path / PROVENANCE, record.as_json())
         staged.publish(overwrite=options.overwrite)
         total = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
