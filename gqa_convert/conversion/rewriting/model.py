@@ -42,8 +42,8 @@ class Rewriting:
     """Sidecar files of the source that are copied."""
     result_dtypes: Mapping[str, str] = field(default_factory=dict)
     """The source's types of the tensors that are held in a wider one, since they are multiplied by another tensor."""
-    special_tokens: Mapping[str, str] = field(default_factory=dict)
-    """Keys to complete tokenizer_config.json with."""
+    special_tokens: tuple[str, ...] = ()
+    """As in `StockForm`."""
     notes: tuple[str, ...] = ()
     """Sentences on what differs from the source."""
 

@@ -171,5 +171,5 @@ def _complete_tokenizer(rewriting: Rewriting, folder: Path) -> None:
     stated = json.loads(path.read_bytes()) if path.is_file() else {}
     named = stated.get("tokenizer_class") or rewriting.config.get("tokenizer_class")
     if str(named).startswith("GPT2Tokenizer"):
-        missing = {key: value for key, value in rewriting.special_tokens.items() if key not in stated}
-        write_json(path, stated | missing)
+        missing = [key for key in rewriting.special_tokens if key not in stated]
+        write_json(path, stated | dict.fromkeys(missing, "<|endoftext|>"))
