@@ -9,22 +9,26 @@ import torch
 from torch import Tensor, nn
 
 from gqa_convert.conversion.fit.layer_walk import LayerWalk
+from gqa_convert.families.table import FAMILIES
 from tests.helpers import native, own_files
 from tests.helpers.tiny import make_config, make_model
 
 ATTENTION = re.compile(
     r"\b(self_attn|encoder_attn|attn|attention|self_attention|SelfAttention|EncDecAttention|mixer|temporal_block)$"
 )
-PROJECTION = re.compile("q|k_proj|W|c_attn|^k$")
 OTHER = re.compile("relative|bias|norm|rotary|gate|conv|A_log|dt_|D$|experts|router")
 
 
-def build(case: str) -> Any:
+def type_of(case: str) -> str:
+    return (native.CASES | own_files.CASES)[case][0]
+
+
+def build(case: str, **overrides: Any) -> Any:
     if case in native.CASES:
         model_type, options = native.CASES[case]
-        return make_model(make_config(model_type, **options))
+        return make_model(make_config(model_type, **options | overrides))
     model_type, options = own_files.CASES[case]
-    return own_files.make_source_model(model_type, **options)
+    return own_files.make_source_model(model_type, **options | overrides)
 
 
 def batches_for(model: Any) -> list[dict[str, Tensor]]:
@@ -46,15 +50,14 @@ def batches_for(model: Any) -> list[dict[str, Tensor]]:
     return batches
 
 
-def attention_of(model: Any, *, encoder: bool) -> dict[str, nn.Module]:
-    """The outermost attention modules."""
-    found: dict[str, nn.Module] = {}
+def attention_of(model: Any, output: str, *, encoder: bool = False) -> list[str]:
+    """The attention modules, with the name of the projection inside them."""
+    found = []
     for name, module in model.named_modules():
-        is_inner = any(name.startswith(f"{outer}.") for outer in found)
-        in_encoder = "encoder" in name.split(".")
-        projects = any(PROJECTION.search(part) for part, _ in module.named_children())
-        if ATTENTION.search(name) and projects and not is_inner and (encoder or not in_encoder):
-            found[name] = module
+        if ATTENTION.search(name) and (encoder or "encoder" not in name.split(".")):
+            inside = dict(module.named_modules())
+            if output in inside:
+                found.append(name)
     return found
 
 
@@ -68,13 +71,16 @@ def changed(module: nn.Module, seed: int) -> dict[str, Tensor]:
     }
 
 
-def ordinary(model: Any, batches: list[dict[str, Tensor]], modules: list[nn.Module]) -> tuple[list[Tensor], list[Any]]:
+def ordinary(
+    model: Any, batches: list[dict[str, Tensor]], modules: list[nn.Module]
+) -> tuple[list[Tensor], dict[nn.Module, list[tuple[Tensor, Tensor]]]]:
     """The logits of each batch, and what each module reads and returns, by ordinary calls."""
-    seen: list[tuple[nn.Module, Tensor, Tensor]] = []
+    seen: dict[nn.Module, list[tuple[Tensor, Tensor]]] = {module: [] for module in modules}
 
     def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         entered = args[0] if args else kwargs["hidden_states"]
-        seen.append((module, entered.clone(), (output if isinstance(output, Tensor) else output[0]).clone()))
+        left = output if isinstance(output, Tensor) else output[0]
+        seen[module].append((entered.clone(), left.clone()))
 
     hooks = [module.register_forward_hook(note, with_kwargs=True) for module in modules]
     with torch.no_grad():
@@ -91,26 +97,29 @@ def distance(found: Tensor, expected: Tensor) -> float:
 def check(case: str, *, encoder: bool = False) -> None:
     model = build(case).requires_grad_(False)
     batches = batches_for(model)
-    names = list(attention_of(model, encoder=encoder))
+    output = FAMILIES[type_of(case)].output
+    names = attention_of(model, output, encoder=encoder)
     changes = {name: changed(model.get_submodule(name), seed) for seed, name in enumerate(names)}
     changed_model = copy.deepcopy(model)
     for name, parameters in changes.items():
         changed_model.get_submodule(name).load_state_dict(parameters, strict=False)
-    expected = ordinary(model, batches, [])[0]
-    expected_of_student, seen = ordinary(changed_model, batches, [changed_model.get_submodule(name) for name in names])
-    walk = LayerWalk(model, batches, names)
+    modules = {name: changed_model.get_submodule(name) for name in names}
+    projections = {name: module.get_submodule(output) for name, module in modules.items()}
+    expected, _ = ordinary(model, batches, [])
+    expected_of_student, seen = ordinary(changed_model, batches, [*modules.values(), *projections.values()])
+    walk = LayerWalk(model, batches, names, output)
     source, student = walk.streams(2)
     for layer in walk.layers:
         for name in layer.attention:
             before = {other: changes[other] for other in layer.attention[: layer.attention.index(name)]}
             captured = student.attention(layer, name, before)
-            module = changed_model.get_submodule(name)
-            oracle = [(entered, left) for each, entered, left in seen if each is module]
-            for call, (entered, left) in zip(captured.calls, oracle, strict=True):
+            for number, call in enumerate(captured.calls):
+                entered, _ = seen[modules[name]][number]
                 assert distance(call.hidden, entered) < 1e-4
-                if captured.output is None:
-                    assert distance(captured.run(call, changes[name])[0].reshape(left.shape), left) < 1e-4
-                assert torch.equal(captured.run(call)[0], call.output)
+                found = captured.run(call, changes[name])
+                for own, oracle in zip(found, reversed(seen[projections[name]][number]), strict=True):
+                    assert distance(own.reshape(oracle.shape), oracle) < 1e-4
+                assert torch.equal(captured.run(call, {})[0], call.output)
         source.advance(layer)
         student.advance(layer, {name: changes[name] for name in layer.attention})
     for number in range(len(batches)):
@@ -132,3 +141,38 @@ def test_a_student_equals_ordinary_calls(case: str) -> None:
 @pytest.mark.parametrize("case", ["t5", "bart", "marian", "whisper", "switch_transformers"])
 def test_a_student_reads_its_own_encoder(case: str) -> None:
     check(case, encoder=True)
+
+
+@pytest.mark.parametrize(
+    ("case", "place", "factor"),
+    [
+        ("llama", "post_attention_layernorm", 1.0),
+        ("olmo2", None, 1.0),
+        ("gemma2", None, 1.0),
+        ("granite", "post_attention_layernorm", 0.5),
+        ("cohere", "", 1.0),
+        ("gpt2", "ln_2", 1.0),
+        ("gpt_neox", "", 1.0),
+        ("gptj", "", 1.0),
+        ("bloom", "self_attention", 1.0),
+        ("falcon", "", 1.0),
+        ("mpt", "norm_2", 1.0),
+        ("opt", "final_layer_norm", 1.0),
+        ("t5", "layer.0", 1.0),
+        ("bart", "self_attn_layer_norm", 1.0),
+    ],
+)
+def test_the_residual_stream_is_found(case: str, place: str | None, factor: float) -> None:
+    """Behind attention or a parallel MLP; a norm between attention and the sum leaves nothing to find."""
+    options = {"residual_multiplier": 0.5} if case == "granite" else {}
+    model = build(case, **options).requires_grad_(False)
+    output = FAMILIES[case].output
+    names = attention_of(model, output)
+    walk = LayerWalk(model, batches_for(model), names, output)
+    found = walk.places[names[0]]
+    if place is None:
+        assert found is None
+        return
+    assert found is not None
+    assert found.module == f"{walk.layers[0].name}.{place}".rstrip(".")
+    assert found.factor == pytest.approx(factor)

@@ -167,12 +167,12 @@ def test_for_fit_layers_are_fitted_and_each_only_once(
     monkeypatch.setattr(layer_merging, "SHORT_STEPS", 2)
     made, fits, left = layer_merging.OneLayer, list[tuple[str, int, int]](), [12]
 
-    def counted(attention: Any, targets: Any, layer: Any, options: Any) -> Any:
+    def counted(attention: Any, layer: Any, options: Any) -> Any:
         if not left[0]:
             raise KeyboardInterrupt
         left[0] -= 1
         fits.append((attention.name, options.groups, options.steps))
-        return made(attention, targets, layer, options)
+        return made(attention, layer, options)
 
     def choose() -> BudgetChoice:
         options = ConversionOptions(calibration=CalibrationOptions(str(text), 640, 64, device="cpu"))

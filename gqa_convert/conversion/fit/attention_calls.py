@@ -1,24 +1,16 @@
 """The calls of an attention module on text, which can be repeated with any weights."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
-from gqa_convert.conversion.fit.residual_stream import Route, first_tensor
 from gqa_convert.errors import UnsupportedFamilyError
 
 Batch = Mapping[str, Tensor]
 """The inputs of the model: tensors by argument."""
-
-
-class Targets(Protocol):
-    """Tensors by the number of the batch: a list of them, or what makes them."""
-
-    def __getitem__(self, number: int, /) -> Tensor: ...
-
 
 _STATES = ("key_value_states", "encoder_hidden_states")
 """Keyword arguments for the states that keys and values are projected from, in cross-attention."""
@@ -30,10 +22,10 @@ class AttentionCall:
 
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any]
-    output: Tensor | None = None
-    """[B, L, d], the attention's contribution to the residual stream."""
-    residual: Tensor | None = None
-    """[B, L, d], the tensor that the output is added to, in units of the output; None if there is no such tensor."""
+    output: Tensor
+    """[B, L, d], the contribution to the residual stream that the source's weights yield."""
+    target: Tensor
+    """[B, L, d], the contribution that would bring the residual stream to the source's."""
     counted: Tensor | None = None
     """[B, L] bool: the positions that are not padding; None if there is no padding."""
     states_counted: Tensor | None = None
@@ -54,11 +46,9 @@ class AttentionCall:
                 return states
         return self.hidden
 
-    def with_hidden(self, hidden: Tensor) -> "AttentionCall":
-        """The same call on a copy of its `hidden` states."""
-        if "hidden_states" in self.kwargs:
-            return replace(self, kwargs=self.kwargs | {"hidden_states": hidden})
-        return replace(self, args=(hidden, *self.args[1:]))
+    def between(self, share: float) -> Tensor:
+        """[B, L, d], float32, from `output` at a share of 0 to `target` at 1."""
+        return self.output.float().lerp(self.target.float(), share)
 
     def square(self, tensor: Tensor) -> float:
         """The sum of the squares of a tensor [B, L, d], without padding."""
@@ -73,103 +63,57 @@ class CapturedAttention:
     name: str
     """In the checkpoint."""
     module: Any
+    projection: str
+    """The name of the output projection inside the module."""
     calls: Sequence[AttentionCall]
-    output: str | None = None
-    """The module inside whose output alone is the attention's contribution; None for the attention module itself."""
 
-    def parameters(self) -> dict[str, Tensor]:
-        """The source's parameters by name inside the module; the tensors are not copied."""
-        return {name: parameter.detach() for name, parameter in self.module.named_parameters()}
+    @property
+    def device(self) -> Any:
+        return next(self.module.parameters()).device
 
-    def fitting(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Parameters in the module's dtype and on its device.
-
-        Raises:
-            UnsupportedFamilyError: the module has no such parameter, or it has another shape.
-        """
-        own = self.parameters()
-        fitting = {}
-        for name, tensor in parameters.items():
-            if name not in own or own[name].shape != tensor.shape:
-                raise UnsupportedFamilyError(
-                    f"transformers holds {self.name} otherwise than the checkpoint does ({name}), so that calibration can't fit it: "
-                    "choose --method factor without calibration text"
-                )
-            alike = tensor.dtype == own[name].dtype and tensor.device == own[name].device
-            fitting[name] = tensor if alike else tensor.to(own[name])
-        return fitting
-
-    def run(
-        self, call: AttentionCall, parameters: Mapping[str, Tensor] | None = None, capture: str | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Call the module again, with gradients if they are enabled and a parameter requires them.
+    def run(self, call: AttentionCall, parameters: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Make a call again, with gradients if they are enabled and a parameter requires them.
 
         Args:
             call: one of `calls`.
             parameters: parameters that replace the source's; all others are the source's.
-            capture: the name of the output projection inside the module, to return its input too.
 
         Returns:
-            The attention's contribution [B, L, d], and the input of the output projection [B, L, heads * head_dim],
-            which is None without `capture`.
+            The contribution [B, L, d], and the input of the output projection [B, L, heads * head_dim].
         """
-        inputs: list[Tensor] = []
-        outputs: list[Tensor] = []
-        with ExitStack() as stack:
-            stack.enter_context(replaced(self.module, parameters or {}))
-            if capture is not None:
-                projection = self.module.get_submodule(capture)
-                stack.callback(projection.register_forward_pre_hook(lambda _, args: inputs.append(args[0])).remove)
-            if self.output is not None:
-                inner = self.module.get_submodule(self.output)
-                stack.callback(inner.register_forward_hook(lambda _, __, output: outputs.append(output)).remove)
-            outputs.append(first_tensor(self.module(*call.args, **call.kwargs)))
-        shape = (*call.hidden.shape[:-1], -1)
-        entered = inputs[0].reshape(shape) if inputs else None
-        return outputs[0].reshape(shape), entered
+        seen: list[Tensor] = []
+        projection = self.module.get_submodule(self.projection)
+        hook = projection.register_forward_hook(lambda _, args, output: seen.extend((output, args[0])))
+        try:
+            with replaced(self.module, parameters):
+                self.module(*call.args, **call.kwargs)
+        finally:
+            hook.remove()
+        contribution, entered = (tensor.reshape(*call.hidden.shape[:-1], -1) for tensor in seen)
+        return contribution, entered
 
 
-@contextmanager
-def watched_call(module: Any, route: Route | None, routed: Any, *, then: Any = None) -> Iterator[AttentionCall]:
-    """A context in which the next call of an attention module is noted.
+def fitting_parameters(name: str, module: Any, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Parameters in a module's dtype and on its device.
 
     Args:
-        module: the attention module.
-        route: where the tensor enters that attention's output is added to; None if there is none.
-        routed: the route's module.
-        then: an exception to raise once the call is over.
+        name: of the module, for the error.
+        module: the loaded one.
+        parameters: by their names inside it.
 
-    Yields:
-        What becomes the call.
+    Raises:
+        UnsupportedFamilyError: the module has no such parameter, or it has another shape.
     """
-    call = AttentionCall(kwargs={})
-
-    def entering(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        call.args, call.kwargs = args, dict(kwargs)
-
-    def routing(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        assert route is not None
-        call.residual = route.residual(args, kwargs)
-
-    def contributing(_: Any, __: Any, output: Any) -> None:
-        call.output = first_tensor(output)
-
-    def leaving(_: Any, __: Any, output: Any) -> None:
-        if call.output is None:
-            call.output = first_tensor(output)
-        call.output = call.output.reshape(*call.hidden.shape[:-1], -1)
-        if then is not None:
-            raise then
-
-    with ExitStack() as stack:
-        stack.callback(module.register_forward_pre_hook(entering, with_kwargs=True).remove)
-        if route is not None:
-            stack.callback(routed.register_forward_pre_hook(routing, with_kwargs=True).remove)
-            if route.output is not None:
-                inner = module.get_submodule(route.output)
-                stack.callback(inner.register_forward_hook(contributing).remove)
-        stack.callback(module.register_forward_hook(leaving).remove)
-        yield call
+    own = dict(module.named_parameters())
+    fitting = {}
+    for key, tensor in parameters.items():
+        if key not in own or own[key].shape != tensor.shape:
+            raise UnsupportedFamilyError(
+                f"transformers holds {name} otherwise than the checkpoint does ({key}), so that calibration can't fit it: "
+                "choose --method factor without calibration text"
+            )
+        fitting[key] = tensor.to(own[key].device, own[key].dtype)
+    return fitting
 
 
 def padding_masks(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gqa_convert.checkpoint.heap import kept_heap
-from gqa_convert.conversion.fit.attention_calls import AttentionCall, CapturedAttention, Targets
+from gqa_convert.conversion.fit.attention_calls import AttentionCall, CapturedAttention
 from gqa_convert.conversion.fit.head_parameters import Assembly, Parts
 from gqa_convert.conversion.fit.optimizer import RelativeAdam, batch_order
 from gqa_convert.conversion.fit.precision import Precision
@@ -23,7 +23,7 @@ def fit_gradient(
     parts: Parts,
     attention: CapturedAttention,
     assembly: Assembly,
-    targets: Targets,
+    share: float,
     *,
     count: int,
     steps: int,
@@ -37,7 +37,7 @@ def fit_gradient(
         parts: merged heads to start from.
         attention: the module, with its calls in the student.
         assembly: how parts become the module's parameters.
-        targets: what each call is to yield, [B, L, D].
+        share: of the target: see `AttentionCall.between`.
         count: of the batches to train on, the first ones.
         steps: batches to see.
         seed: of their order.
@@ -48,12 +48,14 @@ def fit_gradient(
         Trained parts; those given are not changed.
     """
     optimizer = RelativeAdam([parts], RATE, steps)
-    power = sum(float(targets[number].double().square().sum()) for number in range(count))
-    mean_square = power / sum(targets[number].numel() for number in range(count))
+    calls = attention.calls[:count]
+    power = sum(float(call.between(share).double().square().sum()) for call in calls)
+    mean_square = power / sum(call.output.numel() for call in calls)
     with kept_heap(next(iter(parts.values())).device):
-        for done, number in enumerate(batch_order(count, steps, seed)):
+        for done, number in enumerate(batch_order(len(calls), steps, seed)):
             on_step(done, steps)
-            call, target = attention.calls[number], targets[number]
+            call = calls[number]
+            target = call.between(share)
             with torch.enable_grad():
                 with training_attention(precision):
                     output, _ = attention.run(call, assembly(optimizer.parts()[0]))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gqa_convert.checkpoint.machine import available_memory
 from gqa_convert.checkpoint.source_files import SourceFiles
-from gqa_convert.conversion.fit.attention_calls import Batch, CapturedAttention
+from gqa_convert.conversion.fit.attention_calls import Batch, CapturedAttention, fitting_parameters
 from gqa_convert.conversion.fit.divergence import summed_divergence
 from gqa_convert.conversion.fit.head_parameters import repeated_parameters
 from gqa_convert.conversion.fit.layer_store import LayerStore
@@ -74,7 +74,10 @@ def fit_layers(
         read = SourceReader(plan.checkpoint, SourceFiles(plan.checkpoint, store.path, stack))
         merged_layers = _MergedLayers(plan, store, read, steps, precision, on_stage)
         on_batch = partial(on_stage, Stage.FORWARD)
-        walk = LayerWalk(model, batches, list(numbers), precision=precision, scratch=scratch, on_batch=on_batch)
+        projection = plan.family.output
+        walk = LayerWalk(
+            model, batches, list(numbers), projection, precision=precision, scratch=scratch, on_batch=on_batch
+        )
         source, student = walk.streams(2)
         for layer in walk.layers:
             with weights_in_memory(model.get_submodule(layer.name)):
@@ -83,11 +86,10 @@ def fit_layers(
                 committed: dict[str, dict[str, Tensor]] = {}
                 for name in layer.attention:
                     if name in missing:
-                        attention = student.attention(layer, name, committed)
-                        merged_layers.fit(numbers[name], attention, streams.pop(name))
+                        attention = student.attention(layer, name, committed, streams.pop(name))
+                        merged_layers.fit(numbers[name], attention)
                         del attention
-                    parameters = merged_layers.parameters(numbers[name])
-                    committed[name] = walk.attention(name).fitting(parameters)
+                    committed[name] = merged_layers.parameters(numbers[name], walk.module(name))
                     done += 1
                     record = store.record(numbers[name])
                     on_progress(FitProgress(MERGING_LAYERS, done, len(numbers), layer=record))
@@ -106,18 +108,9 @@ class _MergedLayers:
     precision: Precision
     on_stage: OnStage
 
-    def fit(self, number: int, attention: CapturedAttention, streams: Sequence[Tensor]) -> None:
-        """Merge a layer and store it.
-
-        Args:
-            number: of the layer.
-            attention: its module, with the student's calls.
-            streams: for each call, the source's residual stream behind attention; they become the targets.
-        """
+    def fit(self, number: int, attention: CapturedAttention) -> None:
+        """Merge a layer, from the student's calls of its module, and store it."""
         layer, groups = self.plan.merged_layers[number]
-        for stream, call in zip(streams, attention.calls, strict=True):
-            if call.residual is not None:
-                stream -= call.residual
         source = read_source_layer(attention_of(self.plan), layer, self.plan.limits_of(layer), self.read)
         options = FitOptions(
             groups=groups,
@@ -126,13 +119,14 @@ class _MergedLayers:
             seed=self.plan.seed,
             precision=self.precision,
         )
-        merged, record = OneLayer(attention, streams, source, options, self.on_stage).fit()
+        merged, record = OneLayer(attention, source, options, self.on_stage).fit()
         self.store.write(number, source.layout.merge_heads(merged, source.tensors, groups), record)
 
-    def parameters(self, number: int) -> dict[str, Tensor]:
-        """Those of the source's module that compute what a stored layer does."""
+    def parameters(self, number: int, module: Any) -> dict[str, Tensor]:
+        """Those with which the source's module computes what a stored layer does."""
         layer, groups = self.plan.merged_layers[number]
-        return repeated_parameters(LayerLayout(attention_of(self.plan), layer), self.store.read(number), groups)
+        layout = LayerLayout(attention_of(self.plan), layer)
+        return fitting_parameters(layer.module, module, repeated_parameters(layout, self.store.read(number), groups))
 
 
 def _divergence(walk: LayerWalk, source: Stream, student: Stream) -> float:

@@ -1,9 +1,9 @@
 """Walks through a loaded model layer by layer, with the source and students whose attention has other weights.
 
-One ordinary pass over one sequence surveys the model: in which order its layers are called, what they return, and which
-tensor attention's output is added to. Then each batch is shown to the model once, to record what every layer is called
-with besides hidden states; layers that return nothing but hidden states are not computed for this. From there on, each
-`Stream` runs one layer at a time on the hidden states that it keeps. A student's layers read the arguments that the
+One ordinary pass over one sequence surveys the model: in which order its layers are called, what they return, and where
+attention's output enters the residual stream. Then each batch is shown to the model once, to record what every layer is
+called with besides hidden states; layers that return nothing but hidden states are not computed for this. From there on,
+each `Stream` runs one layer at a time on the hidden states that it keeps. A student's layers read the arguments that the
 source's do, except those that come from an encoder, which each stream makes of its own encoder's output.
 """
 
@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -26,16 +26,14 @@ from gqa_convert.conversion.fit.attention_calls import (
     CapturedAttention,
     padding_masks,
     replaced,
-    watched_call,
     wrapped_forward,
 )
-from gqa_convert.conversion.fit.module_names import find_modules, layer_of, stacks_of
-from gqa_convert.conversion.fit.residual_stream import LayerTrace, Route, first_tensor
+from gqa_convert.conversion.fit.module_names import find_modules, stacks_of
+from gqa_convert.conversion.fit.residual_stream import StreamPlace, find_stream, first_tensor
 from gqa_convert.errors import UnsupportedFamilyError
 
 Parameters = Mapping[str, Mapping[str, Tensor]]
 """A student's parameters by the attention module's name in the checkpoint, and by their names inside it."""
-
 _HIDDEN = object()
 
 
@@ -58,24 +56,25 @@ class WalkedLayer:
             return hidden
         return tuple(hidden if each is _HIDDEN else each for each in self.output)
 
-    @property
-    def returns_hidden_alone(self) -> bool:
-        return self.output is _HIDDEN or len(self.output) == 1
-
 
 @dataclass(frozen=True, slots=True)
 class _Arguments:
-    """What a layer is called with besides hidden states."""
+    """What a layer is called with."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    by_name: bool
-    """Whether hidden states are passed by name."""
 
-    def call(self, layer: Any, hidden: Tensor) -> Any:
-        if self.by_name:
-            return layer(*self.args, **self.kwargs, hidden_states=hidden)
-        return layer(hidden, *self.args, **self.kwargs)
+    @property
+    def hidden(self) -> Any:
+        return self.kwargs["hidden_states"] if "hidden_states" in self.kwargs else self.args[0]
+
+    def with_hidden(self, hidden: Any) -> "_Arguments":
+        if "hidden_states" in self.kwargs:
+            return replace(self, kwargs=self.kwargs | {"hidden_states": hidden})
+        return replace(self, args=(hidden, *self.args[1:]))
+
+    def map(self, change: Callable[[Any], Any]) -> "_Arguments":
+        return _Arguments(tuple(map(change, self.args)), {name: change(each) for name, each in self.kwargs.items()})
 
 
 class _Reached(Exception):  # noqa: N818  # no error: it ends a pass where the rest is of no use
@@ -89,13 +88,14 @@ class LayerWalk:
         model: a loaded model in evaluation mode; it is unchanged between calls.
         batches: the inputs of the model, one mapping per batch.
         names: the attention modules' names in the checkpoint.
+        projection: the name of the output projection inside each of them.
         precision: the context of all forward passes.
         scratch: an existing folder in which streams keep their tensors in mapped files; None to keep them in memory.
         on_batch: called with the number of batches that have passed a layer, and the number of all.
 
     Raises:
         ConfigError: the model has no such module.
-        UnsupportedFamilyError: the model does not call each attention module once, each in a layer of its own list.
+        UnsupportedFamilyError: the model does not call each attention module once, each in a layer of a list.
     """
 
     def __init__(
@@ -103,25 +103,25 @@ class LayerWalk:
         model: Any,
         batches: Sequence[Batch],
         names: Sequence[str],
+        projection: str,
         *,
         precision: Callable[[], AbstractContextManager[Any]] = nullcontext,
         scratch: Path | None = None,
         on_batch: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
-        self.model, self.precision, self.on_batch = model, precision, on_batch
-        self._scratch = scratch
+        self.model, self.projection = model, projection
+        self.precision, self.on_batch, self._scratch = precision, on_batch, scratch
         device = running_device(model)
         self.batches = [{name: tensor.to(device) for name, tensor in batch.items()} for batch in batches]
         self.modules = find_modules(model, names)
-        self.routes: dict[str, Route | None] = {}
-        self.layers = self._survey()
+        self.places: dict[str, StreamPlace | None] = {}
+        self.layers: list[WalkedLayer] = []
+        self._survey()
         self.stacks = list(dict.fromkeys(layer.stack for layer in self.layers))
 
-    def attention(self, name: str, calls: Sequence[AttentionCall] = ()) -> CapturedAttention:
-        """An attention module, by its name in the checkpoint, with some calls of it."""
-        route = self.routes[name]
-        module = self.model.get_submodule(self.modules[name])
-        return CapturedAttention(name, module, calls, route.output if route else None)
+    def module(self, name: str) -> Any:
+        """An attention module, by its name in the checkpoint."""
+        return self.model.get_submodule(self.modules[name])
 
     @contextmanager
     def running(self) -> Iterator[ExitStack]:
@@ -129,81 +129,79 @@ class LayerWalk:
         with suppress(_Reached), torch.no_grad(), self.precision(), ExitStack() as stack:
             yield stack
 
-    def _survey(self) -> list[WalkedLayer]:
-        """The layers of all stacks in the order of their calls, from an ordinary pass over the first sequence."""
-        stacks = stacks_of(self.model, self.modules.values())
-        homes = {name: layer_of(self.model, loaded) for name, loaded in self.modules.items()}
+    def _survey(self) -> None:
+        """Find the layers of all stacks in the order of their calls, by an ordinary pass over the first sequence."""
         called: list[str] = []
-        layers: list[WalkedLayer] = []
-
-        def passed(layer: str, stack: str, trace: LayerTrace, _: Any, __: Any, output: Any) -> None:
-            own = [name for name in called if homes[name] == layer]
-            for name in own:
-                self.routes[name] = trace.route(self.modules[name])
-            trace.close()
-            hidden = first_tensor(output)
-            rest = _HIDDEN if output is hidden else tuple(_HIDDEN if each is hidden else each for each in output)
-            layers.append(WalkedLayer(layer, stack, tuple(own), rest))
 
         def reached(name: str, _: Any, __: Any) -> None:
             called.append(name)
 
-        with self.running() as hooks:
-            for name, loaded in self.modules.items():
-                module = self.model.get_submodule(loaded)
-                hooks.callback(module.register_forward_pre_hook(partial(reached, name)).remove)
-            for stack, names in stacks.items():
-                for layer in names:
-                    trace = LayerTrace(self.model, layer)
-                    hooks.callback(trace.close)
-                    module = self.model.get_submodule(layer)
-                    hooks.callback(module.register_forward_hook(partial(passed, layer, stack, trace)).remove)
+        def surveyed(layer: str, forward: Any, *args: Any, **kwargs: Any) -> Any:
+            first = len(called)
+            output = forward(*args, **kwargs)
+            own = tuple(called[first:])
+            module = self.model.get_submodule(layer)
+            with wrapped_forward(module, forward):
+                for name in own:
+                    projection = f"{self.modules[name]}.{self.projection}"
+                    self.places[name] = find_stream(self.model, layer, projection, partial(module, *args, **kwargs))
+            del called[first + len(own) :]
+            hidden = first_tensor(output)
+            kept = _HIDDEN if output is hidden else tuple(_HIDDEN if each is hidden else each for each in output)
+            self.layers.append(WalkedLayer(layer, layer.rpartition(".")[0], own, kept))
+            return output
+
+        layers = [layer for stack in stacks_of(self.model, self.modules.values()).values() for layer in stack]
+        with self.running() as context:
+            for name in self.modules:
+                context.callback(self.module(name).register_forward_pre_hook(partial(reached, name)).remove)
+            for layer in layers:
+                module = self.model.get_submodule(layer)
+                wrapped = wrapped_forward(module, partial(surveyed, layer, module.forward))
+                context.enter_context(wrapped)
             self.model(**_first_sequence(self.batches[0]), use_cache=False)
         for name in self.modules:
             if called.count(name) != 1:
                 raise UnsupportedFamilyError(
                     f"running the model on text calls {name} {called.count(name)} times, not once: it can't be calibrated; choose --method factor without calibration text"
                 )
-        return layers
 
     def streams(self, count: int) -> "list[Stream]":
         """New streams at the first layer."""
         streams = [Stream(self) for _ in range(count)]
         for number in range(len(self.batches)):
-            hidden, arguments = self.record(number, self.stacks[0], {})
+            recorded = self.record(number, self.stacks[0], {})
             for stream in streams:
-                stream.start(number, hidden, arguments)
+                stream.start(number, recorded)
         return streams
 
-    def record(self, number: int, stack: str, finished: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, _Arguments]]:
-        """What the first layer of a stack reads on a batch, and what every layer of it is called with besides.
+    def record(self, number: int, stack: str, finished: Mapping[str, Tensor]) -> dict[str, _Arguments]:
+        """What every layer of a stack is called with on a batch; hidden states only for the first.
 
         Args:
             number: of the batch.
             stack: the list of layers.
             finished: the hidden states that leave the stacks before it.
         """
-        entering: list[Tensor] = []
         recorded: dict[str, _Arguments] = {}
-        own_layers = [layer for layer in self.layers if layer.stack == stack]
+        layers = [layer for layer in self.layers if layer.stack == stack]
 
         def recording(layer: WalkedLayer, forward: Any, *args: Any, **kwargs: Any) -> Any:
-            by_name = "hidden_states" in kwargs
-            hidden = kwargs["hidden_states"] if by_name else args[0]
-            others = {name: value for name, value in kwargs.items() if name != "hidden_states"}
-            recorded[layer.name] = _Arguments(args if by_name else args[1:], others, by_name)
-            entering.append(hidden)
-            if layer is own_layers[-1]:
+            arguments = _Arguments(args, kwargs)
+            recorded[layer.name] = arguments.with_hidden(None) if recorded else arguments
+            if layer is layers[-1]:
                 raise _Reached
-            return layer.returning(hidden) if layer.returns_hidden_alone else forward(*args, **kwargs)
+            if layer.output is _HIDDEN or len(layer.output) == 1:
+                return layer.returning(arguments.hidden)
+            return forward(*args, **kwargs)
 
         with self.running() as context:
             self._finish(context, finished)
-            for layer in own_layers:
+            for layer in layers:
                 module = self.model.get_submodule(layer.name)
                 context.enter_context(wrapped_forward(module, partial(recording, layer, module.forward)))
             self.model(**self.batches[number], use_cache=False)
-        return entering[0], recorded
+        return recorded
 
     def logits(self, number: int, finished: Mapping[str, Tensor]) -> Tensor:
         """The logits [B, L, vocabulary] of a batch, from the hidden states that leave each stack."""
@@ -251,10 +249,11 @@ class Stream:
         self._hidden: list[Tensor] = []
         self._arguments: list[dict[str, _Arguments]] = []
 
-    def start(self, number: int, hidden: Tensor, arguments: Mapping[str, _Arguments]) -> None:
+    def start(self, number: int, recorded: Mapping[str, _Arguments]) -> None:
         """Stand before a stack, in the order of the batches: see `LayerWalk.record`."""
-        self._hidden[number:] = [self._walk.kept(hidden)]
-        self._arguments[number:] = [_with_own_states(arguments)]
+        first = next(iter(recorded.values()))
+        self._hidden[number:] = [self._walk.kept(first.hidden)]
+        self._arguments[number:] = [_with_own_states(recorded)]
 
     def _enter(self, layer: WalkedLayer) -> None:
         """Go on to the stack of a layer."""
@@ -263,12 +262,14 @@ class Stream:
         self._finished[self._stack] = list(self._hidden)
         self._stack = layer.stack
         for number in range(len(self._hidden)):
-            self.start(number, *self._walk.record(number, layer.stack, self._leaving(number)))
+            self.start(number, self._walk.record(number, layer.stack, self._leaving(number)))
 
     def _leaving(self, number: int) -> dict[str, Tensor]:
         return {stack: hidden[number] for stack, hidden in self._finished.items()}
 
-    def advance(self, layer: WalkedLayer, parameters: Parameters | None = None, watch: Sequence[str] = ()) -> Any:
+    def advance(
+        self, layer: WalkedLayer, parameters: Parameters | None = None, watch: Sequence[str] = ()
+    ) -> dict[str, list[Tensor]]:
         """Run a layer on every batch.
 
         Args:
@@ -277,70 +278,121 @@ class Stream:
             watch: names of attention modules in it, as the checkpoint has them.
 
         Returns:
-            By the names of `watch`, for each batch the attention's contribution plus the tensor that it is added to,
-            if there is one.
+            By the names of `watch`, for each batch the residual stream with attention's contribution; the contribution
+            alone where it becomes no part of the stream.
         """
         self._enter(layer)
         walk = self._walk
         streams: dict[str, list[Tensor]] = {name: [] for name in watch}
-        for number, hidden in enumerate(self._hidden):
+        for number in range(len(self._hidden)):
             walk.on_batch(number, len(self._hidden))
             with walk.running() as context:
-                calls = {name: context.enter_context(self._watched(name)) for name in watch}
-                output = self._run(context, layer, number, hidden, parameters or {})
+                watched = {name: _Watched(context, walk, name) for name in watch}
+                output = self._run(context, layer, number, parameters or {})
             self._hidden[number] = walk.kept(first_tensor(output))
-            for name, call in calls.items():
-                stream = call.output if call.residual is None else call.output + call.residual
-                streams[name].append(walk.kept(stream))
+            for name, each in watched.items():
+                streams[name].append(walk.kept(each.stream))
         return streams
 
-    def attention(self, layer: WalkedLayer, name: str, parameters: Parameters | None = None) -> CapturedAttention:
+    def attention(
+        self,
+        layer: WalkedLayer,
+        name: str,
+        parameters: Parameters | None = None,
+        streams: Sequence[Tensor] | None = None,
+    ) -> CapturedAttention:
         """Run a layer on every batch up to the end of an attention module, with the source's weights in it.
 
         Args:
             layer: the next one.
             name: of the attention module in the checkpoint.
             parameters: of the attention modules before it in the layer, which replace the source's.
+            streams: what `advance` returned for the source; by default this stream is the source.
         """
         self._enter(layer)
-        walk = self._walk
+        walk, place = self._walk, self._walk.places[name]
         calls = []
-        for number, hidden in enumerate(self._hidden):
+        for number in range(len(self._hidden)):
             with walk.running() as context:
-                call = context.enter_context(self._watched(name, _Reached()))
-                self._run(context, layer, number, hidden, parameters or {})
-            calls.append(self._kept(call, number, walk.modules[name]))
-        return walk.attention(name, calls)
+                watched = _Watched(context, walk, name, ends=True)
+                self._run(context, layer, number, parameters or {})
+            output = target = walk.kept(watched.output.reshape(*watched.arguments.hidden.shape[:-1], -1))
+            if streams is not None and place is not None:
+                missed = (streams[number] - watched.stream).reshape(output.shape)
+                target = walk.kept(output + missed / place.factor)
+            elif streams is not None:
+                target = streams[number].reshape(output.shape)
+            arguments = watched.arguments.with_hidden(walk.kept(watched.arguments.hidden))
+            call = AttentionCall(args=arguments.args, kwargs=arguments.kwargs, output=output, target=target)
+            call.counted, call.states_counted = padding_masks(
+                walk.batches[number], call, walk.modules[name], encoder_decoder=walk.model.config.is_encoder_decoder
+            )
+            calls.append(call)
+        return CapturedAttention(name, walk.module(name), walk.projection, calls)
 
-    def _run(self, context: ExitStack, layer: WalkedLayer, number: int, hidden: Tensor, parameters: Parameters) -> Any:
-        model = self._walk.model
+    def _run(self, context: ExitStack, layer: WalkedLayer, number: int, parameters: Parameters) -> Any:
         for name, own in parameters.items():
-            context.enter_context(replaced(model.get_submodule(self._walk.modules[name]), own))
-        return self._arguments[number][layer.name].call(model.get_submodule(layer.name), hidden)
-
-    def _watched(self, name: str, then: Exception | None = None) -> AbstractContextManager[AttentionCall]:
-        walk = self._walk
-        route = walk.routes[name]
-        routed = walk.model.get_submodule(route.module) if route else None
-        return watched_call(walk.model.get_submodule(walk.modules[name]), route, routed, then=then)
-
-    def _kept(self, call: AttentionCall, number: int, module: str) -> AttentionCall:
-        """A call whose tensors are kept as the stream's are."""
-        walk = self._walk
-        batch, is_pair = walk.batches[number], walk.model.config.is_encoder_decoder
-        call.counted, call.states_counted = padding_masks(batch, call, module, encoder_decoder=is_pair)
-        assert call.output is not None
-        call.output = walk.kept(call.output)
-        if call.residual is not None and call.residual is not self._hidden[number]:
-            call.residual = walk.kept(call.residual)
-        return call.with_hidden(walk.kept(call.hidden))
+            context.enter_context(replaced(self._walk.module(name), own))
+        call = self._arguments[number][layer.name].with_hidden(self._hidden[number])
+        return self._walk.model.get_submodule(layer.name)(*call.args, **call.kwargs)
 
     def logits(self, number: int) -> Tensor:
         """The logits [B, L, vocabulary] of a batch, once all layers are passed."""
         return self._walk.logits(number, self._leaving(number) | {self._stack: self._hidden[number]})
 
 
-def _with_own_states(arguments: Mapping[str, _Arguments]) -> dict[str, _Arguments]:
+class _Watched:
+    """What the next call of an attention module reads and yields.
+
+    Args:
+        context: in which to watch.
+        walk: of the module.
+        name: of the module in the checkpoint.
+        ends: whether to end the pass when everything is known.
+    """
+
+    def __init__(self, context: ExitStack, walk: LayerWalk, name: str, *, ends: bool = False) -> None:
+        self._place, self._ends = walk.places[name], ends
+        self.arguments = _Arguments((), {})
+        self.output: Any = None
+        """Of the output projection."""
+        self.stream: Any = None
+        """The residual stream with the contribution; `output` where that becomes no part of the stream."""
+        module = walk.module(name)
+        projection = module.get_submodule(walk.projection)
+        context.callback(module.register_forward_pre_hook(self._enter, with_kwargs=True).remove)
+        context.callback(projection.register_forward_hook(self._project).remove)
+        if self._place is None:
+            context.callback(module.register_forward_hook(self._leave).remove)
+            return
+        holder = walk.model.get_submodule(self._place.module)
+        if self._place.key is None:
+            context.callback(holder.register_forward_hook(self._leave).remove)
+        else:
+            context.callback(holder.register_forward_pre_hook(self._arrive, with_kwargs=True).remove)
+
+    def _enter(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.arguments = _Arguments(args, dict(kwargs))
+
+    def _project(self, _: Any, __: Any, output: Tensor) -> None:
+        self.output = output
+
+    def _leave(self, _: Any, __: Any, output: Any) -> None:
+        self._note(self.output if self._place is None else first_tensor(output))
+
+    def _arrive(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        assert self._place is not None
+        self._note(self._place.find(args, kwargs))
+
+    def _note(self, stream: Tensor) -> None:
+        if self.output is None:  # the module is called before attention too
+            return
+        self.stream = stream
+        if self._ends:
+            raise _Reached
+
+
+def _with_own_states(recorded: Mapping[str, _Arguments]) -> dict[str, _Arguments]:
     """Arguments of a stream's own: where layers pass keys and values to later layers in a mapping, one that no other
     stream writes to.
     """
@@ -351,14 +403,7 @@ def _with_own_states(arguments: Mapping[str, _Arguments]) -> dict[str, _Argument
             return value
         return copies.setdefault(id(value), copy(value))
 
-    return {
-        layer: _Arguments(
-            tuple(own(value) for value in given.args),
-            {name: own(value) for name, value in given.kwargs.items()},
-            given.by_name,
-        )
-        for layer, given in arguments.items()
-    }
+    return {layer: arguments.with_hidden(None).map(own) for layer, arguments in recorded.items()}
 
 
 def _first_sequence(batch: Batch) -> Batch:

@@ -5,7 +5,7 @@ merged. `fit` then trains the merged projections to yield what the source's atte
 lets the output projection repair as much of what the student's residual stream misses as held-out text confirms.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,7 +13,7 @@ from functools import partial
 import numpy as np
 from torch import Tensor
 
-from gqa_convert.conversion.fit.attention_calls import CapturedAttention, Targets
+from gqa_convert.conversion.fit.attention_calls import AttentionCall, CapturedAttention, fitting_parameters
 from gqa_convert.conversion.fit.fit_gradient import fit_gradient
 from gqa_convert.conversion.fit.head_parameters import Assembly, Parts, as_heads, as_parts
 from gqa_convert.conversion.fit.layer_store import LayerRecord, recorded_order
@@ -61,8 +61,7 @@ class OneLayer:
     """The work on one layer: from `fit` on, its source's heads are in the order in which they are merged.
 
     Args:
-        attention: the module, with its calls in the student and what the source's weights yield in them.
-        targets: for each call, what brings the student's residual stream to the source's, [B, L, D].
+        attention: the module, with its calls in the student.
         layer: the source's.
         options: how to fit it.
         on_stage: called as stages begin, and at their steps where these are counted.
@@ -74,24 +73,21 @@ class OneLayer:
     def __init__(
         self,
         attention: CapturedAttention,
-        targets: Sequence[Tensor],
         layer: SourceLayer,
         options: FitOptions,
         on_stage: OnStage = lambda stage, step, steps: None,
     ) -> None:
-        self.attention, self.targets, self.layer = attention, targets, layer
-        self.options, self.on_stage = options, on_stage
-        self.local_targets = [call.output for call in attention.calls]
+        self.attention, self.layer, self.options, self.on_stage = attention, layer, options, on_stage
         self.source = layer.layout.split_heads(layer.tensors)
-        self.device = next(iter(attention.parameters().values())).device
+        self.device = attention.device
         reduced = is_reduced(options.precision)
         self.exact = _EXACT_REDUCED if reduced else _EXACT
         self.assembly = Assembly(
             layer.layout, self.source, layer.tensors, options.groups, self.device, repeats_products=reduced
         )
-        self.judged = judging_batches(len(targets))
+        self.judged = judging_batches(len(attention.calls))
         self.fitted = range(self.judged.start) or self.judged
-        attention.fitting(self.assembly(as_parts(self._pooled(), self.device)))
+        fitting_parameters(attention.name, attention.module, self.assembly(as_parts(self._pooled(), self.device)))
 
     def fit(self) -> tuple[Heads, LayerRecord]:
         """The merged layer, and its record."""
@@ -100,37 +96,41 @@ class OneLayer:
         moments = moments_of(self.attention.calls, self.source)
         self.on_stage(Stage.HEAD_ORDER, 0, 0)
         order = find_head_order(self.source, options.groups, limits, moments)
-        pooled = self.error(self._pooled(), self.local_targets)  # of neighbours, before heads are reordered
+        pooled = self.error(self._pooled(), share=0)  # of neighbours, before heads are reordered
         self.source = reorder_heads(self.source, order)
         self.on_stage(Stage.LOW_FREQUENCY, 0, 0)
         first_low = self._first_low_frequency(moments)
         merged = layer_merge_of(options.method)(self.source, options.groups, limits, moments, first_low)
         if options.method.trains:
             merged = self._refitted(self._trained(merged))
-        own = self.error(merged, self.local_targets)
+        own = self.error(merged, share=0)
         return merged, LayerRecord(
             module=self.attention.name,
             head_order=recorded_order(order),
-            errors={f"{self.attention.name}.output": self.error(merged, self.targets)},
+            errors={f"{self.attention.name}.output": self.error(merged, share=1)},
             gap_left=(own / pooled) ** 2 if pooled else 0.0,
             first_low_frequency_pair=first_low,
         )
 
-    def error(self, merged: Heads, targets: Targets) -> float:
-        """The part of the targets that the layer misses on held-out text, in root mean square."""
-        parameters = self.assembly(as_parts(merged, self.device))
-        power = sum(self.attention.calls[number].square(targets[number]) for number in self.judged)
-        missed = self._missed(self.judged, parameters, targets)
+    def error(self, merged: Heads, share: float) -> float:
+        """The part of a target that the layer misses on held-out text, in root mean square.
+
+        Args:
+            merged: the heads.
+            share: of the target: see `AttentionCall.between`.
+        """
+        calls = [self.attention.calls[number] for number in self.judged]
+        missed = self._missed(calls, self.assembly(as_parts(merged, self.device)), share)
+        power = sum(call.square(call.between(share)) for call in calls)
         return float(np.sqrt(missed / power)) if power else 0.0
 
-    def _missed(self, numbers: Iterable[int], parameters: Mapping[str, Tensor], targets: Targets) -> float:
-        """The squared error of the layer on some batches."""
+    def _missed(self, calls: Iterable[AttentionCall], parameters: Mapping[str, Tensor], share: float) -> float:
+        """The squared error of the layer in some calls."""
         missed = 0.0
-        for number in numbers:
-            call = self.attention.calls[number]
+        for call in calls:
             with self.options.precision():
                 output, _ = self.attention.run(call, parameters)
-            missed += call.square(output - targets[number])
+            missed += call.square(output - call.between(share))
         return missed
 
     def _pooled(self) -> Heads:
@@ -153,13 +153,13 @@ class OneLayer:
             return None
         calls = self.attention.calls
         tokens = calls[0].hidden.shape[:2].numel()
-        numbers = range(min(len(calls), max(1, LOW_FREQUENCY_TOKENS // tokens)))
+        calls = calls[: max(1, LOW_FREQUENCY_TOKENS // tokens)]
         unmerged = Assembly(self.layer.layout, self.source, self.layer.tensors, self.source.groups, self.device)
         trials = KeyTrials(self.source, self.options.groups, limits, moments)
 
         def error(first_low: int) -> float:
             parameters = unmerged(as_parts(trials.merged(first_low), self.device))
-            return self._missed(numbers, parameters, self.local_targets)
+            return self._missed(calls, parameters, share=0)
 
         return least(error, count)
 
@@ -171,16 +171,15 @@ class OneLayer:
         it is small, and to fit the rest, which is noise to the layer, would do harm on other text.
         """
         options = self.options
-        if not options.steps or self.error(merged, self.local_targets) < self.exact:
+        if not options.steps or self.error(merged, share=0) < self.exact:
             return merged
         parts = as_parts(merged, self.device)
         _, share = self._repair(parts)
-        targets = _Between(self.local_targets, self.targets, share)
         trained = fit_gradient(
             parts,
             self.attention,
             self.assembly,
-            targets,
+            share,
             count=len(self.fitted),
             steps=options.steps,
             seed=options.seed,
@@ -188,14 +187,14 @@ class OneLayer:
             on_step=partial(self.on_stage, Stage.GRADIENT),
         )
         found = as_heads(trained)
-        return found if self.error(found, targets) < self.error(merged, targets) else merged
+        return found if self.error(found, share) < self.error(merged, share) else merged
 
     def _refitted(self, merged: Heads) -> Heads:
         """The heads with a change of the output projection that brings the student's residual stream nearer to the
         source's, as far as held-out text confirms it.
         """
         self.on_stage(Stage.REFIT, 0, 0)
-        if self.error(merged, self.targets) < self.exact:
+        if self.error(merged, share=1) < self.exact:
             return merged
         parts = as_parts(merged, self.device)
         change, _ = self._repair(parts)
@@ -220,23 +219,10 @@ class OneLayer:
 
     def _regression(self, parameters: Mapping[str, Tensor], numbers: Iterable[int]) -> Regression:
         """Of what the student's residual stream misses, on what enters the output projection, over some batches."""
-        weight, _ = self.layer.layout.output_names
-        projection = weight.removeprefix(f"{self.layer.layout.layer.module}.").removesuffix(".weight")
         found = Regression(biased=self.source.output_bias is not None)
         for number in numbers:
             call = self.attention.calls[number]
             with self.options.precision():
-                output, entered = self.attention.run(call, parameters, projection)
-            assert entered is not None
-            found.add(entered, self.targets[number] - output, call.counted)
+                output, entered = self.attention.run(call, parameters)
+            found.add(entered, call.target - output, call.counted)
         return found
-
-
-class _Between:
-    """Targets between two kinds, made one by one so that large ones stay on the disk."""
-
-    def __init__(self, local: Sequence[Tensor], whole: Sequence[Tensor], share: float) -> None:
-        self._local, self._whole, self._share = local, whole, share
-
-    def __getitem__(self, number: int) -> Tensor:
-        return self._local[number].float().lerp(self._whole[number].float(), self._share)

@@ -55,7 +55,7 @@ class ClosedForm:
         source = layer.layout.split_heads(layer.tensors)
         moments = _finite_moments(attention, source)
         errors = []
-        device = next(iter(attention.parameters().values())).device
+        device = attention.device
         for merged, error in merge_candidates(layer, source, candidates, moments):
             errors.append(error)
             assembly = Assembly(layer.layout, source, layer.tensors, error.groups, device)
@@ -96,8 +96,7 @@ class ShortFits:
         options = FitOptions(
             groups=groups, method=CALIBRATED_DEFAULT, steps=steps, seed=self.seed, precision=self.precision
         )
-        targets = [call.output for call in attention.calls]
-        merged, record = OneLayer(attention, targets, layer, options).fit()
+        merged, record = OneLayer(attention, layer, options).fit()
         self.store.write(number, layer.layout.merge_heads(merged, layer.tensors, groups), record)
 
 

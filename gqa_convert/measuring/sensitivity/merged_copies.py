@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gqa_convert.checkpoint.devices import chosen_device
-from gqa_convert.conversion.fit.attention_calls import Batch
+from gqa_convert.conversion.fit.attention_calls import Batch, fitting_parameters
 from gqa_convert.conversion.fit.layer_store import LayerStore
 from gqa_convert.conversion.fit.layer_walk import LayerWalk, running_device
 from gqa_convert.conversion.fit.model_loading import open_model
@@ -48,6 +48,7 @@ class SensitivityInputs:
         held_out: batches on which copies are measured.
         merging: how layers are merged.
         precision: of forward passes.
+        projection: the name of the output projection inside attention.
     """
 
     model: Any
@@ -57,6 +58,7 @@ class SensitivityInputs:
     held_out: Sequence[Batch]
     merging: Merging
     precision: Precision
+    projection: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +122,9 @@ def open_inputs(
         precision = precision_of(plan, running_device(model))
         merging = ShortFits(store, steps=steps_per_layer(text), precision=precision, seed=text.seed)
     with open_layers(plan) as read_layer:
-        yield SensitivityInputs(model, plan.layers, read_layer, before, held_out, merging, precision)
+        yield SensitivityInputs(
+            model, plan.layers, read_layer, before, held_out, merging, precision, plan.family.output
+        )
 
 
 def predicted_tokens(batch: Batch) -> Tensor:
@@ -155,8 +159,9 @@ def score_copies(
         return scores + score_copies(inputs, copies[MOST_COPIES:], held_out, progress)[1:]
     layers = {layer.module: layer for layer in inputs.layers}
     sums, tokens = np.zeros((1 + len(copies), 2)), 0
-    on_text = LayerWalk(inputs.model, inputs.text, list(layers), precision=inputs.precision)
-    on_held_out = LayerWalk(inputs.model, held_out, list(layers), precision=inputs.precision)
+    names, projection, precision = list(layers), inputs.projection, inputs.precision
+    on_text = LayerWalk(inputs.model, inputs.text, names, projection, precision=precision)
+    on_held_out = LayerWalk(inputs.model, held_out, names, projection, precision=precision)
     [text] = on_text.streams(1)
     source, *students = on_held_out.streams(1 + len(copies))
     done = 0
@@ -168,7 +173,7 @@ def score_copies(
                 attention = text.attention(layer, name)
                 opened = inputs.read_layer(layers[name])
                 for groups, parameters in inputs.merging.merge(opened, attention, sorted({*wanted} - {0})):
-                    fitting = attention.fitting(parameters)
+                    fitting = fitting_parameters(name, attention.module, parameters)
                     for number, own in zip(wanted, merged, strict=True):
                         if number == groups:
                             own[name] = fitting
