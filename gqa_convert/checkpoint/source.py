@@ -68,6 +68,13 @@ class Checkpoint:
     """Links that lead out of the folder, which are not copied."""
     result_dtypes: Mapping[str, str] = field(default_factory=dict)
     """The types of a result's tensors, where a rewritten source holds them in wider ones."""
+    rewritten_from: "Checkpoint | None" = None
+    """The checkpoint that this one was rewritten from, if it was."""
+
+    @property
+    def origin(self) -> "Checkpoint":
+        """The checkpoint that the user named."""
+        return self.rewritten_from or self
 
     def tensors(self) -> Iterator[tuple[int, str, TensorEntry]]:
         """Yield every tensor in file order as (shard number, name, entry)."""

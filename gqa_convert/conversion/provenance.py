@@ -17,7 +17,6 @@ from gqa_convert.conversion.plan import Plan
 
 def record_conversion(
     plan: Plan,
-    source: Checkpoint,
     options: ConversionOptions,
     merged: Merged,
     errors: Mapping[str, float],
@@ -28,13 +27,13 @@ def record_conversion(
 
     Args:
         plan: what was done.
-        source: a local checkpoint, as the user named it; that of the plan may be rewritten.
         options: of the conversion.
         merged: layers that were merged before the weights were written.
         errors: relative merge error by tensor, or by module and part of it where whole layers were merged.
         previous: the record of the conversion that made the source.
         folder: the result, which is complete but for the record.
     """
+    source = plan.checkpoint.origin
     assert source.folder is not None
     result = None
     # methods that work on whole layers take so long that hashing their result costs little

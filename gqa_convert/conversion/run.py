@@ -89,27 +89,29 @@ def convert_checkpoint(
         GQAConvertError: one of its subclasses for every mistake; nothing is left behind then.
     """
 
+    folder = local_path(out)
+
     def planned(checkpoint: Checkpoint) -> tuple[Plan, CalibrationOptions]:
-        return plan_conversion(checkpoint, groups, options)
+        plan = plan_conversion(checkpoint, groups, options)
+        check_destination(folder, checkpoint.origin.folder, overwrite=options.overwrite)
+        return plan
 
     with ExitStack() as stack:
-        out = local_path(out)
-        check_destination(out, None, overwrite=options.overwrite)
-        opened = open_rewritten(source, out, groups, options, planned, on_note)
-        original, checkpoint, (plan, calibration) = stack.enter_context(opened)
+        opened = open_rewritten(source, folder, groups, options, planned, on_note)
+        checkpoint, (plan, calibration) = stack.enter_context(opened)
         plan = replace(plan, checkpoint=checkpoint)
-        check_destination(out, original.folder, overwrite=options.overwrite)
-        previous = earlier_record(original)
+        check_destination(folder, checkpoint.origin.folder, overwrite=options.overwrite)
+        previous = earlier_record(checkpoint.origin)
         on_plan(plan)
-        sweep(Path(os.path.realpath(out)).parent)
-        staged = stack.enter_context(StagedFolder(out))
-        merged = merge_whole_layers(plan, out, calibration, stack, on_layer)
+        sweep(Path(os.path.realpath(folder)).parent)
+        staged = stack.enter_context(StagedFolder(folder))
+        merged = merge_whole_layers(plan, folder, calibration, stack, on_layer)
         errors = write_weights(plan, staged.path, merged.tensors, progress)
         if merged.errors is not None:
             errors = dict(merged.errors)
         write_sidecar_files(plan, staged.path)
-        record = record_conversion(plan, original, options, merged, errors, previous, staged.path)
+        record = record_conversion(plan, options, merged, errors, previous, staged.path)
         write_json(staged.path / PROVENANCE, record.as_json())
         staged.publish(overwrite=options.overwrite)
-        total = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
-    return ConversionResult(plan, out, total, errors, merged.calibration)
+        total = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    return ConversionResult(plan, folder, total, errors, merged.calibration)

@@ -111,7 +111,7 @@ def read_inputs(
         yield Inputs(out, folder, config, family, weights, content, weights, config)
         return
     options = ConversionOptions(native=True)
-    with open_rewritten(folder, out, 1, options, lambda _: None, on_note) as (_, rewritten, _):
+    with open_rewritten(folder, out, 1, options, lambda _: None, on_note) as (rewritten, _):
         assert rewritten.folder is not None
         family = family_of(rewritten.config)
         dtypes = {name: _torch_dtype(dtype) for name, dtype in rewritten.result_dtypes.items()}

@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, Qwen3Config
 
+from gqa_convert.conversion.options import CalibrationOptions
 from gqa_convert.families.table import FAMILIES, find_family
 from gqa_convert.verify import verify_checkpoint
 from gqa_convert.verify.behaviour import divergence
@@ -59,7 +60,8 @@ STOCK = set(NATIVE) | {"llama, float32", "qwen3"}
 def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     """(OUT, SOURCE) of a conversion, made once; treat both as read-only."""
     root = tmp_path_factory.mktemp("verify-absorbed")
-    fit = {"calibration": write_text(root / "text.txt"), "calibration_tokens": 1000, "calibration_length": 30}
+    text = write_text(root / "text.txt")
+    fit = {"calibration": CalibrationOptions(source=text, tokens=1000, sequence_length=30, steps=20)}
 
     def save(name: str, source: Path) -> None:
         if name in TRANSLATED:
@@ -73,7 +75,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
     def make(name: str, groups: int, method: str) -> tuple[Path, Path]:
         native = None if name in STOCK else name in TRANSLATED
-        return conversions(name, groups, method, native=native, **(fit | {"fit_steps": 20} if method == "fit" else {}))
+        return conversions(name, groups, method, native=native, **(fit if method == "fit" else {}))
 
     return make
 

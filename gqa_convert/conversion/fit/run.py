@@ -62,8 +62,8 @@ def merge_whole_layers(
     count = len(plan.merged_layers)
     fingerprint = {
         "version": __version__,
-        "source": str(plan.checkpoint.folder),
-        "files": [[shard.file, shard.size, shard.modified_ns] for shard in plan.checkpoint.shards],
+        "source": str(plan.checkpoint.origin.folder),
+        "files": [[shard.file, shard.size, shard.modified_ns] for shard in plan.checkpoint.origin.shards],
         "config": plan.checkpoint.config,
         "method": plan.method,
         "groups": plan.stated_groups,

@@ -3,6 +3,7 @@
 Shape legend: H heads, c head_dim, d inputs. A linear weight is [rows, d], its bias [rows].
 """
 
+from dataclasses import dataclass
 from typing import Any, Final
 
 import ml_dtypes
@@ -35,41 +36,56 @@ def head_rows(starts: tuple[int, ...], head_dim: int, rotated: int) -> Array:
     return rows
 
 
-def take(tensor: Array, *, rows: Array | None, transposed: bool) -> Array:
-    """Some rows of a weight, or of the transpose of one that is stored [d, rows]; or of a bias."""
-    upright = tensor.T if transposed else tensor
-    return upright if rows is None else upright[rows]
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Which rows of a weight or of a bias are taken, and what they are multiplied by."""
+
+    rows: Array | None = None
+    """All where None."""
+    factors: Array | None = None
+    """Of each row that is taken."""
+    transposed: bool = False
+    """Whether a weight is stored [d, rows]."""
+
+    def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of what is taken of a tensor of this shape."""
+        upright = shape[::-1] if self.transposed else shape
+        return upright if self.rows is None else (len(self.rows), *upright[1:])
+
+    def of(self, tensor: Array) -> Array:
+        """The rows, in the type of the tensor and not yet multiplied."""
+        upright = tensor.T if self.transposed else tensor
+        return upright if self.rows is None else upright[self.rows]
 
 
-def scale(tensor: Array, *, rows: Array | None, transposed: bool, factors: Array, dtype: str) -> Array:
-    """Some rows as `take` returns them, each times its factor, in the type `dtype`."""
-    wide = take(tensor, rows=rows, transposed=transposed).astype(DTYPES[dtype])
-    wide *= factors.astype(wide.dtype).reshape(-1, *[1] * (wide.ndim - 1))
+def take(tensor: Array, *, selection: Selection, dtype: str) -> Array:
+    """The selected rows, multiplied, in the type `dtype`."""
+    wide = selection.of(tensor).astype(DTYPES[dtype], copy=False)
+    if selection.factors is not None:
+        wide *= selection.factors.astype(wide.dtype).reshape(-1, *[1] * (wide.ndim - 1))
     return wide
 
 
-def fold_gain(weight: Array, gain: Array, *, rows: Array | None, transposed: bool, dtype: str) -> Array:
-    """Some rows of a weight behind a norm without the gain [d], which its columns take over."""
-    wide = take(weight, rows=rows, transposed=transposed).astype(DTYPES[dtype])
+def fold_gain(weight: Array, gain: Array, *, selection: Selection, dtype: str) -> Array:
+    """The selected rows of a weight behind a norm without the gain [d], which its columns take over."""
+    wide = selection.of(weight).astype(DTYPES[dtype])
     wide *= gain.astype(wide.dtype)
     return wide
 
 
-def fold_bias(
-    weight: Array, norm_bias: Array, bias: Array | None = None, *, rows: Array | None, transposed: bool, dtype: str
-) -> Array:
-    """The bias of a projection behind a norm without its bias [d]: some rows of weight @ norm_bias + bias.
+def fold_bias(weight: Array, norm_bias: Array, bias: Array | None = None, *, selection: Selection, dtype: str) -> Array:
+    """The bias of a projection behind a norm without its bias [d]: the selected rows of weight @ norm_bias + bias.
 
     Products are summed pairwise in float64, so that every machine gets the same numbers.
     """
-    upright = take(weight, rows=rows, transposed=transposed)
+    upright = selection.of(weight)
     shift = norm_bias.astype(np.float64)
     total = np.empty(len(upright))
     for first in range(0, len(upright), _BLOCK_ROWS):
         block = upright[first : first + _BLOCK_ROWS]
         total[first : first + _BLOCK_ROWS] = (block.astype(np.float64) * shift).sum(axis=1)
     if bias is not None:
-        total += take(bias, rows=rows, transposed=False).astype(np.float64)
+        total += selection.of(bias)
     return total.astype(DTYPES[dtype])
 
 

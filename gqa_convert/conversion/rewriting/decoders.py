@@ -3,11 +3,11 @@ they compute the same.
 """
 
 import math
-from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Final
 
 from gqa_convert.checkpoint.strict_json import Config, JsonObject
-from gqa_convert.conversion.rewriting.stock_form import Module, NoStockClassError, Role, StockForm
+from gqa_convert.conversion.rewriting.stock_form import NoStockClassError, StockForm, modules
 from gqa_convert.errors import ConfigError
 from gqa_convert.families.table import FAMILIES
 
@@ -264,11 +264,6 @@ def _neox_biased(config: Config) -> bool:
     return bool(config.get("attention_bias", True))
 
 
-_HEADS: Final[tuple[tuple[Role, str], ...]] = (
-    ("query", "self_attn.q_proj"),
-    ("key", "self_attn.k_proj"),
-    ("value", "self_attn.v_proj"),
-)
 _NEOX_STALE = (
     ".attention.bias",
     ".attention.masked_bias",
@@ -277,54 +272,30 @@ _NEOX_STALE = (
     "rotary_emb.sin_cached",
 )
 _GPT_STALE = (".attn.bias", ".attn.masked_bias", ".attn.causal_mask", ".attn.embed_positions")
-_FUSED = "attention.query_key_value"
-
-
-def _gptj_form(model_type: str, name: str, config: Callable[[Config], JsonObject], projections: Any) -> StockForm:
-    """GPT-J and CodeGen differ in their query, key and value projections only."""
-    return StockForm(
-        model_type=model_type,
-        stock="phi",
-        classes=((f"{name}ForCausalLM", "PhiForCausalLM"), (f"{name}Model", "PhiModel")),
-        config=config,
-        dropped=_DROPPED,
-        prefixes=("transformer.", "model."),
-        layers=("transformer.h", "model.layers"),
-        embeddings=(Module("model.embed_tokens", ("transformer.wte",)),),
-        norm=Module("model.final_layernorm", ("transformer.ln_f",), "always"),
-        head=Module("lm_head", ("lm_head",), "optional"),
-        inside=(
-            Module("input_layernorm", ("ln_1",), "always"),
-            *(Module(stock, (projections[role],), "zeros", (role,)) for role, stock in _HEADS),
-            Module("self_attn.dense", ("attn.out_proj",), "zeros"),
-            Module("mlp.fc1", ("mlp.fc_in",), "always"),
-            Module("mlp.fc2", ("mlp.fc_out",), "always"),
-        ),
-        fused_layout="quarters" if model_type == "codegen" else None,
-        interleaved=True,
-        stale=_GPT_STALE,
-    )
-
 
 PHI_FROM_GPT_NEOX: Final = StockForm(
     model_type="gpt_neox",
     stock="phi",
     condition="`use_parallel_residual` (Pythia, GPT-NeoX-20B)",
-    classes=(("GPTNeoXForCausalLM", "PhiForCausalLM"), ("GPTNeoXModel", "PhiModel")),
+    classes={"GPTNeoXForCausalLM": "PhiForCausalLM", "GPTNeoXModel": "PhiModel"},
     config=_phi,
     dropped=_DROPPED,
     prefixes=("gpt_neox.", "model."),
     layers=("gpt_neox.layers", "model.layers"),
-    embeddings=(Module("model.embed_tokens", ("gpt_neox.embed_in",)),),
-    norm=Module("model.final_layernorm", ("gpt_neox.final_layer_norm",), "always"),
-    head=Module("lm_head", ("embed_out", "lm_head"), "zeros"),
-    inside=(
-        Module("input_layernorm", ("input_layernorm",), neutral=True),
-        *(Module(stock, (_FUSED,), "attention", (role,), "input_layernorm") for role, stock in _HEADS),
-        Module("self_attn.dense", ("attention.dense",), "attention"),
-        Module("mlp.fc1", ("mlp.dense_h_to_4h",), "always", norm="post_attention_layernorm"),
-        Module("mlp.fc2", ("mlp.dense_4h_to_h",), "always"),
-    ),
+    before=modules("model.embed_tokens gpt_neox.embed_in never"),
+    inside=modules("""
+        input_layernorm   input_layernorm            always     neutral
+        self_attn.q_proj  attention.query_key_value  attention  roles=query  norm=input_layernorm
+        self_attn.k_proj  attention.query_key_value  attention  roles=key    norm=input_layernorm
+        self_attn.v_proj  attention.query_key_value  attention  roles=value  norm=input_layernorm
+        self_attn.dense   attention.dense            attention
+        mlp.fc1           mlp.dense_h_to_4h          always     norm=post_attention_layernorm
+        mlp.fc2           mlp.dense_4h_to_h          always
+    """),
+    behind=modules("""
+        model.final_layernorm  gpt_neox.final_layer_norm  always
+        lm_head                embed_out|lm_head          zeros
+    """),
     fused_layout="grouped",
     attention_biased=_neox_biased,
     stale=_NEOX_STALE,
@@ -333,60 +304,101 @@ STARCODER2_FROM_GPT_NEOX: Final = StockForm(
     model_type="gpt_neox",
     stock="starcoder2",
     condition="not `use_parallel_residual`, and rotary positions on whole heads (RedPajama-INCITE)",
-    classes=(("GPTNeoXForCausalLM", "Starcoder2ForCausalLM"), ("GPTNeoXModel", "Starcoder2Model")),
+    classes={"GPTNeoXForCausalLM": "Starcoder2ForCausalLM", "GPTNeoXModel": "Starcoder2Model"},
     config=_starcoder2,
     dropped=_DROPPED,
     prefixes=("gpt_neox.", "model."),
     layers=("gpt_neox.layers", "model.layers"),
-    embeddings=(Module("model.embed_tokens", ("gpt_neox.embed_in",)),),
-    norm=Module("model.norm", ("gpt_neox.final_layer_norm",), "always"),
-    head=Module("lm_head", ("embed_out", "lm_head")),
-    inside=(
-        Module("input_layernorm", ("input_layernorm",), "always"),
-        Module("post_attention_layernorm", ("post_attention_layernorm",), "always"),
-        *(Module(stock, (_FUSED,), "attention", (role,)) for role, stock in _HEADS),
-        Module("self_attn.o_proj", ("attention.dense",), "attention"),
-        Module("mlp.c_fc", ("mlp.dense_h_to_4h",), "always"),
-        Module("mlp.c_proj", ("mlp.dense_4h_to_h",), "always"),
-    ),
+    before=modules("model.embed_tokens gpt_neox.embed_in never"),
+    inside=modules("""
+        input_layernorm           input_layernorm            always
+        post_attention_layernorm  post_attention_layernorm   always
+        self_attn.q_proj          attention.query_key_value  attention  roles=query
+        self_attn.k_proj          attention.query_key_value  attention  roles=key
+        self_attn.v_proj          attention.query_key_value  attention  roles=value
+        self_attn.o_proj          attention.dense            attention
+        mlp.c_fc                  mlp.dense_h_to_4h          always
+        mlp.c_proj                mlp.dense_4h_to_h          always
+    """),
+    behind=modules("""
+        model.norm  gpt_neox.final_layer_norm  always
+        lm_head     embed_out|lm_head          never
+    """),
     fused_layout="grouped",
     attention_biased=_neox_biased,
     stale=_NEOX_STALE,
 )
-PHI_FROM_GPTJ: Final = _gptj_form(
-    "gptj", "GPTJ", _phi, {"query": "attn.q_proj", "key": "attn.k_proj", "value": "attn.v_proj"}
+PHI_FROM_GPTJ: Final = StockForm(
+    model_type="gptj",
+    stock="phi",
+    classes={"GPTJForCausalLM": "PhiForCausalLM", "GPTJModel": "PhiModel"},
+    config=_phi,
+    dropped=_DROPPED,
+    prefixes=("transformer.", "model."),
+    layers=("transformer.h", "model.layers"),
+    before=modules("model.embed_tokens transformer.wte never"),
+    inside=modules("""
+        input_layernorm   ln_1           always
+        self_attn.q_proj  attn.q_proj    zeros  roles=query
+        self_attn.k_proj  attn.k_proj    zeros  roles=key
+        self_attn.v_proj  attn.v_proj    zeros  roles=value
+        self_attn.dense   attn.out_proj  zeros
+        mlp.fc1           mlp.fc_in      always
+        mlp.fc2           mlp.fc_out     always
+    """),
+    behind=modules("""
+        model.final_layernorm  transformer.ln_f  always
+        lm_head                lm_head           optional
+    """),
+    interleaved=True,
+    stale=_GPT_STALE,
 )
-PHI_FROM_CODEGEN: Final = _gptj_form(
-    "codegen", "CodeGen", _phi_from_codegen, dict.fromkeys(("query", "key", "value"), "attn.qkv_proj")
+PHI_FROM_CODEGEN: Final = replace(
+    PHI_FROM_GPTJ,
+    model_type="codegen",
+    classes={"CodeGenForCausalLM": "PhiForCausalLM", "CodeGenModel": "PhiModel"},
+    config=_phi_from_codegen,
+    inside=modules("""
+        input_layernorm   ln_1           always
+        self_attn.q_proj  attn.qkv_proj  zeros  roles=query
+        self_attn.k_proj  attn.qkv_proj  zeros  roles=key
+        self_attn.v_proj  attn.qkv_proj  zeros  roles=value
+        self_attn.dense   attn.out_proj  zeros
+        mlp.fc1           mlp.fc_in      always
+        mlp.fc2           mlp.fc_out     always
+    """),
+    fused_layout="quarters",
 )
 GPT_BIGCODE_FROM_GPT2: Final = StockForm(
     model_type="gpt2",
     stock="gpt_bigcode",
     condition="one K/V head, no cross-attention",
-    classes=(("GPT2LMHeadModel", "GPTBigCodeForCausalLM"), ("GPT2Model", "GPTBigCodeModel")),
+    classes={"GPT2LMHeadModel": "GPTBigCodeForCausalLM", "GPT2Model": "GPTBigCodeModel"},
     config=_gpt_bigcode,
     dropped=_DROPPED,
     prefixes=("transformer.", "transformer."),
     layers=("transformer.h", "transformer.h"),
-    embeddings=(
-        Module("transformer.wte", ("transformer.wte",)),
-        Module("transformer.wpe", ("transformer.wpe",)),
-    ),
-    norm=Module("transformer.ln_f", ("transformer.ln_f",), "always"),
-    head=Module("lm_head", ("lm_head",)),
-    inside=(
-        Module("ln_1", ("ln_1",), "always"),
-        Module("ln_2", ("ln_2",), "always"),
-        Module("attn.c_attn", ("attn.c_attn",), "always", ("query", "key", "value")),
-        Module("attn.c_proj", ("attn.c_proj",), "always"),
-        Module("mlp.c_fc", ("mlp.c_fc",), "always"),
-        Module("mlp.c_proj", ("mlp.c_proj",), "always"),
-    ),
+    before=modules("""
+        transformer.wte  transformer.wte  never
+        transformer.wpe  transformer.wpe  never
+    """),
+    inside=modules("""
+        ln_1         ln_1         always
+        ln_2         ln_2         always
+        attn.c_attn  attn.c_attn  always  roles=query,key,value
+        attn.c_proj  attn.c_proj  always
+        mlp.c_fc     mlp.c_fc     always
+        mlp.c_proj   mlp.c_proj   always
+    """),
+    behind=modules("""
+        transformer.ln_f  transformer.ln_f  always
+        lm_head           lm_head           never
+    """),
     fused_layout="blocks",
     transposed=True,
     query_factor=_gpt2_query_factor,
     stale=_GPT_STALE,
-    special_tokens=tuple((f"{name}_token", "<|endoftext|>") for name in ("bos", "eos", "unk")),
+    special_tokens=("bos_token", "eos_token", "unk_token"),
 )
 
 DECODERS: Final = (

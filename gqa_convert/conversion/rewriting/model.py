@@ -42,14 +42,14 @@ class Rewriting:
     """Sidecar files of the source that are copied."""
     result_dtypes: Mapping[str, str] = field(default_factory=dict)
     """The source's types of the tensors that are held in a wider one, since they are multiplied by another tensor."""
-    special_tokens: Mapping[str, str] = field(default_factory=dict)
-    """Keys to complete tokenizer_config.json with."""
+    special_tokens: tuple[str, ...] = ()
+    """As in `StockForm`."""
     notes: tuple[str, ...] = ()
     """Sentences on what differs from the source."""
 
     @property
     def headers(self) -> Checkpoint:
-        """What the rewritten folder will hold; it has no folder yet."""
+        """What the rewritten folder will hold. Its `folder` is the source's, where the sidecar files lie already."""
         shards = []
         for number, shard in enumerate(self.source.shards):
             tensors = self.tensors_of(number)
@@ -57,12 +57,12 @@ class Rewriting:
                 shards.append(_header(_file_name(shard.file), tensors, shard.header.metadata))
         return replace(
             self.source,
-            folder=None,
             config=self.config,
             weights_format="safetensors",
             shards=tuple(shards),
             carried=self.carried,
             result_dtypes=self.result_dtypes,
+            rewritten_from=self.source,
         )
 
     def tensors_of(self, number: int) -> list[RewrittenTensor]:

@@ -1,7 +1,8 @@
 """Plans a rewriting from the headers of a source: everything that can be refused is refused here."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -106,7 +107,7 @@ def _rewrite(checkpoint: Checkpoint, form: StockForm) -> Rewriting:
         tensors=tuple(planner.tensors),
         carried=tuple(carried),
         result_dtypes=planner.result_dtypes,
-        special_tokens=dict(form.special_tokens),
+        special_tokens=form.special_tokens,
         notes=tuple(notes),
     )
 
@@ -121,8 +122,8 @@ def _stock_config(config: Config, form: StockForm) -> JsonObject:
     Raises:
         NoStockClassError: it describes something that the stock class does not compute.
     """
-    classes = dict(form.classes)
-    stated = config.get("architectures") or [form.classes[0][0]]
+    classes = form.classes
+    stated = config.get("architectures") or [*classes][:1]
     if not isinstance(stated, list) or len(stated) != 1 or stated[0] not in classes:
         raise NoStockClassError(f"architectures = {stated!r}, and {form.stock} stands for {' or '.join(classes)}")
     result = {key: copy.deepcopy(value) for key, value in config.items() if key not in form.dropped}
@@ -140,32 +141,33 @@ class _Planner:
 
     def __init__(self, source: Checkpoint, form: StockForm, stock: JsonObject) -> None:
         self.source, self.form, self.stock = source, form, stock
-        self.entries: dict[str, tuple[int, TensorEntry]] = {}
-        for number, name, entry in source.tensors():
-            self.entries[name] = (number, entry)
+        self.entries = {name: (number, entry) for number, name, entry in source.tensors()}
         self.claimed: set[str] = set()
         self.tensors: list[RewrittenTensor] = []
         self.result_dtypes: dict[str, str] = {}
-        self.hidden = count(stock, "hidden_size", "n_embd")
         self.heads = count(stock, "num_attention_heads", "n_head")
-        self.bare = self._is_bare()
+        self.hidden_size = count(stock, "hidden_size", "n_embd")
+        self.prefixes = self._missing_prefixes()
         self.biased = self._attention_biased()
 
     def plan(self) -> None:
+        """Plan all tensors, in the order of the stock class."""
         form = self.form
-        if form.norm is None or form.head is None:
-            for name, (number, entry) in self.entries.items():
-                self.tensors.append(RewrittenTensor(name, entry.dtype, entry.shape, number, (name,)))
+        if not form.before:
+            for name, (_, entry) in self.entries.items():
+                self._add(name, name, entry.shape, (name,), None)
             return
-        for module in form.embeddings:
-            self._module(module, "", "")
+        for module in form.before:
+            self._module(module, ("", ""))
         layers = count(self.stock, "num_hidden_layers", "n_layer")
         for layer in range(layers):
-            own, stock = (f"{self._named(place, which)}.{layer}." for which, place in enumerate(form.layers))
+            bases = (f"{form.layers[0]}.{layer}.", f"{form.layers[1]}.{layer}.")
             for module in form.inside:
-                self._module(module, own, stock, layer)
-        self._module(form.norm, "", "")
-        self._head(form.head)
+                self._module(module, bases, layer)
+        *norms, head = form.behind
+        for module in norms:
+            self._module(module, ("", ""))
+        self._head(head)
         for name in self.entries:
             if name not in self.claimed and not name.endswith(form.stale):
                 raise ConfigError(
@@ -173,24 +175,75 @@ class _Planner:
                     "weights do not belong together"
                 )
 
-    def _is_bare(self) -> bool:
-        """Whether the source is a model without its head, whose names lack the prefix."""
+    def _missing_prefixes(self) -> tuple[str, str]:
+        """What the names lack in the source, which may be a model without its head, and in the rewritten source."""
         prefix = self.form.prefixes[0]
         if not prefix:
-            return False
-        embedding = f"{self.form.embeddings[0].own[0]}.weight"
-        return embedding not in self.entries and embedding.removeprefix(prefix) in self.entries
-
-    def _named(self, name: str, which: int) -> str:
-        return name.removeprefix(self.form.prefixes[which]) if self.bare else name
+            return "", ""
+        embedding = f"{self.form.before[0].own[0]}.weight"
+        is_bare = embedding not in self.entries and embedding.removeprefix(prefix) in self.entries
+        return self.form.prefixes if is_bare else ("", "")
 
     def _attention_biased(self) -> bool:
         """Whether modules with bias `attention` have one."""
         if self.form.attention_biased is not None:
             return self.form.attention_biased(self.source.config)
-        modules = [module for module in self.form.inside if module.bias == "attention"]
-        names = [f"{self.form.layers[0]}.0.{own}.bias" for module in modules for own in module.own]
-        return any(name in self.entries for name in names)
+        first = f"{self.form.layers[0]}.0."
+        attention = [module for module in self.form.inside if module.bias == "attention"]
+        return any(f"{first}{module.own[0]}.bias" in self.entries for module in attention)
+
+    def _module(self, module: Module, bases: tuple[str, str], layer: int = 0) -> None:
+        """Plan the weight and the bias of a module. `bases` precede its name in the source and in the stock type."""
+        own_names = [f"{bases[0]}{name}".removeprefix(self.prefixes[0]) for name in module.own]
+        own = next((name for name in own_names if f"{name}.weight" in self.entries), own_names[0])
+        stock = f"{bases[1]}{module.stock}".removeprefix(self.prefixes[1])
+        weight, bias = f"{own}.weight", f"{own}.bias"
+        if module.neutral:
+            self._claim(weight, self.hidden_size)
+            self._claim(bias, self.hidden_size)
+            self._fill(f"{stock}.weight", weight, self.hidden_size, 1.0)
+            self._fill(f"{stock}.bias", bias, self.hidden_size, 0.0)
+            return
+        shape = self._claim(weight).shape
+        selection = self._selection(module, weight, layer) if module.roles else arrays.Selection()
+        if self.form.transposed and bases[0] and len(shape) == 2:
+            selection = replace(selection, transposed=True)
+        has_bias = module.bias == "always" or (module.bias == "attention" and self.biased)
+        if has_bias or (module.bias == "optional" and bias in self.entries):
+            self._claim(bias, *(shape[-1:] if selection.transposed else shape[:1]))
+            has_bias = True
+        if module.norm:
+            norm = f"{bases[0]}{module.norm}".removeprefix(self.prefixes[0])
+            self._fold(stock, own, norm, selection, has_bias=has_bias)
+            return
+        self._select(f"{stock}.weight", weight, selection)
+        if has_bias:
+            self._select(f"{stock}.bias", bias, replace(selection, transposed=False))
+        elif module.bias in ("zeros", "optional") or (module.bias == "attention" and self.form.attention_biased):
+            self._fill(f"{stock}.bias", weight, selection.shape(shape)[0], 0.0)
+
+    def _head(self, head: Module) -> None:
+        """Plan the output projection. Checkpoints with tied embeddings may omit it; one without a head has no head
+        bias.
+        """
+        weights, bias = [f"{name}.weight" for name in head.own], f"{head.own[0]}.bias"
+        if any(weight in self.entries for weight in weights):
+            self._module(head, ("", ""))
+            if self.form.unit_head is not None and _has_unit_head(self.source, *self.form.unit_head):
+                tensor = self.tensors.pop()
+                self._add(tensor.name, weights[0], tensor.shape, tensor.sources, arrays.unit_rows)
+            return
+        is_bare = bool(self.prefixes[0])
+        if not is_bare and not self.stock.get("tie_word_embeddings"):
+            self._claim(weights[0])  # raises: it is missing
+        if is_bare or head.bias not in ("zeros", "optional"):
+            return
+        if head.bias == "optional" and bias in self.entries:
+            self._select(f"{head.stock}.bias", bias, arrays.Selection())
+            self._claim(bias)
+        else:
+            embedding = f"{self.form.before[0].own[0]}.weight"
+            self._fill(f"{head.stock}.bias", embedding, self.entries[embedding][1].shape[0], 0.0)
 
     def _claim(self, name: str, *shape: int) -> TensorEntry:
         """The header of a source tensor, which must have this shape where one is given."""
@@ -205,158 +258,80 @@ class _Planner:
         self.claimed.add(name)
         return entry
 
-    def _wide(self, name: str, entry: TensorEntry) -> str:
-        """The type in which a tensor is held that arithmetic makes."""
-        if entry.dtype not in arrays.WIDE:
-            raise UnsupportedFormatError(
-                f"{name} has type {entry.dtype}, which can't be rewritten: save the model in one float type"
-            )
-        return arrays.WIDE[entry.dtype]
-
-    def _add(
-        self, name: str, like: str, dtype: str, shape: tuple[int, ...], sources: tuple[str, ...], compute: Any
-    ) -> None:
-        """Add a tensor, in the file of the source's tensor `like`."""
-        number, entry = self.entries[like]
-        if dtype != entry.dtype:
-            self.result_dtypes[name] = entry.dtype
-        self.tensors.append(RewrittenTensor(name, dtype, shape, number, sources, compute))
-
-    def _module(self, module: Module, own_base: str, stock_base: str, layer: int = 0) -> None:
-        form = self.form
-        own_names = [own_base + self._named(name, 0) for name in module.own]
-        own = next((name for name in own_names if f"{name}.weight" in self.entries), own_names[0])
-        stock = stock_base + self._named(module.stock, 1)
-        if module.neutral:
-            self._neutral_norm(own, stock)
-            return
-        weight, bias = f"{own}.weight", f"{own}.bias"
-        entry = self._claim(weight)
-        transposed = form.transposed and bool(own_base) and len(entry.shape) == 2
-        rows, factors = self._rows(module, weight, layer)
-        self._tensor(f"{stock}.weight", weight, rows, factors, transposed, module, own_base)
-        present = module.bias == "always" or (module.bias == "attention" and self.biased)
-        present |= module.bias == "optional" and bias in self.entries
-        if present:
-            self._claim(bias)
-            if rows is not None:
-                self._claim(bias, entry.shape[1 if transposed else 0])
-        if module.norm:
-            self._folded_bias(
-                f"{stock}.bias", weight, bias if present else None, rows, transposed, own_base + module.norm
-            )
-        elif present:
-            self._tensor(f"{stock}.bias", bias, rows, factors, False, module, own_base)
-        elif module.bias in ("zeros", "optional") or (module.bias == "attention" and form.attention_biased is not None):
-            length = len(rows) if rows is not None else entry.shape[1 if transposed else 0]
-            self._filled(f"{stock}.bias", weight, length, 0.0)
-
-    def _head(self, head: Module) -> None:
-        """The output projection. Checkpoints with tied embeddings may omit it; one without a head has no head bias."""
-        weights = [f"{own}.weight" for own in head.own]
-        if any(weight in self.entries for weight in weights):
-            self._module(head, "", "")
-            if self.form.unit_head is not None and _has_unit_head(self.source, *self.form.unit_head):
-                self._scale_to_unit_rows(weights[0])
-            return
-        if not self.stock.get("tie_word_embeddings") and not self.bare:
-            self._claim(weights[0])  # raises: it is missing
-        if self.bare or head.bias not in ("zeros", "optional"):
-            return
-        bias = f"{head.own[0]}.bias"
-        if head.bias == "optional" and bias in self.entries:
-            entry = self._claim(bias)
-            self._add(f"{head.stock}.bias", bias, entry.dtype, entry.shape, (bias,), None)
-            return
-        embedding = f"{self.form.embeddings[0].own[0]}.weight"
-        self._filled(f"{head.stock}.bias", embedding, self.entries[embedding][1].shape[0], 0.0)
-
-    def _scale_to_unit_rows(self, weight: str) -> None:
-        tensor = self.tensors.pop()
-        self._wide(weight, self.entries[weight][1])
-        self._add(tensor.name, weight, tensor.dtype, tensor.shape, tensor.sources, arrays.unit_rows)
-
-    def _neutral_norm(self, own: str, stock: str) -> None:
-        for kind, value in (("weight", 1.0), ("bias", 0.0)):
-            self._claim(f"{own}.{kind}", self.hidden)
-            self._filled(f"{stock}.{kind}", f"{own}.{kind}", self.hidden, value)
-
-    def _filled(self, name: str, like: str, length: int, value: float) -> None:
-        entry = self.entries[like][1]
-        self._wide(like, entry)
-        compute = partial(arrays.fill, count=length, value=value, dtype=entry.dtype)
-        self._add(name, like, entry.dtype, (length,), (), compute)
-
-    def _rows(self, module: Module, weight: str, layer: int) -> tuple[Array | None, Array | None]:
-        """The rows of a module's heads in the projection that holds them, and what each is multiplied by; None for all
-        rows, and where nothing is multiplied.
-        """
-        if not module.roles:
-            return None, None
+    def _selection(self, module: Module, weight: str, layer: int) -> arrays.Selection:
+        """The rows of a module's heads in the projection that holds them."""
+        form, head_dim = self.form, self.hidden_size // self.heads
         kv_heads = self.stock.get("num_key_value_heads", self.heads)
-        head_dim = self.hidden // self.heads
-        if self.form.fused_layout is not None:
-            sections = layouts.fused(self.form.fused_layout, self.heads, kv_heads, head_dim)
+        if form.fused_layout is not None:
+            sections = layouts.fused(form.fused_layout, self.heads, kv_heads, head_dim)
         else:
-            counts = {"query": self.heads, "key": kv_heads, "value": kv_heads}
-            sections = layouts.separate(module.roles[0], counts[module.roles[0]], head_dim)
+            heads = self.heads if module.roles == ("query",) else kv_heads
+            sections = layouts.separate("key", heads, head_dim)
         total = sum(section.rows for section in sections)
-        columns = self.hidden
-        self._claim(weight, *((columns, total) if self.form.transposed else (total, columns)))
-        factor = self.form.query_factor(self.source.config, layer)
+        self._claim(weight, *((self.hidden_size, total) if form.transposed else (total, self.hidden_size)))
+        factor = form.query_factor(self.source.config, layer)
         rows, factors = [], []
         for role in module.roles:
-            starts = next(section.starts for section in sections if section.role == role)
-            rotated = self._rotated(head_dim) if role != "value" else 0
-            rows.append(arrays.head_rows(starts, head_dim, rotated))
+            number = ("query", "key", "value").index(role) if len(sections) > 1 else 0
+            rotated = 0
+            if form.interleaved and role != "value":
+                rotated = int(head_dim * self.stock["partial_rotary_factor"])
+            rows.append(arrays.head_rows(sections[number].starts, head_dim, rotated))
             factors.append(np.full(rows[-1].shape, factor if role == "query" else 1.0))
-        joined = np.stack(rows, axis=1).reshape(-1)
-        return joined, np.stack(factors, axis=1).reshape(-1) if factor != 1.0 else None
+        joined, multiplied = (np.stack(each, axis=1).reshape(-1) for each in (rows, factors))
+        return arrays.Selection(joined, None if factor == 1.0 else multiplied)
 
-    def _rotated(self, head_dim: int) -> int:
-        """How many rows of a head are in pairs of neighbours."""
-        return int(head_dim * self.stock["partial_rotary_factor"]) if self.form.interleaved else 0
+    def _select(self, name: str, own: str, selection: arrays.Selection) -> None:
+        entry = self.entries[own][1]
+        shape = selection.shape(entry.shape)
+        if selection.factors is not None:
+            self._add(name, own, shape, (own,), arrays.take, wide=True, selection=selection)
+        elif selection.rows is not None or selection.transposed:
+            self._add(name, own, shape, (own,), arrays.take, selection=selection)
+        else:
+            self._add(name, own, shape, (own,), None)
 
-    def _tensor(
+    def _fold(self, stock: str, own: str, norm: str, selection: arrays.Selection, *, has_bias: bool) -> None:
+        """Plan a projection that takes over the gain and the bias of the norm before it."""
+        weight, bias = f"{own}.weight", f"{own}.bias"
+        shape = selection.shape(self.entries[weight][1].shape)
+        for kind in ("weight", "bias"):
+            self._claim(f"{norm}.{kind}", *shape[1:])
+        gained = (weight, f"{norm}.weight")
+        self._add(f"{stock}.weight", weight, shape, gained, arrays.fold_gain, wide=True, selection=selection)
+        shifted = (weight, f"{norm}.bias", bias) if has_bias else (weight, f"{norm}.bias")
+        like = bias if has_bias else weight
+        self._add(f"{stock}.bias", like, shape[:1], shifted, arrays.fold_bias, wide=True, selection=selection)
+
+    def _fill(self, name: str, like: str, length: int, value: float) -> None:
+        self._add(name, like, (length,), (), arrays.fill, count=length, value=value)
+
+    def _add(
         self,
         name: str,
-        own: str,
-        rows: Array | None,
-        factors: Array | None,
-        transposed: bool,
-        module: Module,
-        base: str,
+        like: str,
+        shape: tuple[int, ...],
+        sources: tuple[str, ...],
+        compute: Callable[..., Array] | None,
+        *,
+        wide: bool = False,
+        **options: Any,
     ) -> None:
-        """A weight or a bias of which rows may be taken, and which may be multiplied by factors or by a norm's gain."""
-        entry = self.entries[own][1]
-        length = len(rows) if rows is not None else entry.shape[1 if transposed else 0]
-        shape = (length, *(entry.shape[:1] if transposed else entry.shape[1:]))
-        if module.norm:
-            gain, dtype = f"{base}{module.norm}.weight", self._wide(own, entry)
-            self._claim(gain, *shape[1:])
-            compute: Any = partial(arrays.fold_gain, rows=rows, transposed=transposed, dtype=dtype)
-            self._add(name, own, dtype, shape, (own, gain), compute)
-        elif factors is not None:
-            dtype = self._wide(own, entry)
-            compute = partial(arrays.scale, rows=rows, transposed=transposed, factors=factors, dtype=dtype)
-            self._add(name, own, dtype, shape, (own,), compute)
-        elif rows is not None or transposed:
-            self._wide(own, entry)
-            self._add(name, own, entry.dtype, shape, (own,), partial(arrays.take, rows=rows, transposed=transposed))
-        else:
-            self._add(name, own, entry.dtype, entry.shape, (own,), None)
-
-    def _folded_bias(
-        self, name: str, weight: str, bias: str | None, rows: Array | None, transposed: bool, norm: str
-    ) -> None:
-        like = bias or weight
-        dtype = self._wide(like, self.entries[like][1])
-        entry = self.entries[weight][1]
-        self._claim(f"{norm}.bias", entry.shape[0 if transposed else 1])
-        length = len(rows) if rows is not None else entry.shape[1 if transposed else 0]
-        sources = (weight, f"{norm}.bias", *([bias] if bias else []))
-        compute = partial(arrays.fold_bias, rows=rows, transposed=transposed, dtype=dtype)
-        self._add(name, like, dtype, (length,), sources, compute)
+        """Add a tensor, in the file and the type of the source's tensor `like`, or in the type that is wide enough for
+        products of it.
+        """
+        number, entry = self.entries[like]
+        dtype = entry.dtype
+        if compute is not None and dtype not in arrays.WIDE:
+            raise UnsupportedFormatError(
+                f"{like} has type {dtype}, which can't be rewritten: save the model in one float type"
+            )
+        if wide:
+            dtype = arrays.WIDE[dtype]
+            self.result_dtypes[name] = entry.dtype
+        if compute is not None and options:
+            compute = partial(compute, dtype=dtype, **options)
+        self.tensors.append(RewrittenTensor(name, dtype, shape, number, sources, compute))
 
 
 def _has_unit_head(checkpoint: Checkpoint, name: str, vocabulary: int) -> bool:

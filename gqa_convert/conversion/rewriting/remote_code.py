@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from gqa_convert.checkpoint.strict_json import Config, JsonObject
 from gqa_convert.conversion.rewriting.decoders import count, partial_factor
-from gqa_convert.conversion.rewriting.stock_form import Bias, Module, NoStockClassError, Role, StockForm
+from gqa_convert.conversion.rewriting.stock_form import NoStockClassError, StockForm, modules
 from gqa_convert.errors import ConfigError
 from gqa_convert.families.refusals import RESTATED as STOCK_TYPES
 
@@ -98,8 +98,7 @@ _UNREAD = "its own code does not read it"
 
 def _yi(config: Config) -> JsonObject:
     _refuse(config, rope_scaling=_UNREAD)
-    dense = _dense(config, 4096, epsilon=1e-5) | {"attention_bias": False}
-    return dense | _positions(_number(config, "rope_theta", 5000000.0))
+    return _dense(config, 4096, epsilon=1e-5) | _positions(_number(config, "rope_theta", 5000000.0))
 
 
 def _open_llama(config: Config) -> JsonObject:
@@ -107,7 +106,7 @@ def _open_llama(config: Config) -> JsonObject:
     if _flag(config, "use_stable_embedding", True):
         raise NoStockClassError("use_stable_embedding: a norm stands behind the embedding; no stock class has it")
     tied = _flag(config, "shared_input_output_embedding", True)
-    dense = _dense(config, 2048, all_heads=True) | {"attention_bias": False, "tie_word_embeddings": tied}
+    dense = _dense(config, 2048, all_heads=True) | {"tie_word_embeddings": tied}
     return dense | _positions(_number(config, "rope_theta", 10000.0))
 
 
@@ -270,38 +269,53 @@ _DROPPED: Final = {
 }
 
 
-def _same(names: str, bias: Bias = "never") -> tuple[Module, ...]:
-    return tuple(Module(name, (name,), bias) for name in names.split())
+def _remote(model_type: str, config: Callable[[Config], JsonObject], classes: str, **fields: Any) -> StockForm:
+    """The form of a type.
 
-
-def _cut(own: str, bias: Bias = "never") -> tuple[Module, ...]:
-    """Queries, keys and values, cut out of one projection."""
-    roles: tuple[Role, ...] = ("query", "key", "value")
-    return tuple(Module(f"self_attn.{role[0]}_proj", (own,), bias, (role,)) for role in roles)
-
-
-def _remote(
-    model_type: str, config: Callable[[Config], JsonObject], classes: str, stock_class: str, **fields: Any
-) -> StockForm:
-    dropped = frozenset(f"{_IGNORED} {_DROPPED.get(model_type, '')}".split())
+    Args:
+        model_type: the type.
+        config: as in `StockForm`.
+        classes: names of the source's classes and, last, of the stock class.
+        fields: of `StockForm`.
+    """
+    *own, stock = classes.split()
     return StockForm(
         model_type=model_type,
         stock=STOCK_TYPES[model_type],
-        classes=tuple((name, stock_class) for name in classes.split()),
+        classes=dict.fromkeys(own, stock),
         config=config,
-        dropped=dropped,
+        dropped=frozenset(f"{_IGNORED} {_DROPPED.get(model_type, '')}".split()),
         **fields,
     )
 
 
-_PROJECTIONS = "self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.o_proj"
-_MLP = _same("mlp.gate_proj mlp.up_proj mlp.down_proj")
-_NORMS = _same("input_layernorm post_attention_layernorm")
-_OUTSIDE = {
-    "embeddings": _same("model.embed_tokens"),
-    "norm": Module("model.norm", ("model.norm",)),
-    "head": Module("lm_head", ("lm_head",)),
+_BEFORE = modules("model.embed_tokens model.embed_tokens never")
+_BEHIND = modules("""
+    model.norm  model.norm  never
+    lm_head     lm_head     never
+""")
+_MLP = modules("""
+    mlp.gate_proj  mlp.gate_proj  never
+    mlp.up_proj    mlp.up_proj    never
+    mlp.down_proj  mlp.down_proj  never
+""")
+_NORMS = modules("""
+    input_layernorm           input_layernorm           never
+    post_attention_layernorm  post_attention_layernorm  never
+""")
+_ATTENTION = modules("""
+    self_attn.q_proj  self_attn.q_proj  attention
+    self_attn.k_proj  self_attn.k_proj  attention
+    self_attn.v_proj  self_attn.v_proj  attention
+    self_attn.o_proj  self_attn.o_proj  attention
+""")
+_LLAMA: Final[dict[str, Any]] = {
+    "before": _BEFORE,
+    "behind": _BEHIND,
+    "inside": (*_ATTENTION, *_MLP, *_NORMS),
+    "bias_key": "attention_bias",
 }
+"""The modules of Llama, under its own names."""
 
 REMOTE_CODE: Final = {
     form.model_type: form
@@ -309,81 +323,85 @@ REMOTE_CODE: Final = {
         _remote(
             "Yi",
             _yi,
-            "YiForCausalLM",
-            "LlamaForCausalLM",
-            **_OUTSIDE,
+            "YiForCausalLM LlamaForCausalLM",
+            before=_BEFORE,
             inside=(
-                *_same(_PROJECTIONS),
+                *_ATTENTION,
                 *_MLP,
-                Module("input_layernorm", ("ln1", "input_layernorm")),
-                Module("post_attention_layernorm", ("ln2", "post_attention_layernorm")),
+                *modules("""
+                    input_layernorm           ln1|input_layernorm           never
+                    post_attention_layernorm  ln2|post_attention_layernorm  never
+                """),
             ),
-        ),
-        _remote(
-            "open_llama",
-            _open_llama,
-            "OpenLlamaForCausalLM",
-            "LlamaForCausalLM",
-            **_OUTSIDE,
-            inside=(*_same(_PROJECTIONS), *_MLP, *_NORMS),
-        ),
-        _remote(
-            "internlm",
-            _internlm,
-            "InternLMForCausalLM",
-            "LlamaForCausalLM",
-            **_OUTSIDE,
-            inside=(*_same(_PROJECTIONS, "attention"), *_MLP, *_NORMS),
+            behind=_BEHIND,
             bias_key="attention_bias",
         ),
+        _remote("open_llama", _open_llama, "OpenLlamaForCausalLM LlamaForCausalLM", **_LLAMA),
+        _remote("internlm", _internlm, "InternLMForCausalLM LlamaForCausalLM", **_LLAMA),
+        _remote("minicpm", _minicpm, "MiniCPMForCausalLM GraniteForCausalLM", **_LLAMA),
         _remote(
             "internlm2",
             _internlm2,
-            "InternLM2ForCausalLM",
-            "LlamaForCausalLM",
-            embeddings=(Module("model.embed_tokens", ("model.tok_embeddings",)),),
-            norm=Module("model.norm", ("model.norm",)),
-            head=Module("lm_head", ("output",)),
-            inside=(
-                *_cut("attention.wqkv", "attention"),
-                Module("self_attn.o_proj", ("attention.wo",), "attention"),
-                Module("mlp.gate_proj", ("feed_forward.w1",)),
-                Module("mlp.up_proj", ("feed_forward.w3",)),
-                Module("mlp.down_proj", ("feed_forward.w2",)),
-                Module("input_layernorm", ("attention_norm",)),
-                Module("post_attention_layernorm", ("ffn_norm",)),
-            ),
+            "InternLM2ForCausalLM LlamaForCausalLM",
+            before=modules("model.embed_tokens model.tok_embeddings never"),
+            inside=modules("""
+                self_attn.q_proj          attention.wqkv   attention  roles=query
+                self_attn.k_proj          attention.wqkv   attention  roles=key
+                self_attn.v_proj          attention.wqkv   attention  roles=value
+                self_attn.o_proj          attention.wo     attention
+                mlp.gate_proj             feed_forward.w1  never
+                mlp.up_proj               feed_forward.w3  never
+                mlp.down_proj             feed_forward.w2  never
+                input_layernorm           attention_norm   never
+                post_attention_layernorm  ffn_norm         never
+            """),
+            behind=modules("""
+                model.norm  model.norm  never
+                lm_head     output      never
+            """),
             fused_layout="grouped",
             bias_key="attention_bias",
         ),
         _remote(
             "baichuan",
             _baichuan,
-            "BaiChuanForCausalLM BaichuanForCausalLM",
-            "LlamaForCausalLM",
-            **_OUTSIDE,
-            inside=(*_cut("self_attn.W_pack"), *_same("self_attn.o_proj"), *_MLP, *_NORMS),
+            "BaiChuanForCausalLM BaichuanForCausalLM LlamaForCausalLM",
+            before=_BEFORE,
+            inside=(
+                *modules("""
+                    self_attn.q_proj  self_attn.W_pack  never  roles=query
+                    self_attn.k_proj  self_attn.W_pack  never  roles=key
+                    self_attn.v_proj  self_attn.W_pack  never  roles=value
+                    self_attn.o_proj  self_attn.o_proj  never
+                """),
+                *_MLP,
+                *_NORMS,
+            ),
+            behind=_BEHIND,
             fused_layout="blocks",
             unit_head=("NormHead", 125696),
         ),
         _remote(
             "qwen",
             _qwen,
-            "QWenLMHeadModel",
-            "Qwen2ForCausalLM",
+            "QWenLMHeadModel Qwen2ForCausalLM",
             layers=("transformer.h", "model.layers"),
-            embeddings=(Module("model.embed_tokens", ("transformer.wte",)),),
-            norm=Module("model.norm", ("transformer.ln_f",)),
-            head=Module("lm_head", ("lm_head",)),
-            inside=(
-                *_cut("attn.c_attn", "always"),
-                Module("self_attn.o_proj", ("attn.c_proj",)),
-                Module("mlp.gate_proj", ("mlp.w2",)),
-                Module("mlp.up_proj", ("mlp.w1",)),
-                Module("mlp.down_proj", ("mlp.c_proj",)),
-                Module("input_layernorm", ("ln_1",)),
-                Module("post_attention_layernorm", ("ln_2",)),
-            ),
+            before=modules("model.embed_tokens transformer.wte never"),
+            inside=modules("""
+                self_attn.q_proj          attn.c_attn  always  roles=query
+                self_attn.k_proj          attn.c_attn  always  roles=key
+                self_attn.v_proj          attn.c_attn  always  roles=value
+                self_attn.o_proj          attn.c_proj  never
+                mlp.gate_proj             mlp.w2       never
+                mlp.up_proj               mlp.w1       never
+                mlp.down_proj             mlp.c_proj   never
+                input_layernorm           ln_1         never
+                post_attention_layernorm  ln_2         never
+            """),
+            behind=modules("""
+                model.norm  transformer.ln_f  never
+                lm_head     lm_head           never
+            """),
             fused_layout="blocks",
             stale=("rotary_emb.inv_freq", "attn.masked_bias"),
             alike_up_to="seq_length",
@@ -391,48 +409,49 @@ REMOTE_CODE: Final = {
         _remote(
             "stablelm_epoch",
             _stablelm_epoch,
-            "StableLMEpochForCausalLM",
-            "StableLmForCausalLM",
-            embeddings=_same("model.embed_tokens"),
-            norm=Module("model.norm", ("model.norm",), "always"),
-            head=Module("lm_head", ("lm_head",)),
-            inside=(
-                *_same("self_attn.q_proj self_attn.k_proj self_attn.v_proj", "attention"),
-                *_same("self_attn.o_proj"),
-                *_MLP,
-                *_same("input_layernorm post_attention_layernorm", "always"),
-            ),
+            "StableLMEpochForCausalLM StableLmForCausalLM",
+            before=_BEFORE,
+            inside=modules("""
+                self_attn.q_proj          self_attn.q_proj          attention
+                self_attn.k_proj          self_attn.k_proj          attention
+                self_attn.v_proj          self_attn.v_proj          attention
+                self_attn.o_proj          self_attn.o_proj          never
+                mlp.gate_proj             mlp.gate_proj             never
+                mlp.up_proj               mlp.up_proj               never
+                mlp.down_proj             mlp.down_proj             never
+                input_layernorm           input_layernorm           always
+                post_attention_layernorm  post_attention_layernorm  always
+            """),
+            behind=modules("""
+                model.norm  model.norm  always
+                lm_head     lm_head     never
+            """),
             bias_key="use_qkv_bias",
-        ),
-        _remote(
-            "minicpm",
-            _minicpm,
-            "MiniCPMForCausalLM",
-            "GraniteForCausalLM",
-            **_OUTSIDE,
-            inside=(*_same(_PROJECTIONS, "attention"), *_MLP, *_NORMS),
-            bias_key="attention_bias",
         ),
         _remote(
             "phi-msft",
             _phi_msft,
-            "PhiForCausalLM",
-            "PhiForCausalLM",
+            "PhiForCausalLM PhiForCausalLM",
             layers=("transformer.h", "model.layers"),
-            embeddings=(Module("model.embed_tokens", ("transformer.embd.wte",)),),
-            norm=Module("model.final_layernorm", ("lm_head.ln",), "always"),
-            head=Module("lm_head", ("lm_head.linear",), "always"),
-            inside=(
-                *_cut("mixer.Wqkv", "always"),
-                Module("self_attn.dense", ("mixer.out_proj",), "always"),
-                *_same("mlp.fc1 mlp.fc2", "always"),
-                Module("input_layernorm", ("ln",), "always"),
-            ),
+            before=modules("model.embed_tokens transformer.embd.wte never"),
+            inside=modules("""
+                self_attn.q_proj  mixer.Wqkv      always  roles=query
+                self_attn.k_proj  mixer.Wqkv      always  roles=key
+                self_attn.v_proj  mixer.Wqkv      always  roles=value
+                self_attn.dense   mixer.out_proj  always
+                mlp.fc1           mlp.fc1         always
+                mlp.fc2           mlp.fc2         always
+                input_layernorm   ln              always
+            """),
+            behind=modules("""
+                model.final_layernorm  lm_head.ln      always
+                lm_head                lm_head.linear  always
+            """),
             fused_layout="blocks",
             stale=("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached", "inner_attn.mask"),
         ),
-        _remote("RefinedWeb", _refined_web, "RWForCausalLM FalconForCausalLM", "FalconForCausalLM"),
-        _remote("RefinedWebModel", _refined_web, "RWForCausalLM FalconForCausalLM", "FalconForCausalLM"),
+        _remote("RefinedWeb", _refined_web, "RWForCausalLM FalconForCausalLM FalconForCausalLM"),
+        _remote("RefinedWebModel", _refined_web, "RWForCausalLM FalconForCausalLM FalconForCausalLM"),
     )
 }
 """All forms by model type."""

@@ -2,17 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 from gqa_convert.checkpoint.strict_json import Config, JsonObject
 from gqa_convert.families.layouts import FusedLayout
 
-Bias = Literal["never", "always", "attention", "optional", "zeros"]
+BIASES = ("never", "always", "attention", "optional", "zeros")
 """Whether a module of the source has a bias: never, always, together with the attention's other modules, or where it
-has one; with `zeros` it has none, and the stock class has one.
-"""
-
-Role = Literal["query", "key", "value"]
+has one; with `zeros` it has none, and the stock class has one."""
 
 
 class NoStockClassError(Exception):
@@ -30,14 +26,29 @@ class Module:
     stock: str
     own: tuple[str, ...]
     """Names that it may have in the source, of which one is there."""
-    bias: Bias = "never"
-    roles: tuple[Role, ...] = ()
-    """The heads that it holds, if it is cut out of another projection, or its heads are reordered. With several roles,
-    those of each head follow one another."""
+    bias: str
+    """One of `BIASES`."""
+    roles: tuple[str, ...] = ()
+    """The heads that it holds (query, key, value), if it is cut out of another projection, or its heads are reordered.
+    With several roles, those of each head follow one another."""
     norm: str | None = None
     """The source's norm before it, whose gain and bias it takes over."""
     neutral: bool = False
     """Whether it is a norm whose gain and bias the modules behind it take over, so that they become 1 and 0."""
+
+
+def modules(table: str) -> tuple[Module, ...]:
+    """The modules in a table: on each line the stock name, the source's names joined by `|`, and the bias; behind them,
+    where they apply, `roles=` joined by commas, `norm=` and `neutral`.
+    """
+    found = []
+    for line in table.strip().splitlines():
+        stock, own, bias, *further = line.split()
+        options = dict(item.partition("=")[::2] for item in further)
+        roles = tuple(options["roles"].split(",")) if "roles" in options else ()
+        assert bias in BIASES, line
+        found.append(Module(stock, tuple(own.split("|")), bias, roles, options.get("norm"), "neutral" in options))
+    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +60,7 @@ class StockForm:
     """The stock model type."""
     condition: str = "any"
     """Which checkpoints of the source's type it takes, as docs/families.md says it, in Markdown."""
-    classes: tuple[tuple[str, str], ...]
+    classes: dict[str, str]
     """The source's classes, as config.json names them, each with the stock one; a language model first."""
     config: Callable[[Config], JsonObject]
     """The entries of the stock config that follow from the source's."""
@@ -59,14 +70,12 @@ class StockForm:
     """What precedes the names in the source and in the stock type, except in a checkpoint of a model without its head."""
     layers: tuple[str, str] = ("model.layers", "model.layers")
     """What precedes a layer's number."""
-    embeddings: tuple[Module, ...] = ()
-    """Modules before the layers, that of tokens first; empty if all names stay."""
+    before: tuple[Module, ...] = ()
+    """Modules before the layers, the embedding of tokens first; empty if all names stay."""
     inside: tuple[Module, ...] = ()
     """Modules of a layer."""
-    norm: Module | None = None
-    """The module behind the layers."""
-    head: Module | None = None
-    """The output projection, which tied embeddings make superfluous."""
+    behind: tuple[Module, ...] = ()
+    """Modules behind the layers. The last is the output projection, which tied embeddings make superfluous."""
     fused_layout: FusedLayout | None = None
     """How the heads lie in the source's projections with `roles`; None where each role has one to itself."""
     transposed: bool = False
@@ -87,6 +96,6 @@ class StockForm:
     at: the rows of its output projection are scaled to length one whenever it is used."""
     alike_up_to: str | None = None
     """Key of the source's config with the number of tokens beyond which its custom code computes something else."""
-    special_tokens: tuple[tuple[str, str], ...] = ()
-    """Keys that tokenizer_config.json needs where it lacks them, because the source's tokenizer class has them by
-    default and that of the stock type does not."""
+    special_tokens: tuple[str, ...] = ()
+    """Keys of <|endoftext|> that tokenizer_config.json needs where it lacks them, because the source's tokenizer class
+    has them by default and that of the stock type does not."""

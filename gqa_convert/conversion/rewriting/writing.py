@@ -35,9 +35,9 @@ def open_rewritten(
     options: ConversionOptions,
     plan: Callable[[Checkpoint], Planned],
     on_note: Callable[[str], None],
-) -> Iterator[tuple[Checkpoint, Checkpoint, Planned]]:
-    """Open a source as a local folder: as the user named it, and in the form in which it is converted, which is the same
-    unless it is rewritten, in a hidden folder beside `out` that goes at the end. The third value is what `plan` returned.
+) -> Iterator[tuple[Checkpoint, Planned]]:
+    """Open a source as a local folder, in the form in which it is converted: as it is, or rewritten in a hidden folder
+    beside `out` that goes at the end. The second value is what `plan` returned.
 
     Args:
         source: a folder or a Hub id.
@@ -57,14 +57,14 @@ def open_rewritten(
         original = download_checkpoint(opened, source, options.revision)
         rewriting = plan_rewriting(original, groups, native=options.native)  # which may look for a name in its code
     if rewriting is None:
-        yield original, original, planned
+        yield original, planned
         return
     for note in rewriting.notes:
         on_note(note)
     on_note(f"the rewritten source is in a folder beside {out}, which is deleted afterwards")
     sweep(Path(os.path.realpath(out)).parent)
     with StagedFolder(out) as scratch:
-        yield original, write_rewritten(rewriting, scratch.path / "source"), planned
+        yield write_rewritten(rewriting, scratch.path / "source"), planned
 
 
 def write_rewritten(
@@ -114,6 +114,7 @@ def write_rewritten(
         left_behind=source.left_behind,
         links_out=source.links_out,
         result_dtypes=rewriting.result_dtypes,
+        rewritten_from=source,
     )
 
 
@@ -170,5 +171,5 @@ def _complete_tokenizer(rewriting: Rewriting, folder: Path) -> None:
     stated = json.loads(path.read_bytes()) if path.is_file() else {}
     named = stated.get("tokenizer_class") or rewriting.config.get("tokenizer_class")
     if str(named).startswith("GPT2Tokenizer"):
-        missing = {key: value for key, value in rewriting.special_tokens.items() if key not in stated}
-        write_json(path, stated | missing)
+        missing = [key for key in rewriting.special_tokens if key not in stated]
+        write_json(path, stated | dict.fromkeys(missing, "<|endoftext|>"))
