@@ -59,16 +59,16 @@ def run_demo(
     text = CalibrationOptions(_TEXT, tokens=calibration_tokens, kl_steps=0)  # 200 take two minutes
     conversions = {"mean": ConversionOptions(method="mean"), "fit": ConversionOptions(calibration=text)}
     plan = make_plan(open_checkpoint(CHECKPOINT), GROUPS)
-    before, after = plan.cache_bytes_per_token(after=False), plan.cache_bytes_per_token(after=True)
-    results = [_row("source", CHECKPOINT, plan.source_kv_heads, before, ids)]
+    sizes = plan.kv_cache_bytes()
+    results = [_row("source", CHECKPOINT, plan.source_kv_heads, sizes.before, ids)]
     for name, options in conversions.items():
         progress("converting, verifying and measuring", len(results), 3)
         convert_checkpoint(CHECKPOINT, out / name, GROUPS, options)
         verified = verify_checkpoint(out / name, CHECKPOINT).passed
-        results.append(_row(name, out / name, GROUPS, after, ids) | {"verified": verified})
+        results.append(_row(name, out / name, GROUPS, sizes.after, ids) | {"verified": verified})
     progress("converting, verifying and measuring", 3, 3)
     model = _uptrain(out, uptraining_tokens, progress)
-    results.append(_row("fit, uptrained", model, GROUPS, after, ids))
+    results.append(_row("fit, uptrained", model, GROUPS, sizes.after, ids))
     return {
         "calibration_tokens": calibration_tokens,
         "held_out_tokens": len(ids),

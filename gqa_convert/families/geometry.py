@@ -255,8 +255,12 @@ class AttentionFinder:
             f"{name} has {rows} rows, which contradicts {expected} in {self.where}: the config and the weights do not belong together"
         )
 
+    def dtype(self, name: str) -> str:
+        """The type that a tensor has in the result."""
+        return self._result_dtypes.get(name, self.entries[name].dtype)
+
     def _mergeable(self, *names: str) -> str:
-        dtypes = {self._result_dtypes.get(name, self.entries[name].dtype) for name in names}
+        dtypes = {self.dtype(name) for name in names}
         if len(dtypes) != 1 or not dtypes <= set(ITEM_BYTES):
             raise UnsupportedFormatError(
                 f"{names[0]} has type {', '.join(sorted(dtypes))}, which can't be merged: save the model in one float type"

@@ -35,7 +35,7 @@ def test_the_cross_attention_cache_at_the_encoders_context(
     plan = make_plan(open_checkpoint(source), 3, method="mean")
     caches = caches_at_context(plan, None, 2)
     show_plan(plan, estimate_needs(plan, CalibrationOptions()), caches)
-    before = 2 * plan.cache_bytes_per_token(False, "cross") * context
+    before = 2 * plan.kv_cache_bytes("cross").before * context
     assert caches["cross_kv_cache"] == {"tokens": context, "batch": 2, "before": before, "after": before // 4}
     shown = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     (row,) = [line for line in shown if line.startswith("cross cache at ")]

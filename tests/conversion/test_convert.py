@@ -33,6 +33,7 @@ from tests.helpers.checkpoints import (
     write_config,
     write_llama,
 )
+from tests.helpers.own_files import make_source
 from tests.helpers.verification import failed
 
 KEY = "model.layers.1.self_attn.k_proj.weight"
@@ -87,6 +88,25 @@ def test_a_grouped_source_is_merged_further(source: Path, tmp_path: Path) -> Non
         read_weights(tmp_path / "three")[KEY], read_weights(tmp_path / "direct")[KEY], rtol=1e-5, atol=1e-6
     )
     assert verify_checkpoint(tmp_path / "three", tmp_path / "six", logits=False).passed
+
+
+@pytest.mark.parametrize("method", ["mean", "factor"])
+@pytest.mark.parametrize(("heads", "groups", "decoder"), [(8, 4, "copy"), (16, 8, "repeat")])
+def test_layers_that_have_n_already_are_copied(
+    tmp_path: Path, method: str, heads: int, groups: int, decoder: str
+) -> None:
+    """A T5 whose decoder has 4 K/V heads, converted again with its encoder."""
+    source = make_source("t5", tmp_path / "source", num_heads=heads, d_kv=8)
+    convert_checkpoint(source, tmp_path / "four", 4, ConversionOptions(method="mean"))
+    options = ConversionOptions(method=method, encoder=True)
+    plan = convert_checkpoint(tmp_path / "four", tmp_path / "out", groups, options).plan
+    assert {layer.attention_kind for layer, _ in plan.merged_layers} == {"encoder"}
+    kv_changes = [change for change in plan.changes if change.roles[0] in ("key", "value")]
+    assert {change.method for change in kv_changes if "decoder" in change.module} == {decoder}
+    assert failed(verify_checkpoint(tmp_path / "out", tmp_path / "four", logits=False)) == {}
+    before, after = read_weights(tmp_path / "four"), read_weights(tmp_path / "out")
+    for name in before:
+        assert not name.startswith("decoder") or np.array_equal(after[name][:1], before[name][:1])
 
 
 def test_index_totals_are_those_of_the_new_tensors(source: Path, tmp_path: Path) -> None:

@@ -68,54 +68,7 @@ def test_a_snapshot_of_links_in_the_cache_of_the_hub(folder: Callable[[str], Pat
     assert "pytorch_model.bin" not in {path.name for path in (tmp_path / "out").iterdir()}
 
 
-_RESTATE = (
-    "model type {} loads only by the code in its checkpoint: `gqa-convert convert SOURCE PLAIN --groups N` rewrites it as a {}, "
-    "which computes the same, and with SOURCE's own number of K/V heads changes nothing else"
-)
-_CODE = {
-    "auto_map": {"AutoConfig": "configuration_RW.RWConfig", "AutoModelForCausalLM": "modelling_RW.RWForCausalLM"},
-}
-
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, tuple[int, ...]], int, str]] = {
-    "tiiuae/falcon-7b, as it was first": (
-        {
-            "model_type": "RefinedWebModel",
-            "architectures": ["RWForCausalLM"],
-            "hidden_size": 96,
-            "n_head": 12,
-            "n_layer": 1,
-            "multi_query": True,
-            "parallel_attn": True,
-            "alibi": False,
-            "bias": False,
-        }
-        | _CODE,
-        {"transformer.h.0.self_attention.query_key_value.weight": (112, 96)},
-        1,
-        _RESTATE.format("RefinedWebModel", "falcon"),
-    ),
-    "tiiuae/falcon-7b": (
-        {
-            "model_type": "falcon",
-            "architectures": ["FalconForCausalLM"],
-            "hidden_size": 96,
-            "num_attention_heads": 12,
-            "num_hidden_layers": 1,
-            "num_kv_heads": 12,
-            "multi_query": True,
-            "new_decoder_architecture": False,
-            "parallel_attn": True,
-            "alibi": False,
-            "bias": False,
-            "vocab_size": 96,
-        },
-        {
-            "transformer.h.0.self_attention.query_key_value.weight": (112, 96),
-            "transformer.h.0.self_attention.dense.weight": (96, 96),
-        },
-        5,
-        "--groups 5 does not fit this falcon checkpoint with 1 K/V heads and 12 query heads: choose one of 1; or, to repeat heads for tensor parallelism, 2, 3, 4, 6, 12",
-    ),
     "mosaicml/mpt-7b-8k with grouped heads": (
         {
             "model_type": "mpt",
@@ -137,21 +90,6 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, tuple[int, ...]], int, str]] 
         {"transformer.h.0.attn.c_attn.weight": (6, 4)},
         1,
         "model type gpt_bigcode can't be converted: in transformers it has one K/V head or as many as query heads, and nothing between",
-    ),
-    "THUDM/chatglm-6b, the first": (
-        {
-            "model_type": "chatglm",
-            "architectures": ["ChatGLMModel"],
-            "num_attention_heads": 32,
-            "hidden_size": 4096,
-            "num_layers": 28,
-        },
-        {"transformer.layers.0.attention.query_key_value.weight": (12, 4)},
-        2,
-        (
-            "HERE/config.json does not set multi_query_attention, and so it can't be converted: only ChatGLM2 and later have a separate number of "
-            "K/V heads"
-        ),
     ),
     "a base model without its config's layers": (
         HUB_SOURCES["meta-llama/Llama-2-7b-hf"].config,

@@ -121,7 +121,7 @@ def test_plan_changes_what_the_class_counts(case: str, source: Callable[..., Pat
         ]
     assert plan.parameters_before - plan.parameters_after == sizes[0] - sizes[1]
     assert {layer.kv_heads for layer in plan.layers} == {HEADS}
-    assert plan.cache_bytes_per_token(after=True) * 4 == plan.cache_bytes_per_token(after=False)
+    assert plan.kv_cache_bytes().after * 4 == plan.kv_cache_bytes().before
 
 
 @pytest.mark.parametrize("model_type", NATIVE)

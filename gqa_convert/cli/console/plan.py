@@ -41,7 +41,7 @@ def caches_at_context(plan: "Plan", context: int | None, batch: int) -> dict[str
     caches = {}
     if "kv_bytes_per_token" in per_token:
         tokens = context or stated_positions(config) or _LONG_CONTEXT
-        both = plan.cache_bytes_at(tokens)
+        both = plan.kv_cache_bytes(tokens=tokens)
         caches["kv_cache"] = _cache(tokens, batch, both.before, both.after)
     cross = per_token.get("cross_kv_bytes_per_encoder_token")
     if cross is not None and not plan.family.reads_images_alone:  # the config does not count the tokens of an image

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 from gqa_convert.checkpoint.files import links_note
 from gqa_convert.checkpoint.source import Checkpoint
 from gqa_convert.checkpoint.strict_json import JsonObject
-from gqa_convert.conversion.plan.changes import constraint_notes, kv_changes, projection_changes
 from gqa_convert.conversion.plan.completeness import check_tensors
 from gqa_convert.conversion.plan.configs import converted_config, layerwise_config
+from gqa_convert.conversion.plan.files import divide_files, keep_files
+from gqa_convert.conversion.plan.layer_changes import LayerChange, constraint_notes
 from gqa_convert.conversion.plan.layer_groups import layer_groups
 from gqa_convert.conversion.plan.model import OutputTensor, Plan, TensorChange
-from gqa_convert.conversion.plan.tensors import divide_files, keep_files, regrouped_tensors
 from gqa_convert.errors import OptionError
 from gqa_convert.families.geometry import AttentionFinder
 from gqa_convert.families.layerwise import find_form, why_not_decilm
@@ -61,23 +61,21 @@ def make_plan(
     finder = AttentionFinder(checkpoint, family, encoder=encoder)
     notes = list(check_tensors(checkpoint, finder))
     counts = layer_groups(finder, groups)
-    layers = list(zip(finder.layers, counts, strict=True))
     limits = _limits(finder) if merge_method.merges_layers else ()
-
-    changed: dict[str, OutputTensor] = {}
-    dropped: set[str] = set()
+    layers = []
+    for number, (layer, count) in enumerate(zip(finder.layers, counts, strict=True)):
+        layers.append(LayerChange(finder, layer, count, merge_method, limits[number] if limits else None))
     changes: list[TensorChange] = []
-    for number, (layer, count) in enumerate(layers):
-        changes += kv_changes(finder, layer, count, merge_method, limits[number] if limits else None)
-        if count != layer.kv_heads:
-            for tensor in regrouped_tensors(finder, layer, count, merge_method):
-                changed[tensor.name] = replace(tensor, dtype=result_dtypes.get(tensor.name, tensor.dtype))
-            dropped.update(name for names in finder.head_lists(layer) for name in names[count:])
-    merged = [number for number, (layer, count) in enumerate(layers) if count < layer.kv_heads]
-    if limits and merged:
+    changed: dict[str, OutputTensor] = {}
+    for each in layers:
+        for change, tensors in each.kv_tensors():
+            changes.append(change)
+            if each.groups != each.layer.kv_heads:
+                changed |= {tensor.name: tensor for tensor in tensors}
+    absorbing = [change for each in layers for change in each.projections()]
+    if any(each.groups < each.layer.kv_heads for each in layers):
         notes += constraint_notes(limits, merge_method)
-        for number in merged:
-            changes += projection_changes(finder, finder.layers[number], merge_method, limits[number])
+    dropped = {name for each in layers for names in finder.head_lists(each.layer) for name in names[each.groups :]}
     modeling, config, form_notes = _form(checkpoint, finder, counts, encoder=encoder)
     plan = Plan(
         checkpoint=checkpoint,
@@ -90,7 +88,7 @@ def make_plan(
         seed=seed,
         heads=finder.heads,
         source_kv_heads=finder.kv_heads,
-        changes=tuple(changes),
+        changes=(*changes, *absorbing),
         changed=changed,
         files=tuple(keep_files(checkpoint, changed.keys() | result_dtypes.keys() | dropped, dropped)),
         config=config,

@@ -211,35 +211,26 @@ class Plan:
         carried = sum(self.checkpoint.sizes[name] for name in self.checkpoint.carried)
         return self.weight_bytes_after + headers + carried + _SMALL_FILES_BYTES
 
-    def cache_bytes_per_token(self, after: bool, attention_kind: AttentionKind = "decoder") -> int:
-        """K/V-cache bytes that one token takes over all attention layers of a kind, in the type of the projections.
+    def kv_cache_bytes(self, attention_kind: AttentionKind = "decoder", tokens: int = 1) -> BeforeAfter:
+        """What the keys and values of all attention layers of a kind take, in the type of the projections.
 
-        A token of the text takes those of `decoder`, a token of an encoder's output those of `cross`.
+        Args:
+            attention_kind: `decoder` for a text, `cross` for an encoder's output.
+            tokens: of the text. A layer with a sliding window holds no more than that.
         """
-        total = 0
-        for layer, groups in zip(self.layers, self.layer_groups, strict=True):
-            if layer.attention_kind == attention_kind:
-                total += (groups if after else layer.kv_heads) * _head_bytes(layer)
-        return total
-
-    def cache_bytes(self) -> dict[str, BeforeAfter]:
-        """The bytes before and after of each cache that there is."""
-        found = {}
-        for key, kind in _CACHES.items():
-            both = BeforeAfter(self.cache_bytes_per_token(False, kind), self.cache_bytes_per_token(True, kind))
-            if both.before:
-                found[key] = both
-        return found
-
-    def cache_bytes_at(self, tokens: int) -> BeforeAfter:
-        """The K/V cache of a text of `tokens` tokens, in bytes: a layer with a sliding window holds no more than that."""
         before = after = 0
         for layer, groups in zip(self.layers, self.layer_groups, strict=True):
-            if layer.attention_kind == "decoder":
+            if layer.attention_kind == attention_kind:
                 held = min(tokens, window_of(self.checkpoint.config, layer.number) or tokens)
-                before += layer.kv_heads * _head_bytes(layer) * held
-                after += groups * _head_bytes(layer) * held
+                head_bytes = (layer.key_head_dim + layer.value_head_dim) * ITEM_BYTES[layer.dtype] * held
+                before += layer.kv_heads * head_bytes
+                after += groups * head_bytes
         return BeforeAfter(before, after)
+
+    def cache_bytes(self) -> dict[str, BeforeAfter]:
+        """What one token takes of each cache that there is."""
+        sizes = {key: self.kv_cache_bytes(kind) for key, kind in _CACHES.items()}
+        return {key: both for key, both in sizes.items() if both.before}
 
     def tensor_parallel_degrees(self) -> ParallelDegrees:
         """Degrees of tensor parallelism that fit the K/V heads of every layer."""
@@ -271,11 +262,6 @@ class Plan:
             "left_behind": list(self.checkpoint.left_behind),
             "warnings": list(self.warnings),
         }
-
-
-def _head_bytes(layer: AttentionLayer) -> int:
-    """Of a token's key and value in one K/V head."""
-    return (layer.key_head_dim + layer.value_head_dim) * ITEM_BYTES[layer.dtype]
 
 
 def _change_as_json(change: TensorChange) -> JsonObject:

@@ -71,7 +71,7 @@ def find_models(names: Sequence[str], revision: str | None) -> list[Candidate]:
 
 def _kv_bytes_per_token(checkpoint: Checkpoint) -> int | None:
     try:
-        return make_plan(checkpoint, 1).cache_bytes_per_token(after=False)
+        return make_plan(checkpoint, 1).kv_cache_bytes().before
     except GQAConvertError:  # a model that can't be converted can still be evaluated
         return None
 

@@ -80,7 +80,7 @@ def choose_num_kv_heads(
     return BudgetChoice(
         stated=budget.stated,
         limit_kv_bytes_per_token=limit,
-        source_kv_bytes_per_token=plan.cache_bytes_per_token(after=False),
+        source_kv_bytes_per_token=plan.kv_cache_bytes().before,
         kv_bytes_per_token=chosen.kv_bytes_per_token,
         groups=chosen.groups[0] if len(set(chosen.groups)) == 1 else list(chosen.groups),
         chosen=chosen.rule,
@@ -102,7 +102,7 @@ def _plan(checkpoint: Checkpoint, budget: KVBudget, options: ConversionOptions) 
     # a list in which layers differ, so that a family or a checkpoint that takes none is refused here
     differing = [1, *(layer.kv_heads for layer in plan.layers[1:])]
     conversion, _ = plan_conversion(checkpoint, differing, options)
-    limit = budget.limit(plan.cache_bytes_per_token(after=False), plan.cache_bytes_per_token(after=True))
+    limit = budget.limit(plan.kv_cache_bytes().before, plan.kv_cache_bytes().after)
     if reason := why_no_text(checkpoint):
         raise OptionError(f"--kv-budget runs the source on text, and {reason}: state the numbers with --groups")
     return plan, limit, conversion.merge_method.trains
