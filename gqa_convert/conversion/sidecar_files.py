@@ -61,15 +61,6 @@ def name_tokenizer_for_all(path: Path) -> None:
         write_json(path, stated | {"tokenizer_class": "PreTrainedTokenizerFast"})
 
 
-def _complete_tokenizer(folder: Path, defaults: dict[str, Any], named: str) -> None:
-    """Write the defaults of the source's tokenizer class into its config, where the new class lacks them."""
-    path = folder / "tokenizer_config.json"
-    if path.is_file() or (folder / "tokenizer.json").is_file():
-        stated = json.loads(path.read_bytes()) if path.is_file() else {}
-        if str(stated.get("tokenizer_class") or named).startswith("GPT2Tokenizer"):
-            write_json(path, stated | {key: value for key, value in defaults.items() if key not in stated})
-
-
 def write_json(path: Path, value: dict[str, Any]) -> None:
     """Write and sync; piece by piece, since an index may name tens of thousands of tensors."""
     with path.open("w", encoding="utf-8", errors="backslashreplace") as file:  # as JSON writes half a surrogate pair

@@ -4,7 +4,7 @@ first byte is written.
 Everything that can be refused without reading weights is refused here. The plan holds no arrays and needs no torch.
 """
 
-from gqa_convert.conversion.plan.group_counts import merging_counts, spread
+from gqa_convert.conversion.plan.layer_groups import merging_counts, spread
 from gqa_convert.conversion.plan.making import make_plan
 from gqa_convert.conversion.plan.model import OutputFile, OutputTensor, Plan, Regrouping, TensorChange
 

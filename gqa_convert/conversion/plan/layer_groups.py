@@ -1,11 +1,26 @@
 """The number of K/V heads of each layer of a result, from what the user asked for."""
 
 from collections.abc import Sequence
+from math import gcd
 
-from gqa_convert.conversion.plan.group_counts import merging_counts, repeating_counts
 from gqa_convert.errors import GroupsError
-from gqa_convert.families.geometry import AttentionFinder
+from gqa_convert.families.geometry import AttentionFinder, AttentionLayer
 from gqa_convert.families.layerwise import find_form
+
+
+def merging_counts(*kv_heads: int) -> list[int]:
+    """Every N that merges, or keeps, the K/V heads of all layers evenly, rising.
+
+    Args:
+        kv_heads: K/V heads of the source; several numbers where layers differ.
+    """
+    return [count for count in range(1, max(kv_heads) + 1) if gcd(*kv_heads) % count == 0]
+
+
+def spread(counts: Sequence[int], most: int) -> list[int]:
+    """At most so many of the counts, evenly spread, the first and the last among them."""
+    chosen = min(most, len(counts))
+    return [counts[round(place * (len(counts) - 1) / max(1, chosen - 1))] for place in range(chosen)]
 
 
 def layer_groups(finder: AttentionFinder, groups: int | Sequence[int]) -> tuple[int, ...]:
@@ -18,31 +33,30 @@ def layer_groups(finder: AttentionFinder, groups: int | Sequence[int]) -> tuple[
     Raises:
         GroupsError: a number does not fit its layer, or their count that of the layers.
     """
-    family = finder.family
-    if isinstance(groups, int):
-        if not family.is_layerwise:
-            for kv_heads, heads in dict.fromkeys((layer.kv_heads, layer.heads) for layer in finder.layers):
-                _check_groups(groups, kv_heads, heads, family.model_type, one_or_all=family.one_kv_head_key is not None)
-            return (groups,) * len(finder.layers)
-        groups = [groups] * len(finder.layers)
+    family, layers = finder.family, finder.layers
+    if isinstance(groups, int) and not family.is_layerwise:
+        for layer in layers:
+            _check_for_all(finder, layer, groups)
+        return (groups,) * len(layers)
+    listed = [groups] * len(layers) if isinstance(groups, int) else groups
     if not family.layerwise:
         raise GroupsError(
             f"--groups: all layers of a {family.model_type} have one number of K/V heads: give one; docs/families.md names the "
             "types whose layers may differ"
         )
-    if len(groups) != len(finder.layers):
+    if len(listed) != len(layers):
         raise GroupsError(
-            f"--groups lists {len(groups)} numbers for the {len(finder.layers)} attention layers of {finder.where.removesuffix('/config.json')}: "
-            "list one for each layer"
+            f"--groups lists {len(listed)} numbers for the {len(layers)} attention layers of "
+            f"{finder.where.removesuffix('/config.json')}: list one for each layer"
         )
-    for layer in finder.layers:
-        count = groups[layer.number]
-        if count not in merging_counts(layer.kv_heads):
+    for layer in layers:
+        possible = merging_counts(layer.kv_heads)
+        if listed[layer.number] not in possible:
             raise GroupsError(
-                f"--groups states {count} for layer {layer.number}, which does not divide its {layer.kv_heads} K/V heads: "
-                f"choose one of {', '.join(map(str, merging_counts(layer.kv_heads)))}"
+                f"--groups states {listed[layer.number]} for layer {layer.number}, which does not divide its "
+                f"{layer.kv_heads} K/V heads: choose one of {', '.join(map(str, possible))}"
             )
-    found = tuple(groups[layer.number] for layer in finder.layers)
+    found = tuple(listed[layer.number] for layer in layers)
     differ = len(set(found)) > 1 or family.is_layerwise
     if differ and isinstance(reason := find_form(family, finder.config), str):
         raise GroupsError(
@@ -52,14 +66,18 @@ def layer_groups(finder: AttentionFinder, groups: int | Sequence[int]) -> tuple[
     return found
 
 
-def _check_groups(groups: int, kv_heads: int, heads: int, model_type: str, *, one_or_all: bool) -> None:
-    down, up = merging_counts(kv_heads), repeating_counts(kv_heads, heads)
-    if one_or_all:
-        down = sorted({1, kv_heads})
-    if groups not in down and groups not in up:
-        choices = ", ".join(map(str, down)) + (
-            f"; or, to repeat heads for tensor parallelism, {', '.join(map(str, up))}" if up else ""
-        )
+def _check_for_all(finder: AttentionFinder, layer: AttentionLayer, groups: int) -> None:
+    """Check that a layer can have so many K/V heads where all layers have as many."""
+    kv_heads, heads = layer.kv_heads, layer.heads
+    fewer = merging_counts(kv_heads)
+    if finder.family.one_kv_head_key is not None:
+        fewer = sorted({1, kv_heads})
+    more = [count for count in range(2 * kv_heads, heads + 1, kv_heads) if heads % count == 0]
+    if groups not in (*fewer, *more):
+        choices = ", ".join(map(str, fewer))
+        if more:
+            choices += f"; or, to repeat heads for tensor parallelism, {', '.join(map(str, more))}"
         raise GroupsError(
-            f"--groups {groups} does not fit this {model_type} checkpoint with {kv_heads} K/V heads and {heads} query heads: choose one of {choices}"
+            f"--groups {groups} does not fit this {finder.family.model_type} checkpoint with {kv_heads} K/V heads and {heads} "
+            f"query heads: choose one of {choices}"
         )
