@@ -455,7 +455,11 @@ def test_the_commands_rewrite_a_source_and_leave_nothing_beside_the_result(tmp_p
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("mine")
-    for name, groups, words in (("mine", 3, "thesis.tex"), ("new", 5, "--groups 5"), ("source", 3, "exists already")):
+    for name, groups, words in (
+        ("mine", 3, "thesis.tex"),
+        ("new", 5, "--groups 5"),
+        ("source", 3, "is the source itself"),
+    ):
         refused = run("convert", source, tmp_path / name, "--groups", groups, "--overwrite", "-q")
         assert (refused.returncode, refused.stdout) == (2, "")
         assert words in refused.stderr

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from gqa_convert.checkpoint.strict_json import Config, JsonObject
-from gqa_convert.conversion.rewriting.stock_form import NoStockClassError, StockForm, modules
+from gqa_convert.conversion.rewriting.stock_form import NoStockClassError, StockForm, count, entries, modules
 from gqa_convert.errors import ConfigError
 from gqa_convert.families.table import FAMILIES
 
@@ -71,20 +71,6 @@ _DROPPED = frozenset(
 """Keys that mean nothing, or something else, in the stock type; all that it reads is written anew."""
 
 
-def count(config: Config, *keys: str) -> int:
-    """The first of these config keys that is stated.
-
-    Raises:
-        ConfigError: none is, or its value is no count.
-    """
-    stated = [key for key in keys if config.get(key) is not None]
-    key = stated[0] if stated else keys[0]
-    value = config.get(key)
-    if type(value) is not int or value < 1:
-        raise ConfigError(f"config.json has {key} = {value!r} where a count belongs: repair the config")
-    return value
-
-
 def partial_factor(rotated: int, head_dim: int) -> float:
     """The share from which software computes `rotated` as int(head_dim * share)."""
     factor = rotated / head_dim
@@ -109,16 +95,60 @@ def _sizes(config: Config) -> tuple[int, int, int, int]:
     return hidden, heads, count(config, "n_layer", "num_hidden_layers"), inner
 
 
-def _common(config: Config, **defaults: Any) -> JsonObject:
-    """Entries with the same key and meaning in both types, with the defaults of the source's class."""
-    defaults = {"initializer_range": 0.02, "use_cache": True, "pad_token_id": None} | defaults
-    stated = {key: config.get(key, default) for key, default in defaults.items()}
-    tokenizer = config.get("tokenizer_class")
-    if tokenizer is None:  # else the class of the stock type would be chosen
-        modeling = FAMILIES[config["model_type"]].modeling
-        assert modeling is not None
-        tokenizer = modeling.tokenizer
-    return {"vocab_size": count(config, "vocab_size")} | stated | {"tokenizer_class": tokenizer}
+def _tokenizer(config: Config) -> str:
+    """The tokenizer class, without which that of the stock type would be chosen."""
+    modeling = FAMILIES[config["model_type"]].modeling
+    assert modeling is not None
+    return config.get("tokenizer_class") or modeling.tokenizer
+
+
+_NEOX = """
+    vocab_size               vocab_size               count
+    initializer_range        initializer_range        0.02
+    use_cache                use_cache                true
+    tie_word_embeddings      tie_word_embeddings      false
+    bos_token_id             bos_token_id             0
+    eos_token_id             eos_token_id             2
+    pad_token_id             pad_token_id             null
+    hidden_act               hidden_act               "gelu"
+    attention_dropout        attention_dropout        0.0
+    max_position_embeddings  max_position_embeddings  2048
+"""
+_PHI_FROM_NEOX = """
+    layer_norm_eps  layer_norm_eps  1e-05
+    resid_pdrop     hidden_dropout  0.0
+    embd_pdrop      hidden_dropout  0.0
+"""
+_STARCODER2_FROM_NEOX = """
+    norm_epsilon       layer_norm_eps  1e-05
+    residual_dropout   hidden_dropout  0.0
+    embedding_dropout  hidden_dropout  0.0
+"""
+_GPT = """
+    vocab_size           vocab_size           count
+    initializer_range    initializer_range    0.02
+    use_cache            use_cache            true
+    bos_token_id         bos_token_id         50256
+    eos_token_id         eos_token_id         50256
+    pad_token_id         pad_token_id         null
+"""
+_PHI_FROM_GPTJ = """
+    tie_word_embeddings  tie_word_embeddings  false
+    hidden_act           activation_function  "gelu_new"
+    attention_dropout    attn_pdrop           0.0
+    layer_norm_eps       layer_norm_epsilon   1e-05
+    resid_pdrop          resid_pdrop          0.0
+    embd_pdrop           embd_pdrop           0.0
+"""
+_BIGCODE_FROM_GPT2 = """
+    tie_word_embeddings  tie_word_embeddings  true
+    resid_pdrop          resid_pdrop          0.1
+    embd_pdrop           embd_pdrop           0.1
+    attn_pdrop           attn_pdrop           0.1
+    layer_norm_epsilon   layer_norm_epsilon   1e-05
+    activation_function  activation_function  "gelu_new"
+    n_inner              n_inner              null
+"""
 
 
 def _neox_positions(config: Config, head_dim: int) -> tuple[Any, Any, JsonObject]:
@@ -142,111 +172,88 @@ def _neox_positions(config: Config, head_dim: int) -> tuple[Any, Any, JsonObject
     return theta, factor, {} if kind == "default" else {"rope_type": kind} | scaling
 
 
-def _gptj_positions(config: Config, head_dim: int) -> tuple[Any, Any, JsonObject]:
-    """The same of GPT-J and CodeGen, which always have one base and no scaling."""
-    rotated = config.get("rotary_dim", 64)
-    if type(rotated) is not int or not 0 < rotated <= head_dim or rotated % 2:
-        raise NoStockClassError(f"rotary_dim = {rotated!r} is no even count of up to {head_dim} dimensions of a head")
-    return 10000.0, partial_factor(rotated, head_dim), {}
-
-
-def _rotary_decoder(config: Config) -> tuple[JsonObject, float]:
-    """The entries that phi and starcoder2 share, and the share of a head that is rotary."""
+def _rotary_decoder(config: Config, theta: Any, scaling: JsonObject) -> JsonObject:
+    """The entries that phi and starcoder2 share, besides those of the tables."""
     hidden, heads, layers, inner = _sizes(config)
-    neox = config["model_type"] == "gpt_neox"
-    theta, factor, scaling = (_neox_positions if neox else _gptj_positions)(config, hidden // heads)
     pad, vocabulary = config.get("pad_token_id"), config.get("vocab_size")
     if isinstance(pad, int) and isinstance(vocabulary, int) and not -vocabulary <= pad < vocabulary:
         raise NoStockClassError(f"its class needs a padding token inside the vocabulary, and pad_token_id is {pad}")
-    if neox:
-        same = _common(config, tie_word_embeddings=False, bos_token_id=0, eos_token_id=2)
-        activation, dropout = config.get("hidden_act", "gelu"), config.get("attention_dropout", 0.0)
-        positions = config.get("max_position_embeddings", 2048)
-    else:
-        same = _common(config, tie_word_embeddings=False, bos_token_id=50256, eos_token_id=50256)
-        activation, dropout = config.get("activation_function", "gelu_new"), config.get("attn_pdrop", 0.0)
-        positions = config.get("n_positions", config.get("max_position_embeddings", 2048))
-    return same | {
+    return {
+        "tokenizer_class": _tokenizer(config),
         "hidden_size": hidden,
         "intermediate_size": inner,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": heads,
-        "hidden_act": activation,
-        "attention_dropout": dropout,
-        "max_position_embeddings": positions,
         "rope_theta": theta,
         "rope_scaling": scaling or None,
         "rope_parameters": {"rope_type": "default"} | scaling | {"rope_theta": theta},
-    }, factor
-
-
-def _phi(config: Config) -> JsonObject:
-    stock, factor = _rotary_decoder(config)
-    hidden_dropout = config.get("hidden_dropout", 0.0)
-    stock["rope_parameters"]["partial_rotary_factor"] = factor
-    return stock | {
-        "layer_norm_eps": config.get("layer_norm_eps", config.get("layer_norm_epsilon", 1e-5)),
-        "partial_rotary_factor": factor,
-        "qk_layernorm": False,
-        "resid_pdrop": config.get("resid_pdrop", hidden_dropout),
-        "embd_pdrop": config.get("embd_pdrop", hidden_dropout),
     }
 
 
+def _phi(config: Config, theta: Any, factor: Any, scaling: JsonObject) -> JsonObject:
+    stock = _rotary_decoder(config, theta, scaling)
+    stock["rope_parameters"]["partial_rotary_factor"] = factor
+    return stock | {"partial_rotary_factor": factor, "qk_layernorm": False}
+
+
+def _phi_from_neox(config: Config) -> JsonObject:
+    hidden, heads, *_ = _sizes(config)
+    positions = _neox_positions(config, hidden // heads)
+    return entries(config, _NEOX) | entries(config, _PHI_FROM_NEOX) | _phi(config, *positions)
+
+
+def _phi_from_gptj(config: Config) -> JsonObject:
+    hidden, heads, *_ = _sizes(config)
+    head_dim, rotated = hidden // heads, config.get("rotary_dim", 64)
+    if type(rotated) is not int or not 0 < rotated <= head_dim or rotated % 2:
+        raise NoStockClassError(f"rotary_dim = {rotated!r} is no even count of up to {head_dim} dimensions of a head")
+    positions = config.get("n_positions", config.get("max_position_embeddings", 2048))
+    stock = _phi(config, 10000.0, partial_factor(rotated, head_dim), {}) | {"max_position_embeddings": positions}
+    return entries(config, _GPT) | entries(config, _PHI_FROM_GPTJ) | stock
+
+
 def _phi_from_codegen(config: Config) -> JsonObject:
-    if count(config, "n_head", "num_attention_heads") % 4:
-        raise ConfigError(
-            f"config.json has {config.get('n_head')} heads, and codegen needs a multiple of 4: repair the config"
-        )
-    return _phi(config)
+    heads = count(config, "n_head", "num_attention_heads")
+    if heads % 4:
+        raise ConfigError(f"config.json has {heads} heads, and codegen needs a multiple of 4: repair the config")
+    return _phi_from_gptj(config)
 
 
 def _starcoder2(config: Config) -> JsonObject:
-    stock, factor = _rotary_decoder(config)
-    head_dim = stock["hidden_size"] // stock["num_attention_heads"]
+    hidden, heads, *_ = _sizes(config)
+    head_dim = hidden // heads
+    theta, factor, scaling = _neox_positions(config, head_dim)
     if int(head_dim * factor) != head_dim:
         raise NoStockClassError(
             f"no stock class with a K/V-head count has sequential blocks and {int(head_dim * factor)} rotary dimensions of "
             f"{head_dim} in a head (in starcoder2 all are rotary)"
         )
-    return stock | {
-        "norm_epsilon": config.get("layer_norm_eps", 1e-5),
-        "use_bias": True,
-        "sliding_window": None,
-        "residual_dropout": config.get("hidden_dropout", 0.0),
-        "embedding_dropout": config.get("hidden_dropout", 0.0),
-    }
+    stock = _rotary_decoder(config, theta, scaling) | {"use_bias": True, "sliding_window": None}
+    return entries(config, _NEOX) | entries(config, _STARCODER2_FROM_NEOX) | stock
 
 
 def _gpt_bigcode(config: Config) -> JsonObject:
     if config.get("add_cross_attention"):
         raise NoStockClassError("gpt_bigcode has no cross-attention with a single K/V head")
     hidden, heads, layers, _ = _sizes(config)
-    same = _common(
-        config,
-        tie_word_embeddings=True,
-        bos_token_id=50256,
-        eos_token_id=50256,
-        resid_pdrop=0.1,
-        embd_pdrop=0.1,
-        attn_pdrop=0.1,
-        layer_norm_epsilon=1e-5,
-        activation_function="gelu_new",
-        n_inner=None,
+    return (
+        entries(config, _GPT)
+        | entries(config, _BIGCODE_FROM_GPT2)
+        | {
+            "tokenizer_class": _tokenizer(config),
+            "n_embd": hidden,
+            "n_head": heads,
+            "n_layer": layers,
+            "n_positions": config.get("n_positions", config.get("max_position_embeddings", 1024)),
+            "num_key_value_heads": heads,
+            "add_cross_attention": False,
+            "multi_query": False,
+            "scale_attn_weights": True,
+            "attention_softmax_in_fp32": True,
+            "scale_attention_softmax_in_fp32": True,
+        }
     )
-    return same | {
-        "n_embd": hidden,
-        "n_head": heads,
-        "n_layer": layers,
-        "n_positions": config.get("n_positions", config.get("max_position_embeddings", 1024)),
-        "num_key_value_heads": heads,
-        "add_cross_attention": False,
-        "multi_query": False,
-        "scale_attn_weights": True,
-        "attention_softmax_in_fp32": True,
-        "scale_attention_softmax_in_fp32": True,
-    }
 
 
 def _gpt2_query_factor(config: Config, layer: int) -> float:
@@ -278,7 +285,7 @@ PHI_FROM_GPT_NEOX: Final = StockForm(
     stock="phi",
     condition="`use_parallel_residual` (Pythia, GPT-NeoX-20B)",
     classes={"GPTNeoXForCausalLM": "PhiForCausalLM", "GPTNeoXModel": "PhiModel"},
-    config=_phi,
+    config=_phi_from_neox,
     dropped=_DROPPED,
     prefixes=("gpt_neox.", "model."),
     layers=("gpt_neox.layers", "model.layers"),
@@ -332,7 +339,7 @@ PHI_FROM_GPTJ: Final = StockForm(
     model_type="gptj",
     stock="phi",
     classes={"GPTJForCausalLM": "PhiForCausalLM", "GPTJModel": "PhiModel"},
-    config=_phi,
+    config=_phi_from_gptj,
     dropped=_DROPPED,
     prefixes=("transformer.", "model."),
     layers=("transformer.h", "model.layers"),

@@ -15,11 +15,11 @@ from gqa_convert.checkpoint.source import Checkpoint
 from gqa_convert.checkpoint.strict_json import Config, JsonObject
 from gqa_convert.conversion.rewriting import arrays
 from gqa_convert.conversion.rewriting.arrays import Array
-from gqa_convert.conversion.rewriting.decoders import DECODERS, count, stock_form
+from gqa_convert.conversion.rewriting.decoders import DECODERS, stock_form
 from gqa_convert.conversion.rewriting.dequantising import plan_dequantising
 from gqa_convert.conversion.rewriting.model import Rewriting, RewrittenTensor
 from gqa_convert.conversion.rewriting.remote_code import REMOTE_CODE
-from gqa_convert.conversion.rewriting.stock_form import Module, NoStockClassError, StockForm
+from gqa_convert.conversion.rewriting.stock_form import Module, NoStockClassError, StockForm, count
 from gqa_convert.errors import ConfigError, OptionError, UnsupportedFamilyError, UnsupportedFormatError
 from gqa_convert.families import layouts
 from gqa_convert.families.table import FAMILIES

@@ -8,24 +8,10 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from gqa_convert.checkpoint.strict_json import Config, JsonObject
-from gqa_convert.conversion.rewriting.decoders import count, partial_factor
-from gqa_convert.conversion.rewriting.stock_form import NoStockClassError, StockForm, modules
+from gqa_convert.conversion.rewriting.decoders import partial_factor
+from gqa_convert.conversion.rewriting.stock_form import NoStockClassError, StockForm, entries, modules
 from gqa_convert.errors import ConfigError
 from gqa_convert.families.refusals import RESTATED as STOCK_TYPES
-
-
-def _number(config: Config, key: str, default: float) -> Any:
-    value = default if config.get(key) is None else config[key]
-    if type(value) not in (int, float) or not math.isfinite(value) or value <= 0:
-        raise ConfigError(f"config.json has {key} = {value!r} where a positive number belongs: repair the config")
-    return value
-
-
-def _flag(config: Config, key: str, default: bool) -> bool:
-    value = default if config.get(key) is None else config[key]
-    if type(value) is not bool:
-        raise ConfigError(f"config.json has {key} = {value!r} where true or false belongs: repair the config")
-    return value
 
 
 def _refuse(config: Config, **reasons: str) -> None:
@@ -42,17 +28,6 @@ def _positions(theta: float, scaling: JsonObject | None = None, factor: float | 
     return {"rope_theta": theta, "rope_scaling": scaling, "rope_parameters": parameters} | partial
 
 
-def _scaling(config: Config) -> JsonObject | None:
-    """Linear and dynamic scaling, which custom code and stock classes compute by the same formula."""
-    stated = config.get("rope_scaling")
-    if stated is None:
-        return None
-    kind = stated.get("rope_type", stated.get("type")) if isinstance(stated, dict) else None
-    if kind not in ("linear", "dynamic") or _number(stated, "factor", 0.5) < 1:
-        raise NoStockClassError(f"rope_scaling = {stated!r}: its own code may scale positions differently")
-    return {"rope_type": kind, "factor": float(stated["factor"])}
-
-
 def _kv_heads(config: Config, key: str, heads: int) -> int:
     value = heads if config.get(key) is None else config[key]
     if type(value) is not int or value < 1 or heads % value:
@@ -62,67 +37,95 @@ def _kv_heads(config: Config, key: str, heads: int) -> int:
     return value
 
 
-def _dense(config: Config, positions: int, *, all_heads: bool = False, epsilon: float = 1e-6) -> JsonObject:
+_LLAMA_ENTRIES = """
+    hidden_size              hidden_size              count
+    num_attention_heads      num_attention_heads      count
+    num_hidden_layers        num_hidden_layers        count
+    intermediate_size        intermediate_size        count
+    vocab_size               vocab_size               count
+    hidden_act               hidden_act               "silu"
+    rms_norm_eps             rms_norm_eps             1e-06
+    tie_word_embeddings      tie_word_embeddings      false
+    max_position_embeddings  max_position_embeddings  2048
+"""
+_PHI_ENTRIES = """
+    hidden_size              n_embd               count
+    num_attention_heads      n_head               count
+    num_hidden_layers        n_layer              count
+    vocab_size               vocab_size           count
+    hidden_act               activation_function  "gelu_new"
+    layer_norm_eps           layer_norm_epsilon   1e-05
+    max_position_embeddings  n_positions          2048
+    attention_dropout        attn_pdrop           0.0
+    resid_pdrop              resid_pdrop          0.0
+    embd_pdrop               embd_pdrop           0.0
+    tie_word_embeddings      tie_word_embeddings  false
+"""
+_FALCON_ENTRIES = """
+    hidden_size          hidden_size    count
+    num_attention_heads  n_head         count
+    num_hidden_layers    n_layer        count
+    vocab_size           vocab_size     count
+    alibi                alibi          false
+    bias                 bias           false
+    multi_query          multi_query    false
+    parallel_attn        parallel_attn  false
+"""
+_UNREAD = "its own code does not read it"
+
+
+def _dense(config: Config, *, all_heads: bool = False) -> JsonObject:
     """The keys that Llama and its relatives share.
 
     Args:
         config: the source's.
-        positions: default of `max_position_embeddings`.
         all_heads: whether the type's own code reads no K/V-head count.
-        epsilon: default of `rms_norm_eps`.
     """
-    hidden, heads = count(config, "hidden_size"), count(config, "num_attention_heads")
-    kv_heads = _kv_heads(config, "num_key_value_heads", heads)
-    if all_heads and kv_heads != heads:
+    dense = entries(config, _LLAMA_ENTRIES)
+    kv_heads = _kv_heads(config, "num_key_value_heads", dense["num_attention_heads"])
+    if all_heads and kv_heads != dense["num_attention_heads"]:
         raise ConfigError(
             f"config.json has num_key_value_heads = {kv_heads}, which this type's custom code does not read: remove the key"
         )
-    if config.get("pretraining_tp", 1) not in (None, 1):
+    if config.get("pretraining_tp") not in (None, 1):
         _refuse(config, pretraining_tp="sliced projections round differently; set it to 1")
-    return {
-        "hidden_size": hidden,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "num_hidden_layers": count(config, "num_hidden_layers"),
-        "intermediate_size": count(config, "intermediate_size"),
-        "vocab_size": count(config, "vocab_size"),
-        "hidden_act": config.get("hidden_act", "silu"),
-        "rms_norm_eps": _number(config, "rms_norm_eps", epsilon),
-        "tie_word_embeddings": _flag(config, "tie_word_embeddings", False),
-        "max_position_embeddings": _number(config, "max_position_embeddings", positions),
-    }
-
-
-_UNREAD = "its own code does not read it"
+    return dense | {"num_key_value_heads": kv_heads}
 
 
 def _yi(config: Config) -> JsonObject:
     _refuse(config, rope_scaling=_UNREAD)
-    return _dense(config, 4096, epsilon=1e-5) | _positions(_number(config, "rope_theta", 5000000.0))
+    stated = {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, **config}
+    return _dense(stated) | _positions(config.get("rope_theta", 5000000.0))
 
 
 def _open_llama(config: Config) -> JsonObject:
     _refuse(config, rope_scaling="it is not known to be computed alike")
-    if _flag(config, "use_stable_embedding", True):
+    if config.get("use_stable_embedding") is not False:
         raise NoStockClassError("use_stable_embedding: a norm stands behind the embedding; no stock class has it")
-    tied = _flag(config, "shared_input_output_embedding", True)
-    dense = _dense(config, 2048, all_heads=True) | {"tie_word_embeddings": tied}
-    return dense | _positions(_number(config, "rope_theta", 10000.0))
+    tied = {"tie_word_embeddings": config.get("shared_input_output_embedding", True)}
+    return _dense(config, all_heads=True) | tied | _positions(config.get("rope_theta", 10000.0))
 
 
 def _internlm(config: Config) -> JsonObject:
     _refuse(config, rope_scaling=_UNREAD)
-    rotary = config.get("rotary") or {"base": 10000, "type": "origin"}
+    rotary = config.get("rotary") or {"type": "origin"}
     if not isinstance(rotary, dict) or rotary.get("type") not in ("origin", "dynamic"):
         raise NoStockClassError(f"rotary = {rotary!r}, which its own code does not know")
     scaling = None
     if rotary["type"] == "dynamic":
-        scaling = {"rope_type": "dynamic", "factor": float(_number(rotary, "scaling_factor", 1.0))}
-    return _dense(config, 2048, all_heads=True) | _positions(_number(rotary, "base", 10000.0), scaling)
+        scaling = {"rope_type": "dynamic", "factor": float(rotary.get("scaling_factor", 1.0))}
+    return _dense(config, all_heads=True) | _positions(rotary.get("base", 10000.0), scaling)
 
 
-def _internlm2(config: Config) -> JsonObject:
-    return _dense(config, 2048) | _positions(_number(config, "rope_theta", 10000.0), _scaling(config))
+def _scaled(config: Config) -> JsonObject:
+    """The keys of InternLM2 and MiniCPM, whose custom code scales positions by the formulas of stock classes."""
+    stated, scaling = config.get("rope_scaling"), None
+    if stated is not None:
+        kind = stated.get("rope_type", stated.get("type")) if isinstance(stated, dict) else None
+        if kind not in ("linear", "dynamic"):
+            raise NoStockClassError(f"rope_scaling = {stated!r}: its own code may scale positions differently")
+        scaling = {"rope_type": kind, "factor": float(stated.get("factor", 1.0))}
+    return _dense(config) | _positions(config.get("rope_theta", 10000.0), scaling)
 
 
 def _baichuan(config: Config) -> JsonObject:
@@ -131,43 +134,35 @@ def _baichuan(config: Config) -> JsonObject:
         raise NoStockClassError(
             "the shape of a 13B Baichuan, which has ALiBi instead of rotary positions: only the 7B can be rewritten"
         )
-    return _dense(config, 4096, all_heads=True) | {"attention_bias": False} | _positions(10000.0)
+    return _dense(config, all_heads=True) | {"attention_bias": False} | _positions(10000.0)
 
 
 def _qwen(config: Config) -> JsonObject:
     """Beyond `seq_length` its own code scales positions (use_dynamic_ntk) and queries (use_logn_attn) by the length of
     the text.
     """
-    inner, length = _number(config, "intermediate_size", 22016), _number(config, "seq_length", 8192)
-    if inner % 2:
-        raise ConfigError(f"config.json has intermediate_size = {inner}, twice the width of the MLP: repair the config")
-    known = {"intermediate_size": inner // 2, "rms_norm_eps": _number(config, "layer_norm_epsilon", 1e-6)}
-    dense = _dense({**config, **known, "hidden_act": "silu", "max_position_embeddings": length}, length, all_heads=True)
-    width = _number(config, "kv_channels", 128)
-    if width * dense["num_attention_heads"] != dense["hidden_size"]:
-        raise NoStockClassError(f"kv_channels = {width}, which is not hidden_size / num_attention_heads")
-    if _number(config, "rotary_pct", 1.0) != 1.0:
-        raise NoStockClassError("a rotary_pct below 1: qwen2 turns whole heads")
-    if not _flag(config, "no_bias", True):
-        raise NoStockClassError("no_bias = false: qwen2 has biases on queries, keys and values only")
-    if not _flag(config, "scale_attn_weights", True):
-        raise NoStockClassError("scale_attn_weights = false: qwen2 always scales its scores")
-    return dense | {"use_sliding_window": False} | _positions(_number(config, "rotary_emb_base", 10000.0))
+    known = {
+        "intermediate_size": config.get("intermediate_size", 22016) // 2,
+        "rms_norm_eps": config.get("layer_norm_epsilon", 1e-6),
+        "max_position_embeddings": config.get("seq_length", 8192),
+    }
+    dense = _dense({**config, **known}, all_heads=True) | {"use_sliding_window": False}
+    width = dense["hidden_size"] // dense["num_attention_heads"]
+    for key, value in {"kv_channels": width, "rotary_pct": 1.0, "no_bias": True, "scale_attn_weights": True}.items():
+        if config.get(key, value) != value:
+            raise NoStockClassError(f"{key} = {config[key]!r}, where qwen2 has {value!r}")
+    return dense | _positions(config.get("rotary_emb_base", 10000.0))
 
 
 def _stablelm_epoch(config: Config) -> JsonObject:
     other = "the code that goes by this type does not read it: the checkpoint is a stablelm, change model_type"
     _refuse(config, rope_scaling=_UNREAD, qk_layernorm=other, use_parallel_residual=other)
-    if _number(config, "rotary_scaling_factor", 1.0) != 1.0:
+    if config.get("rotary_scaling_factor", 1.0) != 1.0:
         raise NoStockClassError("a rotary_scaling_factor other than 1")
-    dense = _dense(config, 4096)
+    dense = _dense({"max_position_embeddings": 4096, **config})
     del dense["rms_norm_eps"]
-    factor = _number(config, "rope_pct", 0.25)
-    rotated = int(dense["hidden_size"] // dense["num_attention_heads"] * factor)
-    if factor > 1 or rotated < 2 or rotated % 2:
-        raise NoStockClassError(f"rope_pct = {factor}, which leaves no pairs to turn")
-    norms = {"layer_norm_eps": _number(config, "norm_eps", 1e-5), "qk_layernorm": False, "use_parallel_residual": False}
-    return dense | norms | _positions(_number(config, "rope_theta", 10000.0), None, factor)
+    norms = {"layer_norm_eps": config.get("norm_eps", 1e-5), "qk_layernorm": False, "use_parallel_residual": False}
+    return dense | norms | _positions(config.get("rope_theta", 10000.0), None, config.get("rope_pct", 0.25))
 
 
 def _minicpm(config: Config) -> JsonObject:
@@ -176,69 +171,39 @@ def _minicpm(config: Config) -> JsonObject:
         num_experts="granite has no experts; granitemoe routes differently",
         sparse_config="its sparse attention selects blocks of keys",
     )
-    dense = (
-        _dense(config, 2048)
-        | {"mlp_bias": False}
-        | _positions(_number(config, "rope_theta", 10000.0), _scaling(config))
-    )
+    dense = _scaled({"tie_word_embeddings": True, **config}) | {"mlp_bias": False}
     hidden = dense["hidden_size"]
     return dense | {
-        "embedding_multiplier": _number(config, "scale_emb", 1),
-        "residual_multiplier": _number(config, "scale_depth", 1) / math.sqrt(dense["num_hidden_layers"]),
+        "embedding_multiplier": config.get("scale_emb", 1),
+        "residual_multiplier": config.get("scale_depth", 1) / math.sqrt(dense["num_hidden_layers"]),
         "attention_multiplier": 1 / math.sqrt(hidden // dense["num_attention_heads"]),
-        "logits_scaling": hidden / _number(config, "dim_model_base", 1),
-        "tie_word_embeddings": _flag(config, "tie_word_embeddings", True),
+        "logits_scaling": hidden / config.get("dim_model_base", 1),
     }
 
 
 def _phi_msft(config: Config) -> JsonObject:
-    hidden, heads = count(config, "n_embd"), count(config, "n_head")
-    width, inner = hidden // heads, config.get("n_inner")
-    rotated = min(_number(config, "rotary_dim", 32), width)
-    if rotated % 2:
-        raise NoStockClassError(f"rotary_dim = {rotated}, which leaves no pairs to turn")
-    return {
-        "hidden_size": hidden,
-        "num_attention_heads": heads,
-        "num_key_value_heads": _kv_heads(config, "n_head_kv", heads),
-        "intermediate_size": 4 * hidden if inner is None else inner,
-        "num_hidden_layers": count(config, "n_layer"),
-        "vocab_size": count(config, "vocab_size"),
-        "hidden_act": config.get("activation_function") or "gelu_new",
-        "layer_norm_eps": _number(config, "layer_norm_epsilon", 1e-5),
-        "max_position_embeddings": _number(config, "n_positions", 2048),
-        "qk_layernorm": False,
-        "attention_dropout": config.get("attn_pdrop", 0.0),
-        "resid_pdrop": config.get("resid_pdrop", 0.0),
-        "embd_pdrop": config.get("embd_pdrop", 0.0),
-        "tie_word_embeddings": _flag(config, "tie_word_embeddings", False),
-    } | _positions(10000.0, None, partial_factor(rotated, width))
+    stock = entries(config, _PHI_ENTRIES)
+    hidden, heads, inner = stock["hidden_size"], stock["num_attention_heads"], config.get("n_inner")
+    rotated = min(config.get("rotary_dim", 32), hidden // heads)
+    stock["num_key_value_heads"] = _kv_heads(config, "n_head_kv", heads)
+    stock["intermediate_size"] = 4 * hidden if inner is None else inner
+    stock["qk_layernorm"] = False
+    return stock | _positions(10000.0, None, partial_factor(rotated, hidden // heads))
 
 
 def _refined_web(config: Config) -> JsonObject:
     """Falcon as first published: `RefinedWeb` is the architecture of the 40B, `RefinedWebModel` that of the 7B and the
     1B.
     """
-    large = config["model_type"] == "RefinedWeb"
-    heads = count(config, "n_head")
-    _refuse(
-        config,
-        apply_residual_connection_post_layernorm="falcon's stock class computes it in some shapes only",
-    )
-    if large and not _flag(config, "parallel_attn", True):
+    _refuse(config, apply_residual_connection_post_layernorm="falcon's stock class computes it in some shapes only")
+    stock = entries(config, _FALCON_ENTRIES) | {"new_decoder_architecture": False, "rope_theta": 10000.0}
+    if config["model_type"] == "RefinedWebModel":
+        return stock
+    if config.get("parallel_attn", True) is not True:
         raise NoStockClassError("parallel_attn = false: the 40B's blocks are parallel")
-    return {
-        "hidden_size": count(config, "hidden_size", "n_embd"),
-        "num_attention_heads": heads,
-        "num_hidden_layers": count(config, "n_layer"),
-        "alibi": _flag(config, "alibi", False),
-        "bias": _flag(config, "bias", False),
-        "vocab_size": count(config, "vocab_size"),
-        "new_decoder_architecture": large,
-        "rope_theta": 10000.0,
-        "multi_query": large or _flag(config, "multi_query", False),
-        "parallel_attn": large or _flag(config, "parallel_attn", False),
-    } | ({"num_kv_heads": _kv_heads(config, "n_head_kv", heads)} if large else {})
+    kv_heads = _kv_heads(config, "n_head_kv", stock["num_attention_heads"])
+    large = {"new_decoder_architecture": True, "multi_query": True, "parallel_attn": True, "num_kv_heads": kv_heads}
+    return stock | large
 
 
 _IGNORED = (
@@ -341,7 +306,7 @@ REMOTE_CODE: Final = {
         _remote("minicpm", _minicpm, "MiniCPMForCausalLM GraniteForCausalLM", **_LLAMA),
         _remote(
             "internlm2",
-            _internlm2,
+            _scaled,
             "InternLM2ForCausalLM LlamaForCausalLM",
             before=modules("model.embed_tokens model.tok_embeddings never"),
             inside=modules("""

@@ -1,9 +1,11 @@
-"""How the tensors of one model type become those of a stock type that computes the same: the tables' form. Data only."""
+"""How the tensors of one model type become those of a stock type that computes the same: the form of the tables."""
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from gqa_convert.checkpoint.strict_json import Config, JsonObject
+from gqa_convert.errors import ConfigError
 from gqa_convert.families.layouts import FusedLayout
 
 BIASES = ("never", "always", "attention", "optional", "zeros")
@@ -49,6 +51,34 @@ def modules(table: str) -> tuple[Module, ...]:
         assert bias in BIASES, line
         found.append(Module(stock, tuple(own.split("|")), bias, roles, options.get("norm"), "neutral" in options))
     return tuple(found)
+
+
+def count(config: Config, *keys: str) -> int:
+    """The first of these config keys that is stated.
+
+    Raises:
+        ConfigError: none is, or its value is no count.
+    """
+    stated = [key for key in keys if config.get(key) is not None]
+    key = stated[0] if stated else keys[0]
+    value = config.get(key)
+    if type(value) is not int or value < 1:
+        raise ConfigError(f"config.json has {key} = {value!r} where a count belongs: repair the config")
+    return value
+
+
+def entries(config: Config, table: str) -> JsonObject:
+    """The entries of a stock config in a table: on each line the stock key, the source's key, and the default of the
+    source's class as JSON, or `count` for a key that must state a count.
+
+    Raises:
+        ConfigError: a count is missing or absurd.
+    """
+    found = {}
+    for line in table.strip().splitlines():
+        stock, own, default = line.split()
+        found[stock] = count(config, own) if default == "count" else config.get(own, json.loads(default))
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
