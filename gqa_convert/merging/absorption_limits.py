@@ -138,8 +138,7 @@ def _order_constraint(finder: AttentionFinder, layer: AttentionLayer) -> str | N
         if not name.startswith(stem):
             continue
         tail = name.removeprefix(stem)
-        is_known = name in layout.names or _concerns_all_heads(family, tail)
-        if name in layout.norm_names or not is_known:
+        if name not in layout.names and not _concerns_all_heads(family, tail):
             return f"{tail} belongs to heads by their numbers"
     return None
 

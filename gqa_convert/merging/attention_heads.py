@@ -50,7 +50,6 @@ class LayerLayout:
 
     Attributes:
         names: every tensor that a merge may change.
-        norm_names: those of them that hold the gains of norms that count K/V heads.
         output_names: the output projection's weight and its bias, which may be absent.
         projections: the weights and biases that hold heads, and where these lie in their rows.
         transposed: whether weights are stored with columns first (Conv1D).
@@ -77,9 +76,10 @@ class LayerLayout:
             for name in (f"{module}.{family.query}.weight", f"{module}.{family.query}.bias"):
                 if name in finder.entries:
                     self.projections[name] = sections
-        self.norm_names = [name for names, _ in self._norms for name in names]
-        outputs = [name for name in self.output_names if name in finder.entries]
-        self.names = [*self.projections, *self.norm_names, *outputs]
+        self.names = list(self.projections)
+        for names, _ in self._norms:
+            self.names += names
+        self.names += [name for name in self.output_names if name in finder.entries]
 
     def split_heads(self, tensors: Tensors, groups: int | None = None) -> Heads:
         """The heads, in float64: keys and values [K, ...] of the source, [N, ...] of a result.

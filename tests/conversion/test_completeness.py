@@ -130,6 +130,12 @@ def without_last_attention(case: Case) -> None:
     case.remove(re.escape(case.last_attention()) + r"\.")
 
 
+def without_last_keys(case: Case) -> None:
+    """And without values; those of a later layer may be other layers'."""
+    inner = (case.family.fused,) if case.family.fused else (case.family.key, case.family.value)
+    case.remove(re.escape(case.last_attention()) + rf"\.(?:{'|'.join(inner)})\.")
+
+
 def without_last_output(case: Case) -> None:
     case.remove(re.escape(f"{case.last_attention()}.{case.family.output}.weight"))
 
@@ -150,6 +156,7 @@ CHANGES: dict[str, Callable[[Case], None]] = {
     "shorter": shorter,
     "no first layer": without_first_layer,
     "no last attention": without_last_attention,
+    "no last keys": without_last_keys,
     "no last output": without_last_output,
     "model without a head": without_base,
     "model.": prefixed("model."),

@@ -10,8 +10,9 @@ import pytest
 
 from gqa_convert.merging.absorption_limits import AbsorptionLimits
 from gqa_convert.merging.attention_heads import Heads
-from gqa_convert.merging.head_grouping import find_head_order, group_heads, pair_losses
-from gqa_convert.merging.merge_layer import Moments
+from gqa_convert.merging.head_grouping import find_head_order, group_heads, pair_losses, reorder_heads
+from gqa_convert.merging.merge_layer import Moments, merge_layer
+from gqa_convert.merging.reconstruction_error import reconstruction_errors
 
 Array = np.ndarray[Any, Any]
 
@@ -136,6 +137,20 @@ def test_order_ignores_the_units_of_keys_and_values(measured: bool) -> None:
     assert not np.array_equal(order, np.arange(8))
     scaled = replace(heads, keys=1e3 * heads.keys, values=1e-3 * heads.values)
     assert np.array_equal(order, find_head_order(scaled, 4, LIMITS, moments))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_pairs_of_heads_lose_what_their_merge_loses(seed: int) -> None:
+    """Of all ways to make two pairs of four heads, the order is that of the least error."""
+    rng = np.random.default_rng(seed)
+    heads = reorder_heads(random_heads(rng), np.arange(4))
+    moments = Moments(positive(rng, 10), positive(rng, 10))
+    errors = {}
+    for order in ((0, 1, 2, 3), (0, 2, 1, 3), (0, 3, 1, 2)):
+        moved = reorder_heads(heads, np.array(order))
+        of_scores, of_values = reconstruction_errors(moved, merge_layer(moved, 2, LIMITS, moments), LIMITS, moments)
+        errors[order] = of_scores**2 + of_values**2
+    assert tuple(find_head_order(heads, 2, LIMITS, moments)) == min(errors, key=errors.__getitem__)
 
 
 def test_heads_keep_their_order_where_something_is_averaged_or_nothing_is_chosen(rng: np.random.Generator) -> None:

@@ -100,6 +100,26 @@ def test_errors_without_moments(rng: np.random.Generator) -> None:
     assert min(found) > 0.3
 
 
+def test_keys_without_positions_lose_the_least_of_centred_inputs(rng: np.random.Generator) -> None:
+    """A truncated decomposition of all scores, of which each query's mean has no effect."""
+    source, limits = random_heads(rng), AbsorptionLimits(PAIRS[:, :0])
+    asking, seen = samples(rng, INPUTS), samples(rng, INPUTS) + 5
+    moments = Moments(moment(asking), moment(seen))
+    found, _ = reconstruction_errors(source, merge_layer(source, 1, limits, moments), limits, moments)
+    scores = asking @ source.queries.swapaxes(2, 3) @ source.keys[:, None] @ (seen - seen.mean(0)).T
+    strengths = np.linalg.svd(scores.reshape(-1, len(seen)), compute_uv=False)
+    assert found == pytest.approx(np.linalg.norm(strengths[HEAD_DIM:]) / np.linalg.norm(strengths))
+
+
+def test_without_moments_values_are_decomposed_unweighted(rng: np.random.Generator) -> None:
+    source = random_heads(rng)
+    [value] = merge_layer(source, 1, LIMITS, None).values
+    rows = source.values.reshape(-1, INPUTS)
+    lost = rows - rows @ np.linalg.pinv(value) @ value
+    strengths = np.linalg.svd(rows, compute_uv=False)
+    assert np.linalg.norm(lost) == pytest.approx(np.linalg.norm(strengths[VALUE_DIM:]))
+
+
 def test_nothing_is_lost_of_equal_heads_and_of_as_many_groups(rng: np.random.Generator) -> None:
     heads = random_heads(rng)
     equal = replace(heads, keys=heads.keys[:1].repeat(K, axis=0), values=heads.values[:1].repeat(K, axis=0))
