@@ -184,5 +184,4 @@ def test_plan_refuses_what_transformers_misses(change: str, case: Case, tmp_path
             make_plan(open_checkpoint(tmp_path), 3, method="mean", native=native)
         assert str(caught.value).isprintable()
     else:
-        plan = make_plan(open_checkpoint(tmp_path), 3, method="mean", native=native)
-        assert any("leaves layer" in note for note in plan.warnings) == (change == "shorter")
+        make_plan(open_checkpoint(tmp_path), 3, method="mean", native=native)

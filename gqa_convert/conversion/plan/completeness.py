@@ -1,5 +1,5 @@
 """Whether the layers and their attention are where transformers will look for them: it fills what it misses with fresh
-numbers and a mere warning. Tensors of other shapes it refuses itself, and further ones it leaves out.
+numbers and a mere warning. Tensors of other shapes it refuses itself, and further layers it leaves out.
 """
 
 import re
@@ -13,8 +13,8 @@ Layers = Mapping[int, frozenset[str]]
 """By the number of a layer, the names in it that belong to attention or to what stands in its place."""
 
 
-def check_tensors(checkpoint: Checkpoint, finder: AttentionFinder) -> Iterator[str]:
-    """Notes about layers that transformers does not look for.
+def check_layers(checkpoint: Checkpoint, finder: AttentionFinder) -> None:
+    """Check that every layer and its attention are there.
 
     Args:
         checkpoint: the opened source.
@@ -26,10 +26,10 @@ def check_tensors(checkpoint: Checkpoint, finder: AttentionFinder) -> Iterator[s
     family, source = finder.family, checkpoint.source_id
     for place, keys in family.layers:
         layers = _find_layers(finder, place)
+        is_encoder = family.encoder is not None and place.startswith(family.encoder)
+        if not layers and is_encoder and not finder.config.get("is_encoder_decoder", True):
+            continue  # the decoder alone
         if not layers:
-            is_encoder = family.encoder is not None and place.startswith(family.encoder)
-            if is_encoder and not finder.config.get("is_encoder_decoder", True):
-                continue  # the decoder alone
             prefix = next(filter(None, family.prefixes), "")
             raise ConfigError(
                 f"{source} has no tensors {prefix}{place}.0..., where transformers looks for the layers of a "
@@ -47,11 +47,6 @@ def check_tensors(checkpoint: Checkpoint, finder: AttentionFinder) -> Iterator[s
             raise ConfigError(
                 f"{source} has no tensor {place}.{number}.{name}, which transformers looks for: the checkpoint is "
                 "incomplete, download or copy it again"
-            )
-        if max(layers) >= count:
-            yield (
-                f"{finder.where} states {key} = {count}: transformers leaves layer {count} of {place} and those after "
-                "it out, which the result holds nevertheless"
             )
 
 
@@ -76,12 +71,10 @@ def _stated_count(finder: AttentionFinder, keys: tuple[str, ...], found: int) ->
     """The config's number of layers and its key; where it states none, as many as there are."""
     for key in keys:
         value = config_value(finder.config, key)
-        if value is None:
-            continue
-        count = len(value) if isinstance(value, list) else value
-        if type(count) is not int or count < 1:
-            raise ConfigError(f"{finder.where} has {key} = {value!r} where a count belongs: repair the config")
-        return key, count
+        if isinstance(value, list):
+            return key, len(value)
+        if isinstance(value, int):
+            return key, value
     return keys[0], found
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from gqa_convert.checkpoint.files import links_note
 from gqa_convert.checkpoint.source import Checkpoint
 from gqa_convert.checkpoint.strict_json import JsonObject
-from gqa_convert.conversion.plan.completeness import check_tensors
+from gqa_convert.conversion.plan.completeness import check_layers
 from gqa_convert.conversion.plan.configs import converted_config, layerwise_config
 from gqa_convert.conversion.plan.files import divide_files, keep_files
 from gqa_convert.conversion.plan.layer_changes import LayerChange, constraint_notes
@@ -59,7 +59,7 @@ def make_plan(
     family, result_dtypes = family_of(checkpoint.config), checkpoint.result_dtypes
     _check_route(family, native)
     finder = AttentionFinder(checkpoint, family, encoder=encoder)
-    notes = list(check_tensors(checkpoint, finder))
+    check_layers(checkpoint, finder)
     counts = layer_groups(finder, groups)
     limits = _limits(finder) if merge_method.merges_layers else ()
     layers = []
@@ -73,6 +73,7 @@ def make_plan(
             if each.groups != each.layer.kv_heads:
                 changed |= {tensor.name: tensor for tensor in tensors}
     absorbing = [change for each in layers for change in each.projections()]
+    notes: list[str] = []
     if any(each.groups < each.layer.kv_heads for each in layers):
         notes += constraint_notes(limits, merge_method)
     dropped = {name for each in layers for names in finder.head_lists(each.layer) for name in names[each.groups :]}
