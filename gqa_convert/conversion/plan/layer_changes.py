@@ -102,7 +102,7 @@ class LayerChange:
 
 
 def constraint_notes(limits: Sequence["AbsorptionLimits"], method: MergeMethod) -> Iterator[str]:
-    """Which heads a method can't fold, and why."""
+    """Which heads are averaged, since nothing can absorb their maps, and why."""
     treatment = "start from their mean" if method.trains else "are averaged"
     key_reasons = [each.key_constraint for each in limits if each.key_constraint]
     value_reasons = [each.value_constraint for each in limits if each.value_constraint]

@@ -112,7 +112,7 @@ def _check_route(family: Family, native: bool | None) -> None:
 
 
 def _limits(finder: AttentionFinder) -> tuple["AbsorptionLimits", ...]:
-    """What may be folded in each layer."""
+    """What may be absorbed in each layer."""
     from gqa_convert.merging.absorption_limits import find_absorption_limits  # imports numpy
 
     return tuple(find_absorption_limits(finder, layer) for layer in finder.layers)

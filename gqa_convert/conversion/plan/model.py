@@ -87,7 +87,7 @@ class OutputFile:
 
 @dataclass(frozen=True, slots=True)
 class TensorChange:
-    """A tensor whose K/V heads change in number, or into which a method folds maps, with its shape before and after."""
+    """A tensor whose K/V heads change in number, or that absorbs maps, with its shape before and after."""
 
     name: str
     module: str
@@ -96,7 +96,7 @@ class TensorChange:
     before: tuple[int, ...]
     after: tuple[int, ...]
     method: str
-    """The method that merges its heads, or whose maps are folded into it; `repeat`; or `copy`."""
+    """The method that merges its heads, or whose maps it absorbs; `repeat`; or `copy`."""
 
 
 @dataclass(frozen=True)
