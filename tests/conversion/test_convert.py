@@ -2,20 +2,25 @@
 
 import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from gqa_convert.checkpoint import source as checkpoint_source
 from gqa_convert.checkpoint.copying import BLOCK
-from gqa_convert.checkpoint.source import open_checkpoint
+from gqa_convert.checkpoint.source import Checkpoint, download_checkpoint, open_checkpoint
 from gqa_convert.conversion import writing
+from gqa_convert.conversion.fit import defaults
 from gqa_convert.conversion.options import ConversionOptions
-from gqa_convert.conversion.plan import make_plan
+from gqa_convert.conversion.plan import Plan, make_plan
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import (
     ConfigError,
+    CorruptCheckpointError,
     GroupsError,
     NonFiniteError,
     UnsupportedFamilyError,
@@ -107,6 +112,41 @@ def test_layers_that_have_n_already_are_copied(
     before, after = read_weights(tmp_path / "four"), read_weights(tmp_path / "out")
     for name in before:
         assert not name.startswith("decoder") or np.array_equal(after[name][:1], before[name][:1])
+
+
+def test_a_file_with_projections_that_absorb_maps_is_no_copy(tmp_path: Path) -> None:
+    """Also where no key and no value projection lies in it."""
+    for name, shards in (("one", 1), ("many", 20)):
+        source = write_llama(tmp_path / name, shards=shards)
+        convert_checkpoint(source, tmp_path / f"{name}-out", 3, ConversionOptions(method="factor"))
+    assert same_weights(tmp_path / "one-out", tmp_path / "many-out")
+
+
+def test_a_source_that_is_rewritten_is_planned_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+
+    def counted(checkpoint: Checkpoint, *given: Any, **options: Any) -> Plan:
+        made.append(checkpoint.config["model_type"])
+        return make_plan(checkpoint, *given, **options)
+
+    monkeypatch.setattr(defaults, "make_plan", counted)
+    source = make_source("gpt_neox", tmp_path / "source")
+    plan = convert_checkpoint(source, tmp_path / "out", 3, ConversionOptions(method="mean")).plan
+    assert made == ["phi"]
+    assert plan.checkpoint.source_id == str(source)
+
+
+def test_a_repository_that_changes_during_the_download(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was planned is what is converted."""
+    other = write_llama(tmp_path / "other", shards=3, config={"rms_norm_eps": 1e-3})
+    remote = replace(open_checkpoint(source), folder=None)
+    monkeypatch.setattr(checkpoint_source, "open_checkpoint", lambda *_, **__: open_checkpoint(source))
+    assert download_checkpoint(remote, "org/name", None).folder == source
+    monkeypatch.setattr(checkpoint_source, "open_checkpoint", lambda *_, **__: open_checkpoint(other))
+    with pytest.raises(CorruptCheckpointError, match="org/name changed on the Hub while it was downloaded"):
+        download_checkpoint(remote, "org/name", None)
 
 
 def test_index_totals_are_those_of_the_new_tensors(source: Path, tmp_path: Path) -> None:
