@@ -16,11 +16,13 @@ _STATES = ("key_value_states", "encoder_hidden_states")
 """Keyword arguments for the states that keys and values are projected from, in cross-attention."""
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class AttentionCall:
     """One call of an attention module: B sequences of L positions, d numbers each."""
 
-    args: tuple[Any, ...] = ()
+    hidden: Tensor
+    """[B, L, d], the states that queries are projected from: the first argument."""
+    args: tuple[Any, ...]
     kwargs: dict[str, Any]
     output: Tensor
     """[B, L, d], the contribution to the residual stream that the source's weights yield."""
@@ -32,12 +34,6 @@ class AttentionCall:
     """[B, S] bool: the positions of `states` that are not padding; None if there is no padding."""
 
     @property
-    def hidden(self) -> Tensor:
-        """[B, L, d], the states that queries are projected from."""
-        hidden: Tensor = self.kwargs["hidden_states"] if "hidden_states" in self.kwargs else self.args[0]
-        return hidden
-
-    @property
     def states(self) -> Tensor:
         """[B, S, d], the states that keys and values are projected from: `hidden`, or an encoder's output."""
         for name in _STATES:
@@ -45,6 +41,21 @@ class AttentionCall:
                 states: Tensor = self.kwargs[name]
                 return states
         return self.hidden
+
+    def find_padding(self, batch: Batch, module: str, *, encoder_decoder: bool) -> None:
+        """Set `counted` and `states_counted`.
+
+        Args:
+            batch: the inputs of the model.
+            module: the module's name in the loaded model.
+            encoder_decoder: whether the model is an encoder-decoder.
+        """
+        mask = states_mask = batch.get("attention_mask")
+        if encoder_decoder and "encoder" not in module.split("."):
+            mask = batch.get("decoder_attention_mask")
+            if self.states is self.hidden:
+                states_mask = mask
+        self.counted, self.states_counted = _counted(mask, self.hidden), _counted(states_mask, self.states)
 
     def between(self, share: float) -> Tensor:
         """[B, L, d], float32, from `output` at a share of 0 to `target` at 1."""
@@ -86,7 +97,7 @@ class CapturedAttention:
         hook = projection.register_forward_hook(lambda _, args, output: seen.extend((output, args[0])))
         try:
             with replaced(self.module, parameters):
-                self.module(*call.args, **call.kwargs)
+                self.module(call.hidden, *call.args, **call.kwargs)
         finally:
             hook.remove()
         contribution, entered = (tensor.reshape(*call.hidden.shape[:-1], -1) for tensor in seen)
@@ -114,25 +125,6 @@ def fitting_parameters(name: str, module: Any, parameters: Mapping[str, Tensor])
             )
         fitting[key] = tensor.to(own[key].device, own[key].dtype)
     return fitting
-
-
-def padding_masks(
-    batch: Batch, call: AttentionCall, module: str, *, encoder_decoder: bool
-) -> tuple[Tensor | None, Tensor | None]:
-    """The positions of a call's queries and of its keys that are not padding, [B, L] and [B, S]; None for all.
-
-    Args:
-        batch: the inputs of the model.
-        call: of the attention module.
-        module: the module's name in the loaded model.
-        encoder_decoder: whether the model is an encoder-decoder.
-    """
-    mask = batch.get("attention_mask")
-    if not encoder_decoder or "encoder" in module.split("."):
-        return _counted(mask, call.hidden), _counted(mask, call.states)
-    inner = batch.get("decoder_attention_mask")
-    crosses = call.states is not call.hidden
-    return _counted(inner, call.hidden), _counted(mask if crosses else inner, call.states)
 
 
 def _counted(mask: Tensor | None, states: Tensor) -> Tensor | None:

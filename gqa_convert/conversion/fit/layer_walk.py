@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -24,7 +24,6 @@ from gqa_convert.conversion.fit.attention_calls import (
     AttentionCall,
     Batch,
     CapturedAttention,
-    padding_masks,
     replaced,
     wrapped_forward,
 )
@@ -32,6 +31,10 @@ from gqa_convert.conversion.fit.module_names import find_modules, stacks_of
 from gqa_convert.conversion.fit.residual_stream import StreamPlace, find_stream, first_tensor
 from gqa_convert.errors import UnsupportedFamilyError
 
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""What a layer is called with behind hidden states, by position and by name."""
+Recorded = tuple[Tensor, dict[str, Arguments]]
+"""The hidden states that enter a stack of layers, and what its layers are called with behind them, by name."""
 Parameters = Mapping[str, Mapping[str, Tensor]]
 """A student's parameters by the attention module's name in the checkpoint, and by their names inside it."""
 _HIDDEN = object()
@@ -55,26 +58,6 @@ class WalkedLayer:
         if self.output is _HIDDEN:
             return hidden
         return tuple(hidden if each is _HIDDEN else each for each in self.output)
-
-
-@dataclass(frozen=True, slots=True)
-class _Arguments:
-    """What a layer is called with."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-    @property
-    def hidden(self) -> Any:
-        return self.kwargs["hidden_states"] if "hidden_states" in self.kwargs else self.args[0]
-
-    def with_hidden(self, hidden: Any) -> "_Arguments":
-        if "hidden_states" in self.kwargs:
-            return replace(self, kwargs=self.kwargs | {"hidden_states": hidden})
-        return replace(self, args=(hidden, *self.args[1:]))
-
-    def map(self, change: Callable[[Any], Any]) -> "_Arguments":
-        return _Arguments(tuple(map(change, self.args)), {name: change(each) for name, each in self.kwargs.items()})
 
 
 class _Reached(Exception):  # noqa: N818  # no error: it ends a pass where the rest is of no use
@@ -168,31 +151,27 @@ class LayerWalk:
 
     def streams(self, count: int) -> "list[Stream]":
         """New streams at the first layer."""
-        streams = [Stream(self) for _ in range(count)]
-        for number in range(len(self.batches)):
-            recorded = self.record(number, self.stacks[0], {})
-            for stream in streams:
-                stream.start(number, recorded)
-        return streams
+        recorded = [self.record(number, {}) for number in range(len(self.batches))]
+        return [Stream(self, recorded) for _ in range(count)]
 
-    def record(self, number: int, stack: str, finished: Mapping[str, Tensor]) -> dict[str, _Arguments]:
-        """What every layer of a stack is called with on a batch; hidden states only for the first.
+    def record(self, number: int, finished: Mapping[str, Tensor]) -> Recorded:
+        """What enters the next stack on a batch.
 
         Args:
             number: of the batch.
-            stack: the list of layers.
             finished: the hidden states that leave the stacks before it.
         """
-        recorded: dict[str, _Arguments] = {}
-        layers = [layer for layer in self.layers if layer.stack == stack]
+        entering: list[Tensor] = []
+        recorded: dict[str, Arguments] = {}
+        layers = [layer for layer in self.layers if layer.stack == self.stacks[len(finished)]]
 
         def recording(layer: WalkedLayer, forward: Any, *args: Any, **kwargs: Any) -> Any:
-            arguments = _Arguments(args, kwargs)
-            recorded[layer.name] = arguments.with_hidden(None) if recorded else arguments
+            hidden, recorded[layer.name] = hidden_first(args, kwargs)
+            entering.append(hidden)
             if layer is layers[-1]:
                 raise _Reached
             if layer.output is _HIDDEN or len(layer.output) == 1:
-                return layer.returning(arguments.hidden)
+                return layer.returning(hidden)
             return forward(*args, **kwargs)
 
         with self.running() as context:
@@ -201,7 +180,7 @@ class LayerWalk:
                 module = self.model.get_submodule(layer.name)
                 context.enter_context(wrapped_forward(module, partial(recording, layer, module.forward)))
             self.model(**self.batches[number], use_cache=False)
-        return recorded
+        return entering[0], recorded
 
     def logits(self, number: int, finished: Mapping[str, Tensor]) -> Tensor:
         """The logits [B, L, vocabulary] of a batch, from the hidden states that leave each stack."""
@@ -240,32 +219,26 @@ class Stream:
 
     Args:
         walk: what it walks through.
+        recorded: what enters the first stack on each batch.
     """
 
-    def __init__(self, walk: LayerWalk) -> None:
+    def __init__(self, walk: LayerWalk, recorded: Sequence[Recorded]) -> None:
         self._walk = walk
-        self._stack = walk.stacks[0]
-        self._finished: dict[str, list[Tensor]] = {}
-        self._hidden: list[Tensor] = []
-        self._arguments: list[dict[str, _Arguments]] = []
+        self._finished: list[dict[str, Tensor]] = [{} for _ in recorded]
+        self._start(walk.stacks[0], recorded)
 
-    def start(self, number: int, recorded: Mapping[str, _Arguments]) -> None:
-        """Stand before a stack, in the order of the batches: see `LayerWalk.record`."""
-        first = next(iter(recorded.values()))
-        self._hidden[number:] = [self._walk.kept(first.hidden)]
-        self._arguments[number:] = [_with_own_states(recorded)]
+    def _start(self, stack: str, recorded: Sequence[Recorded]) -> None:
+        self._stack = stack
+        self._hidden = [self._walk.kept(hidden) for hidden, _ in recorded]
+        self._arguments = [_with_own_states(arguments) for _, arguments in recorded]
 
     def _enter(self, layer: WalkedLayer) -> None:
         """Go on to the stack of a layer."""
-        if layer.stack == self._stack:
-            return
-        self._finished[self._stack] = list(self._hidden)
-        self._stack = layer.stack
-        for number in range(len(self._hidden)):
-            self.start(number, self._walk.record(number, layer.stack, self._leaving(number)))
-
-    def _leaving(self, number: int) -> dict[str, Tensor]:
-        return {stack: hidden[number] for stack, hidden in self._finished.items()}
+        if layer.stack != self._stack:
+            for finished, hidden in zip(self._finished, self._hidden, strict=True):
+                finished[self._stack] = hidden
+            recorded = [self._walk.record(*each) for each in enumerate(self._finished)]
+            self._start(layer.stack, recorded)
 
     def advance(
         self, layer: WalkedLayer, parameters: Parameters | None = None, watch: Sequence[str] = ()
@@ -287,11 +260,11 @@ class Stream:
         for number in range(len(self._hidden)):
             walk.on_batch(number, len(self._hidden))
             with walk.running() as context:
-                watched = {name: _Watched(context, walk, name) for name in watch}
+                passages = {name: _Passage(context, walk, name) for name in watch}
                 output = self._run(context, layer, number, parameters or {})
             self._hidden[number] = walk.kept(first_tensor(output))
-            for name, each in watched.items():
-                streams[name].append(walk.kept(each.stream))
+            for name, passage in passages.items():
+                streams[name].append(walk.kept(passage.stream))
         return streams
 
     def attention(
@@ -310,39 +283,36 @@ class Stream:
             streams: what `advance` returned for the source; by default this stream is the source.
         """
         self._enter(layer)
-        walk, place = self._walk, self._walk.places[name]
+        walk = self._walk
         calls = []
         for number in range(len(self._hidden)):
             with walk.running() as context:
-                watched = _Watched(context, walk, name, ends=True)
+                passage = _Passage(context, walk, name, ends=True)
                 self._run(context, layer, number, parameters or {})
-            output = target = walk.kept(watched.output.reshape(*watched.arguments.hidden.shape[:-1], -1))
-            if streams is not None and place is not None:
-                missed = (streams[number] - watched.stream).reshape(output.shape)
-                target = walk.kept(output + missed / place.factor)
-            elif streams is not None:
-                target = streams[number].reshape(output.shape)
-            arguments = watched.arguments.with_hidden(walk.kept(watched.arguments.hidden))
-            call = AttentionCall(args=arguments.args, kwargs=arguments.kwargs, output=output, target=target)
-            call.counted, call.states_counted = padding_masks(
-                walk.batches[number], call, walk.modules[name], encoder_decoder=walk.model.config.is_encoder_decoder
-            )
+            hidden, (args, kwargs) = passage.arguments
+            output = target = walk.kept(passage.output.reshape(*hidden.shape[:-1], -1))
+            if streams is not None:
+                missed = (streams[number] - passage.stream).reshape(output.shape)
+                target = walk.kept(output + missed / passage.factor)
+            call = AttentionCall(walk.kept(hidden), args, kwargs, output, target)
+            is_pair = walk.model.config.is_encoder_decoder
+            call.find_padding(walk.batches[number], walk.modules[name], encoder_decoder=is_pair)
             calls.append(call)
         return CapturedAttention(name, walk.module(name), walk.projection, calls)
 
     def _run(self, context: ExitStack, layer: WalkedLayer, number: int, parameters: Parameters) -> Any:
         for name, own in parameters.items():
             context.enter_context(replaced(self._walk.module(name), own))
-        call = self._arguments[number][layer.name].with_hidden(self._hidden[number])
-        return self._walk.model.get_submodule(layer.name)(*call.args, **call.kwargs)
+        args, kwargs = self._arguments[number][layer.name]
+        return self._walk.model.get_submodule(layer.name)(self._hidden[number], *args, **kwargs)
 
     def logits(self, number: int) -> Tensor:
         """The logits [B, L, vocabulary] of a batch, once all layers are passed."""
-        return self._walk.logits(number, self._leaving(number) | {self._stack: self._hidden[number]})
+        return self._walk.logits(number, self._finished[number] | {self._stack: self._hidden[number]})
 
 
-class _Watched:
-    """What the next call of an attention module reads and yields.
+class _Passage:
+    """What the next call of an attention module reads, and what it yields.
 
     Args:
         context: in which to watch.
@@ -352,39 +322,29 @@ class _Watched:
     """
 
     def __init__(self, context: ExitStack, walk: LayerWalk, name: str, *, ends: bool = False) -> None:
-        self._place, self._ends = walk.places[name], ends
-        self.arguments = _Arguments((), {})
+        self.arguments: Any = None
         self.output: Any = None
         """Of the output projection."""
         self.stream: Any = None
         """The residual stream with the contribution; `output` where that becomes no part of the stream."""
-        module = walk.module(name)
-        projection = module.get_submodule(walk.projection)
+        self._ends = ends
+        place, module = walk.places[name], walk.module(name)
+        self.factor = 1.0 if place is None else place.factor
         context.callback(module.register_forward_pre_hook(self._enter, with_kwargs=True).remove)
+        projection = module.get_submodule(walk.projection)
         context.callback(projection.register_forward_hook(self._project).remove)
-        if self._place is None:
-            context.callback(module.register_forward_hook(self._leave).remove)
-            return
-        holder = walk.model.get_submodule(self._place.module)
-        if self._place.key is None:
-            context.callback(holder.register_forward_hook(self._leave).remove)
+        if place is not None:
+            context.callback(place.watch(walk.model, self._arrive))
         else:
-            context.callback(holder.register_forward_pre_hook(self._arrive, with_kwargs=True).remove)
+            context.callback(projection.register_forward_hook(lambda _, __, output: self._arrive(output)).remove)
 
     def _enter(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.arguments = _Arguments(args, dict(kwargs))
+        self.arguments = hidden_first(args, kwargs)
 
     def _project(self, _: Any, __: Any, output: Tensor) -> None:
         self.output = output
 
-    def _leave(self, _: Any, __: Any, output: Any) -> None:
-        self._note(self.output if self._place is None else first_tensor(output))
-
-    def _arrive(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        assert self._place is not None
-        self._note(self._place.find(args, kwargs))
-
-    def _note(self, stream: Tensor) -> None:
+    def _arrive(self, stream: Tensor) -> None:
         if self.output is None:  # the module is called before attention too
             return
         self.stream = stream
@@ -392,18 +352,27 @@ class _Watched:
             raise _Reached
 
 
-def _with_own_states(recorded: Mapping[str, _Arguments]) -> dict[str, _Arguments]:
+def hidden_first(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor, Arguments]:
+    """Hidden states, which are the first argument of every layer and of every attention module, and the other arguments."""
+    others = dict(kwargs)
+    if "hidden_states" in others:
+        return others.pop("hidden_states"), (args, others)
+    return args[0], (args[1:], others)
+
+
+def _with_own_states(recorded: Mapping[str, Arguments]) -> dict[str, Arguments]:
     """Arguments of a stream's own: where layers pass keys and values to later layers in a mapping, one that no other
     stream writes to.
     """
     copies: dict[int, Any] = {}
 
     def own(value: Any) -> Any:
-        if not isinstance(value, MutableMapping):
-            return value
-        return copies.setdefault(id(value), copy(value))
+        return copies.setdefault(id(value), copy(value)) if isinstance(value, MutableMapping) else value
 
-    return {layer: arguments.with_hidden(None).map(own) for layer, arguments in recorded.items()}
+    found = {}
+    for layer, (args, kwargs) in recorded.items():
+        found[layer] = tuple(map(own, args)), {name: own(value) for name, value in kwargs.items()}
+    return found
 
 
 def _first_sequence(batch: Batch) -> Batch:

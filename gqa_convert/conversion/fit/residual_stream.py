@@ -29,9 +29,22 @@ class StreamPlace:
     """The argument's position or name; None for the output."""
     factor: float = 1.0
 
-    def find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The tensor among the module's arguments."""
-        return args[self.key] if isinstance(self.key, int) else kwargs[str(self.key)]
+    def watch(self, model: Any, arrive: Callable[[Tensor], None]) -> Callable[[], None]:
+        """Call a function with the tensor each time; returns what ends this."""
+        module = model.get_submodule(self.module)
+
+        def leaving(_: Any, __: Any, output: Any) -> None:
+            arrive(first_tensor(output))
+
+        def entering(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            arrive(args[self.key] if isinstance(self.key, int) else kwargs[str(self.key)])
+
+        if self.key is None:
+            hook = module.register_forward_hook(leaving)
+        else:
+            hook = module.register_forward_pre_hook(entering, with_kwargs=True)
+        remove: Callable[[], None] = hook.remove
+        return remove
 
 
 def find_stream(model: Any, layer: str, projection: str, run: Callable[[], Any]) -> StreamPlace | None:
