@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -224,6 +225,22 @@ def test_nan_and_inf_are_refused_and_leave_nothing(tmp_path: Path, method: str, 
     convert_checkpoint(
         source, tmp_path / "out", HEADS, ConversionOptions(method="mean")
     )  # nothing is merged, so that nothing spreads
+
+
+def test_a_source_that_is_written_to_meanwhile(source: Path, tmp_path: Path) -> None:
+    written = []
+
+    def touch_the_first_file_after_it_was_read(nbytes: int) -> None:
+        written.append(nbytes)
+        if sum(written) > 120_000:
+            os.utime(source / "model-00001-of-00003.safetensors", (1, 1))
+
+    options, touch = ConversionOptions(method="mean"), touch_the_first_file_after_it_was_read
+    with pytest.raises(
+        CorruptCheckpointError, match=r"00001-of-00003\.safetensors has changed since its header was read"
+    ):
+        convert_checkpoint(source, tmp_path / "out", 3, options, progress=touch)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
 @pytest.mark.parametrize("groups", [-3, 0, 5, 7, 8, 9, 24, 36])
