@@ -23,7 +23,7 @@ from transformers import AutoModel, AutoModelForCausalLM, FalconConfig, FalconFo
 from gqa_convert import convert_checkpoint, verify_checkpoint
 from gqa_convert.checkpoint import quantised
 from gqa_convert.checkpoint.source import Checkpoint, Shard, open_checkpoint
-from gqa_convert.conversion.options import ConversionOptions
+from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions
 from gqa_convert.conversion.plan import make_plan
 from gqa_convert.conversion.rewriting.decoders import DECODERS, partial_factor
 from gqa_convert.conversion.rewriting.planning import plan_rewriting
@@ -46,7 +46,7 @@ from tests.helpers.native import distance
 from tests.helpers.own_files import SIZES, make_source, make_source_model
 from tests.helpers.remote_types import REFERENCES, VOCABULARY, Reference
 from tests.helpers.tiny import HEADS, make_config, make_model, randomise
-from tests.helpers.verification import failed
+from tests.helpers.verification import edit_json, failed, save_tokenizer
 
 WIDTH, HIDDEN = 8, 96
 IDS = torch.randint(0, VOCABULARY, (23,), generator=torch.Generator().manual_seed(0))
@@ -247,6 +247,7 @@ def test_rotary_factor_survives_rounding() -> None:
 
 KEY = "gpt_neox.layers.1.attention.query_key_value.weight"
 GAIN = "gpt_neox.layers.1.input_layernorm.weight"
+UP = "gpt_neox.layers.1.mlp.dense_h_to_4h.weight"
 NAN = torch.ones(288, HIDDEN).index_fill(0, torch.tensor([WIDTH]), torch.nan)
 LARGE = {GAIN: torch.full((HIDDEN,), 6e4).half(), KEY: torch.full((288, HIDDEN), 2.0).half()}
 
@@ -259,6 +260,8 @@ LARGE = {GAIN: torch.full((HIDDEN,), 6e4).half(), KEY: torch.full((288, HIDDEN),
         ({}, "embed_out.weight", ConfigError, "embed_out.weight"),
         ({}, "gpt_neox.embed_in.weight", ConfigError, "gpt_neox.embed_in.weight"),
         ({KEY: NAN}, "", NonFiniteError, "holds NaN or Inf"),
+        ({GAIN: torch.full((HIDDEN,), torch.inf)}, "", NonFiniteError, "holds NaN or Inf"),
+        ({UP: torch.full((40, HIDDEN), torch.nan)}, "", NonFiniteError, "mlp.dense_h_to_4h.weight holds NaN or Inf"),
         (LARGE, "", NonFiniteError, "too large for F16"),
         ({KEY: torch.ones(287, HIDDEN)}, "", ConfigError, "has shape"),
         ({GAIN: torch.ones(HIDDEN + 1)}, "", ConfigError, "has shape"),
@@ -275,6 +278,32 @@ def test_damaged_sources(
     with pytest.raises(error, match=message):
         convert_checkpoint(source, tmp_path / "out", 3, STOCK)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_a_fit_that_was_interrupted_goes_on(tmp_path: Path) -> None:
+    """Its layers are those of the source, although the rewritten source lies in another folder each time."""
+    source = build("neox").save(tmp_path / "source")
+    save_tokenizer(source)
+    edit_json(source / "tokenizer_config.json", eos_token="w2")
+    (tmp_path / "text.txt").write_text(" ".join(f"w{number % 47}" for number in range(2000)))
+    text = CalibrationOptions(source=tmp_path / "text.txt", tokens=500, sequence_length=30, steps=1, kl_steps=0)
+    options = ConversionOptions(calibration=text, native=True)
+    done = tmp_path / ".out.gqa-merging"
+
+    def interrupt(_: Any) -> None:
+        if len(list(done.glob("layer-*"))) == 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert_checkpoint(source, tmp_path / "out", 3, options, on_layer=interrupt)
+    (first,) = done.glob("layer-*")
+    written, seen = first.stat().st_mtime_ns, set()
+
+    def look(_: Any) -> None:
+        seen.add(first.stat().st_mtime_ns if first.exists() else None)
+
+    convert_checkpoint(source, tmp_path / "out", 3, options, on_layer=look)
+    assert seen == {written}
 
 
 # Types that load by their own code

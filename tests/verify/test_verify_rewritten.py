@@ -5,11 +5,13 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from gqa_convert.conversion.options import ConversionOptions
+from gqa_convert.conversion.rewriting import arrays
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import ConfigError
 from gqa_convert.verify import verify_checkpoint
@@ -310,6 +312,14 @@ def test_what_the_models_compute_shows_it_too(conversions: Conversions, tmp_path
     out = shutil.copytree(good, tmp_path / "out")
     damage(out, source)
     assert set(failed(verify_checkpoint(out, source))) == checks | {"logits"}
+
+
+def test_a_rewriting_that_computes_something_else_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """verify shares the rewriting with the converter, so only SOURCE's own class can tell."""
+    monkeypatch.setattr(arrays, "head_rows", lambda starts, width, _: np.add.outer(starts, np.arange(width)))
+    source = make_source("gptj", tmp_path / "source")
+    convert_checkpoint(source, tmp_path / "out", 3, ConversionOptions(method="mean"))
+    assert set(failed(verify_checkpoint(tmp_path / "out", source))) == {"rewritten source"}
 
 
 # Sources of other kinds
