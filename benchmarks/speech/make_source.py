@@ -114,13 +114,13 @@ def _translated(part: str, path: list[str], tensor: torch.Tensor) -> Iterator[tu
         case [layer, "self_attention", "layer_norm"]:
             yield f"{_layer(layer)}.self_attn_layer_norm.{kind}", tensor
         case [layer, "self_attention", linear]:
-            names = (("q_proj", "k_proj", "v_proj"), ("out_proj",))[int(linear[-1])]
-            yield from _projections(f"{_layer(layer)}.self_attn", names, kind, tensor)
+            own = (("q_proj", "k_proj", "v_proj"), ("out_proj",))[int(linear[-1])]
+            yield from _projections(f"{_layer(layer)}.self_attn", own, kind, tensor)
         case [layer, "attention", "layer_norm"]:
             yield f"{_layer(layer)}.encoder_attn_layer_norm.{kind}", tensor
         case [layer, "attention", linear]:
-            names = (("q_proj",), ("k_proj", "v_proj"), ("out_proj",))[int(linear[-1])]
-            yield from _projections(f"{_layer(layer)}.encoder_attn", names, kind, tensor)
+            cross = (("q_proj",), ("k_proj", "v_proj"), ("out_proj",))[int(linear[-1])]
+            yield from _projections(f"{_layer(layer)}.encoder_attn", cross, kind, tensor)
         case _:
             raise ValueError(f"{part}/{'/'.join(path)} is no tensor of Whisper")
 

@@ -39,6 +39,8 @@ class Difference(_Stored):
     standard_error: float | None = None
     bits_per_byte: float | None = None
     bits_per_byte_standard_error: float | None = None
+    word_error_rate: float | None = None
+    word_error_rate_standard_error: float | None = None
 
 
 class ModelScores(_Stored):
@@ -54,6 +56,8 @@ class ModelScores(_Stored):
     perplexity: float | None = None
     bits_per_byte: float | None = None
     bits_per_byte_standard_error: float | None = None
+    word_error_rate: float | None = None
+    word_error_rate_standard_error: float | None = None
     tokens: int
     bytes: int | None = None
     scored_nan: int = 0

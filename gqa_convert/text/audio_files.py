@@ -7,9 +7,8 @@ folder counts, and there are no texts. soundfile decodes the files, and soxr res
 import csv
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,8 +24,7 @@ SHORTEST_SECONDS = 0.2
 Samples = npt.NDArray[np.float32]
 
 
-@dataclass(frozen=True, slots=True)
-class AudioFile:
+class AudioFile(NamedTuple):
     """A file of sound, and what is said in it; None where the folder has no texts."""
 
     path: Path

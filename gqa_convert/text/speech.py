@@ -82,11 +82,11 @@ class SpeechModel:
         return [*ids, self.tokenizer.eos_token_id] if ids else []
 
     def encode(self, windows: Sequence[Window]) -> Tensor:
-        """What the encoder makes of windows, [windows, positions, hidden_size], bfloat16 on the CPU."""
+        """What the encoder makes of windows, [windows, positions, hidden_size], on the model's device."""
         features = self.features(windows).to(self.model.device, self.model.dtype)
         with torch.no_grad():
             encoded: Tensor = self.model.get_encoder()(features).last_hidden_state
-        return encoded.to("cpu", torch.bfloat16)
+        return encoded
 
     def prompts(self, encoded: Tensor) -> Tensor:
         """The tokens with which the decoder begins, [windows, P]: for several languages, the one that the model hears."""
@@ -257,19 +257,20 @@ def _grouped(windows: Iterator[Window]) -> Iterator[list[Window]]:
 def _spoken(speech: SpeechModel, windows: Sequence[Window]) -> Iterator[SpokenText]:
     """Windows with their texts as tokens; those in which nothing is said are left out."""
     encoded = speech.encode(windows)
+    kept = encoded.to("cpu", torch.bfloat16)
     prompts = speech.prompts(encoded)
     texts = [window.text for window in windows]
     missing = [number for number, text in enumerate(texts) if text is None]
     if missing:
         heard = speech.transcribe(encoded[missing])
-        for number, text in zip(missing, heard, strict=True):
-            texts[number] = text
+        for number, written in zip(missing, heard, strict=True):
+            texts[number] = written
     most = speech.model.config.max_target_positions
     for number, text in enumerate(texts):
         ids = speech.text_tokens(text or "")
         if ids:
             tokens = torch.cat([prompts[number], torch.tensor(ids)])
-            yield SpokenText(encoded[number], tokens[:most])
+            yield SpokenText(kept[number], tokens[:most])
 
 
 def _divided(found: list[SpokenText], size: SpeechSize) -> tuple[list[SpokenText], ...]:

@@ -16,8 +16,9 @@ from gqa_convert.families.context_length import LONGEST, SPAN_LENGTH, stated_pos
 from gqa_convert.text.calibration import usable_tokenizer
 from gqa_convert.text.framing import refuse_languages
 from gqa_convert.text.spans import has_sentinels
+from gqa_convert.text.speech import hears
 
-CAUSAL, SPANS, PAIRS = "causal", "spans", "pairs"
+CAUSAL, SPANS, PAIRS, SPEECH = "causal", "spans", "pairs", "speech"
 _HEAD = "evaluate scores the predictions of one; name the language model that the checkpoint was made from"
 
 
@@ -77,7 +78,7 @@ def _kv_bytes_per_token(checkpoint: Checkpoint) -> int | None:
 
 
 def common_objective(models: Sequence[Candidate], *, pairs: bool) -> str:
-    """The objective on which all models are scored: causal, spans or pairs.
+    """The objective on which all models are scored: causal, spans, pairs or speech.
 
     Args:
         models: all of them.
@@ -89,20 +90,27 @@ def common_objective(models: Sequence[Candidate], *, pairs: bool) -> str:
     """
     first = models[0]
     seq2seq = loading.is_encoder_decoder(first.config)
+    hearing = hears(first.config)
     for model in models:
         problem = None
         if loading.is_encoder_decoder(model.config) != seq2seq:
             problem = (
                 f"can't be compared with {first.name}: only one of them is an encoder-decoder; evaluate them apart"
             )
+        elif hears(model.config) != hearing:
+            problem = f"can't be compared with {first.name}: only one of them hears; evaluate them apart"
+        elif hearing and pairs:
+            problem = "hears, and --source-field and --target-field are for texts: leave them out"
         elif pairs and not seq2seq:
             problem = "is a decoder, and --source-field and --target-field are for encoder-decoders: leave them out"
         elif pairs:
             refuse_languages(model.tokenizer)
-        elif seq2seq and not has_sentinels(model.tokenizer):
+        elif seq2seq and not hearing and not has_sentinels(model.tokenizer):
             problem = "has no sentinel tokens for span corruption: give pairs, with --source-field and --target-field"
         if problem:
             raise OptionError(f"{model.name} {problem}")
+    if hearing:
+        return SPEECH
     if pairs:
         return PAIRS
     return SPANS if seq2seq else CAUSAL

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gqa_convert.measuring.evaluation.candidates import Candidate
+from gqa_convert.measuring.evaluation.word_errors import WordErrors
 from gqa_convert.measuring.results import Difference, ModelScores
 from gqa_convert.text.scoring.forward import Scores
 from gqa_convert.text.scoring.material import Material
@@ -66,6 +67,7 @@ class Measured:
         material: what was scored.
         scores: of the model on the material.
         problem: why its predictions can't be compared with another model's token by token, None if they can.
+        word_errors: of a speech model.
     """
 
     candidate: Candidate
@@ -73,6 +75,7 @@ class Measured:
     material: Material
     scores: Scores
     problem: str | None = None
+    word_errors: WordErrors | None = None
 
     @property
     def not_finite(self) -> int:
@@ -91,6 +94,12 @@ class Measured:
         if self.not_finite or sizes is None or not self.material.byte_count:
             return UNDEFINED
         return mean(self.material.by_block(self.scores.loss), self.material.by_block(sizes * math.log(2)))
+
+    def word_error_rate(self) -> Mean:
+        """Wrong words per word that is said; not defined for text."""
+        if self.word_errors is None:
+            return UNDEFINED
+        return mean(self.word_errors.errors, self.word_errors.words)
 
     def from_reference(self, values: npt.NDArray[np.float32] | None) -> Mean:
         """The mean over tokens of a score that compares them with the reference; not defined without one."""
@@ -117,12 +126,15 @@ def difference(measured: Measured, other: Measured) -> Difference:
     """
     loss = UNDEFINED if measured.problem else measured.loss().minus(other.loss())
     bits = measured.bits_per_byte().minus(other.bits_per_byte())
+    words = measured.word_error_rate().minus(other.word_error_rate())
     return Difference(
         to=other.candidate.name,
         loss=loss.value,
         standard_error=loss.error,
         bits_per_byte=bits.value,
         bits_per_byte_standard_error=bits.error,
+        word_error_rate=words.value,
+        word_error_rate_standard_error=words.error,
     )
 
 
@@ -130,6 +142,7 @@ def model_scores(measured: Measured, other: Measured | None = None) -> ModelScor
     """A model's entry in the results: its losses, and its differences from another model."""
     candidate, material, scores = measured.candidate, measured.material, measured.scores
     loss, bits, kl = measured.loss(), measured.bits_per_byte(), measured.from_reference(scores.kl)
+    words = measured.word_error_rate()
     return ModelScores(
         model=candidate.name,
         revision=candidate.revision,
@@ -141,6 +154,8 @@ def model_scores(measured: Measured, other: Measured | None = None) -> ModelScor
         perplexity=math.exp(loss.value) if loss.value is not None and loss.value < 700 else None,
         bits_per_byte=bits.value,
         bits_per_byte_standard_error=bits.error,
+        word_error_rate=words.value,
+        word_error_rate_standard_error=words.error,
         tokens=material.tokens,
         bytes=material.byte_count,
         scored_nan=measured.not_finite,

@@ -4,28 +4,33 @@ import gc
 import hashlib
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
 from gqa_convert.checkpoint.devices import chosen_device
 from gqa_convert.checkpoint.machine import measurement
+from gqa_convert.checkpoint.paths import local_path
 from gqa_convert.errors import OptionError
 from gqa_convert.families.loading import no_bars
 from gqa_convert.measuring import Progress
 from gqa_convert.measuring.evaluation import candidates
-from gqa_convert.measuring.evaluation.candidates import SPANS, Candidate
+from gqa_convert.measuring.evaluation.candidates import SPANS, SPEECH, Candidate
 from gqa_convert.measuring.evaluation.comparison import Measured, incomparable, model_scores
+from gqa_convert.measuring.evaluation.word_errors import word_errors
 from gqa_convert.measuring.out_of_memory import memory_explained
 from gqa_convert.measuring.results import EvaluationFile, ScoredText
+from gqa_convert.text.audio_files import AudioFile, list_audio_files
 from gqa_convert.text.decoder_start import decoder_start, starts_with_last
 from gqa_convert.text.hub_rows import commit_of
 from gqa_convert.text.scoring.examples import pair_material, span_material
 from gqa_convert.text.scoring.forward import score
 from gqa_convert.text.scoring.material import Material
+from gqa_convert.text.scoring.speech_examples import hear
 from gqa_convert.text.scoring.text_to_score import read_pairs, read_pieces
 from gqa_convert.text.scoring.texts import text_material
 from gqa_convert.text.sources import Source, is_on_hub
+from gqa_convert.text.speech import SpeechModel
 from gqa_convert.text.token_files import default_cache
 
 _LESS = "lower --batch or --window, use --dtype bfloat16, or a device with more memory"
@@ -93,16 +98,22 @@ def evaluate(
         found = candidates.find_models(names, options.revision)
         objective = candidates.common_objective(found, pairs=data.holds_pairs)
         window, stride = candidates.common_window(found, objective, options.window, options.stride)
-        text = _read(data, found[0].tokenizer, options.tokens, partial(progress, "reading"))
+        if objective == SPEECH:
+            text: Any = list_audio_files(local_path(data.source))
+        else:
+            text = _read(data, found[0].tokenizer, options.tokens, partial(progress, "reading"))
         first = reference = None
         scores = []
         for candidate in found:
             gc.collect()  # the model before it
             with memory_explained(candidate.name, _LESS):
                 model = candidates.load(candidate, options.dtype, device)
-                show = partial(progress, f"tokenising for {candidate.name}")
-                material = _material(text, candidate, objective, window, stride, options, show)
-                measured = _score(candidate, model, material, first, reference, progress)
+                if objective == SPEECH:
+                    measured = _score_speech(candidate, model, text, first, reference, options, progress)
+                else:
+                    show = partial(progress, f"tokenising for {candidate.name}")
+                    material = _material(text, candidate, objective, window, stride, options, show)
+                    measured = _score(candidate, model, material, first, reference, progress)
             scores.append(model_scores(measured, first))
             if first is None:
                 first = measured
@@ -190,3 +201,24 @@ def _score(
     beside = None if problem else reference
     scores = score(model, material.batches, len(material.ids), reference=beside, progress=advance)
     return Measured(candidate, str(model.dtype).removeprefix("torch."), material, scores, problem)
+
+
+def _score_speech(
+    candidate: Candidate,
+    model: Any,
+    files: Sequence[AudioFile],
+    first: Measured | None,
+    reference: Any,
+    options: EvaluationOptions,
+    progress: Progress,
+) -> Measured:
+    """A speech model's scores, with its word errors; the arguments are those of `_score`."""
+    found = hear(
+        SpeechModel(model, candidate.folder),
+        files,
+        batch=options.batch,
+        tokens=options.tokens,
+        progress=partial(progress, f"transcribing with {candidate.name}"),
+    )
+    measured = _score(candidate, model, found.material, first, reference, progress)
+    return replace(measured, word_errors=word_errors(found.said, found.heard))

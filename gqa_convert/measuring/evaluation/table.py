@@ -10,7 +10,9 @@ from gqa_convert.measuring.results import Difference, EvaluationFile, ModelScore
 def title(results: EvaluationFile) -> str:
     """What was scored, in one line."""
     how = f"windows of {results.context} tokens, stride {results.stride}"
-    if results.objective != "causal":
+    if results.objective == "speech":
+        how = "sounds of one window each"
+    elif results.objective != "causal":
         how = f"{results.objective} of at most {results.context} tokens"
     return f"{results.entries()[0].tokens:,} tokens of {results.data.source}, {how}"
 
@@ -40,6 +42,7 @@ def columns(entries: Sequence[ModelScores], names: dict[str, str]) -> dict[str, 
             "loss": "NaN" if each.scored_nan else _with_error(each.loss, each.loss_standard_error),
             "perplexity": _number(each.perplexity, ".4g"),
             "bits/byte": _number(each.bits_per_byte, ".4f"),
+            "word errors": _with_error(each.word_error_rate, each.word_error_rate_standard_error),
             "difference": _difference(each.difference),
             "KL": _with_error(each.kl, each.kl_standard_error),
             "same top-1": _number(each.top1_agreement, ".2%"),

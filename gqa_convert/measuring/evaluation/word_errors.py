@@ -1,15 +1,13 @@
 """Word errors of a speech model: what it writes, by greedy search, against what is said."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from gqa_convert.errors import MissingExtraError
-from gqa_convert.text.audio_files import AudioFile
-from gqa_convert.text.speech import SpeechModel, cut_windows
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,16 +23,12 @@ def normalised(text: str) -> str:
     return " ".join(re.sub(r"[^\w\s']", " ", text.lower()).split())
 
 
-def word_errors(
-    speech: SpeechModel, files: Sequence[AudioFile], *, batch: int, progress: Callable[[int], None]
-) -> WordErrors:
-    """Count the word errors of a model in each sound (Levenshtein distance in words).
+def word_errors(said: Sequence[str], heard: Sequence[str]) -> WordErrors:
+    """The word errors of each sound (Levenshtein distance in words).
 
     Args:
-        speech: the model.
-        files: sounds of one window each, with their texts.
-        batch: sounds at a time.
-        progress: called with the number of sounds that were transcribed.
+        said: the texts.
+        heard: what the model wrote.
 
     Raises:
         MissingExtraError: jiwer is not installed.
@@ -46,13 +40,8 @@ def word_errors(
             "word errors need jiwer, which is not installed: pip install 'gqa-convert[audio]'"
         ) from None
     errors, words = [], []
-    for first in range(0, len(files), batch):
-        some = files[first : first + batch]
-        windows = [next(cut_windows([file], speech)) for file in some]
-        for file, heard in zip(some, speech.transcribe(speech.encode(windows)), strict=True):
-            said = normalised(file.text or "")
-            found = jiwer.process_words(said, normalised(heard))
-            errors.append(found.substitutions + found.deletions + found.insertions)
-            words.append(len(said.split()))
-        progress(len(some))
+    for text, written in zip(map(normalised, said), map(normalised, heard), strict=True):
+        found = jiwer.process_words(text, written)
+        errors.append(found.substitutions + found.deletions + found.insertions)
+        words.append(len(text.split()))
     return WordErrors(np.array(errors, np.float64), np.array(words, np.float64))

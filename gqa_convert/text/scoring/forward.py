@@ -91,7 +91,9 @@ def _tensors(inputs: Mapping[str, np.ndarray[Any, Any]]) -> dict[str, Tensor]:
 
 
 def _on(model: Any, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.to(model.device) for name, tensor in inputs.items()}
+    """The inputs on the model's device; features of sound in the model's type."""
+    moved = {name: tensor.to(model.device) for name, tensor in inputs.items()}
+    return {name: tensor.to(model.dtype) if tensor.is_floating_point() else tensor for name, tensor in moved.items()}
 
 
 def _rows(model: Any, layer: OutputLayer | None, inputs: Mapping[str, Tensor]) -> Rows:

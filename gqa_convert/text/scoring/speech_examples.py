@@ -1,7 +1,8 @@
 """Inputs and targets of a model that hears: spoken windows, and the texts of which each is scored."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -53,49 +54,80 @@ class SpeechBatches:
         return Batch(inputs, np.concatenate(rows), targets, np.concatenate(places))
 
 
-def speech_material(speech: SpeechModel, files: Sequence[AudioFile], *, batch: int) -> Material:
-    """The texts of sounds of one window each, and the inputs that predict them.
+@dataclass(frozen=True, slots=True)
+class HeardSpeech:
+    """What is scored of a speech model.
+
+    Attributes:
+        material: the tokens of the texts, and the inputs that predict them.
+        said: the texts.
+        heard: what the model writes, by greedy search.
+    """
+
+    material: Material
+    said: list[str]
+    heard: list[str]
+
+
+def hear(
+    speech: SpeechModel,
+    files: Sequence[AudioFile],
+    *,
+    batch: int,
+    tokens: int | None,
+    progress: Callable[[int, int], None],
+) -> HeardSpeech:
+    """Run a model on sounds with their texts. Those longer than the encoder's window are left out, and counted.
 
     Args:
-        speech: a loaded model, which hears the language of each sound.
+        speech: the model, which hears the language of each sound too.
         files: with their texts.
-        batch: windows at a time.
+        batch: sounds at a time.
+        tokens: after how many tokens to stop; None for all files.
+        progress: called with the number of files that are done, and of all.
 
     Raises:
-        DataError: a file has no text, or can't be read.
-    """
-    targets: list[Integers] = []
-    prompts = []
-    digest = hashlib.sha256()
-    for first in range(0, len(files), batch):
-        some = files[first : first + batch]
-        windows = [_window(speech, file) for file in some]
-        prompts.append(speech.prompts(speech.encode(windows)).numpy())
-        for file, window in zip(some, windows, strict=True):
-            targets.append(np.array(speech.text_tokens(file.text or "")))
-            digest.update(window.samples.tobytes())
-    found = SpeechBatches(speech, files, np.concatenate(prompts), targets, batch)
-    ids = np.concatenate(targets)
-    digest.update(ids.tobytes())
-    blocks = np.repeat(np.arange(len(files)), [len(target) for target in targets])
-    return Material(ids, np.ones(len(ids), np.bool_), None, blocks, len(files), found, digest.hexdigest())
-
-
-def with_texts(speech: SpeechModel, files: Sequence[AudioFile]) -> list[AudioFile]:
-    """Those files that last one window at most.
-
-    Raises:
-        DataError: a file has no text, or none is short enough.
+        DataError: a file has no text or can't be read, or all are too long.
     """
     if any(file.text is None for file in files):
         raise DataError(
             "the folder has no texts, with which models are compared: state them in metadata.jsonl, a line with file_name "
             "and text for each file"
         )
-    found = [file for file in files if len(list(cut_windows([file], speech))) == 1]
-    if not found:
-        raise DataError("all sounds are longer than the encoder's window of 30 seconds: cut them into sentences")
-    return found
+    used: list[AudioFile] = []
+    targets: list[Integers] = []
+    prompts, heard = [], []
+    digest = hashlib.sha256()
+    for first in range(0, len(files), batch):
+        windows = []
+        for file in files[first : first + batch]:
+            found = list(cut_windows([file], speech))
+            if len(found) == 1:
+                windows += found
+                used.append(file)
+                targets.append(np.array(speech.text_tokens(file.text or "-")))
+                digest.update(found[0].samples.tobytes())
+        if windows:
+            encoded = speech.encode(windows)
+            prompts.append(speech.prompts(encoded).numpy())
+            heard += speech.transcribe(encoded)
+        progress(min(len(files), first + batch), len(files))
+        if tokens is not None and sum(map(len, targets)) >= tokens:
+            break
+    if not used:
+        raise DataError("all sounds are longer than the encoder's window: cut them into sentences")
+    ids = np.concatenate(targets)
+    digest.update(ids.tobytes())
+    material = Material(
+        ids,
+        np.ones(len(ids), np.bool_),
+        None,
+        np.repeat(np.arange(len(used)), [len(target) for target in targets]),
+        len(used),
+        SpeechBatches(speech, used, np.concatenate(prompts), targets, batch),
+        digest.hexdigest(),
+    )
+    return HeardSpeech(material, [file.text or "" for file in used], heard)
 
 
 def _window(speech: SpeechModel, file: AudioFile) -> Window:
