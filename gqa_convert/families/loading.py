@@ -108,6 +108,11 @@ def auto_class(config: Config) -> str:
     return TASKS[2] if model_type in speech and model_type not in text else TASKS[1]
 
 
+def hears(config: Config) -> bool:
+    """Whether the model is an encoder-decoder whose encoder reads sound."""
+    return is_encoder_decoder(config) and auto_class(config) == TASKS[2]
+
+
 def headless_class(config: Config) -> str | None:
     """The auto class of a checkpoint that was saved without a language-model head; None if it has one or does not say.
 

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from gqa_convert.errors import DataError
-from gqa_convert.families.loading import TASKS, auto_class, load_tokenizer
+from gqa_convert.families.loading import load_tokenizer
 from gqa_convert.text.audio_files import AudioFile, Samples, read_audio
 from gqa_convert.text.order import mix, permuted
 
+_PER_HIDDEN = 12
 _AT_ONCE = 16
 """Windows of a batch."""
 _TASK = "transcribe"
@@ -28,9 +29,12 @@ _PREPROCESSOR = "preprocessor_config.json"
 Batch = dict[str, Tensor]
 
 
-def hears(config: Mapping[str, Any]) -> bool:
-    """Whether a model's encoder reads sound."""
-    return auto_class(config) == TASKS[2]
+def speech_tokens_for(config: Mapping[str, Any]) -> int:
+    """The default number of tokens of text: 12 per hidden dimension, some 240 sentences for Whisper base.
+
+    Each comes with hundreds of positions of sound, on which the keys and values of cross-attention are fitted.
+    """
+    return _PER_HIDDEN * int(config["d_model"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +189,13 @@ class Speech:
     seconds: float
     written: int
     digest: str
+
+    def description(self) -> str:
+        """What was heard, in words."""
+        by = "texts as stated"
+        if self.written:
+            by = f"{self.written} texts written by the source"
+        return f"{self.tokens} tokens of speech: {self.seconds / 3600:.2f} hours in {self.files} files, {by}"
 
 
 def speech_batches(

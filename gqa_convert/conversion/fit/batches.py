@@ -1,15 +1,17 @@
 """The batches that the source runs on: blocks of calibration text, or batches that the caller has made ready."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gqa_convert.checkpoint.devices import chosen_device
+from gqa_convert.checkpoint.paths import local_path
 from gqa_convert.conversion.fit.options import BATCH_TOKENS, CalibrationOptions, steps_together
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.errors import DataError, OptionError
 from gqa_convert.families.context_length import reachable_context, stated_positions
-from gqa_convert.families.loading import is_encoder_decoder
+from gqa_convert.families.loading import hears, is_encoder_decoder
 from gqa_convert.families.wrappers import decoder_config
 from gqa_convert.merging.methods import METHODS
 
@@ -52,6 +54,8 @@ def prepare_calibration(
     if options.batches is not None:
         ids = "decoder_input_ids" if is_encoder_decoder(plan.checkpoint.config) else "input_ids"
         return ready_calibration(options.batches, tokens, held_out=held_out, fresh=fresh, ids=ids)
+    if hears(plan.checkpoint.config):
+        return _speech(plan, options, progress)
     if trains:
         held_out = max(BATCH_TOKENS, held_out)
     return calibration_batches(
@@ -67,9 +71,55 @@ def prepare_calibration(
     )
 
 
+<<<<<<< HEAD
 def ready_calibration(
     batches: Iterable[Mapping[str, Any]], tokens: int, *, held_out: int = 0, fresh: int = 0, ids: str = "input_ids"
 ) -> "Calibration":
+=======
+def _speech(plan: Plan, options: CalibrationOptions, progress: Progress) -> "Calibration":
+    """Batches of a folder of sound, which the source's encoder hears once.
+
+    Raises:
+        OptionError: an option that is for text alone.
+        DataError: no folder of sound, or a file that can't be read.
+    """
+    from gqa_convert.conversion.fit.model_loading import open_model
+    from gqa_convert.text.audio_files import list_audio_files
+    from gqa_convert.text.calibration import Calibration
+    from gqa_convert.text.speech import SpeechModel, SpeechSize, speech_batches, speech_tokens_for
+
+    for option, value in (("length", options.sequence_length), ("context", options.context)):
+        if value is not None:
+            raise OptionError(
+                f"--calibration-{option} is for text, and {plan.checkpoint.source_id} hears: leave it out"
+            )
+    source = options.source
+    if isinstance(source, Sequence) and not isinstance(source, str) and len(source) == 1:
+        (source,) = source
+    if not isinstance(source, str | Path):
+        raise OptionError(f"{plan.checkpoint.source_id} hears: --calibration names one folder of audio files")
+    folder = plan.checkpoint.folder
+    assert folder is not None
+    files = list_audio_files(local_path(source))
+    tokens = options.tokens or speech_tokens_for(plan.checkpoint.config)
+    size = SpeechSize(tokens, 0, 0)
+    if METHODS[plan.method].trains and steps_together(options):
+        size = SpeechSize(tokens, held_out=tokens // _HELD_OUT, fresh=tokens)
+    speech = SpeechModel(open_model(folder, device=chosen_device(options.device)), folder)
+    found = speech_batches(speech, files, size, seed=options.seed, progress=partial(progress, "listening"))
+    return Calibration(
+        batches=found.layers,
+        tokens=found.tokens,
+        sequence_length=found.length,
+        digest=found.digest,
+        description="; ".join((found.description(), *speech.notes)),
+        held_out=found.held_out,
+        fresh=found.fresh,
+    )
+
+
+def ready_calibration(batches: Iterable[Mapping[str, Any]], tokens: int, held_out: int, fresh: int) -> "Calibration":
+>>>>>>> 713c199 (convert calibrates models that hear on a folder of sound)
     """Divide ready batches: the first ones for the layers, the next ones to judge by, the rest for the last stage.
 
     Args:
@@ -128,7 +178,7 @@ def _as_tensors(given: Mapping[str, Any], number: int, ids: str) -> "dict[str, T
         if not isinstance(value, torch.Tensor):
             raise DataError(f"batch {number} holds {name} as {type(value).__name__}: give tensors only")
         batch[name] = value.detach().cpu()
-        if value.is_floating_point():
+        if value.is_floating_point() and name != "encoder_outputs":
             batch[name] = batch[name].float()
     if ids not in batch:
         raise DataError(f"batch {number} holds {', '.join(batch)}: give {ids} too")

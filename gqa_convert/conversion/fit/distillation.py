@@ -36,7 +36,15 @@ WORTHWHILE = 0.02
 _MEASURED = 4
 """In so many parts of the stage the divergence is measured."""
 _BY_SEQUENCE = frozenset(
-    {"input_ids", "attention_mask", "position_ids", "decoder_input_ids", "decoder_attention_mask", "labels"}
+    {
+        "input_ids",
+        "attention_mask",
+        "position_ids",
+        "decoder_input_ids",
+        "decoder_attention_mask",
+        "labels",
+        "encoder_outputs",
+    }
 )
 """Inputs with a row for each sequence; rows of others may be images or parts of them."""
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.modeling_outputs import BaseModelOutput
 
 from gqa_convert.checkpoint.machine import available_memory
 from gqa_convert.checkpoint.source import open_checkpoint
@@ -45,6 +46,7 @@ def open_model(
     if needed <= limit:
         model, missing = load_model(folder, dtype)
         check_complete(str(folder), folder, model, missing, _HEAD)
+        _take_encoder_outputs(model)
         return model.requires_grad_(False).to(place)
     memory = {"cpu": free["cpu"]} | {place.index or 0 if place.type == "cuda" else "cpu": limit}
     scratch = tempfile.mkdtemp(prefix="gqa-offload-")
@@ -58,7 +60,20 @@ def open_model(
         shutil.rmtree(scratch, ignore_errors=True)
         raise
     weakref.finalize(model, shutil.rmtree, scratch, ignore_errors=True)
+    _take_encoder_outputs(model)
     return model.requires_grad_(False)
+
+
+def _take_encoder_outputs(model: Any) -> None:
+    """Let the model take what its encoder made of a batch as a tensor, [B, positions, hidden_size], of any type."""
+
+    def wrap(module: Any, args: Any, inputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        encoded = inputs.get("encoder_outputs")
+        if isinstance(encoded, torch.Tensor):
+            inputs = inputs | {"encoder_outputs": BaseModelOutput(last_hidden_state=encoded.to(module.dtype))}
+        return args, inputs
+
+    model.register_forward_pre_hook(wrap, with_kwargs=True)
 
 
 def is_offloaded(model: Any) -> bool:

@@ -16,7 +16,6 @@ from gqa_convert.families.context_length import LONGEST, SPAN_LENGTH, stated_pos
 from gqa_convert.text.calibration import usable_tokenizer
 from gqa_convert.text.framing import refuse_languages
 from gqa_convert.text.spans import has_sentinels
-from gqa_convert.text.speech import hears
 
 CAUSAL, SPANS, PAIRS, SPEECH = "causal", "spans", "pairs", "speech"
 _HEAD = "evaluate scores the predictions of one; name the language model that the checkpoint was made from"
@@ -90,14 +89,14 @@ def common_objective(models: Sequence[Candidate], *, pairs: bool) -> str:
     """
     first = models[0]
     seq2seq = loading.is_encoder_decoder(first.config)
-    hearing = hears(first.config)
+    hearing = loading.hears(first.config)
     for model in models:
         problem = None
         if loading.is_encoder_decoder(model.config) != seq2seq:
             problem = (
                 f"can't be compared with {first.name}: only one of them is an encoder-decoder; evaluate them apart"
             )
-        elif hears(model.config) != hearing:
+        elif loading.hears(model.config) != hearing:
             problem = f"can't be compared with {first.name}: only one of them hears; evaluate them apart"
         elif hearing and pairs:
             problem = "hears, and --source-field and --target-field are for texts: leave them out"

@@ -1,0 +1,64 @@
+"""Converting a model that hears on a folder of sound."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from gqa_convert.conversion.fit.options import CalibrationOptions
+from gqa_convert.conversion.options import ConversionOptions
+from gqa_convert.conversion.run import convert_checkpoint
+from gqa_convert.errors import DataError, OptionError
+from gqa_convert.families.loading import load_model
+from gqa_convert.text.audio_files import list_audio_files
+from gqa_convert.text.speech import SpeechModel, SpeechSize, speech_batches
+from tests.helpers.speech import hearing_model, sound_folder
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return hearing_model(tmp_path_factory.mktemp("hearing") / "model")
+
+
+def options(**calibration: object) -> ConversionOptions:
+    return ConversionOptions(calibration=CalibrationOptions(steps=3, kl_steps=2, **calibration))  # type: ignore[arg-type]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_model(folder, torch.float32)[0].state_dict()  # type: ignore[no-any-return]
+
+
+def test_a_folder_and_the_same_sound_as_ready_batches_give_the_same_result(tmp_path: Path, source: Path) -> None:
+    folder = sound_folder(tmp_path / "sounds", 40)
+    converted = convert_checkpoint(source, tmp_path / "folder", 3, options(source=str(folder), tokens=200))
+    assert converted.calibration is not None
+    assert converted.calibration.kl is not None
+    speech = SpeechModel(load_model(source, torch.float32)[0], source)
+    batches = speech_batches(speech, list_audio_files(folder), SpeechSize(200, 25, 200), seed=0)
+    ready = [*batches.layers, *batches.held_out, *batches.fresh]
+    made = options(batches=ready, tokens=batches.tokens)
+    convert_checkpoint(source, tmp_path / "ready", 3, made)
+    one, other = weights(tmp_path / "folder"), weights(tmp_path / "ready")
+    changed = [name for name in one if "decoder" in name and "k_proj.weight" in name]
+    assert len(changed) == 4  # self- and cross-attention of two layers
+    for name in one:
+        assert torch.equal(one[name], other[name]), name
+    record = json.loads((tmp_path / "folder" / "gqa_conversion.json").read_text())
+    assert "hours in" in record["calibration"]["text"]
+    assert "texts as stated" in record["calibration"]["text"]
+    encoder = [name for name in one if "encoder." in name]
+    assert all(torch.equal(one[name], weights(source)[name]) for name in encoder)
+
+
+def test_what_is_no_folder_of_sound_is_refused_before_anything_is_written(tmp_path: Path, source: Path) -> None:
+    (tmp_path / "notes.txt").write_text("no sound")
+    out = tmp_path / "out"
+    with pytest.raises(DataError, match="is no folder"):
+        convert_checkpoint(source, out, 3, options(source=str(tmp_path / "notes.txt")))
+    with pytest.raises(DataError, match="holds no audio files"):
+        convert_checkpoint(source, out, 3, options(source=str(tmp_path)))
+    with pytest.raises(OptionError, match="--calibration-length is for text"):
+        convert_checkpoint(source, out, 3, options(source=str(tmp_path), sequence_length=64))
+    assert not out.exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]

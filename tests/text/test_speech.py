@@ -1,0 +1,157 @@
+"""Folders of sound, and the batches that a model which hears is calibrated on."""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from gqa_convert.errors import DataError, MissingExtraError
+from gqa_convert.families.loading import load_model
+from gqa_convert.text.audio_files import AudioFile, list_audio_files, read_audio
+from gqa_convert.text.speech import Speech, SpeechModel, SpeechSize, cut_windows, speech_batches
+from tests.helpers.speech import RATE, WINDOW_SECONDS, hearing_model, sound_folder, write_sound
+
+
+@pytest.fixture(scope="module")
+def speech(tmp_path_factory: pytest.TempPathFactory) -> SpeechModel:
+    folder = hearing_model(tmp_path_factory.mktemp("hearing") / "model")
+    model, missing = load_model(folder, torch.float32)
+    assert not missing
+    return SpeechModel(model, folder)
+
+
+def test_texts_come_from_either_kind_of_metadata(tmp_path: Path) -> None:
+    folder = sound_folder(tmp_path / "sounds", 3)
+    stated = list_audio_files(folder)
+    assert [file.text for file in stated] == ["sound 0 def", "sound 1 def return", "sound 2 def return import"]
+    rows = "".join(f"{file.path.name},{file.text}\n" for file in reversed(stated))
+    (folder / "metadata.jsonl").unlink()
+    (folder / "metadata.csv").write_text("file_name,transcription\n" + rows)
+    assert list_audio_files(folder) == list(reversed(stated))
+    (folder / "metadata.csv").unlink()
+    assert list_audio_files(folder) == [AudioFile(file.path, None) for file in stated]
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ('{"file_name": "gone.wav", "text": "a"}', "names gone.wav, which is not there"),
+        ('{"text": "a"}', "has a row without file_name"),
+        ('{"file_name": "00.wav", "label": "a"}', "states no text for 00.wav"),
+        ("{", "line 1, is no JSON"),
+    ],
+)
+def test_metadata_that_does_not_fit_is_refused(tmp_path: Path, metadata: str, message: str) -> None:
+    folder = sound_folder(tmp_path / "sounds", 1)
+    (folder / "metadata.jsonl").write_text(metadata + "\n")
+    with pytest.raises(DataError, match=message):
+        list_audio_files(folder)
+
+
+def test_a_folder_without_sound_and_a_file_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("no sound")
+    with pytest.raises(DataError, match="holds no audio files"):
+        list_audio_files(tmp_path)
+    with pytest.raises(DataError, match="is no folder"):
+        list_audio_files(tmp_path / "notes.txt")
+
+
+def test_sound_of_another_rate_with_two_channels_is_the_same_sound(tmp_path: Path) -> None:
+    write_sound(tmp_path / "mono.wav", 1.0)
+    write_sound(tmp_path / "stereo.wav", 1.0, rate=44_100, channels=2)
+    mono, stereo = (read_audio(tmp_path / name, RATE) for name in ("mono.wav", "stereo.wav"))
+    assert abs(len(stereo) - RATE) <= 1
+    assert mono.dtype == stereo.dtype == np.float32
+    loudest = [np.abs(np.fft.rfft(samples[:RATE])).argmax() for samples in (mono, stereo)]
+    assert loudest == [440, 440]
+
+
+def test_sound_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    (tmp_path / "broken.wav").write_bytes(b"RIFF1234WAVEnothing")
+    write_sound(tmp_path / "short.wav", 0.1)
+    with pytest.raises(DataError, match=r"broken\.wav can't be read as sound"):
+        read_audio(tmp_path / "broken.wav", RATE)
+    with pytest.raises(DataError, match=r"short\.wav lasts 0\.10 seconds"):
+        read_audio(tmp_path / "short.wav", RATE)
+
+
+def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "soxr", None)
+    with pytest.raises(MissingExtraError, match=r"soxr, which is not installed: pip install 'gqa-convert\[audio\]'"):
+        read_audio(tmp_path / "any.wav", RATE)
+
+
+def test_a_long_sound_is_cut_into_windows_whose_texts_are_not_known(tmp_path: Path, speech: SpeechModel) -> None:
+    write_sound(tmp_path / "long.wav", 2.75 * WINDOW_SECONDS)
+    write_sound(tmp_path / "whole.wav", WINDOW_SECONDS)
+    windows = list(cut_windows([AudioFile(tmp_path / "long.wav", "text")], speech))
+    assert [len(window.samples) / RATE for window in windows] == [2, 2, 1.5]
+    assert {window.text for window in windows} == {None}
+    whole = list(cut_windows([AudioFile(tmp_path / "whole.wav", "text")], speech))
+    assert [window.text for window in whole] == ["text"]
+
+
+def made(speech: SpeechModel, folder: Path, size: SpeechSize, seed: int = 0) -> Speech:
+    return speech_batches(speech, list_audio_files(folder), size, seed=seed)
+
+
+def test_batches_hold_what_the_encoder_makes_of_each_sound_and_its_text(tmp_path: Path, speech: SpeechModel) -> None:
+    folder = sound_folder(tmp_path / "sounds", 5)
+    found = made(speech, folder, SpeechSize(10_000, 0, 0))
+    (batch,) = found.layers
+    ids, encoded = batch["decoder_input_ids"], batch["encoder_outputs"]
+    assert (found.files, found.tokens, found.length) == (5, ids.numel(), ids.shape[1])
+    assert found.seconds == pytest.approx(5 * 0.5, rel=1e-3)
+    by_length = sorted(list_audio_files(folder), key=lambda file: len(speech.text_tokens(file.text or "")))
+    start = speech.model.generation_config.decoder_start_token_id
+    for row, file in enumerate(by_length):
+        tokens = [start, *speech.text_tokens(file.text or "")]
+        assert ids[row].tolist() == tokens[: ids.shape[1]]
+        features = speech.features(list(cut_windows([file], speech)))
+        with torch.no_grad():
+            expected = speech.model.get_encoder()(features).last_hidden_state[0]
+        torch.testing.assert_close(encoded[row].float(), expected, rtol=0.01, atol=0.01)
+
+
+def test_windows_are_divided_and_drawn_in_an_order_of_the_seed(tmp_path: Path, speech: SpeechModel) -> None:
+    folder = sound_folder(tmp_path / "sounds", 12)
+    whole = made(speech, folder, SpeechSize(10_000, 0, 0))
+    count = whole.layers[0]["decoder_input_ids"].numel()
+    parts = made(speech, folder, SpeechSize(count // 3, count // 9, 10_000))
+    rows = [
+        sum(len(batch["decoder_input_ids"]) for batch in part) for part in (parts.layers, parts.held_out, parts.fresh)
+    ]
+    assert sum(rows) == 12
+    assert min(rows) >= 1
+    first, again, other = (made(speech, folder, SpeechSize(count // 3, 0, 0), seed) for seed in (1, 1, 2))
+    assert first.digest == again.digest != other.digest
+
+
+def test_a_folder_without_texts_gets_those_that_the_model_writes(tmp_path: Path, speech: SpeechModel) -> None:
+    folder = sound_folder(tmp_path / "sounds", 2, texts=False)
+    found = made(speech, folder, SpeechSize(10_000, 0, 0))
+    assert found.written == 2
+    windows = list(cut_windows(list_audio_files(folder), speech))
+    heard = [len(speech.text_tokens(text)) for text in speech.transcribe(speech.encode(windows))]
+    most = speech.model.config.max_target_positions
+    assert found.layers[0]["decoder_input_ids"].shape[1] == min(most, 1 + min(heard))
+    assert "2 texts written by the source" in found.description()
+
+
+def test_a_checkpoint_without_a_feature_extractor_gets_that_of_the_type(tmp_path: Path, speech: SpeechModel) -> None:
+    folder = hearing_model(tmp_path / "model", extractor=False)
+    bare = SpeechModel(speech.model, folder)
+    assert any("preprocessor_config.json" in note for note in bare.notes)
+    write_sound(tmp_path / "sound.wav", 1.0)
+    windows = list(cut_windows([AudioFile(tmp_path / "sound.wav", None)], speech))
+    assert torch.equal(bare.features(windows), speech.features(windows))
+
+
+def test_json_of_a_row_is_an_object(tmp_path: Path) -> None:
+    folder = sound_folder(tmp_path / "sounds", 1)
+    (folder / "metadata.jsonl").write_text(json.dumps(["00.wav", "text"]))
+    with pytest.raises(DataError, match="without file_name"):
+        list_audio_files(folder)
