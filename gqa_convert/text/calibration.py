@@ -446,7 +446,7 @@ def digest_of(settings: Sequence[Any], batches: "Iterable[Mapping[str, Tensor]]"
     for batch in batches:
         for name, tensor in sorted(batch.items()):
             digest.update(json.dumps([name, tensor.shape]).encode())
-            digest.update(tensor.contiguous().numpy().tobytes())
+            digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 

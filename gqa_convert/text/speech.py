@@ -5,8 +5,6 @@ hidden_size] in bfloat16, and `decoder_input_ids` of their texts, cut to one len
 their texts first, so that little is lost. The encoder runs once for each window, because no conversion changes it.
 """
 
-import hashlib
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +16,7 @@ from torch import Tensor
 from gqa_convert.errors import DataError
 from gqa_convert.families.loading import load_tokenizer
 from gqa_convert.text.audio_files import AudioFile, Samples, read_audio
+from gqa_convert.text.calibration import digest_of
 from gqa_convert.text.order import mix, permuted
 
 _PER_HIDDEN = 12
@@ -250,7 +249,7 @@ def speech_batches(
         files=counts["files"],
         seconds=counts["samples"] / speech.rate,
         written=counts["written"],
-        digest=_digest([*layers, *held_out, *fresh]),
+        digest=digest_of([], [*layers, *held_out, *fresh]),
     )
 
 
@@ -308,12 +307,3 @@ def _batches(found: Sequence[SpokenText]) -> list[Batch]:
         ids = torch.stack([spoken.tokens[:length] for spoken in group])
         made.append({"encoder_outputs": torch.stack([spoken.encoded for spoken in group]), "decoder_input_ids": ids})
     return made
-
-
-def _digest(batches: Sequence[Batch]) -> str:
-    digest = hashlib.sha256()
-    for batch in batches:
-        for name, tensor in sorted(batch.items()):
-            digest.update(json.dumps([name, list(tensor.shape)]).encode())
-            digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()

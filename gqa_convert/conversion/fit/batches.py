@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from gqa_convert.checkpoint.devices import chosen_device
 from gqa_convert.checkpoint.paths import local_path
 from gqa_convert.conversion.fit.options import BATCH_TOKENS, CalibrationOptions, steps_together
+from gqa_convert.conversion.fit.progress import LISTENING, OWN_TEXT
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.errors import DataError, OptionError
 from gqa_convert.families.context_length import reachable_context, stated_positions
@@ -26,7 +27,7 @@ _SPARE = 8
 """One in so many tokens of the model's own text is spare."""
 
 Progress = Callable[[str, int, int], None]
-"""Called with a label, the tokens that are generated and their number."""
+"""Called with a label of `progress`, the tokens that are there and their number."""
 
 
 def prepare_calibration(
@@ -106,7 +107,7 @@ def _speech(plan: Plan, options: CalibrationOptions, progress: Progress) -> "Cal
     if METHODS[plan.method].trains and steps_together(options):
         size = SpeechSize(tokens, held_out=tokens // _HELD_OUT, fresh=tokens)
     speech = SpeechModel(open_model(folder, device=chosen_device(options.device)), folder)
-    found = speech_batches(speech, files, size, seed=options.seed, progress=partial(progress, "listening"))
+    found = speech_batches(speech, files, size, seed=options.seed, progress=partial(progress, LISTENING))
     return Calibration(
         batches=found.layers,
         tokens=found.tokens,
@@ -201,7 +202,7 @@ def _with_own_text(folder: Path, options: CalibrationOptions, tokens: int, progr
         tokens=tokens + tokens // _SPARE,
         seed=options.seed,
         device=chosen_device(options.device),
-        progress=progress,
+        progress=lambda _, done, total: progress(OWN_TEXT, done, total),
     )
     return [own if is_self(text) else text for text in texts]
 

@@ -11,6 +11,7 @@ from gqa_convert.conversion.fit.layer_store import LayerRecord
 MERGING_LAYERS: Final = "merging layers"
 ALL_TOGETHER: Final = "all layers together"
 OWN_TEXT: Final = "generating text"
+LISTENING: Final = "listening"
 
 
 class Stage(StrEnum):

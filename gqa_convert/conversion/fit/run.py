@@ -15,7 +15,7 @@ from gqa_convert.conversion.fit.from_weights import merge_layers
 from gqa_convert.conversion.fit.layer_store import LayerStore, TrainingRecord
 from gqa_convert.conversion.fit.memory import plan_last_stage
 from gqa_convert.conversion.fit.options import CalibrationOptions, steps_per_layer, steps_together
-from gqa_convert.conversion.fit.progress import ALL_TOGETHER, MERGING_LAYERS, OWN_TEXT, FitProgress, OnProgress
+from gqa_convert.conversion.fit.progress import ALL_TOGETHER, MERGING_LAYERS, FitProgress, OnProgress
 from gqa_convert.conversion.fit.resource_errors import explained
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.errors import OptionError
@@ -76,7 +76,7 @@ def merge_whole_layers(
     else:
         on_progress(FitProgress(MERGING_LAYERS, 0, count, "reading the text"))
         calibration = prepare_calibration(
-            plan, options, lambda _, done, total: on_progress(FitProgress(OWN_TEXT, done, total))
+            plan, options, lambda label, done, total: on_progress(FitProgress(label, done, total))
         )
         record = CalibrationRecord(
             text=calibration.description,
