@@ -442,6 +442,8 @@ def _check_vocabulary(config: Config, made: Sequence[tuple[dict[str, Integers], 
 
 def digest_of(settings: Sequence[Any], batches: "Iterable[Mapping[str, Tensor]]") -> str:
     """SHA-256 over settings and the tensors of batches."""
+    import torch
+
     digest = hashlib.sha256(json.dumps(settings).encode())
     for batch in batches:
         for name, tensor in sorted(batch.items()):
