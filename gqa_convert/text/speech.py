@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,6 +21,8 @@ from gqa_convert.text.calibration import digest_of
 from gqa_convert.text.order import mix, permuted
 
 _PER_HIDDEN = 12
+_POSITIONS_PER_SECOND = 50
+"""Of Whisper's encoder."""
 _AT_ONCE = 16
 """Windows of a batch."""
 _TASK = "transcribe"
@@ -64,7 +67,8 @@ class SpeechModel:
         if (folder / _PREPROCESSOR).is_file():
             self._extractor = AutoFeatureExtractor.from_pretrained(folder)
         else:
-            self._extractor = WhisperFeatureExtractor(feature_size=model.config.num_mel_bins)
+            seconds = model.config.max_source_positions // _POSITIONS_PER_SECOND
+            self._extractor = WhisperFeatureExtractor(model.config.num_mel_bins, chunk_length=seconds)
             self.notes.append(f"{folder} has no {_PREPROCESSOR}: the features are those of the type by default")
         self.rate: int = self._extractor.sampling_rate
 
@@ -284,17 +288,19 @@ def _spoken(speech: SpeechModel, windows: Sequence[Window]) -> Iterator[SpokenTe
 
 
 def _divided(found: list[SpokenText], size: SpeechSize) -> tuple[list[SpokenText], ...]:
-    """Windows for the layers, held out, and the rest. Of less than is wanted, one in nine is held out."""
-    total = sum(len(spoken.tokens) for spoken in found)
-    held_out: list[SpokenText] = []
-    layers: list[SpokenText] = []
-    rest = list(found)
-    for part, wanted in ((held_out, min(size.held_out, total // 9)), (layers, size.layers)):
-        tokens = 0
-        while rest and tokens < wanted:
-            part.append(rest.pop())
-            tokens += len(part[-1].tokens)
-    return layers, held_out, rest
+    """The first windows for the layers, the next ones held out, and the rest. Where there are too few for the first two,
+    one in nine is held out.
+    """
+    lengths = [len(spoken.tokens) for spoken in found]
+    ends = np.cumsum(lengths)
+    layers = int(np.searchsorted(ends, size.layers)) + 1
+    judged = int(np.searchsorted(ends, size.layers + size.held_out)) + 1
+    if size.held_out and judged > len(found):
+        layers = len(found) - max(1, len(found) // 9)
+        judged = len(found)
+    if not size.held_out:
+        judged = layers
+    return found[:layers], found[layers:judged], found[judged:]
 
 
 def _batches(found: Sequence[SpokenText]) -> list[Batch]:

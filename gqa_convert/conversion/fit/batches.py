@@ -72,11 +72,6 @@ def prepare_calibration(
     )
 
 
-<<<<<<< HEAD
-def ready_calibration(
-    batches: Iterable[Mapping[str, Any]], tokens: int, *, held_out: int = 0, fresh: int = 0, ids: str = "input_ids"
-) -> "Calibration":
-=======
 def _speech(plan: Plan, options: CalibrationOptions, progress: Progress) -> "Calibration":
     """Batches of a folder of sound, which the source's encoder hears once.
 
@@ -103,9 +98,10 @@ def _speech(plan: Plan, options: CalibrationOptions, progress: Progress) -> "Cal
     assert folder is not None
     files = list_audio_files(local_path(source))
     tokens = options.tokens or speech_tokens_for(plan.checkpoint.config)
-    size = SpeechSize(tokens, 0, 0)
-    if METHODS[plan.method].trains and steps_together(options):
-        size = SpeechSize(tokens, held_out=tokens // _HELD_OUT, fresh=tokens)
+    trains = METHODS[plan.method].trains
+    held_out = tokens // _HELD_OUT if trains else 0
+    fresh = tokens if trains and steps_together(options) else 0
+    size = SpeechSize(tokens, held_out, fresh)
     speech = SpeechModel(open_model(folder, device=chosen_device(options.device)), folder)
     found = speech_batches(speech, files, size, seed=options.seed, progress=partial(progress, LISTENING))
     return Calibration(
@@ -119,8 +115,9 @@ def _speech(plan: Plan, options: CalibrationOptions, progress: Progress) -> "Cal
     )
 
 
-def ready_calibration(batches: Iterable[Mapping[str, Any]], tokens: int, held_out: int, fresh: int) -> "Calibration":
->>>>>>> 713c199 (convert calibrates models that hear on a folder of sound)
+def ready_calibration(
+    batches: Iterable[Mapping[str, Any]], tokens: int, *, held_out: int = 0, fresh: int = 0, ids: str = "input_ids"
+) -> "Calibration":
     """Divide ready batches: the first ones for the layers, the next ones to judge by, the rest for the last stage.
 
     Args:
