@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gqa_convert.errors import DataError
-from gqa_convert.families.loading import load_tokenizer
+from gqa_convert.families.loading import load_tokenizer, no_warnings
 from gqa_convert.text.audio_files import AudioFile, Samples, read_audio
 from gqa_convert.text.calibration import digest_of
 from gqa_convert.text.order import mix, permuted
@@ -115,7 +115,7 @@ class SpeechModel:
         options["max_new_tokens"] = self.model.config.max_target_positions // 2
         if self._is_multilingual:
             options["task"] = _TASK
-        with torch.no_grad():
+        with torch.no_grad(), no_warnings():
             ids = self.model.generate(encoder_outputs=self._encoder_outputs(encoded), **options)
         texts: list[str] = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
         return [text.strip() for text in texts]

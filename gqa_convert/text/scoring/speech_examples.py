@@ -101,12 +101,13 @@ def hear(
     for first in range(0, len(files), batch):
         windows = []
         for file in files[first : first + batch]:
-            found = list(cut_windows([file], speech))
-            if len(found) == 1:
-                windows += found
+            window = _window(speech, file)
+            tokens_said = speech.text_tokens(window.text or "")
+            if tokens_said:
+                windows.append(window)
                 used.append(file)
-                targets.append(np.array(speech.text_tokens(file.text or "-")))
-                digest.update(found[0].samples.tobytes())
+                targets.append(np.array(tokens_said))
+                digest.update(window.samples.tobytes())
         if windows:
             encoded = speech.encode(windows)
             prompts.append(speech.prompts(encoded).numpy())

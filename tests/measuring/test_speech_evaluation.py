@@ -1,0 +1,77 @@
+"""evaluate on folders of sound: losses, divergences and word errors."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from gqa_convert.conversion.options import ConversionOptions
+from gqa_convert.conversion.run import convert_checkpoint
+from gqa_convert.errors import DataError, OptionError
+from gqa_convert.families.loading import load_model
+from gqa_convert.measuring.evaluation.run import EvaluationOptions, evaluate
+from gqa_convert.measuring.evaluation.table import columns
+from gqa_convert.measuring.evaluation.word_errors import word_errors
+from gqa_convert.text.audio_files import list_audio_files
+from gqa_convert.text.sources import Source
+from gqa_convert.text.speech import SpeechModel, cut_windows
+from tests.helpers.evaluate_models import causal
+from tests.helpers.speech import WINDOW_SECONDS, hearing_model, sound_folder, write_sound
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return hearing_model(tmp_path_factory.mktemp("hearing") / "source")
+
+
+def test_words_are_counted_without_case_and_punctuation() -> None:
+    found = word_errors(["Don't stop, Anna.", "one two"], ["don't  STOP anna", "one three four"])
+    assert found.errors.tolist() == [0, 2]
+    assert found.words.tolist() == [3, 2]
+
+
+def test_a_result_is_scored_beside_its_source(tmp_path: Path, source: Path) -> None:
+    merged = tmp_path / "merged"
+    convert_checkpoint(source, merged, 3, ConversionOptions(method="mean"))
+    folder = sound_folder(tmp_path / "sounds", 5)
+    write_sound(folder / "00.wav", WINDOW_SECONDS + 1)  # longer than a window
+    options = EvaluationOptions(reference=str(source), batch=3)
+    found = evaluate([str(merged)], Source(str(folder)), options)
+    assert found.objective == "speech"
+    assert found.reference is not None
+    (scores,) = found.results
+
+    speech = SpeechModel(load_model(source, torch.float32)[0], source)
+    losses = []
+    for file in list_audio_files(folder)[1:]:
+        tokens = speech.text_tokens(file.text or "")
+        start = speech.model.generation_config.decoder_start_token_id
+        features = speech.features(list(cut_windows([file], speech)))
+        with torch.no_grad():
+            logits = speech.model(features, decoder_input_ids=torch.tensor([[start, *tokens[:-1]]])).logits[0]
+        losses += torch.nn.functional.cross_entropy(logits, torch.tensor(tokens), reduction="none").tolist()
+    assert found.reference.tokens == scores.tokens == len(losses)
+    assert found.reference.loss == pytest.approx(float(np.mean(losses)), rel=1e-4)
+    assert found.reference.kl is None or found.reference.kl == pytest.approx(0, abs=1e-6)
+    assert scores.kl is not None
+    assert scores.kl > 0
+    assert scores.difference is not None
+    assert scores.difference.loss == pytest.approx((scores.loss or 0) - found.reference.loss, rel=1e-6)
+    assert scores.word_error_rate is not None
+    assert scores.difference.word_error_rate == pytest.approx(
+        scores.word_error_rate - (found.reference.word_error_rate or 0)
+    )
+    assert "word errors" in columns(found.entries(), {str(source): "source", str(merged): "merged"})
+
+
+def test_what_cannot_be_scored_is_refused(tmp_path: Path, source: Path) -> None:
+    folder = sound_folder(tmp_path / "sounds", 1, texts=False)
+    with pytest.raises(DataError, match="the folder has no texts"):
+        evaluate([str(source)], Source(str(folder)))
+    reads = causal(tmp_path / "reads")
+    with pytest.raises(OptionError, match="only one of them"):
+        evaluate([str(source), str(reads)], Source(str(folder)))
+    pairs = Source(str(folder), source_field="a", target_field="b")
+    with pytest.raises(OptionError, match="are for texts"):
+        evaluate([str(source)], pairs)
