@@ -72,7 +72,7 @@ Calibration = Annotated[
         "--calibration",
         "-c",
         metavar="TEXT",
-        help="Calibration text or conversations: a file, a folder, a glob pattern, a Hub dataset, or self for text that SOURCE writes. Repeat the option to mix texts in equal shares.",
+        help="Calibration text or conversations: a file, a folder, a glob pattern, a Hub dataset, or self for text that SOURCE writes; a folder of audio files for a model that hears. Repeat the option to mix texts in equal shares.",
         show_default=False,
     ),
 ]
