@@ -112,13 +112,19 @@ def test_the_text_that_judges_is_not_learned_from(llama: Path, tmp_path: Path) -
     assert notes[0].kl.before != notes[1].kl.before
 
 
-def test_where_nothing_was_lost_nothing_is_changed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("tied", [True, False])
+def test_where_nothing_is_won_nothing_is_changed(tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Because nothing was lost, or because steps are far too long."""
     case = folded.build("llama")
-    folded.tie(case, 3)
+    if tied:
+        folded.tie(case, 3)
+    else:
+        monkeypatch.setattr(distillation, "RATE", 5.0)
     source = case.save(tmp_path / "source")
     fitted(source, tmp_path / "layers", steps=0)
     _, record = fitted(source, tmp_path / "whole", steps=0, kl_steps=5)
-    assert record.kl.before == record.kl.after < 1e-6
+    assert record.kl.before == record.kl.after
+    assert (record.kl.after < 1e-6) is tied
     assert digests(tmp_path / "layers") == digests(tmp_path / "whole")
 
 
@@ -136,10 +142,11 @@ def test_other_steps_begin_again_from_the_layers(llama: Path, tmp_path: Path, mo
         assert after[6] != after[0] != after[3]
         fit(plan, straight, batches, batches[4:5], steps=2, kl_steps=6)
         assert contents(straight, plan) == after[6]
-        monkeypatch.delattr(distillation, "train_together")
-        monkeypatch.setattr(distillation, "train_together", None, raising=False)
+        monkeypatch.setattr(distillation, "train_together", None)
         fit(plan, straight, batches, batches[4:5], steps=2, kl_steps=6)
         assert contents(straight, plan) == after[6]
+        with pytest.raises(TypeError, match="not callable"):
+            fit(plan, straight, batches, batches[3:4], steps=2, kl_steps=6)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "phi3", "t5"])

@@ -44,6 +44,13 @@ def test_each_part_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {"tokens": 2048, "sequence_length": 512}
     assert estimate(**sizes, kl_steps=20).memory_bytes > 1.1 * estimate(**sizes, kl_steps=0).memory_bytes
     assert estimate(**sizes).memory_bytes == estimate(**sizes, kl_steps=20).memory_bytes
+    weights = 4 * plan_by("fit").parameters_before
+    needed = memory.plan_last_stage(plan_by("fit"), 2048, 0, "cpu", 0).nbytes / memory._STAGE_SHARE
+    for free, trains in ((needed + weights + 2, True), (needed + weights - 2, False)):
+        monkeypatch.setattr(memory, "available_memory", lambda _, free=free: free)
+        long = {"tokens": 2048, "sequence_length": 2048, "kl_rank": 0}
+        assert (estimate(**long).memory_bytes > estimate(**long, kl_steps=0).memory_bytes) is trains
+    monkeypatch.setattr(memory, "available_memory", lambda _: 64 * GIB)
     assert (estimate("mean").tokens, estimate("mean").disk_bytes) == (None, plan_by("mean").disk_bytes)
     assert estimate("factor").disk_bytes > estimate("mean").disk_bytes
     monkeypatch.setattr(memory, "available_memory", lambda _: 1 << 20)
@@ -54,35 +61,26 @@ def test_the_last_stage_takes_what_memory_allows(monkeypatch: pytest.MonkeyPatch
     """It keeps activations before it computes them again, and trains projections whole before it changes them by low
     ranks; a rank that is asked for counts more than memory.
     """
-    plan, cpu = plan_by("fit"), torch.device("cpu")
-    free = 0.0
+    plan = plan_by("fit")
     monkeypatch.setattr(memory, "LOW_RANK", 2)
-    monkeypatch.setattr(memory, "available_memory", lambda _: free)
 
-    def found(rank: int | None = None) -> tuple[int, bool, bool]:
-        stage = memory.plan_last_stage(plan, 512, cpu, rank)
+    def found(free: float, rank: int | None = None, device: str = "cpu") -> tuple[int, bool, bool]:
+        stage = memory.plan_last_stage(plan, 512, free, device, rank)
         return stage.rank, stage.recomputes, stage.affordable
 
-    needed = []
-    for rank, recomputes in ((0, False), (0, True), (2, True)):
-        monkeypatch.setattr(memory, "LOW_RANK", rank)
-        free = 0.0
-        if not recomputes:
-            free = 1e15
-        needed.append(memory.plan_last_stage(plan, 512, cpu, rank).nbytes / memory._STAGE_SHARE)
-    monkeypatch.setattr(memory, "LOW_RANK", 2)
+    needed = [
+        memory.plan_last_stage(plan, 512, free, "cpu", rank).nbytes / memory._STAGE_SHARE
+        for free, rank in ((1e15, 0), (0, 0), (0, 2))
+    ]
     assert needed == sorted(needed, reverse=True)
     expected = [(0, False, True), (0, True, True), (2, True, True)]
-    for nbytes, ways in zip(needed, expected, strict=True):
-        free = nbytes + 2
-        assert found() == ways
-    free = needed[-1] - 2
-    assert found() == (2, True, False)
-    assert found(0) == (0, True, False)
-    assert found(5)[0] == 5
-    free = 1e15
+    assert [found(free + 2) for free in needed] == expected
+    assert found(needed[-1] - 2) == (2, True, False)
+    assert found(needed[-1] - 2, 0) == (0, True, False)
+    assert found(1e15, 5) == (5, False, True)
     monkeypatch.setattr(memory, "_MOST_PARAMETERS", 1000)
-    assert found() == (0, False, False)
+    assert found(1e15) == (0, False, False)
+    assert found(1e15, device="cuda") == (0, False, True)
 
 
 @pytest.mark.parametrize("rank", [0, 2])

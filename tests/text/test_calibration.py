@@ -268,6 +268,22 @@ def test_the_ways_to_name_a_text(tmp_path: Path) -> None:
         tokens_of(folder / "d.jsonl")
 
 
+def test_further_blocks_do_not_change_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many the last stage asks for, layers are fitted on the same blocks of a text that is read in part."""
+    model, path = model_of(tmp_path / "model", CAUSAL), written(tmp_path / "a.jsonl", documents(3000))
+    monkeypatch.setattr(calibration_text, "_WHOLE", 1000)
+    made = [
+        calibration_batches(
+            model, path, 5 * LENGTH, seed=1, sequence_length=LENGTH, held_out_tokens=2 * LENGTH, fresh_tokens=fresh
+        )
+        for fresh in (0, 10 * LENGTH, 10**6)
+    ]
+    assert len({each.digest for each in made}) == 1
+    assert rows_of(made[0]) == rows_of(made[1]) == rows_of(made[2])
+    assert [sum(len(batch["input_ids"]) for batch in each.fresh) for each in made[:2]] == [0, 10]
+    assert sum(len(batch["input_ids"]) for batch in made[2].fresh) > 10
+
+
 @pytest.mark.parametrize("filler", [0, 500])
 def test_a_large_text_is_thinned_evenly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, filler: int) -> None:
     """Only documents that are kept are tokenised; where rows hold other fields beside the text, more of them are."""

@@ -2,10 +2,10 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any, Final
+from types import SimpleNamespace
+from typing import Final
 
 from gqa_convert.checkpoint.devices import chosen_device, has_gpu_driver
-from gqa_convert.checkpoint.item_bytes import ITEM_BYTES
 from gqa_convert.checkpoint.machine import available_memory
 from gqa_convert.checkpoint.results import Result
 from gqa_convert.conversion.fit.options import BATCH_TOKENS, CalibrationOptions, steps_together
@@ -21,8 +21,8 @@ LOW_RANK: Final = 32
 """The rank of the last stage's changes of query and output projections, where memory is too short to train these as they
 are.
 """
-_NUMPY_BASE = 60 << 20
-"""Bytes of a process that has imported numpy."""
+_NUMPY_BASE = 92 << 20
+"""Bytes of a process that has imported numpy, and of buffers."""
 _TORCH_BASE = 450 << 20
 """Bytes of a process that has imported torch and transformers."""
 _WEIGHTS_SHARE = 0.7
@@ -66,15 +66,8 @@ class LastStage:
     """Whether there is memory for it and, on a CPU, time."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Device:
-    """What `available_memory` asks of a torch device."""
-
-    type: str
-
-
 def estimate_needs(plan: Plan, options: CalibrationOptions) -> Needs:
-    """Estimate the memory and the disk space of a conversion. Calibration text is not read.
+    """Estimate the memory and the disk space of a conversion. Calibration data is not read.
 
     Args:
         plan: of the conversion.
@@ -83,24 +76,24 @@ def estimate_needs(plan: Plan, options: CalibrationOptions) -> Needs:
     tokens, device = None, "cpu"
     memory: float = _NUMPY_BASE
     disk = plan.disk_bytes
-    hidden_size = hidden_size_of(plan)
     if plan.merge_method.merges_layers:
-        changed = {change.name for change in plan.changes}
         # merged layers lie beside the result until it is written
+        changed = {change.name for change in plan.changes}
         disk += sum(tensor.nbytes for tensor in plan.all_tensors() if tensor.name in changed)
-    if not plan.merge_method.merges_layers:
-        largest = max(math.prod(change.before) * ITEM_BYTES[change.dtype] for change in plan.changes)
-        memory += (8 << 20) + 3 * largest  # a tensor, its heads one behind the other, and what becomes of them
-    elif not options.has_data:
         widths = [(layer.heads + layer.kv_heads) * (layer.key_head_dim + layer.value_head_dim) for layer in plan.layers]
-        memory += 6 * 8 * max(widths) * hidden_size  # float64 copies of a layer's rows
-    else:
+        memory += 6 * 8 * max(widths) * hidden_size_of(plan)  # float64 copies of a layer's rows
+    if plan.merge_method.merges_layers and options.has_data:
         from gqa_convert.text.calibration import calibration_tokens_for
 
         tokens = options.tokens or calibration_tokens_for(plan.checkpoint.config)
-        device = _device_of(options)
-        memory, waiting = _on_text(plan, options, tokens, device)
-        disk += waiting
+        if options.device is not None or has_gpu_driver():
+            device = chosen_device(options.device)
+        memory = _running_bytes(plan, options, tokens, device)
+        waiting = KEPT_BYTES * tokens * hidden_size_of(plan)
+        if waiting > free_memory("cpu") / 4:
+            disk += waiting
+        else:
+            memory += waiting
     return Needs(
         work=plan.effective_method + (f" on {tokens:,} tokens" if tokens else ""),
         layers=len(plan.merged_layers),
@@ -111,63 +104,54 @@ def estimate_needs(plan: Plan, options: CalibrationOptions) -> Needs:
     )
 
 
-def _device_of(options: CalibrationOptions) -> str:
-    """The device of a conversion; a CPU is found without torch."""
-    if options.device is None and not has_gpu_driver():
-        return "cpu"
-    return chosen_device(options.device)
-
-
-def _on_text(plan: Plan, options: CalibrationOptions, tokens: int, device: str) -> tuple[float, int]:
-    """The memory of a method that runs source and student on text, and what waits on the disk meanwhile, in bytes."""
+def _running_bytes(plan: Plan, options: CalibrationOptions, tokens: int, device: str) -> float:
+    """What it takes on a device to run source and student on some tokens, and to fit them."""
     from gqa_convert.text.calibration import calibration_length_for
 
-    place: Any = _Device("cpu")
-    if device != "cpu":
-        import torch
-
-        place = torch.device(device)
     block = min(options.sequence_length or calibration_length_for(plan.checkpoint.config), tokens)
     batch = min(tokens, max(BATCH_TOKENS, block))
     hidden_size = hidden_size_of(plan)
     outputs = plan.layers[0].heads * plan.layers[0].value_head_dim
-    weights = 4 * plan.parameters_before
+    weights, free = 4 * plan.parameters_before, free_memory(device)
     forward = 4 * batch * (12 * outputs + 8 * hidden_size)
     merge = 8 * 6 * (hidden_size + outputs) * hidden_size
     work = forward + merge
-    stage = plan_last_stage(plan, block, place, options.kl_rank, reserved=weights)
+    stage = plan_last_stage(plan, block, free - weights, device, options.kl_rank)
     if plan.merge_method.trains and steps_together(options) and (options.kl_steps or stage.affordable):
         work = max(work, stage.nbytes)
-    room = _WEIGHTS_SHARE * (available_memory(place) or math.inf)
-    loaded = min(weights + plan.checkpoint.weight_bytes, room)
     base = _TORCH_BASE if device == "cpu" else 0
-    waiting = KEPT_BYTES * tokens * hidden_size
-    if waiting > (available_memory(_Device("cpu")) or math.inf) / 4:
-        return base + loaded + work, waiting
-    return base + loaded + work + waiting, 0
+    return base + min(weights + plan.checkpoint.weight_bytes, _WEIGHTS_SHARE * free) + work
 
 
-def plan_last_stage(plan: Plan, tokens: int, place: Any, rank: int | None, *, reserved: int = 0) -> LastStage:
+def free_memory(device: str) -> float:
+    """The bytes that are free on a device; infinity where the system does not say."""
+    if device == "cpu":
+        free = available_memory(SimpleNamespace(type=device))
+    else:
+        import torch
+
+        free = available_memory(torch.device(device))
+    return math.inf if free is None else free
+
+
+def plan_last_stage(plan: Plan, tokens: int, free: float, device: str, rank: int | None) -> LastStage:
     """The first way to run the last stage that memory allows: it trains projections as they are before it makes changes
     of low rank, and keeps activations before it computes them again. Where memory allows none, the last one.
 
     Args:
         plan: of the conversion.
         tokens: of the longest sequence.
-        place: a torch device, or an object with its `type`.
+        free: bytes of memory, beside those of the source's weights.
+        device: such as `cpu` or `cuda:1`.
         rank: `--kl-rank`, if it is given.
-        reserved: bytes of the free memory that something else will take, such as the weights of a model that is not
-            loaded yet.
     """
-    free = available_memory(place)
-    room = math.inf if free is None else _STAGE_SHARE * (free - reserved)
-    is_small = place.type != "cpu" or plan.parameters_before <= _MOST_PARAMETERS
+    is_quick = device != "cpu" or plan.parameters_before <= _MOST_PARAMETERS
     ranks = (0, LOW_RANK) if rank is None else (rank,)
     for tried in ranks:
         for recomputes in (False, True):
             nbytes = trained_bytes(plan, tried) + _backward_bytes(plan, tokens, recomputes=recomputes)
-            if nbytes < room:
-                return LastStage(tried, recomputes, nbytes, is_small)
+            if nbytes < _STAGE_SHARE * free:
+                return LastStage(tried, recomputes, nbytes, is_quick)
     return LastStage(ranks[-1], True, nbytes, affordable=False)
 
 

@@ -13,7 +13,7 @@ from gqa_convert.checkpoint.provenance import CalibrationRecord, Divergence
 from gqa_convert.conversion.fit.batches import prepare_calibration
 from gqa_convert.conversion.fit.from_weights import merge_layers
 from gqa_convert.conversion.fit.layer_store import LayerStore, TrainingRecord
-from gqa_convert.conversion.fit.memory import plan_last_stage
+from gqa_convert.conversion.fit.memory import free_memory, plan_last_stage
 from gqa_convert.conversion.fit.options import CalibrationOptions, steps_per_layer, steps_together
 from gqa_convert.conversion.fit.progress import ALL_TOGETHER, MERGING_LAYERS, FitProgress, OnProgress
 from gqa_convert.conversion.fit.resource_errors import explained
@@ -185,7 +185,8 @@ def _last_stage(
             f"--kl-steps {steps} needs held-out text, and the layers use all of the text: lower --calibration-tokens, or name more text"
         )
     device = running_device(model)
-    found = plan_last_stage(plan, calibration.sequence_length, device, options.kl_rank)
+    free = free_memory(str(device))
+    found = plan_last_stage(plan, calibration.sequence_length, free, device.type, options.kl_rank)
     if not requested and not (is_in_memory and calibration.held_out and found.affordable):
         return None
     return DistillationOptions(
