@@ -562,7 +562,7 @@ class TestStopped:
         ("module", "stride"),
         [
             ("/checkpoint/publication.py", 4),
-            ("/gqa_convert/conversion/writing.py", 30),
+            ("/gqa_convert/conversion/writing.py", 20),
             ("/gqa_convert/conversion/run.py", 4),
             ("/gqa_convert/conversion/sidecar_files.py", 6),
         ],

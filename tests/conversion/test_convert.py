@@ -40,6 +40,7 @@ from tests.helpers.checkpoints import (
     write_llama,
 )
 from tests.helpers.own_files import make_source
+from tests.helpers.tiny import make_checkpoint
 from tests.helpers.verification import failed
 
 KEY = "model.layers.1.self_attn.k_proj.weight"
@@ -113,6 +114,22 @@ def test_layers_that_have_n_already_are_copied(
     before, after = read_weights(tmp_path / "four"), read_weights(tmp_path / "out")
     for name in before:
         assert not name.startswith("decoder") or np.array_equal(after[name][:1], before[name][:1])
+
+
+@pytest.mark.parametrize(
+    ("method", "keys", "words"), [("factor", "mean", "are averaged"), ("fit", "fit", "start from")]
+)
+def test_a_plan_says_what_can_not_be_absorbed(tmp_path: Path, method: str, keys: str, words: str) -> None:
+    source = make_checkpoint("qwen3", tmp_path / "source")  # norms behind its key projections
+    plan = make_plan(open_checkpoint(source), 3, method=method)
+    applied = {change.name.split(".")[-2]: change.method for change in plan.changes}
+    queries = {} if method == "factor" else {"q_proj": method}
+    assert applied == queries | {"k_proj": keys, "v_proj": method, "o_proj": method}
+    assert any(f"keys {words}" in warning and "in 2 of 2 attention layers" in warning for warning in plan.warnings)
+    out = tmp_path / "out"
+    if method == "factor":
+        convert_checkpoint(source, out, 3, ConversionOptions(method=method))
+        assert json.loads((out / "gqa_conversion.json").read_text())["result"] is not None
 
 
 def test_a_file_with_projections_that_absorb_maps_is_no_copy(tmp_path: Path) -> None:
