@@ -197,10 +197,10 @@ def test_for_fit_layers_are_fitted_and_each_only_once(
 def test_a_score_is_that_of_the_whole_models(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With values of zero in place of merged heads, as in a model whose weights were edited, or with NaN."""
 
-    def edited_values(_: Any, __: Any, module: Any, candidates: Any) -> Any:
+    def edited_values(_: Any, __: Any, attention: Any, candidates: Any) -> Any:
         for groups in candidates:
             value = math.nan if groups == 1 else 0.0
-            yield groups, {"v_proj.weight": torch.full_like(module.parameters()["v_proj.weight"], value)}
+            yield groups, {"v_proj.weight": torch.full_like(attention.module.v_proj.weight, value)}
 
     monkeypatch.setattr(layer_merging.ClosedForm, "merge", edited_values)
     plan = make_plan(open_checkpoint(source), 1, method="factor")
