@@ -140,7 +140,7 @@ def test_assembled_parameters_are_the_tensors_that_are_written(name: str, tmp_pa
         )
         expected = parts.repeated(parts.merge_heads(heads, tensors, groups), groups)
         for repeats_products in (False, True):
-            assembly = Assembly(parts, source, tensors, groups, "cpu", repeats_products=repeats_products)
+            assembly = Assembly(parts, tensors, groups, "cpu", repeats_products=repeats_products)
             made = assembly(as_parts(heads, "cpu"))
             assert made.keys() == {name.removeprefix(f"{layer.module}.") for name in expected}
             for name, array in expected.items():

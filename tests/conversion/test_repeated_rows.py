@@ -65,7 +65,7 @@ def test_a_model_with_merged_heads(name: str, tmp_path: Path) -> None:
     ids = torch.arange(3, 23).view(2, 10)
 
     def run(repeats_products: bool) -> tuple[list[torch.Tensor], int]:
-        assembly = Assembly(layout, source, tensors, 3, "cpu", repeats_products=repeats_products)
+        assembly = Assembly(layout, tensors, 3, "cpu", repeats_products=repeats_products)
         parts = {role: part.requires_grad_() for role, part in as_parts(merged, "cpu").items()}
         module = case.model.get_submodule(layout.layer.module)
         with replaced(module, assembly(parts)), FlopCounterMode(display=False) as counter:

@@ -93,7 +93,7 @@ class Student:
         for number, layout in enumerate(self._layouts):
             tensors, groups = store.read(number), self._counts[number]
             merged, repeated = layout.split_heads(tensors, groups), layout.repeated(tensors, groups)
-            assembly = Assembly(layout, merged, repeated, groups, model.device, repeats_products=repeats_products)
+            assembly = Assembly(layout, repeated, groups, model.device, repeats_products=repeats_products)
             self._assemblies.append(assembly)
             self.start.append(as_parts(merged, model.device))
 

@@ -4,7 +4,6 @@ Shape legend as in `gqa_convert.merging.attention_heads`; N groups.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -51,7 +50,6 @@ class Assembly:
 
     Args:
         layout: of the layer.
-        source: its heads, for their shapes.
         tensors: its tensors. Gates are taken from them, and the gains of key norms, averaged over each group.
         groups: K/V heads of the result.
         device: of the module.
@@ -62,7 +60,6 @@ class Assembly:
     def __init__(
         self,
         layout: LayerLayout,
-        source: Heads,
         tensors: Tensors,
         groups: int,
         device: Any,
@@ -75,34 +72,44 @@ class Assembly:
         self._output, self._output_bias = layout.output_names
         norms = layout.merge_norms(layout.merge_norms(tensors, groups), layout.layer.kv_heads)
         self._fixed = {name: torch.from_numpy(gains.astype(np.float32)).to(device) for name, gains in norms.items()}
-        self._rows: dict[str, _Rows] = {}
-        heads = {"query": layout.layer.heads, "key": groups, "value": groups}
-        sizes = {role: getattr(source, field).shape[-2] for role, field in ROLES.items()}
+        self._rows: dict[str, tuple[list[str | Tensor], Tensor]] = {}
+        """For each weight and bias the names of the parts that it has rows of, or rows of the source's; and which row of
+        these, one behind the other, stands in each place."""
+        self._is_in_order: dict[str, bool] = {}
+        counts = {"query": layout.layer.heads, "key": groups, "value": groups}
         for name, sections in layout.projections.items():
-            array = rows_first(tensors[name], layout.transposed)
-            index = np.full(len(array), -1)
-            roles = list(dict.fromkeys(section.role for section in sections if section.role in ROLES))
+            own = rows_first(tensors[name], layout.transposed)
+            index = torch.empty(len(own), dtype=torch.long)
+            sources: list[str | Tensor] = []
             first = 0
-            for role in roles:
-                for section in sections:
-                    if section.role != role:
-                        continue
-                    for number, start in enumerate(section.starts):
-                        head = number * heads[role] // section.heads
-                        rows = np.arange(sizes[role])
-                        index[start + rows] = first + head * sizes[role] + rows
-                first += heads[role] * sizes[role]
-            fields = [ROLES[role] for role in roles]
-            names = fields if array.ndim == 2 else [BIASES[field] for field in fields]
-            self._rows[name] = _Rows.of(names, index, first, array, device)
+            for section in sections:
+                count = counts.get(section.role, section.heads)
+                rows = torch.arange(section.head_rows)
+                for number, start in enumerate(section.starts):
+                    head = number * count // section.heads
+                    index[start + rows] = first + head * section.head_rows + rows
+                first += count * section.head_rows
+                if section.role in ROLES:
+                    field = ROLES[section.role]
+                    sources.append(field if own.ndim == 2 else BIASES[field])
+                else:
+                    gates = [own[start : start + section.head_rows] for start in section.starts]
+                    sources.append(torch.from_numpy(np.concatenate(gates).astype(np.float32)).to(device))
+            self._rows[name] = sources, index.to(device)
+            self._is_in_order[name] = torch.equal(index, torch.arange(first))
 
     def __call__(self, parts: Parts) -> dict[str, Tensor]:
         """The module's parameters, by name inside it, with gradients to the parts. With `repeats_products`, some are
         `RepeatedRows`.
         """
         result: dict[str, Any] = dict(self._fixed)
-        for name, rows in self._rows.items():
-            weight = rows.gathered(parts, repeats_products=self._repeats_products)
+        for name, (sources, index) in self._rows.items():
+            found = [_flat(parts, source) for source in sources]
+            rows = found[0] if len(found) == 1 else torch.cat(found)
+            if self._repeats_products and rows.dim() == 2 and len(rows) <= FEWER * len(index):
+                result[name] = RepeatedRows(rows, index)
+                continue
+            weight = rows if self._is_in_order[name] else rows.index_select(0, index)
             result[name] = weight.T if self._transposed and weight.dim() == 2 else weight
         columns = parts["outputs"].permute(2, 0, 1, 3).flatten(1)
         result[self._output] = columns.T if self._transposed else columns
@@ -124,38 +131,8 @@ def repeated_parameters(layout: LayerLayout, tensors: Tensors, groups: int) -> d
     return {name.removeprefix(prefix): torch.from_numpy(array.astype(np.float32)) for name, array in repeated.items()}
 
 
-@dataclass(frozen=True, slots=True)
-class _Rows:
-    """A projection's weight or bias: rows of parts, and those rows of the source that do not change."""
-
-    names: list[str]
-    """Of the parts whose rows it has, one after the other; they have inputs in common."""
-    index: Tensor | None
-    """Which of these; None for all, as they stand."""
-    taken: Tensor | None
-    """Which rows of the result are taken from there; None for all."""
-    fixed: Tensor | None
-    """The source's tensor, rows first, unless all are taken."""
-
-    @staticmethod
-    def of(names: list[str], index: Any, count: int, own: Any, device: Any) -> "_Rows":
-        """From the row of the parts, of `count`, that stands in each row of the source's tensor; -1 for its own."""
-        taken = index >= 0
-        rows = torch.from_numpy(np.maximum(index, 0)).to(device)
-        if not taken.all():
-            fixed = torch.from_numpy(own.astype(np.float32)).to(device)
-            return _Rows(names, rows, torch.from_numpy(taken).to(device), fixed)
-        in_order = len(index) == count and (index == np.arange(count)).all()
-        return _Rows(names, None if in_order else rows, None, None)
-
-    def gathered(self, parts: Parts, *, repeats_products: bool) -> Any:
-        found = [parts[name].flatten(0, -2) if name in BIASES else parts[name].flatten() for name in self.names]
-        rows = found[0] if len(found) == 1 else torch.cat(found)
-        if self.index is None:
-            return rows
-        if self.taken is not None:
-            taken = self.taken[:, None] if rows.dim() == 2 else self.taken
-            return torch.where(taken, rows.index_select(0, self.index), self.fixed)
-        if repeats_products and rows.dim() == 2 and len(rows) <= FEWER * len(self.index):
-            return RepeatedRows(rows, self.index)
-        return rows.index_select(0, self.index)
+def _flat(parts: Parts, source: str | Tensor) -> Tensor:
+    """Rows of a weight [n, d], or of a bias [n]."""
+    if isinstance(source, Tensor):
+        return source
+    return parts[source].flatten(0, -2) if source in BIASES else parts[source].flatten()

@@ -82,9 +82,7 @@ class OneLayer:
         self.device = attention.device
         reduced = is_reduced(options.precision)
         self.exact = _EXACT_REDUCED if reduced else _EXACT
-        self.assembly = Assembly(
-            layer.layout, self.source, layer.tensors, options.groups, self.device, repeats_products=reduced
-        )
+        self.assembly = Assembly(layer.layout, layer.tensors, options.groups, self.device, repeats_products=reduced)
         self.judged = judging_batches(len(attention.calls))
         self.fitted = range(self.judged.start) or self.judged
         fitting_parameters(attention.name, attention.module, self.assembly(as_parts(self._pooled(), self.device)))
@@ -154,7 +152,7 @@ class OneLayer:
         calls = self.attention.calls
         tokens = calls[0].hidden.shape[:2].numel()
         calls = calls[: max(1, LOW_FREQUENCY_TOKENS // tokens)]
-        unmerged = Assembly(self.layer.layout, self.source, self.layer.tensors, self.source.groups, self.device)
+        unmerged = Assembly(self.layer.layout, self.layer.tensors, self.source.groups, self.device)
         trials = KeyTrials(self.source, self.options.groups, limits, moments)
 
         def error(first_low: int) -> float:

@@ -1,7 +1,7 @@
 """Sums over calibration text, in float64: second moments of inputs, and ridge regression of an output projection."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -47,33 +47,32 @@ def gram(rows: Tensor) -> Tensor:
     return found
 
 
-@dataclass
 class Moment:
-    """E[x x^T] of inputs x with a 1 behind them, which stands for the bias."""
+    """E[x x^T] of inputs x with a 1 behind them, which stands for the bias.
 
-    inputs: int
-    total: Tensor | None = None
-    count: int = 0
+    Args:
+        inputs: their number.
+    """
+
+    def __init__(self, inputs: int) -> None:
+        self._inputs, self._count = inputs, 0
+        self._total: Any = 0
 
     def add(self, states: Tensor, counted: Tensor | None) -> None:
         """Add the states [B, L, inputs]; `counted` [B, L] leaves padding out."""
-        rows = states.detach().reshape(-1, states.shape[-1])
-        if counted is not None:
-            rows = rows[counted.reshape(-1)]
-        rows = torch.cat([rows, rows.new_ones(len(rows), 1)], dim=1)
-        found = gram(rows)
-        self.total = found if self.total is None else self.total.add_(found)
-        self.count += len(rows)
+        rows = _rows(states, counted)
+        self._total += gram(torch.cat([rows, rows.new_ones(len(rows), 1)], dim=1))
+        self._count += len(rows)
 
     def damped(self) -> npt.NDArray[np.float64]:
         """The moment [inputs + 1, inputs + 1], with `DAMPING` on its diagonal so that it is not singular. The last
         entry stays 1.
         """
-        if self.total is None or not self.count:
-            return np.eye(self.inputs + 1)
-        found = (self.total / self.count).cpu().numpy()
+        if not self._count:
+            return np.eye(self._inputs + 1)
+        found = (self._total / self._count).cpu().numpy()
         mean = float(np.mean(np.diag(found)[:-1]))
-        found[np.diag_indices(self.inputs)] += DAMPING * mean if mean > 0 else 1.0
+        found[np.diag_indices(self._inputs)] += DAMPING * mean if mean > 0 else 1.0
         return np.asarray(found)
 
 
@@ -95,7 +94,6 @@ def moments_of(calls: Iterable[AttentionCall], heads: Heads) -> Moments:
     return Moments(queries, of_keys.damped() if crosses else queries)
 
 
-@dataclass
 class Regression:
     """Sums for a ridge regression that lets a projection repair what its output misses.
 
@@ -103,32 +101,29 @@ class Regression:
         biased: whether the projection has a bias.
     """
 
-    biased: bool
-    _gram: Tensor | None = None
-    _cross: Tensor | None = None
-    _power: Tensor | None = None
-    """[t], the squares of each column of what is missed."""
+    def __init__(self, *, biased: bool) -> None:
+        self.biased = biased
+        self._gram: Any = 0
+        """[z, z], of the inputs."""
+        self._cross: Any = 0
+        """[z, t], of inputs with what is missed."""
+        self._power: Any = 0
+        """[t], the squares of each column of what is missed."""
 
     def add(self, inputs: Tensor, missed: Tensor, counted: Tensor | None) -> None:
         """Add inputs of the projection [B, L, z] and what its output misses [B, L, t]; `counted` [B, L] leaves padding
         out.
         """
-        rows, wanted = inputs.detach().reshape(-1, inputs.shape[-1]), missed.detach().reshape(-1, missed.shape[-1])
-        if counted is not None:
-            keep = counted.reshape(-1)
-            rows, wanted = rows[keep], wanted[keep]
+        rows, wanted = _rows(inputs, counted), _rows(missed, counted)
         if self.biased:
             rows = torch.cat([rows, rows.new_ones(len(rows), 1)], dim=1)
-        inner, cross = gram(rows), product(rows, wanted)
-        self._gram = inner if self._gram is None else self._gram.add_(inner)
-        self._cross = cross if self._cross is None else self._cross.add_(cross)
-        power = wanted.double().square().sum(0)
-        self._power = power if self._power is None else self._power.add_(power)
+        self._gram += gram(rows)
+        self._cross += product(rows, wanted)
+        self._power += wanted.double().square().sum(0)
 
     def sample(self) -> slice:
         """Evenly spaced columns, or all if they are few."""
-        assert self._cross is not None
-        return slice(None, None, max(1, self._cross.shape[1] // _SAMPLED))
+        return slice(None, None, max(1, len(self._power) // _SAMPLED))
 
     def change(self, strength: float, columns: slice = _ALL) -> Tensor:
         """The change of the weight [z, t], a last row for the bias, that minimises |Z change - missed|^2 +
@@ -138,8 +133,6 @@ class Regression:
             strength: of the ridge.
             columns: the columns to compute.
         """
-        assert self._gram is not None
-        assert self._cross is not None
         cross = self._cross[:, columns]
         mean = float(self._gram.diagonal()[: len(self._gram) - self.biased].mean())
         matrix = self._gram.clone()
@@ -154,13 +147,16 @@ class Regression:
             change: of these columns.
             columns: the columns that count.
         """
-        assert self._power is not None
         whole = float(self._power[columns].sum())
         if change is None:
             return whole
-        assert self._gram is not None
-        assert self._cross is not None
         return whole - float((change * (2 * self._cross[:, columns] - self._gram @ change)).sum())
+
+
+def _rows(tensor: Tensor, counted: Tensor | None) -> Tensor:
+    """The rows of [B, L, d] that count, [n, d]."""
+    rows = tensor.detach().flatten(0, 1)
+    return rows if counted is None else rows[counted.flatten()]
 
 
 def best_change(fitted: Regression, judged: Regression) -> Tensor | None:

@@ -58,7 +58,7 @@ class ClosedForm:
         device = attention.device
         for merged, error in merge_candidates(layer, source, candidates, moments):
             errors.append(error)
-            assembly = Assembly(layer.layout, source, layer.tensors, error.groups, device)
+            assembly = Assembly(layer.layout, layer.tensors, error.groups, device)
             yield error.groups, assembly(as_parts(merged, device))
         self.layers[attention.name] = describe_layer(layer, errors)
 
