@@ -97,6 +97,8 @@ class WrittenFile:
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         self._progress = progress
         self._buffer = memoryview(mmap.mmap(-1, _BUFFER))
+        self._free: list[memoryview] = []
+        """Buffers that have been written."""
         self._filled = 0
         self._at = 0
         """Where the buffer belongs in the file; whole blocks lie before it."""
@@ -165,10 +167,14 @@ class WrittenFile:
     def _flush(self) -> None:
         """Have a thread write the buffer, which holds whole blocks, and begin another one."""
         if self._filled:
-            self._submit(self._write_at, self._buffer[: self._filled], self._at)
-            self._buffer = memoryview(mmap.mmap(-1, _BUFFER))
+            self._submit(self._write_buffer, self._buffer, self._filled, self._at)
+            self._buffer = self._free.pop() if self._free else memoryview(mmap.mmap(-1, _BUFFER))
             self._at += self._filled
             self._filled = 0
+
+    def _write_buffer(self, buffer: memoryview, nbytes: int, at: int) -> None:
+        self._write_at(buffer[:nbytes], at)
+        self._free.append(buffer)
 
     def _copy_blocks(self, source: SourceFile, start: int, nbytes: int) -> None:
         if self._share_blocks(source, start, nbytes):

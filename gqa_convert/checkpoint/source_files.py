@@ -58,10 +58,6 @@ class SourceFiles:
         number = next(n for n, shard in enumerate(self._checkpoint.shards) if name in shard.header.tensors)
         return self[number], self._checkpoint.shards[number].header.tensors[name]
 
-    def read(self, name: str) -> Any:
-        """A tensor as an array, in the type of the file."""
-        return read_tensor(*self.locate(name))
-
     def check_unchanged(self) -> None:
         """Raise CorruptCheckpointError if a file was modified after its header was read."""
         for number in self._open:

@@ -78,6 +78,7 @@ class _Writer:
         self._plan = plan
         self._sources = sources
         self._merged = merged
+        self._buffer = np.empty(0, np.uint8)
 
     def write_file(self, file: OutputFile, path: Path, progress: Progress) -> None:
         """Write a whole file: the header, then the tensors."""
@@ -116,10 +117,22 @@ class _Writer:
             array = _rounded(read_tensor(source, entry), tensor)
             out.write(array.reshape(-1).view(np.uint8).data)
 
+    def _read(self, names: tuple[str, ...]) -> Array:
+        """Tensors of the source, joined along their first axis, in memory that the next call reuses."""
+        located = [self._sources.locate(name) for name in names]
+        nbytes = sum(entry.nbytes for _, entry in located)
+        if nbytes > len(self._buffer):
+            self._buffer = np.empty(nbytes, np.uint8)
+        start = 0
+        for source, entry in located:
+            source.read_into(self._buffer[start : start + entry.nbytes].data, entry.start)
+            start += entry.nbytes
+        first = located[0][1]
+        return self._buffer[:nbytes].view(DTYPES[first.dtype]).reshape(-1, *first.shape[1:])
+
     def _regroup(self, tensor: OutputTensor, regrouping: Regrouping) -> Array:
         """The tensor's array: heads of the source merged into groups, or repeated."""
-        arrays = [self._sources.read(name) for name in regrouping.sources]
-        array = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+        array = self._read(regrouping.sources)
         rows = np.ascontiguousarray(array.T) if regrouping.transposed else array
         heads = layouts.split(rows, regrouping.sections)
         squared_error = squared_norm = 0.0
