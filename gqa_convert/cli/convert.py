@@ -234,7 +234,10 @@ def group_counts(text: str | None, kv_budget: str | None) -> int | list[int] | N
     try:
         counts = [int(part) for part in re.split(r"\s*[,\s]\s*", listed)]
     except ValueError as problem:
-        raise OptionError(f"--groups {text}: {problem}: write an integer, or a list such as 8,8,4,4") from None
+        part = str(problem).rpartition(": ")[2]
+        raise OptionError(
+            f"--groups {text}: {part} is not an integer: write a number such as 8, or a list such as 8,8,4,4"
+        ) from None
     if len(counts) == 1 and not text.startswith("@"):
         return counts[0]
     return counts

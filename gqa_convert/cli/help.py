@@ -39,7 +39,7 @@ class _PlainHelp:
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         pieces: list[str] = super().collect_usage_pieces(ctx)  # type: ignore[misc]
-        return [re.sub(r"[{}]", "", piece).replace("......", "...") for piece in pieces]
+        return [re.sub(r"[{}]", "", piece).replace("......", "...").replace("...]...", "...]") for piece in pieces]
 
 
 class Command(_PlainHelp, TyperCommand):
@@ -55,7 +55,8 @@ class Command(_PlainHelp, TyperCommand):
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
         hidden = sum(getattr(param, "hidden", False) for param in self.params)
         if hidden:
-            formatter.write(f"\n{hidden} more options are shown by: {ctx.command_path} --help-all\n")
+            more = "1 more option is" if hidden == 1 else f"{hidden} more options are"
+            formatter.write(f"\n{more} shown by: {ctx.command_path} --help-all\n")
 
 
 class CommandGroup(_PlainHelp, TyperGroup):

@@ -60,9 +60,13 @@ def _report_usage(problem: Any) -> int:
     text = " ".join(problem.format_message().split()).rstrip(".")
     if not text:
         return int(problem.exit_code)
+    errors = getattr(problem.__cause__, "errors", None)
+    if errors is not None:  # pydantic's, whose words leave out what was found
+        text = text.partition(", unable to parse")[0].replace("Input", repr(errors()[0]["input"]))
     context = getattr(problem, "ctx", None)
     command = context.command_path if context is not None else "gqa-convert"
-    return _report(f"{text}: see {command} --help", problem.exit_code)
+    see = " See" if text.endswith("?") else ": see"
+    return _report(f"{text}{see} {command} --help", problem.exit_code)
 
 
 def _report(message: str, code: int) -> int:

@@ -170,7 +170,7 @@ def calibration_batches(
     """
     config = read_config(model_folder)
     if tokens < 1:
-        raise OptionError(f"calibration_tokens is {tokens}, expected a number above 0")
+        raise OptionError(f"--calibration-tokens is {tokens}, expected a number above 0")
     if batch_tokens < 1:
         raise OptionError(f"batch_tokens is {batch_tokens}, expected a number above 0")
     if is_encoder_decoder(config) and auto_class(config) == TASKS[2]:

@@ -115,6 +115,14 @@ def test_a_mistake_points_to_the_help_of_its_command() -> None:
     assert_mistake(run("convert"), "Missing argument 'SOURCE': see gqa-convert convert --help")
     assert_mistake(run("convert", "x", "--gruops", "3"), "see gqa-convert convert --help")
     assert_mistake(run("frobnicate"), "see gqa-convert --help")
+    assert_mistake(run("inspct"), "Did you mean 'inspect'? See gqa-convert --help")
+    assert_mistake(run("inspect", "x", "--max-loss-increase", "low"), "'--max-loss-increase': 'low'", "valid")
+    assert_mistake(run("convert", "x", "y", "--groups", "8,a"), "--groups 8,a: 'a' is not an integer: write a number")
+
+
+def test_the_usage_and_the_hint_at_hidden_options_are_well_formed() -> None:
+    assert help_of("evaluate", 80).startswith("Usage: gqa-convert evaluate [OPTIONS] [MODEL...]\n")
+    assert help_of("verify", 80).endswith("\n1 more option is shown by: gqa-convert verify --help-all\n")
 
 
 def test_a_copy_changes_no_tensor(source: Path, tmp_path: Path) -> None:

@@ -382,7 +382,7 @@ class TestCommand:
                 ["--kl-steps 5", "more text"],
             ),
             (["-n", "3", "-c", str(tmp_path / "none.txt")], ["none.txt"]),
-            (["-n", "3", "-c", str(text), "--calibration-tokens", "0"], ["calibration_tokens is 0"]),
+            (["-n", "3", "-c", str(text), "--calibration-tokens", "0"], ["--calibration-tokens is 0"]),
         ):
             result = run("convert", DEMO, out, *arguments)
             assert result.returncode == 2, (arguments, result.stderr)

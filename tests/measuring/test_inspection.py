@@ -242,6 +242,11 @@ def test_default_candidates_are_divisors_and_at_most_six(tmp_path: Path) -> None
     assert inspect_checkpoint(source).groups == (1, 2, 3, 6, 8, 12)
 
 
+def test_layers_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    source = write_llama(tmp_path / "deep", arrays=llama_arrays(layers=11), config={"num_hidden_layers": 11})
+    assert [layer.label for layer in inspect_checkpoint(source, candidates=[6]).layers] == [str(n) for n in range(11)]
+
+
 def test_recommendations() -> None:
     losses = [MergedLoss(2, 3.0, 0.5), MergedLoss(4, None, None), MergedLoss(6, 2.7, 0.2), MergedLoss(12, 2.6, 0.1)]
     assert recommend_within_loss(losses, 0.2) == (

@@ -430,7 +430,7 @@ def test_short_texts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "options", "error", "says"),
     [
-        (CAUSAL, {"tokens": 0}, OptionError, "calibration_tokens is 0"),
+        (CAUSAL, {"tokens": 0}, OptionError, "--calibration-tokens is 0"),
         (CAUSAL, {"batch_tokens": 0}, OptionError, "batch_tokens is 0"),
         (CAUSAL, {"sequence_length": 1}, OptionError, "sequence length is 1 tokens"),
         (CAUSAL, {"sequence_length": 0}, OptionError, "sequence length is 0 tokens"),

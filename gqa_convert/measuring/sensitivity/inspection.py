@@ -158,11 +158,16 @@ def inspect_checkpoint(
         kv_heads=plan.source_kv_heads,
         groups=tuple(counts),
         calibration=described,
-        layers=layers,
+        layers=tuple(sorted(layers, key=_place)),
         loss=loss,
         budget=choice,
         recommendation=recommendation,
     )
+
+
+def _place(layer: InspectedLayer) -> list[Any]:
+    """Sorts layer 2 before layer 10."""
+    return [int(part) if part.isdigit() else part for part in layer.module.split(".")]
 
 
 def recommend_within_loss(losses: Sequence[MergedLoss], limit: float) -> tuple[int | None, str]:
