@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
+from gqa_convert.checkpoint.atomic_files import write_whole
 from gqa_convert.checkpoint.paths import local_path
 from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions
@@ -36,7 +37,8 @@ def run_demo(
     """Convert the bundled checkpoint by mean pooling and by fitting, prove both results, and uptrain the fitted one.
 
     Args:
-        out: a new folder for the checkpoints `mean` and `fit`, the recipe `uptraining.yaml` and its run `uptraining`.
+        out: a new folder for the checkpoints `mean` and `fit`, the recipe `uptraining.yaml` and its run `uptraining`; or
+            that of a demo that was interrupted, whose results are kept.
         calibration_tokens: how many tokens to fit on; fewer than by default, so that the demo takes only minutes.
         held_out_tokens: on how many tokens the loss of every model is measured.
         uptraining_tokens: how many tokens to uptrain on, with the source as teacher.
@@ -48,14 +50,19 @@ def run_demo(
         (None where there is nothing to prove).
 
     Raises:
-        OutputError: `out` is not empty.
+        OutputError: `out` holds something else.
         InterruptedRunError: the uptraining was stopped.
         SourceNotFoundError: Python lacks the sources of its library.
     """
     out = local_path(out)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    recipe = _recipe(out, uptraining_tokens)
+    path = out / "uptraining.yaml"
+    is_demo = path.is_file() and path.read_bytes() == recipe
+    if out.exists() and not is_demo and (not out.is_dir() or any(out.iterdir())):
         raise OutputError(f"{out} exists already: name a new folder, as in gqa-convert demo FOLDER")
     ids = _held_out_ids(held_out_tokens)
+    out.mkdir(parents=True, exist_ok=True)
+    write_whole(path, recipe)  # first: it marks the folder as a demo's
     text = CalibrationOptions(_TEXT, tokens=calibration_tokens, kl_steps=0)  # 200 take two minutes
     conversions = {"mean": ConversionOptions(method="mean"), "fit": ConversionOptions(calibration=text)}
     plan = make_plan(open_checkpoint(CHECKPOINT), GROUPS)
@@ -63,11 +70,12 @@ def run_demo(
     results = [_row("source", CHECKPOINT, plan.source_kv_heads, sizes.before, ids)]
     for name, options in conversions.items():
         progress("converting, verifying and measuring", len(results), 3)
-        convert_checkpoint(CHECKPOINT, out / name, GROUPS, options)
+        if not (out / name).exists():
+            convert_checkpoint(CHECKPOINT, out / name, GROUPS, options)
         verified = verify_checkpoint(out / name, CHECKPOINT).passed
         results.append(_row(name, out / name, GROUPS, sizes.after, ids) | {"verified": verified})
     progress("converting, verifying and measuring", 3, 3)
-    model = _uptrain(out, uptraining_tokens, progress)
+    model = _uptrain(path, progress)
     results.append(_row("fit, uptrained", model, GROUPS, sizes.after, ids))
     return {
         "calibration_tokens": calibration_tokens,
@@ -112,11 +120,9 @@ def _row(name: str, folder: Path, groups: int, kv_bytes_per_token: int, ids: lis
     }
 
 
-def _uptrain(out: Path, tokens: int, progress: Progress) -> Path:
-    """Uptrain the fitted checkpoint with the source as teacher, by a recipe that stays in `out`; return the result."""
+def _recipe(out: Path, tokens: int) -> bytes:
+    """The recipe that uptrains the fitted checkpoint with the source as teacher."""
     import yaml
-
-    from gqa_convert.training.uptrain import uptrain_checkpoint
 
     recipe = {
         "model": str(out / "fit"),
@@ -131,15 +137,20 @@ def _uptrain(out: Path, tokens: int, progress: Progress) -> Path:
         "precision": "no",
         "save_every": 1000,
     }
-    path = out / "uptraining.yaml"
-    path.write_text(yaml.safe_dump(recipe, sort_keys=False), encoding="utf-8")
+    return yaml.safe_dump(recipe, sort_keys=False).encode()
+
+
+def _uptrain(path: Path, progress: Progress) -> Path:
+    """Uptrain by a recipe; return the result."""
+    from gqa_convert.training.uptrain import uptrain_checkpoint
+
     try:
         run = uptrain_checkpoint(
             path, [], on_step=lambda report: progress("uptraining", report.line.step, report.steps)
         )
     except StoppedError:
         raise InterruptedRunError(
-            f"stopped while uptraining: gqa-convert uptrain {path} continues, or gqa-convert demo FOLDER starts over"
+            f"stopped while uptraining: the same command, or gqa-convert uptrain {path}, continues"
         ) from None
     assert run is not None
     return Path(run.model)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import NoReturn, Protocol
 
 from gqa_convert.checkpoint import formats
+from gqa_convert.checkpoint.signed_card import is_set_aside
 from gqa_convert.errors import CorruptCheckpointError
 
 _NAMED = 3
@@ -30,7 +31,7 @@ class CheckpointFiles(Protocol):
 
 
 class LocalFiles:
-    """The files of a local folder, without hidden files and Python caches.
+    """The files of a local folder, without hidden files, Python caches and a user's README that gave way to a card.
 
     Links are followed where they stay inside the folder or lead to the files that the Hub's cache keeps for the same
     repository. Other links may show any file of this machine, and are listed in `links_out`. Weights and the config may
@@ -43,7 +44,7 @@ class LocalFiles:
         links_out: list[str] = []
         for name in walk(folder, links_out.append):
             path = folder / name
-            if path.name.startswith("."):
+            if path.name.startswith(".") or is_set_aside(name):
                 continue
             is_read = name == "config.json" or formats.is_weight_file(name)
             if not is_read and leads_out(path, folder):

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from gqa_convert.checkpoint.signed_card import CARD, is_our_card
+from gqa_convert.checkpoint.signed_card import ASIDE, CARD, is_our_card
 from gqa_convert.checkpoint.strict_json import parse_object
 from gqa_convert.errors import CorruptCheckpointError
 
@@ -125,14 +125,14 @@ def some(names: list[str]) -> str:
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a user's file so that its name becomes free, and return the new path.
+    """Rename a user's file so that its name becomes free, and return the new path; see `signed_card.is_set_aside`.
 
     Raises:
         OSError: the file cannot be renamed.
     """
     number = 0
     while True:
-        aside = path.with_name(f"{path.name}.old{number or ''}")
+        aside = path.with_name(f"{path.name}{ASIDE}{number or ''}")
         if not aside.exists() and not aside.is_symlink():
             path.rename(aside)
             return aside

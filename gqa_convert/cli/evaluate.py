@@ -104,8 +104,10 @@ def evaluate(
         if as_json:
             print_json({"html": html and str(html), "plot": plot and str(plot)})
         return
-    if not models or data is None:
+    if not models:
         raise OptionError("name a MODEL and the text to score with --data TEXT, or only files of results with --with")
+    if data is None:
+        raise OptionError("--data is missing: name the text to score")
     if output is not None:
         check_result_path(output, overwrite=overwrite)
     from gqa_convert.measuring.evaluation.run import EvaluationOptions

@@ -31,6 +31,7 @@ def inspect(
         typer.Option(
             "--max-loss-increase",
             metavar="NATS",
+            min=0,
             help="Recommend the smallest N that adds at most this loss, in nats per token.",
             show_default=False,
         ),

@@ -152,9 +152,11 @@ def load_result(path: Path) -> EvaluationFile | BenchmarkFile:
     """Read a file that `evaluate` or `benchmark` wrote.
 
     Raises:
-        ReportError: it can't be read, is no such file, has another format version, or a key has a value of the wrong
+        ReportError: it does not exist, can't be read, is no such file, has another format version, or a key has a value of the wrong
             type.
     """
+    if not path.exists():
+        raise ReportError(f"{path} does not exist: name a file that evaluate or benchmark wrote")
     try:
         return _FILE.validate_json(path.read_bytes(), strict=True)
     except (OSError, ValidationError):

@@ -78,6 +78,8 @@ def check_serving(
     for name in named:
         check_name(name, engines)
     out = local_path(out)
+    if not out.is_dir():
+        raise SourceNotFoundError(f"{out} is no folder: name that of a checkpoint")
     config = read_config(out)
     if not config:
         raise SourceNotFoundError(f"{out} holds no config.json that can be read: name the folder of a checkpoint")

@@ -52,12 +52,14 @@ def find_interpreter(engine: Engine, asked: str | None) -> tuple[str, str]:
         asked: the interpreter that the user named; None for this one.
 
     Raises:
-        MissingExtraError: the engine is not installed.
+        MissingExtraError: the engine is not installed, or there is no such interpreter.
     """
     python = sys.executable
     if asked is not None:
-        # links are kept: they lead out of an environment
-        python = os.path.abspath(shutil.which(local_path(asked)) or shutil.which(asked) or asked)  # noqa: PTH100
+        found = shutil.which(local_path(asked)) or shutil.which(asked)
+        if found is None:
+            raise MissingExtraError(f"there is no interpreter {asked}: name the one that has the engine with --python")
+        python = os.path.abspath(found)  # noqa: PTH100  # links are kept: they lead out of an environment
     for distribution in engine.distributions:
         code = f"from importlib.metadata import version; print(version({distribution!r}))"
         with suppress(OSError):

@@ -184,15 +184,14 @@ def calibration_batches(
     judging, further = -(-held_out_tokens // blocks.raw), -(-fresh_tokens // blocks.raw)
     # the text that blocks are drawn from does not depend on the number of further blocks
     label, text, sizes = _all_tokens(source, tokenizer, needed * blocks.raw, closed=blocks.kind != "spans")
-    if len(text) < 2:
-        raise DataError(f"{label} holds {len(text)} tokens, calibration needs at least 2: name more text")
     cuts, held_out, fresh = _draws(sizes, blocks.raw, (needed, judging, further), seed)
     rows = max(1, batch_tokens // blocks.length)
     made, judges, unseen = (
         [blocks.batch(text, starts, length, first) for starts, length, first in _batched(each, rows)]
         for each in (cuts, held_out, fresh)
     )
-    _check_vocabulary(config, made, model_folder)
+    largest = max(int(batch[name].max()) for batch, _ in made for name in _TOKENS & batch.keys())
+    check_vocabulary(config, largest, model_folder)
     used, length = sum(count for _, count in made), max(batch["input_ids"].shape[1] for batch, _ in made)
     number = sum(len(batch["input_ids"]) for batch, _ in made)
     description = (
@@ -350,6 +349,9 @@ def _all_tokens(source: Any, tokenizer: Any, count: int, *, closed: bool) -> tup
             "the list of calibration texts is empty: name a file, a folder, a pattern or a dataset on the Hub"
         )
     each = [_tokens(one, tokenizer, count, closed=closed) for one in sources]
+    for label, text in each:
+        if len(text) < 2:
+            raise DataError(f"{label} holds {len(text)} tokens, calibration needs at least 2: name more text")
     texts = [text for _, text in each]
     return " and ".join(label for label, _ in each), np.concatenate(texts), [len(text) for text in texts]
 
@@ -425,14 +427,18 @@ def usable_tokenizer(folder: Path) -> Any:
     return tokenizer
 
 
-def _check_vocabulary(config: Config, made: Sequence[tuple[dict[str, Integers], int]], folder: Path) -> None:
-    """Refuse text with tokens that the model has no embedding for. Only the tokens in the text are checked.
+def check_vocabulary(config: Config, largest: int, folder: Path) -> None:
+    """Refuse text with tokens that the model has no embedding for.
+
+    Args:
+        config: of the model.
+        largest: the largest token of the text.
+        folder: of the tokenizer.
 
     Raises:
         DataError: the text has such a token.
     """
     size = stated_count(config, VOCABULARY_KEYS)
-    largest = max(int(batch[name].max()) for batch, _ in made for name in _TOKENS & batch.keys())
     if size is not None and largest >= size:
         raise DataError(
             f"the tokenizer in {folder} produces token {largest}, and the model has a vocabulary of {size}: "

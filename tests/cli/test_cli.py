@@ -117,6 +117,7 @@ def test_a_mistake_points_to_the_help_of_its_command() -> None:
     assert_mistake(run("frobnicate"), "see gqa-convert --help")
     assert_mistake(run("inspct"), "Did you mean 'inspect'? See gqa-convert --help")
     assert_mistake(run("inspect", "x", "--max-loss-increase", "low"), "'--max-loss-increase': 'low'", "valid")
+    assert_mistake(run("inspect", "x", "--max-loss-increase", "-0.1"), "--max-loss-increase", "-0.1")
     assert_mistake(run("convert", "x", "y", "--groups", "8,a"), "--groups 8,a: 'a' is not an integer: write a number")
 
 
@@ -169,6 +170,19 @@ def test_advice_on_quality(method: str, calibration: CalibrationRecord | None, w
 def test_who_asked_for_no_last_stage_is_not_told_to_ask_for_it() -> None:
     advice = quality_advice("fit", "in", "out", measured(0.4), last_stage_refused=True)
     assert advice == "to lower the divergence, uptrain with the source as teacher: docs/uptraining.md"
+
+
+def test_who_has_a_model_that_hears_is_not_told_to_uptrain_it() -> None:
+    for method, calibration, words in (
+        ("mean", None, "often useless: measure"),
+        ("fit", measured(0.4), "to lower the divergence, train all layers together for longer, with --kl-steps 200"),
+    ):
+        advice = quality_advice(method, "in", "out", calibration, trains=False)
+        assert advice is not None
+        assert words in advice
+        assert "uptrain" not in advice
+    advice = quality_advice("fit", "in", "out", measured(0.4), last_stage_refused=True, trains=False)
+    assert advice == "measure the loss with gqa-convert evaluate in out --data TEXT"
 
 
 def test_a_dry_run_shows_the_cache_at_a_context_for_a_batch(tmp_path: Path) -> None:

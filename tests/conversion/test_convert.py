@@ -178,6 +178,12 @@ def test_index_totals_are_those_of_the_new_tensors(source: Path, tmp_path: Path)
     }.keys() == weights.keys()
 
 
+def test_changes_are_in_the_order_of_the_layers(tmp_path: Path) -> None:
+    source = write_llama(tmp_path / "deep", arrays=llama_arrays(layers=11), config={"num_hidden_layers": 11})
+    changes = make_plan(open_checkpoint(source), 3).summary()["changes"]
+    assert [change["name"].split(".")[2] for change in changes[::2]] == [str(number) for number in range(11)]
+
+
 def test_a_single_file_stays_a_single_file(tmp_path: Path) -> None:
     source = write_llama(tmp_path / "source")
     convert_checkpoint(source, tmp_path / "out", 4, ConversionOptions(method="mean"))

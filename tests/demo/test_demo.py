@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from gqa_convert.checkpoint.provenance import PROVENANCE
 from gqa_convert.cli import demo as demo_command
 from gqa_convert.demo import CHECKPOINT, run_demo
-from gqa_convert.errors import OutputError
+from gqa_convert.errors import InterruptedRunError, OutputError
 from gqa_convert.text import calibration, sources, stdlib_text
 
 
@@ -62,6 +63,32 @@ def test_a_folder_that_is_not_empty_is_left_alone(demo: tuple[Path, dict[str, An
     (tmp_path / "file").write_text("x")
     with pytest.raises(OutputError, match="exists already"):
         run_demo(tmp_path / "file")
+
+
+def test_an_interrupted_demo_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+
+    def convert(_: Path, out: Path, *__: Any) -> None:
+        if len(done) == 1:
+            done.append("stopped")
+            raise InterruptedRunError("stopped")
+        out.mkdir()
+        done.append(out.name)
+
+    for name, replacement in (
+        ("convert_checkpoint", convert),
+        ("verify_checkpoint", lambda *_: SimpleNamespace(passed=True)),
+        ("_held_out_ids", lambda _: [1]),
+        ("_row", lambda *_: {"verified": None}),
+        ("_uptrain", lambda path, _: path.parent / "model"),
+    ):
+        monkeypatch.setattr(f"gqa_convert.demo.{name}", replacement)
+    with pytest.raises(InterruptedRunError):
+        run_demo(tmp_path / "out")
+    with pytest.raises(OutputError, match="exists already"):
+        run_demo(tmp_path / "out", uptraining_tokens=1)
+    assert run_demo(tmp_path / "out")["passed"]
+    assert done == ["mean", "stopped", "fit"]
 
 
 def test_the_table_of_the_demo(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,13 +15,16 @@ from huggingface_hub import ModelCard
 from gqa_convert.checkpoint.byte_sizes import size
 from gqa_convert.checkpoint.machine import measurement
 from gqa_convert.checkpoint.signed_card import is_our_card
+from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import GQAConvertError, OptionError, PublishError
+from gqa_convert.hub.converted import open_converted
 from gqa_convert.hub.markup import significant
 from gqa_convert.hub.options import PublishOptions
 from gqa_convert.hub.publishing import publish
 from gqa_convert.training.recipe import make_recipe
+from gqa_convert.verify import verify_checkpoint
 from tests.helpers.checkpoints import HEADS, WIDTH, digests, write_llama
 from tests.helpers.tiny import make_checkpoint
 
@@ -434,7 +437,7 @@ def test_names_stay_names(out: Path) -> None:
             assert len(re.findall(r"(?<!\\)\|", row)) == len(re.findall(r"(?<!\\)\|", after))
 
 
-def test_a_readme_of_the_users_own_is_kept(out: Path) -> None:
+def test_a_readme_of_the_users_own_is_kept(out: Path, original: Path) -> None:
     (out / "README.md").write_text("# Mine\n")
     before = digests(out, ignore=())
     with pytest.raises(PublishError, match=r"by you.*--overwrite-card"):
@@ -444,6 +447,9 @@ def test_a_readme_of_the_users_own_is_kept(out: Path) -> None:
     text = (out / "README.md").read_text()
     assert is_our_card(text)
     assert (out / "README.md.old").read_text() == "# Mine\n"
+    opened = open_checkpoint(out)
+    assert not [name for name in (*opened.carried, *open_converted(out).untracked) if "README.md.old" in name]
+    assert verify_checkpoint(out, original.parent / "source", logits=False).passed
     (out / "README.md.old").unlink()
     (out / "README.md").write_text(text + "\nMy own words.\n")
     with pytest.raises(PublishError, match="edited"):

@@ -153,6 +153,13 @@ def test_a_tokenizer_that_differs_only_in_tokens_that_the_text_lacks_is_not_comp
     assert "tokens are not those of" in result["note"]
 
 
+def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
+    causal(tmp_path / "small", vocab_size=40)
+    (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
+    with pytest.raises(DataError, match=r"small produces token \d+, and the model has a vocabulary of 40"):
+        run(tmp_path, "small", data="text.txt")
+
+
 def test_a_uniform_model_without_a_beginning_token(tmp_path: Path) -> None:
     constant(tmp_path / "letters", "abcd", [0.0] * 4)
     constant(tmp_path / "pairs", [a + b for a in "abcd" for b in "abcd"], [0.0] * 16)

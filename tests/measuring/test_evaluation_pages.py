@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from gqa_convert.checkpoint.machine import measurement
+from gqa_convert.cli.console.evaluation import show_evaluation
 from gqa_convert.errors import MissingExtraError, OptionError, OutputError, ReportError
 from gqa_convert.measuring.evaluation.page import check_drawings, draw, measured_texts
 from gqa_convert.measuring.evaluation.table import notes, short_names
@@ -70,10 +71,10 @@ def test_results_of_one_checkpoint_belong_together_whatever_it_is_called() -> No
         ("out", 3.0),
         ("x", 2.0),
     ]
-    assert text.columns["difference"] == ["", "+0.5000 ± 0.1250", "", "", ""]
-    assert text.columns["K/V per token"] == ["4.1 kB"] * 5
+    assert text.columns["difference"] == ["", "+0.5000 ±0.1250", "", "", ""]
+    assert text.columns["K/V/token"] == ["4.1 kB"] * 5
     (text,) = measured_texts([again, first])
-    assert "+0.5000 ± 0.1250" in text.columns["difference"], "the entry with a difference is shown"
+    assert "+0.5000 ±0.1250" in text.columns["difference"], "the entry with a difference is shown"
     unknown = evaluation(scores("m"), scores("m"))
     assert len(measured_texts([unknown])[0].entries) == 2
 
@@ -96,8 +97,28 @@ def test_a_table_for_each_text(other: dict[str, Any], tables: int) -> None:
 def test_differences_in_bits_per_byte_say_so() -> None:
     entry = scores("b", "2", difference=Difference(to="a", bits_per_byte=0.25, bits_per_byte_standard_error=0.5))
     (text,) = measured_texts([evaluation(scores("a", "1"), entry)])
-    assert text.columns["difference"] == ["", "+0.2500 ± 0.5000 bits/byte"]
+    assert text.columns["difference"] == ["", "+0.2500 ±0.5000 bits/byte"]
     assert notes(text.entries, {"a": "a", "b": "b"}) == ["differences are from a, paired over the same text"]
+
+
+def test_a_table_with_everything_fits_a_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    known = {"loss_standard_error": 0.01, "perplexity": 7.389, "bits_per_byte": 0.75, "kv_bytes_per_token": 327_680}
+    measured = {"kl": 0.125, "kl_standard_error": 0.0625, "top1_agreement": 0.975}
+    difference = Difference(to="llama-7b", loss=0.5, standard_error=0.125)
+    entries = [scores("demo_checkpoint", "1", **known), scores("gqa8", "2", difference=difference, **known, **measured)]
+    show_evaluation(evaluation(*entries))
+    shown = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["model", "K/V/token", "loss", "difference", "KL", "top-1"] in shown
+    cells = ["gqa8", "327.7", "kB", "2.0000", "+0.5000", "±0.1250", "0.1250", "±0.0625", "97.50%"]
+    assert cells in shown
+    assert ["demo_checkpoint", "327.7", "kB", "2.0000"] in shown
+    show_evaluation(evaluation(scores("llama-7b", "1", **known)))
+    assert ["model", "K/V/token", "loss", "perplexity", "bits/byte"] in [
+        line.split() for line in capsys.readouterr().out.splitlines()
+    ]
 
 
 class Cells(HTMLParser):
@@ -201,9 +222,9 @@ def test_the_command_draws_its_models_and_earlier_results(
     for arguments, words in (
         (("--html", "b.html"), "name a MODEL and the text"),
         (("--with", "one.json"), "--with names results to draw"),
-        (("--with", "none.json", "--html", "b.html"), "none.json can't be read"),
+        (("--with", "none.json", "--html", "b.html"), "none.json does not exist"),
         (("--with", "one.json", "--html", "b.html", "--data", "text.txt"), "name a MODEL and the text"),
-        (("two", "--html", "b.html"), "name a MODEL and the text"),
+        (("two", "--html", "b.html"), "--data is missing"),
     ):
         code, out, err = ask(*arguments)
         assert (code, out, err.count("\n")) == (2, "", 1)

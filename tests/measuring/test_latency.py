@@ -136,7 +136,7 @@ def test_other_kinds_of_models(tmp_path: Path, model_type: str, attention: str, 
     assert (result.attention, found[3].encoder_tokens) == (attention, encoder_tokens)
 
 
-@pytest.mark.parametrize("model_type", ["llama", "t5", "gpt_neox"])
+@pytest.mark.parametrize("model_type", ["llama", "t5", "opt"])
 def test_versions_have_the_shapes_of_a_conversion(tmp_path: Path, model_type: str) -> None:
     source = write_model(tmp_path / "source", model_type)
     convert_checkpoint(str(source), str(tmp_path / "out"), 3, ConversionOptions(method="mean"))
@@ -257,6 +257,12 @@ def test_mistakes(llama: Path, changes: dict[str, Any], error: type[GQAConvertEr
     with pytest.raises(error, match=words) as caught:
         benchmark_model(llama, options=options(**changes))
     assert caught.value.exit_code == 2
+
+
+def test_a_cache_that_exceeds_the_memory_is_refused(tmp_path: Path) -> None:
+    source = write_model(tmp_path, "llama", max_position_embeddings=10**12)
+    with pytest.raises(OptionError, match=r"--context 1000000000 with --batch 100: the K/V cache takes .* give less"):
+        benchmark_model(source, options=options(batch=(1, 100), context=(7, 10**9)))
 
 
 def test_the_command(tmp_path: Path) -> None:

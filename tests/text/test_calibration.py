@@ -422,6 +422,9 @@ def test_short_texts(tmp_path: Path) -> None:
     path.write_text("")
     with pytest.raises(DataError, match="holds 0 tokens, calibration needs at least 2"):
         calibration_batches(model, path, 1000, seed=0)
+    other = written(tmp_path / "other.jsonl", documents(20))
+    with pytest.raises(DataError, match=rf"^{path} holds 0 tokens"):
+        calibration_batches(model, [str(other), str(path)], 1000, seed=0)
     path.write_text("w5")
     with pytest.raises(DataError, match="holds 1 tokens"):
         calibration_batches(model_of(tmp_path / "t5", T5), path, 1000, seed=0)

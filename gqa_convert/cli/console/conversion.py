@@ -4,6 +4,7 @@ import shlex
 from typing import TYPE_CHECKING
 
 from gqa_convert.checkpoint.byte_sizes import size
+from gqa_convert.families.loading import hears
 from gqa_convert.merging.methods import CALIBRATED_DEFAULT, COPY, METHODS, REPEAT
 
 from .plan import CACHES, MODELING, heads_after, heads_before
@@ -41,13 +42,26 @@ def show_conversion(result: "ConversionResult", *, last_stage_refused: bool) -> 
     show_done(f"{heads} ({method}) in {len(plan.layers)} layers", rows)
     for warning in plan.warnings:
         print_note(warning)
-    advice = quality_advice(method, source, out, result.calibration, last_stage_refused=last_stage_refused)
+    advice = quality_advice(
+        method,
+        source,
+        out,
+        result.calibration,
+        last_stage_refused=last_stage_refused,
+        trains=not hears(plan.checkpoint.config),
+    )
     if advice:
         print_note(advice)
 
 
 def quality_advice(
-    method: str, source: str, out: str, calibration: "CalibrationRecord | None", *, last_stage_refused: bool = False
+    method: str,
+    source: str,
+    out: str,
+    calibration: "CalibrationRecord | None",
+    *,
+    last_stage_refused: bool = False,
+    trains: bool = True,
 ) -> str | None:
     """Return one line about the quality of a conversion's result; None where no heads were merged.
 
@@ -57,19 +71,23 @@ def quality_advice(
         out: the folder of the result.
         calibration: the text that the method measured on, and the divergence from the source on held-out parts of it.
         last_stage_refused: whether the user asked for no steps of the stage that trains all layers together.
+        trains: whether uptrain takes the model.
     """
     if method in (COPY.name, REPEAT.name):
         return None
     measure = f"measure the loss with {shlex.join(['gqa-convert', 'evaluate', source, out, '--data'])} TEXT"
     if METHODS[method].pooling is not None:
-        return f"after {method} the model is often useless until it is uptrained: {measure}; {_CALIBRATED} far less"
+        until = " until it is uptrained" if trains else ""
+        return f"after {method} the model is often useless{until}: {measure}; {_CALIBRATED} far less"
     if not METHODS[method].trains:
         return f"{measure}; {_CALIBRATED} less"
     if calibration is None or calibration.kl is None:
         return measure
     if calibration.kl.after < _LITTLE:
-        return "the result predicts nearly what the source predicts: uptraining has little to gain"
-    advice = "to lower the divergence, uptrain with the source as teacher: docs/uptraining.md"
-    if last_stage_refused:
-        return advice
-    return f"{advice}; or train all layers together for longer, with --kl-steps {2 * calibration.kl_steps or 200}"
+        return "the result predicts nearly what the source predicts: more training has little to gain"
+    ways = []
+    if trains:
+        ways.append("uptrain with the source as teacher: docs/uptraining.md")
+    if not last_stage_refused:
+        ways.append(f"train all layers together for longer, with --kl-steps {2 * calibration.kl_steps or 200}")
+    return f"to lower the divergence, {'; or '.join(ways)}" if ways else measure

@@ -238,6 +238,7 @@ class Plan:
 
     def summary(self) -> JsonObject:
         """The plan as plain data for `--json`."""
+        numbers = {layer.module: layer.number for layer in self.layers}
         return {
             "source": self.checkpoint.source_id,
             "revision": self.checkpoint.revision,
@@ -248,7 +249,9 @@ class Plan:
             "groups": self.stated_groups,
             "method": self.effective_method,
             "attention_layers": len(self.layers),
-            "changes": [_change_as_json(change) for change in self.changes],
+            "changes": [
+                _change_as_json(change) for change in sorted(self.changes, key=lambda each: numbers[each.module])
+            ],
             "parameters": {"before": self.parameters_before, "after": self.parameters_after},
             "weight_bytes": {"before": self.checkpoint.weight_bytes, "after": self.weight_bytes_after},
             **{key: asdict(both) for key, both in self.cache_bytes().items()},

@@ -21,6 +21,7 @@ from gqa_convert.measuring.evaluation.word_errors import word_errors
 from gqa_convert.measuring.out_of_memory import memory_explained
 from gqa_convert.measuring.results import EvaluationFile, ScoredText
 from gqa_convert.text.audio_files import AudioFile, list_audio_files
+from gqa_convert.text.calibration import check_vocabulary
 from gqa_convert.text.decoder_start import decoder_start, starts_with_last
 from gqa_convert.text.hub_rows import commit_of
 from gqa_convert.text.scoring.examples import pair_material, span_material
@@ -189,7 +190,11 @@ def _score(
         first: scores of the model that it is compared with.
         reference: that model, loaded, if its distributions are compared.
         progress: called with the name of a stage, the steps done and the number of steps.
+
+    Raises:
+        DataError: the tokenizer does not belong to the model.
     """
+    check_vocabulary(candidate.config, int(material.ids.max()), candidate.folder)
     done = 0
 
     def advance(scored: int) -> None:

@@ -28,7 +28,8 @@ def short_names(entries: Sequence[ModelScores]) -> dict[str, str]:
 
 
 def columns(entries: Sequence[ModelScores], names: dict[str, str]) -> dict[str, list[str]]:
-    """The cells of each column by its heading, without the columns that have nothing in them.
+    """The cells of each column by its heading, without the columns that have nothing in them. Beside a divergence, which
+    takes a terminal's width, the loss is shown in one form and without its error.
 
     Args:
         entries: a row each.
@@ -38,17 +39,20 @@ def columns(entries: Sequence[ModelScores], names: dict[str, str]) -> dict[str, 
     for row, each in enumerate(entries):
         cells = {
             "model": names[each.model],
-            "K/V per token": size(each.kv_bytes_per_token) if each.kv_bytes_per_token else "",
+            "K/V/token": size(each.kv_bytes_per_token) if each.kv_bytes_per_token else "",
             "loss": "NaN" if each.scored_nan else _with_error(each.loss, each.loss_standard_error),
             "perplexity": _number(each.perplexity, ".4g"),
             "bits/byte": _number(each.bits_per_byte, ".4f"),
             "word errors": _with_error(each.word_error_rate, each.word_error_rate_standard_error),
             "difference": _difference(each.difference),
             "KL": _with_error(each.kl, each.kl_standard_error),
-            "same top-1": _number(each.top1_agreement, ".2%"),
+            "top-1": _number(each.top1_agreement, ".2%"),
         }
         for heading, cell in cells.items():
             found.setdefault(heading, [""] * len(entries))[row] = cell
+    if any(found["KL"]):
+        del found["perplexity"], found["bits/byte"]
+        found["loss"] = [cell.partition(" ")[0] for cell in found["loss"]]
     return {heading: cells for heading, cells in found.items() if any(cells)}
 
 
@@ -61,7 +65,7 @@ def _difference(other: Difference | None) -> str:
 
 
 def _with_error(value: float | None, error: float | None, sign: str = "") -> str:
-    return _number(value, f"{sign}.4f") + ("" if error is None else f" ± {error:.4f}")
+    return _number(value, f"{sign}.4f") + ("" if error is None else f" ±{error:.4f}")
 
 
 def _number(value: float | None, form: str) -> str:

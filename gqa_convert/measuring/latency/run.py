@@ -9,9 +9,10 @@ from typing import Any, Final
 
 import numpy as np
 
+from gqa_convert.checkpoint.byte_sizes import size
 from gqa_convert.checkpoint.devices import chosen_device
 from gqa_convert.checkpoint.fingerprint import fingerprint
-from gqa_convert.checkpoint.machine import measurement
+from gqa_convert.checkpoint.machine import available_memory, measurement
 from gqa_convert.checkpoint.source import Checkpoint
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.errors import OptionError, UnsupportedAttentionError
@@ -95,6 +96,7 @@ def benchmark_model(
     device = torch.device(chosen_device(options.device))
     contexts = _contexts(options, stated_positions(opened.config))
     plans, own = plan_versions(opened, options.candidates)
+    _check_memory(plans, max(options.batch), max(contexts), device)
     attention = _attention(opened, dtype)
     with memory_explained(opened.source_id, "time fewer --candidates, or a smaller --batch or --context"):
         progress("building models", 0, 1)
@@ -140,6 +142,16 @@ def _contexts(options: BenchmarkOptions, positions: int | None) -> Sequence[int]
             f"--context {max(contexts)}: the model has {positions} positions, and decode steps follow: give at most {most}"
         )
     return contexts
+
+
+def _check_memory(plans: Sequence[Plan], batch: int, context: int, device: Any) -> None:
+    """Refuse a K/V cache that is larger than the memory."""
+    needed = batch * max(plan.kv_cache_bytes(tokens=context).after for plan in plans)
+    free = available_memory(device)
+    if free is not None and needed > free:
+        raise OptionError(
+            f"--context {context} with --batch {batch}: the K/V cache takes {size(needed)}, and {device} has {size(free)}: give less"
+        )
 
 
 def _measure(

@@ -182,7 +182,8 @@ def recommend_within_loss(losses: Sequence[MergedLoss], limit: float) -> tuple[i
     for each in losses:
         if each.increase is not None and each.increase <= limit:
             return each.groups, f"N = {each.groups} adds {allowed} ({each.increase:+.3f}), and fit loses less"
-    return None, f"no N adds {allowed}: allow more with --max-loss-increase, or try larger --candidates"
+    tried = ", ".join(str(each.groups) for each in losses)
+    return None, f"none of N = {tried} adds {allowed}: allow more with --max-loss-increase"
 
 
 def conversion_command(

@@ -9,7 +9,7 @@ from gqa_convert.verify.files.weight_files import is_weights, list_files, matche
 from gqa_convert.verify.json_values import same_json
 from gqa_convert.verify.report import Failure, Finding
 
-_PROSE = ("*.md", "LICENSE*", "NOTICE*", "*.png", "*.svg", "*.jpg", "*.pdf")
+_PROSE = ("*.md", "README.md.old*", "LICENSE*", "NOTICE*", "*.png", "*.svg", "*.jpg", "*.pdf")
 """Files that no software reads. A model card may be rewritten after the conversion."""
 
 
