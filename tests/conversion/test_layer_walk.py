@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from gqa_convert.conversion.fit.attention_calls import AttentionCall
 from gqa_convert.conversion.fit.layer_walk import LayerWalk
 from gqa_convert.families.table import FAMILIES
 from tests.helpers import native, own_files
@@ -176,3 +177,25 @@ def test_the_residual_stream_is_found(case: str, place: str | None, factor: floa
     assert found is not None
     assert found.module == f"{walk.layers[0].name}.{place}".rstrip(".")
     assert found.factor == pytest.approx(factor)
+
+
+def test_padding_is_told_on_both_sides_of_cross_attention() -> None:
+    model = build("t5").requires_grad_(False)
+    batches = batches_for(model)
+    walk = LayerWalk(model, batches, attention_of(model, "o"), "o")
+    [source] = walk.streams(1)
+    own, crossing = walk.layers[0].attention
+    assert source.attention(walk.layers[0], own).calls[0].states_counted is None
+    call = source.attention(walk.layers[0], crossing).calls[0]
+    assert call.counted is None
+    assert call.states_counted is not None
+    assert torch.equal(call.states_counted, batches[0]["attention_mask"].bool())
+
+
+def test_a_target_lies_between_both_kinds() -> None:
+    zeros, ones = torch.zeros(1, 2, 3), torch.ones(1, 2, 3)
+    call = AttentionCall(zeros, (), {}, output=zeros, target=ones)
+    assert torch.equal(call.between(0), zeros)
+    assert torch.equal(call.between(0.25), 0.25 * ones)
+    call.counted = torch.tensor([[True, False]])
+    assert call.square(2 * ones) == 12
