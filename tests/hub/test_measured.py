@@ -303,7 +303,7 @@ def test_files_that_hold_no_results(base: Path, tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "text.txt").write_text("[]")
     for file, words in (
-        (tmp_path / "nothing.json", "can't be read"),
+        (tmp_path / "nothing.json", "does not exist"),
         (tmp_path / "folder", "can't be read"),
         (tmp_path / "text.txt", "can't be read"),
         (lm_eval(tmp_path / "tasks.json", "m", results=[]), "can't be read"),
