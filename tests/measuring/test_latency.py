@@ -15,6 +15,7 @@ from gqa_convert import convert_checkpoint
 from gqa_convert.attention import register
 from gqa_convert.checkpoint.fingerprint import fingerprint
 from gqa_convert.conversion.options import ConversionOptions
+from gqa_convert.conversion.plan import make_plan
 from gqa_convert.errors import (
     GQAConvertError,
     GroupsError,
@@ -259,10 +260,12 @@ def test_mistakes(llama: Path, changes: dict[str, Any], error: type[GQAConvertEr
     assert caught.value.exit_code == 2
 
 
-def test_a_cache_that_exceeds_the_memory_is_refused(tmp_path: Path) -> None:
-    source = write_model(tmp_path, "llama", max_position_embeddings=10**12)
-    with pytest.raises(OptionError, match=r"--context 1000000000 with --batch 100: the K/V cache takes .* give less"):
-        benchmark_model(source, options=options(batch=(1, 100), context=(7, 10**9)))
+def test_a_cache_that_exceeds_the_memory_is_refused(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = make_plan(open_model(llama, None), 12).kv_cache_bytes(tokens=20).after
+    monkeypatch.setattr("gqa_convert.measuring.latency.run.available_memory", lambda _: 2 * cache - 1)
+    benchmark_model(llama, options=options(context=(20,)))
+    with pytest.raises(OptionError, match=r"--context 20 with --batch 2: the K/V cache takes .* give less"):
+        benchmark_model(llama, options=options(batch=(1, 2), context=(7, 20)))
 
 
 def test_the_command(tmp_path: Path) -> None:
