@@ -18,11 +18,16 @@ if TYPE_CHECKING:
     from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 _TEMPLATE = Path(__file__).with_name("card.md.jinja")
-_TASKS = {"AutoModelForCausalLM": "text-generation", "AutoModelForImageTextToText": "image-text-to-text"}
+_TASKS = {
+    "AutoModelForCausalLM": "text-generation",
+    "AutoModelForImageTextToText": "image-text-to-text",
+    "AutoModelForSpeechSeq2Seq": "automatic-speech-recognition",
+}
 _METRICS = {
     "loss": "loss, nats per token",
     "perplexity": "perplexity per token",
     "bits_per_byte": "bits per byte",
+    "word_error_rate": "word error rate",
     "kl": "KL divergence from the reference, nats per token",
 }
 

@@ -42,6 +42,8 @@ def run(command: Sequence[str], seconds: float = 60.0) -> Ended:
         OSError: the program does not exist.
     """
     variables = dict(os.environ) | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    if "LLAMA_CPP" in variables:  # relative to the user's folder, not to the empty one
+        variables["LLAMA_CPP"] = str(Path(variables["LLAMA_CPP"]).absolute())
     if command[0] != sys.executable:
         variables.pop("PYTHONPATH", None)
     with tempfile.TemporaryDirectory(prefix="gqa-convert-") as folder:

@@ -45,7 +45,7 @@ NOT_RUN = {
 }
 """Commands that the tests only parse, and the reason."""
 
-NOT_EXECUTED = {"trl": "trains with TRL, which the tests' environment lacks", "datasets": "downloads speech"}
+NOT_EXECUTED = {"trl": "trains with TRL, which the tests' environment lacks", "datasets": "downloads a dataset"}
 """Packages whose import keeps the tests from executing a block of Python, and the reason."""
 
 INSTEAD: dict[str, dict[str, str]] = {

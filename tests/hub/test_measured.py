@@ -105,6 +105,16 @@ def headline(text: str) -> str:
     return text.split("gqa-convert made this model")[0]
 
 
+def test_word_errors_of_a_model_that_hears(base: Path, tmp_path: Path) -> None:
+    paired = PAIRED.model_copy(update={"word_error_rate": 0.25, "word_error_rate_standard_error": 0.0625})
+    rates = {"word_error_rate": 0.375, "word_error_rate_standard_error": 0.125}
+    ours = score(base / "out", 3.125, difference=paired, **rates)
+    file = evaluation(tmp_path / "e.json", score(base / "source"), ours, objective="speech")
+    text, index, _ = card(base / "out", file)
+    assert "Word errors: 0.375 ± 0.12 per word that is said; paired difference to the source: 0.25 ± 0.062." in text
+    assert [each["value"] for each in index[0]["metrics"] if each["type"] == "word_error_rate"] == [0.375]
+
+
 def test_losses_of_the_model_and_its_source(base: Path, tmp_path: Path) -> None:
     out, source = base / "out", base / "source"
     ours = score(

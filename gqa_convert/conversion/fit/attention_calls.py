@@ -142,12 +142,12 @@ def replaced(module: Any, parameters: Mapping[str, Tensor]) -> Iterator[None]:
         parameters: the replacements by name inside the module; all others are kept.
     """
     homes = []
-    for name, tensor in parameters.items():
-        path, _, last = name.rpartition(".")
-        home = module.get_submodule(path)._parameters
-        homes.append((home, last, home[last]))
-        home[last] = tensor
     try:
+        for name, tensor in parameters.items():
+            path, _, last = name.rpartition(".")
+            home = module.get_submodule(path)._parameters
+            homes.append((home, last, home[last]))
+            home[last] = tensor
         yield
     finally:
         for home, last, own in homes:

@@ -44,11 +44,11 @@ def prepare_calibration(
         OptionError: a number is out of range, or the model's encoder reads no text.
         DataError: the text, the tokenizer or a batch can't be read.
     """
-    from gqa_convert.text.calibration import calibration_batches, calibration_tokens_for
+    from gqa_convert.text.calibration import calibration_batches
 
     folder = plan.checkpoint.folder
     assert folder is not None
-    tokens = calibration_tokens_for(plan.checkpoint.config) if options.tokens is None else options.tokens
+    tokens = wanted_tokens(plan, options)
     trains = METHODS[plan.method].trains
     held_out = tokens // _HELD_OUT if trains else 0
     fresh = steps_together(options) if trains else 0
@@ -56,7 +56,7 @@ def prepare_calibration(
         ids = "decoder_input_ids" if is_encoder_decoder(plan.checkpoint.config) else "input_ids"
         return ready_calibration(options.batches, tokens, held_out=held_out, fresh=fresh, ids=ids)
     if hears(plan.checkpoint.config):
-        return _speech(plan, options, progress)
+        return _speech(plan, options, tokens, progress)
     if trains:
         held_out = max(BATCH_TOKENS, held_out)
     return calibration_batches(
@@ -72,7 +72,20 @@ def prepare_calibration(
     )
 
 
-def _speech(plan: Plan, options: CalibrationOptions, progress: Progress) -> "Calibration":
+def wanted_tokens(plan: Plan, options: CalibrationOptions) -> int:
+    """How many tokens the layers are fitted on: as stated, or by the source's size."""
+    from gqa_convert.text.calibration import calibration_tokens_for
+
+    if options.tokens is not None:
+        return options.tokens
+    if hears(plan.checkpoint.config) and options.batches is None:
+        from gqa_convert.text.speech import speech_tokens_for
+
+        return speech_tokens_for(plan.checkpoint.config)
+    return calibration_tokens_for(plan.checkpoint.config)
+
+
+def _speech(plan: Plan, options: CalibrationOptions, tokens: int, progress: Progress) -> "Calibration":
     """Batches of a folder of sound, which the source's encoder hears once.
 
     Raises:
@@ -82,7 +95,7 @@ def _speech(plan: Plan, options: CalibrationOptions, progress: Progress) -> "Cal
     from gqa_convert.conversion.fit.model_loading import open_model
     from gqa_convert.text.audio_files import list_audio_files
     from gqa_convert.text.calibration import Calibration
-    from gqa_convert.text.speech import SpeechModel, SpeechSize, speech_batches, speech_tokens_for
+    from gqa_convert.text.speech import SpeechModel, SpeechSize, speech_batches
 
     for option, value in (("length", options.sequence_length), ("context", options.context)):
         if value is not None:
@@ -97,7 +110,6 @@ def _speech(plan: Plan, options: CalibrationOptions, progress: Progress) -> "Cal
     folder = plan.checkpoint.folder
     assert folder is not None
     files = list_audio_files(local_path(source))
-    tokens = options.tokens or speech_tokens_for(plan.checkpoint.config)
     trains = METHODS[plan.method].trains
     held_out = tokens // _HELD_OUT if trains else 0
     fresh = tokens if trains and steps_together(options) else 0

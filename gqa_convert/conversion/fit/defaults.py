@@ -51,6 +51,7 @@ def plan_conversion(
             reason = why_no_text(checkpoint)
             if reason:
                 method = MEAN.name
+                calibration = replace(calibration, device=None)  # nothing runs on it
             else:
                 from gqa_convert.text.sources import STDLIB  # imports numpy
 

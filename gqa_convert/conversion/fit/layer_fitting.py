@@ -18,7 +18,7 @@ from gqa_convert.conversion.fit.divergence import summed_divergence
 from gqa_convert.conversion.fit.head_parameters import repeated_parameters
 from gqa_convert.conversion.fit.layer_store import LayerStore
 from gqa_convert.conversion.fit.layer_walk import LayerWalk, Stream, running_device, weights_in_memory
-from gqa_convert.conversion.fit.memory import KEPT_BYTES
+from gqa_convert.conversion.fit.memory import KEPT_BYTES, hidden_size_of
 from gqa_convert.conversion.fit.one_layer import FitOptions, OneLayer, judging_batches
 from gqa_convert.conversion.fit.options import STEPS
 from gqa_convert.conversion.fit.precision import Precision, precision_of
@@ -69,7 +69,7 @@ def fit_layers(
 
     with ExitStack() as stack:
         scratch = None
-        if is_large(model, batches):
+        if is_large(plan, batches):
             scratch = Path(stack.enter_context(TemporaryDirectory(dir=store.path)))
         read = SourceReader(plan.checkpoint, SourceFiles(plan.checkpoint, store.path, stack))
         merged_layers = _MergedLayers(plan, store, read, steps, precision, on_stage)
@@ -141,9 +141,10 @@ def _divergence(walk: LayerWalk, source: Stream, student: Stream) -> float:
     return total / max(1.0, count)
 
 
-def is_large(model: Any, batches: Sequence[Batch]) -> bool:
-    """Whether what is kept of all batches would take more than a quarter of the free memory."""
-    hidden_size = max((parameter.shape[-1] for parameter in model.parameters() if parameter.dim() == 2), default=0)
-    tokens = sum(max(tensor.numel() for tensor in batch.values()) for batch in batches)
+def is_large(plan: Plan, batches: Sequence[Batch]) -> bool:
+    """Whether what is kept of the tokens of all batches would take more than a quarter of the free memory."""
+    tokens = 0
+    for batch in batches:
+        tokens += max(tensor.numel() for tensor in batch.values() if not tensor.is_floating_point())
     free = available_memory(torch.device("cpu"))
-    return free is not None and tokens * hidden_size * KEPT_BYTES > free / 4
+    return free is not None and tokens * hidden_size_of(plan) * KEPT_BYTES > free / 4

@@ -8,6 +8,7 @@ from typing import Final
 from gqa_convert.checkpoint.devices import chosen_device, has_gpu_driver
 from gqa_convert.checkpoint.machine import available_memory
 from gqa_convert.checkpoint.results import Result
+from gqa_convert.conversion.fit.batches import wanted_tokens
 from gqa_convert.conversion.fit.options import BATCH_TOKENS, CalibrationOptions, steps_together
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.families.config_sizes import HIDDEN_SIZE_KEYS, VOCABULARY_KEYS
@@ -83,9 +84,7 @@ def estimate_needs(plan: Plan, options: CalibrationOptions) -> Needs:
         widths = [(layer.heads + layer.kv_heads) * (layer.key_head_dim + layer.value_head_dim) for layer in plan.layers]
         memory += 6 * 8 * max(widths) * hidden_size_of(plan)  # float64 copies of a layer's rows
     if plan.merge_method.merges_layers and options.has_data:
-        from gqa_convert.text.calibration import calibration_tokens_for
-
-        tokens = options.tokens or calibration_tokens_for(plan.checkpoint.config)
+        tokens = wanted_tokens(plan, options)
         if options.device is not None or has_gpu_driver():
             device = chosen_device(options.device)
         memory = _running_bytes(plan, options, tokens, device)

@@ -140,7 +140,8 @@ def fit_checkpoint(
             "data": digest_of([], [*calibration.fresh, *calibration.held_out]),
         }
         finished = store.finished()
-        if finished is not None and finished.request != request:
+        is_whole = all(store.record(number) is not None for number in range(len(plan.merged_layers)))
+        if finished is not None and not (is_whole and finished.request == request):
             store.reopen()
         divergence = fit_layers(plan, store, model, calibration.batches, on_progress, steps=steps_per_layer(options))
         finished = store.finished()

@@ -134,7 +134,7 @@ def common_window(
         return window, None
     stride = stride or window
     if stride > window:
-        raise OptionError(f"--stride is {stride}, expected 1 to {window}, the window, so that no token is left out")
+        raise OptionError(f"the stride is {stride}, expected 1 to {window}, the window, so that no token is left out")
     return window, stride
 
 

@@ -97,7 +97,7 @@ class Measured:
 
     def word_error_rate(self) -> Mean:
         """Wrong words per word that is said; not defined for text."""
-        if self.word_errors is None:
+        if self.word_errors is None or not self.word_errors.words.any():
             return UNDEFINED
         return mean(self.word_errors.errors, self.word_errors.words)
 
