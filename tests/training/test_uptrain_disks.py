@@ -152,7 +152,7 @@ def test_nobody_reads_the_messages(home: Path, tmp_path: Path) -> None:
         with ProgressScreen(quiet=False) as progress:
             screen = TrainingScreen(progress)
             uptrain_checkpoint(
-                recipe(home, output), [], on_message=screen.say, on_step=screen.step, on_tokenize=screen.tokenize
+                recipe(home, output), [], on_message=screen.say, on_step=screen.step, on_tokenize=screen.show
             )
 
     assert in_child(broken) == (0, "")
