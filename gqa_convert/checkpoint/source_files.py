@@ -5,19 +5,25 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from gqa_convert.checkpoint.copying import SourceFile
-from gqa_convert.checkpoint.dtypes import DTYPES
+from gqa_convert.checkpoint.dtypes import STORED
 from gqa_convert.checkpoint.headers import TensorEntry
 from gqa_convert.checkpoint.source import Checkpoint
 from gqa_convert.errors import CorruptCheckpointError
 
 
-def read_tensor(file: SourceFile, entry: TensorEntry) -> Any:
-    """A tensor of a weight file as an array."""
+def read_bytes(file: SourceFile, entry: TensorEntry) -> npt.NDArray[np.uint8]:
+    """The bytes of a tensor of a weight file, as an array."""
     block = np.empty(entry.nbytes, np.uint8)
     file.read_into(block.data, entry.start)
-    return block.view(DTYPES[entry.dtype]).reshape(entry.shape)
+    return block
+
+
+def read_tensor(file: SourceFile, entry: TensorEntry) -> Any:
+    """A tensor of a weight file as an array in the type of the file."""
+    return read_bytes(file, entry).view(STORED[entry.dtype]).reshape(entry.shape)
 
 
 class SourceFiles:
@@ -57,6 +63,10 @@ class SourceFiles:
         """The file that holds a tensor, and the tensor's entry in its header."""
         number = next(n for n, shard in enumerate(self._checkpoint.shards) if name in shard.header.tensors)
         return self[number], self._checkpoint.shards[number].header.tensors[name]
+
+    def read(self, name: str) -> Any:
+        """A tensor as an array in the type of the file."""
+        return read_tensor(*self.locate(name))
 
     def check_unchanged(self) -> None:
         """Raise CorruptCheckpointError if a file was modified after its header was read."""

@@ -2,13 +2,15 @@
 
 import json
 import shutil
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from gqa_convert.checkpoint import formats
 from gqa_convert.checkpoint.atomic_files import sync
 from gqa_convert.checkpoint.provenance import PROVENANCE
-from gqa_convert.checkpoint.source import CONFIG
+from gqa_convert.checkpoint.source import CONFIG, Checkpoint
+from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.conversion.plan import Plan
 
 
@@ -20,32 +22,40 @@ def write_sidecar_files(plan: Plan, folder: Path) -> None:
         plan: of a checkpoint on this machine.
         folder: where the result's weights are.
     """
-    _write_index(plan, folder)
-    source = plan.checkpoint.folder
-    assert source is not None
+    metadata = dict(plan.checkpoint.index_metadata or {})
+    metadata["total_size"] = plan.weight_bytes_after
+    metadata["total_parameters"] = plan.parameters_after
+    write_index(folder, {file.file: file.names for file in plan.files}, metadata)
     own = f"{plan.modeling.file}.py" if plan.modeling else ""
     if plan.modeling:
         shutil.copyfile(plan.modeling.path, folder / own)
         sync(folder / own)
-    for name in plan.checkpoint.carried:
-        if name in (PROVENANCE, own):
-            continue
-        target = folder / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(source / name, target)
-        sync(target)
+    copy_files(plan.checkpoint, folder, [name for name in plan.checkpoint.carried if name not in (PROVENANCE, own)])
     name_tokenizer_for_all(folder / "tokenizer_config.json")
     write_json(folder / CONFIG, plan.config)
 
 
-def _write_index(plan: Plan, folder: Path) -> None:
-    """The index of a sharded result; its totals are those of the new tensors."""
-    if len(plan.files) == 1 and plan.files[0].file == formats.SAFETENSORS_SINGLE:
+def copy_files(checkpoint: Checkpoint, folder: Path, names: Iterable[str]) -> None:
+    """Copy and sync files of a checkpoint on this machine."""
+    assert checkpoint.folder is not None
+    for name in names:
+        target = folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(checkpoint.folder / name, target)
+        sync(target)
+
+
+def write_index(folder: Path, files: Mapping[str, Collection[str]], metadata: JsonObject) -> None:
+    """Write the index of weight files, unless there is only the one that needs none.
+
+    Args:
+        folder: where it goes.
+        files: the names of the tensors in each file.
+        metadata: of the index.
+    """
+    if list(files) == [formats.SAFETENSORS_SINGLE]:
         return
-    metadata = dict(plan.checkpoint.index_metadata or {})
-    metadata["total_size"] = plan.weight_bytes_after
-    metadata["total_parameters"] = plan.parameters_after
-    weight_map = {name: file.file for file in plan.files for name in file.names}
+    weight_map = {name: file for file, names in files.items() for name in names}
     write_json(
         folder / formats.SAFETENSORS_INDEX, {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
     )

@@ -5,7 +5,7 @@ from contextlib import ExitStack
 from gqa_convert.checkpoint.source_files import SourceFiles
 from gqa_convert.conversion.fit.layer_store import LayerRecord, LayerStore, recorded_order
 from gqa_convert.conversion.fit.progress import MERGING_LAYERS, FitProgress, OnProgress
-from gqa_convert.conversion.fit.source_layer import SourceLayer, SourceReader, attention_of, read_source_layer
+from gqa_convert.conversion.fit.source_layer import SourceLayer, attention_of, read_source_layer
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.merging.attention_heads import Tensors
 from gqa_convert.merging.head_grouping import find_head_order, reorder_heads
@@ -27,11 +27,11 @@ def merge_layers(plan: Plan, store: LayerStore, on_progress: OnProgress) -> None
     """
     finder = attention_of(plan)
     with ExitStack() as stack:
-        read = SourceReader(plan.checkpoint, SourceFiles(plan.checkpoint, store.path, stack))
+        files = SourceFiles(plan.checkpoint, store.path, stack)
         for number, (layer, groups) in enumerate(plan.merged_layers):
             record = store.record(number)
             if record is None:
-                source = read_source_layer(finder, layer, plan.limits_of(layer), read)
+                source = read_source_layer(finder, layer, plan.limits_of(layer), files)
                 tensors, record = _merge_from_weights(source, groups, plan.merge_method)
                 store.write(number, tensors, record)
             on_progress(FitProgress(MERGING_LAYERS, number + 1, len(plan.merged_layers), layer=record))

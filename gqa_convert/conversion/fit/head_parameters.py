@@ -25,7 +25,7 @@ there is none.
 """
 
 
-def as_parts(heads: Heads, device: Any, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+def as_parts(heads: Heads, device: Any) -> dict[str, Tensor]:
     """The fields of heads as tensors."""
     arrays: dict[str, Any] = {}
     for field, bias in BIASES.items():
@@ -35,7 +35,7 @@ def as_parts(heads: Heads, device: Any, dtype: torch.dtype = torch.float32) -> d
     arrays["outputs"] = heads.outputs
     if heads.output_bias is not None:
         arrays["output_bias"] = heads.output_bias
-    return {name: torch.from_numpy(array).to(device, dtype) for name, array in arrays.items()}
+    return {name: torch.from_numpy(array).to(device, torch.float32) for name, array in arrays.items()}
 
 
 def as_heads(parts: Parts) -> Heads:

@@ -23,7 +23,7 @@ from gqa_convert.conversion.fit.one_layer import FitOptions, OneLayer, judging_b
 from gqa_convert.conversion.fit.options import STEPS
 from gqa_convert.conversion.fit.precision import Precision, precision_of
 from gqa_convert.conversion.fit.progress import MERGING_LAYERS, FitProgress, OnProgress, OnStage, Stage
-from gqa_convert.conversion.fit.source_layer import SourceReader, attention_of, read_source_layer
+from gqa_convert.conversion.fit.source_layer import attention_of, read_source_layer
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.merging.attention_heads import LayerLayout
 
@@ -71,8 +71,8 @@ def fit_layers(
         scratch = None
         if is_large(plan, batches):
             scratch = Path(stack.enter_context(TemporaryDirectory(dir=store.path)))
-        read = SourceReader(plan.checkpoint, SourceFiles(plan.checkpoint, store.path, stack))
-        merged_layers = _MergedLayers(plan, store, read, steps, precision, on_stage)
+        files = SourceFiles(plan.checkpoint, store.path, stack)
+        merged_layers = _MergedLayers(plan, store, files, steps, precision, on_stage)
         on_batch = partial(on_stage, Stage.FORWARD)
         projection = plan.family.output
         walk = LayerWalk(
@@ -103,7 +103,7 @@ class _MergedLayers:
 
     plan: Plan
     store: LayerStore
-    read: SourceReader
+    files: SourceFiles
     steps: int
     precision: Precision
     on_stage: OnStage
@@ -111,7 +111,7 @@ class _MergedLayers:
     def fit(self, number: int, attention: CapturedAttention) -> None:
         """Merge a layer, from the student's calls of its module, and store it."""
         layer, groups = self.plan.merged_layers[number]
-        source = read_source_layer(attention_of(self.plan), layer, self.plan.limits_of(layer), self.read)
+        source = read_source_layer(attention_of(self.plan), layer, self.plan.limits_of(layer), self.files)
         options = FitOptions(
             groups=groups,
             method=self.plan.merge_method,

@@ -21,15 +21,12 @@ _SHARE = 0.7
 """The share of free memory that weights may take; the rest is for activations."""
 
 
-def open_model(
-    folder: Path, *, device: str = "cpu", dtype: torch.dtype = torch.float32, memory_limit: int | None = None
-) -> Any:
-    """Load a model with logits, in evaluation mode and without gradients.
+def open_model(folder: Path, *, device: str = "cpu", memory_limit: int | None = None) -> Any:
+    """Load a model with logits in float32, in evaluation mode and without gradients.
 
     Args:
         folder: a local checkpoint.
         device: the device to run it on.
-        dtype: the dtype to compute in.
         memory_limit: the bytes that its weights may take on the device; None for 70% of the free memory. What does not
             fit stays in the machine's memory or on the disk, and each module's weights are read when it runs.
 
@@ -42,9 +39,9 @@ def open_model(
     place = torch.device(device)
     free = {each: int(_SHARE * (available_memory(torch.device(each)) or 1 << 62)) for each in {"cpu", device}}
     limit = free[device] if memory_limit is None else memory_limit
-    needed = sum(entry.elements for _, _, entry in open_checkpoint(folder).tensors()) * dtype.itemsize
+    needed = sum(entry.elements for _, _, entry in open_checkpoint(folder).tensors()) * torch.float32.itemsize
     if needed <= limit:
-        model, missing = load_model(folder, dtype)
+        model, missing = load_model(folder, torch.float32)
         check_complete(str(folder), folder, model, missing, _HEAD)
         _take_encoder_outputs(model)
         return model.requires_grad_(False).to(place)
@@ -53,7 +50,12 @@ def open_model(
     try:
         with _no_remark():
             model, missing = load_model(
-                folder, dtype, device_map="auto", max_memory=memory, offload_folder=scratch, offload_buffers=False
+                folder,
+                torch.float32,
+                device_map="auto",
+                max_memory=memory,
+                offload_folder=scratch,
+                offload_buffers=False,
             )
         check_complete(str(folder), folder, model, missing, _HEAD)
     except BaseException:

@@ -20,14 +20,14 @@ def keep_files(checkpoint: Checkpoint, touched: Collection[str], dropped: Collec
         changes = any(name in touched for name in names)
         if changes and dropped:
             names = [name for name in names if name not in dropped]
-        if checkpoint.weights_format == "torch":
-            yield OutputFile(safetensors_name(shard.file), names, shard.header.metadata)
-        else:
-            yield OutputFile(shard.file, names, shard.header.metadata, None if changes else number)
+        copied = checkpoint.weights_format == "safetensors" and not changes
+        yield OutputFile(safetensors_name(shard.file), names, shard.header.metadata, number if copied else None)
 
 
 def safetensors_name(file: str) -> str:
-    """The name of a safetensors file that has the tensors of a `.bin` file."""
+    """The name of the safetensors file that has the tensors of a weight file."""
+    if not file.endswith(".bin"):
+        return file
     return file.replace("pytorch_model", "model", 1).removesuffix(".bin") + ".safetensors"
 
 

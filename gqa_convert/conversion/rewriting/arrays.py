@@ -17,13 +17,6 @@ Array = npt.NDArray[Any]
 WIDE: Final = {"BF16": "F32", "F16": "F32", "F32": "F64", "F64": "F64"}
 """The type in which a tensor is held that is multiplied by another: products of two numbers are exact in it."""
 
-STORED: Final[dict[str, np.dtype[Any]]] = DTYPES | {
-    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
-    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
-    "U8": np.dtype(np.uint8),
-}
-"""NumPy dtype by safetensors name of the tensors that can be read here."""
-
 _BLOCK_ROWS = 256
 
 

@@ -1,11 +1,13 @@
 """What a rewriting consists of."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from gqa_convert.checkpoint.headers import DTYPE_BITS, Header, TensorEntry, build_header
 from gqa_convert.checkpoint.source import Checkpoint, Shard
 from gqa_convert.checkpoint.strict_json import JsonObject
+from gqa_convert.conversion.plan.files import safetensors_name
 from gqa_convert.conversion.rewriting.arrays import Array
 
 
@@ -25,10 +27,12 @@ class RewrittenTensor:
 
     @property
     def nbytes(self) -> int:
-        count = DTYPE_BITS[self.dtype] // 8
-        for size in self.shape:
-            count *= size
-        return count
+        return math.prod(self.shape) * DTYPE_BITS[self.dtype] // 8
+
+    @property
+    def described(self) -> tuple[str, str, tuple[int, ...], int]:
+        """As `build_header` takes it."""
+        return self.name, self.dtype, self.shape, self.nbytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,10 +55,9 @@ class Rewriting:
     def headers(self) -> Checkpoint:
         """What the rewritten folder will hold. Its `folder` is the source's, where the sidecar files lie already."""
         shards = []
-        for number, shard in enumerate(self.source.shards):
-            tensors = self.tensors_of(number)
-            if tensors:
-                shards.append(_header(_file_name(shard.file), tensors, shard.header.metadata))
+        for number, tensors in self.tensors_by_shard().items():
+            shard = self.source.shards[number]
+            shards.append(_header(safetensors_name(shard.file), tensors, shard.header.metadata))
         return replace(
             self.source,
             config=self.config,
@@ -65,24 +68,20 @@ class Rewriting:
             rewritten_from=self.source,
         )
 
-    def tensors_of(self, number: int) -> list[RewrittenTensor]:
-        """The tensors in the place of a file of the source."""
-        return [tensor for tensor in self.tensors if tensor.shard == number]
-
-
-def _file_name(file: str) -> str:
-    if file.endswith(".safetensors"):
-        return file
-    return file.replace("pytorch_model", "model", 1).removesuffix(".bin") + ".safetensors"
+    def tensors_by_shard(self) -> dict[int, list[RewrittenTensor]]:
+        """The tensors by the file of the source in whose place they are written, in the order of the files."""
+        found: dict[int, list[RewrittenTensor]] = {}
+        for tensor in sorted(self.tensors, key=lambda tensor: tensor.shard):
+            found.setdefault(tensor.shard, []).append(tensor)
+        return found
 
 
 def _header(file: str, tensors: Sequence[RewrittenTensor], metadata: Mapping[str, str]) -> Shard:
     """A file of the rewritten source, as its header will describe it."""
     metadata = {"format": "pt"} | dict(metadata)
-    described = [(tensor.name, tensor.dtype, tensor.shape, tensor.nbytes) for tensor in tensors]
-    start = end = len(build_header(described, metadata))
+    start = end = len(build_header([tensor.described for tensor in tensors], metadata))
     entries = {}
-    for name, dtype, shape, nbytes in described:
-        entries[name] = TensorEntry(dtype, shape, end, nbytes)
-        end += nbytes
+    for tensor in tensors:
+        entries[tensor.name] = TensorEntry(tensor.dtype, tensor.shape, end, tensor.nbytes)
+        end += tensor.nbytes
     return Shard(file, end, Header(entries, metadata, start))

@@ -11,16 +11,16 @@ from typing import TypeVar
 
 import numpy as np
 
-from gqa_convert.checkpoint import formats
+from gqa_convert.checkpoint.dtypes import STORED
 from gqa_convert.checkpoint.headers import build_header
 from gqa_convert.checkpoint.publication import StagedFolder, sweep
 from gqa_convert.checkpoint.source import CONFIG, Checkpoint, download_checkpoint, open_checkpoint, open_headers
-from gqa_convert.checkpoint.source_files import SourceFiles
+from gqa_convert.checkpoint.source_files import SourceFiles, read_bytes
 from gqa_convert.conversion.options import ConversionOptions
-from gqa_convert.conversion.rewriting.arrays import STORED, Array
+from gqa_convert.conversion.rewriting.arrays import Array
 from gqa_convert.conversion.rewriting.model import Rewriting, RewrittenTensor
 from gqa_convert.conversion.rewriting.planning import plan_rewriting
-from gqa_convert.conversion.sidecar_files import write_json
+from gqa_convert.conversion.sidecar_files import copy_files, write_index, write_json
 from gqa_convert.errors import NonFiniteError, NoSpaceError
 
 Planned = TypeVar("Planned")
@@ -67,15 +67,12 @@ def open_rewritten(
         yield write_rewritten(rewriting, scratch.path / "source"), planned
 
 
-def write_rewritten(
-    rewriting: Rewriting, folder: Path, progress: Callable[[int], None] = lambda nbytes: None
-) -> Checkpoint:
+def write_rewritten(rewriting: Rewriting, folder: Path) -> Checkpoint:
     """Write a rewritten source into a new folder. One of its tensors is in memory at a time.
 
     Args:
         rewriting: of a source on this machine.
         folder: where to write.
-        progress: called with the bytes of each tensor.
 
     Returns:
         The checkpoint in the folder, under the name of the source.
@@ -94,18 +91,18 @@ def write_rewritten(
             f"{free:,} free: make room, or name a folder on another disk"
         )
     with ExitStack() as stack:
-        reader = _Reader(source, SourceFiles(source, folder, stack))
-        numbers = [number for number in range(len(source.shards)) if rewriting.tensors_of(number)]
-        for number, shard in zip(numbers, headers.shards, strict=True):
-            tensors = rewriting.tensors_of(number)
-            described = [(tensor.name, tensor.dtype, tensor.shape, tensor.nbytes) for tensor in tensors]
+        files = SourceFiles(source, folder, stack)
+        for shard, tensors in zip(headers.shards, rewriting.tensors_by_shard().values(), strict=True):
             with (folder / shard.file).open("wb") as file:
-                file.write(build_header(described, shard.header.metadata))
+                file.write(build_header([tensor.described for tensor in tensors], shard.header.metadata))
                 for tensor in tensors:
-                    file.write(reader.compute(tensor))
-                    progress(tensor.nbytes)
-        reader.files.check_unchanged()
-    _write_sidecar_files(rewriting, headers, folder)
+                    file.write(_data(tensor, files))
+        files.check_unchanged()
+    copy_files(source, folder, rewriting.carried)
+    _complete_tokenizer(rewriting, folder)
+    write_json(folder / CONFIG, rewriting.config)
+    names = {shard.file: shard.header.tensors for shard in headers.shards}
+    write_index(folder, names, headers.index_metadata or {})
     written = open_checkpoint(folder)
     return replace(
         written,
@@ -118,49 +115,17 @@ def write_rewritten(
     )
 
 
-class _Reader:
-    """Reads whole tensors of a source, and computes those of a rewriting from them."""
-
-    def __init__(self, source: Checkpoint, files: SourceFiles) -> None:
-        self.files = files
-        self._entries = {name: (number, entry) for number, name, entry in source.tensors()}
-
-    def compute(self, tensor: RewrittenTensor) -> memoryview:
-        """The bytes of a tensor."""
-        if tensor.compute is None:
-            return self._bytes(tensor.sources[0]).data
-        array: Array = tensor.compute(*map(self._array, tensor.sources))
-        assert (array.dtype, array.shape) == (STORED[tensor.dtype], tensor.shape), tensor.name
-        if not np.isfinite(array).all():
-            raise NonFiniteError(
-                f"tensor {tensor.sources[0]} holds NaN or Inf, or {tensor.name} would: repair the checkpoint first"
-            )
-        return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
-
-    def _bytes(self, name: str) -> Array:
-        number, entry = self._entries[name]
-        found = np.empty(entry.nbytes, np.uint8)
-        self.files[number].read_into(found.data, entry.start)
-        return found
-
-    def _array(self, name: str) -> Array:
-        entry = self._entries[name][1]
-        return self._bytes(name).view(STORED[entry.dtype]).reshape(entry.shape)
-
-
-def _write_sidecar_files(rewriting: Rewriting, headers: Checkpoint, folder: Path) -> None:
-    source = rewriting.source.folder
-    assert source is not None
-    for name in rewriting.carried:
-        target = folder / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(source / name, target)
-    _complete_tokenizer(rewriting, folder)
-    write_json(folder / CONFIG, rewriting.config)
-    if [shard.file for shard in headers.shards] != [formats.SAFETENSORS_SINGLE]:
-        weight_map = {name: shard.file for shard in headers.shards for name in shard.header.tensors}
-        index = {"metadata": headers.index_metadata or {}, "weight_map": dict(sorted(weight_map.items()))}
-        write_json(folder / formats.SAFETENSORS_INDEX, index)
+def _data(tensor: RewrittenTensor, files: SourceFiles) -> memoryview:
+    """The bytes of a tensor of the rewritten source."""
+    if tensor.compute is None:
+        return read_bytes(*files.locate(tensor.sources[0])).data
+    array: Array = tensor.compute(*map(files.read, tensor.sources))
+    assert (array.dtype, array.shape) == (STORED[tensor.dtype], tensor.shape), tensor.name
+    if not np.isfinite(array).all():
+        raise NonFiniteError(
+            f"tensor {tensor.sources[0]} holds NaN or Inf, or {tensor.name} would: repair the checkpoint first"
+        )
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
 def _complete_tokenizer(rewriting: Rewriting, folder: Path) -> None:

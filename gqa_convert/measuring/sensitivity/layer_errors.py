@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gqa_convert.checkpoint.source_files import SourceFiles
-from gqa_convert.conversion.fit.source_layer import SourceLayer, SourceReader, attention_of, read_source_layer
+from gqa_convert.conversion.fit.source_layer import SourceLayer, attention_of, read_source_layer
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.families.geometry import AttentionLayer
 from gqa_convert.merging.attention_heads import Heads
@@ -56,8 +56,8 @@ def open_layers(plan: Plan) -> Iterator[ReadLayer]:
     finder = attention_of(plan)
     with ExitStack() as stack:
         work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gqa-inspect-")))
-        read = SourceReader(plan.checkpoint, SourceFiles(plan.checkpoint, work, stack))
-        yield lambda layer: read_source_layer(finder, layer, plan.limits_of(layer), read)
+        files = SourceFiles(plan.checkpoint, work, stack)
+        yield lambda layer: read_source_layer(finder, layer, plan.limits_of(layer), files)
 
 
 def merge_candidates(
