@@ -51,18 +51,15 @@ class Selection:
         return upright if self.rows is None else upright[self.rows]
 
 
-def take(tensor: Array, *, selection: Selection, dtype: str) -> Array:
-    """The selected rows, multiplied, in the type `dtype`."""
+def take(tensor: Array, gain: Array | None = None, *, selection: Selection, dtype: str) -> Array:
+    """The selected rows, multiplied, in the type `dtype`. The columns of a weight behind a norm without its gain [d] take
+    it over.
+    """
     wide = selection.of(tensor).astype(DTYPES[dtype], copy=False)
     if selection.factors is not None:
         wide *= selection.factors.astype(wide.dtype).reshape(-1, *[1] * (wide.ndim - 1))
-    return wide
-
-
-def fold_gain(weight: Array, gain: Array, *, selection: Selection, dtype: str) -> Array:
-    """The selected rows of a weight behind a norm without the gain [d], which its columns take over."""
-    wide = selection.of(weight).astype(DTYPES[dtype])
-    wide *= gain.astype(wide.dtype)
+    if gain is not None:
+        wide *= gain.astype(wide.dtype)
     return wide
 
 

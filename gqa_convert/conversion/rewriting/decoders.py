@@ -271,15 +271,6 @@ def _neox_biased(config: Config) -> bool:
     return bool(config.get("attention_bias", True))
 
 
-_NEOX_STALE = (
-    ".attention.bias",
-    ".attention.masked_bias",
-    "rotary_emb.inv_freq",
-    "rotary_emb.cos_cached",
-    "rotary_emb.sin_cached",
-)
-_GPT_STALE = (".attn.bias", ".attn.masked_bias", ".attn.causal_mask", ".attn.embed_positions")
-
 PHI_FROM_GPT_NEOX: Final = StockForm(
     model_type="gpt_neox",
     stock="phi",
@@ -305,18 +296,13 @@ PHI_FROM_GPT_NEOX: Final = StockForm(
     """),
     fused_layout="grouped",
     attention_biased=_neox_biased,
-    stale=_NEOX_STALE,
 )
-STARCODER2_FROM_GPT_NEOX: Final = StockForm(
-    model_type="gpt_neox",
+STARCODER2_FROM_GPT_NEOX: Final = replace(
+    PHI_FROM_GPT_NEOX,
     stock="starcoder2",
     condition="not `use_parallel_residual`, and rotary positions on whole heads (RedPajama-INCITE)",
     classes={"GPTNeoXForCausalLM": "Starcoder2ForCausalLM", "GPTNeoXModel": "Starcoder2Model"},
     config=_starcoder2,
-    dropped=_DROPPED,
-    prefixes=("gpt_neox.", "model."),
-    layers=("gpt_neox.layers", "model.layers"),
-    before=modules("model.embed_tokens gpt_neox.embed_in never"),
     inside=modules("""
         input_layernorm           input_layernorm            always
         post_attention_layernorm  post_attention_layernorm   always
@@ -331,9 +317,6 @@ STARCODER2_FROM_GPT_NEOX: Final = StockForm(
         model.norm  gpt_neox.final_layer_norm  always
         lm_head     embed_out|lm_head          never
     """),
-    fused_layout="grouped",
-    attention_biased=_neox_biased,
-    stale=_NEOX_STALE,
 )
 PHI_FROM_GPTJ: Final = StockForm(
     model_type="gptj",
@@ -358,7 +341,6 @@ PHI_FROM_GPTJ: Final = StockForm(
         lm_head                lm_head           optional
     """),
     interleaved=True,
-    stale=_GPT_STALE,
 )
 PHI_FROM_CODEGEN: Final = replace(
     PHI_FROM_GPTJ,
@@ -404,7 +386,6 @@ GPT_BIGCODE_FROM_GPT2: Final = StockForm(
     fused_layout="blocks",
     transposed=True,
     query_factor=_gpt2_query_factor,
-    stale=_GPT_STALE,
     special_tokens=("bos_token", "eos_token", "unk_token"),
 )
 

@@ -26,6 +26,19 @@ from gqa_convert.families.table import FAMILIES
 
 _OWN_CODE = ("modeling_", "configuration_")
 """What the names of Python files begin with that the stock checkpoint does not need. A tokenizer's stay."""
+_STALE = (
+    "rotary_emb.inv_freq",
+    "rotary_emb.cos_cached",
+    "rotary_emb.sin_cached",
+    "attn.masked_bias",
+    ".attn.bias",
+    ".attn.causal_mask",
+    ".attn.embed_positions",
+    ".attention.bias",
+    ".attention.masked_bias",
+    "inner_attn.mask",
+)
+"""Ends of the names of buffers that old versions saved and that no class reads."""
 
 
 def plan_rewriting(
@@ -169,7 +182,7 @@ class _Planner:
             self._module(module, ("", ""))
         self._head(head)
         for name in self.entries:
-            if name not in self.claimed and not name.endswith(form.stale):
+            if name not in self.claimed and not name.endswith(_STALE):
                 raise ConfigError(
                     f"tensor {name} does not belong to a {form.model_type} checkpoint with {layers} layers: the config and the "
                     "weights do not belong together"
@@ -261,22 +274,24 @@ class _Planner:
     def _selection(self, module: Module, weight: str, layer: int) -> arrays.Selection:
         """The rows of a module's heads in the projection that holds them."""
         form, head_dim = self.form, self.hidden_size // self.heads
-        kv_heads = self.stock.get("num_key_value_heads", self.heads)
-        if form.fused_layout is not None:
-            sections = layouts.fused(form.fused_layout, self.heads, kv_heads, head_dim)
+        if form.fused_layout is None:
+            [section] = layouts.separate("key", self.heads, head_dim)
+            starts, total = dict.fromkeys(module.roles, section.starts), section.rows
         else:
-            heads = self.heads if module.roles == ("query",) else kv_heads
-            sections = layouts.separate("key", heads, head_dim)
-        total = sum(section.rows for section in sections)
+            kv_heads = self.stock.get("num_key_value_heads", self.heads)
+            sections = layouts.fused(form.fused_layout, self.heads, kv_heads, head_dim)
+            starts, total = (
+                {section.role: section.starts for section in sections},
+                sum(section.rows for section in sections),
+            )
         self._claim(weight, *((self.hidden_size, total) if form.transposed else (total, self.hidden_size)))
         factor = form.query_factor(self.source.config, layer)
         rows, factors = [], []
         for role in module.roles:
-            number = ("query", "key", "value").index(role) if len(sections) > 1 else 0
             rotated = 0
             if form.interleaved and role != "value":
                 rotated = int(head_dim * self.stock["partial_rotary_factor"])
-            rows.append(arrays.head_rows(sections[number].starts, head_dim, rotated))
+            rows.append(arrays.head_rows(starts[role], head_dim, rotated))
             factors.append(np.full(rows[-1].shape, factor if role == "query" else 1.0))
         joined, multiplied = (np.stack(each, axis=1).reshape(-1) for each in (rows, factors))
         return arrays.Selection(joined, None if factor == 1.0 else multiplied)
@@ -284,12 +299,8 @@ class _Planner:
     def _select(self, name: str, own: str, selection: arrays.Selection) -> None:
         entry = self.entries[own][1]
         shape = selection.shape(entry.shape)
-        if selection.factors is not None:
-            self._add(name, own, shape, (own,), arrays.take, wide=True, selection=selection)
-        elif selection.rows is not None or selection.transposed:
-            self._add(name, own, shape, (own,), arrays.take, selection=selection)
-        else:
-            self._add(name, own, shape, (own,), None)
+        compute = None if selection.rows is None and not selection.transposed else arrays.take
+        self._add(name, own, shape, (own,), compute, wide=selection.factors is not None, selection=selection)
 
     def _fold(self, stock: str, own: str, norm: str, selection: arrays.Selection, *, has_bias: bool) -> None:
         """Plan a projection that takes over the gain and the bias of the norm before it."""
@@ -298,7 +309,7 @@ class _Planner:
         for kind in ("weight", "bias"):
             self._claim(f"{norm}.{kind}", *shape[1:])
         gained = (weight, f"{norm}.weight")
-        self._add(f"{stock}.weight", weight, shape, gained, arrays.fold_gain, wide=True, selection=selection)
+        self._add(f"{stock}.weight", weight, shape, gained, arrays.take, wide=True, selection=selection)
         shifted = (weight, f"{norm}.bias", bias) if has_bias else (weight, f"{norm}.bias")
         like = bias if has_bias else weight
         self._add(f"{stock}.bias", like, shape[:1], shifted, arrays.fold_bias, wide=True, selection=selection)

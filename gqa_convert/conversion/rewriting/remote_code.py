@@ -368,7 +368,6 @@ REMOTE_CODE: Final = {
                 lm_head     lm_head           never
             """),
             fused_layout="blocks",
-            stale=("rotary_emb.inv_freq", "attn.masked_bias"),
             alike_up_to="seq_length",
         ),
         _remote(
@@ -413,7 +412,6 @@ REMOTE_CODE: Final = {
                 lm_head                lm_head.linear  always
             """),
             fused_layout="blocks",
-            stale=("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached", "inner_attn.mask"),
         ),
         _remote("RefinedWeb", _refined_web, "RWForCausalLM FalconForCausalLM FalconForCausalLM"),
         _remote("RefinedWebModel", _refined_web, "RWForCausalLM FalconForCausalLM FalconForCausalLM"),

@@ -119,8 +119,6 @@ class StockForm:
     the stock class gets zeros by the former, and `bias_key` by the latter."""
     bias_key: str | None = None
     """Key of the stock config that says whether the attention has biases."""
-    stale: tuple[str, ...] = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
-    """Ends of the names of buffers that old versions saved and that no class reads."""
     unit_head: tuple[str, int] | None = None
     """A class in the source's code, and the vocabulary size of the models that have it where no code is there to look
     at: the rows of its output projection are scaled to length one whenever it is used."""
