@@ -4,9 +4,8 @@ The shape legend is that of `attention_heads`. A moment is E[x x^T], [e, e], ove
 inputs together with the constant 1 that stands for its bias.
 """
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +13,6 @@ import numpy.typing as npt
 from gqa_convert.merging.absorption_limits import AbsorptionLimits
 from gqa_convert.merging.attention_heads import Heads
 from gqa_convert.merging.factorisation import factor_keys, factor_rotary_keys, factor_values
-from gqa_convert.merging.methods import LayerMerge, MergeMethod
 
 Array = npt.NDArray[Any]
 
@@ -110,12 +108,3 @@ def centred(moment: Array | None) -> Array | None:
         return None
     mean = moment[:, -1:] / moment[-1, -1]
     return np.asarray(moment - mean @ mean.T * moment[-1, -1])
-
-
-_LAYER_MERGES: Final[Mapping[LayerMerge, Callable[..., Heads]]] = {"factor": merge_layer}
-
-
-def layer_merge_of(method: MergeMethod) -> Callable[..., Heads]:
-    """The function that merges the heads of a layer by a method, with the arguments of `merge_layer`."""
-    assert method.layer_merge is not None, f"{method.name} merges tensor by tensor"
-    return _LAYER_MERGES[method.layer_merge]

@@ -14,9 +14,6 @@ from gqa_convert.errors import OptionError
 Pooling = Literal["mean", "first"]
 """How the numbers of several heads become those of one, tensor by tensor; the functions are in `pooling`."""
 
-LayerMerge = Literal["factor"]
-"""How the heads of a whole attention layer are merged; the functions are in `merge_layer`."""
-
 
 class Need(StrEnum):
     """Whether a method uses something."""
@@ -55,19 +52,14 @@ class MergeMethod:
     """Whether it measures on calibration text, in which case the source model runs in torch."""
     pooling: Pooling | None
     """How it merges the heads of each K/V tensor while they are streamed; None if it works on whole layers."""
-    layer_merge: LayerMerge | None
-    """How it merges the heads of whole attention layers, before the writer runs: it chooses which heads share a group, and
-    query and output projections absorb maps. None if it merges tensor by tensor. A method that trains begins with it."""
+    merges_layers: bool
+    """Whether it merges the heads of whole attention layers by `merge_layer`, before the writer runs: it chooses which heads
+    share a group, and query and output projections absorb maps. A method that trains begins with it."""
     trains: bool
     """Whether it takes gradient steps (`--fit-steps`, `--kl-steps`), which also move heads whose maps cannot be
     folded."""
     proof: Proof
     """How `verify` proves a result that was made without calibration text (with it, where text is required)."""
-
-    @property
-    def merges_layers(self) -> bool:
-        """Whether it merges whole attention layers."""
-        return self.layer_merge is not None
 
     @property
     def norm_pooling(self) -> Pooling:
@@ -97,7 +89,7 @@ _ALL: Final = (
         "source's layers give on a calibration text",
         calibration=Need.REQUIRED,
         pooling=None,
-        layer_merge="factor",
+        merges_layers=True,
         trains=True,
         proof=Proof.MEASURED,
     ),
@@ -109,7 +101,7 @@ _ALL: Final = (
         "output projections",
         calibration=Need.OPTIONAL,
         pooling=None,
-        layer_merge="factor",
+        merges_layers=True,
         trains=False,
         proof=Proof.OPTIMAL,
     ),
@@ -121,7 +113,7 @@ _ALL: Final = (
         "2023, section 2.1)",
         calibration=Need.NEVER,
         pooling="mean",
-        layer_merge=None,
+        merges_layers=False,
         trains=False,
         proof=Proof.RECOMPUTED,
     ),
@@ -132,7 +124,7 @@ _ALL: Final = (
         card_sentence="of the K/V heads of a group the first was kept",
         calibration=Need.NEVER,
         pooling="first",
-        layer_merge=None,
+        merges_layers=False,
         trains=False,
         proof=Proof.RECOMPUTED,
     ),
@@ -143,7 +135,7 @@ _ALL: Final = (
         card_sentence="K/V heads were repeated exactly; the model computes what its source does",
         calibration=Need.NEVER,
         pooling=None,
-        layer_merge=None,
+        merges_layers=False,
         trains=False,
         proof=Proof.IDENTICAL,
     ),
@@ -154,7 +146,7 @@ _ALL: Final = (
         card_sentence="nothing was changed; the model computes what its source does",
         calibration=Need.NEVER,
         pooling=None,
-        layer_merge=None,
+        merges_layers=False,
         trains=False,
         proof=Proof.IDENTICAL,
     ),

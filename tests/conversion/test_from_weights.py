@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from gqa_convert import errors
+from gqa_convert.conversion.fit import from_weights
 from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import NonFiniteError
-from gqa_convert.merging import merge_layer
 from tests.helpers.checkpoints import digests, llama_arrays, read_weights, write_llama
 from tests.helpers.command_line import run_python
 
@@ -88,8 +88,8 @@ def test_a_kill_between_layers(
     if seed:
         write_llama(source, arrays=llama_arrays(layers=3, seed=seed), config=config)
     made = []
-    original = merge_layer.merge_layer
-    monkeypatch.setitem(merge_layer._LAYER_MERGES, "factor", lambda *given: made.append(given) or original(*given))
+    original = from_weights.merge_layer
+    monkeypatch.setattr(from_weights, "merge_layer", lambda *given: made.append(given) or original(*given))
     convert_checkpoint(source, out, groups, ConversionOptions(method="factor"))
     assert len(made) == made_again
     convert_checkpoint(source, tmp_path / "fresh", groups, ConversionOptions(method="factor"))

@@ -9,8 +9,7 @@ from gqa_convert.conversion.fit.source_layer import SourceLayer, attention_of, r
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.merging.attention_heads import Tensors
 from gqa_convert.merging.head_grouping import find_head_order, reorder_heads
-from gqa_convert.merging.merge_layer import layer_merge_of
-from gqa_convert.merging.methods import MergeMethod
+from gqa_convert.merging.merge_layer import merge_layer
 from gqa_convert.merging.reconstruction_error import reconstruction_errors
 
 
@@ -32,17 +31,17 @@ def merge_layers(plan: Plan, store: LayerStore, on_progress: OnProgress) -> None
             record = store.record(number)
             if record is None:
                 source = read_source_layer(finder, layer, plan.limits_of(layer), files)
-                tensors, record = _merge_from_weights(source, groups, plan.merge_method)
+                tensors, record = _merge_from_weights(source, groups)
                 store.write(number, tensors, record)
             on_progress(FitProgress(MERGING_LAYERS, number + 1, len(plan.merged_layers), layer=record))
 
 
-def _merge_from_weights(layer: SourceLayer, groups: int, method: MergeMethod) -> tuple[Tensors, LayerRecord]:
+def _merge_from_weights(layer: SourceLayer, groups: int) -> tuple[Tensors, LayerRecord]:
     """The tensors of the merged layer, and its record."""
     heads = layer.layout.split_heads(layer.tensors)
     order = find_head_order(heads, groups, layer.constraints, None)
     heads = reorder_heads(heads, order)
-    merged = layer_merge_of(method)(heads, groups, layer.constraints, None)
+    merged = merge_layer(heads, groups, layer.constraints, None)
     keys, values = reconstruction_errors(heads, merged, layer.constraints, None)
     module = layer.layout.layer.module
     record = LayerRecord(

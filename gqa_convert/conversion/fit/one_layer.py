@@ -25,7 +25,7 @@ from gqa_convert.conversion.fit.source_layer import SourceLayer
 from gqa_convert.conversion.fit.statistics import Regression, best_change, moments_of
 from gqa_convert.merging.attention_heads import Heads
 from gqa_convert.merging.head_grouping import find_head_order, reorder_heads
-from gqa_convert.merging.merge_layer import Moments, layer_merge_of
+from gqa_convert.merging.merge_layer import Moments, merge_layer
 from gqa_convert.merging.methods import MergeMethod
 
 _EXACT, _EXACT_REDUCED = 1e-5, 5e-3
@@ -98,7 +98,7 @@ class OneLayer:
         self.source = reorder_heads(self.source, order)
         self.on_stage(Stage.LOW_FREQUENCY, 0, 0)
         first_low = self._first_low_frequency(moments)
-        merged = layer_merge_of(options.method)(self.source, options.groups, limits, moments, first_low)
+        merged = merge_layer(self.source, options.groups, limits, moments, first_low)
         if options.method.trains:
             merged = self._refitted(self._trained(merged))
         own = self.error(merged, share=0)
