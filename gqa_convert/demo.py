@@ -19,8 +19,8 @@ CHECKPOINT: Final = Path(__file__).parent / "demo_checkpoint"
 GROUPS: Final = 3
 """K/V heads per layer of the results."""
 
-_TEXT, _HELD_OUT = "python-stdlib", "python-stdlib:held-out"
-"""The sources of this Python's standard library, on which the checkpoint was trained, without and with a held-out part."""
+_TEXT = "python-stdlib"
+"""The sources of this Python's standard library, without the held-out part: on these the checkpoint was trained."""
 
 Progress = Callable[[str, int, int], None]
 """Called with a stage, the amount done and the total."""

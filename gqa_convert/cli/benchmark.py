@@ -1,19 +1,22 @@
 """`gqa-convert benchmark`."""
 
-import sys
 from typing import Annotated, Any
-
-import typer
 
 from gqa_convert.errors import OptionError
 
 from .options import (
     Candidates,
+    Device,
     Interpreters,
     Json,
     Quiet,
+    Revision,
+    argument,
+    command_line,
     counts,
+    hidden_option,
     interpreters,
+    option,
     token_count,
     token_counts,
 )
@@ -22,61 +25,38 @@ from .options import (
 def benchmark(
     models: Annotated[
         list[str],
-        typer.Argument(metavar="MODEL", help="Checkpoint folder or Hub id; several with --engine.", show_default=False),
+        argument("MODEL", "Checkpoint folder or Hub id; several with --engine."),
     ],
     candidates: Candidates = None,
     engine: Annotated[
         str | None,
-        typer.Option(
-            "--engine",
-            metavar="NAME",
-            help="Time the models in this engine, llama.cpp or vllm. Default: transformers.",
-            show_default=False,
-        ),
+        option("--engine NAME", "Time the models in this engine, llama.cpp or vllm. Default: transformers."),
     ] = None,
     python: Interpreters = None,
-    batch: Annotated[
-        Any, typer.Option("--batch", "-b", metavar="B,B,...", parser=counts, help="Sequences decoded at once.")
-    ] = "1",
+    batch: Annotated[Any, option("--batch -b B,B,...", "Sequences decoded at once.", parser=counts)] = "1",
     context: Annotated[
         Any,
-        typer.Option(
-            "--context",
-            metavar="T,T,...",
+        option(
+            "--context T,T,...",
+            "Tokens in the K/V cache, such as 4k. Default: 512, or half the model's positions.",
             parser=token_counts,
-            help="Tokens in the K/V cache, such as 4k. Default: 512, or half the model's positions.",
-            show_default=False,
         ),
     ] = None,
     new_tokens: Annotated[
         int,
-        typer.Option(
-            "--new-tokens", metavar="T", parser=token_count, help="Tokens of a sample, for the time per sample."
-        ),
+        option("--new-tokens T", "Tokens of a sample, for the time per sample.", parser=token_count),
     ] = 128,
-    device: Annotated[
-        str | None,
-        typer.Option(
-            "--device", metavar="NAME", help="cpu or cuda. Default: a GPU if there is one.", show_default=False
-        ),
-    ] = None,
+    device: Device = None,
     as_json: Json = False,
     dtype: Annotated[
         str | None,
-        typer.Option(
-            "--dtype", metavar="TYPE", help="float32, bfloat16 or float16. Default: that of MODEL.", hidden=True
-        ),
+        hidden_option("--dtype TYPE", "float32, bfloat16 or float16. Default: that of MODEL."),
     ] = None,
     repetitions: Annotated[
         int | None,
-        typer.Option(
-            "--repetitions", metavar="R", help="Timed turns of each model. Default: 8; 3 in an engine.", hidden=True
-        ),
+        hidden_option("--repetitions R", "Timed turns of each model. Default: 8; 3 in an engine."),
     ] = None,
-    revision: Annotated[
-        str | None,
-        typer.Option("--revision", metavar="REV", help="Branch, tag or commit on the Hub. Default: main.", hidden=True),
-    ] = None,
+    revision: Revision = None,
     quiet: Quiet = False,
 ) -> None:
     """Measure decode time, prefill time and K/V cache of a model with different numbers of K/V heads.
@@ -94,7 +74,7 @@ def benchmark(
     from gqa_convert.cli.console.benchmark import show_benchmark
     from gqa_convert.cli.console.progress import ProgressScreen
     from gqa_convert.cli.console.screen import print_json
-    from gqa_convert.measuring.latency import BenchmarkOptions, benchmark_model
+    from gqa_convert.measuring.latency.run import BenchmarkOptions, benchmark_model
     from gqa_convert.serving.timing import time_engine
 
     if repetitions is None:
@@ -108,7 +88,7 @@ def benchmark(
         dtype=dtype,
         device=device,
     )
-    command = ["gqa-convert", *sys.argv[1:]]
+    command = command_line()
     with ProgressScreen(quiet=quiet) as screen:
         if engine is not None:
             refused = {"--candidates": candidates, "--device": device, "--revision": revision}

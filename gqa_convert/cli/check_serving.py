@@ -4,19 +4,14 @@ from typing import Annotated
 
 import typer
 
-from .options import Converted, Interpreters, Json, Quiet, interpreters
+from .options import Converted, Interpreters, Json, Quiet, interpreters, option
 
 
 def check_serving(
     out: Converted,
     engine: Annotated[
         list[str] | None,
-        typer.Option(
-            "--engine",
-            metavar="NAME",
-            show_default=False,
-            help="Engine to run: llama.cpp or vllm; repeatable. Default: all that are installed.",
-        ),
+        option("--engine NAME", "Engine to run: llama.cpp or vllm; repeatable. Default: all that are installed."),
     ] = None,
     python: Interpreters = None,
     as_json: Json = False,

@@ -1,11 +1,8 @@
 """`gqa-convert convert`."""
 
 import re
-import sys
 from pathlib import Path
 from typing import Annotated, Any
-
-import typer
 
 from gqa_convert.errors import OptionError
 from gqa_convert.merging.methods import method_help
@@ -14,14 +11,19 @@ from .options import (
     Budget,
     Calibration,
     CalibrationTokens,
+    Device,
     Json,
     Overwrite,
     Quiet,
     Revision,
+    Seed,
     Source,
+    argument,
     byte_count,
     cache_budget,
+    command_line,
     hidden_option,
+    option,
     token_count,
 )
 
@@ -30,26 +32,23 @@ def convert(
     source: Source,
     out: Annotated[
         Path | None,
-        typer.Argument(metavar="OUT", help="New folder for the result; it appears whole or not at all."),
+        argument("OUT", "New folder for the result; it appears whole or not at all."),
     ] = None,
     groups: Annotated[
         str | None,
-        typer.Option(
-            "--groups",
-            "-n",
-            metavar="N|N,N,...|@FILE",
-            help="K/V heads per layer in the result; 1 is multi-query attention. Layers of most decoders may differ: a list with one number per attention layer, or @ and a file with it.",
+        option(
+            "--groups -n N|N,N,...|@FILE",
+            "K/V heads per layer in the result; 1 is multi-query attention. Layers of most decoders may differ: a list with one number per attention layer, or @ and a file with it.",
         ),
     ] = None,
     kv_budget: Budget = None,
-    method: Annotated[str | None, typer.Option("--method", "-m", metavar="NAME", help=method_help())] = None,
+    method: Annotated[str | None, option("--method -m NAME", method_help())] = None,
     calibration: Calibration = None,
     calibration_tokens: CalibrationTokens = None,
     calibration_length: Annotated[
         int | None,
         hidden_option(
-            "--calibration-length",
-            "T",
+            "--calibration-length T",
             "Tokens per block of calibration text. Default: the model's context, at most 1,024.",
             parser=token_count,
         ),
@@ -57,90 +56,73 @@ def convert(
     calibration_context: Annotated[
         int | None,
         hidden_option(
-            "--calibration-context",
-            "T",
+            "--calibration-context T",
             "Position up to which every second block of calibration text skips, for long contexts at no cost. Default: the model's context, at most 32,768.",
             parser=token_count,
         ),
     ] = None,
     fit_steps: Annotated[
         int | None,
-        hidden_option(
-            "--fit-steps", "S", "Gradient steps per layer of fit; 0 uses the closed forms only. Default: 100."
-        ),
+        hidden_option("--fit-steps S", "Gradient steps per layer of fit; 0 uses the closed forms only. Default: 100."),
     ] = None,
     kl_steps: Annotated[
         int | None,
         hidden_option(
-            "--kl-steps",
-            "S",
+            "--kl-steps S",
             "Steps of fit's last stage, which trains all layers together. Default: twice --fit-steps if the model fits in memory and lost 0.02 nats per token or more, else 0.",
         ),
     ] = None,
     kl_rank: Annotated[
         int | None,
         hidden_option(
-            "--kl-rank",
-            "R",
+            "--kl-rank R",
             "Rank of the changes that fit's last stage makes to query and output projections, to take less memory; 0 trains these as they are. Default: 0 if memory allows, else 32.",
         ),
     ] = None,
-    device: Annotated[
-        str | None,
-        typer.Option(
-            "--device",
-            metavar="NAMES",
-            help="Where calibration runs: cpu, cuda or cuda:1. Default: a GPU if there is one.",
-        ),
-    ] = None,
-    seed: Annotated[
-        int, hidden_option("--seed", "S", "Seed for the sample of calibration text and the order of batches.")
-    ] = 0,
+    device: Device = None,
+    seed: Seed = 0,
     encoder: Annotated[
         bool,
-        typer.Option("--encoder", help="Also merge heads of the encoder's self-attention, which has no K/V cache."),
+        option("--encoder", "Also merge heads of the encoder's self-attention, which has no K/V cache."),
     ] = False,
     native: Annotated[
         bool | None,
-        typer.Option(
+        option(
             "--native/--no-native",
-            help="For types without a K/V-head count: translate to a stock class that has one, or add a modelling file. Default: translate if possible.",
+            "For types without a K/V-head count: translate to a stock class that has one, or add a modelling file. Default: translate if possible.",
         ),
     ] = None,
     revision: Revision = None,
     max_shard_size: Annotated[
         str | None,
         hidden_option(
-            "--max-shard-size",
-            "SIZE",
-            "Largest weight file of the result, for example 5GB. Default: the files of SOURCE.",
+            "--max-shard-size SIZE", "Largest weight file of the result, for example 5GB. Default: the files of SOURCE."
         ),
     ] = None,
     overwrite: Overwrite = False,
     hash_weights: Annotated[
         bool,
         hidden_option(
-            "--hash", None, "Record the SHA-256 of the weight files of SOURCE and OUT, which reads them completely."
+            "--hash", "Record the SHA-256 of the weight files of SOURCE and OUT, which reads them completely."
         ),
     ] = False,
     dry_run: Annotated[
         bool,
-        typer.Option(
+        option(
             "--dry-run",
-            help="Write nothing: show what would change, what it would save, what it would need, and what would load the result.",
+            "Write nothing: show what would change, what it would save, what it would need, and what would load the result.",
         ),
     ] = False,
     context: Annotated[
         int | None,
         hidden_option(
-            "--context",
-            "T",
+            "--context T",
             "With --dry-run: tokens for which the K/V cache is shown. Default: the model's context.",
             parser=token_count,
         ),
     ] = None,
     batch: Annotated[
-        int | None, hidden_option("--batch", "B", "With --dry-run: sequences in the K/V cache.", min=1)
+        int | None, hidden_option("--batch B", "With --dry-run: sequences in the K/V cache.", min=1)
     ] = None,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -191,7 +173,7 @@ def convert(
         max_shard_size=byte_count(max_shard_size, "--max-shard-size"),
         overwrite=overwrite,
         hash_weights=hash_weights,
-        command=["gqa-convert", *sys.argv[1:]],
+        command=command_line(),
     )
     counts, budget = group_counts(groups, kv_budget), cache_budget(kv_budget)
     chosen: dict[str, Any] = {}

@@ -5,11 +5,11 @@ from typing import Annotated, Any
 
 import typer
 
-from .options import Json, Quiet
+from .options import Json, Quiet, argument
 
 
 def demo(
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="New folder for the results.")] = Path("gqa-demo"),
+    out: Annotated[Path, argument("OUT", "New folder for the results.")] = Path("gqa-demo"),
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:

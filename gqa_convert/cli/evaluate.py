@@ -1,82 +1,70 @@
 """`gqa-convert evaluate`."""
 
 import sys
-from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from gqa_convert.errors import OptionError
 
-from .options import Json, Quiet, token_count
-
-
-def _option(names: str, metavar: str | None, text: str, **more: Any) -> Any:
-    return typer.Option(*names.split(), metavar=metavar, help=text, show_default=False, **more)
-
-
-_hidden = partial(_option, hidden=True)
+from .options import Device, Json, Quiet, Revision, argument, command_line, hidden_option, option, token_count
 
 
 def evaluate(
-    models: Annotated[
-        list[str] | None, typer.Argument(metavar="MODEL...", help="Checkpoint folders or Hub ids.", show_default=False)
-    ] = None,
+    models: Annotated[list[str] | None, argument("MODEL...", "Checkpoint folders or Hub ids.")] = None,
     data: Annotated[
         str | None,
-        _option("--data -d", "TEXT", "Held-out text to score: a file, a folder, a glob pattern or a Hub dataset."),
+        option("--data -d TEXT", "Held-out text to score: a file, a folder, a glob pattern or a Hub dataset."),
     ] = None,
     reference: Annotated[
         str | None,
-        _option("--reference", "MODEL", "Model to compare with, by KL divergence too. Default: the first, by loss."),
+        option("--reference MODEL", "Model to compare with, by KL divergence too. Default: the first, by loss."),
     ] = None,
     tokens: Annotated[
         int | None,
-        _option("--tokens", "T", "Most tokens to score. Default: all; 1M of a Hub dataset.", parser=token_count),
+        option("--tokens T", "Most tokens to score. Default: all; 1M of a Hub dataset.", parser=token_count),
     ] = None,
     window: Annotated[
         int | None,
-        _option(
-            "--window", "T", "Tokens read at once. Default: the model's positions, at most 2k.", parser=token_count
-        ),
+        option("--window T", "Tokens read at once. Default: the model's positions, at most 2k.", parser=token_count),
     ] = None,
-    batch: Annotated[int, _option("--batch", "B", "Windows scored at once. Default: 4.")] = 4,
-    device: Annotated[
-        str | None, _option("--device", "NAME", "cpu, cuda or cuda:1. Default: a GPU if there is one.")
-    ] = None,
-    html: Annotated[
-        Path | None, _option("--html", "PAGE.html", "Page with tables and the plot; needs matplotlib.")
-    ] = None,
+    batch: Annotated[int, option("--batch B", "Windows scored at once.")] = 4,
+    device: Device = None,
+    html: Annotated[Path | None, option("--html PAGE.html", "Page with tables and the plot; needs matplotlib.")] = None,
     plot: Annotated[
-        Path | None, _option("--plot", "FILE.png", "Plot of loss against K/V-cache bytes; needs matplotlib.")
+        Path | None, option("--plot FILE.png", "Plot of loss against K/V-cache bytes; needs matplotlib.")
     ] = None,
     earlier: Annotated[
         list[Path] | None,
-        _option(
-            "--with", "FILE.json", "Earlier results to draw too; repeat it for several. MODEL may be left out then."
-        ),
+        option("--with FILE.json", "Earlier results to draw too; repeat it for several. MODEL may be left out then."),
     ] = None,
-    output: Annotated[Path | None, _option("--output -o", "FILE.json", "File for the results as JSON.")] = None,
-    overwrite: Annotated[
-        bool, _option("--overwrite", None, "Replace earlier results in the file of --output.")
-    ] = False,
+    output: Annotated[Path | None, option("--output -o FILE.json", "File for the results as JSON.")] = None,
+    overwrite: Annotated[bool, option("--overwrite", "Replace earlier results in the file of --output.")] = False,
     as_json: Json = False,
     dtype: Annotated[
-        str, _hidden("--dtype", "TYPE", "float32, bfloat16, float16 or auto: float32 on a CPU, else the checkpoint's.")
+        str,
+        hidden_option(
+            "--dtype TYPE",
+            "float32, bfloat16, float16 or auto: float32 on a CPU, else the checkpoint's.",
+        ),
     ] = "auto",
-    revision: Annotated[str | None, _hidden("--revision", "REV", "Branch, tag or commit of models on the Hub.")] = None,
+    revision: Revision = None,
     text_field: Annotated[
-        str, _hidden("--text-field", "NAME", "Field with the text, in JSON lines, Parquet and datasets. Default: text.")
+        str,
+        hidden_option(
+            "--text-field NAME",
+            "Field with the text, in JSON lines, Parquet and datasets.",
+        ),
     ] = "text",
     source_field: Annotated[
-        str | None, _hidden("--source-field", "NAME", "Field with the input of an encoder-decoder, to score pairs.")
+        str | None, hidden_option("--source-field NAME", "Field with the input of an encoder-decoder, to score pairs.")
     ] = None,
     target_field: Annotated[
-        str | None, _hidden("--target-field", "NAME", "Field with what an encoder-decoder should write.")
+        str | None, hidden_option("--target-field NAME", "Field with what an encoder-decoder should write.")
     ] = None,
-    data_split: Annotated[str, _hidden("--data-split", "NAME", "Split of a Hub dataset. Default: train.")] = "train",
-    data_name: Annotated[str | None, _hidden("--data-name", "NAME", "Configuration of a Hub dataset.")] = None,
+    data_split: Annotated[str, hidden_option("--data-split NAME", "Split of a Hub dataset.")] = "train",
+    data_name: Annotated[str | None, hidden_option("--data-name NAME", "Configuration of a Hub dataset.")] = None,
     quiet: Quiet = False,
 ) -> None:
     """Measure the loss of one or more models on the same text, in nats per token and bits per byte.
@@ -131,7 +119,7 @@ def evaluate(
         target_field=target_field,
     )
     with ProgressScreen(quiet=quiet) as screen:
-        results = run(models, text, options, command=["gqa-convert", *sys.argv[1:]], progress=screen.show)
+        results = run(models, text, options, command=command_line(), progress=screen.show)
     if output is not None:
         write_result(output, results, overwrite=overwrite)
     draw([*files, results], html, plot)

@@ -2,8 +2,6 @@
 
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from .options import (
     Budget,
     Calibration,
@@ -13,8 +11,10 @@ from .options import (
     Json,
     Quiet,
     Revision,
+    Seed,
     Source,
     cache_budget,
+    option,
 )
 
 if TYPE_CHECKING:
@@ -28,21 +28,17 @@ def inspect(
     candidates: Candidates = None,
     max_loss_increase: Annotated[
         float | None,
-        typer.Option(
-            "--max-loss-increase",
-            metavar="NATS",
+        option(
+            "--max-loss-increase NATS",
+            "Recommend the smallest N that adds at most this loss, in nats per token.",
             min=0,
-            help="Recommend the smallest N that adds at most this loss, in nats per token.",
-            show_default=False,
         ),
     ] = None,
     kv_budget: Budget = None,
     device: Device = None,
-    encoder: Annotated[bool, typer.Option("--encoder", help="Also inspect the encoder's self-attention.")] = False,
+    encoder: Annotated[bool, option("--encoder", "Also inspect the encoder's self-attention.")] = False,
     revision: Revision = None,
-    seed: Annotated[
-        int, typer.Option("--seed", metavar="S", help="Seed for the sample of calibration text.", hidden=True)
-    ] = 0,
+    seed: Seed = 0,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -84,7 +80,9 @@ def inspect(
 
 
 def _show(result: "Inspection") -> None:
-    from .console.screen import number, print_note, stdout_console, tokens_text
+    from gqa_convert.measuring.evaluation.table import number
+
+    from .console.screen import print_note, stdout_console, tokens_text
     from .console.tables import show_table
 
     console = stdout_console()

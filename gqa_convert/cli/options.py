@@ -1,5 +1,7 @@
 """Options that several commands share, and the parsers of their values."""
 
+import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -42,74 +44,77 @@ def counts(text: str) -> list[int]:
         raise typer.BadParameter(f"{text!r} is not a list of numbers: write it like 1,2,4") from None
 
 
-def hidden_option(name: str, metavar: str | None, text: str, **options: Any) -> Any:
-    """Declare an option that `--help` leaves out and `--help-all` shows."""
-    return typer.Option(name, metavar=metavar, help=text, hidden=True, **options)
+def option(shown: str, text: str, **more: Any) -> Any:
+    """Declare an option as `--help` shows it: its names, and what stands for its value if it takes one."""
+    names = shown.split()
+    metavar = None
+    if not names[-1].startswith("-"):
+        metavar = names.pop()
+    return typer.Option(*names, metavar=metavar, help=text, **more)
 
 
-Source = Annotated[str, typer.Argument(metavar="SOURCE", help="Checkpoint folder or Hub id.")]
-Converted = Annotated[Path, typer.Argument(metavar="OUT", help="Folder of the converted checkpoint.")]
+hidden_option = partial(option, hidden=True)
+"""Declares an option that `--help` leaves out and `--help-all` shows."""
+
+
+def argument(metavar: str, text: str) -> Any:
+    """Declare an argument as `--help` shows it."""
+    return typer.Argument(metavar=metavar, help=text)
+
+
+def command_line() -> list[str]:
+    """The command as the user gave it, for records."""
+    return ["gqa-convert", *sys.argv[1:]]
+
+
+Source = Annotated[str, argument("SOURCE", "Checkpoint folder or Hub id.")]
+Converted = Annotated[Path, argument("OUT", "Folder of the converted checkpoint.")]
 Budget = Annotated[
     str | None,
-    typer.Option(
-        "--kv-budget",
-        metavar="SHARE",
-        help="The K/V cache to keep, as a share of that of SOURCE (50%) or in bytes per token (64KiB): chooses a number of K/V heads for each layer of most decoders, by what merging costs it on the calibration text.",
+    option(
+        "--kv-budget SHARE",
+        "The K/V cache to keep, as a share of that of SOURCE (50%) or in bytes per token (64KiB): chooses a number of K/V heads for each layer of most decoders, by what merging costs it on the calibration text.",
     ),
 ]
 Candidates = Annotated[
     Any,
-    typer.Option(
-        "--candidates",
-        metavar="N,N,...",
+    option(
+        "--candidates N,N,...",
+        "Numbers of K/V heads per layer to try. Default: divisors of the source's number.",
         parser=counts,
-        help="Numbers of K/V heads per layer to try. Default: divisors of the source's number.",
     ),
 ]
 Calibration = Annotated[
     list[str] | None,
-    typer.Option(
-        "--calibration",
-        "-c",
-        metavar="TEXT",
-        help="Calibration text or conversations: a file, a folder, a glob pattern, a Hub dataset, or self for text that SOURCE writes; a folder of audio files for a model that hears. Repeat the option to mix texts in equal shares.",
-        show_default=False,
+    option(
+        "--calibration -c TEXT",
+        "Calibration text or conversations: a file, a folder, a glob pattern, a Hub dataset, or self for text that SOURCE writes; a folder of audio files for a model that hears. Repeat the option to mix texts in equal shares.",
     ),
 ]
 CalibrationTokens = Annotated[
     int | None,
-    typer.Option(
-        "--calibration-tokens",
-        metavar="T",
+    option(
+        "--calibration-tokens T",
+        "Tokens of calibration text, such as 100k. Default: 24.6k, fewer for a hidden_size below 50, and 8 per unit of hidden_size above 3,072.",
         parser=token_count,
-        help="Tokens of calibration text, such as 100k. Default: 24.6k, fewer for a hidden_size below 50, and 8 per unit of hidden_size above 3,072.",
     ),
 ]
 Device = Annotated[
     str | None,
-    typer.Option(
-        "--device", metavar="NAME", help="Where models run: cpu, cuda or cuda:1. Default: a GPU if there is one."
-    ),
+    option("--device NAME", "Where models run: cpu, cuda or cuda:1. Default: a GPU if there is one."),
 ]
-Revision = Annotated[
-    str | None, typer.Option("--revision", metavar="REV", help="Branch, tag or commit on the Hub. Default: main.")
-]
-Overwrite = Annotated[
-    bool, typer.Option("--overwrite", help="Replace an earlier result in OUT once the new one is complete.")
-]
+Revision = Annotated[str | None, option("--revision REV", "Branch, tag or commit on the Hub. Default: main.")]
+Seed = Annotated[int, hidden_option("--seed S", "Seed for the sample of calibration text and the order of batches.")]
+Overwrite = Annotated[bool, option("--overwrite", "Replace an earlier result in OUT once the new one is complete.")]
 Interpreters = Annotated[
     list[str] | None,
-    typer.Option(
-        "--python",
-        metavar="NAME=PATH",
-        help="Python interpreter of the environment that has an engine, such as vllm=/opt/vllm/bin/python.",
-        show_default=False,
+    option(
+        "--python NAME=PATH",
+        "Python interpreter of the environment that has an engine, such as vllm=/opt/vllm/bin/python.",
     ),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
-Quiet = Annotated[
-    bool, typer.Option("--quiet", "-q", hidden=True, help="Print errors only, and the JSON object with --json.")
-]
+Json = Annotated[bool, option("--json", "Print the result as one JSON object.")]
+Quiet = Annotated[bool, hidden_option("--quiet -q", "Print errors only, and the JSON object with --json.")]
 
 
 def byte_count(text: str | None, option: str) -> int | None:

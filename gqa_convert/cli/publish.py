@@ -4,11 +4,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from gqa_convert.checkpoint.byte_sizes import size
 
-from .options import Json, Quiet
+from .options import Json, Quiet, argument, option
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -17,36 +15,28 @@ if TYPE_CHECKING:
 
 
 def publish(
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder written by convert or uptrain.")],
-    repo_id: Annotated[
-        str, typer.Option(metavar="ORG/NAME", help="Repository on the Hub; created if it does not exist.")
-    ],
-    private: Annotated[bool, typer.Option("--private", help="Create the repository as private.")] = False,
+    out: Annotated[Path, argument("OUT", "Folder written by convert or uptrain.")],
+    repo_id: Annotated[str, option("--repo-id ORG/NAME", "Repository on the Hub; created if it does not exist.")],
+    private: Annotated[bool, option("--private", "Create the repository as private.")] = False,
     dry_run: Annotated[
         bool,
-        typer.Option("--dry-run", help="Write OUT/README.md and list the files to upload, without network access."),
+        option("--dry-run", "Write OUT/README.md and list the files to upload, without network access."),
     ] = False,
     results: Annotated[
         list[Path] | None,
-        typer.Option(
-            "--results", "-r", metavar="FILE", help="JSON of evaluate, benchmark or lm_eval for the card; repeatable."
-        ),
+        option("--results -r FILE", "JSON of evaluate, benchmark or lm_eval for the card; repeatable."),
     ] = None,
     base_model: Annotated[
         str | None,
-        typer.Option(
-            metavar="ORG/NAME", help="Source model on the Hub. Default: the one that the conversion recorded."
-        ),
+        option("--base-model ORG/NAME", "Source model on the Hub. Default: the one that the conversion recorded."),
     ] = None,
     licence: Annotated[
         str | None,
-        typer.Option(
-            "--license", metavar="ID", help="Licence of the result. Default: that in the README.md of the source."
-        ),
+        option("--license ID", "Licence of the result. Default: that in the README.md of the source."),
     ] = None,
     overwrite_card: Annotated[
         bool,
-        typer.Option("--overwrite-card", help="Rename a README.md that publish did not write, and write the card."),
+        option("--overwrite-card", "Rename a README.md that publish did not write, and write the card."),
     ] = False,
     as_json: Json = False,
     quiet: Quiet = False,

@@ -1,46 +1,34 @@
 """`gqa-convert uptrain`."""
 
 import re
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from gqa_convert.errors import OptionError
 
-from .options import Json, Quiet, byte_count
+from .options import Json, Quiet, argument, byte_count, command_line, option
 
 if TYPE_CHECKING:
     from gqa_convert.training.dry_run import Hardware
 
 
 def uptrain(
-    recipe: Annotated[
-        Path, typer.Argument(metavar="RECIPE.yaml", help="Recipe file: the model, the text and the budget.")
-    ],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Values that replace keys of the recipe.")
-    ] = None,
+    recipe: Annotated[Path, argument("RECIPE.yaml", "Recipe file: the model, the text and the budget.")],
+    overrides: Annotated[list[str] | None, argument("KEY=VALUE", "Values that replace keys of the recipe.")] = None,
     dry_run: Annotated[
         bool,
-        typer.Option(
-            "--dry-run", help="Estimate memory, arithmetic, communication, time and text of the run; train nothing."
-        ),
+        option("--dry-run", "Estimate memory, arithmetic, communication, time and text of the run; train nothing."),
     ] = False,
     hardware: Annotated[
         str | None,
-        typer.Option(
-            "--hardware",
-            metavar="NxGPU",
-            help="With --dry-run: GPUs by their type or their memory, such as 8xh100 or 4x24GB. Default: as many as the launcher has processes, of no known type.",
+        option(
+            "--hardware NxGPU",
+            "With --dry-run: GPUs by their type or their memory, such as 8xh100 or 4x24GB. Default: as many as the launcher has processes, of no known type.",
         ),
     ] = None,
     tokenize_only: Annotated[
         bool,
-        typer.Option(
-            "--tokenize-only", help="Tokenise the text ahead of the run, so that no GPU waits for it; train nothing."
-        ),
+        option("--tokenize-only", "Tokenise the text ahead of the run, so that no GPU waits for it; train nothing."),
     ] = False,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -88,7 +76,7 @@ def uptrain(
                 on_message=screen.say,
                 on_step=screen.step,
                 on_tokenize=screen.show,
-                command=["gqa-convert", *sys.argv[1:]],
+                command=command_line(),
             )
             show = show_training
     if result is None:  # only the main process has the summary

@@ -5,24 +5,18 @@ from typing import Annotated
 
 import typer
 
-from .options import Converted, Json, Quiet, Revision
+from .options import Converted, Json, Quiet, Revision, option
 
 
 def verify(
     out: Converted,
     source: Annotated[
         str,
-        typer.Option(
-            "--source", metavar="SOURCE", help="Checkpoint that OUT was converted from: a folder or a Hub id."
-        ),
+        option("--source SOURCE", "Checkpoint that OUT was converted from: a folder or a Hub id."),
     ],
     revision: Revision = None,
-    logits: Annotated[
-        bool, typer.Option("--logits/--no-logits", help="Load both models and compare their outputs.")
-    ] = True,
-    text: Annotated[
-        Path | None, typer.Option("--text", metavar="FILE", help="Text on which to report the loss of both models.")
-    ] = None,
+    logits: Annotated[bool, option("--logits/--no-logits", "Load both models and compare their outputs.")] = True,
+    text: Annotated[Path | None, option("--text FILE", "Text on which to report the loss of both models.")] = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from gqa_convert.checkpoint.byte_sizes import size
+from gqa_convert.measuring.evaluation.table import number
 
 FOLDERS = re.compile(r"""(?<![^\s'"=,:(\[])(?:~[\w.-]*)?/(?:[^/\s'"]+/)*(?=[^/\s'"])""")
 """The folders of an absolute path: a published card must not reveal them."""
@@ -36,7 +37,7 @@ def render(template: Path, card: object) -> str:
     environment = Environment(
         undefined=StrictUndefined, finalize=_escaped, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )
-    tools = (code, fenced, shell, number, significant, with_error, size, in_words, Markdown)
+    tools = (code, fenced, shell, number, significant, size, in_words, Markdown)
     environment.filters |= {tool.__name__: tool for tool in tools}
     return environment.from_string(template.read_text(encoding="utf-8")).render(card=card)
 
@@ -83,19 +84,10 @@ def without_folders(text: str) -> str:
     return FOLDERS.sub("", text)
 
 
-def number(value: float | None) -> str:
-    """A number without decimals, or an empty string for None."""
-    return "" if value is None else f"{value:,.0f}"
-
-
-def significant(value: float | None) -> str:
-    """A number with four significant digits, or an empty string for None."""
-    return "" if value is None else f"{value:.4g}"
-
-
-def with_error(value: float | None, error: float | None) -> str:
-    """A number and its standard error, each where it is known."""
-    return f"{significant(value)} ± {error:.2g}" if error else significant(value)
+def significant(value: float | None, error: float | None = None) -> str:
+    """A number with four significant digits and its standard error, each where it is known."""
+    text = number(value, ".4g")
+    return f"{text} ± {error:.2g}" if error else text
 
 
 def in_words(kv_heads: int | list[int]) -> str:

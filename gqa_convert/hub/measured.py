@@ -110,7 +110,7 @@ def _add_evaluation(measured: Measured, file: EvaluationFile, model: Converted) 
     if model.fingerprint not in scores:
         return False
     text = f"{file.data.source}, {file.objective}"
-    options = file.data.model_dump(exclude={"source", "sha256"}) | file.model_dump(include={"context", "stride"})
+    options = file.data.model_dump(exclude={"source", "sha256"}) | file.model_dump(include={"context"})
     for key, value in options.items():
         if value not in (None, "train", "text"):
             text += f", {key.replace('_', ' ')} {value}"

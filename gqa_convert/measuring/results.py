@@ -89,7 +89,6 @@ class EvaluationFile(_Measurement):
     data: ScoredText
     objective: str
     context: int | None = None
-    stride: int | None = None
     reference: ModelScores | None = None
     results: list[ModelScores] = Field(min_length=1)
 
@@ -139,7 +138,6 @@ class BenchmarkFile(_Measurement):
     kv_heads: int | list[int] | None = None
     weights: str | None = None
     attention: str | None = None
-    spread: str | None = None
     results: list[TimedCell]
 
 

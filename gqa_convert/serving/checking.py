@@ -1,6 +1,6 @@
 """Runs transformers, then each engine, and reports the differences."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,15 +11,13 @@ from gqa_convert.errors import MissingExtraError, OptionError, SourceNotFoundErr
 from gqa_convert.families.layerwise import is_decilm
 from gqa_convert.families.loading import TASKS, auto_class, check_language_model, read_config
 from gqa_convert.families.table import FAMILIES
+from gqa_convert.measuring import Progress
 
 from .comparing import compare
 from .engines import ENGINES, Engine, find_interpreter
 from .reference import NEEDS_HEAD, ask_transformers
 from .request import NEW_TOKENS, Request
 from .worker import FAILED, OK, SKIPPED, UNSUPPORTED, Outcome, ask
-
-Progress = Callable[[str, int, int], None]
-"""Called with the name of a stage, the steps done and the number of steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,12 +10,13 @@ from gqa_convert.checkpoint.machine import measurement
 from gqa_convert.checkpoint.source import Checkpoint, open_local
 from gqa_convert.conversion.plan import Plan, make_plan
 from gqa_convert.errors import UnsupportedFamilyError, WorkerError
+from gqa_convert.measuring import Progress
 from gqa_convert.measuring.latency.cells import with_times
 from gqa_convert.measuring.latency.models import stated_dtype
 from gqa_convert.measuring.latency.run import CONTEXT, BenchmarkOptions
 from gqa_convert.measuring.results import BenchmarkFile, TimedCell
 
-from .checking import Progress, check_name, has_our_code, why_unsupported
+from .checking import check_name, has_our_code, why_unsupported
 from .engines import ENGINES, Engine, find_interpreter
 from .request import Request
 from .worker import OK, Outcome, ask
@@ -92,7 +93,6 @@ def time_engine(
         heads=plans[0].heads,
         kv_heads=cells[0].groups,
         weights="own",
-        spread="decode_ms_low and decode_ms_high are the quartiles of the repetitions",
         results=cells,
     )
 

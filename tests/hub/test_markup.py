@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from jinja2 import UndefinedError
 
-from gqa_convert.hub.markup import Markdown, code, fenced, in_words, plain, render, shell, significant, with_error
+from gqa_convert.hub.markup import Markdown, code, fenced, in_words, plain, render, shell, significant
 
 
 def test_significant_digits() -> None:
@@ -16,8 +16,8 @@ def test_significant_digits() -> None:
         "12",
         "2e-07",
     ]
-    assert with_error(3.0755, 0.1568) == "3.075 ± 0.16"
-    assert [with_error(2.5, error) for error in (None, 0.0)] == ["2.5", "2.5"]
+    assert significant(3.0755, 0.1568) == "3.075 ± 0.16"
+    assert [significant(2.5, error) for error in (None, 0.0)] == ["2.5", "2.5"]
 
 
 def test_kv_heads_in_words() -> None:

@@ -65,7 +65,7 @@ def score(folder: Path, loss: float | None = 2.5, **more: Any) -> ModelScores:
 
 def evaluation(path: Path, *scores: ModelScores, text: str = "held out.txt", **more: Any) -> Path:
     data = more.pop("data", ScoredText(source=text, split="train", text_field="text"))
-    values: dict[str, Any] = HEAD | {"data": data, "objective": "causal", "context": 512, "stride": 256} | more
+    values: dict[str, Any] = HEAD | {"data": data, "objective": "causal", "context": 512} | more
     write_result(path, EvaluationFile(**values, results=list(scores)), overwrite=True)
     return path
 
@@ -125,7 +125,7 @@ def test_losses_of_the_model_and_its_source(base: Path, tmp_path: Path) -> None:
     text, index, warnings = card(out, file)
     assert warnings == []
     assert (
-        "- **Loss: 0.125 ± 0.0078 above the source's 2.5 nats per token**, on `held out.txt, causal, context 512, stride 256`."
+        "- **Loss: 0.125 ± 0.0078 above the source's 2.5 nats per token**, on `held out.txt, causal, context 512`."
         in text
     )
     assert "| source | 2.5 ± 0.062 | 7.5 | 1.25 | 4,096 |" in text
@@ -141,7 +141,7 @@ def test_losses_of_the_model_and_its_source(base: Path, tmp_path: Path) -> None:
     assert "Measured on: cpu; Example Processor 9; 4 cores; 16.0 GB; Linux 6.1; torch 2.13.0." in text
     assert "Loss and tasks: not measured" not in text
     assert "quality was not measured" not in text
-    name = "held out.txt, causal, context 512, stride 256"
+    name = "held out.txt, causal, context 512"
     assert index == [
         {
             "task": {"type": "text-generation"},

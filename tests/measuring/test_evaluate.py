@@ -73,19 +73,19 @@ def test_a_text_of_one_window_has_transformers_own_loss(home: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(("context", "stride"), [(20, 7), (20, 20), (20, 1), (POSITIONS, 13)])
-def test_strided_windows_against_a_loop_over_tokens(home: Path, context: int, stride: int) -> None:
+@pytest.mark.parametrize("context", [20, 7, POSITIONS])
+def test_windows_against_a_loop_over_tokens(home: Path, context: int) -> None:
     """Each token by itself: the window is the first that reaches it."""
     ids, model, total = tokens_of(TEXT * 4), model_of(home / "one"), 0.0
     for place in range(1, len(ids)):
-        window = max(0, math.ceil((place - context) / stride))
-        read = ids[window * stride : place]
+        window = max(0, math.ceil((place - context) / context))
+        read = ids[window * context : place]
         with torch.no_grad():
             logits = model(input_ids=torch.tensor([read])).logits[0, -1].double()
         total -= float(logits.log_softmax(-1)[ids[place]])
-    report = run(home, "one", data="long.txt", window=context, stride=stride, batch=3)
+    report = run(home, "one", data="long.txt", window=context, batch=3)
     assert report["results"][0]["loss"] == pytest.approx(total / (len(ids) - 1), rel=1e-5)
-    assert (report["context"], report["stride"]) == (context, stride)
+    assert report["context"] == context
     assert report["results"][0]["bytes"] == len((TEXT * 4).encode())
 
 
@@ -293,12 +293,7 @@ def test_span_corruption_has_transformers_own_loss(tmp_path: Path) -> None:
         )
     (result,) = report["results"]
     assert result["loss"] == pytest.approx(total / made.tokens, rel=1e-5)
-    assert (report["objective"], report["stride"], result["bytes"], result["bits_per_byte"]) == (
-        "spans",
-        None,
-        None,
-        None,
-    )
+    assert (report["objective"], result["bytes"], result["bits_per_byte"]) == ("spans", None, None)
     assert result["tokens"] == made.tokens
     text = [word for place in sorted(restored) for word in restored[place]]
     assert text == words[: len(text)]

@@ -49,12 +49,7 @@ def test_json_and_the_table(ask: Any, home: Path, tmp_path: Path) -> None:
     assert report == json.loads((tmp_path / "results.json").read_text())
     assert list(tmp_path.iterdir()) == [tmp_path / "results.json"]
     assert [each["model"] for each in report["results"]] == ["two", "one"]
-    assert (report["kind"], report["objective"], report["context"], report["stride"]) == (
-        "evaluate",
-        "causal",
-        POSITIONS,
-        POSITIONS,
-    )
+    assert (report["kind"], report["objective"], report["context"]) == ("evaluate", "causal", POSITIONS)
     assert report["command"][:4] == ["gqa-convert", "evaluate", "two", "one"]
     assert report["machine"]["device"] == "cpu"
     assert report["data"]["source"] == "text.txt"
@@ -194,7 +189,6 @@ def test_names_that_look_like_marks_of_the_console(capsys: pytest.CaptureFixture
         data=ScoredText(source="x[/b]"),
         objective="causal",
         context=5,
-        stride=5,
         results=[scores],
     )
     show_evaluation(file)

@@ -30,7 +30,7 @@ def scores(model: str, fingerprint: str | None = None, loss: float | None = 2.0,
 
 
 def evaluation(*results: ModelScores, text: str = "a.txt", **more: Any) -> EvaluationFile:
-    known = {"objective": "causal", "context": 64, "stride": 64, "data": ScoredText(source=text, sha256=text)} | more
+    known = {"objective": "causal", "context": 64, "data": ScoredText(source=text, sha256=text)} | more
     return EvaluationFile(**measurement("evaluate", None).as_json(), results=list(results), **known)
 
 
@@ -85,7 +85,6 @@ def test_results_of_one_checkpoint_belong_together_whatever_it_is_called() -> No
         ({}, 1),
         ({"text": "b.txt"}, 2),
         ({"context": 32}, 2),
-        ({"stride": 32}, 2),
         ({"data": ScoredText(source="a.txt", sha256="other")}, 2),
     ],
 )

@@ -68,10 +68,10 @@ def test_a_result_is_scored_beside_its_source(tmp_path: Path, source: Path) -> N
 def test_what_cannot_be_scored_is_refused(tmp_path: Path, source: Path) -> None:
     folder = sound_folder(tmp_path / "sounds", 1, texts=False)
     with pytest.raises(DataError, match="the folder has no texts"):
-        evaluate([str(source)], Source(str(folder)))
+        evaluate([str(source)], Source(str(folder)), EvaluationOptions())
     reads = causal(tmp_path / "reads")
     with pytest.raises(OptionError, match="only one of them"):
-        evaluate([str(source), str(reads)], Source(str(folder)))
+        evaluate([str(source), str(reads)], Source(str(folder)), EvaluationOptions())
     pairs = Source(str(folder), source_field="a", target_field="b")
     with pytest.raises(OptionError, match="are for texts"):
-        evaluate([str(source)], pairs)
+        evaluate([str(source)], pairs, EvaluationOptions())

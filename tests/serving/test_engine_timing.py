@@ -8,7 +8,7 @@ import pytest
 
 from gqa_convert.checkpoint.fingerprint import fingerprint
 from gqa_convert.errors import MissingExtraError, OptionError, UnsupportedFamilyError, WorkerError
-from gqa_convert.measuring.latency import BenchmarkOptions
+from gqa_convert.measuring.latency.run import BenchmarkOptions
 from gqa_convert.measuring.results import BenchmarkFile, load_result
 from gqa_convert.serving.engines import Engine
 from gqa_convert.serving.timing import time_engine

@@ -3,9 +3,10 @@
 from pathlib import Path
 
 from gqa_convert.checkpoint.byte_sizes import size
+from gqa_convert.measuring.evaluation.table import number
 from gqa_convert.measuring.results import BenchmarkFile, TimedCell
 
-from .screen import number, print_note, stdout_console, tokens_text
+from .screen import print_note, stdout_console, tokens_text
 from .tables import show_table
 
 _COLUMNS = ["N", "batch", "context", "ms/token", "speed", "tokens/s", "prefill ms", "K/V cache"]

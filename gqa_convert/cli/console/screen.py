@@ -100,8 +100,3 @@ def tokens_text(count: int) -> str:
     if shown >= 100:
         return f"{shown:.0f}{unit}"
     return f"{shown:.1f}".removesuffix(".0") + unit
-
-
-def number(value: float | None, form: str) -> str:
-    """Format a number for a cell of a table; None becomes an empty cell."""
-    return "" if value is None else format(value, form)

@@ -115,13 +115,11 @@ def common_objective(models: Sequence[Candidate], *, pairs: bool) -> str:
     return SPANS if seq2seq else CAUSAL
 
 
-def common_window(
-    models: Sequence[Candidate], objective: str, window: int | None, stride: int | None
-) -> tuple[int, int | None]:
-    """The number of tokens of each window or example, the same for all models, and the stride of windows.
+def common_window(models: Sequence[Candidate], objective: str, window: int | None) -> int:
+    """The number of tokens of each window or example, the same for all models.
 
     Raises:
-        OptionError: the stride is above the window, or a model has fewer positions.
+        OptionError: a model has fewer positions.
     """
     longest = SPAN_LENGTH if objective == SPANS else LONGEST
     for model in models:
@@ -129,13 +127,7 @@ def common_window(
         if (window or 0) > positions:
             raise OptionError(f"--window is {window}, and {model.name} has positions for {positions} tokens: lower it")
         longest = min(longest, positions)
-    window = window or longest
-    if objective != CAUSAL:
-        return window, None
-    stride = stride or window
-    if stride > window:
-        raise OptionError(f"the stride is {stride}, expected 1 to {window}, the window, so that no token is left out")
-    return window, stride
+    return window or longest
 
 
 def load(candidate: Candidate, dtype: str, device: str) -> Any:

@@ -106,7 +106,7 @@ def measured_texts(files: Sequence[EvaluationFile]) -> list[MeasuredText]:
     found: dict[object, MeasuredText] = {}
     models: dict[object, dict[object, ModelScores]] = {}
     for file in files:
-        text = (file.data.sha256 or file.data, file.objective, file.context, file.stride)
+        text = (file.data.sha256 or file.data, file.objective, file.context)
         entries = models.setdefault(text, {})
         for each in file.entries():
             model = (each.fingerprint or id(each), each.dtype)

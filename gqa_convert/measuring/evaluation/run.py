@@ -15,7 +15,7 @@ from gqa_convert.errors import OptionError
 from gqa_convert.families.loading import no_bars
 from gqa_convert.measuring import Progress
 from gqa_convert.measuring.evaluation import candidates
-from gqa_convert.measuring.evaluation.candidates import SPANS, SPEECH, Candidate
+from gqa_convert.measuring.evaluation.candidates import CAUSAL, SPANS, SPEECH, Candidate
 from gqa_convert.measuring.evaluation.comparison import Measured, incomparable, model_scores
 from gqa_convert.measuring.evaluation.word_errors import word_errors
 from gqa_convert.measuring.out_of_memory import memory_explained
@@ -50,7 +50,6 @@ class EvaluationOptions:
         revision: of models that are Hub ids.
         window: tokens of a window or of an encoder's input; None for the models' positions up to 2048, and 512 for
             span corruption.
-        stride: tokens between windows of causal models; None for the window.
         tokens: maximum number of tokens of text, or of pairs; None for whole files, and for 1M tokens of a Hub
             dataset.
         batch: windows or examples at a time.
@@ -61,7 +60,6 @@ class EvaluationOptions:
     reference: str | None = None
     revision: str | None = None
     window: int | None = None
-    stride: int | None = None
     tokens: int | None = None
     batch: int = 4
     dtype: str = "auto"
@@ -71,7 +69,7 @@ class EvaluationOptions:
 def evaluate(
     models: Sequence[str],
     data: Source,
-    options: EvaluationOptions | None = None,
+    options: EvaluationOptions,
     *,
     command: list[str] | None = None,
     progress: Progress = lambda stage, done, total: None,
@@ -88,7 +86,6 @@ def evaluate(
     Raises:
         GQAConvertError: one of its subclasses for models, text or options that can't be evaluated.
     """
-    options = options or EvaluationOptions()
     _check(data, options)
     names = list(models)
     if options.reference is not None:
@@ -98,7 +95,7 @@ def evaluate(
         warnings.simplefilter("ignore")  # torch's and transformers', for those who program with them
         found = candidates.find_models(names, options.revision)
         objective = candidates.common_objective(found, pairs=data.holds_pairs)
-        window, stride = candidates.common_window(found, objective, options.window, options.stride)
+        window = candidates.common_window(found, objective, options.window)
         if objective == SPEECH:
             text: Any = list_audio_files(local_path(data.source))
         else:
@@ -113,7 +110,7 @@ def evaluate(
                     measured = _score_speech(candidate, model, text, first, reference, options, progress)
                 else:
                     show = partial(progress, f"tokenising for {candidate.name}")
-                    material = _material(text, candidate, objective, window, stride, options, show)
+                    material = _material(text, candidate, objective, window, options, show)
                     measured = _score(candidate, model, material, first, reference, progress)
             scores.append(model_scores(measured, first))
             if first is None:
@@ -125,7 +122,6 @@ def evaluate(
         data=_described(data, options, text),
         objective=objective,
         context=window,
-        stride=stride,
         reference=scores.pop(0) if options.reference else None,
         results=scores,
     )
@@ -134,7 +130,7 @@ def evaluate(
 def _check(data: Source, options: EvaluationOptions) -> None:
     if (data.source_field is None) != (data.target_field is None):
         raise OptionError("--source-field and --target-field need each other: give both or neither")
-    for name in ("tokens", "batch", "window", "stride"):
+    for name in ("tokens", "batch", "window"):
         value = getattr(options, name)
         if value is not None and value < 1:
             raise OptionError(f"--{name} is {value}, expected a number above 0")
@@ -163,14 +159,13 @@ def _material(
     candidate: Candidate,
     objective: str,
     window: int,
-    stride: int | None,
     options: EvaluationOptions,
     progress: Callable[[int, int], None],
 ) -> Material:
     """The model's tokens of the text, in batches."""
     tokenizer, batch = candidate.tokenizer, options.batch
-    if stride is not None:
-        return text_material(text, tokenizer, context=window, stride=stride, batch=batch, progress=progress)
+    if objective == CAUSAL:
+        return text_material(text, tokenizer, context=window, stride=window, batch=batch, progress=progress)
     start = decoder_start(candidate.folder, candidate.config, tokenizer)
     if objective == SPANS:
         return span_material(text, tokenizer, start=start, length=window, batch=batch, seed=_SEED)

@@ -9,7 +9,7 @@ from gqa_convert.measuring.results import Difference, EvaluationFile, ModelScore
 
 def title(results: EvaluationFile) -> str:
     """What was scored, in one line."""
-    how = f"windows of {results.context} tokens, stride {results.stride}"
+    how = f"windows of {results.context} tokens"
     if results.objective == "speech":
         how = "sounds of one window each"
     elif results.objective != "causal":
@@ -41,12 +41,12 @@ def columns(entries: Sequence[ModelScores], names: dict[str, str]) -> dict[str, 
             "model": names[each.model],
             "K/V/token": size(each.kv_bytes_per_token) if each.kv_bytes_per_token else "",
             "loss": "NaN" if each.scored_nan else _with_error(each.loss, each.loss_standard_error),
-            "perplexity": _number(each.perplexity, ".4g"),
-            "bits/byte": _number(each.bits_per_byte, ".4f"),
+            "perplexity": number(each.perplexity, ".4g"),
+            "bits/byte": number(each.bits_per_byte, ".4f"),
             "word errors": _with_error(each.word_error_rate, each.word_error_rate_standard_error),
             "difference": _difference(each.difference),
             "KL": _with_error(each.kl, each.kl_standard_error),
-            "top-1": _number(each.top1_agreement, ".2%"),
+            "top-1": number(each.top1_agreement, ".2%"),
         }
         for heading, cell in cells.items():
             found.setdefault(heading, [""] * len(entries))[row] = cell
@@ -65,10 +65,11 @@ def _difference(other: Difference | None) -> str:
 
 
 def _with_error(value: float | None, error: float | None, sign: str = "") -> str:
-    return _number(value, f"{sign}.4f") + ("" if error is None else f" ±{error:.4f}")
+    return number(value, f"{sign}.4f") + ("" if error is None else f" ±{error:.4f}")
 
 
-def _number(value: float | None, form: str) -> str:
+def number(value: float | None, form: str) -> str:
+    """A number as a cell of a table; None is an empty cell."""
     return "" if value is None else format(value, form)
 
 

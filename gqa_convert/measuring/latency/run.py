@@ -65,7 +65,7 @@ def benchmark_model(
     model: str | Path,
     *,
     revision: str | None = None,
-    options: BenchmarkOptions | None = None,
+    options: BenchmarkOptions,
     command: list[str] | None = None,
     progress: Progress = lambda stage, done, total: None,
 ) -> BenchmarkFile:
@@ -90,7 +90,6 @@ def benchmark_model(
     """
     import torch
 
-    options = options or BenchmarkOptions()
     opened = open_model(model, revision)
     dtype = stated_dtype(opened.config, options.dtype)
     device = torch.device(chosen_device(options.device))
@@ -115,7 +114,6 @@ def benchmark_model(
         kv_heads=own,
         weights="own" if any(cell.fingerprint for cell in cells) else "random",
         attention=attention,
-        spread="decode_ms_low and decode_ms_high are the quartiles of the repetitions' means",
         results=cells,
     )
 

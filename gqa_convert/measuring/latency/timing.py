@@ -44,7 +44,7 @@ def alternate(turns: Sequence[Callable[[], float]], repetitions: int) -> list[li
     return measured
 
 
-def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+def quartiles(values: Sequence[float]) -> list[float]:
     """The lower quartile, the median and the upper quartile."""
-    low, middle, high = np.quantile(values, (0.25, 0.5, 0.75)).tolist()
-    return low, middle, high
+    found: list[float] = np.quantile(values, (0.25, 0.5, 0.75)).tolist()
+    return found
