@@ -8,7 +8,7 @@ import typer
 
 from gqa_convert.errors import OptionError
 
-from .options import Device, Json, Quiet, Revision, argument, command_line, hidden_option, option, token_count
+from .options import Device, Json, Quiet, argument, command_line, hidden_option, option, token_count
 
 
 def evaluate(
@@ -49,7 +49,9 @@ def evaluate(
             "float32, bfloat16, float16 or auto: float32 on a CPU, else the checkpoint's.",
         ),
     ] = "auto",
-    revision: Revision = None,
+    revision: Annotated[
+        str | None, hidden_option("--revision REV", "Branch, tag or commit of models on the Hub. Default: main.")
+    ] = None,
     text_field: Annotated[
         str,
         hidden_option(
