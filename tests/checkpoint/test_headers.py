@@ -15,15 +15,17 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as save_numpy
 from safetensors.torch import save as save_torch
 
+from benchmarks.synthetic import make_llama
 from gqa_convert.checkpoint.headers import (
     DTYPE_BITS,
     MAX_HEADER_BYTES,
     Header,
+    JoinedTensors,
     build_header,
     header_length,
     parse_header,
 )
-from gqa_convert.checkpoint.source import read_checkpoint
+from gqa_convert.checkpoint.source import open_checkpoint, read_checkpoint
 from gqa_convert.errors import CorruptCheckpointError, GQAConvertError
 from tests.helpers.checkpoints import CONFIG, llama_arrays
 
@@ -360,3 +362,33 @@ class TestBuild:
         assert list(again.tensors) == list(header.tensors)
         assert again.metadata == header.metadata
         assert agree(tmp_path / "file", built + file[1])
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The headers of a Mixtral of 4,900 tensors in 3 files."""
+    folder = tmp_path_factory.mktemp("headers") / "mixtral"
+    make_llama(folder, layers=4, hidden=256, intermediate=64, heads=8, experts=400, shard_bytes=90_000_000, sparse=True)
+    return folder
+
+
+def test_a_tensors_header_takes_little_memory(experts: Path) -> None:
+    assert open_checkpoint(experts)  # with imports
+    tracemalloc.start()
+    try:
+        checkpoint = open_checkpoint(experts)
+        held, at_most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    count = sum(1 for _ in checkpoint.tensors())
+    assert held < 290 * count
+    assert at_most < 570 * count
+
+
+def test_headers_joined(experts: Path) -> None:
+    checkpoint = open_checkpoint(experts)
+    joined = JoinedTensors(shard.header.tensors for shard in checkpoint.shards)
+    assert dict(joined) == {name: entry for _, name, entry in checkpoint.tensors()}
+    assert len(joined) == len(list(joined))
+    assert "nothing" not in joined
+    assert joined.get("nothing") is None

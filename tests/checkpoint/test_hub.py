@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,12 @@ import numpy as np
 import pytest
 import torch
 
-from gqa_convert.checkpoint.source import open_checkpoint
+from gqa_convert.checkpoint import source as checkpoint_source
+from gqa_convert.checkpoint.source import download_checkpoint, open_checkpoint
 from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.plan import make_plan
 from gqa_convert.conversion.run import convert_checkpoint
+from gqa_convert.errors import CorruptCheckpointError
 from tests.helpers.checkpoints import (
     Arrays,
     digests,
@@ -239,3 +242,15 @@ class TestErrors:
         assert answer["error"] == "SourceNotFoundError"
         assert "500" in answer["message"]
         assert time.monotonic() - started < 15
+
+
+def test_a_repository_that_changes_during_the_download(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was planned is what is converted."""
+    source = write_llama(tmp_path / "source", shards=3)
+    other = write_llama(tmp_path / "other", shards=3, config={"rms_norm_eps": 1e-3})
+    remote = replace(open_checkpoint(source), folder=None)
+    monkeypatch.setattr(checkpoint_source, "open_checkpoint", lambda *_, **__: open_checkpoint(source))
+    assert download_checkpoint(remote, "org/name", None).folder == source
+    monkeypatch.setattr(checkpoint_source, "open_checkpoint", lambda *_, **__: open_checkpoint(other))
+    with pytest.raises(CorruptCheckpointError, match="org/name changed on the Hub while it was downloaded"):
+        download_checkpoint(remote, "org/name", None)

@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import save_file
 from transformers import AutoModelForCausalLM
 
-from gqa_convert.checkpoint import files
+from gqa_convert.checkpoint import files, quantised
 from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.run import convert_checkpoint
@@ -534,3 +534,17 @@ class TestRefusals:
 
         monkeypatch.setattr(files.Path, "open", denied)
         refused(single, CorruptCheckpointError, "config.json cannot be read (Permission denied)")
+
+
+@pytest.mark.parametrize(
+    ("config", "method"),
+    [
+        ({"quantization_config": {"quant_method": "gptq"}}, "gptq"),
+        ({"text_config": {"quantization_config": {"quant_method": "fp8"}}}, "fp8"),
+        ({"quantization_config": {"load_in_4bit": True, "load_in_8bit": False}}, "bitsandbytes"),
+        ({"quantization": {"bits": 4, "group_size": 64}}, "mlx"),
+        ({"quantization_config": None, "quantization": "none"}, None),
+    ],
+)
+def test_the_method_in_a_config(config: dict[str, Any], method: str | None) -> None:
+    assert quantised.quantisation_method(config) == method

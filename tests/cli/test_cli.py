@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from safetensors.numpy import load_file
 from typer.main import get_command
 from typer.testing import CliRunner
 
@@ -297,6 +298,9 @@ def test_a_new_shard_size(source: Path, tmp_path: Path) -> None:
     files = sorted((tmp_path / "out").glob("*.safetensors"))
     assert len(files) > 3
     assert files[0].name == f"model-00001-of-{len(files):05d}.safetensors"
+    contents = [load_file(file) for file in files]
+    assert all(len(each) == 1 or sum(array.nbytes for array in each.values()) <= 20_000 for each in contents)
+    assert any(len(each) > 1 for each in contents)
     verified = run("verify", tmp_path / "out", "--source", source, "--no-logits")
     assert verified.returncode == 0, verified.stderr
 

@@ -1,7 +1,6 @@
 """What a source runs on: ready batches for models that hear or see, and how far calibration text is stretched."""
 
 import itertools
-import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,8 +19,8 @@ from gqa_convert.demo import CHECKPOINT
 from gqa_convert.errors import DataError, OptionError
 from gqa_convert.families.loading import load_model
 from tests.helpers import folding_cases as folded
-from tests.helpers.command_line import run
-from tests.helpers.wrappers import image_inputs, make_wrapper
+from tests.helpers.verification import edit_json
+from tests.helpers.wrappers import image_batches, make_wrapper
 
 CONTEXT, LENGTH = 4096, 512
 
@@ -30,8 +29,7 @@ CONTEXT, LENGTH = 4096, 512
 def far(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The bundled checkpoint, as if it had more positions."""
     folder = Path(shutil.copytree(CHECKPOINT, tmp_path_factory.mktemp("far") / "source"))
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": CONTEXT}))
+    edit_json(folder / "config.json", max_position_embeddings=CONTEXT)
     return folder
 
 
@@ -55,10 +53,6 @@ def test_an_option_says_how_far(far: Path) -> None:
     assert len({near.digest, plain.digest, calibration(far).digest}) == 3
 
 
-def test_a_context_of_one_block_leaves_nothing_to_stretch() -> None:
-    assert "stretched" not in calibration(CHECKPOINT).description
-
-
 @pytest.mark.parametrize(
     ("context", "changes", "message"),
     [
@@ -69,22 +63,9 @@ def test_a_context_of_one_block_leaves_nothing_to_stretch() -> None:
 )
 def test_bad_contexts(far: Path, tmp_path: Path, context: int, changes: dict[str, Any], message: str) -> None:
     source = Path(shutil.copytree(far, tmp_path / "source"))
-    config = json.loads((source / "config.json").read_text())
-    (source / "config.json").write_text(json.dumps(config | changes))
+    edit_json(source / "config.json", **changes)
     with pytest.raises(OptionError, match=message):
         calibration(source, context=context)
-
-
-def test_it_needs_text() -> None:
-    with pytest.raises(OptionError, match="--calibration-context 64 needs calibration text"):
-        check_calibration("factor", CalibrationOptions(context=64))
-
-
-def test_the_command_line_passes_it_on(far: Path, tmp_path: Path) -> None:
-    done = run("convert", far, tmp_path / "out", "--groups", "3", "-c", __file__, "--calibration-context", "9000", "-q")
-    assert done.returncode == 2
-    assert "--calibration-context is 9000" in done.stderr
-    assert not (tmp_path / "out").exists()
 
 
 def ids(tokens: int, seed: int = 0) -> torch.Tensor:
@@ -141,22 +122,15 @@ def sounds(folder: Path) -> tuple[Path, list[dict[str, torch.Tensor]]]:
     return case.save(folder), batches
 
 
-def images(model_type: str, folder: Path) -> tuple[Path, list[dict[str, torch.Tensor]]]:
-    batches = []
-    for number in range(14):
-        batch = image_inputs(model_type)
-        batch = batch | {"input_ids": torch.cat([batch["input_ids"], ids(12, number)], 1)}
-        for name in {"attention_mask", "mm_token_type_ids"} & batch.keys():
-            batch[name] = torch.cat([batch[name], torch.full((1, 12), int(name == "attention_mask"))], 1)
-        batches.append(batch)
-    return make_wrapper(model_type, folder), batches
-
-
 @pytest.mark.usefixtures("modeling_files_registered")
 @pytest.mark.parametrize("kind", ["whisper", "llava", "qwen2_vl", "mllama"])
 def test_models_that_hear_or_see_are_fitted(kind: str, tmp_path: Path) -> None:
     """Qwen2-VL's images have no row for each sequence; what mllama sees, text alone cannot show it."""
-    source, batches = sounds(tmp_path / "source") if kind == "whisper" else images(kind, tmp_path / "source")
+    source, batches = (
+        sounds(tmp_path / "source")
+        if kind == "whisper"
+        else (make_wrapper(kind, tmp_path / "source"), image_batches(kind, 14))
+    )
     learned = [*batches[:8], *batches[-1:] * 6]  # random weights have learned nothing that other batches would share
     options = CalibrationOptions(batches=learned, tokens=160, steps=4, kl_steps=8, device="cpu")
     result = convert_checkpoint(source, tmp_path / "out", 3, ConversionOptions(calibration=options))

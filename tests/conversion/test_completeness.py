@@ -23,27 +23,15 @@ from tests.helpers import own_files
 from tests.helpers.tiny import make_checkpoint
 
 _TWICE = {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2}
-CASES: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "llama4_text": {},
-    "phi3": {},
+PLAIN = "llama llama4_text phi3 nemotron_h zamba2 gemma3n_text dbrx t5 bart opt gpt_neox falcon bloom mpt"
+"""The last layers of gemma3n_text use others' keys and values."""
+CASES: dict[str, dict[str, Any]] = {name: {} for name in PLAIN.split()} | {
     "jamba": {"num_hidden_layers": 4},
     "qwen3_next": _TWICE,
     "minimax": _TWICE,
     "lfm2": {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2},
-    "nemotron_h": {},
     "recurrent_gemma": {"num_hidden_layers": 4},
-    "zamba2": {},
-    "gemma3n_text": {},  # whose last layers use others' keys and values
-    "dbrx": {},
-    "t5": {},
-    "bart": {},
-    "opt": {},
     "gpt2": {"add_cross_attention": True},
-    "gpt_neox": {},
-    "falcon": {},
-    "bloom": {},
-    "mpt": {},
 }
 """Model types that keep their layers in different places, with and without layers that have no attention, and config
 values.
@@ -102,24 +90,18 @@ def is_missed(folder: Path, model_type: str, *, head: bool) -> bool:
     return bool(info["missing_keys"])
 
 
-def longer(case: Case) -> None:
-    """A layer more than there are."""
-    key, length = case.layers
-    for value in case.config.values():
-        if isinstance(value, list) and len(value) == length:
-            value.append(value[-1])
-    if isinstance(case.config[key], int):
-        case.config[key] += 1
+def resized(by: int) -> Callable[[Case], None]:
+    """A config of a layer more than there are, or of one fewer."""
 
+    def resize(case: Case) -> None:
+        key, length = case.layers
+        for name, value in case.config.items():
+            if isinstance(value, list) and len(value) == length:
+                case.config[name] = [*value, value[-1]][: length + by]
+        if isinstance(case.config[key], int):
+            case.config[key] += by
 
-def shorter(case: Case) -> None:
-    """A layer fewer than there are."""
-    key, length = case.layers
-    for value in case.config.values():
-        if isinstance(value, list) and len(value) == length:
-            value.pop()
-    if isinstance(case.config[key], int):
-        case.config[key] -= 1
+    return resize
 
 
 def without_first_layer(case: Case) -> None:
@@ -152,8 +134,8 @@ def prefixed(prefix: str) -> Callable[[Case], None]:
 
 CHANGES: dict[str, Callable[[Case], None]] = {
     "nothing": lambda case: None,
-    "longer": longer,
-    "shorter": shorter,
+    "longer": resized(1),
+    "shorter": resized(-1),
     "no first layer": without_first_layer,
     "no last attention": without_last_attention,
     "no last keys": without_last_keys,

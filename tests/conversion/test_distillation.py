@@ -19,11 +19,8 @@ from gqa_convert.conversion.fit import distillation, memory
 from gqa_convert.conversion.fit.layer_store import LayerStore
 from gqa_convert.conversion.fit.model_loading import open_model
 from gqa_convert.conversion.fit.progress import ALL_TOGETHER
-from gqa_convert.conversion.fit.source_layer import attention_of
 from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions
 from gqa_convert.conversion.run import convert_checkpoint
-from gqa_convert.errors import OptionError
-from gqa_convert.merging.attention_heads import LayerLayout, Tensors
 from tests.helpers import folding_cases as folded
 from tests.helpers.checkpoints import digests
 from tests.helpers.fitting import batches_for, fit, fitted, plan_of
@@ -193,48 +190,20 @@ def test_unasked_it_is_done_where_it_is_worth_its_time_and_possible(
     assert run("long").kl_steps == 0
 
 
-def test_without_held_out_text_it_is_refused(llama: Path, tmp_path: Path) -> None:
-    batches = batches_for(open_model(llama))
-    with (
-        LayerStore(tmp_path / "out", {}, keep=False) as store,
-        pytest.raises(OptionError, match=r"--kl-steps 7 .*more text"),
-    ):
-        fit(plan_of(llama), store, batches, kl_steps=7)
-
-
-@pytest.mark.parametrize("name", ["llama", "gpt2", "falcon", "bloom", "phi3", "t5"])
-def test_changes_have_the_rank_that_is_asked_for(name: str, tmp_path: Path) -> None:
+def test_changes_have_the_rank_that_is_asked_for(llama: Path, tmp_path: Path) -> None:
     """Those of the result's query and output projections; keys and values change freely."""
-    case = folded.build(name)
-    source, batches = case.save(tmp_path / "source"), batches_for(case.model)
-    plan = plan_of(source)
-    finder = attention_of(plan)
-    found: dict[str, set[int]] = {}
-    for rank in (0, 3):
-        with LayerStore(tmp_path / str(rank), {}, keep=False) as store:
-            fit(plan, store, batches, steps=0)
-            before = [store.read(number) for number in range(len(plan.merged_layers))]
-            _, note = fit(plan, store, batches, batches[:1], steps=0, kl_steps=12, kl_rank=rank)
-            assert note.kl.after < note.kl.before
-            for number, (layer, _) in enumerate(plan.merged_layers):
-                layout = LayerLayout(finder, layer)
-                old, new = projections(layout, before[number]), projections(layout, store.read(number))
-                for role in old:
-                    change = new[role] - old[role]
-                    tolerance = 1e-4 * np.linalg.norm(change, 2)
-                    found.setdefault(f"{role}, {rank}", set()).add(int(np.linalg.matrix_rank(change, tol=tolerance)))
-    assert found["queries, 3"] == found["outputs, 3"] == {3}
-    free = found["queries, 0"] | found["outputs, 0"] | found["keys, 3"] | found["values, 3"]
-    assert min(free) > 8
-
-
-def projections(layout: LayerLayout, tensors: Tensors) -> dict[str, Any]:
-    """Those of a layer with 3 K/V heads, without biases; the rows of a head lie together."""
-    heads = layout.split_heads(tensors, 3)
-    found = {role: getattr(heads, role)[..., :-1] for role in ("queries", "keys", "values")}
-    found = {role: array.reshape(-1, array.shape[-1]) for role, array in found.items()}
-    columns = heads.outputs.transpose(2, 0, 1, 3)
-    return found | {"outputs": columns.reshape(len(columns), -1)}
+    plan, batches = plan_of(llama), batches_for(open_model(llama))
+    with LayerStore(tmp_path / "out", {}, keep=False) as store:
+        fit(plan, store, batches, steps=0)
+        before = store.read(0)
+        fit(plan, store, batches, batches[:1], steps=0, kl_steps=12, kl_rank=3)
+        after = store.read(0)
+    ranks = {}
+    for name in before:
+        change = after[name] - before[name]
+        ranks[name.split(".")[-2]] = np.linalg.matrix_rank(change, tol=1e-4 * np.linalg.norm(change, 2))
+    assert ranks["q_proj"] == ranks["o_proj"] == 3
+    assert min(ranks["k_proj"], ranks["v_proj"]) > 8
 
 
 @pytest.mark.slow

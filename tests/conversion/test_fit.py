@@ -5,6 +5,7 @@ text.
 import json
 import signal
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,13 +30,12 @@ from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import NonFiniteError, OptionError
 from gqa_convert.families.geometry import AttentionFinder
 from gqa_convert.families.table import FAMILIES
-from gqa_convert.merging.attention_heads import Heads, LayerLayout
+from gqa_convert.merging.attention_heads import LayerLayout
 from gqa_convert.text import stretched_blocks
 from gqa_convert.text.stretched_blocks import stretched
 from tests.helpers import folding_cases as folded
 from tests.helpers.checkpoints import digests
 from tests.helpers.command_line import run
-from tests.helpers.data_helpers import DEMO
 from tests.helpers.fitting import EXACT, batches_for, fitted
 from tests.helpers.native import distance
 from tests.helpers.uptrain_runs import die, in_child
@@ -125,26 +125,22 @@ def test_assembled_parameters_are_the_tensors_that_are_written(name: str, tmp_pa
     checkpoint = open_checkpoint(case.save(tmp_path / "source"))
     finder = AttentionFinder(checkpoint, FAMILIES[case.model_type])
     found = {name: parameter.detach().numpy() for name, parameter in case.model.state_dict().items()}
-    generator = np.random.default_rng(0)
     for layer in finder.layers:
         parts = LayerLayout(finder, layer)
         tensors = {name: _stored(found, name) for name in parts.names}
         source = parts.split_heads(tensors)
         groups = 1 if layer.kv_heads == 1 else layer.kv_heads // 2
-        heads = Heads(
-            queries=generator.standard_normal(source.queries.shape),
-            keys=generator.standard_normal(source.keys[:groups].shape),
-            values=generator.standard_normal(source.values[:groups].shape),
-            outputs=generator.standard_normal(source.outputs.shape),
-            output_bias=None if source.output_bias is None else generator.standard_normal(source.output_bias.shape),
-        )
+        others = {role: -array for role, array in vars(source).items() if array is not None}
+        others |= {role: others[role][-groups:] for role in ("keys", "values")}
+        heads = replace(source, **others)
         expected = parts.repeated(parts.merge_heads(heads, tensors, groups), groups)
         for repeats_products in (False, True):
             assembly = Assembly(parts, tensors, groups, "cpu", repeats_products=repeats_products)
             made = assembly(as_parts(heads, "cpu"))
             assert made.keys() == {name.removeprefix(f"{layer.module}.") for name in expected}
-            for name, array in expected.items():
-                tensor = made[name.removeprefix(f"{layer.module}.")]
+            assert name != "llama" or (RepeatedRows in map(type, made.values())) == repeats_products
+            for key, array in expected.items():
+                tensor = made[key.removeprefix(f"{layer.module}.")]
                 if isinstance(tensor, RepeatedRows):
                     assert len(tensor.rows) <= 0.75 * len(array)
                     tensor = tensor.whole()
@@ -239,15 +235,12 @@ def test_poor_text_does_not_fail(name: str, kind: str, tmp_path: Path) -> None:
     """Rank one, fewer tokens than inputs, a last block that is shorter."""
     case = folded.build(name)
     model = open_model(case.save(tmp_path / "source"))
-    batches = {
-        "one token again and again": [
-            {key: torch.full_like(ids, 7) for key, ids in batch.items()} for batch in batches_for(model)
-        ],
-        "two tokens": batches_for(model, rows=1, length=9, count=1)
-        if name == "t5"
-        else batches_for(model, rows=1, length=2, count=1),
-        "one short block": batches_for(model, count=1) + batches_for(model, rows=1, length=11, count=1),
-    }[kind]
+    if kind == "one token again and again":
+        batches = [{key: torch.full_like(ids, 7) for key, ids in batch.items()} for batch in batches_for(model)]
+    elif kind == "two tokens":
+        batches = batches_for(model, rows=1, length=9 if name == "t5" else 2, count=1)
+    else:
+        batches = batches_for(model, count=1) + batches_for(model, rows=1, length=11, count=1)
     records, _ = fitted(tmp_path / "source", tmp_path / "out", batches=batches)
     assert all(np.isfinite(output(record)) for record in records)
     logits = case.logits(case.load(tmp_path / "out"))
@@ -319,76 +312,35 @@ def test_weights_on_the_disk_and_spilled_activations_change_nothing(
     assert set(asked) == {"cpu"}, "weights on the disk are on the device `meta`, which multiplies nothing"
 
 
-class TestCommand:
-    """From the command line."""
+@pytest.mark.slow
+def test_killed_between_layers_it_goes_on_to_the_same_bytes(small: Path, text: Path, tmp_path: Path) -> None:
+    """Layers that are done are not made again, and leave no trace once the result stands."""
+    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+    options = f"--groups 3 --calibration {text} --calibration-tokens 1500 --fit-steps 8 --kl-steps 0".split()
+    first = run("convert", small, straight, *options)
+    assert first.returncode == 0, first.stderr
+    assert first.stderr.count("of mean pooling's error remains") == 3
 
-    def options(self, text: Path) -> list[str]:
-        return [
-            "--groups",
-            "3",
-            "--calibration",
-            str(text),
-            "--calibration-tokens",
-            "1500",
-            "--fit-steps",
-            "8",
-            "--kl-steps",
-            "0",
-        ]
+    def killed(progress: Any) -> None:
+        if progress.detail.startswith("layer 2: gradient steps"):
+            die()
 
-    @pytest.mark.slow
-    def test_killed_between_layers_it_goes_on_to_the_same_bytes(self, small: Path, text: Path, tmp_path: Path) -> None:
-        """Layers that are done are not made again, and leave no trace once the result stands."""
-        straight, resumed = tmp_path / "straight", tmp_path / "resumed"
-        first = run("convert", small, straight, *self.options(text))
-        assert first.returncode == 0, first.stderr
-        assert first.stderr.count("of mean pooling's error remains") == 3
-
-        def killed(progress: Any) -> None:
-            if progress.detail.startswith("layer 2: gradient steps"):
-                die()
-
-        fitting = CalibrationOptions(source=text, tokens=1500, steps=8, kl_steps=0)
-        options = ConversionOptions(calibration=fitting)
-        status, problem = in_child(lambda: convert_checkpoint(small, resumed, 3, options, on_layer=killed))
-        assert (status, problem) == (-signal.SIGKILL, "")
-        kept = tmp_path / ".resumed.gqa-merging"
-        assert not resumed.exists()
-        done = list(kept.glob("layer-*"))
-        assert len(done) == 1
-        again = run("convert", small, resumed, *self.options(text), "--json")
-        assert again.returncode == 0, again.stderr
-        assert digests(straight) == digests(resumed)
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["resumed", "straight"]
-        summary = json.loads(again.stdout)
-        assert summary["method"] == "fit"
-        assert summary["calibration"]["tokens"] >= 1500
-        assert set(summary["merge_error"]) == {f"model.layers.{layer}.self_attn.output" for layer in range(3)}
-
-    def test_mistakes(self, text: Path, tmp_path: Path) -> None:
-        out = tmp_path / "out"
-        for arguments, words in (
-            (["-n", "3", "-m", "fit"], ["--calibration", "factor"]),
-            (["-n", "3", "-m", "mean", "-c", str(text)], ["--calibration", "mean", "fit"]),
-            (["-n", "3", "--calibration-tokens", "500"], ["--calibration-tokens 500", "--calibration"]),
-            (["-n", "3", "-m", "mean", "--kl-steps", "5"], ["--kl-steps 5", "--calibration"]),
-            (["-n", "3", "-m", "factor", "-c", str(text), "--kl-steps", "5"], ["--kl-steps 5", "factor", "fit"]),
-            (["-n", "3", "-c", str(text), "--kl-steps", "-1"], ["--kl-steps -1"]),
-            (["-n", "3", "-m", "factor", "-c", str(text), "--kl-rank", "8"], ["--kl-rank 8", "factor", "fit"]),
-            (["-n", "3", "-c", str(text), "--kl-rank", "-1"], ["--kl-rank -1"]),
-            (["-n", "3", "-c", str(text), "--kl-steps", "0", "--kl-rank", "8"], ["--kl-rank 8", "--kl-steps"]),
-            (
-                ["-n", "3", "-c", str(text), "--calibration-tokens", "90000", "--kl-steps", "5"],
-                ["--kl-steps 5", "more text"],
-            ),
-            (["-n", "3", "-c", str(tmp_path / "none.txt")], ["none.txt"]),
-            (["-n", "3", "-c", str(text), "--calibration-tokens", "0"], ["--calibration-tokens is 0"]),
-        ):
-            result = run("convert", DEMO, out, *arguments)
-            assert result.returncode == 2, (arguments, result.stderr)
-            assert len(result.stderr.splitlines()) == 1, result.stderr
-            assert all(word in result.stderr for word in words), result.stderr
-            assert list(tmp_path.iterdir()) == []
+    fitting = CalibrationOptions(source=text, tokens=1500, steps=8, kl_steps=0)
+    given = ConversionOptions(calibration=fitting)
+    status, problem = in_child(lambda: convert_checkpoint(small, resumed, 3, given, on_layer=killed))
+    assert (status, problem) == (-signal.SIGKILL, "")
+    kept = tmp_path / ".resumed.gqa-merging"
+    assert not resumed.exists()
+    done = list(kept.glob("layer-*"))
+    assert len(done) == 1
+    again = run("convert", small, resumed, *options, "--json")
+    assert again.returncode == 0, again.stderr
+    assert digests(straight) == digests(resumed)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["resumed", "straight"]
+    summary = json.loads(again.stdout)
+    assert summary["method"] == "fit"
+    assert summary["calibration"]["tokens"] >= 1500
+    assert set(summary["merge_error"]) == {f"model.layers.{layer}.self_attn.output" for layer in range(3)}
 
 
 def test_numbers_that_are_none_are_named(tmp_path: Path) -> None:

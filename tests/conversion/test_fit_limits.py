@@ -16,12 +16,13 @@ from gqa_convert.conversion.fit import layer_fitting, one_layer
 from gqa_convert.conversion.fit.layer_store import LayerStore
 from gqa_convert.conversion.fit.low_frequency_search import KeyTrials
 from gqa_convert.conversion.fit.model_loading import open_model
-from gqa_convert.errors import DeviceMemoryError, GQAConvertError, NoSpaceError
+from gqa_convert.errors import DeviceMemoryError, NoSpaceError
 from gqa_convert.merging.absorption_limits import AbsorptionLimits
 from gqa_convert.merging.attention_heads import Heads, repeat_heads
 from gqa_convert.merging.merge_layer import Moments, merge_layer
 from tests.helpers import folding_cases as folded
 from tests.helpers.fitting import batches_for, fit, plan_of
+from tests.helpers.random_heads import random_heads
 
 
 @pytest.mark.parametrize(("heads", "ratio", "groups", "rotated"), [(12, 1, 3, 8), (6, 2, 2, 4)])
@@ -31,13 +32,8 @@ def test_trials_of_slow_pairs_give_the_scores_of_merged_layers(
     """Products of queries and keys, pair by pair, are those of the merge that works on the inputs themselves."""
     generator = np.random.default_rng(0)
     width, inputs = 8, 25
-    source = Heads(
-        queries=generator.standard_normal((heads, ratio, width, inputs)),
-        keys=generator.standard_normal((heads, width, inputs)),
-        values=generator.standard_normal((heads, width, inputs)),
-        outputs=generator.standard_normal((heads, ratio, 20, width)),
-        output_bias=None,
-    )
+    sizes = {"head_dim": width, "value_dim": width, "inputs": inputs, "outputs": 20}
+    source = random_heads(generator, heads, ratio, **sizes)
     rows = generator.standard_normal((500, inputs)) * generator.random(inputs) + 0.3
     rows[:, -1] = 1
     moments = Moments(rows.T @ rows / 500, rows.T @ rows / 500)
@@ -87,33 +83,30 @@ def test_a_full_disk_is_told(source: Path, tmp_path: Path, left: int, monkeypatc
         NoSpaceError, match=r"disk or quota of .* is full.*--calibration-tokens.*same command"
     ) as caught:
         fit_layers_of(source, tmp_path / "out")
-    assert _is_one_line(caught.value)
+    assert "\n" not in str(caught.value)
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
-    "problem", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")]
+    ("problem", "told", "words"),
+    [
+        (MemoryError(), DeviceMemoryError, "out of memory.*--calibration-length.*same command"),
+        (torch.OutOfMemoryError("CUDA out of memory."), DeviceMemoryError, "out of memory.*--calibration-length"),
+        (RuntimeError("shapes do not fit"), RuntimeError, "^shapes do not fit$"),
+    ],
 )
-def test_too_little_memory_is_told(
-    source: Path, tmp_path: Path, problem: Exception, monkeypatch: pytest.MonkeyPatch
+def test_too_little_memory_is_told_and_other_errors_stay_what_they_are(
+    source: Path,
+    tmp_path: Path,
+    problem: Exception,
+    told: type[Exception],
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def failing(*_: Any, **__: Any) -> Any:
         raise problem
 
     monkeypatch.setattr(one_layer, "fit_gradient", failing)
-    with pytest.raises(DeviceMemoryError, match=r"out of memory.*--calibration-length.*same command") as caught:
+    with pytest.raises(told, match=words) as caught:
         fit_layers_of(source, tmp_path / "out")
-    assert _is_one_line(caught.value)
-
-
-def _is_one_line(error: GQAConvertError) -> bool:
-    return "\n" not in str(error)
-
-
-def test_other_errors_stay_what_they_are(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def failing(*_: Any, **__: Any) -> Any:
-        raise RuntimeError("shapes do not fit")
-
-    monkeypatch.setattr(one_layer, "fit_gradient", failing)
-    with pytest.raises(RuntimeError, match="shapes do not fit"):
-        fit_layers_of(source, tmp_path / "out")
+    assert "\n" not in str(caught.value)

@@ -2,14 +2,13 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from gqa_convert.checkpoint.source import open_checkpoint
-from gqa_convert.cli.convert import group_counts
 from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions
 from gqa_convert.conversion.plan import make_plan
 from gqa_convert.conversion.run import convert_checkpoint
@@ -52,7 +51,10 @@ def test_layers_are_counted_by_their_numbers(tmp_path: Path) -> None:
     """Not by their order in the files, where layer 10 comes before layer 2."""
     source = make_checkpoint("llama", tmp_path / "source", head_dim=8, intermediate_size=256, num_hidden_layers=11)
     counts = [12, 6, 4, 3, 2, 1, 12, 6, 4, 3, 2]
-    convert_checkpoint(source, tmp_path / "out", counts, ConversionOptions(method="mean"))
+    plan = convert_checkpoint(source, tmp_path / "out", counts, ConversionOptions(method="mean")).plan
+    numbers = [change["name"].split(".")[2] for change in plan.summary()["changes"]]
+    assert numbers == sorted(numbers, key=int)
+    assert len(set(numbers)) == 11
     weights = read_weights(tmp_path / "out")
     rows = [len(weights[f"model.layers.{layer}.self_attn.v_proj.weight"]) for layer in range(11)]
     assert rows == [8 * count for count in counts]
@@ -90,46 +92,25 @@ def test_verify_proves_it_layer_by_layer(source: Path, factored: Path) -> None:
     assert {"logits", "cache heads", "attention functions", "modelling file"} <= {check.name for check in report.checks}
 
 
-def _another_block(out: Path) -> None:
-    blocks = json.loads((out / "config.json").read_text())["block_configs"]
+def test_verify_finds_damage(source: Path, factored: Path, tmp_path: Path) -> None:
+    block, head = (Path(shutil.copytree(factored, tmp_path / name)) for name in ("block", "head"))
+    blocks = json.loads((block / "config.json").read_text())["block_configs"]
     blocks[1]["attention"]["n_heads_in_group"] = 4
-    edit_json(out / "config.json", block_configs=blocks)
-
-
-def _another_head(out: Path) -> None:
-    edit(out, "model.layers.2.self_attn.v_proj.weight", lambda tensor: tensor.index_fill(0, torch.tensor([9]), 0.3))
-
-
-@pytest.mark.parametrize(
-    ("damage", "check"),
-    [
-        (_another_block, "config"),
-        (_another_head, "attention functions"),
-    ],
-)
-def test_verify_finds_damage(
-    damage: Callable[[Path], None], check: str, source: Path, factored: Path, tmp_path: Path
-) -> None:
-    shutil.copytree(factored, tmp_path / "out")
-    damage(tmp_path / "out")
-    report = verify_checkpoint(tmp_path / "out", source, logits=False)
-    assert check in failed(report)
+    edit_json(block / "config.json", block_configs=blocks)
+    assert "config" in failed(verify_checkpoint(block, source, logits=False))
+    edit(head, "model.layers.2.self_attn.v_proj.weight", lambda tensor: tensor.index_fill(0, torch.tensor([9]), 0.3))
+    assert "attention functions" in failed(verify_checkpoint(head, source, logits=False))
 
 
 def test_fit_on_text(source: Path, text: Path, tmp_path: Path) -> None:
     """Layers with the source's number are copies, and the others are fitted."""
     seen: list[tuple[int, int]] = []
-    convert_checkpoint(
-        source,
-        tmp_path / "out",
-        COUNTS,
-        ConversionOptions(
-            calibration=CalibrationOptions(
-                source=str(text), tokens=512, sequence_length=64, steps=2, kl_steps=2, device="cpu"
-            )
-        ),
-        on_layer=lambda progress: seen.append((progress.layer and progress.done, progress.total)),
-    )
+    fitting = CalibrationOptions(text, tokens=512, sequence_length=64, steps=2, kl_steps=2, device="cpu")
+
+    def look(progress: Any) -> None:
+        seen.append((progress.layer and progress.done, progress.total))
+
+    convert_checkpoint(source, tmp_path / "out", COUNTS, ConversionOptions(calibration=fitting), on_layer=look)
     assert (3, 3) in seen
     report = verify_checkpoint(tmp_path / "out", source, text=text, max_text_tokens=256)
     assert report.passed, failed(report)
@@ -167,35 +148,6 @@ def test_a_result_is_a_source_again(factored: Path, tmp_path: Path) -> None:
 def test_a_bad_list_writes_nothing(listed: str, words: tuple[str, ...], source: Path, tmp_path: Path) -> None:
     assert_mistake(run("convert", source, tmp_path / "out", "--groups", listed, "-m", "mean"), *words)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_file_of_numbers(source: Path, tmp_path: Path) -> None:
-    numbers = tmp_path / "numbers"
-    numbers.write_text("12\n4\n3\n\n1\n")
-    shown = run("convert", source, "--groups", f"@{numbers}", "-m", "mean", "--dry-run", "--json")
-    assert json.loads(shown.stdout)["groups"] == COUNTS
-    assert group_counts("12,4,3,1", None) == group_counts(f"@{numbers}", None) == COUNTS
-    assert group_counts("4", None) == 4
-    numbers.write_text("[12, 4, 3, 1]")
-    assert group_counts(f"@{numbers}", None) == COUNTS
-
-
-@pytest.mark.parametrize(
-    ("content", "word"),
-    [
-        ("[12, x]", "'x'"),
-        ("[12, true]", "'true'"),
-        ("", "integer"),
-        ("12\nfew", "'few'"),
-        (None, "cannot be read"),
-    ],
-)
-def test_a_bad_file_of_numbers(content: str | None, word: str, tmp_path: Path) -> None:
-    numbers = tmp_path / "numbers"
-    if content is not None:
-        numbers.write_text(content)
-    with pytest.raises(OptionError, match=word):
-        group_counts(f"@{numbers}", None)
 
 
 def test_what_has_no_form_for_a_list(tmp_path: Path) -> None:

@@ -12,24 +12,13 @@ from gqa_convert.conversion.fit.attention_calls import AttentionCall
 from gqa_convert.conversion.fit.layer_walk import LayerWalk
 from gqa_convert.families.table import FAMILIES
 from tests.helpers import native, own_files
-from tests.helpers.tiny import make_config, make_model
+from tests.helpers.folding_cases import build
+from tests.helpers.native import distance
 
 ATTENTION = re.compile(
     r"\b(self_attn|encoder_attn|attn|attention|self_attention|SelfAttention|EncDecAttention|mixer|temporal_block)$"
 )
 OTHER = re.compile("relative|bias|norm|rotary|gate|conv|A_log|dt_|D$|experts|router")
-
-
-def type_of(case: str) -> str:
-    return (native.CASES | own_files.CASES)[case][0]
-
-
-def build(case: str, **overrides: Any) -> Any:
-    if case in native.CASES:
-        model_type, options = native.CASES[case]
-        return make_model(make_config(model_type, **options | overrides))
-    model_type, options = own_files.CASES[case]
-    return own_files.make_source_model(model_type, **options | overrides)
 
 
 def batches_for(model: Any) -> list[dict[str, Tensor]]:
@@ -91,14 +80,11 @@ def ordinary(
     return logits, seen
 
 
-def distance(found: Tensor, expected: Tensor) -> float:
-    return float((found - expected).abs().max() / expected.std())
-
-
 def check(case: str, *, encoder: bool = False) -> None:
-    model = build(case).requires_grad_(False)
+    built = build(case)
+    model = built.model.requires_grad_(False)
     batches = batches_for(model)
-    output = FAMILIES[type_of(case)].output
+    output = FAMILIES[built.model_type].output
     names = attention_of(model, output, encoder=encoder)
     changes = {name: changed(model.get_submodule(name), seed) for seed, name in enumerate(names)}
     changed_model = copy.deepcopy(model)
@@ -166,7 +152,7 @@ def test_a_student_reads_its_own_encoder(case: str) -> None:
 def test_the_residual_stream_is_found(case: str, place: str | None, factor: float) -> None:
     """Behind attention or a parallel MLP; a norm between attention and the sum leaves nothing to find."""
     options = {"residual_multiplier": 0.5} if case == "granite" else {}
-    model = build(case, **options).requires_grad_(False)
+    model = build(case, **options).model.requires_grad_(False)
     output = FAMILIES[case].output
     names = attention_of(model, output)
     walk = LayerWalk(model, batches_for(model), names, output)
@@ -180,7 +166,7 @@ def test_the_residual_stream_is_found(case: str, place: str | None, factor: floa
 
 
 def test_padding_is_told_on_both_sides_of_cross_attention() -> None:
-    model = build("t5").requires_grad_(False)
+    model = build("t5").model.requires_grad_(False)
     batches = batches_for(model)
     walk = LayerWalk(model, batches, attention_of(model, "o"), "o")
     [source] = walk.streams(1)

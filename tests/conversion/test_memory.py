@@ -1,7 +1,5 @@
 """The estimate of what a conversion needs, and the device that it runs on."""
 
-import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,6 @@ from gqa_convert.conversion.fit.optimizer import RelativeAdam
 from gqa_convert.conversion.fit.options import CalibrationOptions
 from gqa_convert.conversion.plan import Plan, make_plan
 from tests.helpers import folding_cases as folded
-from tests.helpers.command_line import run
 from tests.helpers.fitting import batches_for, fit, plan_of
 
 MODEL = Path(gqa_convert.__file__).parent / "demo_checkpoint"
@@ -108,43 +105,3 @@ def test_memory_for_what_is_trained_is_asked_for(name: str, rank: int, tmp_path:
     repeated = width * sum(size * layer.kv_heads for size, layer in sizes)
     changed = projected if rank else 0  # the sum of a projection and its change
     assert memory.trained_bytes(plan, rank) == begun + 4 * trained + projected + repeated + changed
-
-
-def test_plan_says_it() -> None:
-    options = ("--calibration", "text.txt", "--calibration-tokens", "4096", "--fit-steps", "10", "--kl-steps", "0")
-    shown = run("convert", MODEL, "--groups", "2", *options, "--dry-run")
-    assert (shown.returncode, shown.stderr) == (0, "")
-    line = r"^needs: +about [\d.]+ (MiB|GiB) of memory on cpu, [\d.]+ MB of disk \(fit on 4,096 tokens\)$"
-    assert re.search(line, shown.stdout, re.MULTILINE), shown.stdout
-    as_json = json.loads(run("convert", MODEL, "--groups", "2", "--json", "--dry-run").stdout)
-    assert as_json["estimate"]["work"] == "factor on 4,096 tokens"
-    assert set(as_json["estimate"]) == {"work", "layers", "memory_bytes", "disk_bytes", "tokens", "device"}
-
-
-def test_a_device_without_text() -> None:
-    for command in (("convert", MODEL, "--groups", "2", "--dry-run", "--method", "factor"), ("inspect", MODEL)):
-        refused = run(*command, "--device", "cpu")
-        assert (refused.returncode, refused.stdout) == (2, "")
-        assert "--device cpu needs calibration text" in refused.stderr
-    built_in = run("convert", MODEL, "--groups", "2", "--device", "cpu", "--dry-run")
-    assert built_in.returncode == 0
-
-
-@pytest.mark.parametrize("command", ["convert", "inspect"])
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (("--calibration", "t.txt", "--device", "cuda:99"), "--device is cuda:99, and"),
-        (("--calibration", "t.txt", "--device", "tpu"), "--device 'tpu' is"),
-        (("--calibration", "t.txt", "--device", "cpu,cpu"), "--device 'cpu,cpu' is not a device"),
-        (("--calibration", "t.txt", "--device", "meta"), "--device 'meta' is neither the CPU nor a GPU"),
-    ],
-)
-def test_devices_that_are_not_there(command: str, options: tuple[str, ...], words: str, tmp_path: Path) -> None:
-    place = (tmp_path / "out",) if command == "convert" else ()
-    groups = () if command == "inspect" else ("--groups", "2")
-    refused = run(command, MODEL, *place, *groups, *options)
-    assert (refused.returncode, refused.stdout) == (2, "")
-    assert refused.stderr.count("\n") == 1
-    assert words in refused.stderr
-    assert not list(tmp_path.iterdir())

@@ -18,34 +18,32 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModel, AutoModelForCausalLM, FalconConfig, FalconForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM
 
 from gqa_convert import convert_checkpoint, verify_checkpoint
-from gqa_convert.checkpoint import quantised
 from gqa_convert.checkpoint.source import Checkpoint, Shard, open_checkpoint
 from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions
 from gqa_convert.conversion.plan import make_plan
-from gqa_convert.conversion.rewriting.decoders import DECODERS, partial_factor
+from gqa_convert.conversion.rewriting.decoders import partial_factor
 from gqa_convert.conversion.rewriting.planning import plan_rewriting
-from gqa_convert.conversion.rewriting.remote_code import REMOTE_CODE
 from gqa_convert.conversion.rewriting.writing import write_rewritten
 from gqa_convert.errors import (
     ConfigError,
     NonFiniteError,
     OptionError,
-    RemoteCodeError,
     UnsupportedFamilyError,
     UnsupportedFormatError,
 )
-from gqa_convert.families.table import FAMILIES, REFUSALS, RESTATED, find_family
+from gqa_convert.families.table import RESTATED
 from tests.helpers import elsewhere, native
 from tests.helpers.checkpoints import digests, read_weights
 from tests.helpers.command_line import run
 from tests.helpers.folding_cases import Case, pool
 from tests.helpers.native import distance
 from tests.helpers.own_files import SIZES, make_source, make_source_model
-from tests.helpers.remote_types import REFERENCES, VOCABULARY, Reference
-from tests.helpers.tiny import HEADS, make_config, make_model, randomise
+from tests.helpers.quantised_sources import BLOCK, write_fp8, write_mxfp4
+from tests.helpers.remote_types import FIRST_FALCONS, REFERENCES, VOCABULARY, Reference, write_first_falcon
+from tests.helpers.tiny import HEADS
 from tests.helpers.verification import edit_json, failed, save_tokenizer
 
 WIDTH, HIDDEN = 8, 96
@@ -353,43 +351,12 @@ def test_tokenizer_code_stays_and_modelling_code_goes(tmp_path: Path) -> None:
     assert written.config["auto_map"] == {"AutoTokenizer": ["tokenization_qwen.T", None]}
 
 
-FALCONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "RefinedWeb": (
-        {"new_decoder_architecture": True, "num_kv_heads": 4},
-        {"n_head_kv": 4, "alibi": False, "parallel_attn": True},
-    ),
-    "RefinedWebModel": ({"multi_query": True}, {"multi_query": True, "parallel_attn": True}),
-    "RefinedWebModel, ALiBi": (
-        {"multi_query": False, "alibi": True, "bias": True, "parallel_attn": False},
-        {"multi_query": False, "alibi": True, "bias": True, "parallel_attn": False},
-    ),
-}
-
-
-@pytest.mark.parametrize("name", FALCONS)
+@pytest.mark.parametrize("name", FIRST_FALCONS)
 def test_the_first_falcons(name: str, tmp_path: Path) -> None:
-    shape, old = FALCONS[name]
-    sizes = {"hidden_size": 96, "num_attention_heads": 12, "num_hidden_layers": 2, "vocab_size": VOCABULARY}
-    torch.manual_seed(0)
-    model = FalconForCausalLM(FalconConfig(**sizes, **shape)).eval()
-    randomise(model)
-    model.save_pretrained(tmp_path / "source")
-    with torch.no_grad():
-        wanted = model(IDS[None]).logits[0]
-    stated = {
-        "model_type": name.split(",")[0],
-        "architectures": ["RWForCausalLM"],
-        "n_head": 12,
-        "n_layer": 2,
-        "hidden_size": 96,
-        "vocab_size": VOCABULARY,
-        "layer_norm_epsilon": 1e-5,
-        "apply_residual_connection_post_layernorm": False,
-        "torch_dtype": "float32",
-    }
-    (tmp_path / "source" / "config.json").write_text(json.dumps(stated | old))
+    model = write_first_falcon(name, tmp_path / "source")
     written = rewritten(tmp_path / "source", tmp_path / "stock")
-    assert torch.equal(logits(tmp_path / "stock"), wanted)
+    with torch.no_grad():
+        assert torch.equal(logits(tmp_path / "stock"), model(IDS[None]).logits[0])
     if name == "RefinedWeb":
         assert make_plan(written, 2).source_kv_heads == 4
 
@@ -450,23 +417,6 @@ def test_a_tensor_that_is_missing_or_strange(change: str, tmp_path: Path) -> Non
         plan_rewriting(checkpoint)
 
 
-@pytest.mark.parametrize("model_type", RESTATED)
-def test_other_commands_say_what_to_do(model_type: str) -> None:
-    with pytest.raises(RemoteCodeError, match=rf"gqa-convert convert SOURCE PLAIN.*{RESTATED[model_type]}"):
-        find_family(model_type)
-
-
-def test_the_tables_agree() -> None:
-    assert REMOTE_CODE.keys() == RESTATED.keys()
-    assert set(RESTATED.values()) <= set(FAMILIES)
-    assert not set(RESTATED) & (set(FAMILIES) | set(REFUSALS))
-    for form in DECODERS:
-        family = FAMILIES[form.model_type]
-        assert form.fused_layout == (family.fused_layout if family.fused else None)
-        assert form.interleaved == (family.rotary == "interleaved")
-        assert form.transposed == family.transposed
-
-
 def test_the_commands_rewrite_a_source_and_leave_nothing_beside_the_result(tmp_path: Path) -> None:
     source = REFERENCES["qwen"]().save(tmp_path / "source")
     out = tmp_path / "out"
@@ -498,39 +448,10 @@ def test_the_commands_rewrite_a_source_and_leave_nothing_beside_the_result(tmp_p
 # Quantised weights
 # ---------------------------------------------------------------------------------------------------
 
-BLOCK = 32
-FP8 = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]}
-
-
-def fp8_blocks(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """A matrix in FP8 and its scales, one for each block, as DeepSeek and Qwen store them."""
-    rows, columns = matrix.shape
-    down, across = -(-rows // BLOCK), -(-columns // BLOCK)
-    padded = torch.zeros(down * BLOCK, across * BLOCK)
-    padded[:rows, :columns] = matrix
-    blocks = padded.view(down, BLOCK, across, BLOCK)
-    scale = blocks.abs().amax((1, 3)) / 448
-    stored = (blocks / scale[:, None, :, None]).reshape(padded.shape)[:rows, :columns]
-    return stored.to(torch.float8_e4m3fn).contiguous(), scale
-
 
 @pytest.fixture
 def fp8(tmp_path: Path) -> Path:
-    """A Qwen3 in FP8 with scales per block, as Qwen/Qwen3-8B-FP8 is, and one tensor in float32."""
-    folder = tmp_path / "source"
-    make_model(make_config("qwen3", head_dim=8)).save_pretrained(folder)
-    tensors: dict[str, Tensor] = {}
-    for name, tensor in load_file(folder / "model.safetensors").items():
-        if "_proj.weight" in name:
-            tensors[name], tensors[f"{name}_scale_inv"] = fp8_blocks(tensor)
-        else:
-            tensors[name] = tensor if name == "model.norm.weight" else tensor.bfloat16()
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    described = {"quantization_config": FP8, "torch_dtype": "bfloat16", "own_key": 1}
-    (folder / "config.json").write_text(json.dumps(config | described))
-    (folder / "chat_template.jinja").write_text("{{ messages }}")
-    return folder
+    return write_fp8(tmp_path / "source")
 
 
 def test_scales_per_block(fp8: Path, tmp_path: Path) -> None:
@@ -574,26 +495,8 @@ def test_scales_that_do_not_belong_to_the_config(fp8: Path, problem: str) -> Non
 
 
 def test_mxfp4(tmp_path: Path) -> None:
-    """Two numbers of four bits in a byte, and one power of two for each 32 numbers, as openai/gpt-oss-20b has them."""
-    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-    values = torch.cat([values, -values])
-    source, expected = tmp_path / "source", {}
-    make_model(make_config("gpt_oss", intermediate_size=64)).bfloat16().save_pretrained(source)
-    tensors: dict[str, Tensor] = {}
-    for name, tensor in load_file(source / "model.safetensors").items():
-        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
-            tensors[name] = tensor
-            continue
-        experts, inputs, outputs = tensor.shape
-        blocks = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
-        scales = torch.randint(118, 124, (experts, outputs, inputs // 32), dtype=torch.uint8)
-        tensors[f"{name}_blocks"], tensors[f"{name}_scales"] = blocks, scales
-        pairs = torch.stack([values[(blocks & 15).long()], values[(blocks >> 4).long()]], -1).flatten(-2)
-        scaled = pairs * torch.exp2(scales.float() - 127)[..., None]
-        expected[name] = scaled.reshape(experts, outputs, inputs).transpose(1, 2)
-    save_file(tensors, source / "model.safetensors", {"format": "pt"})
-    config = json.loads((source / "config.json").read_text())
-    (source / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
+    source = tmp_path / "source"
+    expected = write_mxfp4(source)
     rewritten(source, tmp_path / "plain")
     found = load_file(tmp_path / "plain" / "model.safetensors")
     assert len(expected) == 4
@@ -609,20 +512,6 @@ def test_links_that_lead_out_are_left_out(fp8: Path, tmp_path: Path, name: str) 
     written = rewritten(fp8, tmp_path / "plain")
     assert written.links_out == (name,)
     assert not (tmp_path / "plain" / name).exists()
-
-
-@pytest.mark.parametrize(
-    ("config", "method"),
-    [
-        ({"quantization_config": {"quant_method": "gptq"}}, "gptq"),
-        ({"text_config": {"quantization_config": FP8}}, "fp8"),
-        ({"quantization_config": {"load_in_4bit": True, "load_in_8bit": False}}, "bitsandbytes"),
-        ({"quantization": {"bits": 4, "group_size": 64}}, "mlx"),
-        ({"quantization_config": None, "quantization": "none"}, None),
-    ],
-)
-def test_the_method_in_a_config(config: dict[str, Any], method: str | None) -> None:
-    assert quantised.quantisation_method(config) == method
 
 
 def test_unit_rows_of_half_precision_are_rounded_once(tmp_path: Path) -> None:

@@ -207,6 +207,9 @@ def test_every_model_type_is_known() -> None:
         ("gemma3n", "several models"),
         ("doge", "mask"),
         ("no_such_type", "unknown"),
+        ("gpt_bigcode", "one K/V head or as many as query heads, and nothing between"),
+        ("xlnet", "no K/V-head count"),
+        ("", "names no model_type"),
         (None, "names no model_type"),
     ],
 )

@@ -107,6 +107,19 @@ VALUES_NORMED = names("gemma3n_text")
 
 OUTPUT_NORMED = names("bitnet")
 
+KEEPS_ORDER = names(
+    """
+    afmoe beam bitnet bloom flex_olmo flint gemma3n_text gpt_oss granite_swa granitemoe_swa minimax_m2 mpt olmo2 olmo3 olmo_hybrid olmoe
+    qwen3_5_moe_text qwen3_5_text qwen3_next qwen4_exp_text
+    """
+)
+"""Types with slopes, sinks, gates or gains by the number of a query head, or with keys that several layers share."""
+
+KEEPS_ORDER_IF = {"cohere": "use_qk_norm", "falcon": "alibi", "lfm3": "use_attention_gate", "stablelm": "qk_layernorm"}
+
+BIASED = names("t5 mt5 umt5 longt5 switch_transformers")
+"""Types with a position bias by the number of a head, in self-attention only."""
+
 ATTENTION = names(
     "self_attn attn mixer temporal_block attention self_attention crossattention SelfAttention EncDecAttention encoder_attn"
 )
@@ -187,6 +200,15 @@ class Case:
             return 0
         found = [buffer for name, buffer in self.model.named_buffers() if name.endswith("inv_freq")]
         return 2 * max((buffer.shape[0] for buffer in found), default=0)
+
+    def keeps_order(self, module: str) -> bool:
+        """Whether heads are to stay, by their numbers, as read out of transformers."""
+        kind = self.model_type
+        if kind in BIASED:
+            return module.endswith("SelfAttention")
+        if kind == "whisper":
+            return module.endswith("encoder_attn")
+        return kind in KEEPS_ORDER or bool(kind in KEEPS_ORDER_IF and getattr(self.model.config, KEEPS_ORDER_IF[kind]))
 
     def parts(self, model: nn.Module, kv_heads: int, *, blocks: bool = False) -> dict[str, Parts]:
         """The projections of every attention module; `blocks` where a fused one is [q | k | v]."""

@@ -15,6 +15,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import gelu, layer_norm, linear, normalize, silu
+from transformers import FalconConfig, FalconForCausalLM
+
+from tests.helpers.tiny import randomise
 
 HEADS, WIDTH, HIDDEN, INNER, VOCABULARY, LAYERS = 12, 8, 96, 40, 64, 2
 
@@ -493,3 +496,40 @@ REFERENCES: dict[str, Callable[[], Reference]] = {
     "minicpm": minicpm,
     "phi-msft": phi_msft,
 }
+
+
+FIRST_FALCONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "RefinedWeb": (
+        {"new_decoder_architecture": True, "num_kv_heads": 4},
+        {"n_head_kv": 4, "alibi": False, "parallel_attn": True},
+    ),
+    "RefinedWebModel": ({"multi_query": True}, {"multi_query": True, "parallel_attn": True}),
+    "RefinedWebModel, ALiBi": (
+        {"multi_query": False, "alibi": True, "bias": True, "parallel_attn": False},
+        {"multi_query": False, "alibi": True, "bias": True, "parallel_attn": False},
+    ),
+}
+"""By the old name of the type: values of the present config, and of the old one."""
+
+
+def write_first_falcon(name: str, folder: Path) -> FalconForCausalLM:
+    """A Falcon with the config of the releases before transformers knew the type; the model itself."""
+    shape, old = FIRST_FALCONS[name]
+    sizes = {"hidden_size": 96, "num_attention_heads": 12, "num_hidden_layers": 2, "vocab_size": VOCABULARY}
+    torch.manual_seed(0)
+    model = FalconForCausalLM(FalconConfig(**sizes, **shape)).eval()
+    randomise(model)
+    model.save_pretrained(folder)
+    stated = {
+        "model_type": name.split(",")[0],
+        "architectures": ["RWForCausalLM"],
+        "n_head": 12,
+        "n_layer": 2,
+        "hidden_size": 96,
+        "vocab_size": VOCABULARY,
+        "layer_norm_epsilon": 1e-5,
+        "apply_residual_connection_post_layernorm": False,
+        "torch_dtype": "float32",
+    }
+    (folder / "config.json").write_text(json.dumps(stated | old))
+    return model

@@ -37,7 +37,6 @@ def test_reasons_are_clauses(tmp_path: Path) -> None:
     [
         ("llama", {"partial_rotary_factor": 0.5}, 16),
         ("phi3", {"partial_rotary_factor": 0.75}, 12),
-        ("phi3", {}, 16),
         ("gpt_neox", {"rotary_pct": 0.5}, 8),
         ("gqa_gpt_neox", {"rope_parameters": {"partial_rotary_factor": 0.5}, "rotary_pct": 0.25}, 8),
         ("minimax_m2", {"rotary_dim": 4}, 4),
@@ -47,13 +46,11 @@ def test_reasons_are_clauses(tmp_path: Path) -> None:
         ("codegen", {"rotary_dim": None}, 16),
         ("falcon", {"alibi": True}, 0),
         ("falcon", {}, 16),
-        ("bloom", {}, 0),
         ("zamba2", {}, 0),
         ("zamba2", {"use_mem_rope": True}, 16),
         ("granitemoehybrid", {"position_embedding_type": "rope"}, 16),
         ("granitemoehybrid", {}, 0),
         ("chatglm", {}, 8),
-        ("stablelm", {}, 4),
     ],
 )
 def test_rotary_dimensions(model_type: str, config: dict[str, Any], rotated: int) -> None:

@@ -26,22 +26,12 @@ from gqa_convert.merging.head_grouping import reorder_heads
 from tests.helpers import chatglm, native
 from tests.helpers.fitting import EXACT as FITTED
 from tests.helpers.fitting import fitted
-from tests.helpers.folding_cases import CASES, EXACT, SOME, Case, Maps, build, converted, names, placed, tie
+from tests.helpers.folding_cases import CASES, EXACT, SOME, Case, Maps, build, converted, placed, tie
 from tests.helpers.native import distance
 
 pytestmark = pytest.mark.usefixtures("modeling_files_registered")
 
 Array = np.ndarray[Any, Any]
-KEEPS_ORDER = names(
-    """
-    afmoe beam bitnet bloom flex_olmo flint gemma3n_text gpt_oss granite_swa granitemoe_swa minimax_m2 mpt olmo2 olmo3 olmo_hybrid olmoe
-    qwen3_5_moe_text qwen3_5_text qwen3_next qwen4_exp_text
-    """
-)
-"""Types with slopes, sinks, gates or gains by the number of a query head, or with keys that several layers share."""
-KEEPS_ORDER_IF = {"cohere": "use_qk_norm", "falcon": "alibi", "lfm3": "use_attention_gate", "stablelm": "qk_layernorm"}
-BIASED = names("t5 mt5 umt5 longt5 switch_transformers")
-"""Types with a position bias by the number of a head, in self-attention only."""
 
 
 def read_layers(case: Case, folder: Path) -> list[tuple[AttentionLayer, LayerLayout, AbsorptionLimits]]:
@@ -67,16 +57,6 @@ def move(case: Case, layout: LayerLayout, order: Array | None = None) -> None:
         found[homes[name]].copy_(torch.from_numpy(array.copy()))
 
 
-def keeps_order(case: Case, module: str) -> bool:
-    """Whether heads are to stay, as read out of transformers."""
-    kind = case.model_type
-    if kind in BIASED:
-        return module.endswith("SelfAttention")
-    if kind == "whisper":
-        return module.endswith("encoder_attn")
-    return kind in KEEPS_ORDER or bool(kind in KEEPS_ORDER_IF and getattr(case.model.config, KEEPS_ORDER_IF[kind]))
-
-
 @pytest.mark.parametrize("name", sorted(CASES))
 def test_heads_change_places_where_nothing_is_in_the_way_and_there_only(name: str, tmp_path: Path) -> None:
     """And nothing is lost, to the last bit, by splitting and merging them."""
@@ -85,7 +65,7 @@ def test_heads_change_places_where_nothing_is_in_the_way_and_there_only(name: st
     expected, kept = case.logits(), 0
     for layer, layout, limits in read_layers(case, tmp_path):
         move(case, layout)
-        assert (limits.order_constraint is not None) == keeps_order(case, layer.module)
+        assert (limits.order_constraint is not None) == case.keeps_order(layer.module)
         kept += limits.order_constraint is not None
         move(other if limits.order_constraint else case, layout, np.roll(np.arange(layer.kv_heads), 1))
     assert distance(case.logits(), expected) < EXACT

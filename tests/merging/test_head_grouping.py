@@ -9,17 +9,12 @@ import numpy as np
 import pytest
 
 from gqa_convert.merging.absorption_limits import AbsorptionLimits
-from gqa_convert.merging.attention_heads import Heads
 from gqa_convert.merging.head_grouping import find_head_order, group_heads, pair_losses, reorder_heads
 from gqa_convert.merging.merge_layer import Moments, merge_layer
 from gqa_convert.merging.reconstruction_error import reconstruction_errors
+from tests.helpers.random_heads import random_heads
 
 Array = np.ndarray[Any, Any]
-
-
-@pytest.fixture
-def rng() -> np.random.Generator:
-    return np.random.default_rng(0)
 
 
 def positive(rng: np.random.Generator, *shape: int) -> Array:
@@ -44,21 +39,6 @@ def test_pair_losses_are_what_a_truncated_decomposition_drops(rng: np.random.Gen
         assert losses[one, other] == pytest.approx(np.sum(dropped**2))
     assert power == pytest.approx(np.sum(weighted**2))
     assert not np.diagonal(losses).any()
-
-
-@pytest.mark.parametrize("measured", [False, True])
-def test_losses_of_rotary_pairs_add_up(rng: np.random.Generator, measured: bool) -> None:
-    """Each frequency loses by itself."""
-    keys = rng.normal(size=(3, 4, 1, 9)) + 1j * rng.normal(size=(3, 4, 1, 9))
-    powers, covariance = rng.uniform(1, 2, size=(3, 4, 1, 1)), positive(rng, 9)
-    seen = np.linalg.cholesky(covariance) if measured else np.eye(9)
-    losses, power = pair_losses(keys, powers, covariance if measured else None)
-    weighted = np.sqrt(powers) * (keys @ seen)
-    for one, other in itertools.combinations(range(4), 2):
-        dropped = [np.linalg.svd(weighted[pair, [one, other], 0], compute_uv=False)[1] for pair in range(3)]
-        assert losses[one, other] == pytest.approx(np.sum(np.square(dropped)))
-    assert power == pytest.approx(np.sum(np.abs(weighted) ** 2))
-    assert np.array_equal(losses, losses.T)
 
 
 def partitions(heads: frozenset[int], size: int) -> Iterator[list[tuple[int, ...]]]:
@@ -113,24 +93,15 @@ def test_losses_that_are_not_symmetric_are_grouped_too(scale: float, rng: np.ran
         assert np.array_equal(order, group_heads(losses + losses.T, 3))
 
 
-def random_heads(rng: np.random.Generator) -> Heads:
-    return Heads(
-        queries=rng.normal(size=(8, 2, 6, 10)),
-        keys=rng.normal(size=(8, 6, 10)),
-        values=rng.normal(size=(8, 4, 10)),
-        outputs=rng.normal(size=(8, 2, 7, 4)),
-        output_bias=None,
-    )
-
-
 LIMITS = AbsorptionLimits(np.array([[0, 1], [2, 3]]))
+SIZES = {"head_dim": 6, "value_dim": 4, "inputs": 10, "outputs": 7}
 
 
 @pytest.mark.parametrize("measured", [False, True])
 def test_order_ignores_the_units_of_keys_and_values(measured: bool) -> None:
     """Each counts by what it loses of itself."""
     rng = np.random.default_rng(1)
-    heads = random_heads(rng)
+    heads = random_heads(rng, 8, 2, **SIZES)
     moments = Moments(positive(rng, 10), positive(rng, 10)) if measured else None
     order = find_head_order(heads, 4, LIMITS, moments)
     assert sorted(order) == list(range(8))
@@ -143,7 +114,7 @@ def test_order_ignores_the_units_of_keys_and_values(measured: bool) -> None:
 def test_pairs_of_heads_lose_what_their_merge_loses(seed: int) -> None:
     """Of all ways to make two pairs of four heads, the order is that of the least error."""
     rng = np.random.default_rng(seed)
-    heads = reorder_heads(random_heads(rng), np.arange(4))
+    heads = random_heads(rng, 4, 2, **SIZES)
     moments = Moments(positive(rng, 10), positive(rng, 10))
     errors = {}
     for order in ((0, 1, 2, 3), (0, 2, 1, 3), (0, 3, 1, 2)):
@@ -154,7 +125,7 @@ def test_pairs_of_heads_lose_what_their_merge_loses(seed: int) -> None:
 
 
 def test_heads_keep_their_order_where_something_is_averaged_or_nothing_is_chosen(rng: np.random.Generator) -> None:
-    heads = random_heads(rng)
+    heads = random_heads(rng, 8, 2, **SIZES)
     for limit in ("key_constraint", "value_constraint", "order_constraint"):
         limits = replace(LIMITS, **{limit: "a norm"})
         assert np.array_equal(find_head_order(heads, 4, limits, None), np.arange(8))

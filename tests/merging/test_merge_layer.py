@@ -10,6 +10,7 @@ from gqa_convert.merging.absorption_limits import AbsorptionLimits
 from gqa_convert.merging.attention_heads import Heads
 from gqa_convert.merging.merge_layer import Moments, merge_layer
 from gqa_convert.merging.reconstruction_error import reconstruction_errors
+from tests.helpers.random_heads import random_heads
 
 Array = np.ndarray[Any, Any]
 K, R, HEAD_DIM, VALUE_DIM, INPUTS, QUERY_INPUTS, OUTPUTS = 6, 2, 10, 7, 23, 19, 9
@@ -18,21 +19,7 @@ PAIRS = np.array([[0, 1, 2], [3, 4, 5]])
 FREQUENCIES = 2 * np.pi / 16 * np.array([1, 2, 5])
 """No two of them, nor their sums, are alike over 16 distances."""
 LIMITS = AbsorptionLimits(PAIRS)
-
-
-@pytest.fixture
-def rng() -> np.random.Generator:
-    return np.random.default_rng(0)
-
-
-def random_heads(rng: np.random.Generator, query_inputs: int = INPUTS) -> Heads:
-    return Heads(
-        queries=rng.standard_normal((K, R, HEAD_DIM, query_inputs)),
-        keys=rng.standard_normal((K, HEAD_DIM, INPUTS)),
-        values=rng.standard_normal((K, VALUE_DIM, INPUTS)),
-        outputs=rng.standard_normal((K, R, OUTPUTS, VALUE_DIM)),
-        output_bias=None,
-    )
+SIZES = {"head_dim": HEAD_DIM, "value_dim": VALUE_DIM, "inputs": INPUTS, "outputs": OUTPUTS}
 
 
 def samples(rng: np.random.Generator, inputs: int) -> Array:
@@ -78,7 +65,7 @@ def summed_errors(source: Heads, merged: Heads, pairs: Array, asking: Array, see
 @pytest.mark.parametrize("pairs", [PAIRS, PAIRS[:, :0]])
 @pytest.mark.parametrize("query_inputs", [INPUTS, QUERY_INPUTS])
 def test_errors_are_those_of_the_scores(rng: np.random.Generator, query_inputs: int, pairs: Array) -> None:
-    source, limits = random_heads(rng, query_inputs), AbsorptionLimits(pairs)
+    source, limits = random_heads(rng, K, R, **SIZES, query_inputs=query_inputs), AbsorptionLimits(pairs)
     asking, seen = samples(rng, query_inputs), samples(rng, INPUTS)
     moments = Moments(moment(asking), moment(seen))
     merged = merge_layer(source, 2, limits, moments)
@@ -92,7 +79,7 @@ def test_errors_are_those_of_the_scores(rng: np.random.Generator, query_inputs: 
 
 def test_errors_without_moments(rng: np.random.Generator) -> None:
     """Every direction once: samples whose second moment is the identity, and whose mean is nothing."""
-    source = random_heads(rng)
+    source = random_heads(rng, K, R, **SIZES)
     directions = np.concatenate([np.eye(INPUTS), -np.eye(INPUTS)]) * np.sqrt(INPUTS)
     merged = merge_layer(source, 3, LIMITS, None)
     found = reconstruction_errors(source, merged, LIMITS, None)
@@ -102,7 +89,7 @@ def test_errors_without_moments(rng: np.random.Generator) -> None:
 
 def test_keys_without_positions_lose_the_least_of_centred_inputs(rng: np.random.Generator) -> None:
     """A truncated decomposition of all scores, of which each query's mean has no effect."""
-    source, limits = random_heads(rng), AbsorptionLimits(PAIRS[:, :0])
+    source, limits = random_heads(rng, K, R, **SIZES), AbsorptionLimits(PAIRS[:, :0])
     asking, seen = samples(rng, INPUTS), samples(rng, INPUTS) + 5
     moments = Moments(moment(asking), moment(seen))
     found, _ = reconstruction_errors(source, merge_layer(source, 1, limits, moments), limits, moments)
@@ -112,7 +99,7 @@ def test_keys_without_positions_lose_the_least_of_centred_inputs(rng: np.random.
 
 
 def test_without_moments_values_are_decomposed_unweighted(rng: np.random.Generator) -> None:
-    source = random_heads(rng)
+    source = random_heads(rng, K, R, **SIZES)
     [value] = merge_layer(source, 1, LIMITS, None).values
     rows = source.values.reshape(-1, INPUTS)
     lost = rows - rows @ np.linalg.pinv(value) @ value
@@ -121,26 +108,17 @@ def test_without_moments_values_are_decomposed_unweighted(rng: np.random.Generat
 
 
 def test_nothing_is_lost_of_equal_heads_and_of_as_many_groups(rng: np.random.Generator) -> None:
-    heads = random_heads(rng)
+    heads = random_heads(rng, K, R, **SIZES)
     equal = replace(heads, keys=heads.keys[:1].repeat(K, axis=0), values=heads.values[:1].repeat(K, axis=0))
     assert max(reconstruction_errors(equal, merge_layer(equal, 2, LIMITS, None), LIMITS, None)) < 1e-7
     assert merge_layer(heads, K, LIMITS, None) is heads
     assert reconstruction_errors(heads, heads, LIMITS, None) == (0.0, 0.0)
 
 
-def test_where_nothing_can_be_absorbed_heads_are_averaged(rng: np.random.Generator) -> None:
-    heads = random_heads(rng)
-    merged = merge_layer(heads, 2, AbsorptionLimits(PAIRS, "of a norm", "of a gate"), None)
-    assert np.allclose(merged.keys, heads.keys.reshape(2, 3, HEAD_DIM, INPUTS).mean(1))
-    assert np.allclose(merged.values, heads.values.reshape(2, 3, VALUE_DIM, INPUTS).mean(1))
-    assert np.array_equal(merged.queries, heads.queries)
-    assert np.array_equal(merged.outputs, heads.outputs)
-
-
 @pytest.mark.parametrize("first_low", [0, 1, 3])
 def test_low_frequencies_merge_with_the_rows_without_positions(rng: np.random.Generator, first_low: int) -> None:
     """High frequencies that differ by complex numbers, and all other rows by any real map: exact at distance 0."""
-    heads = random_heads(rng, QUERY_INPUTS)
+    heads = random_heads(rng, K, R, **SIZES, query_inputs=QUERY_INPUTS)
     asking, seen = samples(rng, QUERY_INPUTS), samples(rng, INPUTS)
     real, imaginary = PAIRS[:, :first_low]
     block = np.setdiff1d(np.arange(HEAD_DIM), PAIRS[:, :first_low])
@@ -159,7 +137,7 @@ def test_low_frequencies_merge_with_the_rows_without_positions(rng: np.random.Ge
 
 
 def test_the_strongest_direction_has_the_lowest_frequency(rng: np.random.Generator) -> None:
-    heads = random_heads(rng)
+    heads = random_heads(rng, K, R, **SIZES)
     merged = merge_layer(heads, 1, LIMITS, None, 0)
     strength = np.sum(merged.keys[0] ** 2, axis=1)
     plain = strength[6:]

@@ -1,22 +1,18 @@
 """Every merge method is complete: arithmetic, proof, help, model card and guide."""
 
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from gqa_convert.errors import OptionError
-from gqa_convert.merging import methods
 from gqa_convert.merging.methods import (
-    CALIBRATED_DEFAULT,
     CHOICES,
-    DEFAULT,
     METHODS,
     MergeMethod,
     Need,
     Proof,
     choose_method,
-    method_help,
     names,
 )
 from gqa_convert.verify.exact.merges import MERGES
@@ -75,10 +71,6 @@ def test_verify_checks_every_folding_method() -> None:
     )
 
 
-def test_the_help_names_every_choice() -> None:
-    assert all(method.name in method_help() for method in CHOICES)
-
-
 @pytest.mark.parametrize("method", CHOICES, ids=lambda method: method.name)
 def test_the_guide_describes_every_choice(method: MergeMethod) -> None:
     text = GUIDE.read_text(encoding="utf-8")
@@ -87,19 +79,7 @@ def test_the_guide_describes_every_choice(method: MergeMethod) -> None:
     assert f"`{method.name}`" in sources, f"docs/methods.md: {method.name} is missing under Sources"
 
 
-def test_the_defaults_need_what_there_is() -> None:
-    assert DEFAULT.calibration is not Need.REQUIRED
-    assert CALIBRATED_DEFAULT.calibration is not Need.NEVER
-
-
 @pytest.mark.parametrize("name", ["median", "copy", "repeat", ""])
 def test_an_unknown_method_is_refused_with_the_choices(name: str) -> None:
     with pytest.raises(OptionError, match=f"choose one of {names(CHOICES)}"):
         choose_method(name)
-
-
-def test_records_are_frozen() -> None:
-    assert replace(METHODS["mean"], name="median").pooling == "mean"
-    with pytest.raises(AttributeError):
-        METHODS["mean"].name = "median"  # type: ignore[misc]
-    assert methods.MEAN is METHODS["mean"]
