@@ -91,9 +91,8 @@ class _Writer:
         described = [(tensor.name, tensor.dtype, tensor.shape, tensor.nbytes) for tensor in tensors]
         nbytes = sum(nbytes for *_, nbytes in described)
         alignment = (0, 8)
-        if (
-            nbytes >= LARGE
-        ):  # whole blocks can be copied where tensors begin at the same place of a block as in the source
+        if nbytes >= LARGE:
+            # whole blocks can be copied where tensors begin at the same place of a block as in the source
             start = self._plan.checkpoint.entries[described[0][0]].start
             alignment = (start % BLOCK, BLOCK)
         header = build_header(described, {"format": "pt"} | dict(file.metadata), data_start_modulo=alignment)

@@ -31,11 +31,6 @@ class AudioFile(NamedTuple):
     text: str | None
 
 
-def has_audio(folder: Path) -> bool:
-    """Whether a folder holds audio files, in subfolders too."""
-    return folder.is_dir() and next(_audio_files(folder), None) is not None
-
-
 def list_audio_files(folder: Path) -> list[AudioFile]:
     """The audio files of a folder, in the order of their metadata, or of their names.
 

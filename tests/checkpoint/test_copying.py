@@ -37,7 +37,7 @@ def clone(fd: int, request: int, asked: bytes) -> None:
     os.pwrite(fd, os.pread(source, nbytes, start), at)
 
 
-@pytest.mark.parametrize("answer", ["direct", "cached", "refused", "cut", "shared"])
+@pytest.mark.parametrize("answer", ["direct", "cached", "refused", "cut", "shared", "unfetched"])
 def test_ranges_of_every_size_and_place(
     source: SourceFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str
 ) -> None:
@@ -54,6 +54,15 @@ def test_ranges_of_every_size_and_place(
         monkeypatch.setattr(copying.fcntl, "ioctl", clone)
     else:
         monkeypatch.setattr(os, "pwrite", pwrite)
+    fetched: list[tuple[int, int]] = []
+
+    def sendfile(_: int, __: int, start: int, nbytes: int) -> int:
+        fetched.append((start, nbytes))
+        if answer == "unfetched":
+            raise OSError(errno.EINVAL, "not to this file")
+        return (nbytes + 1) // 2
+
+    monkeypatch.setattr(os, "sendfile", sendfile)
     synced: list[int] = []
     monkeypatch.setattr(os, "fsync", synced.append)
     expected, seen = b"", []
@@ -71,6 +80,8 @@ def test_ranges_of_every_size_and_place(
     assert sum(seen) == len(expected)
     assert len(synced) == 1, "everything is on the disk at the end"
     if answer != "shared":
+        assert {BLOCK, 4 * BLOCK} <= {start for start, _ in fetched}, "requests follow one another"
+        assert all(start >= 0 and nbytes > 0 and start + nbytes <= len(DATA) for start, nbytes in fetched)
         assert any(nbytes > copying._BUFFER for _, _, nbytes in calls), "nothing came from the source's pages"
         direct = [(at, nbytes) for direct, at, nbytes in calls if direct]
         assert all(at % BLOCK == nbytes % BLOCK == 0 for at, nbytes in direct)

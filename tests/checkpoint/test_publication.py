@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from gqa_convert.checkpoint import copying, publication
+from gqa_convert.checkpoint import publication
 from gqa_convert.checkpoint.publication import StagedFolder, check_destination, sweep
 from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.conversion import run as convert
@@ -337,19 +337,6 @@ def _late(call: Callable[[], Any]) -> Callable[[int], None]:
 
 
 class TestCopy:
-    @pytest.mark.parametrize("code", [errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP])
-    def test_without_copies_in_the_kernel(
-        self, source: Path, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
-    ) -> None:
-        convert_checkpoint(source, tmp_path / "reference", 4)
-
-        def unsupported(*_: Any, **__: Any) -> int:
-            raise OSError(code, os.strerror(code))
-
-        monkeypatch.setattr(copying.os, "copy_file_range", unsupported, raising=False)
-        convert_checkpoint(source, out, 4)
-        assert complete(out, digests(tmp_path / "reference"))
-
     @pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="there is no /dev/shm")
     def test_to_another_filesystem(self, source: Path, tmp_path: Path) -> None:
         convert_checkpoint(source, tmp_path / "reference", 4)

@@ -16,13 +16,15 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from gqa_convert.checkpoint.source import open_checkpoint
-from gqa_convert.conversion.fit import layer_fitting, model_loading, statistics
+from gqa_convert.conversion.fit import layer_fitting, model_loading, one_layer, statistics
 from gqa_convert.conversion.fit.head_parameters import Assembly, as_parts
-from gqa_convert.conversion.fit.layer_store import LayerRecord
+from gqa_convert.conversion.fit.layer_store import LayerRecord, LayerStore
 from gqa_convert.conversion.fit.low_frequency_search import least
 from gqa_convert.conversion.fit.model_loading import open_model
 from gqa_convert.conversion.fit.precision import is_reduced, precision_of
+from gqa_convert.conversion.fit.progress import Stage
 from gqa_convert.conversion.fit.repeated_rows import RepeatedRows
+from gqa_convert.conversion.fit.run import fit_checkpoint
 from gqa_convert.conversion.fit.statistics import DAMPING, Moment, Regression, best_change
 from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions
 from gqa_convert.conversion.plan import make_plan
@@ -32,11 +34,12 @@ from gqa_convert.families.geometry import AttentionFinder
 from gqa_convert.families.table import FAMILIES
 from gqa_convert.merging.attention_heads import LayerLayout
 from gqa_convert.text import stretched_blocks
+from gqa_convert.text.calibration import Calibration
 from gqa_convert.text.stretched_blocks import stretched
 from tests.helpers import folding_cases as folded
 from tests.helpers.checkpoints import digests
 from tests.helpers.command_line import run
-from tests.helpers.fitting import EXACT, batches_for, fitted
+from tests.helpers.fitting import EXACT, batches_for, fitted, plan_of
 from tests.helpers.native import distance
 from tests.helpers.uptrain_runs import die, in_child
 
@@ -341,6 +344,41 @@ def test_killed_between_layers_it_goes_on_to_the_same_bytes(small: Path, text: P
     assert summary["method"] == "fit"
     assert summary["calibration"]["tokens"] >= 1500
     assert set(summary["merge_error"]) == {f"model.layers.{layer}.self_attn.output" for layer in range(3)}
+
+
+def test_finished_layers_are_not_fitted_again(tmp_path: Path) -> None:
+    source = folded.build("llama").save(tmp_path / "source")
+    batches = batches_for(open_model(source))
+    plan = plan_of(source)
+    details: list[str] = []
+
+    def stop(progress: Any) -> None:
+        if progress.layer is not None:
+            raise KeyboardInterrupt
+
+    calibration = Calibration(batches, 0, 0, "", "")
+    asked = CalibrationOptions(steps=2, kl_steps=0, device="cpu")
+    with LayerStore(tmp_path / "out", {}, keep=True) as store:
+        with pytest.raises(KeyboardInterrupt):
+            fit_checkpoint(plan, store, calibration, asked, stop)
+        fit_checkpoint(plan, store, calibration, asked, lambda progress: details.append(progress.detail))
+    assert any(f"layer 2: {Stage.STATISTICS}" in detail for detail in details)
+    assert not any(f"layer 1: {Stage.STATISTICS}" in detail for detail in details)
+
+
+def test_gradient_steps_that_do_not_help_are_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = folded.build("llama").save(tmp_path / "source")
+    without, _ = fitted(source, tmp_path / "without", steps=0)
+
+    def spoiled(parts: Any, *_: Any, **__: Any) -> Any:
+        return {name: tensor + 1 for name, tensor in parts.items()}
+
+    monkeypatch.setattr(one_layer, "fit_gradient", spoiled)
+    spoilt, _ = fitted(source, tmp_path / "spoilt", steps=4)
+    assert [output(record) for record in spoilt] == [output(record) for record in without]
+    assert (tmp_path / "spoilt" / "model.safetensors").read_bytes() == (
+        tmp_path / "without" / "model.safetensors"
+    ).read_bytes()
 
 
 def test_numbers_that_are_none_are_named(tmp_path: Path) -> None:
