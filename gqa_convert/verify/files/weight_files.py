@@ -38,7 +38,7 @@ _WEIGHTS = (
 )
 _FOREIGN_FOLDERS = ("original/", "onnx/", "coreml/", "openvino/", "metal/", "global_step")
 """Folders in which a checkpoint holds the same weights in another format."""
-_LEFTOVERS = (".spilled-*",)
+_LEFTOVERS = (".spilled-*", ".share-probe")
 """Files of a conversion that has not ended."""
 
 
