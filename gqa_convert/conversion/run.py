@@ -21,7 +21,7 @@ from gqa_convert.checkpoint.source import Checkpoint
 from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.conversion.fit.defaults import plan_conversion
 from gqa_convert.conversion.fit.options import CalibrationOptions
-from gqa_convert.conversion.fit.progress import OnProgress
+from gqa_convert.conversion.fit.progress import FitProgress, OnProgress
 from gqa_convert.conversion.fit.run import merge_whole_layers
 from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.plan import Plan
@@ -79,7 +79,7 @@ def convert_checkpoint(
         options: the method, its calibration text, and more.
         on_plan: called with the plan before anything is written.
         on_note: called with sentences about a source that is rewritten first.
-        on_layer: called as a method that works on whole layers proceeds.
+        on_layer: called as a source is rewritten, and as a method that works on whole layers proceeds.
         progress: called with every number of weight bytes written.
 
     Returns:
@@ -96,8 +96,11 @@ def convert_checkpoint(
         check_destination(folder, checkpoint.origin.folder, overwrite=options.overwrite)
         return plan
 
+    def rewriting(label: str, done: int, total: int) -> None:
+        on_layer(FitProgress(label, done, total))
+
     with ExitStack() as stack:
-        opened = open_rewritten(source, folder, groups, options, planned, on_note)
+        opened = open_rewritten(source, folder, groups, options, planned, on_note, rewriting)
         checkpoint, (plan, calibration) = stack.enter_context(opened)
         plan = replace(plan, checkpoint=checkpoint)
         check_destination(folder, checkpoint.origin.folder, overwrite=options.overwrite)

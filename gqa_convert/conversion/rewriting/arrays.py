@@ -1,18 +1,16 @@
-"""The functions that rewritten tensors are computed by: from whole arrays of the source to one array.
+"""The functions that rewritten tensors are computed by: from the type of the result, and whole arrays of the source, to
+one array.
 
 Shape legend: H heads, c head_dim, d inputs. A linear weight is [rows, d], its bias [rows].
 """
 
-from dataclasses import dataclass
 from typing import Any, Final
 
-import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from gqa_convert.checkpoint.dtypes import DTYPES
-
 Array = npt.NDArray[Any]
+DType = np.dtype[Any]
 
 WIDE: Final = {"BF16": "F32", "F16": "F32", "F32": "F64", "F64": "F64"}
 """The type in which a tensor is held that is multiplied by another: products of two numbers are exact in it."""
@@ -29,64 +27,56 @@ def head_rows(starts: tuple[int, ...], head_dim: int, rotated: int) -> Array:
     return rows
 
 
-@dataclass(frozen=True, slots=True)
-class Selection:
-    """Which rows of a weight or of a bias are taken, and what they are multiplied by."""
+def move(dtype: DType, tensor: Array, *, rows: Array | None, transposed: bool, factors: Array | None) -> Array:
+    """A weight, or a bias, with its rows in another order, each times its factor.
 
-    rows: Array | None = None
-    """All where None."""
-    factors: Array | None = None
-    """Of each row that is taken."""
-    transposed: bool = False
-    """Whether a weight is stored [d, rows]."""
-
-    def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of what is taken of a tensor of this shape."""
-        upright = shape[::-1] if self.transposed else shape
-        return upright if self.rows is None else (len(self.rows), *upright[1:])
-
-    def of(self, tensor: Array) -> Array:
-        """The rows, in the type of the tensor and not yet multiplied."""
-        upright = tensor.T if self.transposed else tensor
-        return upright if self.rows is None else upright[self.rows]
-
-
-def take(tensor: Array, gain: Array | None = None, *, selection: Selection, dtype: str) -> Array:
-    """The selected rows, multiplied, in the type `dtype`. The columns of a weight behind a norm without its gain [d] take
-    it over.
+    Args:
+        dtype: of the result.
+        tensor: of the source.
+        rows: those that are taken; None for all.
+        transposed: whether the tensor is a weight that is stored [d, rows].
+        factors: of the rows of the result; None if they are all 1.
     """
-    wide = selection.of(tensor).astype(DTYPES[dtype], copy=False)
-    if selection.factors is not None:
-        wide *= selection.factors.astype(wide.dtype).reshape(-1, *[1] * (wide.ndim - 1))
-    if gain is not None:
-        wide *= gain.astype(wide.dtype)
-    return wide
+    upright = tensor.T if transposed else tensor
+    moved = upright if rows is None else upright[rows]
+    if factors is not None:
+        moved = moved.astype(dtype)
+        moved *= factors.astype(dtype).reshape(-1, *[1] * (moved.ndim - 1))
+    return moved
 
 
-def fold_bias(weight: Array, norm_bias: Array, bias: Array | None = None, *, selection: Selection, dtype: str) -> Array:
-    """The bias of a projection behind a norm without its bias [d]: the selected rows of weight @ norm_bias + bias.
+def fold_gain(dtype: DType, weight: Array, gain: Array, *, rows: Array | None) -> Array:
+    """The rows of a weight behind a norm that has lost its gain [d]."""
+    moved = weight if rows is None else weight[rows]
+    folded = moved.astype(dtype)
+    folded *= gain.astype(dtype)
+    return folded
+
+
+def fold_bias(dtype: DType, weight: Array, norm_bias: Array, bias: Array | None = None, *, rows: Array | None) -> Array:
+    """The bias of a projection behind a norm that has lost its bias [d]: the rows of weight @ norm_bias + bias.
 
     Products are summed pairwise in float64, so that every machine gets the same numbers.
     """
-    upright = selection.of(weight)
+    moved = weight if rows is None else weight[rows]
     shift = norm_bias.astype(np.float64)
-    total = np.empty(len(upright))
-    for first in range(0, len(upright), _BLOCK_ROWS):
-        block = upright[first : first + _BLOCK_ROWS]
+    total = np.empty(len(moved))
+    for first in range(0, len(moved), _BLOCK_ROWS):
+        block = moved[first : first + _BLOCK_ROWS]
         total[first : first + _BLOCK_ROWS] = (block.astype(np.float64) * shift).sum(axis=1)
     if bias is not None:
-        total += selection.of(bias)
-    return total.astype(DTYPES[dtype])
+        total += bias if rows is None else bias[rows]
+    return total.astype(dtype)
 
 
-def fill(*, count: int, value: float, dtype: str) -> Array:
+def fill(dtype: DType, *, count: int, value: float) -> Array:
     """A vector of one value."""
-    return np.full(count, value, DTYPES[dtype])
+    return np.full(count, value, dtype)
 
 
-def unit_rows(weight: Array) -> Array:
+def unit_rows(dtype: DType, weight: Array) -> Array:
     """A matrix whose rows are divided by their lengths, as torch.nn.functional.normalize does it."""
-    result = np.empty_like(weight)
+    result = np.empty(weight.shape, dtype)
     for first in range(0, len(weight), _BLOCK_ROWS):
         wide = weight[first : first + _BLOCK_ROWS].astype(np.float64)
         lengths = np.sqrt(np.einsum("rc,rc->r", wide, wide))[:, None]
@@ -94,27 +84,27 @@ def unit_rows(weight: Array) -> Array:
     return result
 
 
-def scale_blocks(weight: Array, scales: Array, *, block: tuple[int, int] | None) -> Array:
-    """An FP8 weight [..., rows, d] times the scales of its blocks, or its one scale, in bfloat16.
+def scale_blocks(dtype: DType, weight: Array, scales: Array, *, block: tuple[int, int] | None) -> Array:
+    """An FP8 weight [..., rows, d] times the scales of its blocks, or its one scale.
 
     transformers takes the size of a block from the number of scales. For a matrix whose last block is cut off, that
     gives most numbers another block's scale.
     """
-    wide = weight.astype(np.float32)
+    wide, each = weight.astype(np.float32), scales.astype(np.float32)
     if block is None:
-        return (wide * scales.astype(np.float32).reshape(())).astype(ml_dtypes.bfloat16)
+        return (wide * each.reshape(())).astype(dtype)
     rows, columns = wide.shape[-2:]
-    each = scales.astype(np.float32).repeat(block[0], -2)[..., :rows, :].repeat(block[1], -1)[..., :columns]
-    return (wide * each).astype(ml_dtypes.bfloat16)
+    each = each.repeat(block[0], -2)[..., :rows, :].repeat(block[1], -1)[..., :columns]
+    return (wide * each).astype(dtype)
 
 
-def unpack_fp4(blocks: Array, scales: Array) -> Array:
+def unpack_fp4(dtype: DType, blocks: Array, scales: Array) -> Array:
     """MXFP4 experts [experts, outputs, d / 32, 16], two numbers of four bits in a byte and one power of two for each 32
-    numbers, as [experts, d, outputs] in bfloat16.
+    numbers, as [experts, d, outputs].
     """
     values = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
     values = np.concatenate([values, -values])
     pairs = np.stack([values[blocks & 15], values[blocks >> 4]], axis=-1)
     numbers = np.ldexp(pairs.reshape(*blocks.shape[:-1], 32), scales.astype(np.int32)[..., None] - 127)
-    experts: Array = numbers.reshape(*blocks.shape[:2], -1).swapaxes(1, 2).astype(ml_dtypes.bfloat16)
+    experts: Array = numbers.reshape(*blocks.shape[:2], -1).swapaxes(1, 2).astype(dtype)
     return experts

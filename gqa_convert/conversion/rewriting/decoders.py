@@ -4,71 +4,13 @@ they compute the same.
 
 import math
 from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
 from gqa_convert.checkpoint.strict_json import Config, JsonObject
-from gqa_convert.conversion.rewriting.stock_form import NoStockClassError, StockForm, count, entries, modules
-from gqa_convert.errors import ConfigError
-from gqa_convert.families.table import FAMILIES
+from gqa_convert.conversion.rewriting.stock_form import NoStockClassError, StockForm, modules, refused_value
 
 _ROPE_TYPES = frozenset({"default", "linear", "dynamic", "yarn", "longrope", "llama3"})
 """Kinds of rotary scaling that source and stock class compute with the same function of transformers."""
-
-_DROPPED = frozenset(
-    [
-        "activation_function",
-        "add_cross_attention",
-        "architectures",
-        "attention_bias",
-        "attention_dropout",
-        "attn_pdrop",
-        "classifier_dropout",
-        "embd_pdrop",
-        "embedding_dropout",
-        "head_dim",
-        "hidden_act",
-        "hidden_dropout",
-        "hidden_size",
-        "intermediate_size",
-        "layer_norm_eps",
-        "layer_norm_epsilon",
-        "max_position_embeddings",
-        "model_type",
-        "n_ctx",
-        "n_embd",
-        "n_head",
-        "n_inner",
-        "n_layer",
-        "n_positions",
-        "norm_epsilon",
-        "num_attention_heads",
-        "num_hidden_layers",
-        "num_key_value_heads",
-        "partial_rotary_factor",
-        "qk_layernorm",
-        "reorder_and_upcast_attn",
-        "resid_pdrop",
-        "residual_dropout",
-        "rope_parameters",
-        "rope_scaling",
-        "rope_theta",
-        "rotary",
-        "rotary_dim",
-        "rotary_emb_base",
-        "rotary_pct",
-        "scale_attn_by_inverse_layer_idx",
-        "scale_attn_weights",
-        "sliding_window",
-        "summary_activation",
-        "summary_first_dropout",
-        "summary_proj_to_labels",
-        "summary_type",
-        "summary_use_proj",
-        "use_bias",
-        "use_parallel_residual",
-    ]
-)
-"""Keys that mean nothing, or something else, in the stock type; all that it reads is written anew."""
 
 
 def partial_factor(rotated: int, head_dim: int) -> float:
@@ -77,29 +19,64 @@ def partial_factor(rotated: int, head_dim: int) -> float:
     return factor if int(head_dim * factor) == rotated else math.nextafter(factor, 1.0)
 
 
-def _sizes(config: Config) -> tuple[int, int, int, int]:
-    """Hidden size, heads, layers and intermediate size.
+def _check_padding(stock: JsonObject) -> None:
+    """Check that the stock class's embedding can have the padding token."""
+    pad, vocabulary = stock["pad_token_id"], stock["vocab_size"]
+    if isinstance(pad, int) and not -vocabulary <= pad < vocabulary:
+        raise refused_value("pad_token_id", pad)
 
-    Raises:
-        ConfigError: one is missing or absurd, or the heads do not divide the hidden size.
-    """
-    hidden, heads = count(config, "n_embd", "hidden_size"), count(config, "n_head", "num_attention_heads")
-    if hidden % heads:
-        raise ConfigError(
-            f"config.json has {heads} heads, which do not divide the hidden size {hidden}: repair the config"
+
+def _phi_from_neox(config: Config, stock: JsonObject) -> JsonObject:
+    _check_padding(stock)
+    parameters = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(parameters, dict) or any(isinstance(value, dict) for value in parameters.values()):
+        raise refused_value("rope_parameters", parameters)
+    further = dict(parameters)
+    kind = further.pop("type", "default")
+    kind = further.pop("rope_type", kind)
+    theta = further.pop("rope_theta", config.get("rotary_emb_base", 10000))
+    factor = further.pop("partial_rotary_factor", config.get("rotary_pct", 0.25))
+    if kind not in _ROPE_TYPES:
+        raise refused_value("rope_type", kind)
+    if type(theta) not in (int, float) or type(factor) not in (int, float) or theta <= 0 or not 0 < factor <= 1:
+        raise NoStockClassError(f"a rotary base of {theta!r} on a share of {factor!r} of each head makes no sense")
+    head_dim = stock["hidden_size"] // stock["num_attention_heads"]
+    rotated = int(head_dim * factor)
+    if not rotated or rotated % 2:
+        raise NoStockClassError(f"{rotated} rotary dimensions of {head_dim} in a head make no pairs")
+    scaling = None if kind == "default" else {"rope_type": kind} | further
+    return {"rope_theta": theta, "rope_scaling": scaling, "partial_rotary_factor": factor}
+
+
+def _starcoder2_from_neox(config: Config, stock: JsonObject) -> JsonObject:
+    positions = _phi_from_neox(config, stock)
+    head_dim = stock["hidden_size"] // stock["num_attention_heads"]
+    rotated = int(head_dim * positions.pop("partial_rotary_factor"))
+    if rotated != head_dim:
+        raise NoStockClassError(
+            f"no stock class with a K/V-head count has sequential blocks and {rotated} rotary dimensions of {head_dim} in a "
+            "head (in starcoder2 all are rotary)"
         )
-    if config["model_type"] == "gpt_neox":
-        inner = count(config, "intermediate_size")
-    else:
-        inner = 4 * hidden if config.get("n_inner") is None else count(config, "n_inner")
-    return hidden, heads, count(config, "n_layer", "num_hidden_layers"), inner
+    return positions
 
 
-def _tokenizer(config: Config) -> str:
-    """The tokenizer class, without which that of the stock type would be chosen."""
-    modeling = FAMILIES[config["model_type"]].modeling
-    assert modeling is not None
-    return config.get("tokenizer_class") or modeling.tokenizer
+def _phi_from_gptj(config: Config, stock: JsonObject) -> JsonObject:
+    _check_padding(stock)
+    head_dim, rotated = stock["hidden_size"] // stock["num_attention_heads"], config.get("rotary_dim", 64)
+    if type(rotated) is not int or not 0 < rotated <= head_dim or rotated % 2:
+        raise refused_value("rotary_dim", rotated)
+    inner = stock["intermediate_size"] or 4 * stock["hidden_size"]
+    return {"intermediate_size": inner, "partial_rotary_factor": partial_factor(rotated, head_dim)}
+
+
+def _gpt2_query_factor(config: Config, layer: int) -> float:
+    """gpt_bigcode has a switch for this scale, which only transformers reads."""
+    factor = 1.0
+    if not config.get("scale_attn_weights", True):
+        factor *= math.sqrt(config["n_embd"] // config["n_head"])
+    if config.get("scale_attn_by_inverse_layer_idx"):
+        factor /= layer + 1
+    return factor
 
 
 _NEOX = """
@@ -113,249 +90,132 @@ _NEOX = """
     hidden_act               hidden_act               "gelu"
     attention_dropout        attention_dropout        0.0
     max_position_embeddings  max_position_embeddings  2048
-"""
-_PHI_FROM_NEOX = """
-    layer_norm_eps  layer_norm_eps  1e-05
-    resid_pdrop     hidden_dropout  0.0
-    embd_pdrop      hidden_dropout  0.0
-"""
-_STARCODER2_FROM_NEOX = """
-    norm_epsilon       layer_norm_eps  1e-05
-    residual_dropout   hidden_dropout  0.0
-    embedding_dropout  hidden_dropout  0.0
+    hidden_size              hidden_size              count
+    intermediate_size        intermediate_size        count
+    num_hidden_layers        num_hidden_layers        count
+    num_attention_heads      num_attention_heads      count
+    num_key_value_heads      -                        count=num_attention_heads
 """
 _GPT = """
-    vocab_size           vocab_size           count
-    initializer_range    initializer_range    0.02
-    use_cache            use_cache            true
-    bos_token_id         bos_token_id         50256
-    eos_token_id         eos_token_id         50256
-    pad_token_id         pad_token_id         null
+    vocab_size         vocab_size         count
+    initializer_range  initializer_range  0.02
+    use_cache          use_cache          true
+    bos_token_id       bos_token_id       50256
+    eos_token_id       eos_token_id       50256
+    pad_token_id       pad_token_id       null
 """
-_PHI_FROM_GPTJ = """
-    tie_word_embeddings  tie_word_embeddings  false
-    hidden_act           activation_function  "gelu_new"
-    attention_dropout    attn_pdrop           0.0
-    layer_norm_eps       layer_norm_epsilon   1e-05
-    resid_pdrop          resid_pdrop          0.0
-    embd_pdrop           embd_pdrop           0.0
-"""
-_BIGCODE_FROM_GPT2 = """
-    tie_word_embeddings  tie_word_embeddings  true
-    resid_pdrop          resid_pdrop          0.1
-    embd_pdrop           embd_pdrop           0.1
-    attn_pdrop           attn_pdrop           0.1
-    layer_norm_epsilon   layer_norm_epsilon   1e-05
-    activation_function  activation_function  "gelu_new"
-    n_inner              n_inner              null
-"""
-
-
-def _neox_positions(config: Config, head_dim: int) -> tuple[Any, Any, JsonObject]:
-    """The base of GPT-NeoX's rotary positions, the share of a head that they turn, and how they are scaled."""
-    parameters = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    if not isinstance(parameters, dict) or any(isinstance(value, dict) for value in parameters.values()):
-        raise NoStockClassError("its rotary parameters differ between layers")
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
-    if kind not in _ROPE_TYPES:
-        raise NoStockClassError(f"rotary scaling of type {kind!r} is not known to be computed in the same way")
-    theta: Any = parameters.get("rope_theta", config.get("rotary_emb_base", 10000))
-    factor: Any = parameters.get("partial_rotary_factor", config.get("rotary_pct", 0.25))
-    numbers = all(type(each) in (int, float) and math.isfinite(each) and each > 0 for each in (theta, factor))
-    if not numbers or factor > 1:
-        raise NoStockClassError(f"a rotary base of {theta!r} on a share of {factor!r} of each head makes no sense")
-    rotated = int(head_dim * factor)
-    if not rotated or rotated % 2:
-        raise NoStockClassError(f"{rotated} rotary dimensions of {head_dim} in a head make no pairs")
-    base = {"rope_theta", "partial_rotary_factor", "rope_type", "type"}
-    scaling = {key: value for key, value in parameters.items() if key not in base}
-    return theta, factor, {} if kind == "default" else {"rope_type": kind} | scaling
-
-
-def _rotary_decoder(config: Config, theta: Any, scaling: JsonObject) -> JsonObject:
-    """The entries that phi and starcoder2 share, besides those of the tables."""
-    hidden, heads, layers, inner = _sizes(config)
-    pad, vocabulary = config.get("pad_token_id"), config.get("vocab_size")
-    if isinstance(pad, int) and isinstance(vocabulary, int) and not -vocabulary <= pad < vocabulary:
-        raise NoStockClassError(f"its class needs a padding token inside the vocabulary, and pad_token_id is {pad}")
-    return {
-        "tokenizer_class": _tokenizer(config),
-        "hidden_size": hidden,
-        "intermediate_size": inner,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": heads,
-        "rope_theta": theta,
-        "rope_scaling": scaling or None,
-        "rope_parameters": {"rope_type": "default"} | scaling | {"rope_theta": theta},
-    }
-
-
-def _phi(config: Config, theta: Any, factor: Any, scaling: JsonObject) -> JsonObject:
-    stock = _rotary_decoder(config, theta, scaling)
-    stock["rope_parameters"]["partial_rotary_factor"] = factor
-    return stock | {"partial_rotary_factor": factor, "qk_layernorm": False}
-
-
-def _phi_from_neox(config: Config) -> JsonObject:
-    hidden, heads, *_ = _sizes(config)
-    positions = _neox_positions(config, hidden // heads)
-    return entries(config, _NEOX) | entries(config, _PHI_FROM_NEOX) | _phi(config, *positions)
-
-
-def _phi_from_gptj(config: Config) -> JsonObject:
-    hidden, heads, *_ = _sizes(config)
-    head_dim, rotated = hidden // heads, config.get("rotary_dim", 64)
-    if type(rotated) is not int or not 0 < rotated <= head_dim or rotated % 2:
-        raise NoStockClassError(f"rotary_dim = {rotated!r} is no even count of up to {head_dim} dimensions of a head")
-    positions = config.get("n_positions", config.get("max_position_embeddings", 2048))
-    stock = _phi(config, 10000.0, partial_factor(rotated, head_dim), {}) | {"max_position_embeddings": positions}
-    return entries(config, _GPT) | entries(config, _PHI_FROM_GPTJ) | stock
-
-
-def _phi_from_codegen(config: Config) -> JsonObject:
-    heads = count(config, "n_head", "num_attention_heads")
-    if heads % 4:
-        raise ConfigError(f"config.json has {heads} heads, and codegen needs a multiple of 4: repair the config")
-    return _phi_from_gptj(config)
-
-
-def _starcoder2(config: Config) -> JsonObject:
-    hidden, heads, *_ = _sizes(config)
-    head_dim = hidden // heads
-    theta, factor, scaling = _neox_positions(config, head_dim)
-    if int(head_dim * factor) != head_dim:
-        raise NoStockClassError(
-            f"no stock class with a K/V-head count has sequential blocks and {int(head_dim * factor)} rotary dimensions of "
-            f"{head_dim} in a head (in starcoder2 all are rotary)"
-        )
-    stock = _rotary_decoder(config, theta, scaling) | {"use_bias": True, "sliding_window": None}
-    return entries(config, _NEOX) | entries(config, _STARCODER2_FROM_NEOX) | stock
-
-
-def _gpt_bigcode(config: Config) -> JsonObject:
-    if config.get("add_cross_attention"):
-        raise NoStockClassError("gpt_bigcode has no cross-attention with a single K/V head")
-    hidden, heads, layers, _ = _sizes(config)
-    return (
-        entries(config, _GPT)
-        | entries(config, _BIGCODE_FROM_GPT2)
-        | {
-            "tokenizer_class": _tokenizer(config),
-            "n_embd": hidden,
-            "n_head": heads,
-            "n_layer": layers,
-            "n_positions": config.get("n_positions", config.get("max_position_embeddings", 1024)),
-            "num_key_value_heads": heads,
-            "add_cross_attention": False,
-            "multi_query": False,
-            "scale_attn_weights": True,
-            "attention_softmax_in_fp32": True,
-            "scale_attention_softmax_in_fp32": True,
-        }
-    )
-
-
-def _gpt2_query_factor(config: Config, layer: int) -> float:
-    """gpt_bigcode has a switch for this scale, which only transformers reads."""
-    factor = 1.0
-    if not config.get("scale_attn_weights", True):
-        factor *= math.sqrt(count(config, "n_embd", "hidden_size") // count(config, "n_head", "num_attention_heads"))
-    if config.get("scale_attn_by_inverse_layer_idx"):
-        factor /= layer + 1
-    return factor
-
-
-def _neox_biased(config: Config) -> bool:
-    """GPT-NeoX may have no attention biases; its MLP always has some."""
-    return bool(config.get("attention_bias", True))
-
 
 PHI_FROM_GPT_NEOX: Final = StockForm(
     model_type="gpt_neox",
     stock="phi",
     condition="`use_parallel_residual` (Pythia, GPT-NeoX-20B)",
     classes={"GPTNeoXForCausalLM": "PhiForCausalLM", "GPTNeoXModel": "PhiModel"},
-    config=_phi_from_neox,
-    dropped=_DROPPED,
+    tokenizer="GPTNeoXTokenizerFast",
+    config=_NEOX
+    + """
+    layer_norm_eps  layer_norm_eps  1e-05
+    resid_pdrop     hidden_dropout  0.0
+    embd_pdrop      hidden_dropout  0.0
+    qk_layernorm    -               false
+    """,
+    further=_phi_from_neox,
+    modules=modules("""
+        model.embed_tokens      gpt_neox.embed_in          -
+        .input_layernorm        input_layernorm            +  norm=folded
+        .self_attn.q_proj       attention.query_key_value  =  query  norm=input_layernorm
+        .self_attn.k_proj       attention.query_key_value  =  key    norm=input_layernorm
+        .self_attn.v_proj       attention.query_key_value  =  value  norm=input_layernorm
+        .self_attn.dense        attention.dense            =
+        .mlp.fc1                mlp.dense_h_to_4h          +  norm=post_attention_layernorm
+        .mlp.fc2                mlp.dense_4h_to_h          +
+        model.final_layernorm   gpt_neox.final_layer_norm  +
+        lm_head                 embed_out|lm_head          0
+    """),
     prefixes=("gpt_neox.", "model."),
     layers=("gpt_neox.layers", "model.layers"),
-    before=modules("model.embed_tokens gpt_neox.embed_in never"),
-    inside=modules("""
-        input_layernorm   input_layernorm            always     neutral
-        self_attn.q_proj  attention.query_key_value  attention  roles=query  norm=input_layernorm
-        self_attn.k_proj  attention.query_key_value  attention  roles=key    norm=input_layernorm
-        self_attn.v_proj  attention.query_key_value  attention  roles=value  norm=input_layernorm
-        self_attn.dense   attention.dense            attention
-        mlp.fc1           mlp.dense_h_to_4h          always     norm=post_attention_layernorm
-        mlp.fc2           mlp.dense_4h_to_h          always
-    """),
-    behind=modules("""
-        model.final_layernorm  gpt_neox.final_layer_norm  always
-        lm_head                embed_out|lm_head          zeros
-    """),
     fused_layout="grouped",
-    attention_biased=_neox_biased,
+    own_bias_key="attention_bias",
 )
 STARCODER2_FROM_GPT_NEOX: Final = replace(
     PHI_FROM_GPT_NEOX,
     stock="starcoder2",
     condition="not `use_parallel_residual`, and rotary positions on whole heads (RedPajama-INCITE)",
     classes={"GPTNeoXForCausalLM": "Starcoder2ForCausalLM", "GPTNeoXModel": "Starcoder2Model"},
-    config=_starcoder2,
-    inside=modules("""
-        input_layernorm           input_layernorm            always
-        post_attention_layernorm  post_attention_layernorm   always
-        self_attn.q_proj          attention.query_key_value  attention  roles=query
-        self_attn.k_proj          attention.query_key_value  attention  roles=key
-        self_attn.v_proj          attention.query_key_value  attention  roles=value
-        self_attn.o_proj          attention.dense            attention
-        mlp.c_fc                  mlp.dense_h_to_4h          always
-        mlp.c_proj                mlp.dense_4h_to_h          always
-    """),
-    behind=modules("""
-        model.norm  gpt_neox.final_layer_norm  always
-        lm_head     embed_out|lm_head          never
+    config=_NEOX
+    + """
+    norm_epsilon       layer_norm_eps  1e-05
+    residual_dropout   hidden_dropout  0.0
+    embedding_dropout  hidden_dropout  0.0
+    use_bias           -               true
+    sliding_window     -               null
+    """,
+    further=_starcoder2_from_neox,
+    modules=modules("""
+        model.embed_tokens         gpt_neox.embed_in          -
+        .input_layernorm           input_layernorm            +
+        .post_attention_layernorm  post_attention_layernorm   +
+        .self_attn.q_proj          attention.query_key_value  =  query
+        .self_attn.k_proj          attention.query_key_value  =  key
+        .self_attn.v_proj          attention.query_key_value  =  value
+        .self_attn.o_proj          attention.dense            =
+        .mlp.c_fc                  mlp.dense_h_to_4h          +
+        .mlp.c_proj                mlp.dense_4h_to_h          +
+        model.norm                 gpt_neox.final_layer_norm  +
+        lm_head                    embed_out|lm_head          -
     """),
 )
+_GPTJ_MODULES = """
+    model.embed_tokens      transformer.wte   -
+    .input_layernorm        ln_1              +
+    .self_attn.q_proj       attn.q_proj       0  query
+    .self_attn.k_proj       attn.k_proj       0  key
+    .self_attn.v_proj       attn.v_proj       0  value
+    .self_attn.dense        attn.out_proj     0
+    .mlp.fc1                mlp.fc_in         +
+    .mlp.fc2                mlp.fc_out        +
+    model.final_layernorm   transformer.ln_f  +
+    lm_head                 lm_head           ?
+"""
 PHI_FROM_GPTJ: Final = StockForm(
     model_type="gptj",
     stock="phi",
     classes={"GPTJForCausalLM": "PhiForCausalLM", "GPTJModel": "PhiModel"},
-    config=_phi_from_gptj,
-    dropped=_DROPPED,
+    tokenizer="GPT2Tokenizer",
+    config=_GPT
+    + """
+    tie_word_embeddings      tie_word_embeddings  false
+    hidden_act               activation_function  "gelu_new"
+    attention_dropout        attn_pdrop           0.0
+    layer_norm_eps           layer_norm_epsilon   1e-05
+    resid_pdrop              resid_pdrop          0.0
+    embd_pdrop               embd_pdrop           0.0
+    hidden_size              n_embd               count
+    intermediate_size        n_inner              null
+    num_hidden_layers        n_layer              count
+    num_attention_heads      n_head               count
+    num_key_value_heads      -                    count=num_attention_heads
+    rope_theta               -                    10000.0
+    max_position_embeddings  n_positions          2048
+    qk_layernorm             -                    false
+    """,
+    further=_phi_from_gptj,
+    modules=modules(_GPTJ_MODULES),
     prefixes=("transformer.", "model."),
     layers=("transformer.h", "model.layers"),
-    before=modules("model.embed_tokens transformer.wte never"),
-    inside=modules("""
-        input_layernorm   ln_1           always
-        self_attn.q_proj  attn.q_proj    zeros  roles=query
-        self_attn.k_proj  attn.k_proj    zeros  roles=key
-        self_attn.v_proj  attn.v_proj    zeros  roles=value
-        self_attn.dense   attn.out_proj  zeros
-        mlp.fc1           mlp.fc_in      always
-        mlp.fc2           mlp.fc_out     always
-    """),
-    behind=modules("""
-        model.final_layernorm  transformer.ln_f  always
-        lm_head                lm_head           optional
-    """),
     interleaved=True,
 )
 PHI_FROM_CODEGEN: Final = replace(
     PHI_FROM_GPTJ,
     model_type="codegen",
     classes={"CodeGenForCausalLM": "PhiForCausalLM", "CodeGenModel": "PhiModel"},
-    config=_phi_from_codegen,
-    inside=modules("""
-        input_layernorm   ln_1           always
-        self_attn.q_proj  attn.qkv_proj  zeros  roles=query
-        self_attn.k_proj  attn.qkv_proj  zeros  roles=key
-        self_attn.v_proj  attn.qkv_proj  zeros  roles=value
-        self_attn.dense   attn.out_proj  zeros
-        mlp.fc1           mlp.fc_in      always
-        mlp.fc2           mlp.fc_out     always
-    """),
+    modules=modules(
+        _GPTJ_MODULES
+        + """
+        .self_attn.q_proj  attn.qkv_proj  0  query
+        .self_attn.k_proj  attn.qkv_proj  0  key
+        .self_attn.v_proj  attn.qkv_proj  0  value
+        """
+    ),
     fused_layout="quarters",
 )
 GPT_BIGCODE_FROM_GPT2: Final = StockForm(
@@ -363,26 +223,42 @@ GPT_BIGCODE_FROM_GPT2: Final = StockForm(
     stock="gpt_bigcode",
     condition="one K/V head, no cross-attention",
     classes={"GPT2LMHeadModel": "GPTBigCodeForCausalLM", "GPT2Model": "GPTBigCodeModel"},
-    config=_gpt_bigcode,
-    dropped=_DROPPED,
+    tokenizer="GPT2Tokenizer",
+    config=_GPT
+    + """
+    tie_word_embeddings              tie_word_embeddings  true
+    resid_pdrop                      resid_pdrop          0.1
+    embd_pdrop                       embd_pdrop           0.1
+    attn_pdrop                       attn_pdrop           0.1
+    layer_norm_epsilon               layer_norm_epsilon   1e-05
+    activation_function              activation_function  "gelu_new"
+    n_inner                          n_inner              null
+    n_embd                           n_embd               count
+    n_head                           n_head               count
+    n_layer                          n_layer              count
+    n_positions                      n_positions          1024
+    num_key_value_heads              -                    count=n_head
+    add_cross_attention              -                    false
+    multi_query                      -                    false
+    scale_attn_weights               -                    true
+    attention_softmax_in_fp32        -                    true
+    scale_attention_softmax_in_fp32  -                    true
+    """,
+    only="add_cross_attention false",
+    modules=modules("""
+        transformer.wte   transformer.wte   -
+        transformer.wpe   transformer.wpe   -
+        .ln_1             ln_1              +
+        .ln_2             ln_2              +
+        .attn.c_attn      attn.c_attn       +  query,key,value
+        .attn.c_proj      attn.c_proj       +
+        .mlp.c_fc         mlp.c_fc          +
+        .mlp.c_proj       mlp.c_proj        +
+        transformer.ln_f  transformer.ln_f  +
+        lm_head           lm_head           -
+    """),
     prefixes=("transformer.", "transformer."),
     layers=("transformer.h", "transformer.h"),
-    before=modules("""
-        transformer.wte  transformer.wte  never
-        transformer.wpe  transformer.wpe  never
-    """),
-    inside=modules("""
-        ln_1         ln_1         always
-        ln_2         ln_2         always
-        attn.c_attn  attn.c_attn  always  roles=query,key,value
-        attn.c_proj  attn.c_proj  always
-        mlp.c_fc     mlp.c_fc     always
-        mlp.c_proj   mlp.c_proj   always
-    """),
-    behind=modules("""
-        transformer.ln_f  transformer.ln_f  always
-        lm_head           lm_head           never
-    """),
     fused_layout="blocks",
     transposed=True,
     query_factor=_gpt2_query_factor,
@@ -404,20 +280,18 @@ def stock_form(config: Config, groups: int) -> StockForm:
     Raises:
         NoStockClassError: there is none.
     """
-    model_type = config.get("model_type")
-    if model_type == "gpt_neox" and not config.get("use_parallel_residual", True):
-        form = STARCODER2_FROM_GPT_NEOX
-    else:
-        found = [each for each in DECODERS if each.model_type == model_type]
-        if not found:
-            raise NoStockClassError(f"no stock class is known to compute what {model_type} does with fewer K/V heads")
-        form = found[0]
-    if form is GPT_BIGCODE_FROM_GPT2 and groups != 1:
-        raise NoStockClassError(
-            "gpt_bigcode, which is GPT-2 otherwise, has either one K/V head or as many as query heads"
-        )
+    model_type = config["model_type"]
     if "auto_map" in config:
         raise NoStockClassError(
             f"the checkpoint contains modelling code for {model_type}, which may compute something else"
         )
-    return form
+    if model_type == "gpt2" and groups != 1:
+        raise NoStockClassError(
+            "gpt_bigcode, which is GPT-2 otherwise, has either one K/V head or as many as query heads"
+        )
+    if model_type == "gpt_neox" and not config.get("use_parallel_residual", True):
+        return STARCODER2_FROM_GPT_NEOX
+    for form in DECODERS:
+        if form.model_type == model_type:
+            return form
+    raise NoStockClassError(f"no stock class is known to compute what {model_type} does with fewer K/V heads")

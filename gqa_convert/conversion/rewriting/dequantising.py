@@ -25,59 +25,49 @@ def plan_dequantising(checkpoint: Checkpoint) -> Rewriting:
     """
     method = quantisation_method(checkpoint.config)
     entries = {name: entry for _, name, entry in checkpoint.tensors()}
-    block = described_quantisation(checkpoint.config).get("weight_block_size")
     tensors = []
     for number, name, entry in checkpoint.tensors():
         if name.endswith(_LEFT_OUT):
             continue
         if entry.dtype in ("F8_E4M3", "F8_E5M2"):
-            sources = (name, f"{name}{_SCALES}")
-            own_block = _block_of(checkpoint.source_id, name, entries, block)
-            compute = partial(arrays.scale_blocks, block=own_block)
-            tensors.append(RewrittenTensor(name, "BF16", entry.shape, number, sources, compute))
+            compute = partial(arrays.scale_blocks, block=_block_of(checkpoint, name, entries))
+            tensors.append(RewrittenTensor(name, "BF16", entry.shape, number, (name, f"{name}{_SCALES}"), compute))
         elif method == "mxfp4" and name.endswith("_blocks"):
             stem = name.removesuffix("_blocks")
-            experts, outputs, groups, _ = entry.shape
-            shape = (experts, groups * 32, outputs)
+            experts, outputs, blocks, _ = entry.shape
+            shape = (experts, blocks * 32, outputs)
             tensors.append(RewrittenTensor(stem, "BF16", shape, number, (name, f"{stem}_scales"), arrays.unpack_fp4))
         else:
             tensors.append(RewrittenTensor(name, entry.dtype, entry.shape, number, (name,)))
     written = size(sum(tensor.nbytes for tensor in tensors))
+    note = (
+        f"the weights were quantised ({method}) and are written in bfloat16 ({written}): what {method} lost stays lost"
+    )
     return Rewriting(
         source=checkpoint,
         config=without_quantisation(checkpoint.config),
         tensors=tuple(tensors),
         carried=checkpoint.carried,
-        notes=(
-            f"the weights were quantised ({method}) and are written in bfloat16 ({written}): what {method} lost stays lost",
-        ),
+        notes=(note,),
     )
 
 
-def _block_of(
-    source_id: str, name: str, entries: Mapping[str, TensorEntry], stated: list[int] | None
-) -> tuple[int, int] | None:
+def _block_of(checkpoint: Checkpoint, name: str, entries: Mapping[str, TensorEntry]) -> tuple[int, int] | None:
     """The rows and columns of a block of an FP8 tensor; None if it has one scale.
 
     Raises:
         UnsupportedFormatError: its scales do not belong to the config.
     """
     weight, scales = entries[name], entries.get(f"{name}{_SCALES}")
-    if scales is None:
-        problem = "it has no scales"
-    elif scales.elements == 1:
+    block = described_quantisation(checkpoint.config).get("weight_block_size")
+    if scales is not None and scales.elements == 1:
         return None
-    elif stated is None or len(weight.shape) < 2:
-        problem = f"it has scales {list(scales.shape)} and the config no weight_block_size"
-    else:
-        down, across = stated
+    if scales is not None and block is not None and len(weight.shape) > 1:
         rows, columns = weight.shape[-2:]
-        if scales.shape[-2:] == (-(-rows // down), -(-columns // across)):
-            return down, across
-        problem = (
-            f"its scales {list(scales.shape)} do not belong to blocks of {down} x {across} of {list(weight.shape)}"
-        )
+        if scales.shape[-2:] == (-(-rows // block[0]), -(-columns // block[1])):
+            return block[0], block[1]
+    found = "no scales" if scales is None else f"scales {list(scales.shape)}"
     raise UnsupportedFormatError(
-        f"{source_id}: the FP8 tensor {name} cannot be dequantised ({problem}): convert the unquantised checkpoint that it was "
-        "made from"
+        f"{checkpoint.source_id}: the FP8 tensor {name} {list(weight.shape)} cannot be dequantised, since it has {found} and "
+        f"the config weight_block_size = {block}: convert the unquantised checkpoint that it was made from"
     )

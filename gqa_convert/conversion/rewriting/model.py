@@ -1,14 +1,17 @@
 """What a rewriting consists of."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from gqa_convert.checkpoint.headers import DTYPE_BITS, Header, TensorEntry, build_header
+from gqa_convert.checkpoint.headers import DTYPE_BITS, LENGTH_BYTES, build_header, parse_header
 from gqa_convert.checkpoint.source import Checkpoint, Shard
 from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.conversion.plan.files import safetensors_name
 from gqa_convert.conversion.rewriting.arrays import Array
+
+Compute = Callable[..., Array]
+"""One of `arrays`: makes an array from its type and the arrays of the source."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,19 +23,28 @@ class RewrittenTensor:
     shape: tuple[int, ...]
     shard: int
     """The number of the source's file in whose place it is written."""
-    sources: tuple[str, ...] = ()
+    sources: tuple[str, ...]
     """The tensors of the source that it is computed from."""
-    compute: Callable[..., Array] | None = None
-    """Makes the array, in `dtype` and `shape`, from the sources' arrays; None if it is the bytes of the one source."""
+    compute: Compute | None = None
+    """Makes the array; None if it is the bytes of the one source."""
 
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * DTYPE_BITS[self.dtype] // 8
 
+
+@dataclass(frozen=True, slots=True)
+class RewrittenFile:
+    """A weight file of the rewritten source."""
+
+    name: str
+    header: bytes
+    tensors: tuple[RewrittenTensor, ...]
+    """In the order of their bytes, which follow the header."""
+
     @property
-    def described(self) -> tuple[str, str, tuple[int, ...], int]:
-        """As `build_header` takes it."""
-        return self.name, self.dtype, self.shape, self.nbytes
+    def nbytes(self) -> int:
+        return len(self.header) + sum(tensor.nbytes for tensor in self.tensors)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,12 +64,24 @@ class Rewriting:
     """Sentences on what differs from the source."""
 
     @property
+    def files(self) -> tuple[RewrittenFile, ...]:
+        """The weight files: one for each of the source's that still has tensors."""
+        found = []
+        for number, shard in enumerate(self.source.shards):
+            tensors = tuple(tensor for tensor in self.tensors if tensor.shard == number)
+            if tensors:
+                described = [(tensor.name, tensor.dtype, tensor.shape, tensor.nbytes) for tensor in tensors]
+                header = build_header(described, {"format": "pt"} | dict(shard.header.metadata))
+                found.append(RewrittenFile(safetensors_name(shard.file), header, tensors))
+        return tuple(found)
+
+    @property
     def headers(self) -> Checkpoint:
         """What the rewritten folder will hold. Its `folder` is the source's, where the sidecar files lie already."""
         shards = []
-        for number, tensors in self.tensors_by_shard().items():
-            shard = self.source.shards[number]
-            shards.append(_header(safetensors_name(shard.file), tensors, shard.header.metadata))
+        for file in self.files:
+            header = parse_header(file.header[LENGTH_BYTES:], file.nbytes, file.name)
+            shards.append(Shard(file.name, file.nbytes, header))
         return replace(
             self.source,
             config=self.config,
@@ -67,21 +91,3 @@ class Rewriting:
             result_dtypes=self.result_dtypes,
             rewritten_from=self.source,
         )
-
-    def tensors_by_shard(self) -> dict[int, list[RewrittenTensor]]:
-        """The tensors by the file of the source in whose place they are written, in the order of the files."""
-        found: dict[int, list[RewrittenTensor]] = {}
-        for tensor in sorted(self.tensors, key=lambda tensor: tensor.shard):
-            found.setdefault(tensor.shard, []).append(tensor)
-        return found
-
-
-def _header(file: str, tensors: Sequence[RewrittenTensor], metadata: Mapping[str, str]) -> Shard:
-    """A file of the rewritten source, as its header will describe it."""
-    metadata = {"format": "pt"} | dict(metadata)
-    start = end = len(build_header([tensor.described for tensor in tensors], metadata))
-    entries = {}
-    for tensor in tensors:
-        entries[tensor.name] = TensorEntry(tensor.dtype, tensor.shape, end, tensor.nbytes)
-        end += tensor.nbytes
-    return Shard(file, end, Header(entries, metadata, start))

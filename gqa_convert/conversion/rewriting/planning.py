@@ -1,9 +1,8 @@
 """Plans a rewriting from the headers of a source: everything that can be refused is refused here."""
 
-import copy
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +16,16 @@ from gqa_convert.conversion.rewriting import arrays
 from gqa_convert.conversion.rewriting.arrays import Array
 from gqa_convert.conversion.rewriting.decoders import DECODERS, stock_form
 from gqa_convert.conversion.rewriting.dequantising import plan_dequantising
-from gqa_convert.conversion.rewriting.model import Rewriting, RewrittenTensor
+from gqa_convert.conversion.rewriting.model import Compute, Rewriting, RewrittenTensor
 from gqa_convert.conversion.rewriting.remote_code import REMOTE_CODE
-from gqa_convert.conversion.rewriting.stock_form import Module, NoStockClassError, StockForm, count
+from gqa_convert.conversion.rewriting.stock_form import FOLDED, Module, NoStockClassError, StockForm, stock_config
 from gqa_convert.errors import ConfigError, OptionError, UnsupportedFamilyError, UnsupportedFormatError
 from gqa_convert.families import layouts
 from gqa_convert.families.table import FAMILIES
 
 _OWN_CODE = ("modeling_", "configuration_")
 """What the names of Python files begin with that the stock checkpoint does not need. A tokenizer's stay."""
-_STALE = (
+_UNUSED = (
     "rotary_emb.inv_freq",
     "rotary_emb.cos_cached",
     "rotary_emb.sin_cached",
@@ -61,21 +60,20 @@ def plan_rewriting(
     config = checkpoint.config
     if quantisation_method(config) is not None:
         return plan_dequantising(checkpoint)
-    model_type = config.get("model_type")
-    if isinstance(model_type, str) and model_type in REMOTE_CODE:
+    model_type = str(config.get("model_type"))
+    if model_type in REMOTE_CODE:
         try:
             return _rewrite(checkpoint, REMOTE_CODE[model_type])
         except NoStockClassError as problem:
             raise UnsupportedFamilyError(
                 f"no stock class computes the same as this {model_type}, whose config.json has {problem}"
             ) from None
-    family = FAMILIES.get(str(model_type))
+    family = FAMILIES.get(model_type)
     if family is None or family.modeling is None or family.is_converted or native is False:
         return None
     if not isinstance(groups, int):
         return None
-    heads = config.get(family.heads_key, config.get("num_attention_heads"))
-    if native is None and groups == heads:
+    if native is None and groups == config.get(family.heads_key, config.get("num_attention_heads")):
         return None
     try:
         return _rewrite(checkpoint, stock_form(config, groups))
@@ -101,52 +99,38 @@ def needs_rewriting(config: Config, result_type: Any) -> bool:
 
 
 def _rewrite(checkpoint: Checkpoint, form: StockForm) -> Rewriting:
-    config = _stock_config(checkpoint.config, form)
+    has_code = form.model_type in REMOTE_CODE
+    config = stock_config(form, checkpoint.config)
     planner = _Planner(checkpoint, form, config)
-    planner.plan()
+    if form.modules:
+        planner.plan_modules()
+    else:
+        for name, (_, entry) in planner.entries.items():
+            planner.add(name, name, entry.shape, (name,))
     if form.bias_key:
-        config[form.bias_key] = planner.biased
-    way = "" if form.model_type in REMOTE_CODE else f" (--no-native keeps {form.model_type})"
-    notes = [f"the source, a {form.model_type}, is rewritten as a {form.stock}, which computes the same{way}"]
-    tokens = checkpoint.config.get(form.alike_up_to) if form.alike_up_to else None
+        config[form.bias_key] = planner.has_biases
+    notes = [f"the source, a {form.model_type}, is rewritten as a {form.stock}, which computes the same"]
+    if not has_code:
+        notes[0] += f" (--no-native keeps {form.model_type})"
+    tokens = checkpoint.config.get(form.same_up_to)
     if isinstance(tokens, int):
         notes.append(
             f"the same up to {tokens:,} tokens; beyond them its custom code scales positions by the length of the text"
         )
-    carried = [name for name in checkpoint.carried if not _is_own_code(name, form)]
+    carried = checkpoint.carried
+    if has_code:
+        carried = tuple(
+            name for name in carried if not (name.endswith(".py") and Path(name).name.startswith(_OWN_CODE))
+        )
     return Rewriting(
         source=checkpoint,
         config=config,
         tensors=tuple(planner.tensors),
-        carried=tuple(carried),
+        carried=carried,
         result_dtypes=planner.result_dtypes,
         special_tokens=form.special_tokens,
         notes=tuple(notes),
     )
-
-
-def _is_own_code(name: str, form: StockForm) -> bool:
-    return form.model_type in REMOTE_CODE and name.endswith(".py") and Path(name).name.startswith(_OWN_CODE)
-
-
-def _stock_config(config: Config, form: StockForm) -> JsonObject:
-    """The stock type's config. Keys that belong neither to the source's type nor to the stock type's are copied.
-
-    Raises:
-        NoStockClassError: it describes something that the stock class does not compute.
-    """
-    classes = form.classes
-    stated = config.get("architectures") or [*classes][:1]
-    if not isinstance(stated, list) or len(stated) != 1 or stated[0] not in classes:
-        raise NoStockClassError(f"architectures = {stated!r}, and {form.stock} stands for {' or '.join(classes)}")
-    result = {key: copy.deepcopy(value) for key, value in config.items() if key not in form.dropped}
-    result |= {"architectures": [classes[stated[0]]], "model_type": form.stock} | form.config(config)
-    dtype = config.get("dtype", config.get("torch_dtype"))
-    if isinstance(dtype, str):
-        result |= {"dtype": dtype, "torch_dtype": dtype}
-    auto = config.get("auto_map") or {}
-    kept = {key: value for key, value in auto.items() if not key.startswith(("AutoConfig", "AutoModel"))}
-    return result | ({"auto_map": kept} if kept else {})
 
 
 class _Planner:
@@ -155,108 +139,145 @@ class _Planner:
     def __init__(self, source: Checkpoint, form: StockForm, stock: JsonObject) -> None:
         self.source, self.form, self.stock = source, form, stock
         self.entries = {name: (number, entry) for number, name, entry in source.tensors()}
-        self.claimed: set[str] = set()
         self.tensors: list[RewrittenTensor] = []
         self.result_dtypes: dict[str, str] = {}
-        self.heads = count(stock, "num_attention_heads", "n_head")
-        self.hidden_size = count(stock, "hidden_size", "n_embd")
-        self.prefixes = self._missing_prefixes()
-        self.biased = self._attention_biased()
+        self.has_biases = False
+        """Whether modules with bias `=` have one."""
+        self._claimed: set[str] = set()
+        self._heads = stock.get("n_head") or stock["num_attention_heads"]
+        self._hidden_size = stock.get("n_embd") or stock["hidden_size"]
+        self._head_dim = self._hidden_size // self._heads
+        self._prefixes = ("", "")
+        """What the names lack in the source, which may be a model without its head, and in the rewritten source."""
+        if self._hidden_size % self._heads:
+            raise ConfigError(
+                f"config.json has {self._heads} heads, which do not divide the hidden size {self._hidden_size}: repair the config"
+            )
 
-    def plan(self) -> None:
-        """Plan all tensors, in the order of the stock class."""
+    def plan_modules(self) -> None:
+        """Plan all tensors, in the order of the stock class.
+
+        Raises:
+            ConfigError: a tensor is missing, has another shape than the config says, or belongs to no module.
+        """
         form = self.form
-        if not form.before:
-            for name, (_, entry) in self.entries.items():
-                self._add(name, name, entry.shape, (name,), None)
-            return
-        for module in form.before:
-            self._module(module, ("", ""))
-        layers = count(self.stock, "num_hidden_layers", "n_layer")
-        for layer in range(layers):
-            bases = (f"{form.layers[0]}.{layer}.", f"{form.layers[1]}.{layer}.")
-            for module in form.inside:
-                self._module(module, bases, layer)
-        *norms, head = form.behind
-        for module in norms:
-            self._module(module, ("", ""))
-        self._head(head)
+        embedding = f"{form.modules[0].own[0]}.weight"
+        if embedding not in self.entries and embedding.removeprefix(form.prefixes[0]) in self.entries:
+            self._prefixes = form.prefixes
+        self._embedding = embedding.removeprefix(self._prefixes[0])
+        if form.own_bias_key:
+            self.has_biases = bool(self.source.config.get(form.own_bias_key, True))
+        else:
+            first = [self._names(module, 0)[0] for module in form.modules if module.bias == "="]
+            self.has_biases = any(f"{own}.bias" in self.entries for own in first)
+        layers = self.stock.get("n_layer") or self.stock["num_hidden_layers"]
+        for in_layer, group in groupby(form.modules, lambda module: module.in_layer):
+            modules = list(group)
+            for layer in range(layers) if in_layer else [None]:
+                for module in modules:
+                    self._module(module, layer)
         for name in self.entries:
-            if name not in self.claimed and not name.endswith(_STALE):
+            if name not in self._claimed and not name.endswith(_UNUSED):
                 raise ConfigError(
                     f"tensor {name} does not belong to a {form.model_type} checkpoint with {layers} layers: the config and the "
                     "weights do not belong together"
                 )
 
-    def _missing_prefixes(self) -> tuple[str, str]:
-        """What the names lack in the source, which may be a model without its head, and in the rewritten source."""
-        prefix = self.form.prefixes[0]
-        if not prefix:
-            return "", ""
-        embedding = f"{self.form.before[0].own[0]}.weight"
-        is_bare = embedding not in self.entries and embedding.removeprefix(prefix) in self.entries
-        return self.form.prefixes if is_bare else ("", "")
+    def _names(self, module: Module, layer: int | None) -> tuple[str, str]:
+        """The names of a module in the source and in the stock type."""
+        own_base = stock_base = ""
+        if layer is not None:
+            own_base, stock_base = (f"{place}.{layer}." for place in self.form.layers)
+        possible = [f"{own_base}{name}".removeprefix(self._prefixes[0]) for name in module.own]
+        own = next((name for name in possible if f"{name}.weight" in self.entries), possible[0])
+        return own, f"{stock_base}{module.stock}".removeprefix(self._prefixes[1])
 
-    def _attention_biased(self) -> bool:
-        """Whether modules with bias `attention` have one."""
-        if self.form.attention_biased is not None:
-            return self.form.attention_biased(self.source.config)
-        first = f"{self.form.layers[0]}.0."
-        attention = [module for module in self.form.inside if module.bias == "attention"]
-        return any(f"{first}{module.own[0]}.bias" in self.entries for module in attention)
-
-    def _module(self, module: Module, bases: tuple[str, str], layer: int = 0) -> None:
-        """Plan the weight and the bias of a module. `bases` precede its name in the source and in the stock type."""
-        own_names = [f"{bases[0]}{name}".removeprefix(self.prefixes[0]) for name in module.own]
-        own = next((name for name in own_names if f"{name}.weight" in self.entries), own_names[0])
-        stock = f"{bases[1]}{module.stock}".removeprefix(self.prefixes[1])
-        weight, bias = f"{own}.weight", f"{own}.bias"
-        if module.neutral:
-            self._claim(weight, self.hidden_size)
-            self._claim(bias, self.hidden_size)
-            self._fill(f"{stock}.weight", weight, self.hidden_size, 1.0)
-            self._fill(f"{stock}.bias", bias, self.hidden_size, 0.0)
-            return
-        shape = self._claim(weight).shape
-        selection = self._selection(module, weight, layer) if module.roles else arrays.Selection()
-        if self.form.transposed and bases[0] and len(shape) == 2:
-            selection = replace(selection, transposed=True)
-        has_bias = module.bias == "always" or (module.bias == "attention" and self.biased)
-        if has_bias or (module.bias == "optional" and bias in self.entries):
-            self._claim(bias, *(shape[-1:] if selection.transposed else shape[:1]))
-            has_bias = True
-        if module.norm:
-            norm = f"{bases[0]}{module.norm}".removeprefix(self.prefixes[0])
-            self._fold(stock, own, norm, selection, has_bias=has_bias)
-            return
-        self._select(f"{stock}.weight", weight, selection)
-        if has_bias:
-            self._select(f"{stock}.bias", bias, replace(selection, transposed=False))
-        elif module.bias in ("zeros", "optional") or (module.bias == "attention" and self.form.attention_biased):
-            self._fill(f"{stock}.bias", weight, selection.shape(shape)[0], 0.0)
-
-    def _head(self, head: Module) -> None:
-        """Plan the output projection. Checkpoints with tied embeddings may omit it; one without a head has no head
-        bias.
-        """
-        weights, bias = [f"{name}.weight" for name in head.own], f"{head.own[0]}.bias"
-        if any(weight in self.entries for weight in weights):
-            self._module(head, ("", ""))
-            if self.form.unit_head is not None and _has_unit_head(self.source, *self.form.unit_head):
-                tensor = self.tensors.pop()
-                self._add(tensor.name, weights[0], tensor.shape, tensor.sources, arrays.unit_rows)
-            return
-        is_bare = bool(self.prefixes[0])
-        if not is_bare and not self.stock.get("tie_word_embeddings"):
-            self._claim(weights[0])  # raises: it is missing
-        if is_bare or head.bias not in ("zeros", "optional"):
-            return
-        if head.bias == "optional" and bias in self.entries:
-            self._select(f"{head.stock}.bias", bias, arrays.Selection())
-            self._claim(bias)
+    def _module(self, module: Module, layer: int | None) -> None:
+        """Plan the weight and the bias of a module."""
+        own, stock = self._names(module, layer)
+        if module.norm == FOLDED:
+            for kind, value in (("weight", 1.0), ("bias", 0.0)):
+                self._claim(f"{own}.{kind}", self._hidden_size)
+                self._fill(f"{stock}.{kind}", f"{own}.{kind}", self._hidden_size, value)
+        elif module is self.form.modules[-1] and f"{own}.weight" not in self.entries:
+            self._absent_head(module, own, stock)
+        elif module.norm:
+            self._fold(module, own, stock)
         else:
-            embedding = f"{self.form.before[0].own[0]}.weight"
-            self._fill(f"{head.stock}.bias", embedding, self.entries[embedding][1].shape[0], 0.0)
+            self._move(module, own, stock, layer)
+
+    def _absent_head(self, module: Module, own: str, stock: str) -> None:
+        """Plan the bias of an output projection without a weight of its own."""
+        if self._prefixes[0]:  # a model without its head
+            return
+        if not self.stock.get("tie_word_embeddings"):
+            self._claim(f"{own}.weight")  # raises: it is missing
+        rows = self.entries[self._embedding][1].shape[0]
+        self._bias(module, own, stock, self._embedding, (rows, rows), None)
+
+    def _fold(self, module: Module, own: str, stock: str) -> None:
+        """Plan a projection that takes over the gain and the bias of the norm before it."""
+        weight, bias, norm = f"{own}.weight", f"{own}.bias", own.removesuffix(module.own[0]) + module.norm
+        shape = self._claim(weight).shape
+        self._claim(f"{norm}.weight", *shape[1:])
+        self._claim(f"{norm}.bias", *shape[1:])
+        rows = self._head_rows(module, weight) if module.roles else None
+        folded = shape if rows is None else (len(rows), *shape[1:])
+        fold_gain, fold_bias = partial(arrays.fold_gain, rows=rows), partial(arrays.fold_bias, rows=rows)
+        self.add(f"{stock}.weight", weight, folded, (weight, f"{norm}.weight"), fold_gain, wide=True)
+        sources = [weight, f"{norm}.bias"]
+        if self._has_bias(module, bias, shape[0]):
+            sources.append(bias)
+        like = bias if bias in sources else weight
+        self.add(f"{stock}.bias", like, folded[:1], tuple(sources), fold_bias, wide=True)
+
+    def _move(self, module: Module, own: str, stock: str, layer: int | None) -> None:
+        """Plan a module whose rows at most change their order."""
+        weight = f"{own}.weight"
+        shape = self._claim(weight).shape
+        is_transposed = self.form.transposed and layer is not None and len(shape) == 2
+        if is_transposed:
+            shape = shape[::-1]
+        own_rows, rows, factors = shape[0], None, None
+        if module.roles:
+            rows = self._head_rows(module, weight)
+            shape = (len(rows), *shape[1:])
+            factors = self._factors(module, layer or 0)
+        move = partial(arrays.move, rows=rows, factors=factors)
+        compute: Compute | None = None
+        if rows is not None or is_transposed:
+            compute = partial(move, transposed=is_transposed)
+        if module is self.form.modules[-1] and self._has_unit_head():
+            compute = arrays.unit_rows
+        self.add(f"{stock}.weight", weight, shape, (weight,), compute, wide=factors is not None)
+        compute = None if rows is None else partial(move, transposed=False)
+        self._bias(module, own, stock, weight, (own_rows, shape[0]), compute, wide=factors is not None)
+
+    def _bias(
+        self,
+        module: Module,
+        own: str,
+        stock: str,
+        like: str,
+        rows: tuple[int, int],
+        compute: Compute | None,
+        *,
+        wide: bool = False,
+    ) -> None:
+        """Plan the bias of a module, with so many numbers in the source and in the rewritten source."""
+        bias = f"{own}.bias"
+        if self._has_bias(module, bias, rows[0]):
+            self.add(f"{stock}.bias", bias, rows[1:], (bias,), compute, wide=wide)
+        elif module.bias in "0?" or (module.bias == "=" and not self.form.bias_key):
+            self._fill(f"{stock}.bias", like, rows[1], 0.0)
+
+    def _has_bias(self, module: Module, bias: str, rows: int) -> bool:
+        """Whether a module of the source has a bias, which then must have so many numbers."""
+        stated = {"+": True, "=": self.has_biases, "?": bias in self.entries}
+        if not stated.get(module.bias, False):
+            return False
+        self._claim(bias, rows)
+        return True
 
     def _claim(self, name: str, *shape: int) -> TensorEntry:
         """The header of a source tensor, which must have this shape where one is given."""
@@ -268,65 +289,62 @@ class _Planner:
                 f"tensor {name} has shape {list(entry.shape)}, expected {list(shape)}: the config and the weights do not "
                 "belong together"
             )
-        self.claimed.add(name)
+        self._claimed.add(name)
         return entry
 
-    def _selection(self, module: Module, weight: str, layer: int) -> arrays.Selection:
+    def _head_rows(self, module: Module, weight: str) -> Array:
         """The rows of a module's heads in the projection that holds them."""
-        form, head_dim = self.form, self.hidden_size // self.heads
+        form, head_dim = self.form, self._head_dim
         if form.fused_layout is None:
-            [section] = layouts.separate("key", self.heads, head_dim)
-            starts, total = dict.fromkeys(module.roles, section.starts), section.rows
+            sections = layouts.separate("key", self._heads, head_dim)
+            starts = dict.fromkeys(module.roles, sections[0].starts)
         else:
-            kv_heads = self.stock.get("num_key_value_heads", self.heads)
-            sections = layouts.fused(form.fused_layout, self.heads, kv_heads, head_dim)
-            starts, total = (
-                {section.role: section.starts for section in sections},
-                sum(section.rows for section in sections),
-            )
-        self._claim(weight, *((self.hidden_size, total) if form.transposed else (total, self.hidden_size)))
-        factor = form.query_factor(self.source.config, layer)
-        rows, factors = [], []
+            kv_heads = self.stock["num_key_value_heads"]
+            sections = layouts.fused(form.fused_layout, self._heads, kv_heads, head_dim)
+            starts = {section.role: section.starts for section in sections}
+        total = sum(section.rows for section in sections)
+        self._claim(weight, *((self._hidden_size, total) if form.transposed else (total, self._hidden_size)))
+        rows = []
         for role in module.roles:
-            rotated = 0
-            if form.interleaved and role != "value":
-                rotated = int(head_dim * self.stock["partial_rotary_factor"])
+            is_turned = form.interleaved and role != "value"
+            rotated = int(head_dim * self.stock["partial_rotary_factor"]) if is_turned else 0
             rows.append(arrays.head_rows(starts[role], head_dim, rotated))
-            factors.append(np.full(rows[-1].shape, factor if role == "query" else 1.0))
-        joined, multiplied = (np.stack(each, axis=1).reshape(-1) for each in (rows, factors))
-        return arrays.Selection(joined, None if factor == 1.0 else multiplied)
+        return np.stack(rows, axis=1).reshape(-1)
 
-    def _select(self, name: str, own: str, selection: arrays.Selection) -> None:
-        entry = self.entries[own][1]
-        shape = selection.shape(entry.shape)
-        compute = None if selection.rows is None and not selection.transposed else arrays.take
-        self._add(name, own, shape, (own,), compute, wide=selection.factors is not None, selection=selection)
+    def _factors(self, module: Module, layer: int) -> Array | None:
+        """What the rows are multiplied by; None if it is 1."""
+        factor = self.form.query_factor(self.source.config, layer)
+        if factor == 1.0:
+            return None
+        factors = np.ones((self._heads, len(module.roles), self._head_dim))
+        factors[:, module.roles.index("query")] = factor
+        return factors.reshape(-1)
 
-    def _fold(self, stock: str, own: str, norm: str, selection: arrays.Selection, *, has_bias: bool) -> None:
-        """Plan a projection that takes over the gain and the bias of the norm before it."""
-        weight, bias = f"{own}.weight", f"{own}.bias"
-        shape = selection.shape(self.entries[weight][1].shape)
-        for kind in ("weight", "bias"):
-            self._claim(f"{norm}.{kind}", *shape[1:])
-        gained = (weight, f"{norm}.weight")
-        self._add(f"{stock}.weight", weight, shape, gained, arrays.take, wide=True, selection=selection)
-        shifted = (weight, f"{norm}.bias", bias) if has_bias else (weight, f"{norm}.bias")
-        like = bias if has_bias else weight
-        self._add(f"{stock}.bias", like, shape[:1], shifted, arrays.fold_bias, wide=True, selection=selection)
+    def _has_unit_head(self) -> bool:
+        """Whether the source's code scales the rows of its output projection: its text says so, or else the size of the
+        vocabulary.
+        """
+        if self.form.unit_head is None:
+            return False
+        name, vocabulary = self.form.unit_head
+        files = [file for file in self.source.carried if Path(file).match("modeling_*.py")]
+        if files and self.source.folder is not None:
+            texts = [(self.source.folder / file).read_text(encoding="utf-8", errors="replace") for file in files]
+            return any(name in text for text in texts)
+        return bool(self.source.config.get("vocab_size") == vocabulary)
 
-    def _fill(self, name: str, like: str, length: int, value: float) -> None:
-        self._add(name, like, (length,), (), arrays.fill, count=length, value=value)
+    def _fill(self, name: str, like: str, count: int, value: float) -> None:
+        self.add(name, like, (count,), (), partial(arrays.fill, count=count, value=value))
 
-    def _add(
+    def add(
         self,
         name: str,
         like: str,
         shape: tuple[int, ...],
         sources: tuple[str, ...],
-        compute: Callable[..., Array] | None,
+        compute: Compute | None = None,
         *,
         wide: bool = False,
-        **options: Any,
     ) -> None:
         """Add a tensor, in the file and the type of the source's tensor `like`, or in the type that is wide enough for
         products of it.
@@ -340,16 +358,4 @@ class _Planner:
         if wide:
             dtype = arrays.WIDE[dtype]
             self.result_dtypes[name] = entry.dtype
-        if compute is not None and options:
-            compute = partial(compute, dtype=dtype, **options)
         self.tensors.append(RewrittenTensor(name, dtype, shape, number, sources, compute))
-
-
-def _has_unit_head(checkpoint: Checkpoint, name: str, vocabulary: int) -> bool:
-    """Whether the source's code scales the rows of its output projection: its text says so, or else the size of the
-    vocabulary.
-    """
-    files = [file for file in checkpoint.carried if Path(file).name.startswith("modeling_") and file.endswith(".py")]
-    if files and checkpoint.folder is not None:
-        return any(name in (checkpoint.folder / file).read_text(encoding="utf-8", errors="replace") for file in files)
-    return checkpoint.config.get("vocab_size") == vocabulary

@@ -12,7 +12,6 @@ from typing import TypeVar
 import numpy as np
 
 from gqa_convert.checkpoint.dtypes import STORED
-from gqa_convert.checkpoint.headers import build_header
 from gqa_convert.checkpoint.publication import StagedFolder, sweep
 from gqa_convert.checkpoint.source import CONFIG, Checkpoint, download_checkpoint, open_checkpoint, open_headers
 from gqa_convert.checkpoint.source_files import SourceFiles, read_bytes
@@ -24,6 +23,8 @@ from gqa_convert.conversion.sidecar_files import copy_files, write_index, write_
 from gqa_convert.errors import NonFiniteError, NoSpaceError
 
 Planned = TypeVar("Planned")
+OnProgress = Callable[[str, int, int], None]
+"""Called with what is done, how much of it is done, and all of it."""
 _TOKENIZER_CONFIG = "tokenizer_config.json"
 
 
@@ -35,6 +36,7 @@ def open_rewritten(
     options: ConversionOptions,
     plan: Callable[[Checkpoint], Planned],
     on_note: Callable[[str], None],
+    on_progress: OnProgress = lambda label, done, total: None,
 ) -> Iterator[tuple[Checkpoint, Planned]]:
     """Open a source as a local folder, in the form in which it is converted: as it is, or rewritten in a hidden folder
     beside `out` that goes at the end. The second value is what `plan` returned.
@@ -47,8 +49,8 @@ def open_rewritten(
         plan: called once, with the headers of what will be converted, before anything is downloaded or written; an
             exception prevents it.
         on_note: called with sentences on what is rewritten and what differs.
+        on_progress: as `write_rewritten` calls it.
     """
-
     opened = open_headers(source, options.revision)
     rewriting = plan_rewriting(opened, groups, native=options.native)
     planned = plan(opened if rewriting is None else rewriting.headers)
@@ -64,48 +66,53 @@ def open_rewritten(
     on_note(f"the rewritten source is in a folder beside {out}, which is deleted afterwards")
     sweep(Path(os.path.realpath(out)).parent)
     with StagedFolder(out) as scratch:
-        yield write_rewritten(rewriting, scratch.path / "source"), planned
+        yield write_rewritten(rewriting, scratch.path / "source", on_progress), planned
 
 
-def write_rewritten(rewriting: Rewriting, folder: Path) -> Checkpoint:
+def write_rewritten(
+    rewriting: Rewriting, folder: Path, on_progress: OnProgress = lambda label, done, total: None
+) -> Checkpoint:
     """Write a rewritten source into a new folder. One of its tensors is in memory at a time.
 
     Args:
         rewriting: of a source on this machine.
         folder: where to write.
+        on_progress: called with "rewriting the source", the bytes of tensors that are written, and all of them.
 
     Returns:
         The checkpoint in the folder, under the name of the source.
 
     Raises:
-        NonFiniteError: a tensor that is computed holds NaN or Inf.
+        NonFiniteError: a tensor that is multiplied holds NaN or Inf, or its product does.
         NoSpaceError: the disk cannot hold the result.
         CorruptCheckpointError: a file of the source changed meanwhile.
     """
-    source, headers = rewriting.source, rewriting.headers
+    source, files = rewriting.source, rewriting.files
     folder.mkdir(parents=True)
-    needed, free = sum(shard.size for shard in headers.shards), shutil.disk_usage(folder).free
+    needed, free = sum(file.nbytes for file in files), shutil.disk_usage(folder).free
     if needed > free:
         raise NoSpaceError(
             f"the rewritten source needs {needed:,} bytes beside the result, and the disk of {folder.parent.parent} has "
             f"{free:,} free: make room, or name a folder on another disk"
         )
+    done, total = 0, sum(tensor.nbytes for tensor in rewriting.tensors)
     with ExitStack() as stack:
-        files = SourceFiles(source, folder, stack)
-        for shard, tensors in zip(headers.shards, rewriting.tensors_by_shard().values(), strict=True):
-            with (folder / shard.file).open("wb") as file:
-                file.write(build_header([tensor.described for tensor in tensors], shard.header.metadata))
-                for tensor in tensors:
-                    file.write(_data(tensor, files))
-        files.check_unchanged()
+        sources = SourceFiles(source, folder, stack)
+        for file in files:
+            with (folder / file.name).open("wb") as written:
+                written.write(file.header)
+                for tensor in file.tensors:
+                    written.write(_data(tensor, sources))
+                    done += tensor.nbytes
+                    on_progress("rewriting the source", done, total)
+        sources.check_unchanged()
     copy_files(source, folder, rewriting.carried)
     _complete_tokenizer(rewriting, folder)
     write_json(folder / CONFIG, rewriting.config)
-    names = {shard.file: shard.header.tensors for shard in headers.shards}
-    write_index(folder, names, headers.index_metadata or {})
-    written = open_checkpoint(folder)
+    names = {file.name: [tensor.name for tensor in file.tensors] for file in files}
+    write_index(folder, names, source.index_metadata or {})
     return replace(
-        written,
+        open_checkpoint(folder),
         source_id=source.source_id,
         revision=source.revision,
         left_behind=source.left_behind,
@@ -115,12 +122,13 @@ def write_rewritten(rewriting: Rewriting, folder: Path) -> Checkpoint:
     )
 
 
-def _data(tensor: RewrittenTensor, files: SourceFiles) -> memoryview:
+def _data(tensor: RewrittenTensor, sources: SourceFiles) -> memoryview:
     """The bytes of a tensor of the rewritten source."""
     if tensor.compute is None:
-        return read_bytes(*files.locate(tensor.sources[0])).data
-    array: Array = tensor.compute(*map(files.read, tensor.sources))
-    assert (array.dtype, array.shape) == (STORED[tensor.dtype], tensor.shape), tensor.name
+        return read_bytes(*sources.locate(tensor.sources[0])).data
+    dtype = STORED[tensor.dtype]
+    array: Array = tensor.compute(dtype, *map(sources.read, tensor.sources))
+    assert (array.dtype, array.shape) == (dtype, tensor.shape), tensor.name
     if not np.isfinite(array).all():
         raise NonFiniteError(
             f"tensor {tensor.sources[0]} holds NaN or Inf, or {tensor.name} would: repair the checkpoint first"
