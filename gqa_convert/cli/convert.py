@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from gqa_convert.errors import OptionError
-from gqa_convert.merging.methods import method_help
+from gqa_convert.merging.methods import METHOD_HELP
 
 from .options import (
     Budget,
@@ -42,7 +42,7 @@ def convert(
         ),
     ] = None,
     kv_budget: Budget = None,
-    method: Annotated[str | None, option("--method -m NAME", method_help())] = None,
+    method: Annotated[str | None, option("--method -m NAME", METHOD_HELP)] = None,
     calibration: Calibration = None,
     calibration_tokens: CalibrationTokens = None,
     calibration_length: Annotated[

@@ -249,6 +249,11 @@ class Family:
             raise FamilyRecordError(self.model_type, "states only one of rotary and rotary_dimensions")
 
     @property
+    def query_norm_name(self) -> str:
+        """What `key_norm_name` is to keys."""
+        return self.key_norm_name.replace("key_", "query_").replace("k_", "q_")
+
+    @property
     def native(self) -> bool:
         """Whether transformers' own classes hold fewer K/V heads than query heads."""
         return "transformers" in self.engines

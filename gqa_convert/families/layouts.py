@@ -46,6 +46,18 @@ def separate(role: Role, heads: int, head_rows: int) -> tuple[Section, ...]:
     return (Section(role, head_rows, tuple(range(0, heads * head_rows, head_rows)), merged=True),)
 
 
+def queries(heads: int, head_rows: int, outputs: int) -> tuple[Section, ...]:
+    """The layout of the queries' own projection: [heads * head_rows * outputs, d], where each head's gate, if there are
+    more outputs than one, follows it.
+    """
+    starts = range(0, heads * head_rows * outputs, head_rows * outputs)
+    sections = [Section("query", head_rows, tuple(starts), merged=False)]
+    if outputs > 1:
+        gates = tuple(start + head_rows for start in starts)
+        sections.append(Section("gate", head_rows * (outputs - 1), gates, merged=False))
+    return tuple(sections)
+
+
 def fused(layout: FusedLayout, heads: int, kv_heads: int, head_dim: int) -> tuple[Section, ...]:
     """The layout of one projection for all three roles: [(H + 2 K) * c, d].
 

@@ -4,19 +4,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from gqa_convert.errors import ConfigError
 from gqa_convert.families.family import Family, RotaryCount
 from gqa_convert.families.geometry import AttentionFinder, AttentionLayer, config_value
 from gqa_convert.merging.attention_heads import LayerLayout
-
-Array = npt.NDArray[Any]
+from gqa_convert.merging.factorisation import Array
 
 _CLIPPED = "it clips the outputs of its projections"
 _NORMED = "its keys are normalised behind their projection"
-_BUFFERS = ("bias", "masked_bias", "causal_mask")
-"""Mask buffers that old checkpoints hold beside the projections."""
+_BUFFERS = ("bias", "masked_bias", "causal_mask", "rotary_emb.inv_freq")
+"""Buffers that old checkpoints hold beside the projections."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,17 +31,19 @@ class AbsorptionLimits:
     order_constraint: str | None = None
     """Why K/V heads, with the query heads that read them, can't be reordered; None if they can."""
 
-    def plain_rows(self, head_dim: int) -> Array:
-        """The rows of a key head of `head_dim` rows that have no rotary positions."""
-        return np.setdiff1d(np.arange(head_dim), self.pairs)
+    def divide_rows(self, head_dim: int, first_low: int | None = None) -> tuple[Array, Array]:
+        """The rows of a key head of `head_dim` rows that merge as rows without positions, [n], the strongest direction
+        first; and the pairs that do not, [2, f].
 
-    def divide_rows(self, rows: Array) -> tuple[Array, Array]:
-        """The rows [..., c, e] of keys or queries that have no rotary positions, [..., n, e], and the rotary pairs as
-        complex rows, [..., f, e].
+        Args:
+            head_dim: rows of the head.
+            first_low: pairs from this index on count as rows without positions, the lowest frequency first; None for
+                none.
         """
-        real, imaginary = self.pairs
-        plain = rows[..., self.plain_rows(rows.shape[-2]), :]
-        return plain, rows[..., real, :] + 1j * rows[..., imaginary, :]
+        turning = self.pairs[:, :first_low]
+        low = self.pairs[:, turning.shape[1] :]
+        still = np.setdiff1d(np.arange(head_dim), self.pairs)
+        return np.concatenate([still, low.T[::-1].reshape(-1)]), turning
 
 
 def find_absorption_limits(finder: AttentionFinder, layer: AttentionLayer) -> AbsorptionLimits:
@@ -61,8 +61,8 @@ def find_absorption_limits(finder: AttentionFinder, layer: AttentionLayer) -> Ab
     if layer.attention_kind != "decoder":  # no family has rotary positions in an encoder or in cross-attention
         pairs = pairs[:, :0]
     key_constraint, value_constraint = family.key_constraint, family.value_constraint
-    if _normalises_keys(finder, layer):
-        key_constraint = key_constraint or _NORMED
+    if key_constraint is None and _normalises_keys(finder, layer):
+        key_constraint = _NORMED
     if config_value(config, "clip_qkv") or config_value(config, "attn_config.clip_qkv"):
         key_constraint = value_constraint = _CLIPPED
     return AbsorptionLimits(pairs, key_constraint, value_constraint, _order_constraint(finder, layer))
@@ -91,17 +91,14 @@ def rotary_pairs(family: Family, config: dict[str, Any], head_dim: int) -> Array
     return rows.reshape(-1, 2).T if family.rotary == "interleaved" else rows.reshape(2, -1)
 
 
-def _rotary_dimensions(family: Family, config: dict[str, Any], head_dim: int) -> Any:
+def _rotary_dimensions(family: Family, config: dict[str, Any], head_dim: int) -> object:
     """What the config states, directly or as a share of the head; it may be no number."""
     dimensions = family.rotary_dimensions
     if dimensions is None:
         return 0
     if family.rotary_only_when is not None:
         key, wanted = family.rotary_only_when
-        stated = config.get(key)
-        if isinstance(wanted, bool):
-            stated = bool(stated)
-        if stated != wanted:
+        if config.get(key, False) != wanted:
             return 0
     if isinstance(dimensions, RotaryCount):
         return config.get(dimensions.key, dimensions.default) or head_dim
@@ -120,8 +117,8 @@ def _normalises_keys(finder: AttentionFinder, layer: AttentionLayer) -> bool:
     family = finder.family
     if family.gainless_key_norm is not None:
         return bool(finder.config.get(*family.gainless_key_norm))
-    stem = f"{layer.module}.{family.key_norm_name}."
-    return family.key_norm != "none" and any(name.startswith(stem) for name in finder.entries)
+    gains = f"{layer.module}.{family.key_norm_name}."
+    return family.key_norm != "none" and any(name.startswith(gains) for name in finder.entries)
 
 
 def _order_constraint(finder: AttentionFinder, layer: AttentionLayer) -> str | None:
@@ -133,20 +130,13 @@ def _order_constraint(finder: AttentionFinder, layer: AttentionLayer) -> str | N
     for key, reason in family.order_constrained_when:
         if config_value(finder.config, key):
             return reason
-    layout, stem = LayerLayout(finder, layer), f"{layer.module}."
-    for name in finder.entries:
-        if not name.startswith(stem):
-            continue
-        tail = name.removeprefix(stem)
-        if name not in layout.names and not _concerns_all_heads(family, tail):
-            return f"{tail} belongs to heads by their numbers"
+    stem = f"{layer.module}."
+    shared = [f"{stem}{name}" for name in _BUFFERS]
+    if family.key_norm == "shared":  # its gains are the same for every head
+        for norm in (family.key_norm_name, family.query_norm_name):
+            shared += [f"{stem}{norm}.weight", f"{stem}{norm}.bias"]
+    others = finder.entries.keys() - {*LayerLayout(finder, layer).names, *shared}
+    for name in sorted(others):
+        if name.startswith(stem):
+            return f"{name.removeprefix(stem)} belongs to heads by their numbers"
     return None
-
-
-def _concerns_all_heads(family: Family, tail: str) -> bool:
-    """Whether a tensor beside the projections is the same to every head: a buffer, or the gains of a shared norm."""
-    if tail in _BUFFERS or tail.endswith("inv_freq"):
-        return True
-    key = family.key_norm_name
-    query = key.replace("key", "query") if key.startswith("key") else f"q{key[1:]}"
-    return family.key_norm == "shared" and tail.rpartition(".")[0] in (key, query)

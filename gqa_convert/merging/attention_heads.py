@@ -9,14 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from gqa_convert.families import layouts
 from gqa_convert.families.geometry import AttentionFinder, AttentionLayer
 from gqa_convert.families.layouts import Section
+from gqa_convert.merging.factorisation import Array
 
-Array = npt.NDArray[Any]
-Sections = tuple[Section, ...]
 Tensors = dict[str, Array]
 """Tensors by their names in the files."""
 
@@ -60,7 +58,7 @@ class LayerLayout:
         self.layer = layer
         self.transposed = family.transposed
         self.output_names = f"{module}.{family.output}.weight", f"{module}.{family.output}.bias"
-        self.projections: dict[str, Sections] = {}
+        self.projections: dict[str, tuple[Section, ...]] = {}
         self._norms: list[tuple[list[str], int]] = []
         """Of each norm that counts heads: the names of its gains, one for all heads or one for each, and the rows of a
         head."""
@@ -70,13 +68,13 @@ class LayerLayout:
             else:
                 self.projections[name] = sections
         for names in finder.head_lists(layer):
-            self._norms.append((names, finder.entries[names[0]].shape[0]))
+            self._norms.append((names, layer.key_head_dim))
         if not family.fused or layer.attention_kind == "cross":
-            sections = _query_sections(layer, family.query_outputs)
+            sections = layouts.queries(layer.heads, layer.key_head_dim, family.query_outputs)
             for name in (f"{module}.{family.query}.weight", f"{module}.{family.query}.bias"):
                 if name in finder.entries:
                     self.projections[name] = sections
-        self.names = list(self.projections)
+        self.names = [*self.projections]
         for names, _ in self._norms:
             self.names += names
         self.names += [name for name in self.output_names if name in finder.entries]
@@ -88,24 +86,22 @@ class LayerLayout:
             tensors: those of `names`; gains of norms are not needed.
             groups: N, where the tensors are those of a result; None where they are the source's.
         """
-        layer = self.layer
+        kv_heads = self.layer.kv_heads
         rows: dict[str, Array] = {}
         for name, sections in self.projections.items():  # weights before their biases
-            array = rows_first(tensors[name], self.transposed)
-            for section, heads in zip(sections, layouts.split(array, self._sections(name, groups)), strict=True):
+            array = rows_first(tensors[name], self.transposed).astype(np.float64)
+            parts = layouts.split(array, self._sections(name, groups or kv_heads))
+            for section, heads in zip(sections, parts, strict=True):
                 if heads.ndim == 3:
-                    rows[section.role] = np.pad(heads.astype(np.float64), ((0, 0), (0, 0), (0, 1)))
+                    rows[section.role] = np.pad(heads, ((0, 0), (0, 0), (0, 1)))
                 else:
-                    rows[section.role][:, :, -1] = heads
-        weight_name, bias_name = self.output_names
-        output = rows_first(tensors[weight_name], self.transposed).astype(np.float64)  # [D, heads * w]
-        return Heads(
-            queries=rows["query"].reshape(layer.kv_heads, -1, *rows["query"].shape[1:]),
-            keys=rows["key"],
-            values=rows["value"],
-            outputs=output.reshape(len(output), layer.kv_heads, -1, layer.value_head_dim).transpose(1, 2, 0, 3),
-            output_bias=tensors[bias_name].astype(np.float64) if bias_name in self.names else None,
-        )
+                    rows[section.role][..., -1] = heads
+        queries = rows["query"].reshape(kv_heads, -1, *rows["query"].shape[1:])
+        weight, bias = self.output_names
+        columns = rows_first(tensors[weight], self.transposed).astype(np.float64)
+        columns = columns.reshape(len(columns), kv_heads, -1, self.layer.value_head_dim)
+        output_bias = tensors[bias].astype(np.float64) if bias in self.names else None
+        return Heads(queries, rows["key"], rows["value"], columns.transpose(1, 2, 0, 3), output_bias)
 
     def merge_heads(self, merged: Heads, tensors: Tensors, groups: int) -> Tensors:
         """The layer's tensors in the result, in the types of those given.
@@ -121,19 +117,17 @@ class LayerLayout:
             "key": repeat_heads(merged.keys, groups),
             "value": repeat_heads(merged.values, groups),
         }
-        result: Tensors = {}
+        result = self.merge_norms(tensors, groups)
         for name, sections in self.projections.items():
             before = rows_first(tensors[name], self.transposed)
+            without_bias: Any = slice(-1) if before.ndim == 2 else -1
             heads = []
             for section in sections:
                 if section.role == "gate":
                     heads.append(layouts.split(before, sections)[1])
-                elif before.ndim == 2:
-                    heads.append(rows[section.role][:, :, :-1].astype(before.dtype))
                 else:
-                    heads.append(rows[section.role][:, :, -1].astype(before.dtype))
+                    heads.append(rows[section.role][..., without_bias].astype(before.dtype))
             result[name] = rows_first(layouts.join(heads, self._sections(name, groups)), self.transposed)
-        result |= self.merge_norms(tensors, groups)
         weight, bias = self.output_names
         columns = merged.outputs.transpose(2, 0, 1, 3).astype(tensors[weight].dtype)
         result[weight] = rows_first(columns.reshape(len(columns), -1), self.transposed)
@@ -146,9 +140,10 @@ class LayerLayout:
         result: Tensors = {}
         for names, head_rows in self._norms:
             gains = np.concatenate([tensors[name] for name in names if name in tensors])
-            heads = gains.reshape(-1, head_rows, *gains.shape[1:])
-            grouped = heads.astype(np.float64).reshape(min(groups, len(heads)), -1, *heads.shape[1:])
-            merged = repeat_heads(grouped.mean(1), groups).astype(gains.dtype).reshape(-1, *gains.shape[1:])
+            heads = gains.astype(np.float64).reshape(-1, head_rows, *gains.shape[1:])
+            if groups < len(heads):
+                heads = average_heads(heads, groups)
+            merged = repeat_heads(heads, groups).astype(gains.dtype).reshape(-1, *gains.shape[1:])
             result |= zip(names, np.split(merged, min(groups, len(names))), strict=False)
         return result
 
@@ -161,10 +156,10 @@ class LayerLayout:
         """
         return self.merge_heads(self.split_heads(tensors, groups), tensors, self.layer.kv_heads)
 
-    def _sections(self, name: str, groups: int | None) -> Sections:
+    def _sections(self, name: str, groups: int) -> tuple[Section, ...]:
         """The sections of a projection with `groups` K/V heads; the source's own where their number does not change."""
         sections = self.projections[name]
-        if groups in (None, self.layer.kv_heads) or not sections[-1].merged:
+        if groups == self.layer.kv_heads or not sections[-1].merged:
             return sections
         return layouts.regrouped(sections, groups)
 
@@ -179,12 +174,6 @@ def repeat_heads(heads: Array, count: int) -> Array:
     return heads[np.arange(count) * len(heads) // count]
 
 
-def _query_sections(layer: AttentionLayer, outputs: int) -> Sections:
-    """The query heads in a projection of their own, where each head's gate, if there are more outputs, follows it."""
-    size = layer.key_head_dim
-    starts = range(0, layer.heads * size * outputs, size * outputs)
-    queries = Section("query", size, tuple(starts), merged=False)
-    if outputs == 1:
-        return (queries,)
-    gates = Section("gate", size * (outputs - 1), tuple(start + size for start in starts), merged=False)
-    return queries, gates
+def average_heads(heads: Array, groups: int) -> Array:
+    """[groups, ...]: the means of contiguous heads."""
+    return np.asarray(heads.reshape(groups, -1, *heads.shape[1:]).mean(1))

@@ -1,16 +1,15 @@
-"""Merging K/V heads by joint factorisation: one shared head, and a map for each source head that the projection beside
-it absorbs.
+"""Merging K/V heads by joint factorisation: one shared head, and a map for each source head that its readers absorb.
 
-A shared value head V and output columns O M_h replace the values V_h and columns O; a shared key head K and query rows
-M_h^T Q replace the keys K_h and queries Q. Heads that differ by a linear map merge without loss. Under rotary positions
-only maps that commute with the rotation can be absorbed: multiplication by one complex number per frequency.
+A head's rows are read by rows of another projection: keys by queries, values by the columns of the output projection. A
+shared head V and readers M_h^T R take the place of heads V_h and their readers R. Heads that differ by a linear map merge
+without loss. Under rotary positions only maps that commute with the rotation can be absorbed: multiplication by one
+complex number per frequency, so that each frequency is a factorisation of its own, of heads with one complex row.
 
-Shape legend: m K/V heads of a group, r query heads that read each of them, c head_dim, d hidden size, f rotary
-frequencies. Everything is float64. A covariance is E[x x^T], [d, d], of the layer's inputs, and defaults to the
-identity. In cross-attention, queries and keys have different inputs, and so different covariances and sizes d. A bias
-is one more input column, with inputs and covariance extended by a constant 1.
+Shape legend: h K/V heads, r readers of each, c rows of a head, d and e inputs of rows and of readers, N groups. A covariance
+is E[x x^T] of inputs, and None stands for the identity. Everything is float64.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,109 +21,77 @@ _LEAST = 1e-12
 """The least eigenvalue, relative to the largest: nothing may be divided by the weight of an unread direction."""
 
 
-def factor(rows: Array, weights: Array, covariance: Array | None = None) -> tuple[Array, Array]:
-    """The head of rank c that replaces m heads with the least loss: the truncated decomposition of the weighted,
-    stacked heads.
+@dataclass(frozen=True, slots=True)
+class Channels:
+    """Rows of K/V heads that one map per head may mix, and the rows that read them. Axes in front of h are independent of
+    one another.
+    """
 
-    It minimises the sum over heads of E|L_h (V_h - M_h V) x|^2, where L_h^T L_h is the head's weight. For values, that
-    is the difference that the output projection sees; for keys, the one that the queries see.
+    rows: Array
+    """[..., h, c, d]."""
+    readers: Array
+    """[..., h, r, c, e]."""
+    covariance: Array | None
+    """[d, d], of the rows' inputs."""
+    reader_covariance: Array | None
+    """[e, e], of the readers' inputs."""
+    weighted: bool = True
+    """Whether directions of a head count as strongly as they are read."""
+
+    def weights(self) -> Array:
+        """[..., h, c, c], or [c, c] for all heads: how strongly each direction of a head counts."""
+        if not self.weighted:
+            return np.eye(self.rows.shape[-2])
+        return np.asarray(np.sum(times(self.readers, self.reader_covariance) @ adjoint(self.readers), axis=-3))
+
+
+def factor(channels: Channels, groups: int) -> tuple[Array, Array]:
+    """Replace contiguous heads by the shared heads that lose least: the truncated decomposition of the weighted, stacked
+    heads of each group.
+
+    It minimises the sum over heads of E|L_h (V_h - M_h V) x|^2, where L_h^T L_h is the head's weight: the difference that
+    the readers see.
 
     Args:
-        rows: [..., m, c, d], keys or values; what is in front of m is factored by itself.
-        weights: [..., m, c, c], symmetric: how strongly each direction of a head is read.
-        covariance: of the inputs.
+        channels: of the source.
+        groups: N, a divisor of h.
 
     Returns:
-        The shared head [..., c, d], with the root mean square of the source heads and its strongest row first, and maps
-        [..., m, c, c].
+        The shared heads [..., N, c, d], with the root mean square of their source heads, each with its strongest row
+        first; and the readers [..., h, r, c, e] that have absorbed the maps.
     """
-    *others, heads, head_dim, inputs = rows.shape
-    roots = root(weights)
-    weighted = (roots @ rows).reshape(*others, heads * head_dim, inputs)
-    gram = times(weighted, covariance) @ adjoint(weighted)
-    leading = np.linalg.eigh(gram)[1][..., ::-1][..., :head_dim]
-    shared = adjoint(leading) @ weighted
-    maps = np.linalg.solve(roots, leading.reshape(*others, heads, head_dim, head_dim))
-    before, after = np.mean(np.abs(rows) ** 2, axis=(-3, -2, -1)), np.mean(np.abs(shared) ** 2, axis=(-2, -1))
-    is_dead = (before == 0) | (after == 0)
-    scale = np.sqrt(np.where(is_dead, 1.0, before) / np.where(is_dead, 1.0, after))[..., None, None]
-    return shared * scale, maps / scale[..., None]
+    *others, heads, rows, inputs = channels.rows.shape
+    size = heads // groups
+    roots = root(channels.weights())
+    stacked = (roots @ channels.rows).reshape(*others, groups, size * rows, inputs)
+    gram = times(stacked, channels.covariance) @ adjoint(stacked)
+    leading = np.linalg.eigh(gram)[1][..., ::-1][..., :rows]
+    shared = adjoint(leading) @ stacked
+    maps = np.linalg.solve(roots, leading.reshape(*others, heads, rows, rows))
+    # the maps can be divided by any number that the shared head is multiplied by
+    wanted = _norms(channels.rows.reshape(*others, groups, size * rows, inputs)) / np.sqrt(size)
+    found = _norms(shared)
+    gauge = np.divide(wanted, found, out=np.ones_like(found), where=found > 0)
+    maps = maps.reshape(*others, groups, size, rows, rows) / gauge[..., None]
+    if np.iscomplexobj(maps):  # the mean multiplier becomes real and positive
+        phase = np.exp(1j * np.angle(maps.mean(-3)))
+        gauge, maps = gauge * phase, maps / phase[..., None, :, :]
+    maps = maps.reshape(*others, heads, 1, rows, rows)
+    return shared * gauge, adjoint(maps) @ channels.readers
 
 
-def factor_values(
-    values: Array, outputs: Array, covariance: Array | None = None, *, weighted: bool = True
-) -> tuple[Array, Array]:
-    """Merge value heads, which positions do not affect.
-
-    Args:
-        values: [m, c, d].
-        outputs: [m, r, D, c], the output projection's columns of each query head.
-        covariance: of the inputs.
-        weighted: whether to weight directions by the columns. Without a covariance, the unweighted decomposition lost
-            less on the models that were tried.
-
-    Returns:
-        The shared value head [c, d] and new columns [m, r, D, c].
-    """
-    heads, head_dim, _ = values.shape
-    weights = np.tile(np.eye(head_dim), (heads, 1, 1))
-    if weighted:
-        weights = np.einsum("mrDc,mrDe->mce", outputs, outputs)
-    shared, maps = factor(values, weights, covariance)
-    return shared, outputs @ maps[:, None]
-
-
-def factor_keys(
-    keys: Array, queries: Array, covariance: Array | None = None, query_covariance: Array | None = None
-) -> tuple[Array, Array]:
-    """Merge keys without rotary positions, or the rows of a key head that have none.
-
-    Args:
-        keys: [m, c, d].
-        queries: [m, r, c, d]; d may differ from that of the keys.
-        covariance: of the keys' inputs.
-        query_covariance: of the queries' inputs.
-
-    Returns:
-        The shared key head [c, d] and new query rows [m, r, c, d].
-    """
-    weights = np.einsum("mrcd,mred->mce", times(queries, query_covariance), queries)
-    shared, maps = factor(keys, weights, covariance)
-    return shared, adjoint(maps)[:, None] @ queries
-
-
-def factor_rotary_keys(
-    keys: Array, queries: Array, covariance: Array | None = None, query_covariance: Array | None = None
-) -> tuple[Array, Array]:
-    """Merge keys under rotary positions, frequency by frequency: each is factored by itself, and keeps one direction.
-
-    Args:
-        keys: [m, f, d], complex: one row of each pair is the real part, the other the imaginary part.
-        queries: [m, r, f, d], complex in the same way.
-        covariance: of the keys' inputs, not centred, because the mean key holds the attention sink.
-        query_covariance: of the queries' inputs.
-
-    Returns:
-        The shared key head [f, d] and new query rows [m, r, f, d], complex.
-    """
-    powers = np.einsum("mrfd,mrfd->fm", times(queries, query_covariance), queries.conj()).real
-    powers = np.maximum(powers, _LEAST * (powers.max() or 1.0))
-    shared, maps = factor(keys.swapaxes(0, 1)[:, :, None], powers[:, :, None, None], covariance)
-    key, multipliers = shared[:, 0], maps[:, :, 0, 0]
-    phase = np.exp(1j * np.angle(multipliers.mean(1, keepdims=True)))  # the mean multiplier becomes real and positive
-    return key * phase, np.einsum("fm,mrfd->mrfd", (multipliers / phase).conj(), queries)
+def _norms(rows: Array) -> Array:
+    """[..., 1, 1]: the Frobenius norms of matrices [..., n, d]."""
+    return np.asarray(np.linalg.norm(rows, axis=(-2, -1), keepdims=True))
 
 
 def times(rows: Array, matrix: Array | None) -> Array:
     """Rows [..., d], perhaps complex, times a real matrix [d, d]; without one, the rows themselves."""
     if matrix is None:
         return rows
-    flat = rows.reshape(-1, rows.shape[-1])
     if np.iscomplexobj(rows):  # numpy would make the matrix complex, with a copy and twice the work
-        product = flat.real @ matrix + 1j * (flat.imag @ matrix)
-    else:
-        product = flat @ matrix
-    return np.asarray(product.reshape(rows.shape))
+        return np.tensordot(rows.real, matrix, 1) + 1j * np.tensordot(rows.imag, matrix, 1)
+    return np.tensordot(rows, matrix, 1)
 
 
 def adjoint(matrix: Array) -> Array:

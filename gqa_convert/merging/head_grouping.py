@@ -3,22 +3,18 @@
 A permutation of whole heads (rows of queries, keys and values with the columns of the output projection) does not
 change a model's function, so that any heads may become neighbours. The score of a partition is a sum over the pairs of
 heads in each group: the loss of merging that pair alone. Similarity of the weights themselves does not predict it. The
-shape legend is that of `factorisation`, with h heads in the layer.
+shape legend is that of `factorisation`.
 """
 
 import itertools
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from gqa_convert.merging.absorption_limits import AbsorptionLimits
 from gqa_convert.merging.attention_heads import Heads
-from gqa_convert.merging.factorisation import adjoint, root, times
-from gqa_convert.merging.merge_layer import Moments, centred
-
-Array = npt.NDArray[Any]
+from gqa_convert.merging.factorisation import Array, Channels, adjoint, root, times
+from gqa_convert.merging.merge_layer import Moments, key_channels, value_channels
 
 _KEPT = 32
 """Number of leading directions of a head that are compared; further ones would cost time and change little."""
@@ -26,14 +22,14 @@ _LEAST = 1e-9
 """The least gain that counts, as a share of the sum of all losses: a smaller one is rounding."""
 
 
-def find_head_order(heads: Heads, groups: int, limits: AbsorptionLimits, moments: Moments | None) -> Array:
+def find_head_order(heads: Heads, groups: int, limits: AbsorptionLimits, moments: Moments) -> Array:
     """An order of whole K/V heads, with the query heads that read them, in which neighbours merge with little loss.
 
     Args:
         heads: of the source.
         groups: K/V heads of the result, a divisor of the source's.
         limits: heads keep their order if one of them holds, because what can't be absorbed is averaged.
-        moments: of the inputs; without them every direction counts alike.
+        moments: of the inputs.
 
     Returns:
         Numbers of the source's K/V heads, [h]: group after group, in the source's order where another one gains
@@ -42,7 +38,13 @@ def find_head_order(heads: Heads, groups: int, limits: AbsorptionLimits, moments
     is_limited = limits.order_constraint or limits.key_constraint or limits.value_constraint
     if is_limited or groups == 1 or groups >= heads.groups:
         return np.arange(heads.groups)
-    return group_heads(_key_losses(heads, limits, moments) + _value_losses(heads, moments), groups)
+    still, turning = key_channels(heads, limits, moments)
+    of_still, still_power = pair_losses(still)
+    of_turning, turning_power = pair_losses(turning)
+    of_values, value_power = pair_losses(value_channels(heads, moments))
+    # the mean over all distances is half the greatest square
+    of_keys = (of_still + of_turning / 2) / (still_power + turning_power / 2 or 1.0)
+    return group_heads(of_keys + of_values / (value_power or 1.0), groups)
 
 
 def reorder_heads(heads: Heads, order: Array) -> Heads:
@@ -61,58 +63,28 @@ def reorder_heads(heads: Heads, order: Array) -> Heads:
     )
 
 
-def _value_losses(heads: Heads, moments: Moments | None) -> Array:
-    """Losses [h, h] relative to the power of all values, with the weights of the merge."""
-    if moments is None:
-        weights = np.tile(np.eye(heads.values.shape[1]), (heads.groups, 1, 1))
-        losses, power = pair_losses(heads.values, weights)
-    else:
-        weights = np.einsum("mrDc,mrDe->mce", heads.outputs, heads.outputs, optimize=True)
-        losses, power = pair_losses(heads.values, weights, moments.keys)
-    return losses / (power or 1.0)
-
-
-def _key_losses(heads: Heads, limits: AbsorptionLimits, moments: Moments | None) -> Array:
-    """Losses [h, h] relative to the power of all scores."""
-    query_moment, key_moment = (moments.queries, moments.keys) if moments else (None, None)
-    covariance = centred(key_moment)
-    plain_keys, rotary_keys = limits.divide_rows(heads.keys)
-    plain_queries, rotary_queries = limits.divide_rows(heads.queries)
-    weights = np.einsum("mrcd,mred->mce", times(plain_queries, query_moment), plain_queries, optimize=True)
-    plain_losses, plain_power = pair_losses(plain_keys, weights, covariance)
-    powers = np.einsum("mrfd,mrfd->fm", times(rotary_queries, query_moment), rotary_queries.conj()).real
-    rotary_keys = rotary_keys.swapaxes(0, 1)[:, :, None]  # each frequency by itself
-    rotary_losses, rotary_power = pair_losses(rotary_keys, powers[:, :, None, None], key_moment)
-    # the mean over all distances is half the greatest square
-    return (plain_losses + rotary_losses / 2) / (plain_power + rotary_power / 2 or 1.0)
-
-
-def pair_losses(rows: Array, weights: Array, covariance: Array | None = None) -> tuple[Array, float]:
+def pair_losses(channels: Channels) -> tuple[Array, float]:
     """The loss of the joint factorisation of each pair of heads.
 
-    Args:
-        rows: [..., h, c, d], values or keys; what is in front of h is factored by itself, and losses add up.
-        weights: [..., h, c, c], symmetric: how strongly each direction of a head is read.
-        covariance: of the inputs.
-
     Returns:
-        Losses [h, h], symmetric, zero on the diagonal, and the power of all heads, both in the units of rows, weights
-        and covariance.
+        Losses [h, h], symmetric, zero on the diagonal, summed over the axes in front of h; and the power of all heads in
+        the same unit.
     """
-    *others, heads, head_dim, inputs = rows.shape
-    kept = min(head_dim, _KEPT)
-    weighted = root(weights) @ rows
-    seen = times(weighted, covariance)
+    *others, heads, rows, inputs = channels.rows.shape
+    kept = min(rows, _KEPT)
+    weighted = root(channels.weights()) @ channels.rows
+    seen = times(weighted, channels.covariance)
     own = seen @ adjoint(weighted)
     leading = adjoint(np.linalg.eigh(own)[1][..., -kept:])
-    seen = (leading @ seen).reshape(*others, heads * kept, inputs)
-    weighted = (leading @ weighted).reshape(*others, heads * kept, inputs)
-    gram = (seen @ adjoint(weighted)).reshape(*others, heads, kept, heads, kept)
+    stacked = (leading @ weighted).reshape(*others, heads * kept, inputs)
+    gram = (leading @ seen).reshape(*others, heads * kept, inputs) @ adjoint(stacked)
     losses = np.zeros((heads, heads))
+    numbers = np.arange(heads * kept).reshape(heads, kept)
     for one, other in itertools.combinations(range(heads), 2):
-        pair = gram[..., [one, other], :, :, :][..., [one, other], :]
-        joint = pair.reshape(*others, 2 * kept, 2 * kept)
-        losses[one, other] = losses[other, one] = np.linalg.eigvalsh(joint)[..., :kept].sum().clip(0)
+        pair = np.concatenate([numbers[one], numbers[other]])
+        joint = gram[..., pair[:, None], pair]
+        dropped = np.linalg.eigvalsh(joint)[..., :kept].sum()
+        losses[one, other] = losses[other, one] = max(dropped, 0.0)
     return losses, float(np.trace(own, axis1=-2, axis2=-1).real.sum())
 
 
@@ -129,47 +101,42 @@ def group_heads(losses: Array, groups: int) -> Array:
     Returns:
         The heads in their new order, [h]: group after group, in ascending order within a group.
     """
-    heads = len(losses)
     losses = (losses + losses.T) / 2  # otherwise swaps that seem to gain could go round in circles
     np.fill_diagonal(losses, 0)
-    neighbours = np.repeat(np.arange(groups), heads // groups)
-    best = neighbours
-    for start in (neighbours, _grow_groups(losses, groups)):
-        found = _swap_heads(losses, start, groups)
-        if _loss_within(losses, found) < _loss_within(losses, best):
-            best = found
-    if _loss_within(losses, best) > _loss_within(losses, neighbours) - _LEAST * losses.sum():
-        return np.arange(heads)
-    firsts = np.array([np.argmax(best == label) for label in range(groups)])
-    return np.argsort(firsts[best], kind="stable")
+    neighbours = np.repeat(np.arange(groups), len(losses) // groups)
+    best = _swap_heads(losses, neighbours)
+    grown = _swap_heads(losses, _grow_groups(losses, groups))
+    if _loss_within(losses, grown) < _loss_within(losses, best) - _LEAST * losses.sum():
+        best = grown
+    first_of_group = (best[:, None] == best).argmax(1)
+    return np.argsort(first_of_group, kind="stable")
 
 
 def _grow_groups(losses: Array, groups: int) -> Array:
     """Labels [h] of groups that grow one after another: each starts with the remaining head that fits the others worst,
     and takes the head that fits best until it is full.
     """
-    labels = np.full(len(losses), -1)
+    labels = np.full(len(losses), groups)
     for label in range(groups):
-        left = np.flatnonzero(labels < 0)
-        worst = losses[np.ix_(left, left)].sum(1).argmax()
-        labels[left[worst]] = label
-        while np.sum(labels == label) < len(losses) // groups:
-            left = np.flatnonzero(labels < 0)
-            best = losses[left][:, labels == label].sum(1).argmin()
-            labels[left[best]] = label
+        is_left = labels == groups
+        worst = np.where(is_left, losses @ is_left, -np.inf).argmax()
+        labels[worst] = label
+        for _ in range(len(losses) // groups - 1):
+            best = np.where(labels == groups, losses @ (labels == label), np.inf).argmin()
+            labels[best] = label
     return labels
 
 
-def _swap_heads(losses: Array, labels: Array, groups: int) -> Array:
+def _swap_heads(losses: Array, labels: Array) -> Array:
     """Labels [h] after the swap of two heads that gains most, again and again until none gains."""
     labels = labels.copy()
     while True:
-        to_group = losses @ np.eye(groups)[labels]  # [h, groups]
-        own = to_group[np.arange(len(labels)), labels]
-        crossed = to_group[:, labels]
-        change = crossed + crossed.T - own[:, None] - own[None] - 2 * losses
-        change[labels[:, None] == labels] = 0
-        one, other = np.unravel_index(np.argmin(change), change.shape)
+        is_together = labels[:, None] == labels
+        to_group = losses @ is_together  # [h, h]: of each head, to the heads in the group of each other one
+        own = np.diag(to_group)
+        change = to_group + to_group.T - own[:, None] - own - 2 * losses
+        change[is_together] = 0
+        one, other = np.unravel_index(change.argmin(), change.shape)
         if change[one, other] >= -_LEAST * losses.sum():
             return labels
         labels[[one, other]] = labels[[other, one]]

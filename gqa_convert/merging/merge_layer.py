@@ -1,38 +1,38 @@
 """Merges the heads of one attention layer by factorisation; the query and output projections absorb the maps.
 
-The shape legend is that of `attention_heads`. A moment is E[x x^T], [e, e], over calibration text, of a projection's
-inputs together with the constant 1 that stands for its bias.
+The shape legend is that of `attention_heads`.
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from gqa_convert.merging.absorption_limits import AbsorptionLimits
-from gqa_convert.merging.attention_heads import Heads
-from gqa_convert.merging.factorisation import factor_keys, factor_rotary_keys, factor_values
-
-Array = npt.NDArray[Any]
+from gqa_convert.merging.attention_heads import Heads, average_heads
+from gqa_convert.merging.factorisation import Array, Channels, adjoint, factor
 
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """Damped moments of a layer's inputs on calibration text."""
+    """E[x x^T] over calibration text, damped, of a layer's inputs together with the constant 1 that stands for a bias. None
+    stands for the identity: without text every direction counts alike.
+    """
 
-    queries: Array
+    queries: Array | None = None
     """[e, e], of the query projection's inputs."""
-    keys: Array
+    keys: Array | None = None
     """[e, e], of the inputs of the key and value projections, which differ from the queries' in cross-attention."""
+
+    def centred_keys(self) -> Array | None:
+        """The covariance of the keys' inputs: what all keys have in common has no effect after the softmax."""
+        if self.keys is None:
+            return None
+        total = self.keys[:, -1:]
+        return np.asarray(self.keys - total @ total.T / total[-1])
 
 
 def merge_layer(
-    heads: Heads,
-    groups: int,
-    limits: AbsorptionLimits,
-    moments: Moments | None,
-    first_low: int | None = None,
+    heads: Heads, groups: int, limits: AbsorptionLimits, moments: Moments, first_low: int | None = None
 ) -> Heads:
     """Merge contiguous K/V heads into groups. Where no map can be absorbed, heads are averaged.
 
@@ -40,9 +40,11 @@ def merge_layer(
         heads: of the source.
         groups: how many K/V heads remain.
         limits: what may be absorbed.
-        moments: of the inputs; without them every input direction counts alike.
+        moments: of the inputs.
         first_low: rotary pairs from this index on have low frequencies and are merged like rows without positions; None
-            for none.
+            for none. A frequency whose angle stays small over the whole context may be, and one real map for all such rows
+            loses far less than a complex number for each; but beginning too early costs far more than the map can gain. So
+            whoever passes it has compared the error of attention *with* rotary positions, at full context length.
 
     Returns:
         Merged keys and values [groups, ...]; queries and outputs in the source's shapes. With no fewer groups than
@@ -50,61 +52,60 @@ def merge_layer(
     """
     if groups >= heads.groups:
         return heads
-    size = heads.groups // groups
-    queries, outputs = np.empty_like(heads.queries), np.empty_like(heads.outputs)
-    keys, values = np.empty_like(heads.keys[:groups]), np.empty_like(heads.values[:groups])
-    for group in range(groups):
-        own = slice(group * size, (group + 1) * size)
-        keys[group], queries[own] = _merge_keys(heads.keys[own], heads.queries[own], limits, moments, first_low)
-        values[group], outputs[own] = _merge_values(heads.values[own], heads.outputs[own], limits, moments)
+    keys, queries = average_heads(heads.keys, groups), heads.queries
+    if not limits.key_constraint:
+        queries = np.empty_like(queries)
+        still, pairs = limits.divide_rows(keys.shape[1], first_low)
+        of_still, of_pairs = key_channels(heads, limits, moments, first_low)
+        keys[:, still], queries[:, :, still] = factor(of_still, groups)
+        turning_keys, turning_queries = factor(of_pairs, groups)
+        keys[:, pairs.reshape(-1)] = _by_row(turning_keys)
+        queries[:, :, pairs.reshape(-1)] = _by_row(turning_queries)
+    values, outputs = average_heads(heads.values, groups), heads.outputs
+    if not limits.value_constraint:
+        values, columns = factor(value_channels(heads, moments), groups)
+        outputs = adjoint(columns)
     return replace(heads, queries=queries, keys=keys, values=values, outputs=outputs)
 
 
-def _merge_values(
-    values: Array, outputs: Array, limits: AbsorptionLimits, moments: Moments | None
-) -> tuple[Array, Array]:
-    """The shared value head [w, e] of heads [m, w, e], and new output columns [m, r, D, w]."""
-    if limits.value_constraint:
-        return values.mean(0), outputs
-    if moments is None:
-        return factor_values(values, outputs, weighted=False)
-    return factor_values(values, outputs, moments.keys)
+def value_channels(heads: Heads, moments: Moments) -> Channels:
+    """The values, which the output projection's columns read.
 
-
-def _merge_keys(
-    keys: Array, queries: Array, limits: AbsorptionLimits, moments: Moments | None, first_low: int | None
-) -> tuple[Array, Array]:
-    """The shared key head [c, e] of heads [m, c, e], and new query rows [m, r, c, e].
-
-    Everything depends on where the low frequencies begin: a frequency whose angle stays small over the whole context
-    has rows that behave like rows without positions, and one real map for all of them loses far less than a complex
-    number for each; but beginning too early costs far more than the map can gain. So whoever passes `first_low` has
-    compared the error of the attention *with* rotary positions, at full context length.
+    Without text, directions that are read strongly do not count more: on the models that were tried this lost less.
     """
-    if limits.key_constraint:
-        return keys.mean(0), queries
-    shared, absorbed = np.empty_like(keys[0]), np.empty_like(queries)
-    query_moment, key_moment = (moments.queries, moments.keys) if moments else (None, None)
-    high = replace(limits, pairs=limits.pairs[:, :first_low])
-    low = limits.pairs[:, high.pairs.shape[1] :]
-    plain_keys, rotary_keys = high.divide_rows(keys)
-    plain_queries, rotary_queries = high.divide_rows(queries)
-    real, imaginary = high.pairs
-    if real.size:
-        key, readers = factor_rotary_keys(rotary_keys, rotary_queries, key_moment, query_moment)
-        shared[real], shared[imaginary] = key.real, key.imag
-        absorbed[:, :, real], absorbed[:, :, imaginary] = readers.real, readers.imag
-    # the strongest directions go to rows without positions, then to the lowest frequencies
-    plain = np.concatenate([limits.plain_rows(keys.shape[1]), low.T[::-1].reshape(-1)])
-    if plain.size:
-        inputs = key_moment if low.size else centred(key_moment)
-        shared[plain], absorbed[:, :, plain] = factor_keys(plain_keys, plain_queries, inputs, query_moment)
-    return shared, absorbed
+    return Channels(heads.values, adjoint(heads.outputs), moments.keys, None, weighted=moments.keys is not None)
 
 
-def centred(moment: Array | None) -> Array | None:
-    """The covariance of a moment: what all keys have in common has no effect after the softmax."""
-    if moment is None:
-        return None
-    mean = moment[:, -1:] / moment[-1, -1]
-    return np.asarray(moment - mean @ mean.T * moment[-1, -1])
+def key_channels(
+    heads: Heads, limits: AbsorptionLimits, moments: Moments, first_low: int | None = None
+) -> tuple[Channels, Channels]:
+    """The keys' rows that count as having no positions, which a real map may mix, and the rotary pairs, each by itself, as
+    one complex row. Queries read them.
+
+    Args:
+        heads: of a layer.
+        limits: of the layer.
+        moments: of its inputs. They are centred where no row has positions, and not for the rest, because the mean key
+            holds the attention sink.
+        first_low: as `merge_layer` takes it.
+    """
+    still, pairs = limits.divide_rows(heads.keys.shape[1], first_low)
+    has_low_pairs = pairs.size < limits.pairs.size
+    covariance = moments.keys if has_low_pairs else moments.centred_keys()
+    return (
+        Channels(heads.keys[:, still], heads.queries[:, :, still], covariance, moments.queries),
+        Channels(_by_pair(heads.keys, pairs), _by_pair(heads.queries, pairs), moments.keys, moments.queries),
+    )
+
+
+def _by_pair(rows: Array, pairs: Array) -> Array:
+    """[f, ..., 1, e], complex, of [..., c, e]."""
+    real, imaginary = pairs
+    turning = rows[..., real, :] + 1j * rows[..., imaginary, :]
+    return np.moveaxis(turning, -2, 0)[..., None, :]
+
+
+def _by_row(turning: Array) -> Array:
+    """The reverse, [..., 2 f, e]: first the real parts, then the imaginary ones."""
+    turning = np.moveaxis(turning[..., 0, :], 0, -2)
+    return np.concatenate([turning.real, turning.imag], axis=-2)

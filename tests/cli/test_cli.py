@@ -106,10 +106,10 @@ def test_help_shows_names_whole(command: str, columns: int) -> None:
 
 
 def test_the_help_of_method_is_the_registrys() -> None:
-    from gqa_convert.merging.methods import method_help
+    from gqa_convert.merging.methods import METHOD_HELP
 
     (option,) = [each for each in get_command(app).commands["convert"].params if each.name == "method"]  # type: ignore[attr-defined]
-    assert option.help == method_help()
+    assert option.help == METHOD_HELP
 
 
 def test_a_mistake_points_to_the_help_of_its_command() -> None:

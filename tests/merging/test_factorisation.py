@@ -1,75 +1,89 @@
 """What differs by maps alone merges without loss, and every other merge loses the least that is possible."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from gqa_convert.merging.factorisation import factor_keys, factor_rotary_keys, factor_values
+from gqa_convert.merging.factorisation import Channels, factor
 
 Array = np.ndarray[Any, Any]
-M, R, C, D, QUERY_INPUTS = 3, 2, 5, 14, 16
+HEADS, GROUPS, READERS, ROWS, INPUTS, READER_INPUTS = 6, 2, 2, 5, 19, 16
 
 
-def covariance(rng: np.random.Generator, size: int = D) -> Array:
+def covariance(rng: np.random.Generator, size: int) -> Array:
     samples = rng.standard_normal((50, size)) * rng.uniform(0.2, 3, size)
     return np.asarray(samples.T @ samples / 50)
 
 
-def complex_numbers(rng: np.random.Generator, *shape: int) -> Array:
-    return rng.standard_normal(shape) + 1j * rng.standard_normal(shape)
+def random_channels(rng: np.random.Generator, *places: int) -> Channels:
+    """Real ones, or complex ones with a single row at each of some places."""
+    rows = rng.standard_normal((*places, HEADS, ROWS, INPUTS))
+    readers = rng.standard_normal((*places, HEADS, READERS, ROWS, READER_INPUTS))
+    if places:
+        rows, readers = rows[..., :1, :] + 1j * rows[..., 1:2, :], readers[..., :1, :] + 1j * readers[..., 1:2, :]
+    return Channels(rows, readers, covariance(rng, INPUTS), covariance(rng, READER_INPUTS))
 
 
-def rms(array: Array, axis: tuple[int, ...] | int | None = None) -> Array:
-    return np.sqrt(np.mean(np.abs(array) ** 2, axis=axis))
+def products(readers: Array, rows: Array, channels: Channels) -> Array:
+    """Of each group at each place, what readers make of rows, in units in which all directions count alike."""
+    left = readers.conj().swapaxes(-1, -2)
+    if channels.reader_covariance is not None:
+        left = np.linalg.cholesky(channels.reader_covariance).T @ left
+    right = rows if channels.covariance is None else rows @ np.linalg.cholesky(channels.covariance)
+    found = left @ right.repeat(HEADS // rows.shape[-3], axis=-3)[..., None, :, :]
+    return found.reshape(*rows.shape[:-3], GROUPS, -1, INPUTS)
 
 
-def test_values_lose_what_a_truncated_decomposition_drops(rng: np.random.Generator) -> None:
-    """Eckart and Young: the singular values from the c-th on of the stacked heads, as text shows them."""
-    known = covariance(rng)
-    values, outputs = rng.standard_normal((M, C, D)), rng.standard_normal((M, R, D, C))
-    shared, columns = factor_values(values, outputs, known)
-    lost = (columns @ shared - outputs @ values[:, None]) @ np.linalg.cholesky(known)
-    stacked = (outputs @ values[:, None]).reshape(-1, D) @ np.linalg.cholesky(known)
-    dropped = np.linalg.svd(stacked, compute_uv=False)[C:]
-    assert np.sum(lost**2) == pytest.approx(np.sum(dropped**2), rel=1e-9)
-    assert rms(shared) == pytest.approx(rms(values))
+@pytest.mark.parametrize("places", [(), (3,)])
+def test_a_merge_loses_what_a_truncated_decomposition_drops(rng: np.random.Generator, places: tuple[int, ...]) -> None:
+    """Eckart and Young: the singular values from the c-th on of all that the readers of a group make of its rows."""
+    channels = random_channels(rng, *places)
+    shared, readers = factor(channels, GROUPS)
+    before = products(channels.readers, channels.rows, channels)
+    lost = before - products(readers, shared, channels)
+    dropped = np.linalg.svd(before, compute_uv=False)[..., channels.rows.shape[-2] :]
+    np.testing.assert_allclose(np.sum(np.abs(lost) ** 2, axis=(-2, -1)), np.sum(dropped**2, axis=-1))
+    sizes = np.linalg.norm(channels.rows.reshape(*places, GROUPS, -1, INPUTS), axis=(-2, -1)) ** 2
+    np.testing.assert_allclose(np.linalg.norm(shared, axis=(-2, -1)) ** 2, sizes / (HEADS // GROUPS))
 
 
-def test_keys_lose_what_a_truncated_decomposition_drops(rng: np.random.Generator) -> None:
-    """Of the scores, with other inputs for queries than for keys, as in cross-attention."""
-    known, asked = covariance(rng), covariance(rng, QUERY_INPUTS)
-    keys, queries = rng.standard_normal((M, C, D)), rng.standard_normal((M, R, C, QUERY_INPUTS))
-    shared, readers = factor_keys(keys, queries, known, asked)
-    left, right = np.linalg.cholesky(asked).T, np.linalg.cholesky(known)
-    scores = left @ queries.swapaxes(2, 3) @ keys[:, None] @ right
-    lost = left @ readers.swapaxes(2, 3) @ shared @ right - scores
-    dropped = np.linalg.svd(scores.reshape(-1, D), compute_uv=False)[C:]
-    assert np.sum(lost**2) == pytest.approx(np.sum(dropped**2), rel=1e-9)
-    assert np.all(np.diff(rms(shared @ right, axis=1)) < 0)
+def test_the_strongest_row_comes_first(rng: np.random.Generator) -> None:
+    channels = random_channels(rng)
+    shared, _ = factor(channels, GROUPS)
+    assert channels.covariance is not None
+    strengths = np.linalg.norm(shared @ np.linalg.cholesky(channels.covariance), axis=-1)
+    assert np.all(np.diff(strengths) < 0)
 
 
-def test_rotary_keys_lose_what_each_frequency_drops(rng: np.random.Generator) -> None:
-    known, asked = covariance(rng), covariance(rng, QUERY_INPUTS)
-    keys, queries = complex_numbers(rng, M, C, D), complex_numbers(rng, M, R, C, QUERY_INPUTS)
-    shared, readers = factor_rotary_keys(keys, queries, known, asked)
-    left, right = np.linalg.cholesky(asked), np.linalg.cholesky(known)
-    assert np.allclose(rms(shared, axis=1), rms(keys, axis=(0, 2)))
-    for pair in range(C):
-        scores = np.einsum("mre,md->mred", queries[:, :, pair] @ left, (keys[:, pair] @ right).conj())
-        merged = np.einsum("mre,d->mred", readers[:, :, pair] @ left, (shared[pair] @ right).conj())
-        dropped = np.linalg.svd(scores.reshape(-1, D), compute_uv=False)[1:]
-        assert np.sum(np.abs(scores - merged) ** 2) == pytest.approx(np.sum(dropped**2), rel=1e-9)
+@pytest.mark.parametrize("places", [(), (3,)])
+def test_heads_that_are_images_of_one_merge_without_loss(rng: np.random.Generator, places: tuple[int, ...]) -> None:
+    channels = random_channels(rng, *places)
+    own = channels.rows.shape[-2]
+    maps: Array = rng.standard_normal((*places, HEADS, own, own))
+    if places:
+        maps = maps + 1j * rng.standard_normal(maps.shape)
+    channels = replace(channels, rows=maps @ channels.rows[..., :1, :, :])
+    shared, readers = factor(channels, GROUPS)
+    found, expected = (
+        products(readers, shared, channels),
+        products(channels.readers, channels.rows, channels),
+    )
+    np.testing.assert_allclose(found, expected, atol=1e-6 * float(np.abs(expected).max()))
 
 
-def test_dead_heads_do_no_harm(rng: np.random.Generator) -> None:
+@pytest.mark.parametrize("places", [(), (3,)])
+def test_dead_heads_do_no_harm(rng: np.random.Generator, places: tuple[int, ...]) -> None:
     """A head that nothing reads, and one that says nothing, leave finite numbers and an exact merge of the third."""
-    values, outputs = rng.standard_normal((M, C, D)), rng.standard_normal((M, R, D, C))
-    outputs[0], values[1] = 0, 0
-    shared, columns = factor_values(values, outputs)
+    channels = random_channels(rng, *places)
+    channels.readers[..., 0, :, :, :] = 0
+    channels.rows[..., 1, :, :] = 0
+    channels.rows[..., 3:, :, :] = 0
+    shared, readers = factor(channels, GROUPS)
     assert np.isfinite(shared).all()
-    assert np.allclose(columns @ shared, outputs @ values[:, None], atol=1e-4)
-    keys, queries = values.astype(complex), complex_numbers(rng, M, R, C, D)
-    queries[0] = 0
-    for array in factor_rotary_keys(keys, queries):
-        assert np.isfinite(array).all()
+    found, expected = (
+        products(readers, shared, channels),
+        products(channels.readers, channels.rows, channels),
+    )
+    np.testing.assert_allclose(found, expected, atol=1e-4)

@@ -81,8 +81,8 @@ def test_errors_without_moments(rng: np.random.Generator) -> None:
     """Every direction once: samples whose second moment is the identity, and whose mean is nothing."""
     source = random_heads(rng, K, R, **SIZES)
     directions = np.concatenate([np.eye(INPUTS), -np.eye(INPUTS)]) * np.sqrt(INPUTS)
-    merged = merge_layer(source, 3, LIMITS, None)
-    found = reconstruction_errors(source, merged, LIMITS, None)
+    merged = merge_layer(source, 3, LIMITS, Moments())
+    found = reconstruction_errors(source, merged, LIMITS, Moments())
     assert found == pytest.approx(summed_errors(source, merged, PAIRS, directions, directions), rel=1e-9)
     assert min(found) > 0.3
 
@@ -100,7 +100,7 @@ def test_keys_without_positions_lose_the_least_of_centred_inputs(rng: np.random.
 
 def test_without_moments_values_are_decomposed_unweighted(rng: np.random.Generator) -> None:
     source = random_heads(rng, K, R, **SIZES)
-    [value] = merge_layer(source, 1, LIMITS, None).values
+    [value] = merge_layer(source, 1, LIMITS, Moments()).values
     rows = source.values.reshape(-1, INPUTS)
     lost = rows - rows @ np.linalg.pinv(value) @ value
     strengths = np.linalg.svd(rows, compute_uv=False)
@@ -110,9 +110,9 @@ def test_without_moments_values_are_decomposed_unweighted(rng: np.random.Generat
 def test_nothing_is_lost_of_equal_heads_and_of_as_many_groups(rng: np.random.Generator) -> None:
     heads = random_heads(rng, K, R, **SIZES)
     equal = replace(heads, keys=heads.keys[:1].repeat(K, axis=0), values=heads.values[:1].repeat(K, axis=0))
-    assert max(reconstruction_errors(equal, merge_layer(equal, 2, LIMITS, None), LIMITS, None)) < 1e-7
-    assert merge_layer(heads, K, LIMITS, None) is heads
-    assert reconstruction_errors(heads, heads, LIMITS, None) == (0.0, 0.0)
+    assert max(reconstruction_errors(equal, merge_layer(equal, 2, LIMITS, Moments()), LIMITS, Moments())) < 1e-7
+    assert merge_layer(heads, K, LIMITS, Moments()) is heads
+    assert reconstruction_errors(heads, heads, LIMITS, Moments()) == (0.0, 0.0)
 
 
 @pytest.mark.parametrize("first_low", [0, 1, 3])
@@ -138,10 +138,10 @@ def test_low_frequencies_merge_with_the_rows_without_positions(rng: np.random.Ge
 
 def test_the_strongest_direction_has_the_lowest_frequency(rng: np.random.Generator) -> None:
     heads = random_heads(rng, K, R, **SIZES)
-    merged = merge_layer(heads, 1, LIMITS, None, 0)
+    merged = merge_layer(heads, 1, LIMITS, Moments(), 0)
     strength = np.sum(merged.keys[0] ** 2, axis=1)
     plain = strength[6:]
     low = strength[PAIRS[:, ::-1]].T.reshape(-1)
     assert np.all(np.diff([*plain, *low]) < 0)
-    rotary = merge_layer(heads, 1, LIMITS, None, 3)
-    assert np.array_equal(rotary.keys, merge_layer(heads, 1, LIMITS, None).keys)
+    rotary = merge_layer(heads, 1, LIMITS, Moments(), 3)
+    assert np.array_equal(rotary.keys, merge_layer(heads, 1, LIMITS, Moments()).keys)

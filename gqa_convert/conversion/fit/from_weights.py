@@ -9,7 +9,7 @@ from gqa_convert.conversion.fit.source_layer import SourceLayer, attention_of, r
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.merging.attention_heads import Tensors
 from gqa_convert.merging.head_grouping import find_head_order, reorder_heads
-from gqa_convert.merging.merge_layer import merge_layer
+from gqa_convert.merging.merge_layer import Moments, merge_layer
 from gqa_convert.merging.reconstruction_error import reconstruction_errors
 
 
@@ -38,11 +38,11 @@ def merge_layers(plan: Plan, store: LayerStore, on_progress: OnProgress) -> None
 
 def _merge_from_weights(layer: SourceLayer, groups: int) -> tuple[Tensors, LayerRecord]:
     """The tensors of the merged layer, and its record."""
-    heads = layer.layout.split_heads(layer.tensors)
-    order = find_head_order(heads, groups, layer.constraints, None)
+    heads, unmeasured = layer.layout.split_heads(layer.tensors), Moments()
+    order = find_head_order(heads, groups, layer.constraints, unmeasured)
     heads = reorder_heads(heads, order)
-    merged = merge_layer(heads, groups, layer.constraints, None)
-    keys, values = reconstruction_errors(heads, merged, layer.constraints, None)
+    merged = merge_layer(heads, groups, layer.constraints, unmeasured)
+    keys, values = reconstruction_errors(heads, merged, layer.constraints, unmeasured)
     module = layer.layout.layer.module
     record = LayerRecord(
         module=module,

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from gqa_convert.merging.absorption_limits import AbsorptionLimits
 from gqa_convert.merging.attention_heads import Heads
+from gqa_convert.merging.factorisation import times
 from gqa_convert.merging.merge_layer import Moments, merge_layer
 
 Array = npt.NDArray[Any]
@@ -70,11 +71,11 @@ def _units(rows: Array) -> Array:
     return np.eye(count, count + 1).reshape(*rows.shape[:-1], count + 1)
 
 
-def _gram(rows: Array, moment: Array) -> Array:
+def _gram(rows: Array, moment: Array | None) -> Array:
     """The moment of what rows [..., e] yield, and a 1 behind it."""
     flat = rows.reshape(-1, rows.shape[-1])
-    seen = flat @ moment
-    return np.block([[seen @ flat.T, seen[:, -1:]], [seen[:, -1:].T, moment[-1:, -1:]]])
+    seen = times(flat, moment)
+    return np.block([[seen @ flat.T, seen[:, -1:]], [seen[:, -1:].T, np.ones((1, 1))]])
 
 
 def least(error: Callable[[int], float], count: int) -> int:

@@ -8,7 +8,7 @@ from gqa_convert.checkpoint.devices import chosen_device
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.errors import OptionError
 from gqa_convert.families.loading import check_language_model
-from gqa_convert.merging.methods import CHOICES, DEFAULT, METHODS, Need, names
+from gqa_convert.merging.methods import CHOICES, DEFAULT, METHODS, names
 
 STEPS: Final = 100
 """The default of `--fit-steps`."""
@@ -80,7 +80,7 @@ def check_calibration(method: str, options: CalibrationOptions) -> None:
     wanted = METHODS[method]
     training = {"--fit-steps": options.steps, "--kl-steps": options.kl_steps, "--kl-rank": options.kl_rank}
     if not options.has_data:
-        if wanted.calibration is Need.REQUIRED:
+        if wanted.text == "required":
             raise OptionError(
                 f"--method {method} needs calibration text: name a text file or dataset with --calibration, or choose --method {DEFAULT.name}"
             )
@@ -95,8 +95,8 @@ def check_calibration(method: str, options: CalibrationOptions) -> None:
                 raise OptionError(
                     f"{option} {value} needs calibration text: name a text file or dataset with --calibration"
                 )
-    elif wanted.calibration is Need.NEVER:
-        measuring = names(tuple(each for each in CHOICES if each.calibration is not Need.NEVER))
+    elif wanted.text == "never":
+        measuring = names(tuple(each for each in CHOICES if each.text != "never"))
         raise OptionError(
             f"--calibration is of no use to --method {method}: leave it out, or choose one of {measuring}"
         )

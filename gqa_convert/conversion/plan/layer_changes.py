@@ -40,8 +40,7 @@ class LayerChange:
             rows = sum(section.rows for section in regrouped(sections, self.groups))
             after = (entry.shape[0], rows) if transposed else (rows, *entry.shape[1:])
             roles = tuple(section.role for section in sections if section.merged)
-            pooling = self.method.norm_pooling if roles == ("key_norm",) else self.method.pooling
-            regrouping = Regrouping((name,), sections, self.groups, pooling, transposed)
+            regrouping = Regrouping((name,), sections, self.groups, self.method.pooling, transposed)
             change = self._change(name, roles, self.finder.dtype(name), entry.shape, after)
             yield change, [OutputTensor(name, change.dtype, after, regrouping)]
         for names in self.finder.head_lists(self.layer):
@@ -62,7 +61,7 @@ class LayerChange:
         tensors = []
         for group in range(self.groups):
             sources = tuple(names[group * size : (group + 1) * size])
-            regrouping = Regrouping(sources, sections, 1, self.method.norm_pooling)
+            regrouping = Regrouping(sources, sections, 1, self.method.pooling)
             tensors.append(OutputTensor(names[group], dtype, shape, regrouping))
         before, after = (len(names), *shape), (self.groups, *shape)
         return self._change(stem, ("key_norm",), dtype, before, after), tensors

@@ -24,6 +24,7 @@ from gqa_convert.measuring.sensitivity.layer_errors import (
     merge_candidates,
     open_layers,
 )
+from gqa_convert.merging.merge_layer import Moments
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +228,7 @@ def _inspect_weights(plan: Plan, candidates: Sequence[int], progress: Progress) 
         for layer in plan.layers:
             opened = read_layer(layer)
             source = opened.layout.split_heads(opened.tensors)
-            errors = [error for _, error in merge_candidates(opened, source, candidates, None)]
+            errors = [error for _, error in merge_candidates(opened, source, candidates, Moments())]
             inspected.append(describe_layer(opened, errors))
             progress("layers", len(inspected), len(plan.layers))
     return tuple(inspected)

@@ -61,7 +61,7 @@ def open_layers(plan: Plan) -> Iterator[ReadLayer]:
 
 
 def merge_candidates(
-    layer: SourceLayer, source: Heads, candidates: Sequence[int], moments: Moments | None
+    layer: SourceLayer, source: Heads, candidates: Sequence[int], moments: Moments
 ) -> Iterator[tuple[Heads, MergeErrors]]:
     """Merge a layer into each number of K/V heads by the closed form, one in memory at a time.
 
@@ -69,7 +69,7 @@ def merge_candidates(
         layer: of the source.
         source: its heads.
         candidates: the numbers of K/V heads.
-        moments: of the layer's inputs; without them every direction has the same weight.
+        moments: of the layer's inputs.
     """
     for groups in candidates:
         merged = merge_layer(source, groups, layer.constraints, moments)

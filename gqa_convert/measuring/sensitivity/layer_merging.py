@@ -105,7 +105,7 @@ Merging = ClosedForm | ShortFits
 
 def _finite_moments(attention: CapturedAttention, source: Heads) -> Moments:
     moments = moments_of(attention.calls, source)
-    if not (np.isfinite(moments.queries).all() and np.isfinite(moments.keys).all()):
+    if any(moment is not None and not np.isfinite(moment).all() for moment in (moments.queries, moments.keys)):
         raise NonFiniteError(
             f"the source yields NaN or Inf at {attention.name} on the calibration text: check that its logits on this text are finite"
         )
