@@ -108,6 +108,10 @@ def auto_class(config: Config) -> str:
     return TASKS[2] if model_type in speech and model_type not in text else TASKS[1]
 
 
+SOUND_POSITIONS = 50
+"""Positions for which the encoder of a model that hears has an output, for each second of sound."""
+
+
 def hears(config: Config) -> bool:
     """Whether the model is an encoder-decoder whose encoder reads sound."""
     return is_encoder_decoder(config) and auto_class(config) == TASKS[2]

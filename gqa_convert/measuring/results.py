@@ -120,6 +120,7 @@ class TimedCell(_Stored):
     new_tokens: int | None = None
     kv_bytes_per_token: float | None = None
     cross_kv_bytes_per_encoder_token: float | None = None
+    cross_kv_bytes_per_30_seconds: float | None = None
     kv_bytes: int | None = None
     repetitions: int | None = None
 

@@ -8,21 +8,22 @@ their texts first, so that little is lost. The encoder runs once for each window
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import gettempdir
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from gqa_convert.checkpoint.machine import available_memory
+from gqa_convert.checkpoint.mapped_tensors import mapped
 from gqa_convert.errors import DataError
-from gqa_convert.families.loading import load_tokenizer, no_warnings
+from gqa_convert.families.loading import SOUND_POSITIONS, load_tokenizer, no_warnings
 from gqa_convert.text.audio_files import AudioFile, Samples, read_audio
 from gqa_convert.text.calibration import digest_of
 from gqa_convert.text.order import mix, permuted
 
 _PER_HIDDEN = 12
-_POSITIONS_PER_SECOND = 50
-"""Of Whisper's encoder."""
 _AT_ONCE = 16
 """Windows of a batch."""
 _TASK = "transcribe"
@@ -67,7 +68,7 @@ class SpeechModel:
         if (folder / _PREPROCESSOR).is_file():
             self._extractor = AutoFeatureExtractor.from_pretrained(folder)
         else:
-            seconds = model.config.max_source_positions // _POSITIONS_PER_SECOND
+            seconds = model.config.max_source_positions // SOUND_POSITIONS
             self._extractor = WhisperFeatureExtractor(model.config.num_mel_bins, chunk_length=seconds)
             self.notes.append(f"{folder} has no {_PREPROCESSOR}: the features are those of the type by default")
         self.rate: int = self._extractor.sampling_rate
@@ -145,6 +146,23 @@ def cut_windows(files: Sequence[AudioFile], speech: SpeechModel) -> Iterator[Win
             yield Window(samples[first : first + speech.window_samples], None)
 
 
+class Keeper:
+    """Keeps tensors in memory until they take a quarter of what is free, and further ones in mapped files in the folder
+    for temporary files.
+    """
+
+    def __init__(self) -> None:
+        free = available_memory(torch.device("cpu"))
+        self._left = None if free is None else free // 4
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        """The tensor, or its copy in a file."""
+        if self._left is None:
+            return tensor
+        self._left -= tensor.nbytes
+        return tensor if self._left >= 0 else mapped(tensor, Path(gettempdir()))
+
+
 @dataclass(frozen=True, slots=True)
 class SpokenText:
     """A window as the model takes it: what its encoder makes of it, [positions, hidden_size], and the decoder's tokens, [length],
@@ -220,6 +238,7 @@ def speech_batches(
 
     Raises:
         DataError: a file can't be read, or nothing is said in any.
+        OSError: the disk of temporary files is full.
     """
     order = [files[permuted(number, len(files), mix(seed, 5))] for number in range(len(files))]
     counts = {"files": 0, "samples": 0, "written": 0}
@@ -234,8 +253,9 @@ def speech_batches(
 
     found: list[SpokenText] = []
     tokens = 0
+    keeper = Keeper()
     for windows in _grouped(counted()):
-        for spoken in _spoken(speech, windows):
+        for spoken in _spoken(speech, windows, keeper):
             found.append(spoken)
             tokens += len(spoken.tokens)
         progress(min(tokens, size.total), size.total)
@@ -243,7 +263,7 @@ def speech_batches(
             break
     if not found:
         raise DataError("the model hears no word in any of the files: name a folder of speech")
-    layers, held_out, fresh = (_batches(part) for part in _divided(found, size))
+    layers, held_out, fresh = (_batches(part, keeper) for part in _divided(found, size))
     return Speech(
         layers,
         held_out,
@@ -268,10 +288,10 @@ def _grouped(windows: Iterator[Window]) -> Iterator[list[Window]]:
         yield group
 
 
-def _spoken(speech: SpeechModel, windows: Sequence[Window]) -> Iterator[SpokenText]:
+def _spoken(speech: SpeechModel, windows: Sequence[Window], keeper: Keeper) -> Iterator[SpokenText]:
     """Windows with their texts as tokens; those in which nothing is said are left out."""
     encoded = speech.encode(windows)
-    kept = encoded.to("cpu", torch.bfloat16)
+    kept = keeper.keep(encoded.to("cpu", torch.bfloat16))
     prompts = speech.prompts(encoded)
     texts = [window.text for window in windows]
     missing = [number for number, text in enumerate(texts) if text is None]
@@ -303,7 +323,7 @@ def _divided(found: list[SpokenText], size: SpeechSize) -> tuple[list[SpokenText
     return found[:layers], found[layers:judged], found[judged:]
 
 
-def _batches(found: Sequence[SpokenText]) -> list[Batch]:
+def _batches(found: Sequence[SpokenText], keeper: Keeper) -> list[Batch]:
     """Batches of texts of about one length, cut to the shortest."""
     by_length = sorted(found, key=lambda spoken: len(spoken.tokens))
     made = []
@@ -311,5 +331,6 @@ def _batches(found: Sequence[SpokenText]) -> list[Batch]:
         group = by_length[first : first + _AT_ONCE]
         length = len(group[0].tokens)
         ids = torch.stack([spoken.tokens[:length] for spoken in group])
-        made.append({"encoder_outputs": torch.stack([spoken.encoded for spoken in group]), "decoder_input_ids": ids})
+        encoded = keeper.keep(torch.stack([spoken.encoded for spoken in group]))
+        made.append({"encoder_outputs": encoded, "decoder_input_ids": ids})
     return made

@@ -9,7 +9,7 @@ from gqa_convert.conversion.fit.attention_calls import replaced
 from gqa_convert.conversion.fit.repeated_rows import RepeatedRows
 
 
-def _product(biased: bool, whole: bool) -> tuple[list[torch.Tensor], int]:
+def _product(biased: bool, whole: bool, blocks: int | None = None) -> tuple[list[torch.Tensor], int]:
     """The output of a linear module, and the gradients of states, rows and bias; and operations."""
     generator = torch.Generator().manual_seed(0)
     states, rows, bias = (
@@ -18,7 +18,7 @@ def _product(biased: bool, whole: bool) -> tuple[list[torch.Tensor], int]:
     )
     index = torch.arange(6).view(2, 3)[:, None].expand(2, 4, 3).reshape(-1)
     module = torch.nn.Linear(5, 24, bias=biased)
-    weight = RepeatedRows(rows, index)
+    weight = RepeatedRows(rows, index, blocks)
     given = {"weight": weight.whole() if whole else weight} | ({"bias": bias} if biased else {})
     with replaced(module, given), FlopCounterMode(display=False) as counter:
         found = module(states)
@@ -27,8 +27,9 @@ def _product(biased: bool, whole: bool) -> tuple[list[torch.Tensor], int]:
 
 
 @pytest.mark.parametrize("biased", [False, True])
-def test_products_and_gradients(biased: bool) -> None:
-    (few, operations), (whole, of_whole) = _product(biased, whole=False), _product(biased, whole=True)
+@pytest.mark.parametrize("blocks", [None, 2])
+def test_products_and_gradients(biased: bool, blocks: int | None) -> None:
+    (few, operations), (whole, of_whole) = _product(biased, False, blocks), _product(biased, True)
     assert operations * 4 == of_whole
     for found, wanted in zip(few, whole, strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)

@@ -136,6 +136,9 @@ def test_other_kinds_of_models(tmp_path: Path, model_type: str, attention: str, 
     found = by_heads(result)
     assert found[12].kv_bytes == 4 * found[3].kv_bytes > 0
     assert (result.attention, found[3].encoder_tokens) == (attention, encoder_tokens)
+    per_token = found[3].cross_kv_bytes_per_encoder_token or 0
+    of_sound = found[3].cross_kv_bytes_per_30_seconds
+    assert of_sound == (1500 * per_token if model_type == "whisper" else None)
 
 
 @pytest.mark.parametrize("model_type", ["llama", "t5", "opt"])

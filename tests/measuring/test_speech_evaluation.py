@@ -26,9 +26,9 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_words_are_counted_without_case_and_punctuation() -> None:
-    found = word_errors(["Don't stop, Anna.", "one two"], ["don't  STOP anna", "one three four"])
-    assert found.errors.tolist() == [0, 2]
-    assert found.words.tolist() == [3, 2]
+    errors, words = word_errors(["Don't stop, Anna.", "one two"], ["don't  STOP anna", "one three four"])
+    assert errors.tolist() == [0, 2]
+    assert words.tolist() == [3, 2]
 
 
 def test_a_result_is_scored_beside_its_source(tmp_path: Path, source: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -114,6 +115,24 @@ def test_batches_hold_what_the_encoder_makes_of_each_sound_and_its_text(tmp_path
         with torch.no_grad():
             expected = speech.model.get_encoder()(features).last_hidden_state[0]
         torch.testing.assert_close(encoded[row].float(), expected, rtol=0.01, atol=0.01)
+
+
+def test_what_takes_too_much_memory_lies_in_mapped_files(
+    tmp_path: Path, speech: SpeechModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = sound_folder(tmp_path / "sounds", 20)
+    in_memory = made(speech, folder, SpeechSize(10_000, 0, 0))
+    one_batch = in_memory.layers[0]["encoder_outputs"].nbytes
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+    monkeypatch.setattr("gqa_convert.text.speech.available_memory", lambda device: 4 * one_batch)
+    found = made(speech, folder, SpeechSize(10_000, 0, 0))
+    assert found.digest == in_memory.digest
+    assert not list(scratch.iterdir())
+    of_files = [line.split()[-2:] for line in Path("/proc/self/maps").read_text().splitlines() if str(scratch) in line]
+    assert of_files
+    assert all(state == "(deleted)" for _, state in of_files)
 
 
 def test_windows_are_divided_and_drawn_in_an_order_of_the_seed(tmp_path: Path, speech: SpeechModel) -> None:

@@ -26,14 +26,18 @@ def show_benchmark(result: BenchmarkFile) -> None:
     for cell in result.results:
         if cell.fingerprint == result.fingerprint and cell.groups == result.kv_heads:
             sources[cell.batch, cell.context] = cell.decode_ms_per_token
-    columns = _COLUMNS
+    columns = [*_COLUMNS]
     if result.engine is not None:
-        columns = ["model", *_COLUMNS]
+        columns.insert(0, "model")
+    if result.results[0].cross_kv_bytes_per_30_seconds is not None:
+        columns.append("cross, 30 s")
     rows = []
     for cell in result.results:
         row = _row(cell, sources.get((cell.batch, cell.context)))
         if cell.model is not None:
             row.insert(0, Path(cell.model).name)
+        if cell.cross_kv_bytes_per_30_seconds is not None:
+            row.append(size(round(cell.cross_kv_bytes_per_30_seconds)))
         rows.append(row)
     show_table(columns, rows)
     if result.engine is None:

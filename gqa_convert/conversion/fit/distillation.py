@@ -35,6 +35,8 @@ WORTHWHILE = 0.02
 """Nats per token: where the divergence after the layers is smaller, the stage gains too little for its time."""
 _MEASURED = 4
 """In so many parts of the stage the divergence is measured."""
+_TOKENS_TOGETHER = 512
+"""Of sequences that one backward pass is made of."""
 _BY_SEQUENCE = frozenset(
     {
         "input_ids",
@@ -196,10 +198,14 @@ def _learn(student: Student, batch: Batch, optimizer: RelativeAdam) -> None:
 
 
 def _by_sequence(batch: Batch) -> Iterator[Mapping[str, Tensor]]:
-    """A batch of text sequence by sequence, so that a backward pass needs memory for one; any other batch whole."""
+    """A batch of text in parts of one sequence, or of some short ones, so that a backward pass needs memory for a part;
+    any other batch whole.
+    """
     sizes = {len(tensor) for tensor in batch.values()}
     if len(sizes) > 1 or not batch.keys() <= _BY_SEQUENCE:
         yield batch
         return
-    for row in range(sizes.pop()):
-        yield {name: tensor[row : row + 1] for name, tensor in batch.items()}
+    length = max(tensor.shape[1] for tensor in batch.values() if not tensor.is_floating_point())
+    together = max(1, _TOKENS_TOGETHER // length)
+    for row in range(0, sizes.pop(), together):
+        yield {name: tensor[row : row + together] for name, tensor in batch.items()}

@@ -76,6 +76,9 @@ class Assembly:
         """For each weight and bias the names of the parts that it has rows of, or rows of the source's; and which row of
         these, one behind the other, stands in each place."""
         self._is_in_order: dict[str, bool] = {}
+        self._groups = groups
+        self._has_blocks: dict[str, bool] = {}
+        """Whether each holds the heads of one role and nothing else, in their order."""
         counts = {"query": layout.layer.heads, "key": groups, "value": groups}
         for name, sections in layout.projections.items():
             own = rows_first(tensors[name], layout.transposed)
@@ -97,6 +100,8 @@ class Assembly:
                     sources.append(torch.from_numpy(np.concatenate(gates).astype(np.float32)).to(device))
             self._rows[name] = sources, index.to(device)
             self._is_in_order[name] = torch.equal(index, torch.arange(first))
+            one_by_one = range(0, len(own), sections[0].head_rows)
+            self._has_blocks[name] = len(sections) == 1 and list(sections[0].starts) == list(one_by_one)
 
     def __call__(self, parts: Parts) -> dict[str, Tensor]:
         """The module's parameters, by name inside it, with gradients to the parts. With `repeats_products`, some are
@@ -107,7 +112,7 @@ class Assembly:
             found = [_flat(parts, source) for source in sources]
             rows = found[0] if len(found) == 1 else torch.cat(found)
             if self._repeats_products and rows.dim() == 2 and len(rows) <= FEWER * len(index):
-                result[name] = RepeatedRows(rows, index)
+                result[name] = RepeatedRows(rows, index, self._groups if self._has_blocks[name] else None)
                 continue
             weight = rows if self._is_in_order[name] else rows.index_select(0, index)
             result[name] = weight.T if self._transposed and weight.dim() == 2 else weight

@@ -7,19 +7,18 @@ each `Stream` runs one layer at a time on the hidden states that it keeps. A stu
 source's do, except those that come from an encoder, which each stream makes of its own encoder's output.
 """
 
-import os
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from gqa_convert.checkpoint.mapped_tensors import mapped
 from gqa_convert.conversion.fit.attention_calls import (
     AttentionCall,
     Batch,
@@ -198,18 +197,15 @@ class LayerWalk:
                 context.enter_context(wrapped_forward(module, lambda *_, _output=output, **__: _output))
 
     def kept(self, tensor: Tensor) -> Tensor:
-        """A tensor to keep: as it is, or a copy in a mapped file without a name, which lives as long as the tensor.
+        """A tensor to keep: as it is, or a copy in a mapped file.
 
         Raises:
-            OSError: the disk is full. The space is reserved immediately, because running out of it through a mapping
-                would kill the process.
+            OSError: the disk is full.
         """
         if self._scratch is None or tensor.device.type != "cpu":
             return tensor
-        with NamedTemporaryFile(dir=self._scratch, prefix="waiting-") as file:
-            os.posix_fallocate(file.fileno(), 0, tensor.nbytes)
-            mapped = torch.from_file(file.name, shared=True, size=tensor.nbytes, dtype=torch.uint8)
-        return mapped.view(tensor.dtype).reshape(tensor.shape).copy_(tensor)
+        kept: Tensor = mapped(tensor, self._scratch)
+        return kept
 
 
 class Stream:

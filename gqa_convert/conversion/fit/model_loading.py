@@ -67,12 +67,16 @@ def open_model(folder: Path, *, device: str = "cpu", memory_limit: int | None = 
 
 
 def _take_encoder_outputs(model: Any) -> None:
-    """Let the model take what its encoder made of a batch as a tensor, [B, positions, hidden_size], of any type."""
+    """Let the model take what its encoder made of a batch as a tensor, [B, positions, hidden_size], of any type. It stays
+    in that type where products are made in half precision anyway.
+    """
 
     def wrap(module: Any, args: Any, inputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         encoded = inputs.get("encoder_outputs")
         if isinstance(encoded, torch.Tensor):
-            inputs = inputs | {"encoder_outputs": BaseModelOutput(last_hidden_state=encoded.to(module.dtype))}
+            if not torch.is_autocast_enabled(encoded.device.type):
+                encoded = encoded.to(module.dtype)
+            inputs = inputs | {"encoder_outputs": BaseModelOutput(last_hidden_state=encoded)}
         return args, inputs
 
     model.register_forward_pre_hook(wrap, with_kwargs=True)

@@ -13,7 +13,6 @@ import numpy as np
 import numpy.typing as npt
 
 from gqa_convert.measuring.evaluation.candidates import Candidate
-from gqa_convert.measuring.evaluation.word_errors import WordErrors
 from gqa_convert.measuring.results import Difference, ModelScores
 from gqa_convert.text.scoring.forward import Scores
 from gqa_convert.text.scoring.material import Material
@@ -51,7 +50,9 @@ UNDEFINED = Mean(None, np.empty(0))
 
 
 def mean(sums: Doubles, sizes: Doubles) -> Mean:
-    """The ratio of two sums over blocks: [m] and [m]."""
+    """The ratio of two sums over blocks, [m] and [m]; not defined if the second is 0."""
+    if not sizes.any():
+        return UNDEFINED
     value = float(sums.sum() / sizes.sum())
     is_scored = (sizes > 0) | (sums != 0)
     return Mean(value, np.where(is_scored, sums - value * sizes, np.nan) / sizes.sum())
@@ -67,7 +68,7 @@ class Measured:
         material: what was scored.
         scores: of the model on the material.
         problem: why its predictions can't be compared with another model's token by token, None if they can.
-        word_errors: of a speech model.
+        word_error_rate: wrong words per word that is said; not defined for text.
     """
 
     candidate: Candidate
@@ -75,7 +76,7 @@ class Measured:
     material: Material
     scores: Scores
     problem: str | None = None
-    word_errors: WordErrors | None = None
+    word_error_rate: Mean = UNDEFINED
 
     @property
     def not_finite(self) -> int:
@@ -91,15 +92,9 @@ class Measured:
     def bits_per_byte(self) -> Mean:
         """Bits per byte of text, not defined where tokens stand for no bytes."""
         sizes = self.material.sizes
-        if self.not_finite or sizes is None or not self.material.byte_count:
+        if self.not_finite or sizes is None:
             return UNDEFINED
         return mean(self.material.by_block(self.scores.loss), self.material.by_block(sizes * math.log(2)))
-
-    def word_error_rate(self) -> Mean:
-        """Wrong words per word that is said; not defined for text."""
-        if self.word_errors is None or not self.word_errors.words.any():
-            return UNDEFINED
-        return mean(self.word_errors.errors, self.word_errors.words)
 
     def from_reference(self, values: npt.NDArray[np.float32] | None) -> Mean:
         """The mean over tokens of a score that compares them with the reference; not defined without one."""
@@ -126,7 +121,7 @@ def difference(measured: Measured, other: Measured) -> Difference:
     """
     loss = UNDEFINED if measured.problem else measured.loss().minus(other.loss())
     bits = measured.bits_per_byte().minus(other.bits_per_byte())
-    words = measured.word_error_rate().minus(other.word_error_rate())
+    words = measured.word_error_rate.minus(other.word_error_rate)
     return Difference(
         to=other.candidate.name,
         loss=loss.value,
@@ -142,7 +137,7 @@ def model_scores(measured: Measured, other: Measured | None = None) -> ModelScor
     """A model's entry in the results: its losses, and its differences from another model."""
     candidate, material, scores = measured.candidate, measured.material, measured.scores
     loss, bits, kl = measured.loss(), measured.bits_per_byte(), measured.from_reference(scores.kl)
-    words = measured.word_error_rate()
+    words = measured.word_error_rate
     return ModelScores(
         model=candidate.name,
         revision=candidate.revision,

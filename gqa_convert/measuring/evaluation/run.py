@@ -16,7 +16,7 @@ from gqa_convert.families.loading import no_bars
 from gqa_convert.measuring import Progress
 from gqa_convert.measuring.evaluation import candidates
 from gqa_convert.measuring.evaluation.candidates import CAUSAL, SPANS, SPEECH, Candidate
-from gqa_convert.measuring.evaluation.comparison import Measured, incomparable, model_scores
+from gqa_convert.measuring.evaluation.comparison import Measured, incomparable, mean, model_scores
 from gqa_convert.measuring.evaluation.word_errors import word_errors
 from gqa_convert.measuring.out_of_memory import memory_explained
 from gqa_convert.measuring.results import EvaluationFile, ScoredText
@@ -221,4 +221,4 @@ def _score_speech(
         progress=partial(progress, f"transcribing with {candidate.name}"),
     )
     measured = _score(candidate, model, found.material, first, reference, progress)
-    return replace(measured, word_errors=word_errors(found.said, found.heard))
+    return replace(measured, word_error_rate=mean(*word_errors(found.said, found.heard)))

@@ -2,20 +2,13 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from gqa_convert.errors import MissingExtraError
 
-
-@dataclass(frozen=True, slots=True)
-class WordErrors:
-    """Counts of each sound, [m]: words that are wrong, missing or too many, and words that are said."""
-
-    errors: npt.NDArray[np.float64]
-    words: npt.NDArray[np.float64]
+Doubles = npt.NDArray[np.float64]
 
 
 def normalised(text: str) -> str:
@@ -23,8 +16,8 @@ def normalised(text: str) -> str:
     return " ".join(re.sub(r"[^\w\s']", " ", text.lower()).split())
 
 
-def word_errors(said: Sequence[str], heard: Sequence[str]) -> WordErrors:
-    """The word errors of each sound (Levenshtein distance in words).
+def word_errors(said: Sequence[str], heard: Sequence[str]) -> tuple[Doubles, Doubles]:
+    """The words of each sound, [m], that are wrong, missing or too many (Levenshtein distance), and those that are said.
 
     Args:
         said: the texts.
@@ -44,4 +37,4 @@ def word_errors(said: Sequence[str], heard: Sequence[str]) -> WordErrors:
         found = jiwer.process_words(text, written)
         errors.append(found.substitutions + found.deletions + found.insertions)
         words.append(len(text.split()))
-    return WordErrors(np.array(errors, np.float64), np.array(words, np.float64))
+    return np.array(errors, np.float64), np.array(words, np.float64)

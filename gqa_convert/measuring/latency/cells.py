@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from gqa_convert.families.loading import SOUND_POSITIONS
 from gqa_convert.measuring.latency.decoding import Decoder
 from gqa_convert.measuring.latency.timing import alternate, quartiles, timed
 from gqa_convert.measuring.results import TimedCell
@@ -66,5 +67,8 @@ def _with_cache(cell: TimedCell, decoder: Decoder) -> TimedCell:
     own, cross = decoder.cache_bytes()
     found = {"kv_bytes_per_token": own / cell.context / cell.batch, "kv_bytes": own + cross}
     if cell.encoder_tokens is not None:
-        found["cross_kv_bytes_per_encoder_token"] = cross / cell.encoder_tokens / cell.batch
+        per_token = cross / cell.encoder_tokens / cell.batch
+        found["cross_kv_bytes_per_encoder_token"] = per_token
+        if decoder.hears:
+            found["cross_kv_bytes_per_30_seconds"] = 30 * SOUND_POSITIONS * per_token
     return cell.model_copy(update=found)

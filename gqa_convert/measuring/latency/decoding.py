@@ -22,6 +22,7 @@ class Decoder:
             encoder_tokens: of the input; None without an encoder.
         """
         self._model = model
+        self.hears: bool = model.main_input_name != "input_ids"
         self._random = {"device": model.device, "generator": torch.Generator(model.device).manual_seed(0)}
         self._vocabulary = model.get_input_embeddings().num_embeddings
         self._prompt = self._tokens(batch, context)
@@ -71,10 +72,9 @@ class Decoder:
 
     def _encoder_input(self, batch: int, tokens: int) -> torch.Tensor:
         """Input tokens or, for a speech model, audio features of the fixed length that its encoder expects and halves."""
-        if self._model.main_input_name == "input_ids":
+        if not self.hears:
             return self._tokens(batch, tokens)
-        config = self._model.config
-        shape = (batch, config.num_mel_bins, 2 * config.max_source_positions)
+        shape = (batch, self._model.config.num_mel_bins, 2 * tokens)
         return torch.randn(shape, dtype=self._model.dtype, **self._random)
 
 

