@@ -27,7 +27,7 @@ written.
 | [Native](#native): {native} types, among them Llama, Mistral, Qwen and Gemma | keeps its type | transformers, and the engines in the table |
 | [Wrappers](#wrappers): vision-language models | keeps its type; the decoder inside is converted | transformers |
 | [Rewritten as a stock type](#rewritten-as-a-stock-type): GPT-NeoX, GPT-J, CodeGen, GPT-2 | becomes another stock type | transformers, and the engines in the table |
-| [Modelling file](#modelling-file): {own} types, among them T5, BART, Whisper and OPT | carries one Python file | transformers 5 with `trust_remote_code=True` |
+| [Modelling file](#modelling-file): {own} types, among them T5, BART, Whisper and OPT | carries two Python files | transformers 5 with `trust_remote_code=True` |
 | [Layers that differ](#layers-that-differ): a number of K/V heads for each layer | a type with that number in its config | transformers 5 with `trust_remote_code=True` |
 | [Code in the checkpoint](#code-in-the-checkpoint): ChatGLM | keeps the source's own code | transformers with `trust_remote_code=True` |
 | [Rewritten first](#rewritten-first): Baichuan, InternLM, Yi and others | is the stock type that `convert` rewrites it to first | as that type |
@@ -81,7 +81,7 @@ phi with fewer K/V heads than query heads loads in transformers and in vLLM; lla
 OWN = """
 ## Modelling file
 
-The result has the type `gqa_...` and carries one Python file: transformers 5 loads it with `trust_remote_code=True`, without gqa-convert being installed. Where it is installed, `gqa_convert.register_modeling()` makes plain `from_pretrained` work. Other engines do not know these types. All have the config keys
+The result has the type `gqa_...` and carries two Python files, the one below and `gqa_common.py`: transformers 5 loads it with `trust_remote_code=True`, without gqa-convert being installed. Where it is installed, `gqa_convert.register_modeling()` makes plain `from_pretrained` work. Other engines do not know these types. All have the config keys
 `num_key_value_heads` and, with an encoder, `encoder_num_key_value_heads` (written with `--encoder`). In encoder-decoder models, self-attention and cross-attention of the decoder are converted, and both caches shrink.
 """
 

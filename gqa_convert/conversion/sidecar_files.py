@@ -26,11 +26,12 @@ def write_sidecar_files(plan: Plan, folder: Path) -> None:
     metadata["total_size"] = plan.weight_bytes_after
     metadata["total_parameters"] = plan.parameters_after
     write_index(folder, {file.file: file.names for file in plan.files}, metadata)
-    own = f"{plan.modeling.file}.py" if plan.modeling else ""
-    if plan.modeling:
-        shutil.copyfile(plan.modeling.path, folder / own)
-        sync(folder / own)
-    copy_files(plan.checkpoint, folder, [name for name in plan.checkpoint.carried if name not in (PROVENANCE, own)])
+    own_code = plan.modeling.files if plan.modeling else ()
+    for file in own_code:
+        shutil.copyfile(file, folder / file.name)
+        sync(folder / file.name)
+    written = {PROVENANCE, *(file.name for file in own_code)}
+    copy_files(plan.checkpoint, folder, [name for name in plan.checkpoint.carried if name not in written])
     name_tokenizer_for_all(folder / "tokenizer_config.json")
     write_json(folder / CONFIG, plan.config)
 

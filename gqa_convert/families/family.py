@@ -114,9 +114,9 @@ class Modeling:
     one."""
 
     @property
-    def path(self) -> Path:
-        """The file in this package."""
-        return MODELING / f"{self.file}.py"
+    def files(self) -> tuple[Path, ...]:
+        """The files of this package that lie beside the result's config: the modelling file, and what it imports."""
+        return MODELING / f"{self.file}.py", MODELING / "gqa_common.py"
 
     @property
     def auto_map(self) -> dict[str, str]:

@@ -147,10 +147,14 @@ def has_our_code(folder: Path, config: JsonObject) -> bool:
         return False
     modeling = FAMILIES[str(config["model_type"])].modeling
     assert modeling is not None
-    file = folder / modeling.path.name
     named = config.get("auto_map") or {}
-    ours = all(str(place).startswith(f"{modeling.path.stem}.") for place in named.values())
-    return ours and file.is_file() and file.read_bytes() == modeling.path.read_bytes()
+    if not all(str(place).startswith(f"{modeling.file}.") for place in named.values()):
+        return False
+    copies = [folder / file.name for file in modeling.files]
+    return all(
+        copy.is_file() and copy.read_bytes() == file.read_bytes()
+        for copy, file in zip(copies, modeling.files, strict=True)
+    )
 
 
 def _request(out: Path, config: JsonObject, prompts: list[list[int]], reference: Outcome) -> Request:

@@ -8,9 +8,6 @@ from gqa_convert.verify.checkpoint_reader import CONFIG
 from gqa_convert.verify.geometry import Geometry
 from gqa_convert.verify.report import Failure, Finding
 
-MODELING = Path(__file__).resolve().parents[1] / "families" / "modeling"
-"""The folder of this package's modelling files."""
-
 
 def modelling_file(family: Family, geometry: Geometry) -> Modeling | None:
     """The modelling file that OUT must come with, if any."""
@@ -49,20 +46,24 @@ def _language_model(modeling: Modeling) -> str:
 
 
 def check_modelling_file(out: Path, config: dict[str, Any], modeling: Modeling) -> Finding:
-    """OUT's modelling file is the package's, byte for byte, and the only code that its config leads to."""
-    name = f"{modeling.file}.py"
-    path = out / name
-    if not path.is_file():
-        raise Failure(f"{name} is missing, and transformers cannot load OUT without it")
-    ours, theirs = path.read_bytes(), (MODELING / name).read_bytes()
-    if ours != theirs:
-        at = next(
-            (at for at, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs))
-        )
-        raise Failure(f"{name} differs from the package's own file from byte {at} on: its code is not executed")
+    """OUT's modelling file and the file that it imports are the package's, byte for byte, and the only code that its
+    config leads to.
+    """
+    for file in modeling.files:
+        if not (out / file.name).is_file():
+            raise Failure(f"{file.name} is missing, and transformers cannot load OUT without it")
+        found, own = (out / file.name).read_bytes(), file.read_bytes()
+        if found != own:
+            pairs = enumerate(zip(found, own, strict=False))
+            at = next((at for at, (theirs, ours) in pairs if theirs != ours), min(len(found), len(own)))
+            raise Failure(
+                f"{file.name} differs from the package's own file from byte {at} on: its code is not executed"
+            )
     stated = config.get("auto_map")
     leads = {auto: code for auto, code in stated.items() if _is_model(auto)} if isinstance(stated, dict) else {}
     if leads != modeling.auto_map:
         wrong = next(auto for auto in modeling.auto_map | leads if leads.get(auto) != modeling.auto_map.get(auto))
         raise Failure(f"{CONFIG} maps {wrong} to {leads.get(wrong)}, expected {modeling.auto_map.get(wrong)}")
-    return Finding(f"{name}, {len(theirs):,} bytes, the package's own file", {"bytes": len(theirs)})
+    names = " and ".join(file.name for file in modeling.files)
+    size = sum(file.stat().st_size for file in modeling.files)
+    return Finding(f"{names}, {size:,} bytes, the package's own files", {"bytes": size})

@@ -63,11 +63,11 @@ def check_stored(runner: CheckRunner, inputs: Inputs, progress: Progress) -> Sto
         method = _check_tensors_and_claims(runner, inputs, out, geometry, progress)
     modeling = family.modeling if geometry is None else modelling_file(family, geometry)
     own_file: bool | None = None
-    if modeling and (geometry is not None or (inputs.out / f"{modeling.file}.py").is_file()):
+    if modeling and (geometry is not None or (inputs.out / modeling.files[0].name).is_file()):
         own_file = runner.check(
             "modelling file", lambda: check_modelling_file(inputs.out, read_object(inputs.out / CONFIG), modeling)
         )
-    elsewhere = frozenset({f"{modeling.file}.py"} if modeling else ())
+    elsewhere = frozenset(file.name for file in modeling.files) if modeling else frozenset()
     runner.check("carried files", lambda: check_carried(inputs.out, inputs.source, elsewhere))
     return StoredResult(geometry, method, own_file)
 

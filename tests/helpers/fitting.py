@@ -1,6 +1,7 @@
 """Fitting a checkpoint that has no tokenizer, on random tokens."""
 
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import gqa_convert.families.modeling
 from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.conversion.fit.layer_store import LayerRecord, LayerStore, TrainingRecord
 from gqa_convert.conversion.fit.model_loading import open_model
@@ -95,7 +95,6 @@ def fitted(
         write_weights(plan, out, store.locate(len(plan.merged_layers)), lambda _: None)
     (out / "config.json").write_text(json.dumps(plan.config))
     if plan.modeling:
-        (out / f"{plan.modeling.file}.py").write_bytes(
-            (Path(gqa_convert.families.modeling.__file__).parent / f"{plan.modeling.file}.py").read_bytes()
-        )
+        for file in plan.modeling.files:
+            shutil.copyfile(file, out / file.name)
     return found

@@ -1,23 +1,16 @@
 """Decoders of transformers whose layers differ in their number of K/V heads (Ainslie et al. 2023).
 
-This file is part of gqa-convert and is copied into every checkpoint with a number of K/V heads for each layer that no
-stock class holds, so that transformers loads the checkpoint without gqa-convert. It therefore imports only torch and
-transformers. Every layer is transformers' own code, made with the number of K/V heads of that layer.
-
-`GQA` and the name of a class of transformers is the name of that class with a number for each layer: `GQAQwen3Config`,
-`GQAQwen3Model`, `GQAQwen3ForCausalLM`. A class is made when it is first asked for.
+This file is part of gqa-convert. It is copied, with gqa_common.py, into every checkpoint with a number of K/V heads for
+each layer that no stock class holds, so that transformers loads the checkpoint without gqa-convert. Every layer is
+transformers' own code, made with the number of K/V heads of that layer.
 """
 
 import copy
-import sys
 from typing import Any
 
-import transformers
 from huggingface_hub.dataclasses import strict
-from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
 
-PREFIX = "GQA"
+from .gqa_common import class_maker, regroup_layers
 
 
 def config_class(stock: Any) -> Any:
@@ -53,39 +46,9 @@ def config_class(stock: Any) -> Any:
     return Config
 
 
-def model_class(stock: Any) -> Any:
-    """A class of models that has transformers' attention with each layer's number of K/V heads."""
-
-    class Model(stock):
-        config_class = getattr(sys.modules[__name__], PREFIX + stock.config_class.__name__)
-
-        def __init__(self, config: Any) -> None:
-            super().__init__(config)
-            for parent in list(self.modules()):
-                for name, child in list(parent.named_children()):
-                    if hasattr(child, "num_key_value_groups"):
-                        setattr(parent, name, of_its_layer(child))
-            self.post_init()
-
-    return Model
+def regroup(model: Any, config: Any) -> None:
+    """Give each layer the number of K/V heads that the config states for it."""
+    regroup_layers(model, config.multi_query_group_num)
 
 
-def of_its_layer(attention: Any) -> nn.Module:
-    """A fresh attention module like the given one, with the number of K/V heads that the config states for its layer."""
-    shared = attention.config
-    config = copy.copy(shared)
-    config.num_key_value_heads = shared.multi_query_group_num[attention.layer_idx]
-    made: nn.Module = type(attention)(config, attention.layer_idx)
-    made.config = shared  # a later change of the attention function reaches every layer
-    return made
-
-
-def __getattr__(name: str) -> Any:
-    """The class of this name, made from transformers' class."""
-    stock = getattr(transformers, name.removeprefix(PREFIX), None) if name.startswith(PREFIX) else None
-    if isinstance(stock, type) and issubclass(stock, PreTrainedConfig | PreTrainedModel):
-        made = config_class(stock) if issubclass(stock, PreTrainedConfig) else model_class(stock)
-        made.__name__ = made.__qualname__ = name
-        globals()[name] = made  # one class for everyone who asks, as pickle needs
-        return made
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = class_maker(__name__, config_class, regroup=regroup)

@@ -1,226 +1,31 @@
 """GPT-2 with fewer K/V heads than query heads (Ainslie et al. 2023).
 
-This file is part of gqa-convert and is copied into every checkpoint converted from this family, so that transformers
-loads the checkpoint without gqa-convert. It therefore imports only torch and transformers.
-Everything but the attention modules is transformers' own code.
-
-Shape legend: B batch, L queries, S keys, H query heads, N K/V heads, c head_dim. Query head i reads K/V head
-i // (H / N).
+This file is part of gqa-convert. It is copied, with gqa_common.py, into every checkpoint converted from this family, so
+that transformers loads the checkpoint without gqa-convert.
 """
 
 from typing import Any
 
-import torch
-from huggingface_hub.dataclasses import strict
-from torch import nn
-from transformers import GPT2Config
-from transformers.cache_utils import EncoderDecoderCache
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.gpt2 import modeling_gpt2 as gpt2
 from transformers.pytorch_utils import Conv1D
 
-
-# Shared part: begin (written by gqa_convert.families.modeling.generate from shared.py)
-def pack_heads(states: Any, groups: int) -> Any:
-    """[B, H, L, x] -> [B, N, H / N * L, x]: the query heads of a group move into the length axis. An array with one
-    head is returned unchanged, because it broadcasts.
-    """
-    if states.shape[1] == 1:
-        return states
-    return states.reshape(states.shape[0], groups, -1, states.shape[-1])
+from .gqa_common import GroupedAttention, class_maker
 
 
-def grouped_attention(
-    module: nn.Module,
-    query: Any,
-    key: Any,
-    value: Any,
-    mask: Any,
-    eager: Any,
-    *,
-    position_bias: Any = None,
-    **options: Any,
-) -> tuple[Any, Any]:
-    """Grouped-query attention through the configured attention function.
+class GroupedGPT2Attention(GroupedAttention):
+    """GPT-2's attention: `c_attn` is [q | k | v], or [k | v] beside `q_attn` where it reads an encoder's output."""
 
-    Where keys and values would be repeated in memory (always with eager attention, and with sdpa while decoding), the
-    query heads of a group are packed into the length axis instead, which gives the same sums from H / N times fewer
-    bytes.
+    def regroup(self: Any, groups: int) -> None:
+        self.num_key_value_groups = groups
+        width = self.embed_dim // groups
+        widths = [width, width] if self.is_cross_attention else [self.embed_dim, width, width]
+        self.split_size = widths  # of the parts that the forward takes from c_attn
+        self.c_attn = Conv1D(sum(widths), self.embed_dim)
 
-    Args:
-        module: the attention module; its `num_key_value_groups` is H / N.
-        query: [B, H, L, c].
-        key: [B, N, S, c].
-        value: [B, N, S, c].
-        mask: None, or broadcasting to [B, H, L, S], boolean or additive.
-        eager: the family's eager attention function, which needs as many keys and values as query heads.
-        position_bias: None, or added to the scores, broadcasting to [B, H, L, S].
-        options: `scaling`, `dropout` and further arguments of the function.
-
-    Returns:
-        The output [B, L, H, c] and, from eager attention, the attention weights [B, H, L, S].
-    """
-    kind = module.config._attn_implementation
-    batch, heads, length, _ = query.shape
-    groups = key.shape[1]
-    size, rest = divmod(heads, groups)
-    if rest:
-        raise ValueError(f"{groups} K/V heads do not divide {heads} query heads")
-    paged = options.get("cache") is not None  # continuous batching: the attention function itself updates the cache
-    packs = size > 1 and not paged and (kind == "eager" or (kind == "sdpa" and length == 1))
-    if packs:
-        query = pack_heads(query, groups)
-        if position_bias is not None:
-            position_bias = pack_heads(position_bias, groups)
-        if mask is not None:
-            mask = mask.repeat(1, 1, size, 1) if mask.shape[1] == 1 and mask.shape[2] > 1 else pack_heads(mask, groups)
-    if packs and kind == "sdpa":
-        if position_bias is not None and mask is not None:
-            lowest = torch.finfo(query.dtype).min
-            mask = torch.where(mask, position_bias, lowest) if mask.dtype == torch.bool else mask + position_bias
-        output = nn.functional.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            position_bias if mask is None else mask,
-            options.get("dropout", 0.0),
-            scale=options.get("scaling"),
-        )
-        return output.reshape(batch, heads, length, -1).transpose(1, 2), None
-    if position_bias is not None:
-        options["position_bias"] = position_bias
-    function = ALL_ATTENTION_FUNCTIONS.get_interface(kind, eager)
-    output, weights = function(module, query, key, value, mask, **options)
-    if packs:
-        output = output.transpose(1, 2).reshape(batch, heads, length, -1).transpose(1, 2)
-        weights = weights.reshape(batch, heads, length, -1)
-    return output, weights
+    def _upcast_and_reordered_attn(self: Any, query: Any, key: Any, value: Any, mask: Any = None) -> tuple[Any, Any]:
+        groups = self.num_key_value_groups
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+        output, weights = super()._upcast_and_reordered_attn(query, key, value, mask)
+        return output, weights
 
 
-def replace_attention(model: nn.Module, stock: type[nn.Module], grouped: Any) -> None:
-    """Replace every attention module of type `stock` by `grouped.like(module)`, which may have fewer K/V heads."""
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if type(child) is stock:
-                setattr(parent, name, grouped.like(child))
-
-
-# Shared part: end
-
-
-def upcast_attention(module: Any, query: Any, key: Any, value: Any, mask: Any, **_: Any) -> tuple[Any, Any]:
-    """Eager attention under `reorder_and_upcast_attn`: the scores in float32, whatever the model's dtype."""
-    output, weights = module._upcast_and_reordered_attn(query, key, value, mask)
-    return output, weights
-
-
-class GQAGPT2Attention(gpt2.GPT2Attention):
-    """GPT-2's attention with N K/V heads: `c_attn` is [q | k | v], or [k | v] beside `q_attn` where it reads an
-    encoder's output.
-    """
-
-    @classmethod
-    def like(cls, stock: Any) -> Any:
-        """A fresh module with the settings of `stock`."""
-        return cls(stock.config, stock.is_cross_attention, stock.layer_idx)
-
-    def __init__(self, config: Any, is_cross_attention: bool = False, layer_idx: int | None = None) -> None:
-        super().__init__(config, is_cross_attention, layer_idx)
-        groups = config.num_key_value_heads or self.num_heads
-        self.num_key_value_groups = self.num_heads // groups
-        self.split_size = groups * self.head_dim
-        self.c_attn = Conv1D(2 * self.split_size + (0 if is_cross_attention else self.embed_dim), self.embed_dim)
-
-    def split_heads(self, states: Any) -> Any:
-        """[B, L, heads * c] -> [B, heads, L, c]."""
-        return states.view(*states.shape[:2], -1, self.head_dim).transpose(1, 2)
-
-    def forward(
-        self,
-        hidden_states: Any,
-        past_key_values: Any = None,
-        attention_mask: Any = None,
-        encoder_hidden_states: Any = None,
-        encoder_attention_mask: Any = None,
-        **options: Any,
-    ) -> tuple[Any, Any]:
-        is_cross = encoder_hidden_states is not None
-        paired = isinstance(past_key_values, EncoderDecoderCache)
-        cache = past_key_values
-        if paired:
-            cache = cache.cross_attention_cache if is_cross else cache.self_attention_cache
-        elif is_cross:
-            cache = None  # the given cache holds only self-attention
-        if not is_cross:
-            query, key, value = self.c_attn(hidden_states).split(
-                (self.embed_dim, self.split_size, self.split_size), dim=2
-            )
-            key, value = self.split_heads(key), self.split_heads(value)
-        elif paired and past_key_values.is_updated.get(self.layer_idx):
-            query, key, value = (
-                self.q_attn(hidden_states),
-                cache.layers[self.layer_idx].keys,
-                cache.layers[self.layer_idx].values,
-            )
-            cache = None  # the cache holds them already
-        else:
-            query = self.q_attn(hidden_states)
-            key, value = (
-                self.split_heads(states) for states in self.c_attn(encoder_hidden_states).split(self.split_size, dim=2)
-            )
-            if paired:
-                past_key_values.is_updated[self.layer_idx] = True
-        if cache is not None:
-            key, value = cache.update(key, value, self.layer_idx)
-        output, weights = grouped_attention(
-            self,
-            self.split_heads(query),
-            key,
-            value,
-            encoder_attention_mask if is_cross else attention_mask,
-            upcast_attention if self.reorder_and_upcast_attn else gpt2.eager_attention_forward,
-            scaling=self.scaling,
-            dropout=self.attn_dropout.p if self.training else 0.0,
-            **options,
-        )
-        return self.resid_dropout(self.c_proj(output.reshape(*hidden_states.shape[:2], -1))), weights
-
-
-@strict
-class GQAGPT2Config(GPT2Config):
-    model_type = "gqa_gpt2"
-    num_key_value_heads: int | None = None
-    """K/V heads of self-attention and cross-attention; None for as many as query heads."""
-
-
-class GroupedModel:
-    """Builds transformers' model, then gives its attention modules fewer K/V heads."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        replace_attention(self, gpt2.GPT2Attention, GQAGPT2Attention)
-        self.post_init()
-
-
-class GQAGPT2Model(GroupedModel, gpt2.GPT2Model):
-    config: GQAGPT2Config
-
-
-class GQAGPT2LMHeadModel(GroupedModel, gpt2.GPT2LMHeadModel):
-    config: GQAGPT2Config
-
-
-class GQAGPT2DoubleHeadsModel(GroupedModel, gpt2.GPT2DoubleHeadsModel):
-    config: GQAGPT2Config
-
-
-class GQAGPT2ForSequenceClassification(GroupedModel, gpt2.GPT2ForSequenceClassification):
-    config: GQAGPT2Config
-
-
-class GQAGPT2ForTokenClassification(GroupedModel, gpt2.GPT2ForTokenClassification):
-    config: GQAGPT2Config
-
-
-class GQAGPT2ForQuestionAnswering(GroupedModel, gpt2.GPT2ForQuestionAnswering):
-    config: GQAGPT2Config
+__getattr__ = class_maker(__name__, attention={"GPT2Attention": GroupedGPT2Attention})

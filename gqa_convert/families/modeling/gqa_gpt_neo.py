@@ -1,231 +1,77 @@
 """GPT-Neo with fewer K/V heads than query heads (Ainslie et al. 2023).
 
-This file is part of gqa-convert and is copied into every checkpoint converted from this family, so that transformers
-loads the checkpoint without gqa-convert. It therefore imports only torch and transformers.
-Everything but the attention modules is transformers' own code.
-
-Shape legend: B batch, L queries, S keys, H query heads, N K/V heads, c head_dim. Query head i reads K/V head
-i // (H / N).
+This file is part of gqa-convert. It is copied, with gqa_common.py, into every checkpoint converted from this family, so
+that transformers loads the checkpoint without gqa-convert.
 """
 
 from typing import Any
 
 import torch
-from huggingface_hub.dataclasses import strict
 from torch import nn
-from transformers import GPTNeoConfig
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.gpt_neo import modeling_gpt_neo as gpt_neo
+
+from .gqa_common import GroupedAttention, attend, class_maker, repeating, split_heads
 
 
-# Shared part: begin (written by gqa_convert.families.modeling.generate from shared.py)
-def pack_heads(states: Any, groups: int) -> Any:
-    """[B, H, L, x] -> [B, N, H / N * L, x]: the query heads of a group move into the length axis. An array with one
-    head is returned unchanged, because it broadcasts.
-    """
-    if states.shape[1] == 1:
-        return states
-    return states.reshape(states.shape[0], groups, -1, states.shape[-1])
-
-
-def grouped_attention(
-    module: nn.Module,
-    query: Any,
-    key: Any,
-    value: Any,
-    mask: Any,
-    eager: Any,
-    *,
-    position_bias: Any = None,
-    **options: Any,
-) -> tuple[Any, Any]:
-    """Grouped-query attention through the configured attention function.
-
-    Where keys and values would be repeated in memory (always with eager attention, and with sdpa while decoding), the
-    query heads of a group are packed into the length axis instead, which gives the same sums from H / N times fewer
-    bytes.
-
-    Args:
-        module: the attention module; its `num_key_value_groups` is H / N.
-        query: [B, H, L, c].
-        key: [B, N, S, c].
-        value: [B, N, S, c].
-        mask: None, or broadcasting to [B, H, L, S], boolean or additive.
-        eager: the family's eager attention function, which needs as many keys and values as query heads.
-        position_bias: None, or added to the scores, broadcasting to [B, H, L, S].
-        options: `scaling`, `dropout` and further arguments of the function.
-
-    Returns:
-        The output [B, L, H, c] and, from eager attention, the attention weights [B, H, L, S].
-    """
-    kind = module.config._attn_implementation
-    batch, heads, length, _ = query.shape
-    groups = key.shape[1]
-    size, rest = divmod(heads, groups)
-    if rest:
-        raise ValueError(f"{groups} K/V heads do not divide {heads} query heads")
-    paged = options.get("cache") is not None  # continuous batching: the attention function itself updates the cache
-    packs = size > 1 and not paged and (kind == "eager" or (kind == "sdpa" and length == 1))
-    if packs:
-        query = pack_heads(query, groups)
-        if position_bias is not None:
-            position_bias = pack_heads(position_bias, groups)
-        if mask is not None:
-            mask = mask.repeat(1, 1, size, 1) if mask.shape[1] == 1 and mask.shape[2] > 1 else pack_heads(mask, groups)
-    if packs and kind == "sdpa":
-        if position_bias is not None and mask is not None:
-            lowest = torch.finfo(query.dtype).min
-            mask = torch.where(mask, position_bias, lowest) if mask.dtype == torch.bool else mask + position_bias
-        output = nn.functional.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            position_bias if mask is None else mask,
-            options.get("dropout", 0.0),
-            scale=options.get("scaling"),
-        )
-        return output.reshape(batch, heads, length, -1).transpose(1, 2), None
-    if position_bias is not None:
-        options["position_bias"] = position_bias
-    function = ALL_ATTENTION_FUNCTIONS.get_interface(kind, eager)
-    output, weights = function(module, query, key, value, mask, **options)
-    if packs:
-        output = output.transpose(1, 2).reshape(batch, heads, length, -1).transpose(1, 2)
-        weights = weights.reshape(batch, heads, length, -1)
-    return output, weights
-
-
-def replace_attention(model: nn.Module, stock: type[nn.Module], grouped: Any) -> None:
-    """Replace every attention module of type `stock` by `grouped.like(module)`, which may have fewer K/V heads."""
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if type(child) is stock:
-                setattr(parent, name, grouped.like(child))
-
-
-# Shared part: end
-
-
-def eager_attention(module: Any, query: Any, key: Any, value: Any, mask: Any, **_: Any) -> tuple[Any, Any]:
+@repeating
+def eager_attention(module: Any, query: Any, key: Any, value: Any, mask: Any, **_options: Any) -> tuple[Any, Any]:
     """Unscaled attention; scores and softmax in float32, as GPT-Neo was trained."""
     scores = torch.matmul(query.float(), key.float().transpose(-1, -2))
     weights = module.attn_dropout(nn.functional.softmax(scores + mask, dim=-1).to(value.dtype))
     return torch.matmul(weights, value).transpose(1, 2), weights
 
 
-class GQAGPTNeoSelfAttention(gpt_neo.GPTNeoSelfAttention):
-    """GPT-Neo's attention with N K/V heads, through the configured attention function; every other layer sees a window
-    of keys.
-    """
+class GroupedGPTNeoAttention(GroupedAttention):
+    """GPT-Neo's attention through the configured attention function; every other layer sees a window of keys."""
 
-    @classmethod
-    def like(cls, stock: Any) -> Any:
-        """A fresh module with the settings of `stock`."""
-        return cls(stock.config, stock.attention_type, stock.layer_id)
-
-    def __init__(self, config: Any, attention_type: str, layer_id: int | None = None) -> None:
-        super().__init__(config, attention_type, layer_id)
-        groups = config.num_key_value_heads or self.num_heads
-        self.num_key_value_groups = self.num_heads // groups
-        self.window = config.window_size if attention_type == "local" else None
-        self.k_proj = nn.Linear(self.embed_dim, groups * self.head_dim, bias=False)
-        self.v_proj = nn.Linear(self.embed_dim, groups * self.head_dim, bias=False)
-
-    def split_heads(self, states: Any) -> Any:
-        """[B, L, heads * c] -> [B, heads, L, c]."""
-        return states.view(*states.shape[:2], -1, self.head_dim).transpose(1, 2)
-
-    def within_window(self, mask: Any, length: int, total: int, seen: Any, device: Any) -> Any:
+    def within_window(self: Any, mask: Any, length: int, total: int, seen: Any, device: Any) -> Any:
         """`mask`, restricted to keys that are neither ahead of their query nor behind its window; additive for eager.
 
-        None stays None where causality is all there is to it, which the attention function then sees to. Positions
-        count from the cache's beginning, so the empty end of a static cache does no harm.
+        Positions count from the cache's beginning, so the empty end of a static cache does no harm.
+
+        Args:
+            mask: None, boolean or additive, broadcasting to [B, 1, L, S].
+            length: L.
+            total: S.
+            seen: the number of keys that were in the cache.
+            device: of the mask.
         """
-        eager = self.config._attn_implementation == "eager"
-        if not eager and mask is None and (self.window is None or total <= self.window):
-            return None
         queries, keys = torch.arange(length, device=device)[:, None] + seen, torch.arange(total, device=device)
-        allowed = (keys <= queries)[None, None]
-        if self.window is not None:
-            allowed = allowed & (keys > queries - self.window)
+        allowed = keys <= queries
+        if self.attention_type == "local":
+            allowed = allowed & (keys > queries - self.config.window_size)
+        allowed = allowed[None, None]
         if mask is not None and mask.dtype == torch.bool:
             allowed, mask = allowed & mask, None
-        if not eager and mask is None:
+        eager = self.config._attn_implementation == "eager"
+        if mask is None and not eager:
             return allowed
-        dtype = torch.float32 if eager else mask.dtype
+        dtype = torch.float32 if mask is None else mask.dtype
         added = torch.zeros(allowed.shape, dtype=dtype, device=device).masked_fill(~allowed, torch.finfo(dtype).min)
         return added if mask is None else added + mask
 
     def forward(
-        self, hidden_states: Any, attention_mask: Any = None, layer_past: Any = None, **options: Any
+        self: Any, hidden_states: Any, attention_mask: Any = None, layer_past: Any = None, **options: Any
     ) -> tuple[Any, Any]:
-        query = self.split_heads(self.q_proj(hidden_states))
-        key, value = self.split_heads(self.k_proj(hidden_states)), self.split_heads(self.v_proj(hidden_states))
-        seen = 0
+        query = split_heads(self.q_proj(hidden_states), self.head_dim)
+        key = split_heads(self.k_proj(hidden_states), self.head_dim)
+        value = split_heads(self.v_proj(hidden_states), self.head_dim)
+        seen: Any = 0
         if layer_past is not None:
-            seen = layer_past.get_seq_length(self.layer_id)
-            seen = seen.clone() if isinstance(seen, torch.Tensor) else seen  # a static cache updates it in place
+            seen = layer_past.get_seq_length(self.layer_id) + 0  # a static cache updates its own number in place
             key, value = layer_past.update(key, value, self.layer_id)
         kind = self.config._attn_implementation
         if "flash" not in kind and "paged" not in kind:  # these functions apply the window themselves
-            attention_mask = self.within_window(attention_mask, query.shape[2], key.shape[2], seen, query.device)
-        output, weights = grouped_attention(
-            self,
-            query,
-            key,
-            value,
-            attention_mask,
-            eager_attention,
-            scaling=1.0,
-            sliding_window=self.window,
-            dropout=self.attn_dropout.p if self.training else 0.0,
-            **options,
-        )
-        return self.resid_dropout(self.out_proj(output.reshape(*hidden_states.shape[:2], -1))), weights
+            sizes = query.shape[2], key.shape[2]
+            attention_mask = self.within_window(attention_mask, *sizes, seen, query.device)
+        options |= {
+            "scaling": 1.0,
+            "sliding_window": self.config.window_size if self.attention_type == "local" else None,
+            "dropout": self.attn_dropout.p if self.training else 0.0,
+        }
+        output, weights = attend(self, query, key, value, attention_mask, eager_attention, **options)
+        return self.resid_dropout(self.out_proj(output)), weights
 
 
-@strict
-class GQAGPTNeoConfig(GPTNeoConfig):
-    model_type = "gqa_gpt_neo"
-    num_key_value_heads: int | None = None
-    """K/V heads; None for as many as query heads."""
-
-
-class GroupedModel:
-    """Builds transformers' model, then gives its attention modules fewer K/V heads and a choice of attention
-    functions.
-    """
-
-    _supports_sdpa = True
-
-    @classmethod
-    def _can_set_attn_implementation(cls) -> bool:
-        return True  # transformers would look in a source file, or ask its own class
-
-    def __init__(self, config: Any) -> None:
-        requested = config._attn_implementation
-        config._attn_implementation = "eager"  # the only kind that transformers' constructors always accept
-        super().__init__(config)
-        replace_attention(self, gpt_neo.GPTNeoSelfAttention, GQAGPTNeoSelfAttention)
-        config._attn_implementation = self._check_and_adjust_attn_implementation(requested, is_init_check=True)
-        self.post_init()
-
-
-class GQAGPTNeoModel(GroupedModel, gpt_neo.GPTNeoModel):
-    config: GQAGPTNeoConfig
-
-
-class GQAGPTNeoForCausalLM(GroupedModel, gpt_neo.GPTNeoForCausalLM):
-    config: GQAGPTNeoConfig
-
-
-class GQAGPTNeoForSequenceClassification(GroupedModel, gpt_neo.GPTNeoForSequenceClassification):
-    config: GQAGPTNeoConfig
-
-
-class GQAGPTNeoForTokenClassification(GroupedModel, gpt_neo.GPTNeoForTokenClassification):
-    config: GQAGPTNeoConfig
-
-
-class GQAGPTNeoForQuestionAnswering(GroupedModel, gpt_neo.GPTNeoForQuestionAnswering):
-    config: GQAGPTNeoConfig
+__getattr__ = class_maker(
+    __name__, attention={"GPTNeoSelfAttention": GroupedGPTNeoAttention}, eager_constructor=True, _supports_sdpa=True
+)

@@ -1,188 +1,33 @@
 """OPT with fewer K/V heads than query heads (Ainslie et al. 2023).
 
-This file is part of gqa-convert and is copied into every checkpoint converted from this family, so that transformers
-loads the checkpoint without gqa-convert. It therefore imports only torch and transformers.
-Everything but the attention modules is transformers' own code.
-
-Shape legend: B batch, L queries, S keys, H query heads, N K/V heads, c head_dim. Query head i reads K/V head
-i // (H / N).
+This file is part of gqa-convert. It is copied, with gqa_common.py, into every checkpoint converted from this family, so
+that transformers loads the checkpoint without gqa-convert.
 """
 
 from typing import Any
 
-import torch
-from huggingface_hub.dataclasses import strict
-from torch import nn
-from transformers import OPTConfig
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.opt import modeling_opt as opt
+from transformers.models.opt.modeling_opt import eager_attention_forward
+
+from .gqa_common import GroupedAttention, attend, class_maker, repeating, split_heads
+
+eager_attention = repeating(eager_attention_forward)
 
 
-# Shared part: begin (written by gqa_convert.families.modeling.generate from shared.py)
-def pack_heads(states: Any, groups: int) -> Any:
-    """[B, H, L, x] -> [B, N, H / N * L, x]: the query heads of a group move into the length axis. An array with one
-    head is returned unchanged, because it broadcasts.
-    """
-    if states.shape[1] == 1:
-        return states
-    return states.reshape(states.shape[0], groups, -1, states.shape[-1])
-
-
-def grouped_attention(
-    module: nn.Module,
-    query: Any,
-    key: Any,
-    value: Any,
-    mask: Any,
-    eager: Any,
-    *,
-    position_bias: Any = None,
-    **options: Any,
-) -> tuple[Any, Any]:
-    """Grouped-query attention through the configured attention function.
-
-    Where keys and values would be repeated in memory (always with eager attention, and with sdpa while decoding), the
-    query heads of a group are packed into the length axis instead, which gives the same sums from H / N times fewer
-    bytes.
-
-    Args:
-        module: the attention module; its `num_key_value_groups` is H / N.
-        query: [B, H, L, c].
-        key: [B, N, S, c].
-        value: [B, N, S, c].
-        mask: None, or broadcasting to [B, H, L, S], boolean or additive.
-        eager: the family's eager attention function, which needs as many keys and values as query heads.
-        position_bias: None, or added to the scores, broadcasting to [B, H, L, S].
-        options: `scaling`, `dropout` and further arguments of the function.
-
-    Returns:
-        The output [B, L, H, c] and, from eager attention, the attention weights [B, H, L, S].
-    """
-    kind = module.config._attn_implementation
-    batch, heads, length, _ = query.shape
-    groups = key.shape[1]
-    size, rest = divmod(heads, groups)
-    if rest:
-        raise ValueError(f"{groups} K/V heads do not divide {heads} query heads")
-    paged = options.get("cache") is not None  # continuous batching: the attention function itself updates the cache
-    packs = size > 1 and not paged and (kind == "eager" or (kind == "sdpa" and length == 1))
-    if packs:
-        query = pack_heads(query, groups)
-        if position_bias is not None:
-            position_bias = pack_heads(position_bias, groups)
-        if mask is not None:
-            mask = mask.repeat(1, 1, size, 1) if mask.shape[1] == 1 and mask.shape[2] > 1 else pack_heads(mask, groups)
-    if packs and kind == "sdpa":
-        if position_bias is not None and mask is not None:
-            lowest = torch.finfo(query.dtype).min
-            mask = torch.where(mask, position_bias, lowest) if mask.dtype == torch.bool else mask + position_bias
-        output = nn.functional.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            position_bias if mask is None else mask,
-            options.get("dropout", 0.0),
-            scale=options.get("scaling"),
-        )
-        return output.reshape(batch, heads, length, -1).transpose(1, 2), None
-    if position_bias is not None:
-        options["position_bias"] = position_bias
-    function = ALL_ATTENTION_FUNCTIONS.get_interface(kind, eager)
-    output, weights = function(module, query, key, value, mask, **options)
-    if packs:
-        output = output.transpose(1, 2).reshape(batch, heads, length, -1).transpose(1, 2)
-        weights = weights.reshape(batch, heads, length, -1)
-    return output, weights
-
-
-def replace_attention(model: nn.Module, stock: type[nn.Module], grouped: Any) -> None:
-    """Replace every attention module of type `stock` by `grouped.like(module)`, which may have fewer K/V heads."""
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if type(child) is stock:
-                setattr(parent, name, grouped.like(child))
-
-
-# Shared part: end
-
-
-class GQAOPTAttention(opt.OPTAttention):
-    """OPT's attention with N K/V heads: the queries rather than the scores are scaled."""
-
-    eager = staticmethod(opt.eager_attention_forward)
-
-    @classmethod
-    def like(cls, stock: Any) -> Any:
-        """A fresh module with the settings of `stock`."""
-        return cls(stock.config, layer_idx=stock.layer_idx)
-
-    def __init__(self, config: Any, layer_idx: int | None = None) -> None:
-        super().__init__(config, layer_idx=layer_idx)
-        groups = config.num_key_value_heads or self.num_heads
-        if self.num_heads % groups:
-            raise ValueError(f"{groups} K/V heads do not divide {self.num_heads} query heads")
-        self.num_key_value_groups = self.num_heads // groups
-        self.k_proj = nn.Linear(self.embed_dim, groups * self.head_dim, bias=config.enable_bias)
-        self.v_proj = nn.Linear(self.embed_dim, groups * self.head_dim, bias=config.enable_bias)
-
-    def split_heads(self, states: Any) -> Any:
-        """[B, L, heads * c] -> [B, heads, L, c]."""
-        return states.view(*states.shape[:2], -1, self.head_dim).transpose(1, 2)
+class GroupedOPTAttention(GroupedAttention):
+    """OPT's attention, in which the queries rather than the scores are scaled."""
 
     def forward(
-        self, hidden_states: Any, past_key_values: Any = None, attention_mask: Any = None, **options: Any
+        self: Any, hidden_states: Any, past_key_values: Any = None, attention_mask: Any = None, **options: Any
     ) -> tuple[Any, Any]:
-        query = self.split_heads(self.q_proj(hidden_states) * self.scaling)
-        key, value = self.split_heads(self.k_proj(hidden_states)), self.split_heads(self.v_proj(hidden_states))
+        query = split_heads(self.q_proj(hidden_states) * self.scaling, self.head_dim)
+        key = split_heads(self.k_proj(hidden_states), self.head_dim)
+        value = split_heads(self.v_proj(hidden_states), self.head_dim)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
-        output, weights = grouped_attention(
-            self,
-            query,
-            key,
-            value,
-            attention_mask,
-            self.eager,
-            scaling=1.0,
-            dropout=self.dropout if self.training else 0.0,
-            **options,
-        )
-        return self.out_proj(output.reshape(*hidden_states.shape[:2], -1)), weights
+        dropout = self.dropout if self.training else 0.0
+        options |= {"scaling": 1.0, "dropout": dropout}
+        output, weights = attend(self, query, key, value, attention_mask, eager_attention, **options)
+        return self.out_proj(output), weights
 
 
-@strict
-class GQAOPTConfig(OPTConfig):
-    model_type = "gqa_opt"
-    num_key_value_heads: int | None = None
-    """None for as many as query heads."""
-
-
-class GroupedModel:
-    """Builds transformers' model, then gives its attention modules fewer K/V heads."""
-
-    attention: tuple[Any, Any]
-
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        replace_attention(self, *self.attention)
-        self.post_init()
-
-
-class GroupedOPT(GroupedModel):
-    attention = (opt.OPTAttention, GQAOPTAttention)
-
-
-class GQAOPTModel(GroupedOPT, opt.OPTModel):
-    config: GQAOPTConfig
-
-
-class GQAOPTForCausalLM(GroupedOPT, opt.OPTForCausalLM):
-    config: GQAOPTConfig
-
-
-class GQAOPTForSequenceClassification(GroupedOPT, opt.OPTForSequenceClassification):
-    config: GQAOPTConfig
-
-
-class GQAOPTForQuestionAnswering(GroupedOPT, opt.OPTForQuestionAnswering):
-    config: GQAOPTConfig
+__getattr__ = class_maker(__name__, attention={"OPTAttention": GroupedOPTAttention})

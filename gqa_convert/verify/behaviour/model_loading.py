@@ -2,7 +2,7 @@
 
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,13 +14,13 @@ FLOAT32_LIMIT = 3_000_000_000
 """Models of more parameters run in the checkpoint's own type, to fit in memory."""
 
 
-def load_model(folder: Path, parameters: int, *, code: str | None = None) -> loading.AnyModel:
+def load_model(folder: Path, parameters: int, *, own_code: Sequence[str] = ()) -> loading.AnyModel:
     """A model on the CPU in evaluation mode, in float32 unless it has too many parameters.
 
     Args:
         folder: the checkpoint.
         parameters: about how many numbers it has.
-        code: the name of the modelling file in it that may run.
+        own_code: the names of the files in it that may run: its modelling file, and what that imports.
 
     Raises:
         Failure: transformers cannot load it, or finds no tensor for one of its parameters.
@@ -29,11 +29,11 @@ def load_model(folder: Path, parameters: int, *, code: str | None = None) -> loa
 
     dtype = torch.float32 if parameters <= FLOAT32_LIMIT else "auto"
     try:
-        if code is None:
-            found = loading.load_any_model(folder, dtype)
-        else:
-            with _with_this_code_alone(folder, code) as alone:
+        if own_code:
+            with _with_this_code_alone(folder, own_code) as alone:
                 found = loading.load_any_model(alone, dtype, run_code=True)
+        else:
+            found = loading.load_any_model(folder, dtype)
     except Exception as problem:
         raise Failure(f"transformers cannot load {folder} ({first_line(problem)})") from None
     if found.missing:
@@ -44,8 +44,8 @@ def load_model(folder: Path, parameters: int, *, code: str | None = None) -> loa
 
 
 @contextmanager
-def _with_this_code_alone(out: Path, code: str) -> Iterator[Path]:
-    """A temporary folder with OUT's weights, configs and modelling file, and none of the other code beside them."""
+def _with_this_code_alone(out: Path, own_code: Sequence[str]) -> Iterator[Path]:
+    """A temporary folder with OUT's weights, configs and modelling files, and none of the other code beside them."""
     with tempfile.TemporaryDirectory() as root:
         folder = Path(root) / "gqa_checkpoint"  # a constant name: transformers keeps a copy of the code under it
         folder.mkdir()
@@ -53,5 +53,6 @@ def _with_this_code_alone(out: Path, code: str) -> Iterator[Path]:
         for name in names:
             if (out / name).is_file():
                 (folder / name).symlink_to((out / name).resolve())
-        shutil.copyfile(out / code, folder / code)
+        for name in own_code:
+            shutil.copyfile(out / name, folder / name)
         yield folder

@@ -124,8 +124,8 @@ def run_out(
 def _load(inputs: Inputs, stored: StoredResult, parameters: int, seed: int) -> LoadedOut:
     # the modelling file runs from OUT, as it does where this package is not installed
     modeling = None if stored.geometry is None else modelling_file(inputs.family, stored.geometry)
-    code = f"{modeling.file}.py" if stored.own_file and modeling else None
-    loaded = load_model(inputs.out, parameters, code=code)
+    own_code = [file.name for file in modeling.files] if stored.own_file and modeling else []
+    loaded = load_model(inputs.out, parameters, own_code=own_code)
     cross = stored.geometry is not None and "cross" in stored.geometry.counts
     probe = Probe(loaded.model, seed, cross=cross)
     output = probe.output(loaded.model)

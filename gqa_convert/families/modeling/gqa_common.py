@@ -1,0 +1,238 @@
+"""What the modelling files of gqa-convert have in common: models with fewer K/V heads than query heads (Ainslie et al.
+2023), made from transformers' own.
+
+This file and one modelling file are copied into every checkpoint whose model type has no stock class, so that
+transformers loads the checkpoint without gqa-convert. Both import only torch and transformers.
+
+A class is made when it is first asked for: `GQA` and the name of a class of transformers is that class with fewer K/V
+heads. Its constructor builds transformers' model and then gives each attention module fewer K/V heads. Only the model
+that is loaded is imported, so that one that a later transformers lacks does not disturb the others.
+
+Shape legend: B batch, L queries, S keys, H query heads, N K/V heads, c head_dim. Query head i reads K/V head i // (H / N).
+"""
+
+import copy
+import functools
+import sys
+from collections.abc import Callable, Mapping
+from types import FunctionType
+from typing import Any
+
+import transformers
+from huggingface_hub.dataclasses import strict
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+PREFIX = "GQA"
+
+Eager = Callable[..., tuple[Any, Any]]
+
+
+# Attention
+
+
+def repeating(eager: Eager) -> Eager:
+    """An eager attention function that repeats keys and values [B, N, S, c] for `eager`, which needs as many as query
+    heads.
+    """
+
+    @functools.wraps(eager)
+    def attention(module: nn.Module, query: Any, key: Any, value: Any, mask: Any, **options: Any) -> tuple[Any, Any]:
+        size = query.shape[1] // key.shape[1]
+        return eager(module, query, key.repeat_interleave(size, 1), value.repeat_interleave(size, 1), mask, **options)
+
+    return attention
+
+
+def attend(module: Any, query: Any, key: Any, value: Any, mask: Any, eager: Eager, **options: Any) -> tuple[Any, Any]:
+    """Attention through the function that the config names.
+
+    Args:
+        module: the attention module.
+        query: [B, H, L, c].
+        key: [B, N, S, c].
+        value: [B, N, S, c].
+        mask: None, or broadcasting to [B, H, L, S].
+        eager: the family's eager attention function, which repeats keys and values.
+        options: further arguments of the function.
+
+    Returns:
+        The output [B, L, H * c] and, from eager attention, the attention weights [B, H, L, S].
+    """
+    function = ALL_ATTENTION_FUNCTIONS.get_interface(module.config._attn_implementation, eager)
+    output, weights = function(module, query, key, value, mask, **options)
+    return output.flatten(2), weights
+
+
+def split_heads(states: Any, head_dim: int) -> Any:
+    """[B, L, heads * c] -> [B, heads, L, c]."""
+    return states.unflatten(-1, (-1, head_dim)).transpose(1, 2)
+
+
+class GroupedAttention:
+    """What is added to an attention module of transformers, whose own forward runs unless a derived class has one."""
+
+    projections: tuple[str, ...] = ("k_proj", "v_proj")
+    heads_name = "num_heads"
+
+    def regroup(self: Any, groups: int) -> None:
+        """Make the projections of keys and values smaller.
+
+        Args:
+            groups: the number of query heads that share a K/V head.
+        """
+        self.num_key_value_groups = groups
+        for name in self.projections:
+            stock = getattr(self, name)
+            made = nn.Linear(stock.in_features, stock.out_features // groups, bias=stock.bias is not None)
+            setattr(self, name, made)
+
+
+class FusedAttention(GroupedAttention):
+    """The same for one projection of queries, keys and values, whose rows become [q | k | v], each head by head."""
+
+    projections = ("query_key_value",)
+
+    def regroup(self: Any, groups: int) -> None:
+        self.num_key_value_groups = groups
+        (name,) = self.projections
+        stock = getattr(self, name)
+        hidden_size = stock.in_features
+        self.widths = [hidden_size, hidden_size // groups, hidden_size // groups]
+        setattr(self, name, type(stock)(hidden_size, sum(self.widths), bias=stock.bias is not None))
+
+    def split(self: Any, states: Any) -> list[Any]:
+        """Queries, keys and values [B, heads, L, c] from the projected states [B, L, (H + 2 N) * c]."""
+        head_dim = self.widths[0] // getattr(self, self.heads_name)
+        return [split_heads(part, head_dim) for part in states.split(self.widths, dim=-1)]
+
+
+def repeating_forward(forward: Any) -> Any:
+    """The forward function of a stock attention class, whose eager attention repeats keys and values.
+
+    It is the same compiled code, with one name of its module bound anew.
+    """
+    names = forward.__globals__ | {"eager_attention_forward": repeating(forward.__globals__["eager_attention_forward"])}
+    return FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+
+
+@functools.cache
+def attention_class(stock: Any, grouped: type) -> Any:
+    """The class of an attention module of type `stock` with `grouped` added."""
+    made: Any = type(PREFIX + stock.__name__, (grouped, stock), {})
+    if made.forward is stock.forward:
+        made.forward = repeating_forward(stock.forward)
+    globals()[made.__name__] = made  # where pickle looks for it
+    return made
+
+
+def query_heads_per_kv_head(module: Any, config: Any) -> int:
+    """How many query heads share a K/V head in an attention module.
+
+    Raises:
+        ValueError: the config's number of K/V heads does not divide the number of query heads.
+    """
+    heads: int = getattr(module, module.heads_name)
+    of_encoder = not getattr(module, "is_decoder", True)
+    stated: int | None = config.encoder_num_key_value_heads if of_encoder else config.num_key_value_heads
+    if stated and heads % stated:
+        raise ValueError(f"{stated} K/V heads do not divide {heads} query heads")
+    return heads // (stated or heads)
+
+
+# Models and configs
+
+
+class GroupedModel:
+    """What is added to a model of transformers."""
+
+    attention: Mapping[str, type[GroupedAttention]]
+    eager_constructor = False
+    """Whether the stock constructors accept eager attention alone."""
+
+    @classmethod
+    def _can_set_attn_implementation(cls: Any) -> bool:
+        return bool(cls._supports_sdpa)  # transformers would look in a source file, or ask its own class
+
+    def __init__(self: Any, config: Any) -> None:
+        requested = config._attn_implementation
+        if self.eager_constructor:
+            config._attn_implementation = "eager"
+        super().__init__(config)
+        self.regroup(config)
+        if self.eager_constructor:
+            config._attn_implementation = self._check_and_adjust_attn_implementation(requested, is_init_check=True)
+        self.post_init()
+
+    def regroup(self: Any, config: Any) -> None:
+        """Give the attention modules, which are known by the names of their classes, fewer K/V heads."""
+        for module in list(self.modules()):
+            stock: Any = type(module)
+            grouped = self.attention.get(stock.__name__)
+            if grouped is not None:
+                module.__class__ = attention_class(stock, grouped)
+                module.config = getattr(module, "config", config)
+                module.regroup(query_heads_per_kv_head(module, config))
+
+
+def regroup_layers(model: Any, counts: list[int]) -> None:
+    """Give the attention of each layer a number of K/V heads, where transformers' class takes it from the config.
+
+    Args:
+        model: of which every attention module has the attribute `num_key_value_groups`.
+        counts: the number of each layer.
+    """
+    for parent in list(model.modules()):
+        for name, stock in list(parent.named_children()):
+            if hasattr(stock, "num_key_value_groups"):
+                config = copy.copy(stock.config)
+                config.num_key_value_heads = counts[stock.layer_idx]
+                made = type(stock)(config, stock.layer_idx)
+                made.config = stock.config  # a later change of the attention function reaches every layer
+                setattr(parent, name, made)
+
+
+def config_class(stock: Any) -> Any:
+    """The config class of a model type with fewer K/V heads."""
+
+    @strict
+    class Config(stock):
+        model_type = f"{PREFIX.lower()}_{stock.model_type.replace('-', '_')}"
+        # Whisper's makes num_key_value_heads another name of encoder_attention_heads.
+        attribute_map = {  # noqa: RUF012
+            name: other for name, other in stock.attribute_map.items() if name != "num_key_value_heads"
+        }
+        num_key_value_heads: int | None = None
+        """K/V heads of self-attention and of a decoder's cross-attention; None for as many as query heads."""
+        encoder_num_key_value_heads: int | None = None
+
+    return Config
+
+
+def class_maker(
+    module: str, make_config: Callable[[Any], Any] = config_class, **of_models: Any
+) -> Callable[[str], Any]:
+    """The `__getattr__` of a modelling file.
+
+    Args:
+        module: its `__name__`.
+        make_config: makes a config class from transformers' own.
+        of_models: attributes of its model classes.
+    """
+
+    def make(name: str) -> Any:
+        stock: Any = getattr(transformers, name.removeprefix(PREFIX), None) if name.startswith(PREFIX) else None
+        bases = stock.__mro__ if isinstance(stock, type) else ()
+        if PreTrainedConfig in bases:
+            made = make_config(stock)
+        elif PreTrainedModel in bases:
+            own_config = getattr(sys.modules[module], PREFIX + stock.config_class.__name__)
+            made = type(name, (GroupedModel, stock), {"config_class": own_config, **of_models})
+        else:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        made.__module__, made.__name__, made.__qualname__ = module, name, name
+        setattr(sys.modules[module], name, made)  # one class for everyone who asks, as pickle needs
+        return made
+
+    return make

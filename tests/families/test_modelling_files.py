@@ -1,0 +1,428 @@
+"""Results that bring a modelling file: they load where gqa-convert is not, and compute what the stock source computes
+once each K/V head is replaced by its group's mean.
+"""
+
+import ast
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from torch import nn
+from transformers.models.auto import modeling_auto
+
+from gqa_convert.checkpoint.source import open_checkpoint
+from gqa_convert.conversion.options import ConversionOptions
+from gqa_convert.conversion.plan import make_plan
+from gqa_convert.conversion.run import convert_checkpoint
+from gqa_convert.errors import UnsupportedFamilyError
+from gqa_convert.families.family import MODELING
+from gqa_convert.families.table import FAMILIES, Modeling
+from tests.helpers.elsewhere import (
+    WAYS,
+    Elsewhere,
+    attentions,
+    cached_heads,
+    first_output,
+    logits,
+    logits_in_parts,
+    measure,
+    measure_training,
+)
+from tests.helpers.folding_cases import SOURCE_HEADS, Case, pool
+from tests.helpers.hub_server import HubServer
+from tests.helpers.native import distance
+from tests.helpers.own_files import CASES, SIZES, auto_class, load_stock, make_source
+from tests.helpers.tiny import HEADS
+
+FILES = sorted(MODELING.glob("gqa_*.py"))
+OWN = {name: family for name, family in FAMILIES.items() if family.modeling and not family.is_converted}
+
+ROUNDING = 2e-5
+"""How far equal models may lie apart in float32, as a share of the logits' spread."""
+STOCK_STATIC_CACHE_FAILS = ("falcon, RW",)
+STOCK_STATIC_CACHE_IS_WRONG = ("gpt_neo",)
+"""Its window is counted from the end of the cache, empty places included."""
+
+
+def modeling_of(model_type: str) -> Modeling:
+    modeling = OWN[model_type].modeling
+    assert modeling is not None
+    return modeling
+
+
+def whole(value: Any) -> Any:
+    """A measurement, which must not be the trace of an error."""
+    assert not isinstance(value, str), value
+    return value
+
+
+@dataclass(frozen=True)
+class Row:
+    """A conversion: the case, its K/V heads, and whether the encoder is converted too."""
+
+    case: str
+    groups: int = 3
+    encoder: bool = False
+
+    @property
+    def model_type(self) -> str:
+        return CASES[self.case][0]
+
+    @property
+    def heads(self) -> int:
+        return SOURCE_HEADS.get(self.case, HEADS)
+
+    def stock(self, source: Path, auto: str | None = None, **options: Any) -> nn.Module:
+        """The source with merged heads."""
+        model = pool(
+            Case(self.model_type, load_stock(source, self.model_type, auto, **options), self.heads), self.groups
+        )
+        if self.encoder:
+            heads = model.config.num_attention_heads
+            pool(Case(self.model_type, model, heads, heads, encoder=True), self.groups)
+        return model
+
+    def __str__(self) -> str:
+        return f"{self.case} to {self.groups}{' with its encoder' if self.encoder else ''}"
+
+
+FEWER = {"gpt_neo": 4, "falcon": 4, "falcon, 40B with 4": 2}
+"""Counts other than 3."""
+ROWS = [
+    *(Row(case, FEWER.get(case, 3)) for case in CASES if CASES[case][0] not in ("gptj", "codegen", "persimmon")),
+    *(Row(case, 1) for case in ("t5", "whisper", "gpt2", "gpt_neox", "bloom", "mpt", "falcon, 40B")),
+    *(Row(case, 12) for case in ("falcon, 7B", "falcon, 40B")),
+    *(Row(case, encoder=True) for case in ("t5", "whisper", "switch_transformers")),
+    *(Row(case, groups, encoder=True) for case, groups in (("umt5", 4), ("bart", 4), ("marian", 2))),
+]
+
+
+@pytest.fixture(scope="session")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Makes the tiny checkpoint of a case, once."""
+    made: dict[str, Path] = {}
+
+    def make(case: str) -> Path:
+        model_type, changes = CASES[case]
+        if case not in made:
+            made[case] = make_source(model_type, tmp_path_factory.mktemp(model_type) / "source", **changes)
+        return made[case]
+
+    return make
+
+
+def converted(source: Path, groups: int, **options: Any) -> Path:
+    """The source with so many K/V heads, converted once, never to another type's stock class."""
+    out = source.parent / "-".join(("groups", str(groups), *options))
+    if not out.exists():
+        convert_checkpoint(source, out, groups, ConversionOptions(native=False, method="mean", **options))
+    return out
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_a_result_is_its_source_with_merged_heads(
+    row: Row, sources: Callable[[str], Path], elsewhere: Elsewhere
+) -> None:
+    """Logits, caches, tokens, attention weights and gradients, with sdpa and eager attention, saved and loaded again."""
+    source = sources(row.case)
+    folder = converted(source, row.groups, **({"encoder": True} if row.encoder else {}))
+    found = whole(
+        elsewhere.ask(
+            "measure",
+            folder=str(folder),
+            auto=auto_class(row.model_type),
+            ways=list(WAYS),
+            saved=True,
+            thorough=True,
+            compiled=row.case in ("t5", "gpt2"),
+        )
+    )
+    check_loading(row, source, folder, found)
+    stock = row.stock(source)
+    expected = measure(stock, list(WAYS))
+    eager = row.stock(source, attn_implementation="eager")
+    for kind, model in ((found, stock), (found["eager"], eager)):
+        assert distance(whole(kind["logits"]), logits(model)) < ROUNDING
+        assert distance(whole(kind["logits in parts"]), logits_in_parts(model)) < ROUNDING
+        assert whole(kind["heads"]) == {key: [row.groups] for key in whole(expected["heads"])}
+        check_tokens(row, kind["tokens"], expected["tokens"])
+    check_merging(row, source, found["logits"])
+    check_attentions(whole(found["attentions"]), attentions(eager))
+    check_gradients(row, whole(found["training"]), measure_training(stock)["plain"])
+    check_saved(row, found)
+    half = whole(found["bfloat16"])
+    assert half.dtype == torch.bfloat16
+    assert nn.functional.cosine_similarity(half.float().flatten(), found["logits"].flatten(), dim=0) > 0.98
+    assert torch.equal(whole(found["device map"]), found["logits"])
+    if "compiled" in found:
+        assert distance(whole(found["compiled"]), found["logits"]) < ROUNDING
+
+
+def check_loading(row: Row, source: Path, folder: Path, found: dict[str, Any]) -> None:
+    """It runs the files that it brings, which are the package's, and its config is the source's but for the keys that
+    lead to them.
+    """
+    modeling = modeling_of(row.model_type)
+    assert found["info"] == {"missing_keys": [], "unexpected_keys": [], "mismatched_keys": []}
+    config, before = (json.loads((each / "config.json").read_text()) for each in (folder, source))
+    module, _, name = found["class"].rpartition(".")
+    assert module.startswith("transformers_modules.")
+    assert name == f"GQA{before['architectures'][0]}"
+    for file in modeling.files:
+        assert (folder / file.name).read_bytes() == file.read_bytes()
+        assert Path(found["file"]).with_name(file.name).read_bytes() == file.read_bytes()
+    keys = {"num_key_value_heads": row.groups} | ({"encoder_num_key_value_heads": row.groups} if row.encoder else {})
+    added = {"model_type": modeling.model_type, "architectures": [name], "auto_map": modeling.auto_map} | keys
+    added |= {"multi_query_attention": True, "multi_query_group_num": row.groups}
+    config.pop("tokenizer_class")
+    assert config == before | added
+
+
+def check_tokens(row: Row, found: dict[str, Any], expected: dict[str, Any]) -> None:
+    """They are the stock class's, except where that has a defect of its own."""
+    for way, tokens in found.items():
+        wanted = expected[way]
+        if way == "static cache" and row.case in STOCK_STATIC_CACHE_FAILS:
+            assert isinstance(wanted, str)
+            continue
+        if way == "static cache" and row.case in STOCK_STATIC_CACHE_IS_WRONG:
+            assert wanted != expected["greedy"]
+            wanted = expected["greedy"]
+        assert whole(tokens) == whole(wanted), way
+
+
+def check_merging(row: Row, source: Path, found: torch.Tensor) -> None:
+    """Something was merged, namely neighbours, and the encoder only where it was asked for."""
+    others = []
+    if row.groups < row.heads:
+        others.append(load_stock(source, row.model_type))
+    if 1 < row.groups < row.heads:
+        strided = load_stock(source, row.model_type)
+        others.append(pool(Case(row.model_type, strided, row.heads), row.groups, strided=True))
+    if row.encoder:
+        others.append(Row(row.case, row.groups).stock(source))
+    for other in others:
+        assert distance(found, logits(other)) > 0.01
+
+
+def check_attentions(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for kind, weights in expected.items():
+        assert found[kind].shape == weights.shape
+        assert (found[kind] - weights).abs().max() < ROUNDING
+
+
+def check_gradients(row: Row, found: dict[str, dict[str, Any]], expected: dict[str, torch.Tensor]) -> None:
+    """They are those of the stock source, summed over a group for keys and values, with gradient checkpointing too."""
+    assert found["plain"].keys() == expected.keys()
+    rounding = 1e-6 * max(float(gradient.abs().max()) for gradient in expected.values())
+    for name, gradient in found["plain"].items():
+        assert gradient.isfinite().all()
+        allowed = 1e-3 * expected[name].abs().max() + rounding
+        assert (found["checkpointing"][name] - gradient).abs().max() < allowed
+        if gradient.shape == expected[name].shape:
+            assert (gradient - expected[name]).abs().max() < allowed
+        elif name.split(".")[-2] in ("k", "v", "k_proj", "v_proj"):
+            size = len(expected[name]) // len(gradient)
+            summed = expected[name].unflatten(0, (row.groups, size, -1)).sum(1).flatten(0, 1)
+            assert (gradient - summed).abs().max() < allowed
+
+
+def check_saved(row: Row, found: dict[str, Any]) -> None:
+    modeling, saved = modeling_of(row.model_type), whole(found["saved"])
+    assert not saved["differing"]
+    assert {file.name for file in modeling.files} <= set(saved["files"])
+    assert saved["config"]["auto_map"] == modeling.auto_map
+    assert saved["config"]["model_type"] == modeling.model_type
+    assert saved["config"]["num_key_value_heads"] == row.groups
+    assert torch.equal(saved["logits"], found["logits"])
+
+
+@pytest.mark.parametrize("model_type", SIZES)
+def test_every_auto_class_loads_it(model_type: str, sources: Callable[[str], Path], elsewhere: Elsewhere) -> None:
+    """Each one that the config names: what it lacks is what the stock class lacks, and it computes the same."""
+    row, source = Row(model_type), sources(model_type)
+    autos = [auto for auto, _ in modeling_of(model_type).classes[1:]]
+    folder = str(converted(source, 3))
+    answer = whole(elsewhere.ask("measure", folder=folder, auto=auto_class(model_type), ways=[], autos=autos))
+    for auto, found in whole(answer["autos"]).items():
+        found = whole(found)
+        model = row.stock(source, auto)
+        _, info = getattr(transformers, auto).from_pretrained(source, output_loading_info=True)
+        assert found["missing"] == sorted(info["missing_keys"]), auto
+        assert found["unexpected"] == sorted(info["unexpected_keys"]), auto
+        assert distance(found["output"], first_output(model, found["missing"])) < ROUNDING, auto
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_own_count_is_a_stock_checkpoint(case: str, sources: Callable[[str], Path]) -> None:
+    source, heads = sources(case), SOURCE_HEADS.get(case, HEADS)
+    folder = converted(source, heads)
+    assert not list(folder.glob("*.py"))
+    before, after = (json.loads((each / "config.json").read_text()) for each in (source, folder))
+    older = {"torch_dtype", "rotary_emb_base", "rotary_pct", "rope_theta", "partial_rotary_factor"}
+    added = {"multi_query_attention": True, "multi_query_group_num": heads}
+    assert {key: value for key, value in after.items() if key not in older - before.keys()} == before | added
+    ours, theirs = (load_file(each / "model.safetensors") for each in (folder, source))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name].view(torch.uint8), tensor.view(torch.uint8)) for name, tensor in theirs.items())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_full_heads_do_not_load_as_merged_ones(
+    case: str, sources: Callable[[str], Path], elsewhere: Elsewhere, tmp_path: Path
+) -> None:
+    """The weights of one count under the config of another raise, rather than be misread."""
+    source, heads = sources(case), SOURCE_HEADS.get(case, HEADS)
+    mixed = shutil.copytree(converted(source, FEWER.get(case, 3)), tmp_path / "mixed")
+    full = converted(source, 12) if heads == 1 else source
+    shutil.copyfile(full / "model.safetensors", mixed / "model.safetensors")
+    error = elsewhere.ask("load", folder=str(mixed), auto=auto_class(CASES[case][0]))
+    assert "mismatch" in str(error)
+
+
+@pytest.fixture(scope="session")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Elsewhere]:
+    """A process with gqa-convert, whose classes transformers knows."""
+    process = Elsewhere(tmp_path_factory.mktemp("package"), package=True)
+    yield process
+    process.close()
+
+
+@pytest.mark.parametrize("model_type", ["t5", "whisper", "gpt2", "falcon"])
+def test_package_is_used_where_it_is(
+    model_type: str, sources: Callable[[str], Path], elsewhere: Elsewhere, package: Elsewhere
+) -> None:
+    """Registered classes load results without running code from them, and win where running it is allowed."""
+    row, modeling = Row(model_type), modeling_of(model_type)
+    request = {"folder": str(converted(sources(model_type), 3)), "auto": auto_class(model_type), "ways": ["greedy"]}
+    alone = whole(elsewhere.ask("measure", **request))
+    answer = whole(package.ask("measure", trust=False, saved=True, **request))
+    module = f"gqa_convert.families.modeling.{modeling.file}"
+    assert answer["class"].rpartition(".")[0] == module
+    assert answer["trusted class"] == module
+    assert torch.equal(whole(answer["logits"]), whole(alone["logits"]))
+    assert whole(answer["tokens"]["greedy"]) == alone["tokens"]["greedy"]
+    check_saved(row, answer)
+
+
+FROM_HUB = """
+import sys, torch, transformers
+sys.modules["gqa_convert"] = None
+auto, commit = sys.argv[1:]
+model = getattr(transformers, auto).from_pretrained("org/result", trust_remote_code=True, code_revision=commit)
+print(type(model).__module__, type(model).__name__)
+"""
+
+
+@pytest.mark.parametrize("model_type", ["marian", "gpt_neox"])
+def test_it_loads_from_a_hub(model_type: str, sources: Callable[[str], Path], tmp_path: Path) -> None:
+    """transformers downloads both files."""
+    folder = converted(sources(model_type), 3)
+    with HubServer({"org/result": {"main": folder}}) as hub:
+        done = subprocess.run(
+            [sys.executable, "-c", FROM_HUB, auto_class(model_type), hub.commit("org/result", "main")],
+            env={"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "OMP_NUM_THREADS": "1"},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        assert all(hub.sent(file.name) for file in modeling_of(model_type).files)
+    assert "transformers_modules.org.result." in done.stdout
+
+
+WITHOUT_MARIAN = """
+import sys, transformers
+sys.modules["gqa_convert"] = sys.modules["transformers.models.marian.modeling_marian"] = None
+transformers.AutoModelForSeq2SeqLM.from_pretrained(sys.argv[1], trust_remote_code=True)
+"""
+
+
+def test_a_module_that_transformers_lacks_breaks_no_other(sources: Callable[[str], Path], tmp_path: Path) -> None:
+    for model_type, code in (("bart", 0), ("marian", 1)):
+        done = subprocess.run(
+            [sys.executable, "-c", WITHOUT_MARIAN, str(converted(sources(model_type), 3))],
+            env={"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == code, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("model_type", OWN)
+def test_records_name_the_classes_of_transformers(model_type: str) -> None:
+    """Each auto class that loads a stock model loads the class that is made of it."""
+    modeling = modeling_of(model_type)
+    assert {place.partition(".")[0] for place in modeling.auto_map.values()} == {modeling.file}
+    assert FAMILIES[modeling.model_type].modeling == modeling
+    for auto, name in modeling.classes[1:]:
+        table = getattr(modeling_auto, auto)._model_mapping._model_mapping
+        assert f"GQA{table[model_type]}" == name
+
+
+def test_every_modelling_file_has_a_record() -> None:
+    named = {
+        file
+        for family in FAMILIES.values()
+        for each in (family.modeling, *family.layerwise)
+        if each
+        for file in each.files
+    }
+    assert set(FILES) == named, (
+        "gqa_convert/families/modeling/ and the files that own_file(...) names in gqa_convert/families/records/ differ"
+    )
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda path: path.name)
+def test_imports(file: Path) -> None:
+    """Nothing but torch, transformers, what comes with it, the standard library and the file that all share."""
+    roots = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0 or (node.level, node.module) == (1, "gqa_common")
+            roots |= {str(node.module).partition(".")[0]} if node.level == 0 else set()
+        elif isinstance(node, ast.Import):
+            roots |= {alias.name.partition(".")[0] for alias in node.names}
+    assert roots <= {"torch", "transformers", "huggingface_hub"} | sys.stdlib_module_names
+
+
+@pytest.mark.parametrize("case", ["t5", "gpt2, cross-attention", "whisper", "falcon, 40B"])
+def test_plan_tells_what_is_needed(case: str, sources: Callable[[str], Path]) -> None:
+    row, source = Row(case), sources(case)
+    modeling = modeling_of(row.model_type)
+    plan = make_plan(open_checkpoint(source), 3, native=False)
+    assert plan.route == "own file"
+    assert not plan.loads_in
+    summary = plan.summary()
+    assert summary["modeling_file"] == f"{modeling.file}.py"
+    assert summary["result_model_type"] == modeling.model_type
+    held = cached_heads(load_stock(source, row.model_type))
+    sizes = plan.cache_bytes()
+    assert ("cross_kv_bytes_per_encoder_token" in sizes) == ("cross" in held)
+    for both in sizes.values():
+        assert both.before * 3 == both.after * row.heads
+
+
+@pytest.mark.parametrize(
+    ("kind", "word"),
+    [("grouped_query_attention", "grouped K/V heads"), ("multiquery_attention", "one K/V head already")],
+)
+def test_mpt_of_other_kinds_is_refused_for_what_it_is(kind: str, word: str, tmp_path: Path) -> None:
+    source = make_source("mpt", tmp_path / "source")
+    config = json.loads((source / "config.json").read_text())
+    config["attn_config"] |= {"attn_type": kind, "kv_n_heads": 4}
+    (source / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedFamilyError, match=f"attn_type = .{kind}.*{word}.*llm-foundry"):
+        make_plan(open_checkpoint(source), 3)
