@@ -74,7 +74,7 @@ LONGROPE = {"rope_type": "longrope", "short_factor": [1.0, 1.5, 2, 3], "long_fac
 ORIGINAL = {"original_max_position_embeddings": 16}
 SERIAL = {"use_parallel_residual": False}
 DYNAMIC = _rope(0.5, rope_type="dynamic", factor=3.0) | {"max_position_embeddings": 4}
-SCALED = {"scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": True, "tie_word_embeddings": False}
+UNTIED = {"tie_word_embeddings": False, "reorder_and_upcast_attn": True, "n_inner": None, "activation_function": "gelu"}
 
 CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "neox": ("gpt_neox", {"layer_norm_eps": 1e-3}, "phi"),
@@ -96,12 +96,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "codegen": ("codegen", {}, "phi"),
     "codegen, relu": ("codegen", {"rotary_dim": WIDTH, "activation_function": "relu", "n_inner": None}, "phi"),
     "gpt2": ("gpt2", {}, "gpt_bigcode"),
-    "gpt2, scaled": ("gpt2", SCALED, "gpt_bigcode"),
-    "gpt2, unscaled": (
-        "gpt2",
-        {"scale_attn_weights": False, "n_inner": None, "activation_function": "gelu"},
-        "gpt_bigcode",
-    ),
+    "gpt2, untied": ("gpt2", UNTIED, "gpt_bigcode"),
 }
 """Source type, config values, and the type of the result."""
 
@@ -202,6 +197,8 @@ def planned(config: dict[str, Any], groups: int, native: bool | None = True) -> 
     [
         (with_config("gpt2"), 3, "either one K/V head"),
         (with_config("gpt2", add_cross_attention=True), 1, "add_cross_attention"),
+        (with_config("gpt2", scale_attn_weights=False), 1, "scale_attn_weights = False"),
+        (with_config("gpt2", scale_attn_by_inverse_layer_idx=True), 1, "scale_attn_by_inverse_layer_idx = True"),
         (with_config("neox", use_parallel_residual=False), 3, "2 rotary dimensions of 8"),
         (with_config("neox", rope_scaling={"type": "ntk", "factor": 2.0}), 3, "'ntk'"),
         (with_config("neox", rotary_pct=0.4), 3, "no pairs"),

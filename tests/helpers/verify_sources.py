@@ -97,8 +97,8 @@ TRANSLATED: dict[str, tuple[str, dict[str, Any], torch.dtype, str]] = {
     "gptj, half": ("gptj", {"rotary_dim": 8, "tie_word_embeddings": True, "n_inner": None}, torch.bfloat16, "50GB"),
     "codegen": ("codegen", {"activation_function": "relu"}, torch.float32, "50GB"),
     "codegen, half": ("codegen", {}, torch.float16, "50GB"),
-    "gpt2": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, torch.float32, "50GB"),
-    "gpt2, half": ("gpt2", {"scale_attn_weights": False, "tie_word_embeddings": False}, torch.bfloat16, "60KB"),
+    "gpt2": ("gpt2", {}, torch.float32, "50GB"),
+    "gpt2, half": ("gpt2", {"tie_word_embeddings": False}, torch.bfloat16, "60KB"),
 }
 """By name: the model type, its config, the type of the weights and the size of a shard."""
 

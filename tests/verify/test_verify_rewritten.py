@@ -164,12 +164,6 @@ def not_transposed(out: Path, source: Path) -> None:
     put(out, f"{BIG}attn.c_proj.weight", tensor_of(source, f"{BIG}attn.c_proj.weight"))
 
 
-def unscaled(tensor: torch.Tensor) -> torch.Tensor:
-    """Queries without SOURCE's scale of its second layer."""
-    tensor[:96] *= 2
-    return tensor
-
-
 def add(name: str) -> Damage:
     def damage(out: Path, _: Path) -> None:
         file = sorted(out.glob("*.safetensors"))[0]
@@ -230,7 +224,6 @@ DAMAGE: dict[str, tuple[str, Damage, set[str]]] = {
     "heads cut otherwise": ("serial", thirds_for_heads, REWRITTEN),
     "quarters cut otherwise": ("codegen", thirds_for_quarters, MERGED),
     "not transposed": ("gpt2", not_transposed, REWRITTEN),
-    "queries not scaled": ("gpt2", change(f"{BIG}attn.c_attn.weight", unscaled), MERGED),
     "other type": ("gptj", change("model.final_layernorm.bias", lambda t: t.double()), REWRITTEN | {"index"}),
     "other shape": ("gptj", change("model.final_layernorm.bias", lambda t: t[:-1].clone()), REWRITTEN | {"index"}),
     "one layer with all heads": (
@@ -300,7 +293,6 @@ def test_damage_is_found_in_the_files(conversions: Conversions, tmp_path: Path, 
         "a bias zero",
         "other heads merged",
         "quarters cut otherwise",
-        "queries not scaled",
         "rotary base",
         "epsilon",
         "activation",

@@ -3,14 +3,11 @@ numbers and a mere warning. Tensors of other shapes it refuses itself, and furth
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
 
 from gqa_convert.checkpoint.source import Checkpoint
 from gqa_convert.errors import ConfigError
 from gqa_convert.families.geometry import AttentionFinder, config_value
-
-Layers = Mapping[int, frozenset[str]]
-"""By the number of a layer, the names in it that belong to attention or to what stands in its place."""
 
 
 def check_layers(checkpoint: Checkpoint, finder: AttentionFinder) -> None:
@@ -23,7 +20,7 @@ def check_layers(checkpoint: Checkpoint, finder: AttentionFinder) -> None:
     Raises:
         ConfigError: a layer or its attention is missing, or is where transformers does not look.
     """
-    family, source = finder.family, checkpoint.source_id
+    family = finder.family
     for place, keys in family.layers:
         layers = _find_layers(finder, place)
         is_encoder = family.encoder is not None and place.startswith(family.encoder)
@@ -32,71 +29,72 @@ def check_layers(checkpoint: Checkpoint, finder: AttentionFinder) -> None:
         if not layers:
             prefix = next(filter(None, family.prefixes), "")
             raise ConfigError(
-                f"{source} has no tensors {prefix}{place}.0..., where transformers looks for the layers of a "
+                f"{checkpoint.source_id} has no tensors {prefix}{place}.0..., where transformers looks for the layers of a "
                 f"{family.model_type}; attention is at {finder.layers[0].module}: rename the tensors, or save the "
                 "model with save_pretrained"
             )
-        key, count = _stated_count(finder, keys, max(layers) + 1)
-        missing = set(range(count)) - layers.keys()
+        key, count = _stated_count(finder, keys)
+        for number in range(count or max(layers) + 1):
+            if number not in layers:
+                raise ConfigError(
+                    f"{finder.where} states {key} = {count}, and the weights hold {len(layers)} of {place} and none of "
+                    f"layer {number}: correct the config, or complete the weights"
+                )
+        missing = _missing_attention(finder, layers, count or max(layers) + 1)
         if missing:
             raise ConfigError(
-                f"{finder.where} states {key} = {count}, and the weights hold {len(layers)} of {place} and none of "
-                f"layer {min(missing)}: correct the config, or complete the weights"
-            )
-        for number, name in _missing_attention(finder, layers, count):
-            raise ConfigError(
-                f"{source} has no tensor {place}.{number}.{name}, which transformers looks for: the checkpoint is "
+                f"{checkpoint.source_id} has no tensor {place}.{missing}, which transformers looks for: the checkpoint is "
                 "incomplete, download or copy it again"
             )
 
 
-def _find_layers(finder: AttentionFinder, place: str) -> Layers:
-    """The layers at a place. There may be thousands of experts beside the names that are kept."""
+def _find_layers(finder: AttentionFinder, place: str) -> dict[int, set[str]]:
+    """By the number of a layer at a place, the names in it that belong to attention or to what stands in its place. There
+    may be thousands of experts beside them.
+    """
     family = finder.family
-    prefix = _any_of(family.prefixes)
-    parts = _any_of((*family.attention, *family.without_attention))
-    in_layer = re.compile(rf"{prefix}{re.escape(place)}\.(\d+)\.(.+)")
-    is_kept = re.compile(rf"(?:.+\.)?{parts}\.")
-    found: dict[int, set[str]] = {}
+    prefixes = "|".join(map(re.escape, family.prefixes))
+    in_layer = re.compile(rf"(?:{prefixes}){re.escape(place)}\.(\d+)\.(.+)")
+    kept = (*family.attention, *family.without_attention)
+    layers: dict[int, set[str]] = defaultdict(set)
     for name in finder.entries:
         match = in_layer.fullmatch(name)
         if match:
-            names = found.setdefault(int(match[1]), set())
-            if is_kept.match(match[2]):
+            names = layers[int(match[1])]
+            if _is_inside(match[2], kept):
                 names.add(match[2])
-    return {number: frozenset(names) for number, names in found.items()}
+    return layers
 
 
-def _stated_count(finder: AttentionFinder, keys: tuple[str, ...], found: int) -> tuple[str, int]:
-    """The config's number of layers and its key; where it states none, as many as there are."""
+def _stated_count(finder: AttentionFinder, keys: tuple[str, ...]) -> tuple[str, int | None]:
+    """The config's number of layers, if it states one, and its key."""
     for key in keys:
         value = config_value(finder.config, key)
-        if isinstance(value, list):
-            return key, len(value)
-        if isinstance(value, int):
-            return key, value
-    return keys[0], found
+        if isinstance(value, int | list):
+            return key, value if isinstance(value, int) else len(value)
+    return keys[0], None
 
 
-def _missing_attention(finder: AttentionFinder, layers: Layers, count: int) -> Iterator[tuple[int, str]]:
-    """The projections that a layer lacks and another one has, with its number, unless it has something else in the
-    place of attention.
+def _missing_attention(finder: AttentionFinder, layers: dict[int, set[str]], count: int) -> str | None:
+    """The number and name of a projection that a layer lacks and another one has, unless the layer has something else in
+    the place of attention.
     """
     family = finder.family
     reused = config_value(finder.config, family.shared_layers_key) if family.shared_layers_key else None
-    own = count - (reused if type(reused) is int else 0)  # the layers after them have no keys and values
-    inner = (family.fused,) if family.fused else (family.query, family.key, family.value)
-    read = (family.query, family.output)
-    is_projection = re.compile(rf"(?:.+\.)?{_any_of(family.attention)}\.{_any_of((*inner, family.output))}\.weight")
-    expected = {name for names in layers.values() for name in names if is_projection.fullmatch(name)}
-    instead = re.compile(rf"(?:.+\.)?{_any_of(family.without_attention)}\.") if family.without_attention else None
+    own = count - (reused or 0)  # the layers after them have no keys and values
+    projections = (family.fused or family.query, family.key, family.value, family.output)
+    ends = [f".{module}.{projection}.weight" for module in family.attention for projection in projections]
+    expected = set()
+    for names in layers.values():
+        expected |= {name for name in names if f".{name}".endswith(tuple(ends))}
     for number in range(count):
-        if instead and any(map(instead.match, layers[number])):
-            continue
-        for name in sorted(expected - layers[number]):
-            if number < own or name.removesuffix(".weight").endswith(read):
-                yield number, name
+        missing = sorted(expected - layers[number])
+        if number >= own:
+            missing = [name for name in missing if name.split(".")[-2] in (family.query, family.output)]
+        if missing and not any(_is_inside(name, family.without_attention) for name in layers[number]):
+            return f"{number}.{missing[0]}"
+    return None
 
 
-def _any_of(words: tuple[str, ...]) -> str:
-    return f"(?:{'|'.join(map(re.escape, words))})"
+def _is_inside(name: str, modules: tuple[str, ...]) -> bool:
+    return any(f".{module}." in f".{name}" for module in modules)

@@ -38,46 +38,48 @@ def layer_groups(finder: AttentionFinder, groups: int | Sequence[int]) -> tuple[
         for layer in layers:
             _check_for_all(finder, layer, groups)
         return (groups,) * len(layers)
-    listed = [groups] * len(layers) if isinstance(groups, int) else groups
+    if isinstance(groups, int):
+        groups = [groups] * len(layers)
     if not family.layerwise:
         raise GroupsError(
             f"--groups: all layers of a {family.model_type} have one number of K/V heads: give one; docs/families.md names the "
             "types whose layers may differ"
         )
-    if len(listed) != len(layers):
+    if len(groups) != len(layers):
         raise GroupsError(
-            f"--groups lists {len(listed)} numbers for the {len(layers)} attention layers of "
+            f"--groups lists {len(groups)} numbers for the {len(layers)} attention layers of "
             f"{finder.where.removesuffix('/config.json')}: list one for each layer"
         )
     for layer in layers:
         possible = merging_counts(layer.kv_heads)
-        if listed[layer.number] not in possible:
+        if groups[layer.number] not in possible:
             raise GroupsError(
-                f"--groups states {listed[layer.number]} for layer {layer.number}, which does not divide its "
+                f"--groups states {groups[layer.number]} for layer {layer.number}, which does not divide its "
                 f"{layer.kv_heads} K/V heads: choose one of {', '.join(map(str, possible))}"
             )
-    found = tuple(listed[layer.number] for layer in layers)
-    differ = len(set(found)) > 1 or family.is_layerwise
-    if differ and isinstance(reason := find_form(family, finder.config), str):
-        raise GroupsError(
-            f"--groups: the layers of this {family.model_type} can't differ in their number of K/V heads, since {reason}; give "
-            "one number for all layers"
-        )
-    return found
+    if len(set(groups)) > 1 or family.is_layerwise:
+        reason = find_form(family, finder.config)
+        if isinstance(reason, str):
+            raise GroupsError(
+                f"--groups: the layers of this {family.model_type} can't differ in their number of K/V heads, since {reason}; "
+                "give one number for all layers"
+            )
+    return tuple(groups[layer.number] for layer in layers)
 
 
 def _check_for_all(finder: AttentionFinder, layer: AttentionLayer, groups: int) -> None:
     """Check that a layer can have so many K/V heads where all layers have as many."""
-    kv_heads, heads = layer.kv_heads, layer.heads
-    fewer = merging_counts(kv_heads)
+    fewer = merging_counts(layer.kv_heads)
     if finder.family.one_kv_head_key is not None:
-        fewer = sorted({1, kv_heads})
-    more = [count for count in range(2 * kv_heads, heads + 1, kv_heads) if heads % count == 0]
-    if groups not in (*fewer, *more):
-        choices = ", ".join(map(str, fewer))
-        if more:
-            choices += f"; or, to repeat heads for tensor parallelism, {', '.join(map(str, more))}"
-        raise GroupsError(
-            f"--groups {groups} does not fit this {finder.family.model_type} checkpoint with {kv_heads} K/V heads and {heads} "
-            f"query heads: choose one of {choices}"
-        )
+        fewer = [count for count in fewer if count in (1, layer.kv_heads)]
+    repeated = range(2 * layer.kv_heads, layer.heads + 1, layer.kv_heads)
+    more = [count for count in repeated if layer.heads % count == 0]
+    if groups in fewer or groups in more:
+        return
+    choices = ", ".join(map(str, fewer))
+    if more:
+        choices += f"; or, to repeat heads for tensor parallelism, {', '.join(map(str, more))}"
+    raise GroupsError(
+        f"--groups {groups} does not fit this {finder.family.model_type} checkpoint with {layer.kv_heads} K/V heads and "
+        f"{layer.heads} query heads: choose one of {choices}"
+    )

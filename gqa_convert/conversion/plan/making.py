@@ -10,7 +10,7 @@ from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.conversion.plan.completeness import check_layers
 from gqa_convert.conversion.plan.configs import converted_config, layerwise_config
 from gqa_convert.conversion.plan.files import divide_files, keep_files
-from gqa_convert.conversion.plan.layer_changes import LayerChange, constraint_notes
+from gqa_convert.conversion.plan.layer_changes import constraint_notes, layer_changes
 from gqa_convert.conversion.plan.layer_groups import layer_groups
 from gqa_convert.conversion.plan.model import OutputTensor, Plan, TensorChange
 from gqa_convert.errors import OptionError
@@ -56,28 +56,27 @@ def make_plan(
     merge_method = choose_method(method)
     if max_shard_size is not None and max_shard_size < 1:
         raise OptionError(f"--max-shard-size {max_shard_size} is not positive: give a size such as 5GB")
-    family, result_dtypes = family_of(checkpoint.config), checkpoint.result_dtypes
+    family = family_of(checkpoint.config)
     _check_route(family, native)
     finder = AttentionFinder(checkpoint, family, encoder=encoder)
     check_layers(checkpoint, finder)
     counts = layer_groups(finder, groups)
     limits = _limits(finder) if merge_method.merges_layers else ()
-    layers = []
-    for number, (layer, count) in enumerate(zip(finder.layers, counts, strict=True)):
-        layers.append(LayerChange(finder, layer, count, merge_method, limits[number] if limits else None))
     changes: list[TensorChange] = []
     changed: dict[str, OutputTensor] = {}
-    for each in layers:
-        for change, tensors in each.kv_tensors():
+    dropped: set[str] = set()
+    for number in sorted(range(len(counts)), key=lambda number: finder.layers[number].number):
+        layer, count = finder.layers[number], counts[number]
+        for change in layer_changes(finder, layer, count, merge_method, limits[number] if limits else None):
             changes.append(change)
-            if each.groups != each.layer.kv_heads:
-                changed |= {tensor.name: tensor for tensor in tensors}
-    absorbing = [change for each in layers for change in each.projections()]
-    notes: list[str] = []
-    if any(each.groups < each.layer.kv_heads for each in layers):
-        notes += constraint_notes(limits, merge_method)
-    dropped = {name for each in layers for names in finder.head_lists(each.layer) for name in names[each.groups :]}
-    modeling, config, form_notes = _form(checkpoint, finder, counts, encoder=encoder)
+            if count != layer.kv_heads:
+                changed |= {tensor.name: tensor for tensor in change.tensors}
+        for names in finder.head_lists(layer):
+            dropped.update(names[count:])
+    modeling, config, notes = _form(checkpoint, finder, counts, encoder=encoder)
+    if any(count < layer.kv_heads for layer, count in zip(finder.layers, counts, strict=True)):
+        notes = [*constraint_notes(limits, merge_method), *notes]
+    touched = changed.keys() | checkpoint.result_dtypes.keys() | dropped
     plan = Plan(
         checkpoint=checkpoint,
         family=family,
@@ -89,11 +88,11 @@ def make_plan(
         seed=seed,
         heads=finder.heads,
         source_kv_heads=finder.kv_heads,
-        changes=(*changes, *absorbing),
+        changes=tuple(changes),
         changed=changed,
-        files=tuple(keep_files(checkpoint, changed.keys() | result_dtypes.keys() | dropped, dropped)),
+        files=tuple(keep_files(checkpoint, touched, dropped)),
         config=config,
-        warnings=(*notes, *form_notes, *_warnings(checkpoint, family, modeling)),
+        warnings=(*notes, *_warnings(checkpoint, family, modeling)),
     )
     if max_shard_size is not None:
         plan = replace(plan, files=tuple(divide_files(plan, max_shard_size)))

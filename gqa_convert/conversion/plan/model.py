@@ -12,7 +12,7 @@ from gqa_convert.checkpoint.source import Checkpoint
 from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.families.engines import computes_otherwise, listed_in, run_in
 from gqa_convert.families.geometry import AttentionKind, AttentionLayer
-from gqa_convert.families.layouts import Role, Section
+from gqa_convert.families.layouts import Section
 from gqa_convert.families.table import Family, Modeling
 from gqa_convert.families.tensor_parallel import ParallelDegrees, parallel_degrees
 from gqa_convert.families.windows import window_of
@@ -87,16 +87,23 @@ class OutputFile:
 
 @dataclass(frozen=True, slots=True)
 class TensorChange:
-    """A tensor whose K/V heads change in number, or that absorbs maps, with its shape before and after."""
+    """A tensor whose K/V heads change in number, or that absorbs maps, with its shape before and after; or a list of
+    tensors with one head each.
+    """
 
     name: str
-    module: str
-    roles: tuple[Role, ...]
     dtype: str
     before: tuple[int, ...]
     after: tuple[int, ...]
     method: str
     """The method that merges its heads, or whose maps it absorbs; `repeat`; or `copy`."""
+    tensors: tuple[OutputTensor, ...] = ()
+    """What the result has in its place, if it holds K/V heads."""
+
+    def as_json(self) -> JsonObject:
+        """The change as plain data."""
+        shapes = {"before": list(self.before), "after": list(self.after)}
+        return {"name": self.name} | shapes | {"dtype": self.dtype, "method": self.method}
 
 
 @dataclass(frozen=True)
@@ -118,6 +125,7 @@ class Plan:
     source_kv_heads: int
     """Where the source's layers differ, of the one with the most."""
     changes: tuple[TensorChange, ...]
+    """In the order of the layers' numbers."""
     changed: Mapping[str, OutputTensor]
     """By name, the tensors of the result that are not tensors of the source as they are."""
     files: tuple[OutputFile, ...]
@@ -238,7 +246,6 @@ class Plan:
 
     def summary(self) -> JsonObject:
         """The plan as plain data for `--json`."""
-        numbers = {layer.module: layer.number for layer in self.layers}
         return {
             "source": self.checkpoint.source_id,
             "revision": self.checkpoint.revision,
@@ -249,9 +256,7 @@ class Plan:
             "groups": self.stated_groups,
             "method": self.effective_method,
             "attention_layers": len(self.layers),
-            "changes": [
-                _change_as_json(change) for change in sorted(self.changes, key=lambda each: numbers[each.module])
-            ],
+            "changes": [change.as_json() for change in self.changes],
             "parameters": {"before": self.parameters_before, "after": self.parameters_after},
             "weight_bytes": {"before": self.checkpoint.weight_bytes, "after": self.weight_bytes_after},
             **{key: asdict(both) for key, both in self.cache_bytes().items()},
@@ -265,13 +270,3 @@ class Plan:
             "left_behind": list(self.checkpoint.left_behind),
             "warnings": list(self.warnings),
         }
-
-
-def _change_as_json(change: TensorChange) -> JsonObject:
-    return {
-        "name": change.name,
-        "before": list(change.before),
-        "after": list(change.after),
-        "dtype": change.dtype,
-        "method": change.method,
-    }

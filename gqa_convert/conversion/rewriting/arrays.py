@@ -27,45 +27,31 @@ def head_rows(starts: tuple[int, ...], head_dim: int, rotated: int) -> Array:
     return rows
 
 
-def move(dtype: DType, tensor: Array, *, rows: Array | None, transposed: bool, factors: Array | None) -> Array:
-    """A weight, or a bias, with its rows in another order, each times its factor.
-
-    Args:
-        dtype: of the result.
-        tensor: of the source.
-        rows: those that are taken; None for all.
-        transposed: whether the tensor is a weight that is stored [d, rows].
-        factors: of the rows of the result; None if they are all 1.
-    """
-    upright = tensor.T if transposed else tensor
-    moved = upright if rows is None else upright[rows]
-    if factors is not None:
-        moved = moved.astype(dtype)
-        moved *= factors.astype(dtype).reshape(-1, *[1] * (moved.ndim - 1))
-    return moved
+def move(_: DType, tensor: Array, *, rows: Array | None, is_transposed: bool = False) -> Array:
+    """The rows of a bias, or of a weight that may be stored [d, rows]; all of them where `rows` is None."""
+    upright = tensor.T if is_transposed else tensor
+    return upright if rows is None else upright[rows]
 
 
-def fold_gain(dtype: DType, weight: Array, gain: Array, *, rows: Array | None) -> Array:
+def fold_gain(dtype: DType, weight: Array, gain: Array, *, rows: Array) -> Array:
     """The rows of a weight behind a norm that has lost its gain [d]."""
-    moved = weight if rows is None else weight[rows]
-    folded = moved.astype(dtype)
+    folded = weight[rows].astype(dtype)
     folded *= gain.astype(dtype)
     return folded
 
 
-def fold_bias(dtype: DType, weight: Array, norm_bias: Array, bias: Array | None = None, *, rows: Array | None) -> Array:
+def fold_bias(dtype: DType, weight: Array, norm_bias: Array, bias: Array | None = None, *, rows: Array) -> Array:
     """The bias of a projection behind a norm that has lost its bias [d]: the rows of weight @ norm_bias + bias.
 
     Products are summed pairwise in float64, so that every machine gets the same numbers.
     """
-    moved = weight if rows is None else weight[rows]
     shift = norm_bias.astype(np.float64)
-    total = np.empty(len(moved))
-    for first in range(0, len(moved), _BLOCK_ROWS):
-        block = moved[first : first + _BLOCK_ROWS]
+    total = np.empty(len(rows))
+    for first in range(0, len(rows), _BLOCK_ROWS):
+        block = weight[rows[first : first + _BLOCK_ROWS]]
         total[first : first + _BLOCK_ROWS] = (block.astype(np.float64) * shift).sum(axis=1)
     if bias is not None:
-        total += bias if rows is None else bias[rows]
+        total += bias[rows]
     return total.astype(dtype)
 
 

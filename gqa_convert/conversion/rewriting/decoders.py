@@ -69,16 +69,6 @@ def _phi_from_gptj(config: Config, stock: JsonObject) -> JsonObject:
     return {"intermediate_size": inner, "partial_rotary_factor": partial_factor(rotated, head_dim)}
 
 
-def _gpt2_query_factor(config: Config, layer: int) -> float:
-    """gpt_bigcode has a switch for this scale, which only transformers reads."""
-    factor = 1.0
-    if not config.get("scale_attn_weights", True):
-        factor *= math.sqrt(config["n_embd"] // config["n_head"])
-    if config.get("scale_attn_by_inverse_layer_idx"):
-        factor /= layer + 1
-    return factor
-
-
 _NEOX = """
     vocab_size               vocab_size               count
     initializer_range        initializer_range        0.02
@@ -122,16 +112,14 @@ PHI_FROM_GPT_NEOX: Final = StockForm(
     modules=modules("""
         model.embed_tokens      gpt_neox.embed_in          -
         .input_layernorm        input_layernorm            +  norm=folded
-        .self_attn.q_proj       attention.query_key_value  =  query  norm=input_layernorm
-        .self_attn.k_proj       attention.query_key_value  =  key    norm=input_layernorm
-        .self_attn.v_proj       attention.query_key_value  =  value  norm=input_layernorm
+        .self_attn.{q,k,v}_proj       attention.query_key_value  =  norm=input_layernorm
         .self_attn.dense        attention.dense            =
         .mlp.fc1                mlp.dense_h_to_4h          +  norm=post_attention_layernorm
         .mlp.fc2                mlp.dense_4h_to_h          +
         model.final_layernorm   gpt_neox.final_layer_norm  +
         lm_head                 embed_out|lm_head          0
     """),
-    prefixes=("gpt_neox.", "model."),
+    prefix="gpt_neox.",
     layers=("gpt_neox.layers", "model.layers"),
     fused_layout="grouped",
     own_bias_key="attention_bias",
@@ -154,9 +142,7 @@ STARCODER2_FROM_GPT_NEOX: Final = replace(
         model.embed_tokens         gpt_neox.embed_in          -
         .input_layernorm           input_layernorm            +
         .post_attention_layernorm  post_attention_layernorm   +
-        .self_attn.q_proj          attention.query_key_value  =  query
-        .self_attn.k_proj          attention.query_key_value  =  key
-        .self_attn.v_proj          attention.query_key_value  =  value
+        .self_attn.{q,k,v}_proj          attention.query_key_value  =
         .self_attn.o_proj          attention.dense            =
         .mlp.c_fc                  mlp.dense_h_to_4h          +
         .mlp.c_proj                mlp.dense_4h_to_h          +
@@ -169,12 +155,12 @@ _GPTJ_MODULES = """
     .input_layernorm        ln_1              +
     .self_attn.q_proj       attn.q_proj       0  query
     .self_attn.k_proj       attn.k_proj       0  key
-    .self_attn.v_proj       attn.v_proj       0  value
+    .self_attn.v_proj       attn.v_proj       0
     .self_attn.dense        attn.out_proj     0
     .mlp.fc1                mlp.fc_in         +
     .mlp.fc2                mlp.fc_out        +
     model.final_layernorm   transformer.ln_f  +
-    lm_head                 lm_head           ?
+    lm_head                 lm_head           0
 """
 PHI_FROM_GPTJ: Final = StockForm(
     model_type="gptj",
@@ -200,7 +186,7 @@ PHI_FROM_GPTJ: Final = StockForm(
     """,
     further=_phi_from_gptj,
     modules=modules(_GPTJ_MODULES),
-    prefixes=("transformer.", "model."),
+    prefix="transformer.",
     layers=("transformer.h", "model.layers"),
     interleaved=True,
 )
@@ -211,9 +197,7 @@ PHI_FROM_CODEGEN: Final = replace(
     modules=modules(
         _GPTJ_MODULES
         + """
-        .self_attn.q_proj  attn.qkv_proj  0  query
-        .self_attn.k_proj  attn.qkv_proj  0  key
-        .self_attn.v_proj  attn.qkv_proj  0  value
+        .self_attn.{q,k,v}_proj  attn.qkv_proj  0
         """
     ),
     fused_layout="quarters",
@@ -221,7 +205,7 @@ PHI_FROM_CODEGEN: Final = replace(
 GPT_BIGCODE_FROM_GPT2: Final = StockForm(
     model_type="gpt2",
     stock="gpt_bigcode",
-    condition="one K/V head, no cross-attention",
+    condition="one K/V head, no cross-attention, scores scaled by the width of a head alone",
     classes={"GPT2LMHeadModel": "GPTBigCodeForCausalLM", "GPT2Model": "GPTBigCodeModel"},
     tokenizer="GPT2Tokenizer",
     config=_GPT
@@ -244,7 +228,11 @@ GPT_BIGCODE_FROM_GPT2: Final = StockForm(
     attention_softmax_in_fp32        -                    true
     scale_attention_softmax_in_fp32  -                    true
     """,
-    only="add_cross_attention false",
+    only="""
+    add_cross_attention              false
+    scale_attn_weights               true
+    scale_attn_by_inverse_layer_idx  false
+    """,
     modules=modules("""
         transformer.wte   transformer.wte   -
         transformer.wpe   transformer.wpe   -
@@ -257,11 +245,10 @@ GPT_BIGCODE_FROM_GPT2: Final = StockForm(
         transformer.ln_f  transformer.ln_f  +
         lm_head           lm_head           -
     """),
-    prefixes=("transformer.", "transformer."),
+    prefix="transformer.",
     layers=("transformer.h", "transformer.h"),
     fused_layout="blocks",
     transposed=True,
-    query_factor=_gpt2_query_factor,
     special_tokens=("bos_token", "eos_token", "unk_token"),
 )
 

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from functools import partial
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,6 @@ from gqa_convert.checkpoint.quantised import quantisation_method
 from gqa_convert.checkpoint.source import Checkpoint
 from gqa_convert.checkpoint.strict_json import Config, JsonObject
 from gqa_convert.conversion.rewriting import arrays
-from gqa_convert.conversion.rewriting.arrays import Array
 from gqa_convert.conversion.rewriting.decoders import DECODERS, stock_form
 from gqa_convert.conversion.rewriting.dequantising import plan_dequantising
 from gqa_convert.conversion.rewriting.model import Compute, Rewriting, RewrittenTensor
@@ -99,34 +97,29 @@ def needs_rewriting(config: Config, result_type: Any) -> bool:
 
 
 def _rewrite(checkpoint: Checkpoint, form: StockForm) -> Rewriting:
-    has_code = form.model_type in REMOTE_CODE
     config = stock_config(form, checkpoint.config)
     planner = _Planner(checkpoint, form, config)
     if form.modules:
         planner.plan_modules()
     else:
         for name, (_, entry) in planner.entries.items():
-            planner.add(name, name, entry.shape, (name,))
+            planner.add(name, entry.shape, (name,))
     if form.bias_key:
         config[form.bias_key] = planner.has_biases
-    notes = [f"the source, a {form.model_type}, is rewritten as a {form.stock}, which computes the same"]
-    if not has_code:
-        notes[0] += f" (--no-native keeps {form.model_type})"
+    note = f"the source, a {form.model_type}, is rewritten as a {form.stock}, which computes the same"
+    if form.model_type not in REMOTE_CODE:
+        note += f" (--no-native keeps {form.model_type})"
+    notes = [note]
     tokens = checkpoint.config.get(form.same_up_to)
     if isinstance(tokens, int):
         notes.append(
             f"the same up to {tokens:,} tokens; beyond them its custom code scales positions by the length of the text"
         )
-    carried = checkpoint.carried
-    if has_code:
-        carried = tuple(
-            name for name in carried if not (name.endswith(".py") and Path(name).name.startswith(_OWN_CODE))
-        )
     return Rewriting(
         source=checkpoint,
         config=config,
         tensors=tuple(planner.tensors),
-        carried=carried,
+        carried=tuple(name for name in checkpoint.carried if not name.startswith(_OWN_CODE)),
         result_dtypes=planner.result_dtypes,
         special_tokens=form.special_tokens,
         notes=tuple(notes),
@@ -143,16 +136,12 @@ class _Planner:
         self.result_dtypes: dict[str, str] = {}
         self.has_biases = False
         """Whether modules with bias `=` have one."""
-        self._claimed: set[str] = set()
+        self._left = set(self.entries)
+        """Tensors of the source that no module has taken."""
         self._heads = stock.get("n_head") or stock["num_attention_heads"]
         self._hidden_size = stock.get("n_embd") or stock["hidden_size"]
-        self._head_dim = self._hidden_size // self._heads
-        self._prefixes = ("", "")
-        """What the names lack in the source, which may be a model without its head, and in the rewritten source."""
-        if self._hidden_size % self._heads:
-            raise ConfigError(
-                f"config.json has {self._heads} heads, which do not divide the hidden size {self._hidden_size}: repair the config"
-            )
+        self._missing_prefix = ""
+        """What the names lack in a source that is a model without its head."""
 
     def plan_modules(self) -> None:
         """Plan all tensors, in the order of the stock class.
@@ -161,125 +150,111 @@ class _Planner:
             ConfigError: a tensor is missing, has another shape than the config says, or belongs to no module.
         """
         form = self.form
+        if self._hidden_size % self._heads:
+            raise ConfigError(
+                f"config.json has {self._heads} heads, which do not divide the hidden size {self._hidden_size}: repair the config"
+            )
         embedding = f"{form.modules[0].own[0]}.weight"
-        if embedding not in self.entries and embedding.removeprefix(form.prefixes[0]) in self.entries:
-            self._prefixes = form.prefixes
-        self._embedding = embedding.removeprefix(self._prefixes[0])
+        if embedding not in self.entries and embedding.removeprefix(form.prefix) in self.entries:
+            self._missing_prefix = form.prefix
+        with_bias = [self._own_name(module, 0) for module in form.modules if module.bias == "="]
+        self.has_biases = any(f"{name}.bias" in self.entries for name in with_bias)
         if form.own_bias_key:
             self.has_biases = bool(self.source.config.get(form.own_bias_key, True))
-        else:
-            first = [self._names(module, 0)[0] for module in form.modules if module.bias == "="]
-            self.has_biases = any(f"{own}.bias" in self.entries for own in first)
         layers = self.stock.get("n_layer") or self.stock["num_hidden_layers"]
         for in_layer, group in groupby(form.modules, lambda module: module.in_layer):
             modules = list(group)
-            for layer in range(layers) if in_layer else [None]:
+            for layer in range(layers if in_layer else 1):
                 for module in modules:
                     self._module(module, layer)
         for name in self.entries:
-            if name not in self._claimed and not name.endswith(_UNUSED):
+            if name in self._left and not name.endswith(_UNUSED):
                 raise ConfigError(
                     f"tensor {name} does not belong to a {form.model_type} checkpoint with {layers} layers: the config and the "
                     "weights do not belong together"
                 )
 
-    def _names(self, module: Module, layer: int | None) -> tuple[str, str]:
-        """The names of a module in the source and in the stock type."""
-        own_base = stock_base = ""
-        if layer is not None:
-            own_base, stock_base = (f"{place}.{layer}." for place in self.form.layers)
-        possible = [f"{own_base}{name}".removeprefix(self._prefixes[0]) for name in module.own]
-        own = next((name for name in possible if f"{name}.weight" in self.entries), possible[0])
-        return own, f"{stock_base}{module.stock}".removeprefix(self._prefixes[1])
+    def _own_name(self, module: Module, layer: int) -> str:
+        """The name of a module in the source."""
+        base = f"{self.form.layers[0]}.{layer}." if module.in_layer else ""
+        names = [f"{base}{name}".removeprefix(self._missing_prefix) for name in module.own]
+        return next((name for name in names if f"{name}.weight" in self.entries), names[0])
 
-    def _module(self, module: Module, layer: int | None) -> None:
+    def _module(self, module: Module, layer: int) -> None:
         """Plan the weight and the bias of a module."""
-        own, stock = self._names(module, layer)
+        own = self._own_name(module, layer)
+        stock = f"{self.form.layers[1]}.{layer}.{module.stock}" if module.in_layer else module.stock
+        weight, bias = f"{own}.weight", f"{own}.bias"
+        is_head = module is self.form.modules[-1]
+        if is_head and weight not in self.entries:
+            if self._missing_prefix:
+                return  # a model without its head
+            if self.stock.get("tie_word_embeddings"):
+                embedding = f"{self._own_name(self.form.modules[0], 0)}.weight"
+                self._bias(module, stock, bias, embedding, self.entries[embedding][1].shape[0])
+                return
+        shape = self._take(weight).shape
         if module.norm == FOLDED:
-            for kind, value in (("weight", 1.0), ("bias", 0.0)):
-                self._claim(f"{own}.{kind}", self._hidden_size)
-                self._fill(f"{stock}.{kind}", f"{own}.{kind}", self._hidden_size, value)
-        elif module is self.form.modules[-1] and f"{own}.weight" not in self.entries:
-            self._absent_head(module, own, stock)
+            self._take(bias, *shape)
+            self._fill(f"{stock}.weight", weight, shape[0], 1.0)
+            self._fill(f"{stock}.bias", bias, shape[0], 0.0)
         elif module.norm:
-            self._fold(module, own, stock)
+            self._fold(module, stock, own)
+        elif is_head and self.form.unit_head in (self.source.config.get("architectures") or ()):
+            self.add(f"{stock}.weight", shape, (weight,), arrays.unit_rows)
         else:
-            self._move(module, own, stock, layer)
+            self._move(module, stock, own)
 
-    def _absent_head(self, module: Module, own: str, stock: str) -> None:
-        """Plan the bias of an output projection without a weight of its own."""
-        if self._prefixes[0]:  # a model without its head
-            return
-        if not self.stock.get("tie_word_embeddings"):
-            self._claim(f"{own}.weight")  # raises: it is missing
-        rows = self.entries[self._embedding][1].shape[0]
-        self._bias(module, own, stock, self._embedding, (rows, rows), None)
-
-    def _fold(self, module: Module, own: str, stock: str) -> None:
+    def _fold(self, module: Module, stock: str, own: str) -> None:
         """Plan a projection that takes over the gain and the bias of the norm before it."""
         weight, bias, norm = f"{own}.weight", f"{own}.bias", own.removesuffix(module.own[0]) + module.norm
-        shape = self._claim(weight).shape
-        self._claim(f"{norm}.weight", *shape[1:])
-        self._claim(f"{norm}.bias", *shape[1:])
-        rows = self._head_rows(module, weight) if module.roles else None
-        folded = shape if rows is None else (len(rows), *shape[1:])
+        shape = self.entries[weight][1].shape
+        self._take(f"{norm}.weight", shape[1])
+        self._take(f"{norm}.bias", shape[1])
+        rows = self._head_rows(module, weight) if module.roles else np.arange(shape[0])
         fold_gain, fold_bias = partial(arrays.fold_gain, rows=rows), partial(arrays.fold_bias, rows=rows)
-        self.add(f"{stock}.weight", weight, folded, (weight, f"{norm}.weight"), fold_gain, wide=True)
+        self.add(f"{stock}.weight", (len(rows), shape[1]), (weight, f"{norm}.weight"), fold_gain, wide=True)
         sources = [weight, f"{norm}.bias"]
-        if self._has_bias(module, bias, shape[0]):
+        if self._has_bias(module, bias):
+            self._take(bias, shape[0])
             sources.append(bias)
-        like = bias if bias in sources else weight
-        self.add(f"{stock}.bias", like, folded[:1], tuple(sources), fold_bias, wide=True)
+        self.add(f"{stock}.bias", (len(rows),), tuple(sources), fold_bias, like=sources[-1], wide=True)
 
-    def _move(self, module: Module, own: str, stock: str, layer: int | None) -> None:
-        """Plan a module whose rows at most change their order."""
+    def _move(self, module: Module, stock: str, own: str) -> None:
+        """Plan a module whose tensors stay as they are, but for the order of their rows and of their axes."""
         weight = f"{own}.weight"
-        shape = self._claim(weight).shape
-        is_transposed = self.form.transposed and layer is not None and len(shape) == 2
+        shape = self.entries[weight][1].shape
+        is_transposed = self.form.transposed and module.in_layer and len(shape) == 2
         if is_transposed:
             shape = shape[::-1]
-        own_rows, rows, factors = shape[0], None, None
+        count, rows, compute = shape[0], None, None
         if module.roles:
             rows = self._head_rows(module, weight)
             shape = (len(rows), *shape[1:])
-            factors = self._factors(module, layer or 0)
-        move = partial(arrays.move, rows=rows, factors=factors)
-        compute: Compute | None = None
         if rows is not None or is_transposed:
-            compute = partial(move, transposed=is_transposed)
-        if module is self.form.modules[-1] and self._has_unit_head():
-            compute = arrays.unit_rows
-        self.add(f"{stock}.weight", weight, shape, (weight,), compute, wide=factors is not None)
-        compute = None if rows is None else partial(move, transposed=False)
-        self._bias(module, own, stock, weight, (own_rows, shape[0]), compute, wide=factors is not None)
+            compute = partial(arrays.move, rows=rows, is_transposed=is_transposed)
+        self.add(f"{stock}.weight", shape, (weight,), compute)
+        self._bias(module, stock, f"{own}.bias", weight, count, rows)
 
     def _bias(
-        self,
-        module: Module,
-        own: str,
-        stock: str,
-        like: str,
-        rows: tuple[int, int],
-        compute: Compute | None,
-        *,
-        wide: bool = False,
+        self, module: Module, stock: str, bias: str, like: str, count: int, rows: arrays.Array | None = None
     ) -> None:
-        """Plan the bias of a module, with so many numbers in the source and in the rewritten source."""
-        bias = f"{own}.bias"
-        if self._has_bias(module, bias, rows[0]):
-            self.add(f"{stock}.bias", bias, rows[1:], (bias,), compute, wide=wide)
-        elif module.bias in "0?" or (module.bias == "=" and not self.form.bias_key):
-            self._fill(f"{stock}.bias", like, rows[1], 0.0)
+        """Plan the bias of a module, which in the source has `count` numbers, of which `rows` are taken."""
+        taken = count if rows is None else len(rows)
+        if self._has_bias(module, bias):
+            self._take(bias, count)
+            compute = None if rows is None else partial(arrays.move, rows=rows)
+            self.add(f"{stock}.bias", (taken,), (bias,), compute)
+        elif module.bias == "0" or (module.bias == "=" and not self.form.bias_key):
+            self._fill(f"{stock}.bias", like, taken, 0.0)
 
-    def _has_bias(self, module: Module, bias: str, rows: int) -> bool:
-        """Whether a module of the source has a bias, which then must have so many numbers."""
-        stated = {"+": True, "=": self.has_biases, "?": bias in self.entries}
-        if not stated.get(module.bias, False):
-            return False
-        self._claim(bias, rows)
-        return True
+    def _has_bias(self, module: Module, bias: str) -> bool:
+        """Whether a module of the source has a bias, or lacks one that it must have."""
+        if module.bias == "=":
+            return self.has_biases
+        return module.bias == "+" or (module.bias == "0" and bias in self.entries)
 
-    def _claim(self, name: str, *shape: int) -> TensorEntry:
+    def _take(self, name: str, *shape: int) -> TensorEntry:
         """The header of a source tensor, which must have this shape where one is given."""
         if name not in self.entries:
             raise ConfigError(f"tensor {name} is missing: the checkpoint is incomplete, download or copy it again")
@@ -289,71 +264,47 @@ class _Planner:
                 f"tensor {name} has shape {list(entry.shape)}, expected {list(shape)}: the config and the weights do not "
                 "belong together"
             )
-        self._claimed.add(name)
+        self._left.discard(name)
         return entry
 
-    def _head_rows(self, module: Module, weight: str) -> Array:
+    def _head_rows(self, module: Module, weight: str) -> arrays.Array:
         """The rows of a module's heads in the projection that holds them."""
-        form, head_dim = self.form, self._head_dim
+        form, head_dim = self.form, self._hidden_size // self._heads
+        rotated = int(head_dim * self.stock["partial_rotary_factor"]) if form.interleaved else 0
         if form.fused_layout is None:
-            sections = layouts.separate("key", self._heads, head_dim)
-            starts = dict.fromkeys(module.roles, sections[0].starts)
+            sections = layouts.separate("query", self._heads, head_dim)
         else:
-            kv_heads = self.stock["num_key_value_heads"]
-            sections = layouts.fused(form.fused_layout, self._heads, kv_heads, head_dim)
-            starts = {section.role: section.starts for section in sections}
-        total = sum(section.rows for section in sections)
-        self._claim(weight, *((self._hidden_size, total) if form.transposed else (total, self._hidden_size)))
+            sections = layouts.fused(form.fused_layout, self._heads, self.stock["num_key_value_heads"], head_dim)
+        shape = (sum(section.rows for section in sections), self._hidden_size)
+        self._take(weight, *(shape[::-1] if form.transposed else shape))
         rows = []
-        for role in module.roles:
-            is_turned = form.interleaved and role != "value"
-            rotated = int(head_dim * self.stock["partial_rotary_factor"]) if is_turned else 0
-            rows.append(arrays.head_rows(starts[role], head_dim, rotated))
+        for section in sections:
+            if form.fused_layout is None or section.role in module.roles:
+                turned = 0 if section.role == "value" else rotated
+                rows.append(arrays.head_rows(section.starts, head_dim, turned))
         return np.stack(rows, axis=1).reshape(-1)
 
-    def _factors(self, module: Module, layer: int) -> Array | None:
-        """What the rows are multiplied by; None if it is 1."""
-        factor = self.form.query_factor(self.source.config, layer)
-        if factor == 1.0:
-            return None
-        factors = np.ones((self._heads, len(module.roles), self._head_dim))
-        factors[:, module.roles.index("query")] = factor
-        return factors.reshape(-1)
-
-    def _has_unit_head(self) -> bool:
-        """Whether the source's code scales the rows of its output projection: its text says so, or else the size of the
-        vocabulary.
-        """
-        if self.form.unit_head is None:
-            return False
-        name, vocabulary = self.form.unit_head
-        files = [file for file in self.source.carried if Path(file).match("modeling_*.py")]
-        if files and self.source.folder is not None:
-            texts = [(self.source.folder / file).read_text(encoding="utf-8", errors="replace") for file in files]
-            return any(name in text for text in texts)
-        return bool(self.source.config.get("vocab_size") == vocabulary)
-
     def _fill(self, name: str, like: str, count: int, value: float) -> None:
-        self.add(name, like, (count,), (), partial(arrays.fill, count=count, value=value))
+        self.add(name, (count,), (), partial(arrays.fill, count=count, value=value), like=like)
 
     def add(
         self,
         name: str,
-        like: str,
         shape: tuple[int, ...],
         sources: tuple[str, ...],
         compute: Compute | None = None,
         *,
+        like: str = "",
         wide: bool = False,
     ) -> None:
-        """Add a tensor, in the file and the type of the source's tensor `like`, or in the type that is wide enough for
-        products of it.
+        """Add a tensor, in the file and the type of the source's tensor `like`, by default the first that it is computed
+        from, or in the type that is wide enough for products of it.
         """
-        number, entry = self.entries[like]
+        number, entry = self.entries[like or sources[0]]
         dtype = entry.dtype
         if compute is not None and dtype not in arrays.WIDE:
             raise UnsupportedFormatError(
-                f"{like} has type {dtype}, which can't be rewritten: save the model in one float type"
+                f"{like or sources[0]} has type {dtype}, which can't be rewritten: save the model in one float type"
             )
         if wide:
             dtype = arrays.WIDE[dtype]

@@ -152,9 +152,7 @@ _FORMS: Final = (
         further=_scaling,
         renamed="""
         model.embed_tokens         model.tok_embeddings  -
-        .self_attn.q_proj          attention.wqkv        =  query
-        .self_attn.k_proj          attention.wqkv        =  key
-        .self_attn.v_proj          attention.wqkv        =  value
+        .self_attn.{q,k,v}_proj          attention.wqkv        =
         .self_attn.o_proj          attention.wo          =
         .mlp.gate_proj             feed_forward.w1       -
         .mlp.up_proj               feed_forward.w3       -
@@ -172,12 +170,10 @@ _FORMS: Final = (
         only=_UNSCALED,
         further=_baichuan,
         renamed="""
-        .self_attn.q_proj  self_attn.W_pack  =  query
-        .self_attn.k_proj  self_attn.W_pack  =  key
-        .self_attn.v_proj  self_attn.W_pack  =  value
+        .self_attn.{q,k,v}_proj  self_attn.W_pack  =
         """,
         fused_layout="blocks",
-        unit_head=("NormHead", 125696),
+        unit_head="BaichuanForCausalLM",
     ),
     _like_llama(
         "qwen",
@@ -195,9 +191,7 @@ _FORMS: Final = (
         further=_qwen,
         renamed="""
         model.embed_tokens         transformer.wte   -
-        .self_attn.q_proj          attn.c_attn       +  query
-        .self_attn.k_proj          attn.c_attn       +  key
-        .self_attn.v_proj          attn.c_attn       +  value
+        .self_attn.{q,k,v}_proj          attn.c_attn       +
         .self_attn.o_proj          attn.c_proj       -
         .mlp.gate_proj             mlp.w2            -
         .mlp.up_proj               mlp.w1            -
@@ -269,9 +263,7 @@ _FORMS: Final = (
         further=_phi_msft,
         modules=modules("""
         model.embed_tokens     transformer.embd.wte  -
-        .self_attn.q_proj      mixer.Wqkv            +  query
-        .self_attn.k_proj      mixer.Wqkv            +  key
-        .self_attn.v_proj      mixer.Wqkv            +  value
+        .self_attn.{q,k,v}_proj      mixer.Wqkv            +
         .self_attn.dense       mixer.out_proj        +
         .mlp.fc1               mlp.fc1               +
         .mlp.fc2               mlp.fc2               +

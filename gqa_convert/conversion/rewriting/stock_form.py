@@ -52,8 +52,8 @@ class Module:
     own: tuple[str, ...]
     """Names that it may have in the source, of which one is there."""
     bias: str
-    """Whether the source has a bias: `+` always, `-` never, `=` if its attention has biases, `?` perhaps, `0` never. With
-    the last two the stock class has one, and with `=` unless it has a config key for it: zeros, where the source has none.
+    """Whether the source has a bias: `+` always, `-` never, `0` perhaps, `=` if its attention has biases. With `0` the stock
+    class has one, and with `=` unless it has `StockForm.bias_key`: zeros, where the source has none.
     """
     roles: tuple[str, ...] = ()
     """The heads that it holds (query, key, value), if they are cut out of another projection or reordered; with several
@@ -72,16 +72,20 @@ def modules(table: str) -> tuple[Module, ...]:
     """The modules in a table: on each line the stock name, with a dot in front of it inside a layer; the source's names,
     joined by `|`; the bias; and, where they apply, the roles, joined by commas, and the norm behind `norm=`.
 
-    Of two lines with one stock name, the later counts, in the place of the earlier.
+    {q,k,v} in a stock name stands for three modules, for the query, the key and the value heads of the source's one. Of
+    two lines with one stock name, the later counts, in the place of the earlier.
     """
     found = {}
-    for stock, own, bias, *further in _cells(table):
+    for pattern, own, bias, *further in _cells(table):
         norm = ""
         if further and further[-1].startswith("norm="):
             norm = further.pop().removeprefix("norm=")
-        roles = tuple(further[0].split(",")) if further else ()
-        name = stock.removeprefix(".")
-        found[stock] = Module(name, tuple(own.split("|")), bias, roles, norm, name != stock)
+        roles = {pattern: tuple(further[0].split(",")) if further else ()}
+        if "{q,k,v}" in pattern:
+            roles = {pattern.replace("{q,k,v}", role[0]): (role,) for role in ("query", "key", "value")}
+        for stock, held in roles.items():
+            name = stock.removeprefix(".")
+            found[stock] = Module(name, tuple(own.split("|")), bias, held, norm, in_layer=name != stock)
     return tuple(found.values())
 
 
@@ -111,8 +115,8 @@ class StockForm:
     """The tokenizer class where the source names none, if that of the stock type is another."""
     modules: tuple[Module, ...] = ()
     """The embedding of tokens first, the output projection last; empty if all names stay."""
-    prefixes: tuple[str, str] = ("", "")
-    """What precedes the names in the source and in the stock type, except in a checkpoint of a model without its head."""
+    prefix: str = ""
+    """What precedes the names in the source, except in a checkpoint of a model without its head."""
     layers: tuple[str, str] = ("model.layers", "model.layers")
     """What precedes a layer's number."""
     fused_layout: FusedLayout | None = None
@@ -121,15 +125,12 @@ class StockForm:
     """Whether the matrices of the source's layers are stored [in, out]."""
     interleaved: bool = False
     """Whether rotary pairs are rows (2j, 2j + 1) in the source."""
-    query_factor: Callable[[Config, int], float] = lambda config, layer: 1.0
-    """What a layer's queries are multiplied by, since the stock class scales scores by 1 / sqrt(head_dim) only."""
     own_bias_key: str = ""
     """Key of the source's config that says whether attention has biases, by default true; else the tensors say it."""
     bias_key: str = ""
     """Key of the stock config that says it."""
-    unit_head: tuple[str, int] | None = None
-    """A class in the source's code, and the vocabulary size of the models that have it where no code is there to look
-    at: the rows of its output projection are scaled to length one whenever it is used."""
+    unit_head: str = ""
+    """One of the source's classes, which scales the rows of its output projection to length one whenever it is used."""
     same_up_to: str = ""
     """Key of the source's config with the number of tokens beyond which its custom code computes something else."""
     special_tokens: tuple[str, ...] = ()

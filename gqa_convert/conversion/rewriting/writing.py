@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import TypeVar
 
@@ -72,7 +73,7 @@ def open_rewritten(
 def write_rewritten(
     rewriting: Rewriting, folder: Path, on_progress: OnProgress = lambda label, done, total: None
 ) -> Checkpoint:
-    """Write a rewritten source into a new folder. One of its tensors is in memory at a time.
+    """Write a rewritten source into a new folder. One of its tensors and four of the source's are in memory at most.
 
     Args:
         rewriting: of a source on this machine.
@@ -98,11 +99,12 @@ def write_rewritten(
     done, total = 0, sum(tensor.nbytes for tensor in rewriting.tensors)
     with ExitStack() as stack:
         sources = SourceFiles(source, folder, stack)
+        read = lru_cache(maxsize=4)(sources.read)  # a projection of all heads is cut into several tensors
         for file in files:
             with (folder / file.name).open("wb") as written:
                 written.write(file.header)
                 for tensor in file.tensors:
-                    written.write(_data(tensor, sources))
+                    written.write(_data(tensor, sources, read))
                     done += tensor.nbytes
                     on_progress("rewriting the source", done, total)
         sources.check_unchanged()
@@ -122,12 +124,12 @@ def write_rewritten(
     )
 
 
-def _data(tensor: RewrittenTensor, sources: SourceFiles) -> memoryview:
+def _data(tensor: RewrittenTensor, sources: SourceFiles, read: Callable[[str], Array]) -> memoryview:
     """The bytes of a tensor of the rewritten source."""
     if tensor.compute is None:
         return read_bytes(*sources.locate(tensor.sources[0])).data
     dtype = STORED[tensor.dtype]
-    array: Array = tensor.compute(dtype, *map(sources.read, tensor.sources))
+    array: Array = tensor.compute(dtype, *map(read, tensor.sources))
     assert (array.dtype, array.shape) == (dtype, tensor.shape), tensor.name
     if not np.isfinite(array).all():
         raise NonFiniteError(
