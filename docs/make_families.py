@@ -7,10 +7,9 @@ from collections import defaultdict
 from pathlib import Path
 
 from gqa_convert.conversion.rewriting.decoders import DECODERS
-from gqa_convert.families import decilm
 from gqa_convert.families.engines import ENGINES, listed_in, run_in
-from gqa_convert.families.records.wrappers import WRAPPERS
-from gqa_convert.families.table import FAMILIES, REFUSALS, RESTATED, Family
+from gqa_convert.families.records import DECILM_SOURCES
+from gqa_convert.families.table import COMPOSITES, FAMILIES, REFUSALS, RESTATED, Family
 
 DOCUMENT = Path(__file__).with_name("families.md")
 
@@ -128,8 +127,7 @@ def table(families: dict[str, Family]) -> list[str]:
     lines = [f"| type | {' | '.join(ENGINES[1:])} | config key |", f"|---{'|---' * len(ENGINES)}|"]
     for model_type, family in sorted(families.items()):
         keys = ", ".join(f"`{key}`" for key in family.kv_heads_keys)
-        keys += "".join(f"; not with `{key}`" for key, _ in family.refused_when)
-        keys += "".join(f"; only with `{key}`" for key, _ in family.refused_unless)
+        keys += "".join(f"; not with `{key}` = {values[0]}" for key, values, _ in family.refused_values)
         lines.append(f"| {model_type} | {_engines(family.engines, listed_in(model_type))} | {keys} |")
     return lines
 
@@ -141,7 +139,7 @@ def document() -> str:
     code = {name: family for name, family in FAMILIES.items() if not family.native and not family.modeling}
     lines = [HEAD.format(native=len(native), own=len(own)), *table(native)]
     lines += [WRAPPED, "| type | decoder inside |", "|---|---|"]
-    lines += [f"| {name} | {decoder} |" for name, decoder in sorted(WRAPPERS.items())]
+    lines += [f"| {name} | {decoder} |" for name, decoder in sorted(COMPOSITES.items())]
     lines.append(STOCK)
     lines += [f"| type | becomes | where | {' | '.join(ENGINES[1:])} |", f"|---|---|---{'|---' * len(ENGINES[1:])}|"]
     for form in DECODERS:
@@ -152,14 +150,14 @@ def document() -> str:
         what = "decoder; the encoder with `--encoder`" if family.encoder else "all layers"
         lines.append(f"| {name} | {family.modeling.file}.py | {what} |")
     listed = sorted(each.stock_type for each in FAMILIES.values() if each.kv_heads == "listed")
-    lines.append(LAYERWISE.format(types=len(listed), decilm=", ".join(decilm.SOURCES), names=", ".join(listed)))
+    lines.append(LAYERWISE.format(types=len(listed), decilm=", ".join(DECILM_SOURCES), names=", ".join(listed)))
     lines += [CODE, *table(code)]
     lines += [RESTATED_HEAD, "| type | becomes |", "|---|---|"]
     lines += [f"| {name} | {stock} |" for name, stock in sorted(RESTATED.items(), key=lambda pair: pair[0].lower())]
     lines.append(REFUSED)
     reasons = defaultdict(list)
-    for refusal in REFUSALS.values():
-        reasons[refusal.reason].append(refusal.model_type)
+    for model_type, reason in REFUSALS.items():
+        reasons[reason].append(model_type)
     lines += [f"- {reason}: {', '.join(sorted(model_types))}" for reason, model_types in reasons.items()]
     return "\n".join(lines) + "\n"
 

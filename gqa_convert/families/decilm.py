@@ -12,9 +12,6 @@ from gqa_convert.errors import ConfigError, UnsupportedFamilyError
 from gqa_convert.families.windows import has_window
 
 MODEL_TYPE: Final = "nemotron-nas"
-ARCHITECTURE: Final = "DeciLMForCausalLM"
-SOURCES: Final = ("llama", "mistral", "qwen2")
-"""Model types whose layers compute what DeciLM's compute."""
 _WINDOW_KEYS = ("layer_types", "max_window_layers", "sliding_window", "use_sliding_window")
 """Keys about sliding windows, which a DeciLM does not know. transformers' `generate` would make other masks for
 `layer_types`.

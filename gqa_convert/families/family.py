@@ -1,10 +1,12 @@
 """The record of a model type: where its attention lies in the files, what its config keys mean, and what it needs.
 
-Data only. Names are those in the files, not those of the loaded model. A layer's attention is found by the end of a
+Records are read by `families.table` from derived.json, which a script writes from transformers' classes, and facts.toml,
+which holds what no class states. Names are those in the files, not those of the loaded model. A layer's attention is found by the end of a
 tensor's name, because prefixes vary between checkpoints of one family.
 """
 
-from dataclasses import MISSING, dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,9 +17,6 @@ CONVERTED_PREFIX = "gqa_"
 
 MODELING = Path(__file__).parent / "modeling"
 """Where the package keeps the modelling files that travel with checkpoints."""
-
-RECORDS = "gqa_convert/families/records/"
-GUIDE = "docs/adding-a-family.md"
 
 AttentionKind = Literal["decoder", "cross", "encoder"]
 """Self-attention of a decoder; a decoder's attention to an encoder's output; an encoder's self-attention, which keeps
@@ -52,27 +51,20 @@ KVHeads = Literal["stated", "heads", "falcon", "blocks", "listed"]
 """
 
 
+SHARE_KEYS = ("rope_parameters.partial_rotary_factor", "partial_rotary_factor", "rotary_pct")
+
+
 @dataclass(frozen=True, slots=True)
 class RotaryShare:
     """The rotary dimensions of a key head as a share of `head_dim`."""
 
     default: float
     """The share where the config states none: the default of transformers' config class."""
-    keys: tuple[str, ...] = ()
+    keys: tuple[str, ...]
     """Config keys of the share, dotted where nested; the first one that is stated counts. Empty where the class ignores
     whatever a config states."""
-    count_key: str | None = None
+    count_key: str | None
     """Config key of the number of rotary dimensions, which counts where no share is stated."""
-
-
-@dataclass(frozen=True, slots=True)
-class RotaryCount:
-    """The rotary dimensions of a key head as a number."""
-
-    key: str
-    """Config key of the number; null and 0 stand for the whole head."""
-    default: int
-    """The number where the config lacks the key."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,12 +118,13 @@ class Modeling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """How one `model_type` stores attention, and what loads it with fewer K/V heads.
-
-    A field without a default is one whose wrong default would go unnoticed: every record states it.
-    """
+    """How one `model_type` stores attention, and what loads it with fewer K/V heads."""
 
     model_type: str
+    listed: bool = True
+    """Whether the type stands in the tables; a type that does not has the defaults, and its result must be proved."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """What a config.json may leave to transformers' config class."""
 
     # Where layers and attention lie
     layers: tuple[tuple[str, tuple[str, ...]], ...] = (("layers", ("num_hidden_layers",)),)
@@ -171,10 +164,6 @@ class Family:
     """The query projection has this many times heads * head_dim rows (2 where it also computes a gate)."""
 
     # Sizes in the config
-    hidden_key: str = "hidden_size"
-    """Config key of the hidden size."""
-    attention_input_key: str | None = None
-    """Config key of the input size of the query, key and value projections, where it is not the hidden size."""
     heads_key: str = "num_attention_heads"
     encoder_heads_key: str | None = None
     kv_heads: KVHeads = "stated"
@@ -184,17 +173,21 @@ class Family:
     one_kv_head_key: str | None = None
     """Config key that says whether there is one K/V head, for a type that has either one or as many as query heads."""
     head_dim_key: str | None = "head_dim"
-    mlp: MLP
+    mlp: MLP = "gated"
     """The matrices of the MLP."""
 
     # Positions and norms
-    rotary: RotaryPairs
-    rotary_dimensions: RotaryShare | RotaryCount | None
-    """How many dimensions of a key head are rotary where positions are; None for `rotary = "none"`."""
+    rotary: RotaryPairs = "half"
+    rotary_share: float = 1.0
+    """The rotary dimensions of a key head as a share of `head_dim`, where the config states none."""
+    reads_rotary_share: bool = False
+    """Whether the class heeds a share that a config states."""
+    rotary_count_key: str | None = None
+    """Config key of the number of rotary dimensions, which counts where no share is stated."""
     rotary_only_when: tuple[str, bool | str] | None = None
     """Config key and the value with which the model has rotary positions at all (truth is compared where the value is a
     bool); None where it always has them."""
-    key_norm: KeyNorm
+    key_norm: KeyNorm = "none"
     key_norm_name: str = "k_norm"
     gainless_key_norm: tuple[str, bool] | None = None
     """Config key that switches on a norm of keys without gains, which leaves no tensor in the files, and the key's
@@ -213,10 +206,6 @@ class Family:
     """Config keys that, when set, do the same in every attention kind, each with the clause."""
 
     # What can't be converted
-    refused_when: tuple[tuple[str, str], ...] = ()
-    """Config keys that, when set, make a checkpoint of the family unconvertible, each with the reason."""
-    refused_unless: tuple[tuple[str, str], ...] = ()
-    """Config keys without which a checkpoint of the family is unconvertible, each with the reason."""
     refused_values: tuple[tuple[str, tuple[Any, ...], str], ...] = ()
     """Config keys with the values that make a checkpoint unconvertible, each with the reason."""
 
@@ -236,17 +225,27 @@ class Family:
 
     # Software that loads the result
     legacy: LegacyConfigKeys = field(default_factory=LegacyConfigKeys)
-    engines: frozenset[str] = frozenset({"transformers"})
-    """Software in which the family's grouped-query form was run without custom code."""
+    run_in: frozenset[str] = frozenset()
+    """Engines besides transformers in which a tiny checkpoint of the type, converted from 12 to 3 K/V heads, gave the
+    tokens and logits of transformers (`check-serving`; docs/serving.md names the versions)."""
+    listed_in: frozenset[str] = frozenset()
+    """Engines that list the type and read its K/V-head count, but in which it was not run."""
+    beyond_window_in: frozenset[str] = frozenset()
+    """Engines that attend to more than the type's sliding window."""
+    native: bool = True
+    """Whether transformers' own classes hold fewer K/V heads than query heads."""
     modeling: Modeling | None = None
     """The modelling file that the result needs; None where stock classes hold fewer K/V heads."""
     layerwise: tuple[Modeling, ...] = ()
     """The modelling files of results whose layers differ in their K/V heads, the preferred one first; empty where layers
     may not differ."""
 
-    def __post_init__(self) -> None:
-        if (self.rotary == "none") != (self.rotary_dimensions is None):
-            raise FamilyRecordError(self.model_type, "states only one of rotary and rotary_dimensions")
+    @property
+    def rotary_dimensions(self) -> RotaryShare | None:
+        """How many dimensions of a key head are rotary where positions are; None for `rotary = "none"`."""
+        if self.rotary == "none":
+            return None
+        return RotaryShare(self.rotary_share, SHARE_KEYS if self.reads_rotary_share else (), self.rotary_count_key)
 
     @property
     def query_norm_name(self) -> str:
@@ -254,9 +253,9 @@ class Family:
         return self.key_norm_name.replace("key_", "query_").replace("k_", "q_")
 
     @property
-    def native(self) -> bool:
-        """Whether transformers' own classes hold fewer K/V heads than query heads."""
-        return "transformers" in self.engines
+    def engines(self) -> frozenset[str]:
+        """Software in which the type's grouped-query form was run without custom code."""
+        return self.run_in | {"transformers"} if self.native else frozenset()
 
     @property
     def is_layerwise(self) -> bool:
@@ -283,38 +282,3 @@ class Family:
     def stock_type(self) -> str:
         """transformers' own model type: the source's for a result with a modelling file, else the type itself."""
         return self.modeling.source_type if self.modeling else self.model_type
-
-
-class FamilyRecordError(ValueError):
-    """A family's record is incomplete or contradicts itself: a mistake in this package, not a user's."""
-
-    def __init__(self, model_type: str, problem: str) -> None:
-        super().__init__(
-            f"the record of model type {model_type} {problem}: correct it in {RECORDS}; {GUIDE} explains each field"
-        )
-
-
-def make_family(**stated: Any) -> Family:
-    """A record from its fields.
-
-    Raises:
-        FamilyRecordError: a field without a default is missing, or a field is unknown.
-    """
-    required = [each.name for each in fields(Family) if each.default is each.default_factory is MISSING]
-    model_type = str(stated.get("model_type"))
-    missing = [name for name in required if name not in stated]
-    if missing:
-        raise FamilyRecordError(model_type, f"lacks {', '.join(missing)}")
-    unknown = stated.keys() - {each.name for each in fields(Family)}
-    if unknown:
-        raise FamilyRecordError(model_type, f"has the unknown field {min(unknown)}")
-    return Family(**stated)
-
-
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """A model type that is known and not converted, and why."""
-
-    model_type: str
-    reason: str
-    """Ends the sentence "model type X can't be converted: ..."."""

@@ -66,12 +66,6 @@ class AttentionFinder:
         section = decoder_section(checkpoint.config)
         self.where = f"{checkpoint.source_id}/config.json" + (f" ({section})" if section else "")
         self.config = config = decoder_config(checkpoint.config)
-        for key, reason in family.refused_when:
-            if config_value(config, key):
-                raise UnsupportedFamilyError(f"{self.where} sets {key}, and so it can't be converted: {reason}")
-        for key, reason in family.refused_unless:
-            if not config_value(config, key):
-                raise UnsupportedFamilyError(f"{self.where} does not set {key}, and so it can't be converted: {reason}")
         for key, values, reason in family.refused_values:
             if config_value(config, key) in values:
                 raise UnsupportedFamilyError(

@@ -2,17 +2,32 @@
 
 import copy
 from dataclasses import replace
+from typing import Final
 
 from gqa_convert.checkpoint.strict_json import Config, JsonObject
 from gqa_convert.errors import UnsupportedFamilyError
 from gqa_convert.families.family import Family
-from gqa_convert.families.records.wrappers import DEFAULTS, PREFIXES, SECTION, WRAPPERS
+from gqa_convert.families.records import ALL, COMPOSITES
+
+SECTION: Final = "text_config"
+"""The config key of the decoder's own config."""
+
+PREFIXES: Final = (
+    "language_model.model.",
+    "model.language_model.model.",
+    "model.language_model.",
+    "language_model.",
+    "model.text_model.",
+    "text_model.",
+    "model.",
+)
+"""What stands in front of the decoder's layers: in files of transformers 4 and 5, in memory, and without a head."""
 
 
 def is_wrapper(config: Config) -> bool:
     """Whether a config.json belongs to a model that wraps a decoder of another type."""
     model_type = config.get("model_type")
-    return isinstance(model_type, str) and model_type in WRAPPERS
+    return isinstance(model_type, str) and model_type in COMPOSITES
 
 
 def decoder_section(config: Config) -> str | None:
@@ -24,20 +39,22 @@ def decoder_section(config: Config) -> str | None:
 
 
 def decoder_config(config: Config) -> JsonObject:
-    """The config of the model's decoder: of a wrapper the nested one, with the counts that it leaves to the defaults of
-    its class; of any other model the config itself.
+    """The config of the model's decoder, with what it leaves to the defaults of its class: of a wrapper the nested
+    config, of any other model the config itself.
 
     Args:
         config: what config.json holds.
     """
-    if not is_wrapper(config):
-        return dict(config)
-    section = decoder_section(config)
-    if section is None:
-        return dict(config) | {"model_type": WRAPPERS[config["model_type"]]}
-    stated = config[section]
-    model_type = stated.get("model_type") or WRAPPERS[config["model_type"]]
-    return {**DEFAULTS.get(model_type, {}), **stated, "model_type": model_type}
+    stated = dict(config)
+    if is_wrapper(config):
+        section = decoder_section(config)
+        model_type = COMPOSITES[config["model_type"]]
+        if section is None:
+            return stated | {"model_type": model_type}
+        stated = config[section]
+        stated = stated | {"model_type": stated.get("model_type") or model_type}
+    family = ALL.get(str(stated.get("model_type")))
+    return stated if family is None else {**family.defaults, **stated}
 
 
 def wrapped_family(wrapper: str, decoder: Family) -> Family:
@@ -60,7 +77,9 @@ def wrapped_family(wrapper: str, decoder: Family) -> Family:
         model_type=wrapper,
         prefixes=PREFIXES,
         wrapped=True,
-        engines=frozenset({"transformers"}),
+        run_in=frozenset(),
+        listed_in=frozenset(),
+        beyond_window_in=frozenset(),
         modeling=None,
         layerwise=(),
     )

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from gqa_convert.errors import ConfigError
-from gqa_convert.families.family import Family, RotaryCount
+from gqa_convert.families.family import Family
 from gqa_convert.families.geometry import AttentionFinder, AttentionLayer, config_value
 from gqa_convert.merging.attention_heads import LayerLayout
 from gqa_convert.merging.factorisation import Array
@@ -100,8 +100,6 @@ def _rotary_dimensions(family: Family, config: dict[str, Any], head_dim: int) ->
         key, wanted = family.rotary_only_when
         if config.get(key, False) != wanted:
             return 0
-    if isinstance(dimensions, RotaryCount):
-        return config.get(dimensions.key, dimensions.default) or head_dim
     shares = [config_value(config, key) for key in dimensions.keys]
     shares = [share for share in shares if share is not None]
     if not shares and dimensions.count_key and config.get(dimensions.count_key) is not None:

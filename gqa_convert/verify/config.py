@@ -4,7 +4,7 @@ import copy
 from typing import Any
 
 from gqa_convert.families.family import Family, LegacyConfigKeys, Modeling
-from gqa_convert.families.records.wrappers import SECTION
+from gqa_convert.families.wrappers import SECTION
 from gqa_convert.verify.checkpoint_reader import CONFIG
 from gqa_convert.verify.geometry import Geometry
 from gqa_convert.verify.json_values import check_same_object

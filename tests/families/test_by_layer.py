@@ -22,11 +22,9 @@ from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.plan import make_plan
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import ConfigError
-from gqa_convert.families.family import FamilyRecordError
 from gqa_convert.families.layerwise import kv_heads_by_layer, sources_of
 from gqa_convert.families.loading import load_causal_lm
 from gqa_convert.families.modeling import gqa_by_layer
-from gqa_convert.families.records.by_layer import with_forms
 from gqa_convert.families.table import FAMILIES
 from gqa_convert.verify import verify_checkpoint
 from gqa_convert.verify.layerwise import stated_kv_heads
@@ -130,8 +128,6 @@ def test_the_table_names_transformers_classes_and_tokenizers() -> None:
     assert sources_of("gqa_qwen3") == {"qwen3", "gqa_qwen3"}
     assert sources_of("nemotron-nas") == {"llama", "mistral", "qwen2", "nemotron-nas"}
     assert sources_of("qwen3") == frozenset()
-    with pytest.raises(FamilyRecordError, match=r"records/by_layer.py"):
-        list(with_forms([]))
 
 
 def test_the_config_holds_a_list_and_the_object_a_number() -> None:

@@ -15,6 +15,7 @@ from gqa_convert.errors import ConfigError, UnsupportedFamilyError
 from gqa_convert.families import decilm
 from gqa_convert.families.loading import load_causal_lm
 from gqa_convert.families.modeling.gqa_decilm import DeciLMConfig
+from gqa_convert.families.records import DECILM_SOURCES
 from tests.helpers.elsewhere import WAYS, Elsewhere, measure
 from tests.helpers.native import distance
 from tests.helpers.tiny import HEADS, make_checkpoint
@@ -48,7 +49,7 @@ def with_merged_heads(source: Path, out: Path) -> Any:
     return stock
 
 
-@pytest.mark.parametrize("model_type", decilm.SOURCES)
+@pytest.mark.parametrize("model_type", DECILM_SOURCES)
 def test_it_computes_what_the_stock_class_computes_with_the_heads_repeated(
     model_type: str, elsewhere: Elsewhere, tmp_path: Path
 ) -> None:

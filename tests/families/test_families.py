@@ -27,11 +27,10 @@ from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import GroupsError, UnsupportedFamilyError
 from gqa_convert.families import engines
 from gqa_convert.families.engines import ENGINES
-from gqa_convert.families.records.wrappers import WRAPPERS
-from gqa_convert.families.table import FAMILIES, REFUSALS, find_family
+from gqa_convert.families.table import COMPOSITES, FAMILIES, REFUSALS, find_family
 from tests.helpers import chatglm
-from tests.helpers.native import CASES, MASK, NATIVE, REPRESENTATIVE, TOKENS, distance, load, logits
-from tests.helpers.tiny import HEADS, kv_views, make_checkpoint, make_config, make_model, merge_in_place
+from tests.helpers.native import CASES, MASK, REPRESENTATIVE, TOKENS, distance, load, logits
+from tests.helpers.tiny import HEADS, make_checkpoint, make_config, merge_in_place
 
 NEW_TOKENS = 4
 
@@ -124,37 +123,6 @@ def test_plan_changes_what_the_class_counts(case: str, source: Callable[..., Pat
     assert plan.kv_cache_bytes().after * 4 == plan.kv_cache_bytes().before
 
 
-@pytest.mark.parametrize("model_type", NATIVE)
-@torch.no_grad()
-def test_rotary_layout(model_type: str) -> None:
-    """A key that projects to one number of a head is turned towards that number's partner, and nowhere else."""
-    family = FAMILIES[model_type]
-    model = make_model(make_config(model_type))
-    for name, parameter in model.named_parameters():
-        if family.key_norm != "none" and f".{family.key_norm_name}." in name:
-            parameter.fill_(1.0)
-    for name, heads in kv_views(model, family, HEADS):
-        if name.endswith((f".{family.key}.weight", ".key.weight")):
-            row = heads[0, 0].clone()
-            heads.zero_()
-            heads[0, 0] = row
-        elif name.endswith((f".{family.key}.bias", ".key.bias")):
-            heads.zero_()
-    cache = model.generate(
-        input_ids=TOKENS[1:], attention_mask=MASK[1:], max_new_tokens=1, do_sample=False, return_dict_in_generate=True
-    ).past_key_values
-    keys = [key for layer in cache.layers if (key := getattr(layer, "keys", None)) is not None and key.dim() == 4]
-    touched = [tuple(torch.nonzero(key[0, 0].abs().amax(0) > 1e-6).flatten().tolist()) for key in keys]
-    assert {indices[0] for indices in touched} == {0}
-    partners = {indices[1:] for indices in touched} - {()}  # some layers of some families turn nothing
-    found = "none" if not partners else "interleaved" if partners == {(1,)} else "half"
-    assert family.rotary == found, (
-        f"transformers' class of {model_type} pairs rows as {found!r}: correct rotary in its record in "
-        "gqa_convert/families/records/"
-    )
-    assert len(partners) <= 1
-
-
 @pytest.mark.parametrize(("before", "after"), [(6, 12), (3, 6)])
 @pytest.mark.parametrize("case", REPRESENTATIVE)
 def test_repeated_heads_change_nothing(case: str, before: int, after: int, source: Callable[..., Path]) -> None:
@@ -183,16 +151,15 @@ def test_own_count_copies_every_bit(case: str, source: Callable[..., Path]) -> N
 def test_every_model_type_is_known() -> None:
     """Each type that transformers can load as a language model is converted or refused with a reason."""
     types = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) | set(MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES)
-    unknown = sorted(types - FAMILIES.keys() - WRAPPERS.keys() - REFUSALS.keys())
+    unknown = sorted(types - FAMILIES.keys() - COMPOSITES.keys() - REFUSALS.keys())
     assert not unknown, (
-        f"{', '.join(unknown)}: add a record in gqa_convert/families/records/ or a reason in "
-        "gqa_convert/families/refusals.py (docs/adding-a-family.md)"
+        f"{', '.join(unknown)}: add a record or a reason in gqa_convert/families/facts.toml (docs/adding-a-family.md)"
     )
     converted_types = {family.modeling.model_type for family in FAMILIES.values() if family.modeling}
     elsewhere = {"whisper", "chatglm"}  # for speech; by code of its own
     assert FAMILIES.keys() - converted_types - elsewhere <= types, "a record's model type is unknown to transformers"
     both = sorted(FAMILIES.keys() & REFUSALS.keys())
-    assert not both, f"{', '.join(both)}: delete the refusal in gqa_convert/families/refusals.py"
+    assert not both, f"{', '.join(both)}: delete the refusal in gqa_convert/families/facts.toml"
 
 
 @pytest.mark.parametrize(
@@ -235,14 +202,10 @@ def test_shared_adapters_are_refused(source: Callable[..., Path]) -> None:
 
 
 def test_engines_are_told_of_known_types_once() -> None:
-    for engine in ENGINES[1:]:
-        run, listed = engines._RUN[engine], engines._LISTED[engine]
-        assert run
-        assert not run & listed
-        assert run | listed <= FAMILIES.keys() | {"gpt_bigcode"}
-    assert engines._RUN.keys() == engines._LISTED.keys() == set(ENGINES[1:])
-    for engine, windowed in engines._BEYOND_WINDOW.items():
-        assert windowed <= engines._RUN[engine]
+    for family in FAMILIES.values():
+        assert not family.run_in & family.listed_in
+        assert family.beyond_window_in <= family.run_in
+        assert family.run_in | family.listed_in <= set(ENGINES[1:])
 
 
 @pytest.mark.parametrize(

@@ -415,14 +415,11 @@ def test_plan_tells_what_is_needed(case: str, sources: Callable[[str], Path]) ->
         assert both.before * 3 == both.after * row.heads
 
 
-@pytest.mark.parametrize(
-    ("kind", "word"),
-    [("grouped_query_attention", "grouped K/V heads"), ("multiquery_attention", "one K/V head already")],
-)
-def test_mpt_of_other_kinds_is_refused_for_what_it_is(kind: str, word: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["grouped_query_attention", "multiquery_attention"])
+def test_mpt_of_other_kinds_is_refused_for_what_it_is(kind: str, tmp_path: Path) -> None:
     source = make_source("mpt", tmp_path / "source")
     config = json.loads((source / "config.json").read_text())
     config["attn_config"] |= {"attn_type": kind, "kv_n_heads": 4}
     (source / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UnsupportedFamilyError, match=f"attn_type = .{kind}.*{word}.*llm-foundry"):
+    with pytest.raises(UnsupportedFamilyError, match=f"attn_type = .{kind}.*fewer K/V heads already.*llm-foundry"):
         make_plan(open_checkpoint(source), 3)

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import gqa_convert
 from gqa_convert.checkpoint.source import open_checkpoint
@@ -17,8 +16,7 @@ from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions
 from gqa_convert.conversion.plan import make_plan
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import OptionError, UnsupportedFamilyError
-from gqa_convert.families.records.wrappers import DEFAULTS, WRAPPERS
-from gqa_convert.families.table import FAMILIES, INNER, REFUSALS, family_of, find_family
+from gqa_convert.families.table import COMPOSITES, FAMILIES, INNER, family_of, find_family
 from gqa_convert.families.wrappers import decoder_config
 from gqa_convert.training.optimizers import choose_trained
 from gqa_convert.verify.run import verify_checkpoint
@@ -148,18 +146,6 @@ def test_a_repeated_count_changes_with_the_nested_one(source: Callable[[str], Pa
     assert verify_checkpoint(out, folder, logits=False).passed
 
 
-def test_counts_that_the_config_leaves_out_are_those_of_its_class() -> None:
-    """Both those that stand in the table, and those that follow from others and must not stand there."""
-    other = {"hidden_size": 96, "num_attention_heads": 6}
-    for model_type, counts in DEFAULTS.items():
-        made = CONFIG_MAPPING[model_type]()
-        assert counts == {key: getattr(made, key) for key in counts}, model_type
-        sized = CONFIG_MAPPING[model_type](**other)
-        for key, derived in (("num_key_value_heads", 6), ("head_dim", 16)):
-            expected = counts.get(key, derived)
-            assert getattr(sized, key, None) in (expected, None), (model_type, key)
-
-
 def test_a_config_that_states_only_what_differs() -> None:
     stated = {"model_type": "llava", "text_config": {"model_type": "mistral", "num_hidden_layers": 2}}
     config = decoder_config(stated)
@@ -167,13 +153,10 @@ def test_a_config_that_states_only_what_differs() -> None:
     assert decoder_config({"model_type": "llava", "text_config": {}})["model_type"] == "llama"
 
 
-def test_the_table_of_wrappers_is_complete() -> None:
-    assert set(WRAPPER_TYPES) == set(WRAPPERS), "add a tiny model to tests/helpers/wrappers.py"
-    assert not WRAPPERS.keys() & (FAMILIES.keys() | REFUSALS.keys())
-    assert not INNER.keys() & FAMILIES.keys()
-    for wrapper, decoder in WRAPPERS.items():
+def test_the_table_of_composites_is_complete() -> None:
+    assert set(WRAPPER_TYPES) == set(COMPOSITES), "add a tiny model to tests/helpers/wrappers.py"
+    for wrapper, decoder in COMPOSITES.items():
         assert decoder in FAMILIES or decoder in INNER
-        assert decoder in DEFAULTS
         assert family_of({"model_type": wrapper}).wrapped
 
 

@@ -30,6 +30,7 @@ NOT_RUN = {
     r"^(\S*/)?pip install": "fetches packages: .ci/run types the README's line",
     r"^python3 -m venv|^source ": "likewise",
     r"^(\S*/)?python -m pytest": "this suite",
+    r"^python (docs/make_families|tools/derive_families)\.py": "write files of the repository, which tests/families compares",
     r"^(\S*/)?gqa-convert demo$": "takes minutes: tests/demo/test_demo.py runs it with less text",
     r"^torchrun |^accelerate launch": "starts processes of its own, mostly on GPUs: tests/training/test_distributed_runs.py has such runs",
     r"^sbatch ": "needs a cluster",

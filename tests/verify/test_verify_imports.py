@@ -18,7 +18,6 @@ SHARED = {
     "gqa_convert.families.family": "the families' records",
     "gqa_convert.families.table": "finding a family",
     "gqa_convert.families.wrappers": "the config of the decoder inside a wrapper",
-    "gqa_convert.families.records.wrappers": "the key of that config",
     "gqa_convert.families.loading": "loading models and tokenizers with transformers",
     "gqa_convert.text.scoring.text_loss": "the loss of a text",
     "gqa_convert.text.scoring.text_to_score": "reading a text",

@@ -8,7 +8,7 @@ from typing import Any, Final
 from gqa_convert.checkpoint.strict_json import Config, JsonObject
 from gqa_convert.conversion.rewriting.decoders import partial_factor
 from gqa_convert.conversion.rewriting.stock_form import NoStockClassError, StockForm, modules, refused_value
-from gqa_convert.families.refusals import RESTATED as STOCK_TYPES
+from gqa_convert.families.records import RESTATED as STOCK_TYPES
 
 
 def _scaling(config: Config, _stock: JsonObject) -> JsonObject:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gqa_convert.errors import ConfigError
-from gqa_convert.families.family import Family, RotaryCount, RotaryShare
+from gqa_convert.families.family import Family, RotaryShare
 from gqa_convert.verify.checkpoint_reader import Weights
 from gqa_convert.verify.geometry import AttentionKind, config_value
 
@@ -98,8 +98,8 @@ def rotary_dims(family: Family, config: dict[str, Any], head_dim: int) -> int:
     if getattr(stated, "position_embedding_type", "rope") != "rope":
         return 0
     rotated: Any
-    if isinstance(dimensions, RotaryCount):  # the attention computes its own angles
-        rotated = getattr(stated, dimensions.key) or head_dim
+    if family.rotary_count_key == "rotary_dim" and not dimensions.keys:  # the attention computes its own angles
+        rotated = stated.rotary_dim or head_dim
     else:
         rotated = _twice_the_angles(stated, head_dim)
     if type(rotated) is not int or not 0 <= rotated <= head_dim or rotated % 2:
