@@ -24,7 +24,6 @@ class Method:
     calibrated: bool = False
     fit_steps: int | None = None
     kl_steps: int | None = None
-    kl_rank: int | None = None
 
 
 METHODS = {
@@ -38,7 +37,6 @@ METHODS = {
         Method("fit-closed", "fit", calibrated=True, fit_steps=0, kl_steps=0),
         Method("fit-gradient", "fit", calibrated=True, kl_steps=0),
         Method("fit-100", "fit", calibrated=True, kl_steps=100),
-        Method("fit-low-rank", "fit", calibrated=True, kl_rank=32),
         Method("fit", "fit", calibrated=True),
     )
 }
@@ -128,5 +126,4 @@ def _calibration(job: Job, method: Method, folder: Path) -> CalibrationOptions |
         seed=job.seed or 0,
         steps=method.fit_steps,
         kl_steps=method.kl_steps,
-        kl_rank=method.kl_rank,
     )

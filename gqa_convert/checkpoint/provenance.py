@@ -65,8 +65,6 @@ class CalibrationRecord:
     """SHA-256 of the tokens."""
     kl_steps: int = 0
     """Steps of the stage that trains all layers together."""
-    kl_rank: int = 0
-    """Of that stage's changes of query and output projections; 0 where these were trained as they are."""
     kl: Divergence | None = None
     """None where it was not measured."""
 
@@ -83,7 +81,7 @@ class CalibrationRecord:
 
     def as_json(self) -> JsonObject:
         kl = None if self.kl is None else asdict(self.kl)
-        return self.inputs() | {"kl_steps": self.kl_steps, "kl_rank": self.kl_rank, "kl": kl}
+        return self.inputs() | {"kl_steps": self.kl_steps, "kl": kl}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

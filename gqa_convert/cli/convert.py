@@ -72,13 +72,6 @@ def convert(
             "Steps of fit's last stage, which trains all layers together. Default: twice --fit-steps if the model fits in memory and lost 0.02 nats per token or more, else 0.",
         ),
     ] = None,
-    kl_rank: Annotated[
-        int | None,
-        hidden_option(
-            "--kl-rank R",
-            "Rank of the changes that fit's last stage makes to query and output projections, to take less memory; 0 trains these as they are. Default: 0 if memory allows, else 32.",
-        ),
-    ] = None,
     device: Device = None,
     seed: Seed = 0,
     encoder: Annotated[
@@ -163,7 +156,6 @@ def convert(
             seed=seed,
             steps=fit_steps,
             kl_steps=kl_steps,
-            kl_rank=kl_rank,
             context=calibration_context,
             device=device,
         ),

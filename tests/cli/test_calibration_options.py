@@ -23,9 +23,6 @@ def test_mistakes(tmp_path: Path) -> None:
         (["-n", "3", "-m", "mean", "--kl-steps", "5"], ["--kl-steps 5", "--calibration"]),
         (["-n", "3", "-m", "factor", "-c", __file__, "--kl-steps", "5"], ["--kl-steps 5", "factor", "fit"]),
         (["-n", "3", "-c", __file__, "--kl-steps", "-1"], ["--kl-steps -1"]),
-        (["-n", "3", "-m", "factor", "-c", __file__, "--kl-rank", "8"], ["--kl-rank 8", "factor", "fit"]),
-        (["-n", "3", "-c", __file__, "--kl-rank", "-1"], ["--kl-rank -1"]),
-        (["-n", "3", "-c", __file__, "--kl-steps", "0", "--kl-rank", "8"], ["--kl-rank 8", "--kl-steps"]),
         (
             ["-n", "3", "-c", __file__, "--calibration-tokens", "90000", "--kl-steps", "5"],
             ["--kl-steps 5", "more text"],

@@ -7,13 +7,10 @@ import signal
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import log_softmax
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from gqa_convert.conversion.fit import distillation, memory
 from gqa_convert.conversion.fit.layer_store import LayerStore
@@ -60,13 +57,8 @@ def padded(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     return batch | {f"{prefix}attention_mask": mask}
 
 
-@pytest.mark.parametrize(
-    ("name", "rank"),
-    [*((name, 0) for name in ("llama", "qwen2", "gpt2", "falcon", "bloom", "phi3", "t5", "bart")), ("llama", 3)],
-)
-def test_the_result_diverges_as_little_as_is_said(
-    name: str, rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2", "falcon", "bloom", "phi3", "t5", "bart"])
+def test_the_result_diverges_as_little_as_is_said(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The converted checkpoint, loaded by itself, on the text that was held out; and it is still its own expansion."""
     monkeypatch.setattr(distillation, "RATE", 2e-3)
     case = folded.build(name)
@@ -74,15 +66,14 @@ def test_the_result_diverges_as_little_as_is_said(
     batches = batches_for(case.model, count=1) * 9  # random weights have learned nothing that other text would share
     if name in ("llama", "gpt2", "t5", "bart"):
         batches = [padded(batch) for batch in batches]
-    _, record = fitted(source, tmp_path / "out", steps=0, fresh=batches, kl_steps=25, kl_rank=rank)
+    _, record = fitted(source, tmp_path / "out", steps=0, fresh=batches, kl_steps=25)
     result = case.load(tmp_path / "out")
-    assert (record.kl_steps, record.kl_rank) == (25, rank)
+    assert record.kl_steps == 25
     assert record.kl.after < 0.97 * record.kl.before
     assert [step for step, _ in record.kl.curve] == [6, 12, 18, 24]
     assert record.kl.after < record.kl.curve[0][1] < record.kl.before
     assert divergence(open_model(source), result, [batches[0]]) == pytest.approx(record.kl.after, rel=2e-3)
     assert distance(case.logits(result), case.logits(folded.placed(case, result, 3))) < folded.EXACT
-    assert ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_attention_forward
 
 
 @pytest.mark.parametrize("name", ["llama", "t5"])
@@ -146,29 +137,6 @@ def test_other_steps_begin_again_from_the_layers(llama: Path, tmp_path: Path, mo
             fit(plan, straight, batches, batches[3:4], steps=2, kl_steps=6)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "phi3", "t5"])
-def test_where_memory_is_short_layers_are_computed_again(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The result is the same, and a fraction of the numbers is kept for the way back."""
-    source = folded.build(name).save(tmp_path / "source")
-    kept: dict[int, int] = {}
-    for free in (10**12, 1):
-        monkeypatch.setattr(memory, "available_memory", lambda _, free=free: free)
-        sizes: list[int] = []
-
-        def pack(tensor: Tensor, sizes: list[int] = sizes) -> Tensor:
-            sizes.append(tensor.numel())
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            _, record = fitted(source, tmp_path / str(free), steps=0, kl_steps=3)
-        assert record.kl.after < record.kl.before
-        kept[free] = sum(sizes)
-    assert digests(tmp_path / str(10**12)) == digests(tmp_path / "1")
-    assert kept[1] < 0.5 * kept[10**12]
-
-
 def test_unasked_it_is_done_where_it_is_worth_its_time_and_possible(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -180,7 +148,7 @@ def test_unasked_it_is_done_where_it_is_worth_its_time_and_possible(
 
     monkeypatch.setattr(distillation, "WORTHWHILE", 1e-9)
     done = run("worth")
-    assert (done.kl_steps, done.kl_rank) == (4, 0)
+    assert done.kl_steps == 4
     monkeypatch.setattr(distillation, "WORTHWHILE", 1e9)
     skipped = run("not")
     assert skipped.kl_steps == 0
@@ -188,22 +156,6 @@ def test_unasked_it_is_done_where_it_is_worth_its_time_and_possible(
     monkeypatch.setattr(distillation, "WORTHWHILE", 1e-9)
     monkeypatch.setattr(memory, "_MOST_PARAMETERS", 1000)
     assert run("long").kl_steps == 0
-
-
-def test_changes_have_the_rank_that_is_asked_for(llama: Path, tmp_path: Path) -> None:
-    """Those of the result's query and output projections; keys and values change freely."""
-    plan, batches = plan_of(llama), batches_for(open_model(llama))
-    with LayerStore(tmp_path / "out", {}, keep=False) as store:
-        fit(plan, store, batches, steps=0)
-        before = store.read(0)
-        fit(plan, store, batches, batches[:1], steps=0, kl_steps=12, kl_rank=3)
-        after = store.read(0)
-    ranks = {}
-    for name in before:
-        change = after[name] - before[name]
-        ranks[name.split(".")[-2]] = np.linalg.matrix_rank(change, tol=1e-4 * np.linalg.norm(change, 2))
-    assert ranks["q_proj"] == ranks["o_proj"] == 3
-    assert min(ranks["k_proj"], ranks["v_proj"]) > 8
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from gqa_convert.errors import OutputError
 RECORD = LayerRecord(module="a", errors={"a.keys": 0.5, "a.values": 0.25}, head_order=[1, 0])
 LAYER = {"weight": np.arange(6, dtype=np.float32).reshape(2, 3), "bias": np.ones(2, ml_dtypes.bfloat16)}
 TRAINED = {"weight": -LAYER["weight"], "bias": 2 * LAYER["bias"]}
-TRAINING = TrainingRecord(request={"kl_steps": 3}, kl_steps=3, kl_rank=0, kl=Divergence(0.5, 0.25, ((1, 0.4),)))
+TRAINING = TrainingRecord(request={"kl_steps": 3}, kl_steps=3, kl=Divergence(0.5, 0.25, ((1, 0.4),)))
 
 
 def interrupted(folder: Path, work: Callable[[LayerStore], None]) -> None:
@@ -63,9 +63,9 @@ def test_other_work_and_damage(tmp_path: Path) -> None:
 
 
 def test_trained_layers_replace_all_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    layers = {0: TRAINED, 1: TRAINED}
+    errors = {"a.output": 0.125, "b.output": 0.5}
     with LayerStore(tmp_path / "out", {}, keep=False) as store:
-        for number in layers:
+        for number in range(2):
             store.write(number, LAYER, RECORD)
         put = layer_store.write_whole
 
@@ -76,18 +76,18 @@ def test_trained_layers_replace_all_or_none(tmp_path: Path, monkeypatch: pytest.
 
         monkeypatch.setattr(layer_store, "write_whole", failing)
         with pytest.raises(OSError, match="disk"):
-            store.finish(layers, TRAINING)
+            store.finish(TRAINING, [TRAINED, TRAINED], errors)
         assert store.finished() is None
         assert same(store.read(0), LAYER)
         monkeypatch.setattr(layer_store, "write_whole", put)
-        store.finish(layers, TRAINING)
+        store.finish(TRAINING, [TRAINED, TRAINED], errors)
         assert store.finished() == replace(TRAINING, kl=Divergence(0.5, 0.25, [[1, 0.4]]))  # type: ignore[arg-type]
-        assert store.record(0) == RECORD
+        assert store.record(0) == replace(RECORD, errors={"a.output": 0.125}), "those before the training are gone"
         assert same(store.read(1), TRAINED)
         store.reopen()
         assert store.finished() is None
         assert same(store.read(1), LAYER)
-        store.finish({}, replace(TRAINING, kl=Divergence(0.5, 0.5)))  # it did not help
+        store.finish(replace(TRAINING, kl=Divergence(0.5, 0.5)))  # it did not help
         assert same(store.read(1), LAYER)
 
 

@@ -134,8 +134,8 @@ def test_a_student_reads_its_own_encoder(case: str) -> None:
     ("case", "place", "factor"),
     [
         ("llama", "post_attention_layernorm", 1.0),
-        ("olmo2", None, 1.0),
-        ("gemma2", None, 1.0),
+        ("olmo2", "self_attn.o_proj", 1.0),
+        ("gemma2", "self_attn.o_proj", 1.0),
         ("granite", "post_attention_layernorm", 0.5),
         ("cohere", "", 1.0),
         ("gpt2", "ln_2", 1.0),
@@ -149,18 +149,14 @@ def test_a_student_reads_its_own_encoder(case: str) -> None:
         ("bart", "self_attn_layer_norm", 1.0),
     ],
 )
-def test_the_residual_stream_is_found(case: str, place: str | None, factor: float) -> None:
-    """Behind attention or a parallel MLP; a norm between attention and the sum leaves nothing to find."""
+def test_the_residual_stream_is_found(case: str, place: str, factor: float) -> None:
+    """Behind attention or a parallel MLP; a norm between attention and the sum leaves the contribution itself."""
     options = {"residual_multiplier": 0.5} if case == "granite" else {}
     model = build(case, **options).model.requires_grad_(False)
     output = FAMILIES[case].output
     names = attention_of(model, output)
     walk = LayerWalk(model, batches_for(model), names, output)
     found = walk.places[names[0]]
-    if place is None:
-        assert found is None
-        return
-    assert found is not None
     assert found.module == f"{walk.layers[0].name}.{place}".rstrip(".")
     assert found.factor == pytest.approx(factor)
 

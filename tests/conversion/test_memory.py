@@ -4,15 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import gqa_convert
 from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.conversion.fit import memory
-from gqa_convert.conversion.fit.distillation import DistillationOptions, Student
+from gqa_convert.conversion.fit.distillation import Student
 from gqa_convert.conversion.fit.layer_store import LayerStore
 from gqa_convert.conversion.fit.memory import Needs
-from gqa_convert.conversion.fit.optimizer import RelativeAdam
 from gqa_convert.conversion.fit.options import CalibrationOptions
 from gqa_convert.conversion.plan import Plan, make_plan
 from tests.helpers import folding_cases as folded
@@ -42,10 +40,10 @@ def test_each_part_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert estimate(**sizes, kl_steps=20).memory_bytes > 1.1 * estimate(**sizes, kl_steps=0).memory_bytes
     assert estimate(**sizes).memory_bytes == estimate(**sizes, kl_steps=20).memory_bytes
     weights = 4 * plan_by("fit").parameters_before
-    needed = memory.plan_last_stage(plan_by("fit"), 2048, 0, "cpu", 0).nbytes / memory._STAGE_SHARE
+    needed = memory.last_stage_bytes(plan_by("fit"), 2048) / memory._STAGE_SHARE
     for free, trains in ((needed + weights + 2, True), (needed + weights - 2, False)):
         monkeypatch.setattr(memory, "available_memory", lambda _, free=free: free)
-        long = {"tokens": 2048, "sequence_length": 2048, "kl_rank": 0}
+        long = {"tokens": 2048, "sequence_length": 2048}
         assert (estimate(**long).memory_bytes > estimate(**long, kl_steps=0).memory_bytes) is trains
     monkeypatch.setattr(memory, "available_memory", lambda _: 64 * GIB)
     assert (estimate("mean").tokens, estimate("mean").disk_bytes) == (None, plan_by("mean").disk_bytes)
@@ -54,54 +52,30 @@ def test_each_part_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert estimate(tokens=20_480).disk_bytes == once.disk_bytes + activations
 
 
-def test_the_last_stage_takes_what_memory_allows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It keeps activations before it computes them again, and trains projections whole before it changes them by low
-    ranks; a rank that is asked for counts more than memory.
-    """
+def test_the_last_stage_runs_where_memory_and_time_allow(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_by("fit")
-    monkeypatch.setattr(memory, "LOW_RANK", 2)
-
-    def found(free: float, rank: int | None = None, device: str = "cpu") -> tuple[int, bool, bool]:
-        stage = memory.plan_last_stage(plan, 512, free, device, rank)
-        return stage.rank, stage.recomputes, stage.affordable
-
-    needed = [
-        memory.plan_last_stage(plan, 512, free, "cpu", rank).nbytes / memory._STAGE_SHARE
-        for free, rank in ((1e15, 0), (0, 0), (0, 2))
-    ]
-    assert needed == sorted(needed, reverse=True)
-    expected = [(0, False, True), (0, True, True), (2, True, True)]
-    assert [found(free + 2) for free in needed] == expected
-    assert found(needed[-1] - 2) == (2, True, False)
-    assert found(needed[-1] - 2, 0) == (0, True, False)
-    assert found(1e15, 5) == (5, False, True)
+    needed = memory.last_stage_bytes(plan, 512) / memory._STAGE_SHARE
+    assert memory.trains_together(plan, 512, needed + 2, "cpu")
+    assert not memory.trains_together(plan, 512, needed - 2, "cpu")
+    assert not memory.trains_together(plan, 1024, needed + 2, "cpu")
     monkeypatch.setattr(memory, "_MOST_PARAMETERS", 1000)
-    assert found(1e15) == (0, False, False)
-    assert found(1e15, device="cuda") == (0, False, True)
+    assert not memory.trains_together(plan, 512, 1e15, "cpu")
+    assert memory.trains_together(plan, 512, 1e15, "cuda")
 
 
-@pytest.mark.parametrize("rank", [0, 2])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "t5"])
-def test_memory_for_what_is_trained_is_asked_for(name: str, rank: int, tmp_path: Path) -> None:
+def test_memory_for_what_is_trained_is_asked_for(name: str, tmp_path: Path) -> None:
     """What is trained with its gradients and moments, what that began with, and the weights that modules run with."""
     case = folded.build(name)
     source = case.save(tmp_path / "source")
     plan, batches = plan_of(source), batches_for(case.model)
     with LayerStore(tmp_path / "out", {}, keep=False) as store:
         fit(plan, store, batches, steps=0)
-        options = DistillationOptions(steps=1, seed=0, rank=rank)
-        student = Student(plan, store, case.model, options)
-        optimizer = RelativeAdam(student.start, 1e-3, 1, rank)
-    begun = trained = 0
-    for parts, weights in zip(student.start, optimizer._layers, strict=True):
-        for role in ("queries", "keys", "values", "outputs"):
-            begun += parts[role].nbytes
-            weight = weights[role]
-            leaves = [weight] if isinstance(weight, torch.Tensor) else [weight.down, weight.up]
-            trained += sum(leaf.nbytes for leaf in leaves)
-    width = 4 * memory.hidden_size_of(plan)
-    sizes = [(layer.key_head_dim + layer.value_head_dim, layer) for layer, _ in plan.merged_layers]
-    projected = width * sum(size * layer.heads for size, layer in sizes)
-    repeated = width * sum(size * layer.kv_heads for size, layer in sizes)
-    changed = projected if rank else 0  # the sum of a projection and its change
-    assert memory.trained_bytes(plan, rank) == begun + 4 * trained + projected + repeated + changed
+        student = Student(plan, store, case.model)
+    trained = installed = 0
+    for parts in student.start:
+        trained += sum(parts[field].nbytes for field in ("queries", "keys", "values", "outputs"))
+    for layer in plan.layers:
+        rows = (layer.key_head_dim + layer.value_head_dim) * (layer.heads + layer.kv_heads)
+        installed += 4 * memory.hidden_size_of(plan) * rows
+    assert memory.trained_bytes(plan) == 5 * trained + installed

@@ -5,7 +5,6 @@ from functools import partial
 
 import pytest
 import torch
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from gqa_convert.attention import causal_training
 from gqa_convert.conversion.fit import training_attention as attention
@@ -37,18 +36,21 @@ def test_gradients_are_those_of_the_model(model_type: str, padded: bool, monkeyp
 
     exact, rounded = gradients(nullcontext()), gradients(BFLOAT16())
     assert not calls
-    found = gradients(attention.training_attention(BFLOAT16))
+    with attention.TrainingAttention():
+        found = gradients(BFLOAT16())
     assert bool(calls) is not padded
     for name, gradient in exact.items():
         if gradient.norm() > 1e-3:
             assert (found[name] - gradient).norm() < 2 * (rounded[name] - gradient).norm(), name
-    assert not any("training_attention" in str(each) for each in ALL_ATTENTION_FUNCTIONS._local_mapping.values())
 
 
-def test_other_stages_keep_their_attention() -> None:
+def test_other_stages_keep_their_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float32, and without gradients."""
+    monkeypatch.setattr(attention, "causal_attention", None)
     tensors = [torch.zeros(1, 2, 300, 8, requires_grad=True)] * 3
-    assert not attention.is_faster(*tensors), "float32"
-    with BFLOAT16():
-        assert attention.is_faster(*tensors)
-        with torch.no_grad():
-            assert not attention.is_faster(*tensors)
+    with attention.TrainingAttention():
+        torch.nn.functional.scaled_dot_product_attention(*tensors, is_causal=True)
+        with BFLOAT16(), torch.no_grad():
+            torch.nn.functional.scaled_dot_product_attention(*tensors, is_causal=True)
+        with BFLOAT16(), pytest.raises(TypeError):
+            torch.nn.functional.scaled_dot_product_attention(*tensors, is_causal=True)

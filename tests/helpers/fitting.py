@@ -82,7 +82,6 @@ def fitted(
     method: str = "fit",
     steps: int = 8,
     kl_steps: int = 0,
-    kl_rank: int = 0,
     **options: Any,
 ) -> tuple[list[LayerRecord], TrainingRecord]:
     """Convert a checkpoint that has no tokenizer, as `fit` does; the first batch is held out too."""
@@ -91,7 +90,7 @@ def fitted(
     held_out = (fresh or batches)[:1]
     out.mkdir()
     with LayerStore(out, {}, keep=False) as store:
-        found = fit(plan, store, batches, held_out, fresh, steps=steps, kl_steps=kl_steps, kl_rank=kl_rank)
+        found = fit(plan, store, batches, held_out, fresh, steps=steps, kl_steps=kl_steps)
         write_weights(plan, out, store.locate(len(plan.merged_layers)), lambda _: None)
     (out / "config.json").write_text(json.dumps(plan.config))
     if plan.modeling:

@@ -1,6 +1,6 @@
 """The calls of an attention module on text, which can be repeated with any weights."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +11,8 @@ from gqa_convert.errors import UnsupportedFamilyError
 
 Batch = Mapping[str, Tensor]
 """The inputs of the model: tensors by argument."""
+Parameters = Mapping[str, Tensor]
+"""Parameters of a module by their names inside it."""
 
 _STATES = ("key_value_states", "encoder_hidden_states")
 """Keyword arguments for the states that keys and values are projected from, in cross-attention."""
@@ -61,10 +63,10 @@ class AttentionCall:
         """[B, L, d], float32, from `output` at a share of 0 to `target` at 1."""
         return self.output.float().lerp(self.target.float(), share)
 
-    def square(self, tensor: Tensor) -> float:
+    def square(self, tensor: Tensor) -> Tensor:
         """The sum of the squares of a tensor [B, L, d], without padding."""
-        squares = tensor.detach().double().square().sum(-1)
-        return float((squares if self.counted is None else squares[self.counted]).sum())
+        squares = tensor.square().sum(-1)
+        return squares.sum() if self.counted is None else squares[self.counted].sum()
 
 
 @dataclass(slots=True)
@@ -82,7 +84,7 @@ class CapturedAttention:
     def device(self) -> Any:
         return next(self.module.parameters()).device
 
-    def run(self, call: AttentionCall, parameters: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    def run(self, call: AttentionCall, parameters: Parameters) -> tuple[Tensor, Tensor]:
         """Make a call again, with gradients if they are enabled and a parameter requires them.
 
         Args:
@@ -100,11 +102,12 @@ class CapturedAttention:
                 self.module(call.hidden, *call.args, **call.kwargs)
         finally:
             hook.remove()
-        contribution, entered = (tensor.reshape(*call.hidden.shape[:-1], -1) for tensor in seen)
-        return contribution, entered
+        contribution, entered = seen
+        sizes = call.hidden.shape[:-1]
+        return contribution.reshape(*sizes, -1), entered.reshape(*sizes, -1)
 
 
-def fitting_parameters(name: str, module: Any, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def fitting_parameters(name: str, module: Any, parameters: Parameters) -> dict[str, Tensor]:
     """Parameters in a module's dtype and on its device.
 
     Args:
@@ -134,7 +137,7 @@ def _counted(mask: Tensor | None, states: Tensor) -> Tensor | None:
 
 
 @contextmanager
-def replaced(module: Any, parameters: Mapping[str, Tensor]) -> Iterator[None]:
+def replaced(module: Any, parameters: Parameters) -> Iterator[None]:
     """A context in which a module's parameters are replaced; gradients reach replacements that require them.
 
     Args:
@@ -155,7 +158,7 @@ def replaced(module: Any, parameters: Mapping[str, Tensor]) -> Iterator[None]:
 
 
 @contextmanager
-def wrapped_forward(module: Any, forward: Any) -> Iterator[None]:
+def wrapped_forward(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
     """A context in which a module's `forward` is replaced."""
     own = module.__dict__.get("forward")
     module.forward = forward

@@ -5,7 +5,7 @@ The source and the student are one loaded model, run with the weights of either,
 its attention. The stage needs the whole model in memory; larger models skip it.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -19,13 +19,14 @@ from gqa_convert.conversion.fit.attention_calls import Batch, replaced
 from gqa_convert.conversion.fit.divergence import positions, summed_divergence
 from gqa_convert.conversion.fit.head_parameters import Assembly, Parts, as_heads, as_parts
 from gqa_convert.conversion.fit.layer_store import LayerStore
+from gqa_convert.conversion.fit.layer_walk import parts_of
 from gqa_convert.conversion.fit.module_names import find_modules
 from gqa_convert.conversion.fit.optimizer import RelativeAdam, batch_order
-from gqa_convert.conversion.fit.precision import Precision, is_reduced
+from gqa_convert.conversion.fit.precision import Precision
 from gqa_convert.conversion.fit.progress import ALL_TOGETHER, FitProgress, OnProgress
-from gqa_convert.conversion.fit.recomputation import layers_of, recomputed
+from gqa_convert.conversion.fit.residual_stream import on_leaving
 from gqa_convert.conversion.fit.source_layer import attention_of
-from gqa_convert.conversion.fit.training_attention import training_attention
+from gqa_convert.conversion.fit.training_attention import TrainingAttention
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.merging.attention_heads import LayerLayout, Tensors
 
@@ -35,20 +36,6 @@ WORTHWHILE = 0.02
 """Nats per token: where the divergence after the layers is smaller, the stage gains too little for its time."""
 _MEASURED = 4
 """In so many parts of the stage the divergence is measured."""
-_TOKENS_TOGETHER = 512
-"""Of sequences that one backward pass is made of."""
-_BY_SEQUENCE = frozenset(
-    {
-        "input_ids",
-        "attention_mask",
-        "position_ids",
-        "decoder_input_ids",
-        "decoder_attention_mask",
-        "labels",
-        "encoder_outputs",
-    }
-)
-"""Inputs with a row for each sequence; rows of others may be images or parts of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,10 +46,6 @@ class DistillationOptions:
     """Batches to see."""
     seed: int
     """Of their order."""
-    rank: int = 0
-    """Of the changes of query and output projections; 0 trains these as they are."""
-    recomputes: bool = False
-    """Whether layers keep only their inputs for the way back, and compute the rest again."""
     least: float = 0.0
     """The divergence, in nats per token, below which nothing is done."""
     precision: Precision = nullcontext
@@ -76,38 +59,33 @@ class Student:
         plan: of the conversion.
         store: with all its layers.
         model: the loaded source, all in memory; it is unchanged outside `installed`.
-        options: of the stage.
     """
 
-    def __init__(self, plan: Plan, store: LayerStore, model: Any, options: DistillationOptions) -> None:
-        self.model, self._store = model, store
+    def __init__(self, plan: Plan, store: LayerStore, model: Any) -> None:
+        self.model, self._plan = model, plan
         self.decodes = model.config.is_encoder_decoder
         finder = attention_of(plan)
         found = find_modules(model, [layer.module for layer, _ in plan.merged_layers])
         self._modules = [model.get_submodule(name) for name in found.values()]
-        self._recomputed = layers_of(model, found.values()) if options.recomputes else []
         self._layouts = [LayerLayout(finder, layer) for layer, _ in plan.merged_layers]
-        self._counts = [groups for _, groups in plan.merged_layers]
+        self._repeated: list[Tensors] = []
+        """The tensors of each layer with K/V heads repeated."""
         self._assemblies = []
         self.start: list[dict[str, Tensor]] = []
         """The parts of each layer, as the store has them."""
-        repeats_products = is_reduced(options.precision)
-        for number, layout in enumerate(self._layouts):
-            tensors, groups = store.read(number), self._counts[number]
-            merged, repeated = layout.split_heads(tensors, groups), layout.repeated(tensors, groups)
-            assembly = Assembly(layout, repeated, groups, model.device, repeats_products=repeats_products)
-            self._assemblies.append(assembly)
-            self.start.append(as_parts(merged, model.device))
+        for number, (layout, (_, groups)) in enumerate(zip(self._layouts, plan.merged_layers, strict=True)):
+            tensors = store.read(number)
+            repeated = layout.repeated(tensors, groups)
+            self._repeated.append(repeated)
+            self._assemblies.append(Assembly(layout, repeated, groups, model.device))
+            self.start.append(as_parts(layout.split_heads(tensors, groups), model.device))
 
     @contextmanager
     def installed(self, parts: Sequence[Parts]) -> Iterator[None]:
-        """A context in which the model runs with these parts. Backward passes belong into it, since layers that are
-        computed again read the weights.
-        """
+        """A context in which the model runs with these parts."""
         with ExitStack() as stack:
             for module, assembly, own in zip(self._modules, self._assemblies, parts, strict=True):
                 stack.enter_context(replaced(module, assembly(own)))
-            stack.enter_context(recomputed(self._recomputed))
             yield
 
     def logits(self, batch: Batch) -> Tensor:
@@ -128,13 +106,34 @@ class Student:
                 count += float(counted)
         return total / count
 
-    def tensors(self, parts: Sequence[Parts]) -> dict[int, Tensors]:
-        """Parts as the tensors of the result's layers, by the numbers of the layers."""
-        made = {}
-        for number, own in enumerate(parts):
-            layout, groups = self._layouts[number], self._counts[number]
-            before = layout.repeated(self._store.read(number), groups)
-            made[number] = layout.merge_heads(as_heads(own), before, groups)
+    def errors(self, batches: Sequence[Batch], parts: Sequence[Parts]) -> dict[str, float]:
+        """How far the output of each layer's attention is from the source's, in root mean square relative to it, by its
+        name in `gqa_conversion.json`.
+        """
+        missed, power = torch.zeros(2, len(self._modules), dtype=torch.float64)
+        outputs: list[list[Tensor]] = [[] for _ in self._modules]
+        with torch.no_grad(), ExitStack() as stack:
+            for module, own in zip(self._modules, outputs, strict=True):
+                projection = module.get_submodule(self._plan.family.output)
+                stack.callback(on_leaving(projection, own.append).remove)
+            for batch in batches:
+                self.logits(batch)
+                with self.installed(parts):
+                    self.logits(batch)
+                for number, own in enumerate(outputs):
+                    wanted, found = own
+                    missed[number] += (found - wanted).double().square().sum().cpu()
+                    power[number] += wanted.double().square().sum().cpu()
+                    own.clear()
+        relative = (missed / power.clamp(min=1e-30)).sqrt().tolist()
+        return {f"{layout.layer.module}.output": error for layout, error in zip(self._layouts, relative, strict=True)}
+
+    def tensors(self, parts: Sequence[Parts]) -> list[Tensors]:
+        """Parts as the tensors of the result's layers."""
+        made = []
+        for number, (_, groups) in enumerate(self._plan.merged_layers):
+            layout = self._layouts[number]
+            made.append(layout.merge_heads(as_heads(parts[number]), self._repeated[number], groups))
         return made
 
 
@@ -157,55 +156,34 @@ def train_together(
     Returns:
         Trained parts, None if they predict no better than those at the start; and the divergence before and after.
     """
-
-    def tell(done: int, kl: float | None) -> None:
-        detail = f"step {done:,} of {options.steps:,}"
-        if kl is not None:
-            detail += f", KL {kl:.3f}"
-        on_progress(FitProgress(ALL_TOGETHER, done, options.steps, detail))
-
-    tell(0, None)
+    steps = options.steps
+    on_progress(FitProgress(ALL_TOGETHER, 0, steps, f"step 0 of {steps:,}"))
     before = latest = student.divergence(held_out, student.start)
     if before < options.least:
         return None, Divergence(before, before)
-    optimizer = RelativeAdam(student.start, RATE, options.steps, options.rank)
+    optimizer = RelativeAdam(student.start, RATE, steps)
     curve: list[tuple[int, float]] = []
-    every = max(1, options.steps // _MEASURED)
+    every = max(1, steps // _MEASURED)
     with kept_heap(student.model.device):
-        for done, number in enumerate(batch_order(len(batches), options.steps, options.seed), start=1):
-            with torch.enable_grad(), training_attention(options.precision):
-                _learn(student, batches[number], optimizer)
-            if done < options.steps and done % every == 0:
+        for done, number in enumerate(batch_order(len(batches), steps, options.seed), start=1):
+            _learn(student, batches[number], optimizer, options.precision)
+            if done < steps and done % every == 0:
                 latest = student.divergence(held_out, optimizer.parts())
                 curve.append((done, latest))
-            tell(done, latest)
+            on_progress(FitProgress(ALL_TOGETHER, done, steps, f"step {done:,} of {steps:,}, KL {latest:.3f}"))
     after = student.divergence(held_out, optimizer.parts())
     if not after < before:
         return None, Divergence(before, before)
     return optimizer.results(), Divergence(before, after, tuple(curve))
 
 
-def _learn(student: Student, batch: Batch, optimizer: RelativeAdam) -> None:
-    """One step on a batch."""
+def _learn(student: Student, batch: Batch, optimizer: RelativeAdam, precision: Precision) -> None:
+    """One step on a batch, part by part, so that a backward pass needs memory for a part."""
     count = positions(batch, decodes=student.decodes)
-    for sequences in _by_sequence(batch):
-        with torch.no_grad():
-            wanted = student.logits(sequences)
-        with student.installed(optimizer.parts()):
-            divergence, _ = summed_divergence(student.logits(sequences), wanted, sequences, decodes=student.decodes)
+    for part in parts_of(batch):
+        with torch.no_grad(), precision():
+            wanted = student.logits(part)
+        with torch.enable_grad(), precision(), TrainingAttention(), student.installed(optimizer.parts()):
+            divergence, _ = summed_divergence(student.logits(part), wanted, part, decodes=student.decodes)
             torch.autograd.backward(divergence / count)
     optimizer.step()
-
-
-def _by_sequence(batch: Batch) -> Iterator[Mapping[str, Tensor]]:
-    """A batch of text in parts of one sequence, or of some short ones, so that a backward pass needs memory for a part;
-    any other batch whole.
-    """
-    sizes = {len(tensor) for tensor in batch.values()}
-    if len(sizes) > 1 or not batch.keys() <= _BY_SEQUENCE:
-        yield batch
-        return
-    length = max(tensor.shape[1] for tensor in batch.values() if not tensor.is_floating_point())
-    together = max(1, _TOKENS_TOGETHER // length)
-    for row in range(0, sizes.pop(), together):
-        yield {name: tensor[row : row + together] for name, tensor in batch.items()}

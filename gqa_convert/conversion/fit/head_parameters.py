@@ -10,14 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gqa_convert.conversion.fit.repeated_rows import RepeatedRows
+from gqa_convert.conversion.fit.repeated_heads import RepeatedHeads
 from gqa_convert.merging.attention_heads import Heads, LayerLayout, Tensors, rows_first
 
 ROLES = {"query": "queries", "key": "keys", "value": "values"}
 """The fields of `Heads` by the roles of sections."""
 BIASES = {"queries": "queries_bias", "keys": "keys_bias", "values": "values_bias"}
-FEWER = 0.75
-"""Of the rows of a weight: where merged heads have no more, products are made of them."""
 
 Parts = Mapping[str, Tensor]
 """The fields of `Heads` as tensors, the last column of each role of `BIASES` apart; `output_bias` is left out where
@@ -48,79 +46,84 @@ def as_heads(parts: Parts) -> Heads:
 class Assembly:
     """From merged heads to the parameters of the source's own module, heads repeated.
 
+    The layout itself says where rows go: it merges heads whose numbers are the numbers of their rows.
+
     Args:
         layout: of the layer.
         tensors: its tensors. Gates are taken from them, and the gains of key norms, averaged over each group.
         groups: K/V heads of the result.
         device: of the module.
-        repeats_products: whether products with the weights are made of merged heads and then repeated, where this saves
-            at least a quarter of a projection's.
     """
 
-    def __init__(
-        self,
-        layout: LayerLayout,
-        tensors: Tensors,
-        groups: int,
-        device: Any,
-        *,
-        repeats_products: bool = False,
-    ) -> None:
+    def __init__(self, layout: LayerLayout, tensors: Tensors, groups: int, device: Any) -> None:
         self._prefix = f"{layout.layer.module}."
-        self._transposed = layout.transposed
-        self._repeats_products = repeats_products and not layout.transposed
+        self._transposed, self._groups = layout.transposed, groups
         self._output, self._output_bias = layout.output_names
         norms = layout.merge_norms(layout.merge_norms(tensors, groups), layout.layer.kv_heads)
         self._fixed = {name: torch.from_numpy(gains.astype(np.float32)).to(device) for name, gains in norms.items()}
         self._rows: dict[str, tuple[list[str | Tensor], Tensor]] = {}
-        """For each weight and bias the names of the parts that it has rows of, or rows of the source's; and which row of
+        """For each weight and bias the names of the parts whose rows it has, or rows of the source's; and which row of
         these, one behind the other, stands in each place."""
-        self._is_in_order: dict[str, bool] = {}
-        self._groups = groups
-        self._has_blocks: dict[str, bool] = {}
-        """Whether each holds the heads of one role and nothing else, in their order."""
-        counts = {"query": layout.layer.heads, "key": groups, "value": groups}
+        self._times: dict[str, int] = {}
+        """Of weights that repeat each merged head as a whole: how often."""
+        first_gate = layout.layer.heads * layout.layer.key_head_dim
+        numbers = {self._output: np.zeros((1, 1), np.int64)}
+        for name in layout.projections:
+            rows = rows_first(tensors[name], layout.transposed)
+            own = first_gate + np.arange(len(rows)).reshape(-1, *[1] * (rows.ndim - 1))
+            numbers[name] = rows_first(own, layout.transposed)
+        numbered = layout.merge_heads(_row_numbers(layout, groups), tensors | numbers, layout.layer.kv_heads)
         for name, sections in layout.projections.items():
+            index = torch.from_numpy(rows_first(numbered[name], layout.transposed).reshape(-1))
+            roles = {section.role for section in sections}
             own = rows_first(tensors[name], layout.transposed)
-            index = torch.empty(len(own), dtype=torch.long)
             sources: list[str | Tensor] = []
-            first = 0
-            for section in sections:
-                count = counts.get(section.role, section.heads)
-                rows = torch.arange(section.head_rows)
-                for number, start in enumerate(section.starts):
-                    head = number * count // section.heads
-                    index[start + rows] = first + head * section.head_rows + rows
-                first += count * section.head_rows
-                if section.role in ROLES:
-                    field = ROLES[section.role]
+            for role, field in ROLES.items():
+                if role in roles:
                     sources.append(field if own.ndim == 2 else BIASES[field])
-                else:
-                    gates = [own[start : start + section.head_rows] for start in section.starts]
-                    sources.append(torch.from_numpy(np.concatenate(gates).astype(np.float32)).to(device))
+            if "gate" in roles:
+                sources.append(torch.from_numpy(own.astype(np.float32)).to(device))
+            index -= index.min().clone()
             self._rows[name] = sources, index.to(device)
-            self._is_in_order[name] = torch.equal(index, torch.arange(first))
-            one_by_one = range(0, len(own), sections[0].head_rows)
-            self._has_blocks[name] = len(sections) == 1 and list(sections[0].starts) == list(one_by_one)
+            blocks = torch.arange(int(index.max()) + 1)
+            if len(blocks) < len(index) and own.ndim == 2 and not layout.transposed:
+                times = len(index) // len(blocks)
+                if torch.equal(index, RepeatedHeads(blocks[:, None], groups, times).whole()[:, 0]):
+                    self._times[name] = times
 
     def __call__(self, parts: Parts) -> dict[str, Tensor]:
-        """The module's parameters, by name inside it, with gradients to the parts. With `repeats_products`, some are
-        `RepeatedRows`.
-        """
+        """The module's parameters, by name inside it, with gradients to the parts; some are `RepeatedHeads`."""
         result: dict[str, Any] = dict(self._fixed)
         for name, (sources, index) in self._rows.items():
-            found = [_flat(parts, source) for source in sources]
-            rows = found[0] if len(found) == 1 else torch.cat(found)
-            if self._repeats_products and rows.dim() == 2 and len(rows) <= FEWER * len(index):
-                result[name] = RepeatedRows(rows, index, self._groups if self._has_blocks[name] else None)
+            rows = torch.cat([_flat(parts, source) for source in sources])
+            if name in self._times:
+                result[name] = RepeatedHeads(rows, self._groups, self._times[name])
                 continue
-            weight = rows if self._is_in_order[name] else rows.index_select(0, index)
+            weight = rows.index_select(0, index)
             result[name] = weight.T if self._transposed and weight.dim() == 2 else weight
         columns = parts["outputs"].permute(2, 0, 1, 3).flatten(1)
         result[self._output] = columns.T if self._transposed else columns
         if "output_bias" in parts:
             result[self._output_bias] = parts["output_bias"]
         return {name.removeprefix(self._prefix): tensor for name, tensor in result.items()}
+
+
+def _row_numbers(layout: LayerLayout, groups: int) -> Heads:
+    """Merged heads whose rows, with a column and a bias, hold their own numbers: queries first, then keys and values."""
+    layer = layout.layer
+    ratio = layer.heads // layer.kv_heads
+    shapes = {
+        "queries": (layer.kv_heads, ratio, layer.key_head_dim),
+        "keys": (groups, layer.key_head_dim),
+        "values": (groups, layer.value_head_dim),
+    }
+    numbered, first = {}, 0
+    for field, shape in shapes.items():
+        count = int(np.prod(shape))
+        numbered[field] = np.arange(first, first + count).reshape(*shape, 1).repeat(2, axis=-1)
+        first += count
+    outputs = np.zeros((layer.kv_heads, ratio, 1, layer.value_head_dim))
+    return Heads(**numbered, outputs=outputs, output_bias=None)
 
 
 def repeated_parameters(layout: LayerLayout, tensors: Tensors, groups: int) -> dict[str, Tensor]:

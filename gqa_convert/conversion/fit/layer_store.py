@@ -7,8 +7,8 @@ layer's record is JSON in the metadata of the file.
 import json
 import os
 import shutil
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -26,6 +26,7 @@ from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.errors import CorruptCheckpointError, InterruptedRunError, OutputError
 
 Array = npt.NDArray[Any]
+EMPTY: Mapping[str, float] = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,9 +57,12 @@ class TrainingRecord:
     """What the stage depends on beside the layers: another request begins it again."""
     kl_steps: int
     """0 where the stage was left out, or where the divergence was too small to be worth its time."""
-    kl_rank: int
-    """Of the changes of query and output projections; 0 where these were trained as they are."""
     kl: Divergence
+
+    @property
+    def helped(self) -> bool:
+        """Whether the stage has changed the layers."""
+        return self.kl.after < self.kl.before
 
 
 class LayerStore:
@@ -132,11 +136,9 @@ class LayerStore:
 
     def read(self, number: int) -> dict[str, Array]:
         """The tensors of a finished layer, as the result has them."""
-        header = self._header(number)
-        assert header is not None
         data = np.memmap(self._file(number), np.uint8, "r")
         found = {}
-        for name, entry in header.tensors.items():
+        for name, (_, entry) in self._located(number).items():
             content = data[entry.start : entry.start + entry.nbytes]
             found[name] = content.view(DTYPES[entry.dtype]).reshape(entry.shape)
         return found
@@ -145,27 +147,32 @@ class LayerStore:
         """The files of all tensors of the first `count` layers, and where in them each tensor lies, by name."""
         found: dict[str, tuple[Path, TensorEntry]] = {}
         for number in range(count):
-            header = self._header(number)
-            if header is not None:
-                found |= {name: (self._file(number), entry) for name, entry in header.tensors.items()}
+            found |= self._located(number)
         return found
+
+    def _located(self, number: int) -> dict[str, tuple[Path, TensorEntry]]:
+        header = self._header(number)
+        return {} if header is None else {name: (self._file(number), entry) for name, entry in header.tensors.items()}
 
     def write(self, number: int, tensors: Mapping[str, Array], record: LayerRecord) -> None:
         """Store a layer; once this returns, a kill cannot lose it."""
         self._put(self._named("layer", number), tensors, record)
 
-    def finish(self, layers: Mapping[int, Mapping[str, Array]], training: TrainingRecord) -> None:
-        """Replace layers by trained ones, all at once or not at all.
+    def finish(
+        self, training: TrainingRecord, layers: Sequence[Mapping[str, Array]] = (), errors: Mapping[str, float] = EMPTY
+    ) -> None:
+        """Replace all layers by trained ones, all at once or not at all.
 
         Args:
-            layers: the tensors of every layer by its number; not needed where `training` has not lowered the
-                divergence, so that the layers stay.
             training: what `finished` returns from now on.
+            layers: the tensors of every layer; not needed where `training` has not helped, so that the layers stay.
+            errors: of the trained layers, by their names in `gqa_conversion.json`.
         """
-        for number, tensors in layers.items():
+        for number, tensors in enumerate(layers):
             record = self.record(number)
             assert record is not None
-            self._put(self._named("trained", number), tensors, record)
+            own = {name: error for name, error in errors.items() if name.rpartition(".")[0] == record.module}
+            self._put(self._named("trained", number), tensors, replace(record, errors=own, gap_left=None))
         write_whole(self._training, json.dumps(asdict(training)).encode())
 
     def finished(self) -> TrainingRecord | None:
@@ -182,8 +189,7 @@ class LayerStore:
 
     def _file(self, number: int) -> Path:
         training = self.finished()
-        improved = training is not None and training.kl.after < training.kl.before
-        return self._named("trained" if improved else "layer", number)
+        return self._named("trained" if training is not None and training.helped else "layer", number)
 
     def _named(self, kind: str, number: int) -> Path:
         return self.path / f"{kind}-{number:05d}.safetensors"

@@ -1,6 +1,6 @@
 """Walks through a loaded model layer by layer, with the source and students whose attention has other weights.
 
-One ordinary pass over one sequence surveys the model: in which order its layers are called, what they return, and where
+One ordinary pass over a little text surveys the model: in which order its layers are called, what they return, and where
 attention's output enters the residual stream. Then each batch is shown to the model once, to record what every layer is
 called with besides hidden states; layers that return nothing but hidden states are not computed for this. From there on,
 each `Stream` runs one layer at a time on the hidden states that it keeps. A student's layers read the arguments that the
@@ -23,20 +23,26 @@ from gqa_convert.conversion.fit.attention_calls import (
     AttentionCall,
     Batch,
     CapturedAttention,
+    Parameters,
     replaced,
     wrapped_forward,
 )
 from gqa_convert.conversion.fit.module_names import find_modules, stacks_of
-from gqa_convert.conversion.fit.residual_stream import StreamPlace, find_stream, first_tensor
+from gqa_convert.conversion.fit.residual_stream import (
+    StreamPlace,
+    find_stream,
+    first_tensor,
+    on_entering,
+    on_leaving,
+)
 from gqa_convert.errors import UnsupportedFamilyError
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """What a layer is called with behind hidden states, by position and by name."""
 Recorded = tuple[Tensor, dict[str, Arguments]]
 """The hidden states that enter a stack of layers, and what its layers are called with behind them, by name."""
-Parameters = Mapping[str, Mapping[str, Tensor]]
-"""A student's parameters by the attention module's name in the checkpoint, and by their names inside it."""
-_HIDDEN = object()
+NONE: Mapping[str, Parameters] = {}
+"""No parameters of a student's: the source."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +55,12 @@ class WalkedLayer:
     """The list of layers that it is an element of."""
     attention: tuple[str, ...]
     """Those of the named attention modules that lie in it, in the order of their calls."""
-    output: Any
-    """What it returned when the model was surveyed, with `_HIDDEN` in the place of hidden states."""
+    others: tuple[Any, ...] | None
+    """What it returned behind hidden states when the model was surveyed; None where it returns a tensor."""
 
     def returning(self, hidden: Tensor) -> Any:
         """What the layer returns if its hidden states are these."""
-        if self.output is _HIDDEN:
-            return hidden
-        return tuple(hidden if each is _HIDDEN else each for each in self.output)
+        return hidden if self.others is None else (hidden, *self.others)
 
 
 class _Reached(Exception):  # noqa: N818  # no error: it ends a pass where the rest is of no use
@@ -96,7 +100,7 @@ class LayerWalk:
         device = running_device(model)
         self.batches = [{name: tensor.to(device) for name, tensor in batch.items()} for batch in batches]
         self.modules = find_modules(model, names)
-        self.places: dict[str, StreamPlace | None] = {}
+        self.places: dict[str, StreamPlace] = {}
         self.layers: list[WalkedLayer] = []
         self._survey()
         self.stacks = list(dict.fromkeys(layer.stack for layer in self.layers))
@@ -105,53 +109,48 @@ class LayerWalk:
         """An attention module, by its name in the checkpoint."""
         return self.model.get_submodule(self.modules[name])
 
-    @contextmanager
-    def running(self) -> Iterator[ExitStack]:
-        """The context of a pass without gradients; ends where `_Reached` is raised."""
-        with suppress(_Reached), torch.no_grad(), self.precision(), ExitStack() as stack:
-            yield stack
-
     def _survey(self) -> None:
-        """Find the layers of all stacks in the order of their calls, by an ordinary pass over the first sequence."""
+        """Find the layers of all stacks in the order of their calls, by an ordinary pass over the first sequences."""
         called: list[str] = []
 
-        def reached(name: str, _: Any, __: Any) -> None:
-            called.append(name)
-
         def surveyed(layer: str, forward: Any, *args: Any, **kwargs: Any) -> Any:
-            first = len(called)
+            called.clear()
             output = forward(*args, **kwargs)
-            own = tuple(called[first:])
+            inside = tuple(called)
             module = self.model.get_submodule(layer)
             with wrapped_forward(module, forward):
-                for name in own:
+                for name in inside:
                     projection = f"{self.modules[name]}.{self.projection}"
                     self.places[name] = find_stream(self.model, layer, projection, partial(module, *args, **kwargs))
-            del called[first + len(own) :]
-            hidden = first_tensor(output)
-            kept = _HIDDEN if output is hidden else tuple(_HIDDEN if each is hidden else each for each in output)
-            self.layers.append(WalkedLayer(layer, layer.rpartition(".")[0], own, kept))
+            others = None if isinstance(output, Tensor) else tuple(output)[1:]
+            self.layers.append(WalkedLayer(layer, layer.rpartition(".")[0], inside, others))
             return output
 
-        layers = [layer for stack in stacks_of(self.model, self.modules.values()).values() for layer in stack]
-        with self.running() as context:
+        with torch.no_grad(), ExitStack() as context:
             for name in self.modules:
-                context.callback(self.module(name).register_forward_pre_hook(partial(reached, name)).remove)
-            for layer in layers:
+                hook = self.module(name).register_forward_pre_hook(lambda _, __, name=name: called.append(name))
+                context.callback(hook.remove)
+            for layer in stacks_of(self.model, self.modules.values()):
                 module = self.model.get_submodule(layer)
-                wrapped = wrapped_forward(module, partial(surveyed, layer, module.forward))
-                context.enter_context(wrapped)
-            self.model(**_first_sequence(self.batches[0]), use_cache=False)
+                context.enter_context(wrapped_forward(module, partial(surveyed, layer, module.forward)))
+            self.model(**parts_of(self.batches[0])[0], use_cache=False)
+        found = [name for layer in self.layers for name in layer.attention]
         for name in self.modules:
-            if called.count(name) != 1:
+            if found.count(name) != 1:
                 raise UnsupportedFamilyError(
-                    f"running the model on text calls {name} {called.count(name)} times, not once: it can't be calibrated; choose --method factor without calibration text"
+                    f"running the model on text calls {name} {found.count(name)} times, not once: it can't be calibrated; choose --method factor without calibration text"
                 )
 
     def streams(self, count: int) -> "list[Stream]":
         """New streams at the first layer."""
         recorded = [self.record(number, {}) for number in range(len(self.batches))]
         return [Stream(self, recorded) for _ in range(count)]
+
+    @contextmanager
+    def running(self) -> Iterator[ExitStack]:
+        """The context of a pass without gradients; ends where `_Reached` is raised."""
+        with suppress(_Reached), torch.no_grad(), self.precision(), ExitStack() as stack:
+            yield stack
 
     def record(self, number: int, finished: Mapping[str, Tensor]) -> Recorded:
         """What enters the next stack on a batch.
@@ -169,9 +168,7 @@ class LayerWalk:
             entering.append(hidden)
             if layer is layers[-1]:
                 raise _Reached
-            if layer.output is _HIDDEN or len(layer.output) == 1:
-                return layer.returning(hidden)
-            return forward(*args, **kwargs)
+            return forward(*args, **kwargs) if layer.others else layer.returning(hidden)
 
         with self.running() as context:
             self._finish(context, finished)
@@ -237,13 +234,13 @@ class Stream:
             self._start(layer.stack, recorded)
 
     def advance(
-        self, layer: WalkedLayer, parameters: Parameters | None = None, watch: Sequence[str] = ()
+        self, layer: WalkedLayer, parameters: Mapping[str, Parameters] = NONE, watch: Sequence[str] = ()
     ) -> dict[str, list[Tensor]]:
         """Run a layer on every batch.
 
         Args:
             layer: the next one.
-            parameters: of its attention modules, which replace the source's.
+            parameters: of a student's attention modules in it, by their names in the checkpoint.
             watch: names of attention modules in it, as the checkpoint has them.
 
         Returns:
@@ -256,10 +253,10 @@ class Stream:
         for number in range(len(self._hidden)):
             walk.on_batch(number, len(self._hidden))
             with walk.running() as context:
-                passages = {name: _Passage(context, walk, name) for name in watch}
-                output = self._run(context, layer, number, parameters or {})
+                passages = [_Passage(context, walk, name) for name in watch]
+                output = self._run(context, layer, number, parameters)
             self._hidden[number] = walk.kept(first_tensor(output))
-            for name, passage in passages.items():
+            for name, passage in zip(watch, passages, strict=True):
                 streams[name].append(walk.kept(passage.stream))
         return streams
 
@@ -267,7 +264,7 @@ class Stream:
         self,
         layer: WalkedLayer,
         name: str,
-        parameters: Parameters | None = None,
+        parameters: Mapping[str, Parameters] = NONE,
         streams: Sequence[Tensor] | None = None,
     ) -> CapturedAttention:
         """Run a layer on every batch up to the end of an attention module, with the source's weights in it.
@@ -284,19 +281,19 @@ class Stream:
         for number in range(len(self._hidden)):
             with walk.running() as context:
                 passage = _Passage(context, walk, name, ends=True)
-                self._run(context, layer, number, parameters or {})
+                self._run(context, layer, number, parameters)
             hidden, (args, kwargs) = passage.arguments
             output = target = walk.kept(passage.output.reshape(*hidden.shape[:-1], -1))
             if streams is not None:
                 missed = (streams[number] - passage.stream).reshape(output.shape)
-                target = walk.kept(output + missed / passage.factor)
+                target = walk.kept(output + missed / walk.places[name].factor)
             call = AttentionCall(walk.kept(hidden), args, kwargs, output, target)
             is_pair = walk.model.config.is_encoder_decoder
             call.find_padding(walk.batches[number], walk.modules[name], encoder_decoder=is_pair)
             calls.append(call)
         return CapturedAttention(name, walk.module(name), walk.projection, calls)
 
-    def _run(self, context: ExitStack, layer: WalkedLayer, number: int, parameters: Parameters) -> Any:
+    def _run(self, context: ExitStack, layer: WalkedLayer, number: int, parameters: Mapping[str, Parameters]) -> Any:
         for name, own in parameters.items():
             context.enter_context(replaced(self._walk.module(name), own))
         args, kwargs = self._arguments[number][layer.name]
@@ -325,19 +322,19 @@ class _Passage:
         """The residual stream with the contribution; `output` where that becomes no part of the stream."""
         self._ends = ends
         place, module = walk.places[name], walk.module(name)
-        self.factor = 1.0 if place is None else place.factor
-        context.callback(module.register_forward_pre_hook(self._enter, with_kwargs=True).remove)
-        projection = module.get_submodule(walk.projection)
-        context.callback(projection.register_forward_hook(self._project).remove)
-        if place is not None:
-            context.callback(place.watch(walk.model, self._arrive))
-        else:
-            context.callback(projection.register_forward_hook(lambda _, __, output: self._arrive(output)).remove)
+        home = walk.model.get_submodule(place.module)
+        hooks = [
+            module.register_forward_pre_hook(self._enter, with_kwargs=True),
+            on_leaving(module.get_submodule(walk.projection), self._project),
+            on_entering(home, self._arrive) if place.enters else on_leaving(home, self._arrive),
+        ]
+        for hook in hooks:
+            context.callback(hook.remove)
 
     def _enter(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.arguments = hidden_first(args, kwargs)
 
-    def _project(self, _: Any, __: Any, output: Tensor) -> None:
+    def _project(self, output: Tensor) -> None:
         self.output = output
 
     def _arrive(self, stream: Tensor) -> None:
@@ -371,10 +368,30 @@ def _with_own_states(recorded: Mapping[str, Arguments]) -> dict[str, Arguments]:
     return found
 
 
-def _first_sequence(batch: Batch) -> Batch:
-    """The first sequence of a batch, or all of it where not every tensor counts sequences."""
-    sizes = {len(tensor) for tensor in batch.values()}
-    return {name: tensor[:1] for name, tensor in batch.items()} if len(sizes) == 1 else batch
+_BY_SEQUENCE = frozenset(
+    {
+        "input_ids",
+        "attention_mask",
+        "position_ids",
+        "decoder_input_ids",
+        "decoder_attention_mask",
+        "labels",
+        "encoder_outputs",
+    }
+)
+"""Inputs with a row for each sequence; rows of others may be images or parts of them."""
+_TOKENS_TOGETHER = 512
+"""Of short sequences that are run together."""
+
+
+def parts_of(batch: Batch) -> list[Batch]:
+    """A batch in parts of one sequence, or of some short ones; one that holds more than text, whole."""
+    if not batch.keys() <= _BY_SEQUENCE:
+        return [batch]
+    length = max(tensor.shape[1] for tensor in batch.values() if not tensor.is_floating_point())
+    together = max(1, _TOKENS_TOGETHER // length)
+    rows = range(0, len(next(iter(batch.values()))), together)
+    return [{name: tensor[row : row + together] for name, tensor in batch.items()} for row in rows]
 
 
 @contextmanager

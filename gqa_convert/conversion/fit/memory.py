@@ -18,10 +18,6 @@ KEPT_BYTES: Final = 4 * 6
 """What waits between layers per token and unit of hidden_size: the residual stream and attention's input, of source and
 student, and two targets, in float32.
 """
-LOW_RANK: Final = 32
-"""The rank of the last stage's changes of query and output projections, where memory is too short to train these as they
-are.
-"""
 _NUMPY_BASE = 92 << 20
 """Bytes of a process that has imported numpy, and of buffers."""
 _TORCH_BASE = 450 << 20
@@ -53,20 +49,6 @@ class Needs(Result):
     device: str
 
 
-@dataclass(frozen=True, slots=True)
-class LastStage:
-    """How the stage that trains all layers together can be run."""
-
-    rank: int
-    """Of the changes of query and output projections; 0 trains these as they are."""
-    recomputes: bool
-    """Whether layers keep only their inputs for the way back, and compute the rest again."""
-    nbytes: int
-    """What it takes beside the weights of the source."""
-    affordable: bool
-    """Whether there is memory for it and, on a CPU, time."""
-
-
 def estimate_needs(plan: Plan, options: CalibrationOptions) -> Needs:
     """Estimate the memory and the disk space of a conversion. Calibration data is not read.
 
@@ -77,18 +59,19 @@ def estimate_needs(plan: Plan, options: CalibrationOptions) -> Needs:
     tokens, device = None, "cpu"
     memory: float = _NUMPY_BASE
     disk = plan.disk_bytes
+    hidden_size = hidden_size_of(plan)
     if plan.merge_method.merges_layers:
         # merged layers lie beside the result until it is written
         changed = {change.name for change in plan.changes}
         disk += sum(tensor.nbytes for tensor in plan.all_tensors() if tensor.name in changed)
         widths = [(layer.heads + layer.kv_heads) * (layer.key_head_dim + layer.value_head_dim) for layer in plan.layers]
-        memory += 6 * 8 * max(widths) * hidden_size_of(plan)  # float64 copies of a layer's rows
+        memory += 6 * 8 * max(widths) * hidden_size  # float64 copies of a layer's rows
     if plan.merge_method.merges_layers and options.has_data:
         tokens = wanted_tokens(plan, options)
         if options.device is not None or has_gpu_driver():
             device = chosen_device(options.device)
         memory = _running_bytes(plan, options, tokens, device)
-        waiting = KEPT_BYTES * tokens * hidden_size_of(plan)
+        waiting = KEPT_BYTES * tokens * hidden_size
         if waiting > free_memory("cpu") / 4:
             disk += waiting
         else:
@@ -115,9 +98,9 @@ def _running_bytes(plan: Plan, options: CalibrationOptions, tokens: int, device:
     forward = 4 * batch * (12 * outputs + 8 * hidden_size)
     merge = 8 * 6 * (hidden_size + outputs) * hidden_size
     work = forward + merge
-    stage = plan_last_stage(plan, block, free - weights, device, options.kl_rank)
-    if plan.merge_method.trains and steps_together(options) and (options.kl_steps or stage.affordable):
-        work = max(work, stage.nbytes)
+    asked = plan.merge_method.trains and steps_together(options)
+    if asked and (options.kl_steps is not None or trains_together(plan, block, free - weights, device)):
+        work = max(work, last_stage_bytes(plan, block))
     base = _TORCH_BASE if device == "cpu" else 0
     return base + min(weights + plan.checkpoint.weight_bytes, _WEIGHTS_SHARE * free) + work
 
@@ -133,56 +116,38 @@ def free_memory(device: str) -> float:
     return math.inf if free is None else free
 
 
-def plan_last_stage(plan: Plan, tokens: int, free: float, device: str, rank: int | None) -> LastStage:
-    """The first way to run the last stage that memory allows: it trains projections as they are before it makes changes
-    of low rank, and keeps activations before it computes them again. Where memory allows none, the last one.
+def trains_together(plan: Plan, tokens: int, free: float, device: str) -> bool:
+    """Whether there is memory for the stage that trains all layers together and, on a CPU, time.
 
     Args:
         plan: of the conversion.
         tokens: of the longest sequence.
         free: bytes of memory, beside those of the source's weights.
         device: such as `cpu` or `cuda:1`.
-        rank: `--kl-rank`, if it is given.
     """
     is_quick = device != "cpu" or plan.parameters_before <= _MOST_PARAMETERS
-    ranks = (0, LOW_RANK) if rank is None else (rank,)
-    for tried in ranks:
-        for recomputes in (False, True):
-            nbytes = trained_bytes(plan, tried) + _backward_bytes(plan, tokens, recomputes=recomputes)
-            if nbytes < _STAGE_SHARE * free:
-                return LastStage(tried, recomputes, nbytes, is_quick)
-    return LastStage(ranks[-1], True, nbytes, affordable=False)
+    return is_quick and last_stage_bytes(plan, tokens) < _STAGE_SHARE * free
 
 
-def trained_bytes(plan: Plan, rank: int) -> int:
-    """What the last stage trains, with gradients and moments, and the weights of modules that it is put into.
-
-    Args:
-        plan: of the conversion.
-        rank: of the changes of query and output projections; 0 trains these as they are.
+def last_stage_bytes(plan: Plan, tokens: int) -> int:
+    """What that stage takes beside the weights of the source, in float32: what it trains, and what a sequence keeps for
+    its backward pass, logits of student and source included.
     """
-    hidden_size = hidden_size_of(plan)
-    projected = merged = repeated = 0
-    for layer, groups in plan.merged_layers:
-        width = layer.key_head_dim + layer.value_head_dim
-        projected += width * layer.heads
-        merged += width * groups
-        repeated += width * layer.kv_heads
-    # numbers that are trained stand beside those that they began with, their gradients and two moments
-    if rank:
-        factors = rank * (projected + 2 * len(plan.layers) * hidden_size)  # a change is a product of two matrices
-        numbers = (5 * merged + 2 * projected) * hidden_size + 4 * factors
-    else:
-        numbers = 5 * (merged + projected) * hidden_size
-    return 4 * (numbers + (projected + repeated) * hidden_size)
-
-
-def _backward_bytes(plan: Plan, tokens: int, *, recomputes: bool) -> int:
-    """What a sequence keeps for its backward pass, in float32, logits of student and source included."""
     hidden_size, layers = hidden_size_of(plan), len(plan.layers)
     vocabulary = stated_count(plan.checkpoint.config, VOCABULARY_KEYS) or 0
-    kept = _ACTIVATIONS + layers if recomputes else _ACTIVATIONS * layers
-    return 4 * tokens * (kept * hidden_size + 3 * vocabulary)
+    kept = _ACTIVATIONS * layers * hidden_size + 3 * vocabulary
+    return trained_bytes(plan) + 4 * tokens * kept
+
+
+def trained_bytes(plan: Plan) -> int:
+    """The numbers that the stage trains beside those that they began with, their gradients and two moments, and the
+    weights of modules that they are put into.
+    """
+    rows = 0
+    for layer, groups in plan.merged_layers:
+        trained, installed = layer.heads + groups, layer.heads + layer.kv_heads
+        rows += (layer.key_head_dim + layer.value_head_dim) * (5 * trained + installed)
+    return 4 * rows * hidden_size_of(plan)
 
 
 def hidden_size_of(plan: Plan) -> int:

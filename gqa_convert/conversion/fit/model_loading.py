@@ -1,12 +1,8 @@
 """Loads a source model for calibration; weights that do not fit on its device are offloaded by accelerate."""
 
-import logging
-import shutil
-import tempfile
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -37,63 +33,40 @@ def open_model(folder: Path, *, device: str = "cpu", memory_limit: int | None = 
         Exception: any error of transformers.
     """
     place = torch.device(device)
-    free = {each: int(_SHARE * (available_memory(torch.device(each)) or 1 << 62)) for each in {"cpu", device}}
-    limit = free[device] if memory_limit is None else memory_limit
+    limit = _free_memory(place) if memory_limit is None else memory_limit
     needed = sum(entry.elements for _, _, entry in open_checkpoint(folder).tensors()) * torch.float32.itemsize
     if needed <= limit:
         model, missing = load_model(folder, torch.float32)
-        check_complete(str(folder), folder, model, missing, _HEAD)
-        _take_encoder_outputs(model)
-        return model.requires_grad_(False).to(place)
-    memory = {"cpu": free["cpu"]} | {place.index or 0 if place.type == "cuda" else "cpu": limit}
-    scratch = tempfile.mkdtemp(prefix="gqa-offload-")
-    try:
-        with _no_remark():
-            model, missing = load_model(
-                folder,
-                torch.float32,
-                device_map="auto",
-                max_memory=memory,
-                offload_folder=scratch,
-                offload_buffers=False,
-            )
-        check_complete(str(folder), folder, model, missing, _HEAD)
-    except BaseException:
-        shutil.rmtree(scratch, ignore_errors=True)
-        raise
-    weakref.finalize(model, shutil.rmtree, scratch, ignore_errors=True)
-    _take_encoder_outputs(model)
+        model.to(place)
+    else:
+        memory: dict[str | int, int] = {"cpu": _free_memory(torch.device("cpu"))}
+        memory[(place.index or 0) if place.type == "cuda" else "cpu"] = limit
+        scratch = TemporaryDirectory(prefix="gqa-offload-", ignore_cleanup_errors=True)
+        model, missing = load_model(
+            folder, torch.float32, device_map="auto", max_memory=memory, offload_folder=scratch.name
+        )
+        weakref.finalize(model, scratch.cleanup)
+    check_complete(str(folder), folder, model, missing, _HEAD)
+    model.register_forward_pre_hook(_take_encoder_outputs, with_kwargs=True)
     return model.requires_grad_(False)
 
 
-def _take_encoder_outputs(model: Any) -> None:
-    """Let the model take what its encoder made of a batch as a tensor, [B, positions, hidden_size], of any type. It stays
+def _free_memory(place: torch.device) -> int:
+    return int(_SHARE * (available_memory(place) or 1 << 62))
+
+
+def _take_encoder_outputs(model: Any, args: Any, inputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Let a model take what its encoder made of a batch as a tensor, [B, positions, hidden_size], of any type. It stays
     in that type where products are made in half precision anyway.
     """
-
-    def wrap(module: Any, args: Any, inputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        encoded = inputs.get("encoder_outputs")
-        if isinstance(encoded, torch.Tensor):
-            if not torch.is_autocast_enabled(encoded.device.type):
-                encoded = encoded.to(module.dtype)
-            inputs = inputs | {"encoder_outputs": BaseModelOutput(last_hidden_state=encoded)}
-        return args, inputs
-
-    model.register_forward_pre_hook(wrap, with_kwargs=True)
+    encoded = inputs.get("encoder_outputs")
+    if isinstance(encoded, torch.Tensor):
+        if not torch.is_autocast_enabled(encoded.device.type):
+            encoded = encoded.to(model.dtype)
+        inputs = inputs | {"encoder_outputs": BaseModelOutput(last_hidden_state=encoded)}
+    return args, inputs
 
 
 def is_offloaded(model: Any) -> bool:
-    """Whether some weights are not where the model runs."""
+    """Whether some weights are elsewhere than where the model runs."""
     return any(parameter.is_meta for parameter in model.parameters())
-
-
-@contextmanager
-def _no_remark() -> Iterator[None]:
-    """Silence accelerate's warning that weights are on disk, which is intended."""
-    logger = logging.getLogger("accelerate.big_modeling")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)

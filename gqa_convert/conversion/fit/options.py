@@ -40,10 +40,6 @@ class CalibrationOptions:
     """Of the stage that trains all layers together, for `fit`; by default twice as many as `steps` where the model is
     small enough.
     """
-    kl_rank: int | None = None
-    """Of that stage's changes of query and output projections; 0 trains these as they are, which is the default where
-    memory allows.
-    """
     context: int | None = None
     """The position up to which blocks are stretched; by default what `families.context_length.reachable_context` says."""
     device: str | None = None
@@ -78,7 +74,7 @@ def check_calibration(method: str, options: CalibrationOptions) -> None:
             device that is not there.
     """
     wanted = METHODS[method]
-    training = {"--fit-steps": options.steps, "--kl-steps": options.kl_steps, "--kl-rank": options.kl_rank}
+    training = {"--fit-steps": options.steps, "--kl-steps": options.kl_steps}
     if not options.has_data:
         if wanted.text == "required":
             raise OptionError(
@@ -104,10 +100,6 @@ def check_calibration(method: str, options: CalibrationOptions) -> None:
         if value is not None and (not wanted.trains or value < 0):
             able = names(tuple(each for each in CHOICES if each.trains))
             raise OptionError(f"{option} {value} with --method {method}: only {able} takes it, 0 or more")
-    if options.kl_rank is not None and not steps_together(options):
-        raise OptionError(
-            f"--kl-rank {options.kl_rank} is for the last stage, which takes no steps here: leave it out, or name a number with --kl-steps"
-        )
     if options.batches is not None and (options.source, options.sequence_length, options.context) != (None,) * 3:
         raise OptionError("ready batches take the place of text, and its length and context: give one or the other")
     if options.device is not None:

@@ -20,29 +20,23 @@ Precision = Callable[[], AbstractContextManager[Any]]
 
 
 def precision_of(plan: Plan, device: torch.device) -> Precision:
-    """bfloat16 where it is faster on this device and the merged layers of the source have no more precision; otherwise
-    the precision of the loaded model, float32.
+    """bfloat16 where it is faster on this device, the merged layers of the source have 16 bits, and their products are
+    large enough to gain by it; otherwise the precision of the loaded model, float32.
 
     Args:
         plan: of the conversion.
         device: where the model runs.
     """
-    if _may_be_reduced(plan) and _is_fast(device):
+    changed = {change.name for change in plan.changes}
+    dtypes = {entry.dtype for _, name, entry in plan.checkpoint.tensors() if name in changed}
+    hidden_size = stated_count(plan.checkpoint.config, HIDDEN_SIZE_KEYS) or 0
+    if dtypes <= set(_HALF) and hidden_size >= _WIDE and _is_fast(device):
         return partial(torch.autocast, device.type, torch.bfloat16)
     return nullcontext
 
 
 def is_reduced(precision: Precision) -> bool:
     return precision is not nullcontext
-
-
-def _may_be_reduced(plan: Plan) -> bool:
-    """Whether products with activations lose nothing in bfloat16 and are large enough to gain by it: the merged layers of
-    the source have 16 bits.
-    """
-    changed = {change.name for change in plan.changes}
-    dtypes = {entry.dtype for _, name, entry in plan.checkpoint.tensors() if name in changed}
-    return dtypes <= set(_HALF) and (stated_count(plan.checkpoint.config, HIDDEN_SIZE_KEYS) or 0) >= _WIDE
 
 
 def _is_fast(device: torch.device) -> bool:

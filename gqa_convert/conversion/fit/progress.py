@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Final
 
 from gqa_convert.checkpoint.provenance import Divergence
@@ -12,18 +11,6 @@ MERGING_LAYERS: Final = "merging layers"
 ALL_TOGETHER: Final = "all layers together"
 OWN_TEXT: Final = "generating text"
 LISTENING: Final = "listening"
-
-
-class Stage(StrEnum):
-    """The stages of fitting a layer on calibration data, in their order."""
-
-    FORWARD = "running source and student"
-    """From the attention module before to the layer's, over all batches."""
-    STATISTICS = "statistics"
-    HEAD_ORDER = "head order"
-    LOW_FREQUENCY = "low-frequency pairs"
-    REFIT = "refit"
-    GRADIENT = "gradient steps"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,5 +32,25 @@ class FitProgress:
 
 OnProgress = Callable[[FitProgress], None]
 
-OnStage = Callable[[Stage, int, int], None]
-"""Called with the stage of one layer that is running, its steps done and all of them, 0 where they are not counted."""
+
+class LayerReport:
+    """Reports the work on layers, one after the other.
+
+    Args:
+        on_progress: called with each report.
+        total: the number of layers.
+    """
+
+    def __init__(self, on_progress: OnProgress, total: int) -> None:
+        self._on_progress, self._done, self._total = on_progress, 0, total
+
+    def stage(self, name: str, step: int = 0, steps: int = 0) -> None:
+        """A stage of the next layer, with its steps done and all of them where they are counted."""
+        counted = f" {step:,} of {steps:,}" if steps else ""
+        detail = f"layer {self._done + 1}: {name}{counted}"
+        self._on_progress(FitProgress(MERGING_LAYERS, self._done, self._total, detail))
+
+    def merged(self, record: LayerRecord | None) -> None:
+        """A layer is merged."""
+        self._done += 1
+        self._on_progress(FitProgress(MERGING_LAYERS, self._done, self._total, layer=record))

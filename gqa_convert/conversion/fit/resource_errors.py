@@ -33,5 +33,5 @@ def explained(folder: Path) -> Iterator[None]:
         if not is_out_of_memory(problem):
             raise
         raise DeviceMemoryError(
-            f"out of memory: lower --calibration-length (which fits all layers anew), or let the last stage train less with --kl-rank 32, or stop what else uses the GPU, or hide the GPU with CUDA_VISIBLE_DEVICES=, {again}"
+            f"out of memory: lower --calibration-length (which fits all layers anew), or leave the last stage out with --kl-steps 0, or stop what else uses the GPU, or hide the GPU with CUDA_VISIBLE_DEVICES=, {again}"
         ) from None

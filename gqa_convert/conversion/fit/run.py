@@ -13,7 +13,7 @@ from gqa_convert.checkpoint.provenance import CalibrationRecord, Divergence
 from gqa_convert.conversion.fit.batches import prepare_calibration
 from gqa_convert.conversion.fit.from_weights import merge_layers
 from gqa_convert.conversion.fit.layer_store import LayerStore, TrainingRecord
-from gqa_convert.conversion.fit.memory import free_memory, plan_last_stage
+from gqa_convert.conversion.fit.memory import free_memory, trains_together
 from gqa_convert.conversion.fit.options import CalibrationOptions, steps_per_layer, steps_together
 from gqa_convert.conversion.fit.progress import ALL_TOGETHER, MERGING_LAYERS, FitProgress, OnProgress
 from gqa_convert.conversion.fit.resource_errors import explained
@@ -89,7 +89,7 @@ def merge_whole_layers(
         store = stack.enter_context(LayerStore(out, fingerprint | record.inputs(), keep=True))
         device = chosen_device(options.device)
         training = fit_checkpoint(plan, store, calibration, options, on_progress)
-        record = replace(record, kl_steps=training.kl_steps, kl_rank=training.kl_rank, kl=training.kl)
+        record = replace(record, kl_steps=training.kl_steps, kl=training.kl)
     errors: dict[str, float] = {}
     head_order = {}
     for number in range(count):
@@ -124,39 +124,40 @@ def fit_checkpoint(
         UnsupportedFamilyError: the loaded modules' parameters are not the checkpoint's tensors.
     """
     from gqa_convert.conversion.fit.distillation import Student, train_together
-    from gqa_convert.conversion.fit.layer_fitting import fit_layers
+    from gqa_convert.conversion.fit.layer_fitting import LayerFitting
     from gqa_convert.conversion.fit.model_loading import open_model
     from gqa_convert.text.calibration import digest_of
 
-    folder = plan.checkpoint.folder
-    assert folder is not None
+    assert plan.checkpoint.folder is not None
+    layers = range(len(plan.merged_layers))
     with explained(store.path.parent):
-        on_progress(FitProgress(MERGING_LAYERS, 0, len(plan.merged_layers), "loading the source"))
-        model = open_model(folder, device=chosen_device(options.device))
+        on_progress(FitProgress(MERGING_LAYERS, 0, len(layers), "loading the source"))
+        model = open_model(plan.checkpoint.folder, device=chosen_device(options.device))
         stage = _last_stage(plan, model, calibration, options)
-        request = {
-            "kl_steps": options.kl_steps,
-            "kl_rank": options.kl_rank,
-            "data": digest_of([], [*calibration.fresh, *calibration.held_out]),
-        }
+        further = [*calibration.fresh, *calibration.held_out]
+        request = {"kl_steps": options.kl_steps, "data": digest_of([], further)}
         finished = store.finished()
-        is_whole = all(store.record(number) is not None for number in range(len(plan.merged_layers)))
+        is_whole = all(store.record(number) is not None for number in layers)
         if finished is not None and not (is_whole and finished.request == request):
             store.reopen()
-        divergence = fit_layers(plan, store, model, calibration.batches, on_progress, steps=steps_per_layer(options))
+        fitting = LayerFitting(plan, store, model, on_progress, steps=steps_per_layer(options))
+        divergence = fitting.run(calibration.batches)
         finished = store.finished()
-        if finished is None and stage is not None:
-            student = Student(plan, store, model, stage)
-            learned = [*calibration.fresh, *calibration.batches]
-            trained, kl = train_together(student, learned, calibration.held_out, stage, on_progress)
-            finished = TrainingRecord(request=request, kl_steps=0, kl_rank=0, kl=kl)
-            if kl.before >= stage.least:
-                finished = replace(finished, kl_steps=stage.steps, kl_rank=stage.rank)
-            store.finish(student.tensors(trained or []), finished)
-            on_progress(FitProgress(ALL_TOGETHER, stage.steps, stage.steps, kl=kl))
-    if finished is None:
-        finished = TrainingRecord(request=request, kl_steps=0, kl_rank=0, kl=Divergence(divergence, divergence))
-    return finished
+        if finished is not None:
+            return finished
+        if stage is None:
+            return TrainingRecord(request=request, kl_steps=0, kl=Divergence(divergence, divergence))
+        student = Student(plan, store, model)
+        learned = [*calibration.fresh, *calibration.batches]
+        trained, kl = train_together(student, learned, calibration.held_out, stage, on_progress)
+        finished = TrainingRecord(request=request, kl_steps=stage.steps if kl.before >= stage.least else 0, kl=kl)
+        if trained is None:
+            store.finish(finished)
+        else:
+            errors = student.errors(calibration.held_out, trained)
+            store.finish(finished, student.tensors(trained), errors)
+        on_progress(FitProgress(ALL_TOGETHER, stage.steps, stage.steps, kl=kl))
+        return finished
 
 
 def _last_stage(
@@ -175,26 +176,20 @@ def _last_stage(
     steps = steps_together(options)
     if not plan.merge_method.trains or not steps:
         return None
-    requested = options.kl_steps is not None
-    is_in_memory = not is_offloaded(model)
-    if requested and not is_in_memory:
+    device = running_device(model)
+    precision = precision_of(plan, device)
+    if options.kl_steps is None:
+        free = free_memory(str(device))
+        affordable = trains_together(plan, calibration.sequence_length, free, device.type)
+        if is_offloaded(model) or not calibration.held_out or not affordable:
+            return None
+        return DistillationOptions(steps=steps, seed=plan.seed, least=WORTHWHILE, precision=precision)
+    if is_offloaded(model):
         raise OptionError(
             f"--kl-steps {steps} trains all layers together, which needs the model in memory, and this one does not fit: leave the option out"
         )
-    if requested and not calibration.held_out:
+    if not calibration.held_out:
         raise OptionError(
             f"--kl-steps {steps} needs held-out text, and the layers use all of the text: lower --calibration-tokens, or name more text"
         )
-    device = running_device(model)
-    free = free_memory(str(device))
-    found = plan_last_stage(plan, calibration.sequence_length, free, device.type, options.kl_rank)
-    if not requested and not (is_in_memory and calibration.held_out and found.affordable):
-        return None
-    return DistillationOptions(
-        steps=steps,
-        seed=plan.seed,
-        rank=found.rank,
-        recomputes=found.recomputes,
-        least=0.0 if requested else WORTHWHILE,
-        precision=precision_of(plan, device),
-    )
+    return DistillationOptions(steps=steps, seed=plan.seed, precision=precision)

@@ -1,6 +1,6 @@
 """Sums over calibration text, in float64: second moments of inputs, and ridge regression of an output projection."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from gqa_convert.conversion.fit.attention_calls import AttentionCall
-from gqa_convert.merging.attention_heads import Heads
 from gqa_convert.merging.merge_layer import Moments
 
 STRENGTHS = (1e-3, 1e-2, 1e-1, 1.0, 10.0)
@@ -33,65 +32,42 @@ def product(left: Tensor, right: Tensor) -> Tensor:
     return (left.float().T @ right.float()).double()
 
 
-def gram(rows: Tensor) -> Tensor:
-    """rows^T rows in float64, [z, z], of [n, z]. Wide ones are computed above the diagonal, in blocks, and mirrored."""
-    size = rows.shape[1]
-    if size <= MOST_DOUBLE_COLUMNS:
-        return product(rows, rows)
-    rows, found = rows.float(), torch.empty(size, size, dtype=torch.float64, device=rows.device)
-    for start in range(0, size, MOST_DOUBLE_COLUMNS):
-        block = slice(start, start + MOST_DOUBLE_COLUMNS)
-        part = rows[:, block].T @ rows[:, start:]
-        found[block, start:] = part
-        found[start:, block] = part.T
-    return found
+def counted_rows(tensor: Tensor, counted: Tensor | None, *, constant: bool) -> Tensor:
+    """The rows of [B, L, d] that count, [n, d], with a 1 behind them if `constant` says so, which stands for a bias."""
+    rows = tensor.detach().flatten(0, 1)
+    if counted is not None:
+        rows = rows[counted.flatten()]
+    if constant:
+        rows = torch.cat([rows, rows.new_ones(len(rows), 1)], dim=1)
+    return rows
 
 
-class Moment:
-    """E[x x^T] of inputs x with a 1 behind them, which stands for the bias.
+def damped_moment(states: Iterable[tuple[Tensor, Tensor | None]]) -> npt.NDArray[np.float64]:
+    """E[x x^T] of inputs x with a 1 behind them, [d + 1, d + 1], with `DAMPING` on its diagonal so that it is not
+    singular. The last entry is 1.
 
     Args:
-        inputs: their number.
+        states: [B, L, d] of each batch, and the positions [B, L] that count; None for all.
     """
-
-    def __init__(self, inputs: int) -> None:
-        self._inputs, self._count = inputs, 0
-        self._total: Any = 0
-
-    def add(self, states: Tensor, counted: Tensor | None) -> None:
-        """Add the states [B, L, inputs]; `counted` [B, L] leaves padding out."""
-        rows = _rows(states, counted)
-        self._total += gram(torch.cat([rows, rows.new_ones(len(rows), 1)], dim=1))
-        self._count += len(rows)
-
-    def damped(self) -> npt.NDArray[np.float64]:
-        """The moment [inputs + 1, inputs + 1], with `DAMPING` on its diagonal so that it is not singular. The last
-        entry stays 1.
-        """
-        if not self._count:
-            return np.eye(self._inputs + 1)
-        found = (self._total / self._count).cpu().numpy()
-        mean = float(np.mean(np.diag(found)[:-1]))
-        found[np.diag_indices(self._inputs)] += DAMPING * mean if mean > 0 else 1.0
-        return np.asarray(found)
+    total: Any = 0
+    count = 0
+    for tensor, counted in states:
+        rows = counted_rows(tensor, counted, constant=True)
+        total += product(rows, rows)
+        count += len(rows)
+    found = (total / max(1, count)).cpu().numpy()
+    mean = float(np.mean(np.diag(found)[:-1]))
+    found[np.diag_indices(len(found) - 1)] += DAMPING * mean if mean > 0 else 1.0
+    found[-1, -1] = 1.0
+    return np.asarray(found)
 
 
-def moments_of(calls: Iterable[AttentionCall], heads: Heads) -> Moments:
-    """The moments of an attention module's inputs over all batches.
-
-    Args:
-        calls: of the module, one for each batch.
-        heads: of the source's layer, for the number of inputs of its projections.
-    """
-    of_queries, of_keys = Moment(heads.queries.shape[-1] - 1), Moment(heads.keys.shape[-1] - 1)
-    crosses = False
-    for call in calls:
-        of_queries.add(call.hidden, call.counted)
-        if call.states is not call.hidden:
-            crosses = True
-            of_keys.add(call.states, call.states_counted)
-    queries = of_queries.damped()
-    return Moments(queries, of_keys.damped() if crosses else queries)
+def moments_of(calls: Sequence[AttentionCall]) -> Moments:
+    """The moments of an attention module's inputs over all batches."""
+    queries = damped_moment((call.hidden, call.counted) for call in calls)
+    if all(call.states is call.hidden for call in calls):
+        return Moments(queries, queries)
+    return Moments(queries, damped_moment((call.states, call.states_counted) for call in calls))
 
 
 class Regression:
@@ -102,7 +78,7 @@ class Regression:
     """
 
     def __init__(self, *, biased: bool) -> None:
-        self.biased = biased
+        self._biased = biased
         self._gram: Any = 0
         """[z, z], of the inputs."""
         self._cross: Any = 0
@@ -114,10 +90,9 @@ class Regression:
         """Add inputs of the projection [B, L, z] and what its output misses [B, L, t]; `counted` [B, L] leaves padding
         out.
         """
-        rows, wanted = _rows(inputs, counted), _rows(missed, counted)
-        if self.biased:
-            rows = torch.cat([rows, rows.new_ones(len(rows), 1)], dim=1)
-        self._gram += gram(rows)
+        rows = counted_rows(inputs, counted, constant=self._biased)
+        wanted = counted_rows(missed, counted, constant=False)
+        self._gram += product(rows, rows)
         self._cross += product(rows, wanted)
         self._power += wanted.double().square().sum(0)
 
@@ -127,39 +102,26 @@ class Regression:
 
     def change(self, strength: float, columns: slice = _ALL) -> Tensor:
         """The change of the weight [z, t], a last row for the bias, that minimises |Z change - missed|^2 +
-        strength * mean diagonal of Z^T Z * |change|^2.
-
-        Args:
-            strength: of the ridge.
-            columns: the columns to compute.
+        strength * mean diagonal of Z^T Z * |change|^2, in some columns.
         """
-        cross = self._cross[:, columns]
-        mean = float(self._gram.diagonal()[: len(self._gram) - self.biased].mean())
+        mean = float(self._gram.diagonal()[: len(self._gram) - self._biased].mean())
         matrix = self._gram.clone()
         matrix.diagonal().add_(strength * mean if mean > 0 else 1.0)
+        cross = self._cross[:, columns]
         factor, failed = torch.linalg.cholesky_ex(matrix)
         return torch.linalg.solve(matrix, cross) if failed else torch.cholesky_solve(cross, factor)
 
-    def error(self, change: Tensor | None, columns: slice = _ALL) -> float:
-        """The squared error that remains after a change; None for no change.
+    def power(self, columns: slice = _ALL) -> float:
+        """The squared error without a change, in some columns."""
+        return float(self._power[columns].sum())
 
-        Args:
-            change: of these columns.
-            columns: the columns that count.
-        """
-        whole = float(self._power[columns].sum())
-        if change is None:
-            return whole
-        return whole - float((change * (2 * self._cross[:, columns] - self._gram @ change)).sum())
+    def error(self, change: Tensor, columns: slice = _ALL) -> float:
+        """The squared error that remains after a change of some columns."""
+        repaired = change * (2 * self._cross[:, columns] - self._gram @ change)
+        return self.power(columns) - float(repaired.sum())
 
 
-def _rows(tensor: Tensor, counted: Tensor | None) -> Tensor:
-    """The rows of [B, L, d] that count, [n, d]."""
-    rows = tensor.detach().flatten(0, 1)
-    return rows if counted is None else rows[counted.flatten()]
-
-
-def best_change(fitted: Regression, judged: Regression) -> Tensor | None:
+def best_change(fitted: Regression, judged: Regression) -> tuple[Tensor | None, float]:
     """The ridge regression of one text with the strength that leaves the least error on another text.
 
     Args:
@@ -167,12 +129,16 @@ def best_change(fitted: Regression, judged: Regression) -> Tensor | None:
         judged: of the text to judge by.
 
     Returns:
-        The change of the weight [z, t]; None where every strength in `STRENGTHS` does harm.
+        The change of the weight [z, t], and the share of the squared error on the other text that it repairs; None and
+        0 where every strength in `STRENGTHS` does harm.
     """
     columns = fitted.sample()
-    errors = {
-        strength: judged.error(None if strength is None else fitted.change(strength, columns), columns)
-        for strength in (None, *STRENGTHS)
-    }
-    best = min(errors, key=errors.__getitem__)
-    return None if best is None else fitted.change(best)
+    best, least = None, judged.power(columns)
+    for strength in STRENGTHS:
+        error = judged.error(fitted.change(strength, columns), columns)
+        if error < least:
+            best, least = strength, error
+    if best is None:
+        return None, 0.0
+    change = fitted.change(best)
+    return change, max(0.0, 1 - judged.error(change) / judged.power())

@@ -16,7 +16,6 @@ from gqa_convert.conversion.fit.source_layer import SourceLayer
 from gqa_convert.conversion.fit.statistics import moments_of
 from gqa_convert.errors import NonFiniteError
 from gqa_convert.measuring.sensitivity.layer_errors import InspectedLayer, describe_layer, merge_candidates
-from gqa_convert.merging.attention_heads import Heads
 from gqa_convert.merging.merge_layer import Moments
 from gqa_convert.merging.methods import CALIBRATED_DEFAULT
 
@@ -53,7 +52,7 @@ class ClosedForm:
             NonFiniteError: the source yields NaN or Inf.
         """
         source = layer.layout.split_heads(layer.tensors)
-        moments = _finite_moments(attention, source)
+        moments = _finite_moments(attention)
         errors = []
         device = attention.device
         for merged, error in merge_candidates(layer, source, candidates, moments):
@@ -91,7 +90,7 @@ class ShortFits:
             yield groups, repeated_parameters(layer.layout, self.store.read(number), groups)
 
     def _fit(self, number: int, layer: SourceLayer, attention: CapturedAttention, groups: int) -> None:
-        _finite_moments(attention, layer.layout.split_heads(layer.tensors))
+        _finite_moments(attention)
         steps = min(self.steps, SHORT_STEPS)
         options = FitOptions(
             groups=groups, method=CALIBRATED_DEFAULT, steps=steps, seed=self.seed, precision=self.precision
@@ -103,8 +102,8 @@ class ShortFits:
 Merging = ClosedForm | ShortFits
 
 
-def _finite_moments(attention: CapturedAttention, source: Heads) -> Moments:
-    moments = moments_of(attention.calls, source)
+def _finite_moments(attention: CapturedAttention) -> Moments:
+    moments = moments_of(attention.calls)
     if any(moment is not None and not np.isfinite(moment).all() for moment in (moments.queries, moments.keys)):
         raise NonFiniteError(
             f"the source yields NaN or Inf at {attention.name} on the calibration text: check that its logits on this text are finite"

@@ -1,4 +1,4 @@
-"""Products with repeated rows are those with the whole weight, and cost what those with the few rows do."""
+"""Products with repeated heads are those with the whole weight, and cost what those with the few heads do."""
 
 import pytest
 import torch
@@ -6,20 +6,20 @@ from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
 from gqa_convert.conversion.fit.attention_calls import replaced
-from gqa_convert.conversion.fit.repeated_rows import RepeatedRows
+from gqa_convert.conversion.fit.repeated_heads import RepeatedHeads
 
 
-def _product(biased: bool, whole: bool, blocks: int | None = None) -> tuple[list[torch.Tensor], int]:
+def _product(biased: bool, whole: bool) -> tuple[list[torch.Tensor], int]:
     """The output of a linear module, and the gradients of states, rows and bias; and operations."""
     generator = torch.Generator().manual_seed(0)
     states, rows, bias = (
         torch.randn(*shape, generator=generator, dtype=torch.float64, requires_grad=True)
         for shape in ((2, 7, 5), (6, 5), (24,))
     )
-    index = torch.arange(6).view(2, 3)[:, None].expand(2, 4, 3).reshape(-1)
     module = torch.nn.Linear(5, 24, bias=biased)
-    weight = RepeatedRows(rows, index, blocks)
-    given = {"weight": weight.whole() if whole else weight} | ({"bias": bias} if biased else {})
+    index = torch.arange(6).view(2, 1, 3).expand(2, 4, 3).flatten()
+    weight = rows[index] if whole else RepeatedHeads(rows, heads=2, times=4)
+    given = {"weight": weight} | ({"bias": bias} if biased else {})
     with replaced(module, given), FlopCounterMode(display=False) as counter:
         found = module(states)
         found.square().sum().backward()
@@ -27,17 +27,16 @@ def _product(biased: bool, whole: bool, blocks: int | None = None) -> tuple[list
 
 
 @pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("blocks", [None, 2])
-def test_products_and_gradients(biased: bool, blocks: int | None) -> None:
-    (few, operations), (whole, of_whole) = _product(biased, False, blocks), _product(biased, True)
+def test_products_and_gradients(biased: bool) -> None:
+    (few, operations), (whole, of_whole) = _product(biased, whole=False), _product(biased, whole=True)
     assert operations * 4 == of_whole
     for found, wanted in zip(few, whole, strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
 
 
 def test_other_functions_see_the_whole_weight() -> None:
-    weight = RepeatedRows(torch.arange(6.0).view(3, 2), torch.tensor([2, 0, 2, 1]))
+    weight = RepeatedHeads(torch.arange(8.0).view(4, 2), heads=2, times=2)
+    assert weight.whole()[:, 0].tolist() == [0, 2, 0, 2, 4, 6, 4, 6]
     assert weight.shape == weight.whole().shape
     assert torch.equal(torch.mul(weight, 2), 2 * weight.whole())
-    assert torch.equal(weight.T, weight.whole().T)
-    assert torch.equal(functional.linear(torch.eye(2), weight, bias=torch.ones(4)), weight.whole().T + 1)
+    assert torch.equal(functional.linear(torch.eye(2), weight, bias=torch.ones(8)), weight.whole().T + 1)
