@@ -78,7 +78,6 @@ class _Writer:
         self._plan = plan
         self._sources = sources
         self._merged = merged
-        self._buffer = np.empty(0, np.uint8)
 
     def write_file(self, file: OutputFile, path: Path, progress: Progress) -> None:
         """Write a whole file: the header, then the tensors."""
@@ -87,8 +86,7 @@ class _Writer:
             with WrittenFile(path, source.size, progress) as out:
                 out.copy(source, 0, source.size)
             return
-        tensors = self._plan.tensors(file)
-        described = [(tensor.name, tensor.dtype, tensor.shape, tensor.nbytes) for tensor in tensors]
+        described = [tensor.described for tensor in self._plan.tensors(file)]
         nbytes = sum(nbytes for *_, nbytes in described)
         alignment = (0, 8)
         if nbytes >= LARGE:
@@ -102,38 +100,21 @@ class _Writer:
                 self._write_tensor(tensor, out)
 
     def _write_tensor(self, tensor: OutputTensor, out: WrittenFile) -> None:
-        if tensor.name in self._merged:
-            source, entry = self._merged[tensor.name]
-        elif tensor.regrouping:
+        if tensor.regrouping and tensor.name not in self._merged:
             array = self._regroup(tensor, tensor.regrouping)
-            out.write(array.reshape(-1).view(np.uint8).data)
-            return
         else:
-            source, entry = self._sources.locate(tensor.name)
-        if entry.dtype == tensor.dtype:
-            out.copy(source, entry.start, entry.nbytes)
-        else:
+            source, entry = self._merged.get(tensor.name) or self._sources.locate(tensor.name)
+            if entry.dtype == tensor.dtype:
+                out.copy(source, entry.start, entry.nbytes)
+                return
             array = _rounded(read_tensor(source, entry), tensor)
-            out.write(array.reshape(-1).view(np.uint8).data)
-
-    def _read(self, names: tuple[str, ...]) -> Array:
-        """Tensors of the source, joined along their first axis, in memory that the next call reuses."""
-        located = [self._sources.locate(name) for name in names]
-        nbytes = sum(entry.nbytes for _, entry in located)
-        if nbytes > len(self._buffer):
-            self._buffer = np.empty(nbytes, np.uint8)
-        start = 0
-        for source, entry in located:
-            source.read_into(self._buffer[start : start + entry.nbytes].data, entry.start)
-            start += entry.nbytes
-        first = located[0][1]
-        return self._buffer[:nbytes].view(DTYPES[first.dtype]).reshape(-1, *first.shape[1:])
+        out.write(array.reshape(-1).view(np.uint8).data)
 
     def _regroup(self, tensor: OutputTensor, regrouping: Regrouping) -> Array:
         """The tensor's array: heads of the source merged into groups, or repeated."""
-        array = self._read(regrouping.sources)
-        rows = np.ascontiguousarray(array.T) if regrouping.transposed else array
-        heads = layouts.split(rows, regrouping.sections)
+        array = np.concatenate([self._sources.read(name) for name in regrouping.sources])
+        rows = array.T if regrouping.transposed else array
+        heads = layouts.split(np.ascontiguousarray(rows), regrouping.sections)
         squared_error = squared_norm = 0.0
         for number, section in enumerate(regrouping.sections):
             if not section.merged:

@@ -250,7 +250,7 @@ LARGE = {GAIN: torch.full((HIDDEN,), 6e4).half(), KEY: torch.full((288, HIDDEN),
     ("changed", "missing", "error", "message"),
     [
         ({"gpt_neox.layers.3.attention.dense.weight": NAN}, "", ConfigError, "does not belong to a gpt_neox"),
-        ({}, KEY.replace("weight", "bias"), ConfigError, "is missing"),
+        ({}, UP, ConfigError, "is missing"),
         ({}, "embed_out.weight", ConfigError, "embed_out.weight"),
         ({}, "gpt_neox.embed_in.weight", ConfigError, "gpt_neox.embed_in.weight"),
         ({KEY: NAN}, "", NonFiniteError, "holds NaN or Inf"),

@@ -48,17 +48,12 @@ class Regrouping:
 
 
 @dataclass(frozen=True, slots=True)
-class OutputTensor:
-    """A tensor of the result.
-
-    Its numbers are those of the source's tensor of the same name, or are regrouped from heads. A tensor of a layer that
-    a method merges as a whole has neither: its layer's file has it.
-    """
+class DescribedTensor:
+    """A tensor that will be written, as its file's header describes it."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    regrouping: Regrouping | None = None
 
     @property
     def elements(self) -> int:
@@ -67,6 +62,22 @@ class OutputTensor:
     @property
     def nbytes(self) -> int:
         return self.elements * DTYPE_BITS[self.dtype] // 8
+
+    @property
+    def described(self) -> tuple[str, str, tuple[int, ...], int]:
+        """As `build_header` takes it."""
+        return self.name, self.dtype, self.shape, self.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class OutputTensor(DescribedTensor):
+    """A tensor of the result.
+
+    Its numbers are those of the source's tensor of the same name, or are regrouped from heads. A tensor of a layer that
+    a method merges as a whole has neither: its layer's file has it.
+    """
+
+    regrouping: Regrouping | None = None
 
 
 @dataclass(frozen=True, slots=True)

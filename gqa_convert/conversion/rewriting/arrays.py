@@ -4,10 +4,14 @@ one array.
 Shape legend: H heads, c head_dim, d inputs. A linear weight is [rows, d], its bias [rows].
 """
 
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
+
+from gqa_convert.families import layouts
+from gqa_convert.families.layouts import Role, Section
 
 Array = npt.NDArray[Any]
 DType = np.dtype[Any]
@@ -18,40 +22,64 @@ WIDE: Final = {"BF16": "F32", "F16": "F32", "F32": "F64", "F64": "F64"}
 _BLOCK_ROWS = 256
 
 
-def head_rows(starts: tuple[int, ...], head_dim: int, rotated: int) -> Array:
-    """The rows of all heads of a role, [H, c]; rotary pairs (2j, 2j + 1) of the first `rotated` rows of a head become
-    (j, j + rotated / 2).
-    """
-    order = [*range(0, rotated, 2), *range(1, rotated, 2), *range(rotated, head_dim)]
-    rows: Array = np.array(starts)[:, None] + np.array(order)
-    return rows
+def rotary_order(head_dim: int, rotated: int) -> list[int]:
+    """The rows of a head in which rotary pairs (2j, 2j + 1) of the first `rotated` rows become (j, j + rotated / 2)."""
+    return [*range(0, rotated, 2), *range(1, rotated, 2), *range(rotated, head_dim)]
 
 
-def move(_: DType, tensor: Array, *, rows: Array | None, is_transposed: bool = False) -> Array:
-    """The rows of a bias, or of a weight that may be stored [d, rows]; all of them where `rows` is None."""
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """The heads of some roles in a projection, or in its bias."""
+
+    sections: tuple[Section, ...]
+    """Where the heads of all roles lie."""
+    roles: tuple[Role, ...]
+    """Those that are taken; with several, those of each head follow one another."""
+    rotated: int
+    """Rows of a query's or a key's head that are turned in pairs of neighbours."""
+
+    @property
+    def rows(self) -> int:
+        """The rows that are taken."""
+        return sum(section.rows for section in self.sections if section.role in self.roles)
+
+    def of(self, tensor: Array) -> Array:
+        """The rows of the heads, [rows, ...]."""
+        taken = []
+        for section, heads in zip(self.sections, layouts.split(tensor, self.sections), strict=True):
+            if section.role in self.roles:
+                is_turned = self.rotated and section.role != "value"
+                taken.append(heads[:, rotary_order(section.head_rows, self.rotated)] if is_turned else heads)
+        return np.stack(taken, axis=1).reshape(-1, *tensor.shape[1:])
+
+
+def move(_: DType, tensor: Array, *, heads: Heads | None, is_transposed: bool = False) -> Array:
+    """Some heads of a bias, or of a weight that may be stored [d, rows]; all rows where `heads` is None."""
     upright = tensor.T if is_transposed else tensor
-    return upright if rows is None else upright[rows]
+    return heads.of(upright) if heads else upright
 
 
-def fold_gain(dtype: DType, weight: Array, gain: Array, *, rows: Array) -> Array:
+def fold_gain(dtype: DType, weight: Array, gain: Array, *, heads: Heads | None) -> Array:
     """The rows of a weight behind a norm that has lost its gain [d]."""
-    folded = weight[rows].astype(dtype)
+    folded = move(dtype, weight, heads=heads).astype(dtype)
     folded *= gain.astype(dtype)
     return folded
 
 
-def fold_bias(dtype: DType, weight: Array, norm_bias: Array, bias: Array | None = None, *, rows: Array) -> Array:
+def fold_bias(
+    dtype: DType, weight: Array, norm_bias: Array, bias: Array | None = None, *, heads: Heads | None
+) -> Array:
     """The bias of a projection behind a norm that has lost its bias [d]: the rows of weight @ norm_bias + bias.
 
     Products are summed pairwise in float64, so that every machine gets the same numbers.
     """
-    shift = norm_bias.astype(np.float64)
+    rows, shift = move(dtype, weight, heads=heads), norm_bias.astype(np.float64)
     total = np.empty(len(rows))
     for first in range(0, len(rows), _BLOCK_ROWS):
-        block = weight[rows[first : first + _BLOCK_ROWS]]
-        total[first : first + _BLOCK_ROWS] = (block.astype(np.float64) * shift).sum(axis=1)
+        block = rows[first : first + _BLOCK_ROWS].astype(np.float64)
+        total[first : first + _BLOCK_ROWS] = (block * shift).sum(axis=1)
     if bias is not None:
-        total += bias[rows]
+        total += move(dtype, bias, heads=heads)
     return total.astype(dtype)
 
 

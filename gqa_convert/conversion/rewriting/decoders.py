@@ -94,6 +94,22 @@ _GPT = """
     eos_token_id       eos_token_id       50256
     pad_token_id       pad_token_id       null
 """
+PHI_FROM_GPT: Final = """
+    tie_word_embeddings      tie_word_embeddings  false
+    hidden_act               activation_function  "gelu_new"
+    attention_dropout        attn_pdrop           0.0
+    layer_norm_eps           layer_norm_epsilon   1e-05
+    resid_pdrop              resid_pdrop          0.0
+    embd_pdrop               embd_pdrop           0.0
+    hidden_size              n_embd               count
+    intermediate_size        n_inner              null
+    num_hidden_layers        n_layer              count
+    num_attention_heads      n_head               count
+    num_key_value_heads      -                    count=num_attention_heads
+    rope_theta               -                    10000.0
+    max_position_embeddings  n_positions          2048
+    qk_layernorm             -                    false
+"""
 
 PHI_FROM_GPT_NEOX: Final = StockForm(
     model_type="gpt_neox",
@@ -110,14 +126,14 @@ PHI_FROM_GPT_NEOX: Final = StockForm(
     """,
     further=_phi_from_neox,
     modules=modules("""
-        model.embed_tokens      gpt_neox.embed_in          -
-        .input_layernorm        input_layernorm            +  norm=folded
-        .self_attn.{q,k,v}_proj       attention.query_key_value  =  norm=input_layernorm
-        .self_attn.dense        attention.dense            =
-        .mlp.fc1                mlp.dense_h_to_4h          +  norm=post_attention_layernorm
-        .mlp.fc2                mlp.dense_4h_to_h          +
-        model.final_layernorm   gpt_neox.final_layer_norm  +
-        lm_head                 embed_out|lm_head          0
+        model.embed_tokens       gpt_neox.embed_in
+        .input_layernorm         input_layernorm            norm=folded
+        .self_attn.{q,k,v}_proj  attention.query_key_value  bias                           norm=input_layernorm
+        .self_attn.dense         attention.dense            bias
+        .mlp.fc1                 mlp.dense_h_to_4h          norm=post_attention_layernorm
+        .mlp.fc2                 mlp.dense_4h_to_h
+        model.final_layernorm    gpt_neox.final_layer_norm
+        lm_head                  embed_out|lm_head          bias
     """),
     prefix="gpt_neox.",
     layers=("gpt_neox.layers", "model.layers"),
@@ -139,51 +155,35 @@ STARCODER2_FROM_GPT_NEOX: Final = replace(
     """,
     further=_starcoder2_from_neox,
     modules=modules("""
-        model.embed_tokens         gpt_neox.embed_in          -
-        .input_layernorm           input_layernorm            +
-        .post_attention_layernorm  post_attention_layernorm   +
-        .self_attn.{q,k,v}_proj          attention.query_key_value  =
-        .self_attn.o_proj          attention.dense            =
-        .mlp.c_fc                  mlp.dense_h_to_4h          +
-        .mlp.c_proj                mlp.dense_4h_to_h          +
-        model.norm                 gpt_neox.final_layer_norm  +
-        lm_head                    embed_out|lm_head          -
+        model.embed_tokens         gpt_neox.embed_in
+        .input_layernorm           input_layernorm
+        .post_attention_layernorm  post_attention_layernorm
+        .self_attn.{q,k,v}_proj    attention.query_key_value  bias
+        .self_attn.o_proj          attention.dense            bias
+        .mlp.c_fc                  mlp.dense_h_to_4h
+        .mlp.c_proj                mlp.dense_4h_to_h
+        model.norm                 gpt_neox.final_layer_norm
+        lm_head                    embed_out|lm_head
     """),
 )
 _GPTJ_MODULES = """
-    model.embed_tokens      transformer.wte   -
-    .input_layernorm        ln_1              +
-    .self_attn.q_proj       attn.q_proj       0  query
-    .self_attn.k_proj       attn.k_proj       0  key
-    .self_attn.v_proj       attn.v_proj       0
-    .self_attn.dense        attn.out_proj     0
-    .mlp.fc1                mlp.fc_in         +
-    .mlp.fc2                mlp.fc_out        +
-    model.final_layernorm   transformer.ln_f  +
-    lm_head                 lm_head           0
+    model.embed_tokens     transformer.wte
+    .input_layernorm       ln_1
+    .self_attn.q_proj      attn.q_proj       bias  query
+    .self_attn.k_proj      attn.k_proj       bias  key
+    .self_attn.v_proj      attn.v_proj       bias
+    .self_attn.dense       attn.out_proj     bias
+    .mlp.fc1               mlp.fc_in
+    .mlp.fc2               mlp.fc_out
+    model.final_layernorm  transformer.ln_f
+    lm_head                lm_head           bias
 """
 PHI_FROM_GPTJ: Final = StockForm(
     model_type="gptj",
     stock="phi",
     classes={"GPTJForCausalLM": "PhiForCausalLM", "GPTJModel": "PhiModel"},
     tokenizer="GPT2Tokenizer",
-    config=_GPT
-    + """
-    tie_word_embeddings      tie_word_embeddings  false
-    hidden_act               activation_function  "gelu_new"
-    attention_dropout        attn_pdrop           0.0
-    layer_norm_eps           layer_norm_epsilon   1e-05
-    resid_pdrop              resid_pdrop          0.0
-    embd_pdrop               embd_pdrop           0.0
-    hidden_size              n_embd               count
-    intermediate_size        n_inner              null
-    num_hidden_layers        n_layer              count
-    num_attention_heads      n_head               count
-    num_key_value_heads      -                    count=num_attention_heads
-    rope_theta               -                    10000.0
-    max_position_embeddings  n_positions          2048
-    qk_layernorm             -                    false
-    """,
+    config=_GPT + PHI_FROM_GPT,
     further=_phi_from_gptj,
     modules=modules(_GPTJ_MODULES),
     prefix="transformer.",
@@ -197,7 +197,7 @@ PHI_FROM_CODEGEN: Final = replace(
     modules=modules(
         _GPTJ_MODULES
         + """
-        .self_attn.{q,k,v}_proj  attn.qkv_proj  0
+        .self_attn.{q,k,v}_proj  attn.qkv_proj  bias
         """
     ),
     fused_layout="quarters",
@@ -234,16 +234,16 @@ GPT_BIGCODE_FROM_GPT2: Final = StockForm(
     scale_attn_by_inverse_layer_idx  false
     """,
     modules=modules("""
-        transformer.wte   transformer.wte   -
-        transformer.wpe   transformer.wpe   -
-        .ln_1             ln_1              +
-        .ln_2             ln_2              +
-        .attn.c_attn      attn.c_attn       +  query,key,value
-        .attn.c_proj      attn.c_proj       +
-        .mlp.c_fc         mlp.c_fc          +
-        .mlp.c_proj       mlp.c_proj        +
-        transformer.ln_f  transformer.ln_f  +
-        lm_head           lm_head           -
+        transformer.wte   transformer.wte
+        transformer.wpe   transformer.wpe
+        .ln_1             ln_1
+        .ln_2             ln_2
+        .attn.c_attn      attn.c_attn       query,key,value
+        .attn.c_proj      attn.c_proj
+        .mlp.c_fc         mlp.c_fc
+        .mlp.c_proj       mlp.c_proj
+        transformer.ln_f  transformer.ln_f
+        lm_head           lm_head
     """),
     prefix="transformer.",
     layers=("transformer.h", "transformer.h"),

@@ -1,13 +1,13 @@
 """What a rewriting consists of."""
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from gqa_convert.checkpoint.headers import DTYPE_BITS, LENGTH_BYTES, build_header, parse_header
+from gqa_convert.checkpoint.headers import LENGTH_BYTES, build_header, parse_header
 from gqa_convert.checkpoint.source import Checkpoint, Shard
 from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.conversion.plan.files import safetensors_name
+from gqa_convert.conversion.plan.model import DescribedTensor
 from gqa_convert.conversion.rewriting.arrays import Array
 
 Compute = Callable[..., Array]
@@ -15,22 +15,15 @@ Compute = Callable[..., Array]
 
 
 @dataclass(frozen=True, slots=True)
-class RewrittenTensor:
+class RewrittenTensor(DescribedTensor):
     """A tensor of the rewritten source."""
 
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
     shard: int
     """The number of the source's file in whose place it is written."""
     sources: tuple[str, ...]
     """The tensors of the source that it is computed from."""
     compute: Compute | None = None
     """Makes the array; None if it is the bytes of the one source."""
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * DTYPE_BITS[self.dtype] // 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +63,7 @@ class Rewriting:
         for number, shard in enumerate(self.source.shards):
             tensors = tuple(tensor for tensor in self.tensors if tensor.shard == number)
             if tensors:
-                described = [(tensor.name, tensor.dtype, tensor.shape, tensor.nbytes) for tensor in tensors]
+                described = [tensor.described for tensor in tensors]
                 header = build_header(described, {"format": "pt"} | dict(shard.header.metadata))
                 found.append(RewrittenFile(safetensors_name(shard.file), header, tensors))
         return tuple(found)

@@ -5,8 +5,6 @@ from functools import partial
 from itertools import groupby
 from typing import Any
 
-import numpy as np
-
 from gqa_convert.checkpoint.headers import TensorEntry
 from gqa_convert.checkpoint.quantised import quantisation_method
 from gqa_convert.checkpoint.source import Checkpoint
@@ -135,7 +133,7 @@ class _Planner:
         self.tensors: list[RewrittenTensor] = []
         self.result_dtypes: dict[str, str] = {}
         self.has_biases = False
-        """Whether modules with bias `=` have one."""
+        """Whether the attention has biases."""
         self._left = set(self.entries)
         """Tensors of the source that no module has taken."""
         self._heads = stock.get("n_head") or stock["num_attention_heads"]
@@ -157,10 +155,13 @@ class _Planner:
         embedding = f"{form.modules[0].own[0]}.weight"
         if embedding not in self.entries and embedding.removeprefix(form.prefix) in self.entries:
             self._missing_prefix = form.prefix
-        with_bias = [self._own_name(module, 0) for module in form.modules if module.bias == "="]
-        self.has_biases = any(f"{name}.bias" in self.entries for name in with_bias)
-        if form.own_bias_key:
-            self.has_biases = bool(self.source.config.get(form.own_bias_key, True))
+        attention = [self._own_name(module, 0) for module in form.modules if "attn." in module.stock]
+        self.has_biases = any(f"{name}.bias" in self.entries for name in attention)
+        if self.has_biases and self.source.config.get(form.own_bias_key) is False:
+            raise ConfigError(
+                f"config.json has {form.own_bias_key} = False, and {attention[0]} has a bias: the config and the weights do not "
+                "belong together"
+            )
         layers = self.stock.get("n_layer") or self.stock["num_hidden_layers"]
         for in_layer, group in groupby(form.modules, lambda module: module.in_layer):
             modules = list(group)
@@ -186,73 +187,58 @@ class _Planner:
         stock = f"{self.form.layers[1]}.{layer}.{module.stock}" if module.in_layer else module.stock
         weight, bias = f"{own}.weight", f"{own}.bias"
         is_head = module is self.form.modules[-1]
-        if is_head and weight not in self.entries:
-            if self._missing_prefix:
-                return  # a model without its head
-            if self.stock.get("tie_word_embeddings"):
-                embedding = f"{self._own_name(self.form.modules[0], 0)}.weight"
-                self._bias(module, stock, bias, embedding, self.entries[embedding][1].shape[0])
-                return
+        is_tied = is_head and weight not in self.entries and bool(self.stock.get("tie_word_embeddings"))
+        if is_head and weight not in self.entries and self._missing_prefix:
+            return  # a model without its head
+        if is_tied:
+            weight = f"{self._own_name(self.form.modules[0], 0)}.weight"
         shape = self._take(weight).shape
         if module.norm == FOLDED:
             self._take(bias, *shape)
             self._fill(f"{stock}.weight", weight, shape[0], 1.0)
             self._fill(f"{stock}.bias", bias, shape[0], 0.0)
-        elif module.norm:
-            self._fold(module, stock, own)
-        elif is_head and self.form.unit_head in (self.source.config.get("architectures") or ()):
-            self.add(f"{stock}.weight", shape, (weight,), arrays.unit_rows)
-        else:
-            self._move(module, stock, own)
-
-    def _fold(self, module: Module, stock: str, own: str) -> None:
-        """Plan a projection that takes over the gain and the bias of the norm before it."""
-        weight, bias, norm = f"{own}.weight", f"{own}.bias", own.removesuffix(module.own[0]) + module.norm
-        shape = self.entries[weight][1].shape
-        self._take(f"{norm}.weight", shape[1])
-        self._take(f"{norm}.bias", shape[1])
-        rows = self._head_rows(module, weight) if module.roles else np.arange(shape[0])
-        fold_gain, fold_bias = partial(arrays.fold_gain, rows=rows), partial(arrays.fold_bias, rows=rows)
-        self.add(f"{stock}.weight", (len(rows), shape[1]), (weight, f"{norm}.weight"), fold_gain, wide=True)
-        sources = [weight, f"{norm}.bias"]
-        if self._has_bias(module, bias):
-            self._take(bias, shape[0])
-            sources.append(bias)
-        self.add(f"{stock}.bias", (len(rows),), tuple(sources), fold_bias, like=sources[-1], wide=True)
-
-    def _move(self, module: Module, stock: str, own: str) -> None:
-        """Plan a module whose tensors stay as they are, but for the order of their rows and of their axes."""
-        weight = f"{own}.weight"
-        shape = self.entries[weight][1].shape
+            return
         is_transposed = self.form.transposed and module.in_layer and len(shape) == 2
         if is_transposed:
             shape = shape[::-1]
-        count, rows, compute = shape[0], None, None
-        if module.roles:
-            rows = self._head_rows(module, weight)
-            shape = (len(rows), *shape[1:])
-        if rows is not None or is_transposed:
-            compute = partial(arrays.move, rows=rows, is_transposed=is_transposed)
-        self.add(f"{stock}.weight", shape, (weight,), compute)
-        self._bias(module, stock, f"{own}.bias", weight, count, rows)
+        heads = self._heads_of(module, weight) if module.roles else None
+        rows = heads.rows if heads else shape[0]
+        has_bias = bias in self.entries
+        if has_bias:
+            self._take(bias, shape[0])
+        if module.norm:
+            gain, shift = (f"{own.removesuffix(module.own[0])}{module.norm}.{kind}" for kind in ("weight", "bias"))
+            self._take(gain, shape[1])
+            self._take(shift, shape[1])
+            folded = partial(arrays.fold_gain, heads=heads)
+            self.add(f"{stock}.weight", (rows, shape[1]), (weight, gain), folded, wide=True)
+            shifted = (weight, shift, bias) if has_bias else (weight, shift)
+            folded = partial(arrays.fold_bias, heads=heads)
+            self.add(f"{stock}.bias", (rows,), shifted, folded, like=shifted[-1], wide=True)
+            return
+        compute: Compute | None = None
+        if is_head and self.form.unit_head in (self.source.config.get("architectures") or ()):
+            compute = arrays.unit_rows
+        elif heads or is_transposed:
+            compute = partial(arrays.move, heads=heads, is_transposed=is_transposed)
+        if not is_tied:
+            self.add(f"{stock}.weight", (rows, *shape[1:]), (weight,), compute)
+        if has_bias:
+            self.add(f"{stock}.bias", (rows,), (bias,), partial(arrays.move, heads=heads) if heads else None)
+        elif module.has_bias:
+            self._fill(f"{stock}.bias", weight, rows, 0.0)
 
-    def _bias(
-        self, module: Module, stock: str, bias: str, like: str, count: int, rows: arrays.Array | None = None
-    ) -> None:
-        """Plan the bias of a module, which in the source has `count` numbers, of which `rows` are taken."""
-        taken = count if rows is None else len(rows)
-        if self._has_bias(module, bias):
-            self._take(bias, count)
-            compute = None if rows is None else partial(arrays.move, rows=rows)
-            self.add(f"{stock}.bias", (taken,), (bias,), compute)
-        elif module.bias == "0" or (module.bias == "=" and not self.form.bias_key):
-            self._fill(f"{stock}.bias", like, taken, 0.0)
-
-    def _has_bias(self, module: Module, bias: str) -> bool:
-        """Whether a module of the source has a bias, or lacks one that it must have."""
-        if module.bias == "=":
-            return self.has_biases
-        return module.bias == "+" or (module.bias == "0" and bias in self.entries)
+    def _heads_of(self, module: Module, weight: str) -> arrays.Heads:
+        """A module's heads in the projection that holds them."""
+        form, head_dim = self.form, self._hidden_size // self._heads
+        rotated = int(head_dim * self.stock["partial_rotary_factor"]) if form.interleaved else 0
+        if form.fused_layout is None:
+            sections = layouts.separate(module.roles[0], self._heads, head_dim)
+        else:
+            sections = layouts.fused(form.fused_layout, self._heads, self.stock["num_key_value_heads"], head_dim)
+        shape = (sum(section.rows for section in sections), self._hidden_size)
+        self._take(weight, *(shape[::-1] if form.transposed else shape))
+        return arrays.Heads(sections, module.roles, rotated)
 
     def _take(self, name: str, *shape: int) -> TensorEntry:
         """The header of a source tensor, which must have this shape where one is given."""
@@ -266,23 +252,6 @@ class _Planner:
             )
         self._left.discard(name)
         return entry
-
-    def _head_rows(self, module: Module, weight: str) -> arrays.Array:
-        """The rows of a module's heads in the projection that holds them."""
-        form, head_dim = self.form, self._hidden_size // self._heads
-        rotated = int(head_dim * self.stock["partial_rotary_factor"]) if form.interleaved else 0
-        if form.fused_layout is None:
-            sections = layouts.separate("query", self._heads, head_dim)
-        else:
-            sections = layouts.fused(form.fused_layout, self._heads, self.stock["num_key_value_heads"], head_dim)
-        shape = (sum(section.rows for section in sections), self._hidden_size)
-        self._take(weight, *(shape[::-1] if form.transposed else shape))
-        rows = []
-        for section in sections:
-            if form.fused_layout is None or section.role in module.roles:
-                turned = 0 if section.role == "value" else rotated
-                rows.append(arrays.head_rows(section.starts, head_dim, turned))
-        return np.stack(rows, axis=1).reshape(-1)
 
     def _fill(self, name: str, like: str, count: int, value: float) -> None:
         self.add(name, (count,), (), partial(arrays.fill, count=count, value=value), like=like)

@@ -3,10 +3,11 @@ is that of its own code.
 """
 
 import math
+from dataclasses import replace
 from typing import Any, Final
 
 from gqa_convert.checkpoint.strict_json import Config, JsonObject
-from gqa_convert.conversion.rewriting.decoders import partial_factor
+from gqa_convert.conversion.rewriting.decoders import PHI_FROM_GPT, partial_factor
 from gqa_convert.conversion.rewriting.stock_form import NoStockClassError, StockForm, modules, refused_value
 from gqa_convert.families.records import RESTATED as STOCK_TYPES
 
@@ -67,7 +68,7 @@ def _phi_msft(config: Config, stock: JsonObject) -> JsonObject:
     return {"intermediate_size": inner, "partial_rotary_factor": partial_factor(rotated, head_dim)}
 
 
-_DENSE = """
+_LLAMA = """
     hidden_size              hidden_size              count
     num_attention_heads      num_attention_heads      count
     num_hidden_layers        num_hidden_layers        count
@@ -77,39 +78,45 @@ _DENSE = """
     tie_word_embeddings      tie_word_embeddings      false
     max_position_embeddings  max_position_embeddings  2048
     num_key_value_heads      num_key_value_heads      count=num_attention_heads
+    rms_norm_eps             rms_norm_eps             1e-06
     rope_theta               rope_theta               10000.0
 """
-_LLAMA = _DENSE + "rms_norm_eps rms_norm_eps 1e-06\n"
 _ALL_HEADS = "num_key_value_heads - count=num_attention_heads\n"
 """Of types whose custom code reads no K/V-head count."""
 _UNSCALED = "rope_scaling null\n"
 
 _LLAMA_MODULES = """
-    model.embed_tokens         model.embed_tokens        -
-    .self_attn.q_proj          self_attn.q_proj          =
-    .self_attn.k_proj          self_attn.k_proj          =
-    .self_attn.v_proj          self_attn.v_proj          =
-    .self_attn.o_proj          self_attn.o_proj          =
-    .mlp.gate_proj             mlp.gate_proj             -
-    .mlp.up_proj               mlp.up_proj               -
-    .mlp.down_proj             mlp.down_proj             -
-    .input_layernorm           input_layernorm           -
-    .post_attention_layernorm  post_attention_layernorm  -
-    model.norm                 model.norm                -
-    lm_head                    lm_head                   -
+    model.embed_tokens         model.embed_tokens
+    .self_attn.q_proj          self_attn.q_proj
+    .self_attn.k_proj          self_attn.k_proj
+    .self_attn.v_proj          self_attn.v_proj
+    .self_attn.o_proj          self_attn.o_proj
+    .mlp.gate_proj             mlp.gate_proj
+    .mlp.up_proj               mlp.up_proj
+    .mlp.down_proj             mlp.down_proj
+    .input_layernorm           input_layernorm
+    .post_attention_layernorm  post_attention_layernorm
+    model.norm                 model.norm
+    lm_head                    lm_head
 """
 
 
-def _like_llama(model_type: str, own_class: str, stock_class: str = "LlamaForCausalLM", **fields: Any) -> StockForm:
-    """The form of a type whose modules are Llama's, but for some in the table `renamed`."""
-    table = _LLAMA_MODULES + fields.pop("renamed", "")
-    fields = {"config": _LLAMA, "bias_key": "attention_bias"} | fields
+def _like_llama(
+    model_type: str,
+    own_class: str,
+    stock_class: str = "LlamaForCausalLM",
+    keys: str = "",
+    renamed: str = "",
+    **fields: Any,
+) -> StockForm:
+    """The form of a type that is Llama, but for some config keys and some modules."""
     return StockForm(
         model_type=model_type,
         stock=STOCK_TYPES[model_type],
         classes=dict.fromkeys(own_class.split(), stock_class),
-        modules=modules(table),
-        **fields,
+        config=_LLAMA + keys,
+        modules=modules(_LLAMA_MODULES + renamed),
+        **{"bias_key": "attention_bias"} | fields,
     )
 
 
@@ -123,54 +130,66 @@ _FALCON = """
     bias                 bias                false
     rope_theta           -                   10000.0
 """
+_REFINED_WEB_MODEL = StockForm(
+    model_type="RefinedWebModel",
+    stock="falcon",
+    classes={"RWForCausalLM": "FalconForCausalLM", "FalconForCausalLM": "FalconForCausalLM"},
+    config=_FALCON
+    + """
+    new_decoder_architecture  -              false
+    multi_query               multi_query    false
+    parallel_attn             parallel_attn  false
+    """,
+    only="apply_residual_connection_post_layernorm null\n",
+)
+
 _FORMS: Final = (
     _like_llama(
         "Yi",
         "YiForCausalLM",
-        config=_LLAMA
-        + """
+        keys="""
         rms_norm_eps             rms_norm_eps             1e-05
         max_position_embeddings  max_position_embeddings  4096
         rope_theta               rope_theta               5000000.0
         """,
         only=_UNSCALED,
         renamed="""
-        .input_layernorm           ln1|input_layernorm           -
-        .post_attention_layernorm  ln2|post_attention_layernorm  -
+        .input_layernorm           ln1|input_layernorm
+        .post_attention_layernorm  ln2|post_attention_layernorm
         """,
     ),
     _like_llama(
         "open_llama",
         "OpenLlamaForCausalLM",
-        config=_LLAMA + _ALL_HEADS + "tie_word_embeddings shared_input_output_embedding true",
+        keys=_ALL_HEADS + "tie_word_embeddings shared_input_output_embedding true",
         only=_UNSCALED + "use_stable_embedding false true",
     ),
-    _like_llama("internlm", "InternLMForCausalLM", config=_LLAMA + _ALL_HEADS, only=_UNSCALED, further=_internlm),
+    _like_llama("internlm", "InternLMForCausalLM", keys=_ALL_HEADS, only=_UNSCALED, further=_internlm),
     _like_llama(
         "internlm2",
         "InternLM2ForCausalLM",
         further=_scaling,
         renamed="""
-        model.embed_tokens         model.tok_embeddings  -
-        .self_attn.{q,k,v}_proj          attention.wqkv        =
-        .self_attn.o_proj          attention.wo          =
-        .mlp.gate_proj             feed_forward.w1       -
-        .mlp.up_proj               feed_forward.w3       -
-        .mlp.down_proj             feed_forward.w2       -
-        .input_layernorm           attention_norm        -
-        .post_attention_layernorm  ffn_norm              -
-        lm_head                    output                -
+        model.embed_tokens         model.tok_embeddings
+        .self_attn.{q,k,v}_proj    attention.wqkv
+        .self_attn.o_proj          attention.wo
+        .mlp.gate_proj             feed_forward.w1
+        .mlp.up_proj               feed_forward.w3
+        .mlp.down_proj             feed_forward.w2
+        .input_layernorm           attention_norm
+        .post_attention_layernorm  ffn_norm
+        lm_head                    output
         """,
         fused_layout="grouped",
     ),
     _like_llama(
         "baichuan",
         "BaiChuanForCausalLM BaichuanForCausalLM",
-        config=_LLAMA + _ALL_HEADS,
+        keys=_ALL_HEADS,
         only=_UNSCALED,
         further=_baichuan,
         renamed="""
-        .self_attn.{q,k,v}_proj  self_attn.W_pack  =
+        .self_attn.{q,k,v}_proj  self_attn.W_pack
         """,
         fused_layout="blocks",
         unit_head="BaichuanForCausalLM",
@@ -179,8 +198,7 @@ _FORMS: Final = (
         "qwen",
         "QWenLMHeadModel",
         "Qwen2ForCausalLM",
-        config=_LLAMA
-        + _ALL_HEADS
+        keys=_ALL_HEADS
         + """
         rms_norm_eps             layer_norm_epsilon  1e-06
         max_position_embeddings  seq_length          8192
@@ -190,15 +208,15 @@ _FORMS: Final = (
         only="rotary_pct 1.0\nno_bias true\nscale_attn_weights true",
         further=_qwen,
         renamed="""
-        model.embed_tokens         transformer.wte   -
-        .self_attn.{q,k,v}_proj          attn.c_attn       +
-        .self_attn.o_proj          attn.c_proj       -
-        .mlp.gate_proj             mlp.w2            -
-        .mlp.up_proj               mlp.w1            -
-        .mlp.down_proj             mlp.c_proj        -
-        .input_layernorm           ln_1              -
-        .post_attention_layernorm  ln_2              -
-        model.norm                 transformer.ln_f  -
+        model.embed_tokens         transformer.wte
+        .self_attn.{q,k,v}_proj    attn.c_attn
+        .self_attn.o_proj          attn.c_proj
+        .mlp.gate_proj             mlp.w2
+        .mlp.up_proj               mlp.w1
+        .mlp.down_proj             mlp.c_proj
+        .input_layernorm           ln_1
+        .post_attention_layernorm  ln_2
+        model.norm                 transformer.ln_f
         """,
         layers=("transformer.h", "model.layers"),
         fused_layout="blocks",
@@ -209,8 +227,7 @@ _FORMS: Final = (
         "stablelm_epoch",
         "StableLMEpochForCausalLM",
         "StableLmForCausalLM",
-        config=_DENSE
-        + """
+        keys="""
         max_position_embeddings  max_position_embeddings  4096
         partial_rotary_factor    rope_pct                 0.25
         layer_norm_eps           norm_eps                 1e-05
@@ -219,10 +236,10 @@ _FORMS: Final = (
         """,
         only=_UNSCALED + "qk_layernorm null\nuse_parallel_residual null\nrotary_scaling_factor 1.0",
         renamed="""
-        .self_attn.o_proj          self_attn.o_proj          -
-        .input_layernorm           input_layernorm           +
-        .post_attention_layernorm  post_attention_layernorm  +
-        model.norm                 model.norm                +
+        .self_attn.o_proj          self_attn.o_proj
+        .input_layernorm           input_layernorm
+        .post_attention_layernorm  post_attention_layernorm
+        model.norm                 model.norm
         """,
         bias_key="use_qkv_bias",
     ),
@@ -230,8 +247,7 @@ _FORMS: Final = (
         "minicpm",
         "MiniCPMForCausalLM",
         "GraniteForCausalLM",
-        config=_LLAMA
-        + """
+        keys="""
         tie_word_embeddings   tie_word_embeddings  true
         embedding_multiplier  scale_emb            1
         mlp_bias              -                    false
@@ -243,61 +259,33 @@ _FORMS: Final = (
         model_type="phi-msft",
         stock="phi",
         classes={"PhiForCausalLM": "PhiForCausalLM"},
-        config="""
-        hidden_size              n_embd               count
-        num_attention_heads      n_head               count
-        num_hidden_layers        n_layer              count
-        intermediate_size        n_inner              null
-        vocab_size               vocab_size           count
-        hidden_act               activation_function  "gelu_new"
-        layer_norm_eps           layer_norm_epsilon   1e-05
-        max_position_embeddings  n_positions          2048
-        attention_dropout        attn_pdrop           0.0
-        resid_pdrop              resid_pdrop          0.0
-        embd_pdrop               embd_pdrop           0.0
-        tie_word_embeddings      tie_word_embeddings  false
-        num_key_value_heads      n_head_kv            count=num_attention_heads
-        rope_theta               -                    10000.0
-        qk_layernorm             -                    false
-        """,
+        config=PHI_FROM_GPT + "vocab_size vocab_size count\nnum_key_value_heads n_head_kv count=num_attention_heads",
         further=_phi_msft,
         modules=modules("""
-        model.embed_tokens     transformer.embd.wte  -
-        .self_attn.{q,k,v}_proj      mixer.Wqkv            +
-        .self_attn.dense       mixer.out_proj        +
-        .mlp.fc1               mlp.fc1               +
-        .mlp.fc2               mlp.fc2               +
-        .input_layernorm       ln                    +
-        model.final_layernorm  lm_head.ln            +
-        lm_head                lm_head.linear        +
+        model.embed_tokens       transformer.embd.wte
+        .self_attn.{q,k,v}_proj  mixer.Wqkv
+        .self_attn.dense         mixer.out_proj
+        .mlp.fc1                 mlp.fc1
+        .mlp.fc2                 mlp.fc2
+        .input_layernorm         ln
+        model.final_layernorm    lm_head.ln
+        lm_head                  lm_head.linear
         """),
         layers=("transformer.h", "model.layers"),
         fused_layout="blocks",
     ),
-    StockForm(
+    _REFINED_WEB_MODEL,
+    replace(
+        _REFINED_WEB_MODEL,
         model_type="RefinedWeb",
-        stock="falcon",
-        classes=dict.fromkeys(("RWForCausalLM", "FalconForCausalLM"), "FalconForCausalLM"),
         config=_FALCON
         + """
         num_kv_heads              n_head_kv  count=num_attention_heads
         new_decoder_architecture  -          true
-        multi_query              -          true
-        parallel_attn            -          true
+        multi_query               -          true
+        parallel_attn             -          true
         """,
-        only="apply_residual_connection_post_layernorm null\nparallel_attn true",
-    ),
-    StockForm(
-        model_type="RefinedWebModel",
-        stock="falcon",
-        classes=dict.fromkeys(("RWForCausalLM", "FalconForCausalLM"), "FalconForCausalLM"),
-        config=_FALCON
-        + """
-        new_decoder_architecture  -              false
-        multi_query               multi_query    false
-        parallel_attn             parallel_attn  false
-        """,
-        only="apply_residual_connection_post_layernorm null",
+        only=_REFINED_WEB_MODEL.only + "parallel_attn true",
     ),
 )
 

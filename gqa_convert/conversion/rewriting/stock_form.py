@@ -6,6 +6,7 @@ import copy
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from gqa_convert.checkpoint.strict_json import Config, JsonObject
 from gqa_convert.errors import ConfigError
@@ -51,11 +52,9 @@ class Module:
     stock: str
     own: tuple[str, ...]
     """Names that it may have in the source, of which one is there."""
-    bias: str
-    """Whether the source has a bias: `+` always, `-` never, `0` perhaps, `=` if its attention has biases. With `0` the stock
-    class has one, and with `=` unless it has `StockForm.bias_key`: zeros, where the source has none.
-    """
-    roles: tuple[str, ...] = ()
+    has_bias: bool
+    """Whether the stock class always has a bias: zeros, where the source has none."""
+    roles: tuple[Any, ...] = ()
     """The heads that it holds (query, key, value), if they are cut out of another projection or reordered; with several
     roles, those of each head follow one another."""
     norm: str = ""
@@ -70,22 +69,25 @@ def _cells(table: str) -> list[list[str]]:
 
 def modules(table: str) -> tuple[Module, ...]:
     """The modules in a table: on each line the stock name, with a dot in front of it inside a layer; the source's names,
-    joined by `|`; the bias; and, where they apply, the roles, joined by commas, and the norm behind `norm=`.
+    joined by `|`; and, where they apply, `bias`, the roles, joined by commas, and the norm behind `norm=`.
 
     {q,k,v} in a stock name stands for three modules, for the query, the key and the value heads of the source's one. Of
     two lines with one stock name, the later counts, in the place of the earlier.
     """
     found = {}
-    for pattern, own, bias, *further in _cells(table):
+    for pattern, own, *further in _cells(table):
         norm = ""
-        if further and further[-1].startswith("norm="):
-            norm = further.pop().removeprefix("norm=")
-        roles = {pattern: tuple(further[0].split(",")) if further else ()}
+        roles: dict[str, tuple[str, ...]] = {pattern: ()}
+        for word in further:
+            if word.startswith("norm="):
+                norm = word.removeprefix("norm=")
+            elif word != "bias":
+                roles[pattern] = tuple(word.split(","))
         if "{q,k,v}" in pattern:
             roles = {pattern.replace("{q,k,v}", role[0]): (role,) for role in ("query", "key", "value")}
         for stock, held in roles.items():
             name = stock.removeprefix(".")
-            found[stock] = Module(name, tuple(own.split("|")), bias, held, norm, in_layer=name != stock)
+            found[stock] = Module(name, tuple(own.split("|")), "bias" in further, held, norm, name != stock)
     return tuple(found.values())
 
 
@@ -126,9 +128,9 @@ class StockForm:
     interleaved: bool = False
     """Whether rotary pairs are rows (2j, 2j + 1) in the source."""
     own_bias_key: str = ""
-    """Key of the source's config that says whether attention has biases, by default true; else the tensors say it."""
+    """Key of the source's config that says whether attention has biases; the tensors say it too."""
     bias_key: str = ""
-    """Key of the stock config that says it."""
+    """Key of the stock config that says it, if it may have none."""
     unit_head: str = ""
     """One of the source's classes, which scales the rows of its output projection to length one whenever it is used."""
     same_up_to: str = ""
