@@ -1,16 +1,13 @@
 """Proves that a converted checkpoint is its source with K/V heads merged, and nothing else.
 
-verify shares with the converter:
+The proof has two halves. What is stored: every tensor that a conversion leaves alone has SOURCE's bytes, and every K/V head is
+what the method makes of its group, as far as that can be said from the heads alone. What is computed: OUT equals SOURCE with
+OUT's heads repeated, and a fitted result is nearer to SOURCE than mean pooling.
 
-- the families' records, which say what a model type's tensors and config keys are called;
-- loading models and tokenizers with transformers, and the loss of a text;
-- the package's modelling files, whose bytes OUT's must equal;
-- paths, and the download of a checkpoint from the Hub.
-
-Everything else it computes by itself: it reads tensors with the safetensors library, finds heads in config and shapes,
-cuts fused projections, merges heads, measures merge errors, derives configs and legacy config keys, translates to other
-model types, and compares bits or functions. An error of the converter therefore cannot hide in verify. A test lists the
-modules that this room may import.
+verify shares with the converter the families' records, the legacy config keys, the rewriting of sources, loading models with
+transformers and the loss of a text, the package's modelling files, whose bytes OUT's must equal, and paths and downloads. It
+reads tensors, finds heads and merges them by its own code, so that an error of the converter cannot hide in it. A test lists
+the modules that this package may import.
 
 `verify_checkpoint` in `run` leads.
 """

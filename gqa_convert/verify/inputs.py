@@ -1,10 +1,12 @@
 """Reads what the user named: OUT, SOURCE and the text. A mistake in one of them is an error, not a failed check."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from gqa_convert.checkpoint.paths import local_path
 from gqa_convert.checkpoint.quantised import quantisation_method
@@ -15,10 +17,12 @@ from gqa_convert.errors import ConfigError, CorruptCheckpointError, GQAConvertEr
 from gqa_convert.families.family import Family
 from gqa_convert.families.table import RESTATED, family_of
 from gqa_convert.families.wrappers import decoder_config
-from gqa_convert.verify.checkpoint_reader import CONFIG, Weights, first_line, read_object
+from gqa_convert.verify.report import first_line
+from gqa_convert.verify.weights import CONFIG, Weights, read_object
 
 Progress = Callable[[str, int, int], None]
-"""Called with a stage (tensors, logits or text), the amount done and the total: bytes, forward passes or tokens."""
+"""Called with a stage (tensors, logits or text), the amount done and the total: bytes, steps or tokens."""
+_TORCH = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 
 
 @dataclass(frozen=True)
@@ -26,33 +30,37 @@ class Inputs:
     """The two checkpoints of a verification."""
 
     out: Path
-    source: Path
-    """The local folder of SOURCE, in the form in which it was converted."""
+    out_config: dict[str, Any]
+    """Empty if it cannot be read, which the check on the config reports."""
+    source: Weights
+    """SOURCE's tensors, in the form in which it was converted."""
     config: dict[str, Any]
-    """SOURCE's config.json in that folder."""
+    """SOURCE's config in that form."""
     family: Family
-    """SOURCE's family."""
-    weights: Weights
-    """SOURCE's tensors."""
+    original: Weights
+    """The tensors of SOURCE as the user named it: `source`, unless it is rewritten before it is converted."""
+    original_config: dict[str, Any]
     text: str | None
     """The text to measure both losses on."""
-    original: Weights
-    """The tensors of SOURCE as the user named it: `weights`, unless it is rewritten before it is converted."""
-    original_config: dict[str, Any]
 
     @property
     def is_rewritten(self) -> bool:
         """Whether SOURCE is rewritten before it is converted."""
-        return self.original is not self.weights
+        return self.original is not self.source
 
     @property
-    def has_original_class(self) -> bool:
-        """Whether SOURCE was rewritten and transformers' own classes load it as it was."""
-        return self.is_rewritten and not self.why_not_loaded
+    def decoder_config(self) -> dict[str, Any]:
+        """The config of SOURCE's decoder, which in a composite model is nested in `config`."""
+        return decoder_config(self.config)
+
+    @property
+    def has_class(self) -> bool:
+        """Whether transformers has a class for the type. Some types exist only as code in checkpoints."""
+        return self.family.native or self.family.modeling is not None
 
     @property
     def why_not_loaded(self) -> str:
-        """Why SOURCE as it was cannot be loaded; empty if it can."""
+        """Why SOURCE as the user named it cannot be loaded; empty if it can."""
         if quantisation_method(self.original_config) is not None:
             return "the weights of SOURCE are quantised"
         model_type = self.original_config.get("model_type")
@@ -60,25 +68,10 @@ class Inputs:
             return f"transformers has no class of type {model_type}, and code in checkpoints is never executed"
         return ""
 
-    @property
-    def decoder_config(self) -> dict[str, Any]:
-        """The config of SOURCE's decoder, which in a wrapper is nested in `config`."""
-        return decoder_config(self.config)
-
-    @property
-    def runs(self) -> bool:
-        """Whether transformers has a class for SOURCE's model type. Some types exist only as code in checkpoints."""
-        return _has_class(self.family)
-
 
 @contextmanager
 def read_inputs(
-    out: str | Path,
-    source: str | Path,
-    *,
-    revision: str | None,
-    text: Path | None,
-    on_note: Callable[[str], None],
+    out: str | Path, source: str | Path, revision: str | None, text: Path | None, on_note: Callable[[str], None]
 ) -> Iterator[Inputs]:
     """Open both checkpoints and read the text. Remote checkpoints are downloaded. A SOURCE that a conversion to OUT
     rewrites first is rewritten in a folder beside OUT, which goes at the end of the context.
@@ -103,51 +96,34 @@ def read_inputs(
     content = None if text is None else _read_text(local_path(text))
     folder = _source_folder(source, revision)
     config = _read_config(folder)
-    if not needs_rewriting(config, _type_of(out)):
+    out_config = _readable_config(out)
+    if not needs_rewriting(config, out_config.get("model_type")):
         family = family_of(config)
-        weights = _open_weights(folder, {})
-        if text is not None:
-            _check_scores_text(family, config)
-        yield Inputs(out, folder, config, family, weights, content, weights, config)
+        weights = Weights(folder, _source_error)
+        inputs = Inputs(out, out_config, weights, config, family, weights, config, content)
+        _check_text(inputs)
+        yield inputs
         return
     options = ConversionOptions(native=True)
     with open_rewritten(folder, out, 1, options, lambda _: None, on_note) as (rewritten, _):
         assert rewritten.folder is not None
+        dtypes = {name: _TORCH[dtype] for name, dtype in rewritten.result_dtypes.items()}
+        weights, original = Weights(rewritten.folder, _source_error, dtypes), Weights(folder, _source_error)
         family = family_of(rewritten.config)
-        dtypes = {name: _torch_dtype(dtype) for name, dtype in rewritten.result_dtypes.items()}
-        if text is not None:
-            _check_scores_text(family, rewritten.config)
-        yield Inputs(
-            out,
-            rewritten.folder,
-            rewritten.config,
-            family,
-            _open_weights(rewritten.folder, dtypes),
-            content,
-            _open_weights(folder, {}),
-            config,
-        )
+        inputs = Inputs(out, out_config, weights, rewritten.config, family, original, config, content)
+        _check_text(inputs)
+        yield inputs
 
 
-def _torch_dtype(name: str) -> Any:
-    import torch
-
-    return {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}[name]
+def _source_error(problem: str) -> CorruptCheckpointError:
+    return CorruptCheckpointError(f"{problem}: download or copy the source again")
 
 
-def _type_of(out: Path) -> Any:
-    """The model type that OUT states; None if its config cannot be read, which the check on configs reports."""
+def _readable_config(out: Path) -> dict[str, Any]:
     try:
-        return read_object(out / CONFIG).get("model_type")
+        return read_object(out / CONFIG)
     except (OSError, ValueError):
-        return None
-
-
-def _open_weights(folder: Path, result_dtypes: Mapping[str, Any]) -> Weights:
-    def error(problem: str) -> CorruptCheckpointError:
-        return CorruptCheckpointError(f"{problem}: download or copy the source again")
-
-    return Weights(folder, error, result_dtypes)
+        return {}
 
 
 def _source_folder(source: str | Path, revision: str | None) -> Path:
@@ -175,19 +151,17 @@ def _read_config(folder: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} cannot be read ({first_line(problem)}): download or copy it again") from None
 
 
-def _has_class(family: Family) -> bool:
-    return family.native or family.modeling is not None
-
-
-def _check_scores_text(family: Family, config: dict[str, Any]) -> None:
+def _check_text(inputs: Inputs) -> None:
+    if inputs.text is None:
+        return
     from gqa_convert.families.loading import TASKS, auto_class, check_language_model
 
-    if not _has_class(family) or auto_class(config) not in (TASKS[0], TASKS[3]):
+    if not inputs.has_class or auto_class(inputs.config) not in (TASKS[0], TASKS[3]):
         raise OptionError(
-            f"--text measures the loss of a causal language model in transformers, which {family.model_type} is not: "
-            "leave the text out"
+            "--text measures the loss of a causal language model in transformers, which "
+            f"{inputs.family.model_type} is not: leave the text out"
         )
-    check_language_model("SOURCE", config, "--text measures the loss of one; leave the text out")
+    check_language_model("SOURCE", inputs.config, "--text measures the loss of one; leave the text out")
 
 
 def _read_text(path: Path) -> str:

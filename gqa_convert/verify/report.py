@@ -1,31 +1,14 @@
 """The report of a verification, and how a check states its result."""
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from gqa_convert.errors import ConfigError, CorruptCheckpointError
+
 
 class Failure(Exception):  # noqa: N818 - a result about OUT, never shown to a user as an exception
-    """A check did not hold.
-
-    Args:
-        detail: what was found, in one line.
-        numbers: what was measured, by name.
-    """
-
-    def __init__(self, detail: str, numbers: Mapping[str, float] | None = None) -> None:
-        super().__init__(detail)
-        self.numbers = numbers or {}
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """What a check that holds looked at."""
-
-    detail: str
-    """One line."""
-    numbers: Mapping[str, float] = field(default_factory=dict)
-    """Counts and measurements by name."""
+    """A check did not hold; the message says in one line what was found."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +19,6 @@ class Check:
     passed: bool
     detail: str
     """What was looked at or, if the check failed, what was found; one line."""
-    numbers: Mapping[str, float] = field(default_factory=dict)
-    """Counts and measurements by name."""
 
 
 @dataclass
@@ -55,6 +36,24 @@ class VerificationReport:
         """Whether at least one check ran and all of them hold."""
         return bool(self.checks) and all(check.passed for check in self.checks)
 
+    def check(self, name: str, function: Callable[[], str]) -> bool:
+        """Run a check and return whether it holds.
+
+        Args:
+            name: of the check.
+            function: returns what it looked at, or raises. On a damaged OUT any library may raise anything. Only SOURCE
+                raises CorruptCheckpointError and ConfigError, and these reach the caller.
+        """
+        try:
+            self.checks.append(Check(name, True, function()))
+        except Failure as failure:
+            self.checks.append(Check(name, False, str(failure)))
+        except (CorruptCheckpointError, ConfigError):
+            raise
+        except Exception as problem:
+            self.checks.append(Check(name, False, first_line(problem)))
+        return self.checks[-1].passed
+
     def summary(self) -> dict[str, Any]:
         """The report as plain data for `--json`."""
         return {
@@ -64,3 +63,10 @@ class VerificationReport:
             "checks": [{"name": c.name, "passed": c.passed, "detail": c.detail} for c in self.checks],
             "losses": self.losses,
         }
+
+
+def first_line(problem: BaseException) -> str:
+    """The first line of any library's exception, with its class."""
+    lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
+    text = lines[0] if lines else repr(problem)
+    return f"{type(problem).__name__}: {text}"[:400]

@@ -14,7 +14,7 @@ from gqa_convert.hub.options import PublishOptions
 from gqa_convert.hub.publishing import publish
 from gqa_convert.serving.checking import check_serving
 from gqa_convert.training.teacher import shared_vocabulary
-from gqa_convert.verify.behaviour import comparison
+from gqa_convert.verify import models
 from gqa_convert.verify.run import verify_checkpoint
 from tests.helpers.processors import save_llava_processor
 from tests.helpers.verification import details, failed, save_tokenizer
@@ -50,8 +50,8 @@ def test_verify_compares_an_image(source: Callable[[str], Path], monkeypatch: py
     assert failed(report) == {}
     assert details(report)["image"].startswith("largest difference ")
     assert "a random image and a question" in details(report)["image"]
-    true = comparison.logits_of
-    monkeypatch.setattr(comparison, "logits_of", lambda model, inputs: true(model, inputs).flip(1))
+    true = models.logits_of
+    monkeypatch.setattr(models, "logits_of", lambda model, inputs: true(model, inputs).flip(1))
     assert set(failed(verify_checkpoint(out, folder))) == {"image"}
 
 

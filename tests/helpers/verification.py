@@ -1,5 +1,6 @@
 """Reports, damage to checkpoints, and a tokenizer, for the tests of the verifier."""
 
+import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -64,10 +65,7 @@ def failed(report: VerificationReport) -> dict[str, str]:
 
 
 def edit(folder: Path, name: str, change: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
-    """Replace a tensor of a folder, or drop it, and drop the recorded hashes so that the other checks have to find it."""
-    record = folder / "gqa_conversion.json"
-    if record.is_file() and json.loads(record.read_text()).get("result"):
-        edit_json(record, result=None)
+    """Replace a tensor of a folder, or drop it, and record the new hash so that the other checks have to find it."""
     for file in folder.glob("*.safetensors"):
         tensors = load_file(file)
         if name in tensors:
@@ -75,8 +73,17 @@ def edit(folder: Path, name: str, change: Callable[[torch.Tensor], torch.Tensor 
             if new is not None:
                 tensors[name] = new
             save_file(tensors, file, metadata={"format": "pt"})
+            _record_hash(file)
             return
     raise AssertionError(f"no tensor {name}")
+
+
+def _record_hash(file: Path) -> None:
+    record = file.parent / "gqa_conversion.json"
+    result = json.loads(record.read_text()).get("result") if record.is_file() else None
+    if isinstance(result, dict):
+        result["files"][file.name]["sha256"] = hashlib.sha256(file.read_bytes()).hexdigest()
+        edit_json(record, result=result)
 
 
 def flip(row: int) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from gqa_convert.verify.behaviour.replacing import merged_head
 from safetensors.torch import load_file
 
 from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.verify import verify_checkpoint
-from gqa_convert.verify.behaviour.replacing import merged_head
 from gqa_convert.verify.report import Failure
 from tests.helpers.own_files import CASES, make_source, make_source_model
 from tests.helpers.tiny import make_config, make_model

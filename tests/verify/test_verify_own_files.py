@@ -16,9 +16,8 @@ from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import OptionError
 from gqa_convert.families.loading import auto_class, load_causal_lm, load_model
-from gqa_convert.verify import layout, verify_checkpoint
-from gqa_convert.verify.behaviour import model_loading
-from gqa_convert.verify.behaviour.tokenizers import check_tokenizer
+from gqa_convert.verify import models, verify_checkpoint
+from gqa_convert.verify.tokenizers import check_tokenizer
 from tests.helpers.chatglm import write_source as write_chatglm
 from tests.helpers.own_files import make_source
 from tests.helpers.verification import (
@@ -369,7 +368,7 @@ def test_another_tokenizer_is_found(made: Conversions, tmp_path: Path) -> None:
     path.write_text(path.read_text().replace('"Whitespace"', '"WhitespaceSplit"'))
     assert set(failed(verify_checkpoint(out, source))) == {"carried files", "tokenizer"}
     path.unlink()
-    assert check_tokenizer(source, path.parent.parent).detail == "SOURCE has none"
+    assert check_tokenizer(source, path.parent.parent) == "SOURCE has none"
 
 
 def test_the_loss_of_a_language_model(made: Conversions, tmp_path: Path) -> None:
@@ -418,23 +417,6 @@ def test_the_auto_class_of_a_checkpoint(config: dict[str, Any], expected: str) -
     assert auto_class(config) == expected
 
 
-def test_layouts_are_those_of_the_models() -> None:
-    """Each row number says whose it is: cut as transformers reshapes the projection."""
-    heads, kv_heads, width = 12, 4, 2
-    rows = torch.arange((heads + 2 * kv_heads) * width)
-    view = rows.view(kv_heads, heads // kv_heads + 2, width)  # Falcon's _split_heads
-    parts = {run.part: run.starts for run in layout.fused("grouped", heads, kv_heads, width)}
-    assert parts["query"] == tuple(view[:, :-2, 0].flatten().tolist())
-    assert parts["key"] == tuple(view[:, -2, 0].tolist())
-    assert parts["value"] == tuple(view[:, -1, 0].tolist())
-    rows = torch.arange(3 * heads * width).reshape(4, -1)  # CodeGen's forward
-    query, value, key = (
-        part.reshape(heads, width)[:, 0].tolist() for part in torch.split(rows, heads * width // 4, dim=-1)
-    )
-    parts = {run.part: run.starts for run in layout.fused("quarters", heads, heads, width)}
-    assert parts == {"query": tuple(query), "key": tuple(key), "value": tuple(value)}
-
-
 def test_an_encoder_with_as_many_heads_as_groups(tmp_path: Path) -> None:
     """Whether it was converted is the same to its tensors; config and provenance must agree on it."""
     source = make_source("bart", tmp_path / "source", encoder_attention_heads=4)
@@ -467,7 +449,7 @@ def test_whisper_without_its_encoder(tmp_path: Path) -> None:
 
 def test_half_precision(made: Conversions, monkeypatch: pytest.MonkeyPatch) -> None:
     """As models of more than three billion parameters run."""
-    monkeypatch.setattr(model_loading, "FLOAT32_LIMIT", 0)
+    monkeypatch.setattr(models, "FLOAT32_LIMIT", 0)
     for name in HALF:
         report = verify_checkpoint(*made(name, 3))
         assert failed(report) == {}

@@ -13,8 +13,7 @@ from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.rewriting import arrays
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import ConfigError
-from gqa_convert.verify import verify_checkpoint
-from gqa_convert.verify.behaviour import model_loading
+from gqa_convert.verify import models, verify_checkpoint
 from tests.helpers.own_files import make_source
 from tests.helpers.verification import (
     Conversions,
@@ -389,7 +388,7 @@ def test_tokenizers(model_type: str, groups: int, tmp_path: Path) -> None:
 
 def test_half_precision(conversions: Conversions, monkeypatch: pytest.MonkeyPatch) -> None:
     """As models of more than three billion parameters run."""
-    monkeypatch.setattr(model_loading, "FLOAT32_LIMIT", 0)
+    monkeypatch.setattr(models, "FLOAT32_LIMIT", 0)
     for name in ("neox, half", "serial, half", "gptj, half", "codegen, half", "gpt2, half"):
         report = verify_checkpoint(*made(conversions, name))
         assert failed(report) == {}

@@ -1,0 +1,209 @@
+"""The checks on the files of OUT: one complete set of weights, its index, the files taken over from SOURCE, and hashes.
+
+The lists of file names, and the rule for links, repeat the converter's on purpose: a name that the converter forgets, or a
+link that it follows by mistake, must not pass here.
+"""
+
+import hashlib
+import json
+import os
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from gqa_convert.verify.config import same_json
+from gqa_convert.verify.report import Failure
+from gqa_convert.verify.weights import CONFIG, INDEX, SINGLE, Weights, read_object
+
+PROVENANCE = "gqa_conversion.json"
+_WEIGHTS = (
+    *("*.safetensors", "*.safetensors.index.json", "*.safetensors.index.*.json"),
+    *("*.bin", "*.bin.index.json", "*.bin.index.*.json", "*.pt", "*.pth", "*.ckpt", "*.ckpt.*", "*.h5", "*.msgpack"),
+    *("*.gguf", "*.onnx", "*.onnx_data", "*.ot", "*.tflite", "*.distcp", "*.npz", "*.nemo", "*.mlmodel"),
+)
+_FOREIGN_FOLDERS = ("original/", "onnx/", "coreml/", "openvino/", "metal/", "global_step")
+"""Folders in which a checkpoint holds the same weights in another format."""
+_LEFTOVERS = (".spilled-*", ".share-probe")
+"""Files of a conversion that has not ended."""
+_PROSE = ("*.md", "README.md.old*", "LICENSE*", "NOTICE*", "*.png", "*.svg", "*.jpg", "*.pdf")
+"""Files that no software reads. A model card may be rewritten after the conversion."""
+
+
+def check_files(out: Weights, source: Weights) -> str:
+    """OUT holds one set of safetensors files that agrees with its index, and no other weights."""
+    if not out.files[0].endswith(".safetensors"):
+        raise Failure(f"the weights are in {out.chosen}, expected safetensors files")
+    modules = _module_folders(source.folder)
+    for name in _list_files(out.folder):
+        if _matches(name, _LEFTOVERS):
+            raise Failure(f"{name} is left over from an unfinished conversion")
+        known = name in out.files or name == out.chosen or name.rpartition("/")[0] in modules
+        if _is_weights(name) and not known:
+            raise Failure(f"{name} lies beside the weights in {out.chosen}: software may load it instead")
+    if out.index is not None:
+        stated, found = out.index["weight_map"], {name: stored.file for name, stored in out.tensors.items()}
+        wrong = sorted(name for name in stated.keys() | found.keys() if stated.get(name) != found.get(name))
+        if wrong:
+            raise Failure(
+                f"{INDEX} has {wrong[0]} in {stated.get(wrong[0])}, but the files have it in {found.get(wrong[0])} "
+                f"({len(wrong)} tensors differ)"
+            )
+    # a SOURCE of safetensors files of which some do not state their format may have been made without it
+    formatless = [file for file in source.files if not source.metadata.get(file, {"format": "pt"}).get("format")]
+    for file in out.files:
+        if not formatless and out.metadata[file].get("format") != "pt":
+            raise Failure(f"{file} lacks the metadata format = pt, which earlier releases of transformers require")
+    size = sum((out.folder / file).stat().st_size for file in out.files)
+    return f"{len(out.files)} weight file(s), {size:,} bytes"
+
+
+def check_index(out: Weights, source: Weights) -> str:
+    """The totals in the index are those of the tensors, and its other metadata is SOURCE's."""
+    if out.index is None:
+        return f"not needed beside a single {SINGLE}"
+    metadata = out.index.get("metadata")
+    if not isinstance(metadata, dict):
+        raise Failure(f"{INDEX} has no metadata, which transformers needs")
+    stored = out.tensors.values()
+    expected = dict((source.index or {}).get("metadata") or {})
+    expected["total_size"] = sum(each.nbytes for each in stored)
+    expected["total_parameters"] = sum(each.numbers for each in stored)
+    for key in sorted(metadata.keys() | expected.keys()):
+        if not same_json(metadata.get(key), expected.get(key)):
+            raise Failure(f"{INDEX} states {key} = {metadata.get(key)!r}, expected {expected.get(key)!r}")
+    return f"total_size {expected['total_size']:,}, total_parameters {expected['total_parameters']:,}"
+
+
+def check_carried(out: Path, source: Path, checked_elsewhere: list[str]) -> str:
+    """OUT has every other file of SOURCE, byte for byte, and no new file that software reads.
+
+    Links that lead out of SOURCE do not count as files of it.
+
+    Args:
+        out: OUT's folder.
+        source: SOURCE's folder.
+        checked_elsewhere: names of files that other checks compare.
+    """
+    own = {CONFIG, PROVENANCE, *checked_elsewhere}
+    modules = _module_folders(source)
+
+    def compared(folder: Path) -> list[str]:
+        names = [name for name in _list_files(folder) if name not in own and not _matches(name, _PROSE)]
+        return [name for name in names if not _is_weights(name) or name.rpartition("/")[0] in modules]
+
+    theirs = [name for name in compared(source) if not _leads_out(source / name, source)]
+    for name in theirs:
+        if not (out / name).is_file():
+            raise Failure(f"{name} of SOURCE is missing")
+        if not _same_file(out / name, source / name) and not _is_renamed_tokenizer(out / name, source / name):
+            raise Failure(f"{name} differs from SOURCE's")
+    extra = [name for name in compared(out) if name not in theirs]
+    if extra:
+        raise Failure(f"{extra[0]} is not in SOURCE ({len(extra)} extra files)")
+    return f"{len(theirs)} file(s), byte for byte"
+
+
+def check_hashes(out: Path, claims: dict[str, Any], *, required: bool) -> str:
+    """OUT's weight files are those that were written.
+
+    Args:
+        out: OUT's folder.
+        claims: OUT's provenance record.
+        required: whether the conversion always records hashes, because no other check sees every bit.
+    """
+    if "result" not in claims:
+        raise Failure(f"{PROVENANCE} has no entry `result`, which every conversion writes")
+    result = claims["result"]
+    if result is None and not required:
+        return "none were recorded; the checks on tensors compare every bit"
+    files = result.get("files") if isinstance(result, dict) else None
+    if not isinstance(files, dict):
+        raise Failure(f"{PROVENANCE} claims result = {result!r}, which lists no files")
+    for name, stated in files.items():
+        if not isinstance(stated, dict) or not (out / name).is_file():
+            raise Failure(f"{PROVENANCE} claims {stated!r} for {name}, which is missing or has no hash")
+        if stated.get("sha256") != (found := file_sha256(out / name)):
+            raise Failure(
+                f"{name} has SHA-256 {found}, expected {stated.get('sha256')}: it has changed since it was written"
+            )
+    unlisted = sorted({path.name for path in out.glob("*.safetensors")} - set(files))
+    if unlisted:
+        raise Failure(f"{PROVENANCE} has no hash of {unlisted[0]} ({len(unlisted)} weight files without one)")
+    return f"{len(files)} weight file(s) as they were written"
+
+
+def file_sha256(path: Path) -> str:
+    """The hexadecimal SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _list_files(folder: Path) -> list[str]:
+    """The paths of all files relative to the folder, except hidden files, Python's caches, and the files of folders to
+    which links lead out of it. Files of an unfinished conversion are listed although they are hidden.
+    """
+    found = []
+    for root, folders, names in os.walk(folder, followlinks=True):
+        here = Path(root)
+        if here.resolve() in [parent.resolve() for parent in here.parents if parent.is_relative_to(folder)]:
+            folders.clear()  # a link to a folder around it
+            continue
+        visible = [name for name in folders if not name.startswith(".") and name != "__pycache__"]
+        folders[:] = [name for name in visible if not _leads_out(here / name, folder)]
+        kept = [name for name in names if not name.startswith(".") or _matches(name, _LEFTOVERS)]
+        found += [(here / name).relative_to(folder).as_posix() for name in kept]
+    return sorted(found)
+
+
+def _leads_out(path: Path, folder: Path) -> bool:
+    """Whether a path is a link to anything but a visible file of its folder, or a blob of the same repository in the
+    Hub's cache.
+    """
+    if not path.is_symlink():
+        return False
+    target, home = path.resolve(), folder.resolve()
+    if target.is_relative_to(home):
+        return any(part.startswith(".") for part in target.relative_to(home).parts)
+    caches = [parent.parent for parent in home.parents if parent.name == "snapshots"]
+    return target.parent not in [(cache / "blobs").resolve() for cache in caches]
+
+
+def _matches(name: str, patterns: tuple[str, ...]) -> bool:
+    """Whether a file's name, without its folders, matches one of the patterns."""
+    return any(fnmatch(name.rsplit("/", 1)[-1], pattern) for pattern in patterns)
+
+
+def _is_weights(name: str) -> bool:
+    return _matches(name, _WEIGHTS) or name.startswith(_FOREIGN_FOLDERS)
+
+
+def _module_folders(folder: Path) -> set[str]:
+    """The subfolders that modules.json (sentence-transformers) names as parts of the model; their weights belong to it."""
+    try:
+        return {module["path"] for module in json.loads((folder / "modules.json").read_bytes())} - {""}
+    except (OSError, ValueError, TypeError, KeyError):
+        return set()
+
+
+def _same_file(a: Path, b: Path) -> bool:
+    if a.stat().st_size != b.stat().st_size:
+        return False
+    with a.open("rb") as one, b.open("rb") as other:
+        while block := one.read(1 << 20):
+            if block != other.read(1 << 20):
+                return False
+    return True
+
+
+def _is_renamed_tokenizer(ours: Path, theirs: Path) -> bool:
+    """Whether a tokenizer_config.json differs only in the class, for which earlier releases of transformers have another
+    name.
+    """
+    if ours.name != "tokenizer_config.json":
+        return False
+    try:
+        stated, original = read_object(ours), read_object(theirs)
+    except (OSError, ValueError):
+        return False
+    renamed = original | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    return original.get("tokenizer_class") == "TokenizersBackend" and same_json(stated, renamed)

@@ -1,0 +1,56 @@
+"""The check on the tokenizer that transformers finds for OUT, which a new model type must not change."""
+
+from pathlib import Path
+from typing import Any
+
+from gqa_convert.families.loading import load_tokenizer
+from gqa_convert.verify.report import Failure, first_line
+
+_SAMPLE = "Grouped-query attention:\tw1 w2, 12 heads\n  in 3 groups. Größe, 数, <s></s>"
+_FIRST = 1000
+"""Token ids that are decoded."""
+_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.*", "merges.txt", "*.model", "*.spm", "*.tiktoken")
+
+
+def check_tokenizer(out: Path, source: Path, *, other_class: bool = False) -> str:
+    """transformers finds the same tokenizer for OUT as for SOURCE, without running code.
+
+    Args:
+        out: OUT's folder.
+        source: SOURCE's folder.
+        other_class: whether OUT's model type may have another tokenizer class, which must do the same.
+    """
+    if not any(path for pattern in _FILES for path in source.glob(pattern)):
+        return "SOURCE has none"
+    try:
+        theirs = _behaviour(load_tokenizer(source))
+    except Exception as problem:
+        return f"SOURCE has none that transformers can use ({first_line(problem)})"
+    ours = _behaviour(load_tokenizer(out))
+    for what, expected in theirs.items():
+        if ours[what] != expected and not (other_class and what == "class name"):
+            raise Failure(f"{what} {_short(ours[what])}, expected {_short(expected)} as in SOURCE")
+    if ours["class name"] == theirs["class name"]:
+        return f"{ours['class name']} of {ours['size']:,} tokens, as in SOURCE"
+    return (
+        f"{ours['class name']} of {ours['size']:,} tokens in place of {theirs['class name']}, with the same ids and texts "
+        "for samples"
+    )
+
+
+def _behaviour(tokenizer: Any) -> dict[str, Any]:
+    """What a tokenizer makes of samples."""
+    ids = tokenizer(_SAMPLE, verbose=False)["input_ids"]
+    return {
+        "class name": type(tokenizer).__name__,
+        "size": len(tokenizer),
+        "special tokens": tokenizer.special_tokens_map,
+        "token ids of a sample": ids,
+        "text of a sample": tokenizer.decode(ids),
+        "text of its first tokens": tokenizer.decode(list(range(min(len(tokenizer), _FIRST)))),
+    }
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) < 200 else f"{text[:200]}..."
