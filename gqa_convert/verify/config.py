@@ -2,7 +2,6 @@
 
 import copy
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +119,8 @@ def check_modelling_file(out: Path, config: dict[str, Any], modeling: Modeling) 
             raise Failure(f"{file.name} is missing, and transformers cannot load OUT without it")
         found, own = (out / file.name).read_bytes(), file.read_bytes()
         if found != own:
-            at = len(os.path.commonprefix([found, own]))
+            same = [a == b for a, b in zip(found, own, strict=False)]
+            at = same.index(False) if False in same else len(same)
             raise Failure(
                 f"{file.name} differs from the package's own file from byte {at} on: its code is not executed"
             )
