@@ -248,9 +248,11 @@ class Family:
         return RotaryShare(self.rotary_share, SHARE_KEYS if self.reads_rotary_share else (), self.rotary_count_key)
 
     @property
-    def query_norm_name(self) -> str:
-        """What `key_norm_name` is to keys."""
-        return self.key_norm_name.replace("key_", "query_").replace("k_", "q_")
+    def shared_norm_names(self) -> tuple[str, ...]:
+        """Names of the norms of keys and of queries whose gains are those of every head."""
+        if self.key_norm != "shared":
+            return ()
+        return self.key_norm_name, self.key_norm_name.replace("key_", "query_").replace("k_", "q_")
 
     @property
     def engines(self) -> frozenset[str]:

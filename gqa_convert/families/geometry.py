@@ -292,6 +292,17 @@ class AttentionFinder:
                         )
                     yield name, cut
 
+    def query_sections(self, layer: AttentionLayer) -> Iterator[tuple[str, tuple[Section, ...]]]:
+        """The tensors of a layer's queries, where they have a projection of their own, with their division into heads."""
+        family = self.family
+        if family.fused and layer.attention_kind != "cross":
+            return
+        sections = layouts.queries(layer.heads, layer.key_head_dim, family.query_outputs)
+        for kind in ("weight", "bias"):
+            name = f"{layer.module}.{family.query}.{kind}"
+            if name in self.entries:
+                yield name, sections
+
     def head_lists(self, layer: AttentionLayer) -> Iterator[list[str]]:
         """Lists of tensors with one tensor per K/V head, in the order of heads."""
         if self.family.key_norm != "per_head_list":

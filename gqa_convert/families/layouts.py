@@ -88,12 +88,15 @@ def fused(layout: FusedLayout, heads: int, kv_heads: int, head_dim: int) -> tupl
 
 
 def regrouped(sections: tuple[Section, ...], groups: int) -> tuple[Section, ...]:
-    """The layout of the converted tensor: section behind section, those that are merged with `groups` heads.
+    """The layout of the converted tensor: section behind section, those that are merged with `groups` heads. Where no
+    number changes, it is the source's.
 
     Args:
         sections: the source's layout.
         groups: K/V heads of the result.
     """
+    if all(section.heads == groups for section in sections if section.merged):
+        return sections
     found: list[Section] = []
     first = 0
     for section in sections:

@@ -1,13 +1,11 @@
 """Which maps between the heads of an attention layer its projections can absorb, from tensor headers and the config."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from gqa_convert.errors import ConfigError
-from gqa_convert.families.family import Family
 from gqa_convert.families.geometry import AttentionFinder, AttentionLayer, config_value
+from gqa_convert.families.rotary import rotary_pairs
 from gqa_convert.merging.attention_heads import LayerLayout
 from gqa_convert.merging.factorisation import Array
 
@@ -60,63 +58,16 @@ def find_absorption_limits(finder: AttentionFinder, layer: AttentionLayer) -> Ab
     pairs = rotary_pairs(family, config, layer.key_head_dim)
     if layer.attention_kind != "decoder":  # no family has rotary positions in an encoder or in cross-attention
         pairs = pairs[:, :0]
+    gains = f"{layer.module}.{family.key_norm_name}."  # they tell, because configs often leave out defaults
+    is_normed = any(name.startswith(gains) for name in finder.entries)
+    if family.gainless_key_norm is not None:
+        is_normed = config.get(*family.gainless_key_norm)
     key_constraint, value_constraint = family.key_constraint, family.value_constraint
-    if key_constraint is None and _normalises_keys(finder, layer):
-        key_constraint = _NORMED
+    if is_normed:
+        key_constraint = key_constraint or _NORMED
     if config_value(config, "clip_qkv") or config_value(config, "attn_config.clip_qkv"):
         key_constraint = value_constraint = _CLIPPED
     return AbsorptionLimits(pairs, key_constraint, value_constraint, _order_constraint(finder, layer))
-
-
-def rotary_pairs(family: Family, config: dict[str, Any], head_dim: int) -> Array:
-    """The rotary pairs of a key head.
-
-    Args:
-        family: of the checkpoint.
-        config: its config.json.
-        head_dim: rows of a key head.
-
-    Returns:
-        [2, f]: the rows that are real parts and those that are imaginary parts, in order of frequency.
-
-    Raises:
-        ConfigError: the config states a number of rotary dimensions that makes no pairs.
-    """
-    count = _rotary_dimensions(family, config, head_dim)
-    if type(count) is not int or not 0 <= count <= head_dim or count % 2:
-        raise ConfigError(
-            f"config.json states {count!r} rotary dimensions of {head_dim} in a head, which make no pairs: repair it"
-        )
-    rows = np.arange(count)
-    return rows.reshape(-1, 2).T if family.rotary == "interleaved" else rows.reshape(2, -1)
-
-
-def _rotary_dimensions(family: Family, config: dict[str, Any], head_dim: int) -> object:
-    """What the config states, directly or as a share of the head; it may be no number."""
-    dimensions = family.rotary_dimensions
-    if dimensions is None:
-        return 0
-    if family.rotary_only_when is not None:
-        key, wanted = family.rotary_only_when
-        if config.get(key, False) != wanted:
-            return 0
-    shares = [config_value(config, key) for key in dimensions.keys]
-    shares = [share for share in shares if share is not None]
-    if not shares and dimensions.count_key and config.get(dimensions.count_key) is not None:
-        return config[dimensions.count_key]
-    share = shares[0] if shares else dimensions.default
-    return int(head_dim * share) if isinstance(share, int | float) else share
-
-
-def _normalises_keys(finder: AttentionFinder, layer: AttentionLayer) -> bool:
-    """Whether a norm follows the key projection. Its gains in the checkpoint tell, because configs often leave out
-    defaults.
-    """
-    family = finder.family
-    if family.gainless_key_norm is not None:
-        return bool(finder.config.get(*family.gainless_key_norm))
-    gains = f"{layer.module}.{family.key_norm_name}."
-    return family.key_norm != "none" and any(name.startswith(gains) for name in finder.entries)
 
 
 def _order_constraint(finder: AttentionFinder, layer: AttentionLayer) -> str | None:
@@ -128,13 +79,11 @@ def _order_constraint(finder: AttentionFinder, layer: AttentionLayer) -> str | N
     for key, reason in family.order_constrained_when:
         if config_value(finder.config, key):
             return reason
-    stem = f"{layer.module}."
-    shared = [f"{stem}{name}" for name in _BUFFERS]
-    if family.key_norm == "shared":  # its gains are the same for every head
-        for norm in (family.key_norm_name, family.query_norm_name):
-            shared += [f"{stem}{norm}.weight", f"{stem}{norm}.bias"]
-    others = finder.entries.keys() - {*LayerLayout(finder, layer).names, *shared}
-    for name in sorted(others):
-        if name.startswith(stem):
-            return f"{name.removeprefix(stem)} belongs to heads by their numbers"
+    stem, names = f"{layer.module}.", LayerLayout(finder, layer).names
+    for name in finder.entries:
+        tail = name.removeprefix(stem)
+        if tail == name or name in names or tail in _BUFFERS:
+            continue
+        if tail.rpartition(".")[0] not in family.shared_norm_names:
+            return f"{tail} belongs to heads by their numbers"
     return None

@@ -12,7 +12,6 @@ import numpy as np
 
 from gqa_convert.families import layouts
 from gqa_convert.families.geometry import AttentionFinder, AttentionLayer
-from gqa_convert.families.layouts import Section
 from gqa_convert.merging.factorisation import Array
 
 Tensors = dict[str, Array]
@@ -54,12 +53,12 @@ class LayerLayout:
     """
 
     def __init__(self, finder: AttentionFinder, layer: AttentionLayer) -> None:
-        family, module = finder.family, layer.module
         self.layer = layer
-        self.transposed = family.transposed
-        self.output_names = f"{module}.{family.output}.weight", f"{module}.{family.output}.bias"
-        self.projections: dict[str, tuple[Section, ...]] = {}
-        self._norms: list[tuple[list[str], int]] = []
+        self.transposed = finder.family.transposed
+        output = f"{layer.module}.{finder.family.output}"
+        self.output_names = f"{output}.weight", f"{output}.bias"
+        self.projections = dict(finder.query_sections(layer))
+        self._norms = [(names, layer.key_head_dim) for names in finder.head_lists(layer)]
         """Of each norm that counts heads: the names of its gains, one for all heads or one for each, and the rows of a
         head."""
         for name, sections in finder.sections(layer):
@@ -67,13 +66,6 @@ class LayerLayout:
                 self._norms.append(([name], sections[0].head_rows))
             else:
                 self.projections[name] = sections
-        for names in finder.head_lists(layer):
-            self._norms.append((names, layer.key_head_dim))
-        if not family.fused or layer.attention_kind == "cross":
-            sections = layouts.queries(layer.heads, layer.key_head_dim, family.query_outputs)
-            for name in (f"{module}.{family.query}.weight", f"{module}.{family.query}.bias"):
-                if name in finder.entries:
-                    self.projections[name] = sections
         self.names = [*self.projections]
         for names, _ in self._norms:
             self.names += names
@@ -90,7 +82,7 @@ class LayerLayout:
         rows: dict[str, Array] = {}
         for name, sections in self.projections.items():  # weights before their biases
             array = rows_first(tensors[name], self.transposed).astype(np.float64)
-            parts = layouts.split(array, self._sections(name, groups or kv_heads))
+            parts = layouts.split(array, layouts.regrouped(sections, groups or kv_heads))
             for section, heads in zip(sections, parts, strict=True):
                 if heads.ndim == 3:
                     rows[section.role] = np.pad(heads, ((0, 0), (0, 0), (0, 1)))
@@ -98,10 +90,10 @@ class LayerLayout:
                     rows[section.role][..., -1] = heads
         queries = rows["query"].reshape(kv_heads, -1, *rows["query"].shape[1:])
         weight, bias = self.output_names
-        columns = rows_first(tensors[weight], self.transposed).astype(np.float64)
-        columns = columns.reshape(len(columns), kv_heads, -1, self.layer.value_head_dim)
+        columns = rows_first(tensors[weight], not self.transposed).astype(np.float64)
+        outputs = columns.reshape(*queries.shape[:2], self.layer.value_head_dim, -1).swapaxes(2, 3)
         output_bias = tensors[bias].astype(np.float64) if bias in self.names else None
-        return Heads(queries, rows["key"], rows["value"], columns.transpose(1, 2, 0, 3), output_bias)
+        return Heads(queries, rows["key"], rows["value"], outputs, output_bias)
 
     def merge_heads(self, merged: Heads, tensors: Tensors, groups: int) -> Tensors:
         """The layer's tensors in the result, in the types of those given.
@@ -114,8 +106,8 @@ class LayerLayout:
         """
         rows = {
             "query": merged.queries.reshape(-1, *merged.queries.shape[2:]),
-            "key": repeat_heads(merged.keys, groups),
-            "value": repeat_heads(merged.values, groups),
+            "key": regroup_heads(merged.keys, groups),
+            "value": regroup_heads(merged.values, groups),
         }
         result = self.merge_norms(tensors, groups)
         for name, sections in self.projections.items():
@@ -127,10 +119,10 @@ class LayerLayout:
                     heads.append(layouts.split(before, sections)[1])
                 else:
                     heads.append(rows[section.role][..., without_bias].astype(before.dtype))
-            result[name] = rows_first(layouts.join(heads, self._sections(name, groups)), self.transposed)
+            result[name] = rows_first(layouts.join(heads, layouts.regrouped(sections, groups)), self.transposed)
         weight, bias = self.output_names
-        columns = merged.outputs.transpose(2, 0, 1, 3).astype(tensors[weight].dtype)
-        result[weight] = rows_first(columns.reshape(len(columns), -1), self.transposed)
+        columns = merged.outputs.swapaxes(2, 3).astype(tensors[weight].dtype)
+        result[weight] = rows_first(columns.reshape(-1, columns.shape[-1]), not self.transposed)
         if merged.output_bias is not None:
             result[bias] = merged.output_bias.astype(tensors[bias].dtype)
         return result
@@ -141,9 +133,7 @@ class LayerLayout:
         for names, head_rows in self._norms:
             gains = np.concatenate([tensors[name] for name in names if name in tensors])
             heads = gains.astype(np.float64).reshape(-1, head_rows, *gains.shape[1:])
-            if groups < len(heads):
-                heads = average_heads(heads, groups)
-            merged = repeat_heads(heads, groups).astype(gains.dtype).reshape(-1, *gains.shape[1:])
+            merged = regroup_heads(heads, groups).astype(gains.dtype).reshape(-1, *gains.shape[1:])
             result |= zip(names, np.split(merged, min(groups, len(names))), strict=False)
         return result
 
@@ -156,24 +146,14 @@ class LayerLayout:
         """
         return self.merge_heads(self.split_heads(tensors, groups), tensors, self.layer.kv_heads)
 
-    def _sections(self, name: str, groups: int) -> tuple[Section, ...]:
-        """The sections of a projection with `groups` K/V heads; the source's own where their number does not change."""
-        sections = self.projections[name]
-        if groups == self.layer.kv_heads or not sections[-1].merged:
-            return sections
-        return layouts.regrouped(sections, groups)
-
 
 def rows_first(weight: Array, transposed: bool) -> Array:
     """A weight with its rows first, as nn.Linear stores it, or the reverse: Conv1D's are transposed, biases never."""
     return weight.T if transposed and weight.ndim == 2 else weight
 
 
-def repeat_heads(heads: Array, count: int) -> Array:
-    """`count` heads, [count, ...]: each as often as the others, or the first of each run."""
-    return heads[np.arange(count) * len(heads) // count]
-
-
-def average_heads(heads: Array, groups: int) -> Array:
-    """[groups, ...]: the means of contiguous heads."""
+def regroup_heads(heads: Array, groups: int) -> Array:
+    """[groups, ...]: means of contiguous heads, or each head as often as the others where there are not enough."""
+    if groups >= len(heads):
+        return heads.repeat(groups // len(heads), axis=0)
     return np.asarray(heads.reshape(groups, -1, *heads.shape[1:]).mean(1))

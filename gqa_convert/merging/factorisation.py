@@ -17,6 +17,8 @@ import numpy.typing as npt
 
 Array = npt.NDArray[Any]
 
+_TINY = 1e-37
+"""Added to sizes, so that heads of zeros have some."""
 _LEAST = 1e-12
 """The least eigenvalue, relative to the largest: nothing may be divided by the weight of an unread direction."""
 
@@ -42,7 +44,7 @@ class Channels:
         """[..., h, c, c], or [c, c] for all heads: how strongly each direction of a head counts."""
         if not self.weighted:
             return np.eye(self.rows.shape[-2])
-        return np.asarray(np.sum(times(self.readers, self.reader_covariance) @ adjoint(self.readers), axis=-3))
+        return np.asarray(gram(self.readers, self.reader_covariance).sum(-3))
 
 
 def factor(channels: Channels, groups: int) -> tuple[Array, Array]:
@@ -60,29 +62,33 @@ def factor(channels: Channels, groups: int) -> tuple[Array, Array]:
         The shared heads [..., N, c, d], with the root mean square of their source heads, each with its strongest row
         first; and the readers [..., h, r, c, e] that have absorbed the maps.
     """
-    *others, heads, rows, inputs = channels.rows.shape
+    *others, heads, rows, _ = channels.rows.shape
     size = heads // groups
-    roots = root(channels.weights())
-    stacked = (roots @ channels.rows).reshape(*others, groups, size * rows, inputs)
-    gram = times(stacked, channels.covariance) @ adjoint(stacked)
-    leading = np.linalg.eigh(gram)[1][..., ::-1][..., :rows]
+    roots, stacked = weigh(channels, groups)
+    leading = np.linalg.eigh(gram(stacked, channels.covariance))[1][..., : -rows - 1 : -1]
     shared = adjoint(leading) @ stacked
     maps = np.linalg.solve(roots, leading.reshape(*others, heads, rows, rows))
+    maps = maps.reshape(*others, groups, size, rows, rows)
     # the maps can be divided by any number that the shared head is multiplied by
-    wanted = _norms(channels.rows.reshape(*others, groups, size * rows, inputs)) / np.sqrt(size)
-    found = _norms(shared)
-    gauge = np.divide(wanted, found, out=np.ones_like(found), where=found > 0)
-    maps = maps.reshape(*others, groups, size, rows, rows) / gauge[..., None]
+    before = np.linalg.norm(channels.rows.reshape(stacked.shape), axis=(-2, -1), keepdims=True)
+    after = np.linalg.norm(shared, axis=(-2, -1), keepdims=True)
+    gauge = (before / np.sqrt(size) + _TINY) / (after + _TINY)
     if np.iscomplexobj(maps):  # the mean multiplier becomes real and positive
-        phase = np.exp(1j * np.angle(maps.mean(-3)))
-        gauge, maps = gauge * phase, maps / phase[..., None, :, :]
-    maps = maps.reshape(*others, heads, 1, rows, rows)
+        gauge = gauge * np.exp(1j * np.angle(maps.mean(-3)))
+    maps = (maps / gauge[..., None, :, :]).reshape(*others, heads, 1, rows, rows)
     return shared * gauge, adjoint(maps) @ channels.readers
 
 
-def _norms(rows: Array) -> Array:
-    """[..., 1, 1]: the Frobenius norms of matrices [..., n, d]."""
-    return np.asarray(np.linalg.norm(rows, axis=(-2, -1), keepdims=True))
+def weigh(channels: Channels, groups: int) -> tuple[Array, Array]:
+    """The roots of the heads' weights; and the weighted heads of each group, one behind the other, [..., N, m c, d]."""
+    *others, heads, rows, inputs = channels.rows.shape
+    roots = _root(channels.weights())
+    return roots, (roots @ channels.rows).reshape(*others, groups, heads // groups * rows, inputs)
+
+
+def gram(rows: Array, covariance: Array | None) -> Array:
+    """[..., n, n]: the expected products of what rows [..., n, d] make of inputs."""
+    return times(rows, covariance) @ adjoint(rows)
 
 
 def times(rows: Array, matrix: Array | None) -> Array:
@@ -99,7 +105,7 @@ def adjoint(matrix: Array) -> Array:
     return matrix.conj().swapaxes(-1, -2)
 
 
-def root(matrix: Array) -> Array:
+def _root(matrix: Array) -> Array:
     """The symmetric positive root of symmetric matrices [..., c, c], in which no eigenvalue is below a small bound."""
     values, vectors = np.linalg.eigh(matrix)
     least = _LEAST * np.maximum(values[..., -1:], _LEAST)

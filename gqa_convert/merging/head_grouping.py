@@ -13,11 +13,9 @@ import numpy as np
 
 from gqa_convert.merging.absorption_limits import AbsorptionLimits
 from gqa_convert.merging.attention_heads import Heads
-from gqa_convert.merging.factorisation import Array, Channels, adjoint, root, times
+from gqa_convert.merging.factorisation import Array, Channels, gram, weigh
 from gqa_convert.merging.merge_layer import Moments, key_channels, value_channels
 
-_KEPT = 32
-"""Number of leading directions of a head that are compared; further ones would cost time and change little."""
 _LEAST = 1e-9
 """The least gain that counts, as a share of the sum of all losses: a smaller one is rounding."""
 
@@ -70,29 +68,21 @@ def pair_losses(channels: Channels) -> tuple[Array, float]:
         Losses [h, h], symmetric, zero on the diagonal, summed over the axes in front of h; and the power of all heads in
         the same unit.
     """
-    *others, heads, rows, inputs = channels.rows.shape
-    kept = min(rows, _KEPT)
-    weighted = root(channels.weights()) @ channels.rows
-    seen = times(weighted, channels.covariance)
-    own = seen @ adjoint(weighted)
-    leading = adjoint(np.linalg.eigh(own)[1][..., -kept:])
-    stacked = (leading @ weighted).reshape(*others, heads * kept, inputs)
-    gram = (leading @ seen).reshape(*others, heads * kept, inputs) @ adjoint(stacked)
+    heads, rows = channels.rows.shape[-3:-1]
+    _, stacked = weigh(channels, groups=1)
+    products = gram(stacked[..., 0, :, :], channels.covariance)
     losses = np.zeros((heads, heads))
-    numbers = np.arange(heads * kept).reshape(heads, kept)
+    numbers = np.arange(heads * rows).reshape(heads, rows)
     for one, other in itertools.combinations(range(heads), 2):
         pair = np.concatenate([numbers[one], numbers[other]])
-        joint = gram[..., pair[:, None], pair]
-        dropped = np.linalg.eigvalsh(joint)[..., :kept].sum()
+        dropped = np.linalg.eigvalsh(products[..., pair[:, None], pair])[..., :rows].sum()
         losses[one, other] = losses[other, one] = max(dropped, 0.0)
-    return losses, float(np.trace(own, axis1=-2, axis2=-1).real.sum())
+    return losses, float(np.trace(products, axis1=-2, axis2=-1).real.sum())
 
 
 def group_heads(losses: Array, groups: int) -> Array:
-    """Divide heads into groups of equal size with little loss within them: greedy growth, then swaps of two heads
-    until none helps.
-
-    The source's own neighbours are a second starting point, so that the result is never worse than they are.
+    """Divide heads into groups of equal size with little loss within them: swaps of two heads until none helps, from the
+    source's own neighbours, so that the result is never worse than they are, and from groups that grow greedily.
 
     Args:
         losses: [h, h], symmetric: the loss of having two heads in one group.
@@ -105,9 +95,9 @@ def group_heads(losses: Array, groups: int) -> Array:
     np.fill_diagonal(losses, 0)
     neighbours = np.repeat(np.arange(groups), len(losses) // groups)
     best = _swap_heads(losses, neighbours)
-    grown = _swap_heads(losses, _grow_groups(losses, groups))
-    if _loss_within(losses, grown) < _loss_within(losses, best) - _LEAST * losses.sum():
-        best = grown
+    found = _swap_heads(losses, _grow_groups(losses, groups))
+    if _loss_within(losses, found) < _loss_within(losses, best) - _LEAST * losses.sum():
+        best = found
     first_of_group = (best[:, None] == best).argmax(1)
     return np.argsort(first_of_group, kind="stable")
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from gqa_convert.merging.absorption_limits import AbsorptionLimits
-from gqa_convert.merging.attention_heads import Heads, average_heads
+from gqa_convert.merging.attention_heads import Heads, regroup_heads
 from gqa_convert.merging.factorisation import Array, Channels, adjoint, factor
 
 
@@ -52,7 +52,7 @@ def merge_layer(
     """
     if groups >= heads.groups:
         return heads
-    keys, queries = average_heads(heads.keys, groups), heads.queries
+    keys, queries = regroup_heads(heads.keys, groups), heads.queries
     if not limits.key_constraint:
         queries = np.empty_like(queries)
         still, pairs = limits.divide_rows(keys.shape[1], first_low)
@@ -61,7 +61,7 @@ def merge_layer(
         turning_keys, turning_queries = factor(of_pairs, groups)
         keys[:, pairs.reshape(-1)] = _by_row(turning_keys)
         queries[:, :, pairs.reshape(-1)] = _by_row(turning_queries)
-    values, outputs = average_heads(heads.values, groups), heads.outputs
+    values, outputs = regroup_heads(heads.values, groups), heads.outputs
     if not limits.value_constraint:
         values, columns = factor(value_channels(heads, moments), groups)
         outputs = adjoint(columns)
@@ -90,6 +90,7 @@ def key_channels(
         first_low: as `merge_layer` takes it.
     """
     still, pairs = limits.divide_rows(heads.keys.shape[1], first_low)
+    still.sort()
     has_low_pairs = pairs.size < limits.pairs.size
     covariance = moments.keys if has_low_pairs else moments.centred_keys()
     return (
@@ -101,8 +102,8 @@ def key_channels(
 def _by_pair(rows: Array, pairs: Array) -> Array:
     """[f, ..., 1, e], complex, of [..., c, e]."""
     real, imaginary = pairs
-    turning = rows[..., real, :] + 1j * rows[..., imaginary, :]
-    return np.moveaxis(turning, -2, 0)[..., None, :]
+    turning = rows[..., real, None, :] + 1j * rows[..., imaginary, None, :]
+    return np.moveaxis(turning, -3, 0)
 
 
 def _by_row(turning: Array) -> Array:

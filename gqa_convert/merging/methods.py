@@ -7,7 +7,7 @@ read it without loading numpy.
 """
 
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Literal
 
 from gqa_convert.errors import OptionError
 
@@ -40,7 +40,7 @@ class MergeMethod:
         return self.pooling is None and not self.merges_layers
 
 
-FIT: Final = MergeMethod(
+FIT = MergeMethod(
     name="fit",
     card_sentence="the K/V heads of a group were factorised together and fitted, layer after layer, to what the "
     "source's layers give on a calibration text",
@@ -48,42 +48,42 @@ FIT: Final = MergeMethod(
     text="required",
     trains=True,
 )
-FACTOR: Final = MergeMethod(
+FACTOR = MergeMethod(
     name="factor",
     card_sentence="the K/V heads of a group were factorised together, and the factors folded into the query and "
     "output projections",
     merges_layers=True,
     text="optional",
 )
-MEAN: Final = MergeMethod(
+MEAN = MergeMethod(
     name="mean",
     card_sentence="the K/V heads of a group were replaced by their mean, as in the GQA paper (Ainslie et al., 2023, "
     "section 2.1)",
     pooling="mean",
 )
-FIRST: Final = MergeMethod(
+FIRST = MergeMethod(
     name="first",
     card_sentence="of the K/V heads of a group the first was kept",
     pooling="first",
 )
-REPEAT: Final = MergeMethod(
+REPEAT = MergeMethod(
     name="repeat",
     card_sentence="K/V heads were repeated exactly; the model computes what its source does",
 )
-COPY: Final = MergeMethod(
+COPY = MergeMethod(
     name="copy",
     card_sentence="nothing was changed; the model computes what its source does",
 )
 
-METHODS: Final = {method.name: method for method in (FIT, FACTOR, MEAN, FIRST, REPEAT, COPY)}
+METHODS = {method.name: method for method in (FIT, FACTOR, MEAN, FIRST, REPEAT, COPY)}
 """Every method by its name, those that lose least first."""
-CHOICES: Final = tuple(method for method in METHODS.values() if not method.is_exact)
+CHOICES = tuple(method for method in METHODS.values() if not method.is_exact)
 """The methods that `--method` accepts."""
-DEFAULT: Final = FACTOR
+DEFAULT = FACTOR
 """The default where the user names no calibration text; it measures on text that every machine has."""
-CALIBRATED_DEFAULT: Final = FIT
+CALIBRATED_DEFAULT = FIT
 """The default with calibration text."""
-METHOD_HELP: Final = (
+METHOD_HELP = (
     "How heads are merged: fit (needs --calibration), factor, mean or first. "
     "Default: fit with --calibration, factor on built-in text without."
 )

@@ -35,24 +35,22 @@ def pool_groups(
         NonFiniteError: a number is NaN or Inf.
     """
     size = len(heads) // groups
-    step = max(1024, _BLOCK_NUMBERS // size)
+    step = _BLOCK_NUMBERS // size
     wide_type: Any = np.float32 if heads.itemsize == 2 else np.float64
-    merged = np.empty((groups, *heads.shape[1:]), dtype)
-    flat = merged.reshape(groups, -1)
+    grouped = heads.reshape(groups, size, -1)
+    merged = np.empty((groups, grouped.shape[2]), dtype)
     squared_error = squared_norm = 0.0
-    for group, own in enumerate(heads.reshape(groups, size, -1)):
+    for group, own in enumerate(grouped):
         for start in range(0, own.shape[1], step):
             block = own[:, start : start + step].astype(wide_type)
-            norm = float(np.einsum("hn,hn->", block, block))
-            # a float32 sum of squares may overflow although every number is finite
-            if not np.isfinite(norm) and not np.isfinite(block).all():
+            if not np.isfinite(block).all():
                 raise NonFiniteError(
                     f"tensor {name} holds NaN or Inf, which would spread to every merged head: repair the checkpoint first"
                 )
+            squared_norm += float(np.einsum("hn,hn->", block, block))
             pooled = block[0] if pooling == "first" else reduce(np.add, block) / size
             rounded = pooled.astype(dtype)
-            flat[group, start : start + step] = rounded
+            merged[group, start : start + step] = rounded
             block -= rounded.astype(wide_type)
-            squared_norm += norm
             squared_error += float(np.einsum("hn,hn->", block, block))
-    return merged, squared_error, squared_norm
+    return merged.reshape(groups, *heads.shape[1:]), squared_error, squared_norm

@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 
 from gqa_convert.merging.absorption_limits import AbsorptionLimits
-from gqa_convert.merging.attention_heads import Heads, repeat_heads
-from gqa_convert.merging.factorisation import Array, Channels, adjoint, times
+from gqa_convert.merging.attention_heads import Heads, regroup_heads
+from gqa_convert.merging.factorisation import Array, Channels, gram
 from gqa_convert.merging.merge_layer import Moments, key_channels, value_channels
 
 
@@ -30,8 +30,8 @@ def reconstruction_errors(
     """
     if merged is source:
         return 0.0, 0.0
-    keys, values = repeat_heads(merged.keys, source.groups), repeat_heads(merged.values, source.groups)
-    repeated = replace(merged, keys=keys, values=values)
+    keys = regroup_heads(merged.keys, source.groups)
+    repeated = replace(merged, keys=keys, values=regroup_heads(merged.values, source.groups))
     still, turning = key_channels(source, limits, moments)
     new_still, new_turning = key_channels(repeated, limits, moments)
     # over all distances, frequencies are orthogonal, and the mean is half the greatest square
@@ -43,10 +43,9 @@ def reconstruction_errors(
 def _squares(before: Channels, after: Channels) -> Array:
     """[2]: the squares of before - after, and of before, where each is the sum of products of readers with their rows."""
     readers = np.concatenate([before.readers, -after.readers], axis=-2)
-    rows = np.concatenate([before.rows, after.rows], axis=-2)[..., None, :, :]
-    of_readers = times(readers, before.reader_covariance) @ adjoint(readers)
-    of_rows = times(rows, before.covariance) @ adjoint(rows)
-    products = (of_readers * of_rows.conj()).real
+    rows = np.concatenate([before.rows, after.rows], axis=-2)
+    of_readers = gram(readers, before.reader_covariance).sum(-3)
+    products = (of_readers * gram(rows, before.covariance).conj()).real
     count = before.rows.shape[-2]
     return np.array([products.sum(), products[..., :count, :count].sum()])
 

@@ -71,7 +71,8 @@ def test_sections_must_tile_the_axis() -> None:
 def test_the_converted_layout_has_section_behind_section() -> None:
     """Queries keep their count, and keys and values get the new one, larger or smaller."""
     grouped = layouts.fused("grouped", 4, 2, 3)
-    for groups in (1, 2, 4):
+    assert layouts.regrouped(grouped, 2) == grouped
+    for groups in (1, 4):
         found = layouts.regrouped(grouped, groups)
         assert [(section.role, section.heads) for section in found] == [
             ("query", 4),

@@ -10,8 +10,9 @@ import pytest
 from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.errors import ConfigError
 from gqa_convert.families.geometry import AttentionFinder
+from gqa_convert.families.rotary import rotary_pairs
 from gqa_convert.families.table import FAMILIES
-from gqa_convert.merging.absorption_limits import find_absorption_limits, rotary_pairs
+from gqa_convert.merging.absorption_limits import find_absorption_limits
 from tests.helpers.checkpoints import write_llama
 
 

@@ -55,7 +55,7 @@ def test_halves_near_their_largest_do_not_overflow() -> None:
 def test_contiguous_heads_share_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the size of the blocks that are merged at a time."""
     heads = np.random.default_rng(0).standard_normal((6, 700, 3)).astype(np.float32)
-    monkeypatch.setattr(pooling, "_BLOCK_NUMBERS", 1024)
+    monkeypatch.setattr(pooling, "_BLOCK_NUMBERS", 1000)
     found, squared_error, squared_norm = pool_groups(heads, 2, "mean", heads.dtype, "x")
     expected = heads.reshape(2, 3, 700, 3).astype(np.float64).mean(1)
     assert np.array_equal(found, expected.astype(np.float32))

@@ -218,7 +218,7 @@ def _with_own_text(folder: Path, options: CalibrationOptions, tokens: int, progr
 
 def _context(plan: Plan, options: CalibrationOptions) -> int | None:
     """The position up to which blocks of text are stretched; None for models whose positions can't skip."""
-    from gqa_convert.merging.absorption_limits import rotary_pairs  # imports numpy
+    from gqa_convert.families.rotary import rotary_pairs  # imports numpy
 
     config, stated = decoder_config(plan.checkpoint.config), options.context
     layer = plan.layers[0]

@@ -29,7 +29,7 @@ from gqa_convert.conversion.fit.progress import LayerReport
 from gqa_convert.conversion.fit.source_layer import SourceLayer
 from gqa_convert.conversion.fit.statistics import Regression, best_change, moments_of
 from gqa_convert.conversion.fit.training_attention import TrainingAttention
-from gqa_convert.merging.attention_heads import Heads, average_heads, repeat_heads
+from gqa_convert.merging.attention_heads import Heads, regroup_heads
 from gqa_convert.merging.head_grouping import find_head_order, reorder_heads
 from gqa_convert.merging.merge_layer import Moments, merge_layer
 from gqa_convert.merging.methods import MergeMethod
@@ -146,7 +146,7 @@ class OneLayer:
     def _pooled(self) -> Heads:
         """Mean pooling, to compare with."""
         source, groups = self._source, self._options.groups
-        return replace(source, keys=average_heads(source.keys, groups), values=average_heads(source.values, groups))
+        return replace(source, keys=regroup_heads(source.keys, groups), values=regroup_heads(source.values, groups))
 
     def _first_low_frequency(self, moments: Moments) -> int | None:
         """The first rotary pair that is merged as if it had no positions.
@@ -166,7 +166,7 @@ class OneLayer:
 
         def error(first_low: int) -> float:
             merged = merge_layer(rough, self._options.groups, keys_alone, rough_moments, first_low)
-            keys = repeat_heads(merged.keys, source.groups)
+            keys = regroup_heads(merged.keys, source.groups)
             trial = replace(source, queries=merged.queries, keys=keys)
             return self._missed(calls, unmerged(self._parts(trial)), share=0)
 
