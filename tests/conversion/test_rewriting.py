@@ -374,6 +374,8 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"architectures": ["InternLM2ForRewardModel"]},
         "InternLM2ForRewardModel",
     ),
+    "Baichuan, either version": ("baichuan", {"architectures": None}, "architectures"),
+    "Yi, scaled": ("Yi", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling"),
     "MiniCPM with experts": ("minicpm", {"num_experts": 8}, "experts"),
     "MiniCPM, sparse": ("minicpm", {"sparse_config": {"topk": 4}}, "sparse"),
     "MiniCPM, no counts": ("minicpm", {"num_hidden_layers": None}, "num_hidden_layers"),

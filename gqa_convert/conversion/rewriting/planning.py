@@ -185,51 +185,73 @@ class _Planner:
         """Plan the weight and the bias of a module."""
         own = self._own_name(module, layer)
         stock = f"{self.form.layers[1]}.{layer}.{module.stock}" if module.in_layer else module.stock
-        weight, bias = f"{own}.weight", f"{own}.bias"
-        is_head = module is self.form.modules[-1]
-        is_tied = is_head and weight not in self.entries and bool(self.stock.get("tie_word_embeddings"))
-        if is_head and weight not in self.entries and self._missing_prefix:
+        if module is self.form.modules[-1] and f"{own}.weight" not in self.entries:
+            self._absent_head(module, own, stock)
+        elif module.norm == FOLDED:
+            for kind, value in (("weight", 1.0), ("bias", 0.0)):
+                self._take(f"{own}.{kind}", self._hidden_size)
+                self._fill(f"{stock}.{kind}", f"{own}.{kind}", self._hidden_size, value)
+        elif module.norm:
+            self._fold(module, own, stock)
+        else:
+            self._move(module, own, stock)
+
+    def _absent_head(self, module: Module, own: str, stock: str) -> None:
+        """Plan the bias of an output projection that has no weight of its own."""
+        embedding = f"{self._own_name(self.form.modules[0], 0)}.weight"
+        if self._missing_prefix:
             return  # a model without its head
-        if is_tied:
-            weight = f"{self._own_name(self.form.modules[0], 0)}.weight"
+        if not self.stock.get("tie_word_embeddings"):
+            self._take(f"{own}.weight")  # raises: it is missing
+        self._bias(module, own, stock, embedding, self.entries[embedding][1].shape[0], None)
+
+    def _fold(self, module: Module, own: str, stock: str) -> None:
+        """Plan a projection that takes over the gain and the bias of the norm before it."""
+        weight, bias, norm = f"{own}.weight", f"{own}.bias", own.removesuffix(module.own[0]) + module.norm
+        count, width = self._take(weight).shape
+        self._take(f"{norm}.weight", width)
+        self._take(f"{norm}.bias", width)
+        heads = self._heads_of(module, weight)
+        rows = heads.rows if heads else count
+        fold_gain, fold_bias = partial(arrays.fold_gain, heads=heads), partial(arrays.fold_bias, heads=heads)
+        self.add(f"{stock}.weight", (rows, width), (weight, f"{norm}.weight"), fold_gain, wide=True)
+        sources = [weight, f"{norm}.bias"]
+        if bias in self.entries:
+            self._take(bias, count)
+            sources.append(bias)
+        self.add(f"{stock}.bias", (rows,), tuple(sources), fold_bias, like=sources[-1], wide=True)
+
+    def _move(self, module: Module, own: str, stock: str) -> None:
+        """Plan a module whose numbers stay as they are, but for the order of rows and axes, and for rows of length one."""
+        weight = f"{own}.weight"
         shape = self._take(weight).shape
-        if module.norm == FOLDED:
-            self._take(bias, *shape)
-            self._fill(f"{stock}.weight", weight, shape[0], 1.0)
-            self._fill(f"{stock}.bias", bias, shape[0], 0.0)
-            return
+        heads = self._heads_of(module, weight)
         is_transposed = self.form.transposed and module.in_layer and len(shape) == 2
-        if is_transposed:
-            shape = shape[::-1]
-        heads = self._heads_of(module, weight) if module.roles else None
-        rows = heads.rows if heads else shape[0]
-        has_bias = bias in self.entries
-        if has_bias:
-            self._take(bias, shape[0])
-        if module.norm:
-            gain, shift = (f"{own.removesuffix(module.own[0])}{module.norm}.{kind}" for kind in ("weight", "bias"))
-            self._take(gain, shape[1])
-            self._take(shift, shape[1])
-            folded = partial(arrays.fold_gain, heads=heads)
-            self.add(f"{stock}.weight", (rows, shape[1]), (weight, gain), folded, wide=True)
-            shifted = (weight, shift, bias) if has_bias else (weight, shift)
-            folded = partial(arrays.fold_bias, heads=heads)
-            self.add(f"{stock}.bias", (rows,), shifted, folded, like=shifted[-1], wide=True)
-            return
         compute: Compute | None = None
-        if is_head and self.form.unit_head in (self.source.config.get("architectures") or ()):
+        if module is self.form.modules[-1] and self.form.unit_head in (self.source.config.get("architectures") or ()):
             compute = arrays.unit_rows
         elif heads or is_transposed:
             compute = partial(arrays.move, heads=heads, is_transposed=is_transposed)
-        if not is_tied:
-            self.add(f"{stock}.weight", (rows, *shape[1:]), (weight,), compute)
-        if has_bias:
-            self.add(f"{stock}.bias", (rows,), (bias,), partial(arrays.move, heads=heads) if heads else None)
+        if is_transposed:
+            shape = shape[::-1]
+        rows = heads.rows if heads else shape[0]
+        self.add(f"{stock}.weight", (rows, *shape[1:]), (weight,), compute)
+        self._bias(module, own, stock, weight, shape[0], heads)
+
+    def _bias(self, module: Module, own: str, stock: str, weight: str, count: int, heads: arrays.Heads | None) -> None:
+        """Plan the bias beside a weight of `count` rows, of which those of some heads are taken."""
+        rows = heads.rows if heads else count
+        if f"{own}.bias" in self.entries:
+            self._take(f"{own}.bias", count)
+            compute = partial(arrays.move, heads=heads) if heads else None
+            self.add(f"{stock}.bias", (rows,), (f"{own}.bias",), compute)
         elif module.has_bias:
             self._fill(f"{stock}.bias", weight, rows, 0.0)
 
-    def _heads_of(self, module: Module, weight: str) -> arrays.Heads:
-        """A module's heads in the projection that holds them."""
+    def _heads_of(self, module: Module, weight: str) -> arrays.Heads | None:
+        """A module's heads in the projection that holds them; None if it is taken as it is."""
+        if not module.roles:
+            return None
         form, head_dim = self.form, self._hidden_size // self._heads
         rotated = int(head_dim * self.stock["partial_rotary_factor"]) if form.interleaved else 0
         if form.fused_layout is None:

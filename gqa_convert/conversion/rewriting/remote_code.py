@@ -39,6 +39,8 @@ def _baichuan(config: Config, _stock: JsonObject) -> JsonObject:
         raise NoStockClassError(
             "the shape of a 13B Baichuan, which has ALiBi instead of rotary positions: only the 7B can be rewritten"
         )
+    if not config.get("architectures"):  # the class tells the two versions apart
+        raise refused_value("architectures", None)
     return {}
 
 
