@@ -158,7 +158,7 @@ def document() -> str:
     reasons = defaultdict(list)
     for model_type, reason in REFUSALS.items():
         reasons[reason].append(model_type)
-    lines += [f"- {reason}: {', '.join(sorted(model_types))}" for reason, model_types in reasons.items()]
+    lines += [f"- {reason}: {', '.join(sorted(model_types))}" for reason, model_types in sorted(reasons.items())]
     return "\n".join(lines) + "\n"
 
 

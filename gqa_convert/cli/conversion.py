@@ -43,6 +43,7 @@ def convert_source(
 ) -> None:
     """Convert a checkpoint and print the result; `chosen` joins its JSON."""
     from gqa_convert.conversion.run import convert_checkpoint
+    from gqa_convert.verify.proof import prover
 
     from .console.conversion import show_conversion
     from .console.conversion_progress import ConversionScreen
@@ -55,6 +56,7 @@ def convert_source(
             out,
             groups,
             options,
+            prove=prover(source, options.revision),
             on_plan=screen.plan,
             on_note=screen.note,
             on_layer=screen.layer,

@@ -29,6 +29,7 @@ from gqa_convert.conversion.provenance import record_conversion
 from gqa_convert.conversion.rewriting.writing import open_rewritten
 from gqa_convert.conversion.sidecar_files import write_json, write_sidecar_files
 from gqa_convert.conversion.writing import Progress, write_weights
+from gqa_convert.errors import UnsupportedFamilyError
 
 _DEFAULTS = ConversionOptions()
 
@@ -64,6 +65,7 @@ def convert_checkpoint(
     groups: int | Sequence[int],
     options: ConversionOptions = _DEFAULTS,
     *,
+    prove: Callable[[Path], None] | None = None,
     on_plan: Callable[[Plan], None] = lambda plan: None,
     on_note: Callable[[str], None] = lambda sentence: None,
     on_layer: OnProgress = lambda progress: None,
@@ -77,6 +79,8 @@ def convert_checkpoint(
         out: the folder to make.
         groups: K/V heads per layer in the result, or those of each attention layer in the order of the layers.
         options: the method, its calibration text, and more.
+        prove: called with the finished folder of a source whose model type is on no list, before `out` appears; what it
+            raises stops the conversion. Such a source is refused without it. `gqa_convert.verify.proof` makes one.
         on_plan: called with the plan before anything is written.
         on_note: called with sentences about a source that is rewritten first.
         on_layer: called as a source is rewritten, and as a method that works on whole layers proceeds.
@@ -105,6 +109,10 @@ def convert_checkpoint(
         plan = replace(plan, checkpoint=checkpoint)
         check_destination(folder, checkpoint.origin.folder, overwrite=options.overwrite)
         previous = earlier_record(checkpoint.origin)
+        if not plan.family.listed and prove is None:
+            raise UnsupportedFamilyError(
+                f"model type {plan.family.model_type} is on no list, and its result must be proved: pass prove="
+            )
         on_plan(plan)
         sweep(Path(os.path.realpath(folder)).parent)
         staged = stack.enter_context(StagedFolder(folder))
@@ -115,6 +123,8 @@ def convert_checkpoint(
         write_sidecar_files(plan, staged.path)
         record = record_conversion(plan, options, merged, errors, previous, staged.path)
         write_json(staged.path / PROVENANCE, record.as_json())
+        if not plan.family.listed and prove is not None:
+            prove(staged.path)
         staged.publish(overwrite=options.overwrite)
         total = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     return ConversionResult(plan, folder, total, errors, merged.calibration)

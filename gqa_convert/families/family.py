@@ -210,6 +210,8 @@ class Family:
     """Config keys with the values that make a checkpoint unconvertible, each with the reason."""
 
     # Training
+    reads_per_layer_config: bool = False
+    """Whether transformers' class reads `per_layer_config`, by which sizes differ between layers."""
     is_t5: bool = False
     """Whether this is T5's architecture: relative position biases, so that a text may have any length; RMSNorm; tied
     embeddings by default; pretraining by span corruption."""

@@ -15,7 +15,10 @@ from gqa_convert.families.family import AttentionKind as AttentionKind
 from gqa_convert.families.family import Family
 from gqa_convert.families.layerwise import kv_heads_by_layer
 from gqa_convert.families.layouts import Section
+from gqa_convert.families.records import with_key_norm
 from gqa_convert.families.wrappers import decoder_config, decoder_section
+
+_APART = "the config and the weights do not belong together"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +37,7 @@ class AttentionLayer:
     @property
     def number(self) -> int:
         """The layer's number among those of its place, by the name of its module."""
-        return int(next(part for part in self.module.split(".") if part.isdigit()))
+        return _number(self.module)
 
 
 def config_value(config: Config, dotted: str) -> Any:
@@ -65,32 +68,58 @@ class AttentionFinder:
         self._result_dtypes = checkpoint.result_dtypes
         section = decoder_section(checkpoint.config)
         self.where = f"{checkpoint.source_id}/config.json" + (f" ({section})" if section else "")
-        self.config = config = decoder_config(checkpoint.config)
-        for key, values, reason in family.refused_values:
-            if config_value(config, key) in values:
-                raise UnsupportedFamilyError(
-                    f"{self.where} has {key} = {config_value(config, key)!r}, and so it can't be converted: {reason}"
-                )
+        self.config = decoder_config(checkpoint.config)
+        self._refuse_values()
         self.heads = self._count(family.heads_key)
-        attention_kinds = {module: self._attention_kind(module) for module in self._modules()}
-        modules = [
-            module for module, attention_kind in attention_kinds.items() if encoder or attention_kind != "encoder"
-        ]
-        if not modules or all(attention_kind == "encoder" for attention_kind in attention_kinds.values()):
+        kinds = self._attention_kinds()
+        decoder = [module for module in kinds if kinds[module] != "encoder"]
+        if not decoder:
             raise ConfigError(
                 f"{checkpoint.source_id} holds no tensor that ends in {family.attention[0]}.{family.fused or family.key}.weight"
-                f"{' outside its encoder' if attention_kinds else ''}, though its model type {family.model_type} has them: "
-                "the config and the weights do not belong together"
+                f"{' outside its encoder' if kinds else ''}, though its model type {family.model_type} has them: {_APART}"
             )
-        if encoder and "encoder" not in attention_kinds.values():
+        if encoder and "encoder" not in kinds.values():
             raise OptionError(
                 f"--encoder: {checkpoint.source_id}, a {family.model_type}, has no encoder attention to convert: leave it out"
             )
-        self.stated_head_dim = config_value(config, family.head_dim_key) if family.head_dim_key else None
-        self._by_layer = kv_heads_by_layer(config, self.where) or ()
-        self.kv_heads = self._kv_heads(next(module for module in modules if attention_kinds[module] != "encoder"))
+        self.stated_head_dim = config_value(self.config, family.head_dim_key) if family.head_dim_key else None
+        self._by_layer = kv_heads_by_layer(self.config, self.where)
+        self.kv_heads = self._kv_heads(decoder[0])
         """The K/V heads of a layer outside an encoder; where layers differ, of the one with the most."""
-        self.layers = tuple(self._layer(module, attention_kinds[module]) for module in modules)
+        if not family.listed:
+            shapes = {name: entry.shape for name, entry in self.entries.items()}
+            self.family = with_key_norm(family, shapes, self.kv_heads)
+        modules = kinds if encoder else decoder
+        self.layers = tuple(self._layer(module, kinds[module]) for module in modules)
+
+    def _refuse_values(self) -> None:
+        for key, values, reason in self.family.refused_values:
+            value = config_value(self.config, key)
+            if value in values:
+                raise UnsupportedFamilyError(
+                    f"{self.where} has {key} = {value!r}, and so it can't be converted: {reason}"
+                )
+
+    def _attention_kinds(self) -> dict[str, AttentionKind]:
+        """Every module with a key or a value projection; a missing one is reported by the checks that follow."""
+        family = self.family
+        attention = "|".join(map(re.escape, family.attention))
+        names = [family.fused] if family.fused else [family.key, family.value]
+        projections = "|".join(map(re.escape, names))
+        pattern = re.compile(rf"^(.*\b(?:{attention}))\.(?:{projections})\.weight$")
+        found: dict[str, AttentionKind] = {}
+        for name in self.entries:
+            match = pattern.match(name)
+            if match and family.owns(match[1]):
+                found[match[1]] = self._attention_kind(match[1])
+        return found
+
+    def _attention_kind(self, module: str) -> AttentionKind:
+        if self.family.encoder in module.split("."):
+            return "encoder"
+        return "cross" if module.endswith(self.family.cross_attention) else "decoder"
+
+    # Counts of heads
 
     def _count(self, key: str) -> int:
         value = config_value(self.config, key)
@@ -100,20 +129,6 @@ class AttentionFinder:
             raise ConfigError(f"{self.where} has {key} = {value!r} where a count belongs: repair the config")
         return value
 
-    def _kv_heads(self, module: str) -> int:
-        """The source's K/V heads, outside an encoder."""
-        family, config = self.family, self.config
-        if family.kv_heads == "heads":
-            return self.heads
-        if family.is_layerwise:
-            return max(self._by_layer)
-        if family.kv_heads == "falcon":  # the count acts in the new architecture only
-            if config.get("new_decoder_architecture"):
-                return self._count("num_kv_heads") if config.get("num_kv_heads") is not None else self.heads
-            return 1 if config.get("multi_query", True) else self.heads
-        stated = config_value(config, family.kv_heads_keys[0])
-        return self._kv_heads_from_shapes(module) if stated is None else self._divisor(family.kv_heads_keys[0], stated)
-
     def _divisor(self, key: str, value: Any) -> int:
         if type(value) is not int or value < 1 or self.heads % value:
             raise ConfigError(
@@ -121,45 +136,51 @@ class AttentionFinder:
             )
         return value
 
-    def _modules(self) -> list[str]:
-        """Every module with a key or a value projection; a missing one is reported by the checks that follow."""
-        family = self.family
-        attention = "|".join(re.escape(name) for name in family.attention)
-        projections = "|".join(
-            re.escape(name) for name in ((family.fused,) if family.fused else (family.key, family.value))
-        )
-        pattern = re.compile(rf"^(.*\b(?:{attention}))\.(?:{projections})\.weight$")
-        found = dict.fromkeys(match[1] for name in self.entries if (match := pattern.match(name)))
-        return [module for module in found if family.owns(module)]
+    def _kv_heads(self, module: str) -> int:
+        """The source's K/V heads, outside an encoder."""
+        family, config = self.family, self.config
+        if self._by_layer:
+            return max(self._by_layer)
+        if family.kv_heads == "heads":
+            return self.heads
+        if family.kv_heads == "falcon":  # the count acts in the new architecture only
+            if config.get("new_decoder_architecture"):
+                return self._count("num_kv_heads") if config.get("num_kv_heads") is not None else self.heads
+            return 1 if config.get("multi_query", True) else self.heads
+        key = family.kv_heads_keys[0]
+        stated = config_value(config, key)
+        return self._kv_heads_from_shapes(module, key) if stated is None else self._divisor(key, stated)
 
-    def _attention_kind(self, module: str) -> AttentionKind:
-        if self.family.encoder in module.split("."):
-            return "encoder"
-        return "cross" if module.endswith(self.family.cross_attention) else "decoder"
-
-    def _kv_heads_from_shapes(self, module: str) -> int:
+    def _kv_heads_from_shapes(self, module: str, key: str) -> int:
         """The count for configs older than the key: the rows of the key projection, divided by the query heads' head_dim."""
         if self.family.fused:
-            raise ConfigError(
-                f"{self.where} lacks {self.family.kv_heads_keys[0]}, which a fused projection needs: add it"
-            )
-        head_dim = self._query_head_dim(module, self.heads)
-        rows = self._rows(f"{module}.{self.family.key}.weight")
-        if rows % head_dim or self.heads % (rows // head_dim):
-            raise ConfigError(
-                f"{self.where} lacks {self.family.kv_heads_keys[0]} and the shapes of {module} do not give it: add it"
-            )
-        return rows // head_dim
+            raise ConfigError(f"{self.where} lacks {key}, which a fused projection needs: add it")
+        kv_heads, rest = divmod(
+            self._rows(f"{module}.{self.family.key}.weight"), self._query_head_dim(module, self.heads)
+        )
+        if rest or not kv_heads or self.heads % kv_heads:
+            raise ConfigError(f"{self.where} lacks {key} and the shapes of {module} do not give it: add it")
+        return kv_heads
 
-    def _query_head_dim(self, module: str, heads: int) -> int:
-        rows = self._rows(f"{module}.{self.family.query}.weight")
-        factor = self.family.query_outputs
-        if rows % (heads * factor):
+    def _counts(self, module: str, attention_kind: AttentionKind) -> tuple[int, int]:
+        """The query heads and the K/V heads of a module."""
+        family = self.family
+        if attention_kind == "encoder":
+            heads = self._count(str(family.encoder_heads_key))
+            stated = config_value(self.config, family.encoder_kv_heads_key)
+            if stated is None or family.kv_heads != "stated":
+                return heads, heads
+            return heads, self._divisor(family.encoder_kv_heads_key, stated)
+        if not self._by_layer:
+            return self.heads, self.kv_heads
+        number = _number(module)
+        if number >= len(self._by_layer):
             raise ConfigError(
-                f"{module}.{self.family.query}.weight has {rows} rows, no multiple of the {heads} heads in {self.where}: "
-                "the config and the weights do not belong together"
+                f"{self.where} states the K/V heads of {len(self._by_layer)} layers, and the weights hold {module}: {_APART}"
             )
-        return rows // (heads * factor)
+        return self.heads, self._by_layer[number]
+
+    # Shapes
 
     def _rows(self, name: str) -> int:
         """The length of the axis that counts heads."""
@@ -172,88 +193,65 @@ class AttentionFinder:
             raise ConfigError(f"tensor {name} has shape {list(shape)}: the checkpoint is damaged")
         return shape[-1] if self.family.transposed else shape[0]
 
-    def _layer(self, module: str, attention_kind: AttentionKind) -> AttentionLayer:
-        family = self.family
-        heads, kv_heads = self.heads, self.kv_heads
-        if self._by_layer:
-            kv_heads = self._of_layer(module)
-        if attention_kind == "encoder":
-            assert family.encoder_heads_key is not None
-            heads = kv_heads = self._count(family.encoder_heads_key)
-            stated = config_value(self.config, family.encoder_kv_heads_key)
-            if stated is not None and family.kv_heads == "stated":
-                kv_heads = self._divisor(family.encoder_kv_heads_key, stated)
-        if family.fused:
-            name = f"{module}.{family.fused}.weight"
-            head_dim = self._fused_head_dim(name, 0 if attention_kind == "cross" else heads, kv_heads)
-            self._check_output(module, heads, head_dim)
-            return AttentionLayer(module, heads, kv_heads, head_dim, head_dim, self._mergeable(name), attention_kind)
-        key, value = f"{module}.{family.key}.weight", f"{module}.{family.value}.weight"
-        head_dims = []
-        for name in (key, value):
-            rows = self._rows(name)
-            if rows % kv_heads:
-                raise self._contradiction(name, rows, f"{kv_heads} K/V heads")
-            head_dims.append(rows // kv_heads)
-        query_head_dim = self._query_head_dim(module, heads)
-        if head_dims[0] != query_head_dim:
-            raise self._contradiction(
-                key, self._rows(key), f"{kv_heads} K/V heads with head_dim {query_head_dim} (that of the query heads)"
-            )
-        if self.stated_head_dim is not None and head_dims[0] != self.stated_head_dim:
-            raise self._contradiction(key, self._rows(key), f"{family.head_dim_key} = {self.stated_head_dim}")
-        self._check_output(module, heads, head_dims[1])
-        return AttentionLayer(
-            module, heads, kv_heads, head_dims[0], head_dims[1], self._mergeable(key, value), attention_kind
+    def _query_head_dim(self, module: str, heads: int) -> int:
+        name = f"{module}.{self.family.query}.weight"
+        rows = self._rows(name)
+        head_dim, rest = divmod(rows, heads * self.family.query_outputs)
+        if rest:
+            raise ConfigError(f"{name} has {rows} rows, no multiple of the {heads} heads in {self.where}: {_APART}")
+        return head_dim
+
+    def _head_dim(self, name: str, heads: int, what: str) -> int:
+        """The rows of a head in a projection of so many heads."""
+        head_dim, rest = divmod(self._rows(name), heads)
+        if rest:
+            raise self._contradiction(name, what)
+        return head_dim
+
+    def _contradiction(self, name: str, expected: str) -> ConfigError:
+        return ConfigError(
+            f"{name} has {self._rows(name)} rows, which contradicts {expected} in {self.where}: {_APART}"
         )
 
-    def _of_layer(self, module: str) -> int:
-        """The K/V heads that the config states for the module's layer."""
-        number = int(next(part for part in module.split(".") if part.isdigit()))
-        if number >= len(self._by_layer):
-            raise ConfigError(
-                f"{self.where} states the K/V heads of {len(self._by_layer)} layers, and the weights hold {module}: the config "
-                "and the weights do not belong together"
-            )
-        return self._by_layer[number]
+    def _layer(self, module: str, attention_kind: AttentionKind) -> AttentionLayer:
+        family = self.family
+        heads, kv_heads = self._counts(module, attention_kind)
+        if family.fused:
+            names = [f"{module}.{family.fused}.weight"]
+            queries = 0 if attention_kind == "cross" else heads
+            what = f"{queries} query heads and twice {kv_heads} K/V heads"
+            key_head_dim = value_head_dim = self._head_dim(names[0], queries + 2 * kv_heads, what)
+            if family.fused_layout == "quarters" and heads % 4:
+                raise self._contradiction(names[0], what)
+        else:
+            names = [f"{module}.{family.key}.weight", f"{module}.{family.value}.weight"]
+            key_head_dim, value_head_dim = (self._head_dim(name, kv_heads, f"{kv_heads} K/V heads") for name in names)
+            query_head_dim = self._query_head_dim(module, heads)
+            if key_head_dim != query_head_dim:
+                what = f"{kv_heads} K/V heads with head_dim {query_head_dim} (that of the query heads)"
+                raise self._contradiction(names[0], what)
+        if self.stated_head_dim not in (None, key_head_dim):
+            raise self._contradiction(names[0], f"{family.head_dim_key} = {self.stated_head_dim}")
+        self._check_output(module, heads, value_head_dim)
+        dtype = self._mergeable(names)
+        return AttentionLayer(module, heads, kv_heads, key_head_dim, value_head_dim, dtype, attention_kind)
 
     def _check_output(self, module: str, heads: int, value_head_dim: int) -> None:
         """Check the shape of the output projection: [d, H * head_dim of values]."""
         name = f"{module}.{self.family.output}.weight"
         entry = self.entries.get(name)
-        if (
-            entry is None
-            or len(entry.shape) != 2
-            or entry.shape[0 if self.family.transposed else 1] != heads * value_head_dim
-        ):
+        inputs = 0 if self.family.transposed else 1
+        if entry is None or len(entry.shape) != 2 or entry.shape[inputs] != heads * value_head_dim:
             found = "is missing" if entry is None else f"has shape {list(entry.shape)}"
             raise ConfigError(
-                f"{name} {found} where {heads} heads with head_dim {value_head_dim} belong ({self.where}): "
-                "the config and the weights do not belong together"
+                f"{name} {found} where {heads} heads with head_dim {value_head_dim} belong ({self.where}): {_APART}"
             )
-
-    def _fused_head_dim(self, name: str, heads: int, kv_heads: int) -> int:
-        rows = self._rows(name)
-        total = heads + 2 * kv_heads
-        quarters = self.family.fused_layout == "quarters"
-        if (
-            rows % total
-            or (self.stated_head_dim is not None and rows // total != self.stated_head_dim)
-            or (quarters and heads % 4)
-        ):
-            raise self._contradiction(name, rows, f"{heads} query heads and twice {kv_heads} K/V heads")
-        return rows // total
-
-    def _contradiction(self, name: str, rows: int, expected: str) -> ConfigError:
-        return ConfigError(
-            f"{name} has {rows} rows, which contradicts {expected} in {self.where}: the config and the weights do not belong together"
-        )
 
     def dtype(self, name: str) -> str:
         """The type that a tensor has in the result."""
         return self._result_dtypes.get(name, self.entries[name].dtype)
 
-    def _mergeable(self, *names: str) -> str:
+    def _mergeable(self, names: list[str]) -> str:
         dtypes = {self.dtype(name) for name in names}
         if len(dtypes) != 1 or not dtypes <= set(ITEM_BYTES):
             raise UnsupportedFormatError(
@@ -261,36 +259,35 @@ class AttentionFinder:
             )
         return dtypes.pop()
 
+    # Divisions into heads
+
     def sections(self, layer: AttentionLayer) -> Iterator[tuple[str, tuple[Section, ...]]]:
         """Every tensor of a layer whose rows count K/V heads, with its division into heads."""
-        family, module, kv_heads = self.family, layer.module, layer.kv_heads
         for kind in ("weight", "bias"):
-            if family.fused:
-                heads = 0 if layer.attention_kind == "cross" else layer.heads
-                candidates = [
-                    (
-                        f"{module}.{family.fused}.{kind}",
-                        layouts.fused(family.fused_layout, heads, kv_heads, layer.key_head_dim),
-                    )
-                ]
-            else:
-                candidates = [
-                    (f"{module}.{family.key}.{kind}", layouts.separate("key", kv_heads, layer.key_head_dim)),
-                    (f"{module}.{family.value}.{kind}", layouts.separate("value", kv_heads, layer.value_head_dim)),
-                ]
-            norm = f"{module}.{family.key_norm_name}.{kind}"
-            if family.key_norm == "full":
-                candidates.append((norm, layouts.separate("key_norm", kv_heads, layer.key_head_dim)))
-            elif family.key_norm == "per_head":
-                candidates.append((norm, layouts.separate("key_norm", kv_heads, 1)))
-            for name, cut in candidates:
-                if name in self.entries:
-                    rows = self._rows(name)
-                    if rows != sum(section.rows for section in cut):
-                        raise self._contradiction(
-                            name, rows, f"{kv_heads} K/V heads with head_dim {layer.key_head_dim}"
-                        )
-                    yield name, cut
+            for name, cut in self._cuts(layer).items():
+                tensor = f"{layer.module}.{name}.{kind}"
+                if tensor not in self.entries:
+                    continue
+                if self._rows(tensor) != sum(section.rows for section in cut):
+                    raise self._contradiction(tensor, f"{layer.kv_heads} K/V heads with head_dim {layer.key_head_dim}")
+                yield tensor, cut
+
+    def _cuts(self, layer: AttentionLayer) -> dict[str, tuple[Section, ...]]:
+        """The divisions of a layer's projections and norms, by their names."""
+        family, kv_heads = self.family, layer.kv_heads
+        if family.fused:
+            heads = 0 if layer.attention_kind == "cross" else layer.heads
+            cuts = {family.fused: layouts.fused(family.fused_layout, heads, kv_heads, layer.key_head_dim)}
+        else:
+            cuts = {
+                family.key: layouts.separate("key", kv_heads, layer.key_head_dim),
+                family.value: layouts.separate("value", kv_heads, layer.value_head_dim),
+            }
+        if family.key_norm == "full":
+            cuts[family.key_norm_name] = layouts.separate("key_norm", kv_heads, layer.key_head_dim)
+        elif family.key_norm == "per_head":
+            cuts[family.key_norm_name] = layouts.separate("key_norm", kv_heads, 1)
+        return cuts
 
     def query_sections(self, layer: AttentionLayer) -> Iterator[tuple[str, tuple[Section, ...]]]:
         """The tensors of a layer's queries, where they have a projection of their own, with their division into heads."""
@@ -313,3 +310,8 @@ class AttentionFinder:
                 for name in names:
                     self._rows(name)
                 yield names
+
+
+def _number(module: str) -> int:
+    """The number of a module's layer."""
+    return int(next(part for part in module.split(".") if part.isdigit()))

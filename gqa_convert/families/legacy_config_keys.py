@@ -26,7 +26,7 @@ def legacy_config_keys(config: Config) -> JsonObject:
     found: JsonObject = {}
     if isinstance(config.get("dtype"), str):
         found["torch_dtype"] = config["dtype"]
-    found |= {old: config[new] for new, old in legacy.renamed if new in config}
+    found |= {old: config[new] for new, old in legacy.renamed if config.get(new) is not None}
     rotary = config.get("rope_parameters")
     if isinstance(rotary, dict):
         local, full = _by_kind(rotary)

@@ -15,7 +15,7 @@ from typing import Any
 from gqa_convert.checkpoint.resource_errors import is_out_of_memory
 from gqa_convert.checkpoint.strict_json import Config, JsonObject
 from gqa_convert.errors import CorruptCheckpointError, GQAConvertError, NoLanguageModelError
-from gqa_convert.families.table import FAMILIES
+from gqa_convert.families.table import FAMILIES, check_per_layer_config
 from gqa_convert.families.wrappers import is_wrapper
 
 TEXT_AS_SUFFIX = frozenset({"paligemma"})
@@ -253,6 +253,7 @@ def _register(folder: Path) -> None:
 def _load(task: str, folder: Path, dtype: Any, *, run_code: bool, **options: Any) -> tuple[Any, list[str]]:
     import transformers
 
+    check_per_layer_config(read_config(folder), f"{folder}/config.json")
     if not run_code:
         _register(folder)
     with no_bars(), no_warnings():  # missing tensors are returned instead of reported

@@ -1,7 +1,9 @@
 """The records of all model types, made from two files: what transformers' classes state, and what no class states."""
 
 import json
+import re
 import tomllib
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -17,6 +19,7 @@ DECILM: Final = "nemotron-nas"
 DECILM_SOURCES: Final = ("llama", "mistral", "qwen2")
 """Model types whose layers compute what a DeciLM's compute."""
 
+_UNLISTED = "its model type is on no list"
 _ENGINE_KEYS = ("run_in", "listed_in", "beyond_window_in")
 _NOT_FIELDS = ("like", "modeling", "by_layer", "tokenizer", "classes", "own_code")
 """Keys of a row that a record states in another form."""
@@ -43,14 +46,22 @@ def _row(model_type: str) -> JsonObject:
 
 def _record(model_type: str, row: JsonObject) -> Family:
     """The record of a source's type."""
-    fields = {key: _frozen(value) for key, value in row.items() if key not in _NOT_FIELDS and value != ""}
+    fields = {key: _frozen(value) for key, value in row.items() if key not in _NOT_FIELDS}
+    fields |= {key: None for key, value in row.items() if value == ""}
     for key in _ENGINE_KEYS:
         fields[key] = frozenset(row.get(key, "").split())
-    fields["legacy"] = LegacyConfigKeys(**{key: _frozen(value) for key, value in row.get("legacy", {}).items()})
+    fields["legacy"] = _legacy(row.get("legacy", {}))
     fields["native"] = "modeling" not in row and "own_code" not in row
     if "modeling" in row:
         fields = {"kv_heads": "heads"} | fields
     return Family(model_type=model_type, **fields)
+
+
+def _legacy(stated: JsonObject) -> LegacyConfigKeys:
+    fields = {key: _frozen(value) for key, value in stated.items()}
+    if "rope_scaling_keys" in fields:
+        fields["rope_scaling_keys"] = frozenset(fields["rope_scaling_keys"])
+    return LegacyConfigKeys(**fields)
 
 
 def _modeling(model_type: str, row: JsonObject) -> Modeling:
@@ -123,6 +134,41 @@ def _result(source: Family, form: Modeling, **fields: Any) -> Family:
     others: Any = dict.fromkeys(_ENGINE_KEYS, frozenset())
     others |= {"model_type": form.model_type, "modeling": form, "native": False, "legacy": LegacyConfigKeys()}
     return replace(source, **others | fields)
+
+
+def unlisted(model_type: str) -> Family:
+    """The record of a type that stands in no table: that of a Llama, of whose keys and values nothing else is known."""
+    return Family(
+        model_type=model_type,
+        listed=False,
+        key_constraint=_UNLISTED,
+        value_constraint=_UNLISTED,
+        order_constraints=(("decoder", _UNLISTED),),
+        document_constraint=_UNLISTED,
+    )
+
+
+def with_key_norm(family: Family, shapes: Mapping[str, Sequence[int]], kv_heads: int) -> Family:
+    """The record of a type that stands in no table, with the norm of keys that the shapes of its gains tell.
+
+    Args:
+        family: its record so far.
+        shapes: the shapes of the checkpoint's tensors.
+        kv_heads: K/V heads of a layer.
+    """
+    norm = re.compile(rf"(.*\b{family.attention[0]})\.((?:k|key)_\w*norm)\.weight")
+    for name, shape in shapes.items():
+        match = norm.fullmatch(name)
+        projection = f"{match[1]}.{family.key}.weight" if match else ""
+        if match and projection in shapes:
+            rows = shapes[projection][0]
+            kind: Any = "shared"
+            if tuple(shape) == (kv_heads, rows // kv_heads):
+                kind = "per_head"
+            elif tuple(shape) == (rows,) and kv_heads > 1:
+                kind = "full"
+            return replace(family, key_norm=kind, key_norm_name=match[2])
+    return family
 
 
 ALL: Final = _records()

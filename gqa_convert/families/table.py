@@ -3,10 +3,30 @@
 from gqa_convert.checkpoint.strict_json import Config
 from gqa_convert.errors import RemoteCodeError, UnsupportedFamilyError
 from gqa_convert.families.family import Family, Modeling
-from gqa_convert.families.records import COMPOSITES, FAMILIES, INNER, ONE_OR_ALL_HEADS, REFUSALS, RESTATED
+from gqa_convert.families.records import (
+    ALL,
+    COMPOSITES,
+    FAMILIES,
+    INNER,
+    ONE_OR_ALL_HEADS,
+    REFUSALS,
+    RESTATED,
+    unlisted,
+)
 from gqa_convert.families.wrappers import decoder_config, is_wrapper, wrapped_family
 
-__all__ = ["COMPOSITES", "FAMILIES", "INNER", "REFUSALS", "RESTATED", "Family", "Modeling", "family_of", "find_family"]
+__all__ = [
+    "COMPOSITES",
+    "FAMILIES",
+    "INNER",
+    "REFUSALS",
+    "RESTATED",
+    "Family",
+    "Modeling",
+    "check_per_layer_config",
+    "family_of",
+    "find_family",
+]
 
 
 def family_of(config: Config) -> Family:
@@ -19,13 +39,41 @@ def family_of(config: Config) -> Family:
         UnsupportedFamilyError: the model type, or that of the decoder inside, is unknown or can't be converted.
     """
     model_type = config.get("model_type")
+    check_per_layer_config(config, "config.json")
     if is_wrapper(config):
         return _composite(str(model_type), decoder_config(config)["model_type"])
     if isinstance(model_type, str) and model_type in ONE_OR_ALL_HEADS:
         family = ONE_OR_ALL_HEADS[model_type]
         if config.get(str(family.one_kv_head_key)) is False:
             return family
+    if isinstance(model_type, str) and not _is_known(model_type) and type(config.get("num_key_value_heads")) is int:
+        return unlisted(model_type)
     return find_family(model_type)
+
+
+def _is_known(model_type: str) -> bool:
+    """Whether a type stands in one of the tables."""
+    return any(model_type in table for table in (FAMILIES, INNER, ONE_OR_ALL_HEADS, COMPOSITES, REFUSALS, RESTATED))
+
+
+def check_per_layer_config(config: Config, where: str) -> None:
+    """Refuse a config with values for each layer that transformers' class of the type would load without.
+
+    Args:
+        config: what config.json holds.
+        where: its path, for the message.
+
+    Raises:
+        UnsupportedFamilyError: it has such values.
+    """
+    stated = decoder_config(config)
+    family = ALL.get(str(stated.get("model_type")))
+    reads_it = family is not None and family.reads_per_layer_config
+    if stated.get("per_layer_config") and not reads_it:
+        raise UnsupportedFamilyError(
+            f"{where} has per_layer_config, which transformers' class of {stated.get('model_type')} ignores, so that all "
+            "layers would have one number of K/V heads: use the folder that it was made from"
+        )
 
 
 def _composite(wrapper: str, decoder: object) -> Family:

@@ -15,6 +15,7 @@ from gqa_convert.conversion.rewriting.planning import needs_rewriting
 from gqa_convert.conversion.rewriting.writing import open_rewritten
 from gqa_convert.errors import ConfigError, CorruptCheckpointError, GQAConvertError, OptionError, SourceNotFoundError
 from gqa_convert.families.family import Family
+from gqa_convert.families.records import with_key_norm
 from gqa_convert.families.table import RESTATED, family_of
 from gqa_convert.families.wrappers import decoder_config
 from gqa_convert.verify.report import first_line
@@ -100,6 +101,8 @@ def read_inputs(
     if not needs_rewriting(config, out_config.get("model_type")):
         family = family_of(config)
         weights = Weights(folder, _source_error)
+        if not family.listed:
+            family = with_key_norm(family, weights.shapes, config["num_key_value_heads"])
         inputs = Inputs(out, out_config, weights, config, family, weights, config, content)
         _check_text(inputs)
         yield inputs

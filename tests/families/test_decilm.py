@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.conversion.options import ConversionOptions
+from gqa_convert.conversion.plan import make_plan
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import ConfigError, UnsupportedFamilyError
 from gqa_convert.families import decilm
@@ -134,3 +136,16 @@ def test_the_heads_of_each_layer() -> None:
     without["block_configs"][0]["attention"] = {"n_heads_in_group": None, "no_op": True}
     with pytest.raises(UnsupportedFamilyError, match=r"layer 0 .* leaves out attention or MLP"):
         decilm.kv_heads_by_layer(without, "config.json")
+
+
+def test_a_window_that_the_config_leaves_to_its_class(tmp_path: Path) -> None:
+    """Mistral's class has one of 4096 tokens, which a DeciLM would lose."""
+    folder = make_checkpoint("mistral", tmp_path / "source", **sizes("mistral"))
+    config = json.loads((folder / "config.json").read_text())
+    for window, file in ({"sliding_window": None}, "gqa_decilm"), ({}, "gqa_by_layer"):
+        del config["sliding_window"]
+        config |= window
+        (folder / "config.json").write_text(json.dumps(config))
+        plan = make_plan(open_checkpoint(folder), COUNTS)
+        assert plan.modeling is not None
+        assert plan.modeling.file == file

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
@@ -206,6 +207,13 @@ def test_engines_are_told_of_known_types_once() -> None:
         assert not family.run_in & family.listed_in
         assert family.beyond_window_in <= family.run_in
         assert family.run_in | family.listed_in <= set(ENGINES[1:])
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_moe", "qwen3_moe"])
+def test_a_window_that_the_config_leaves_to_its_class(model_type: str) -> None:
+    config = {"model_type": model_type, "use_sliding_window": True, "max_position_embeddings": 32768}
+    assert engines.same_up_to("llama.cpp", config) == CONFIG_MAPPING[model_type](use_sliding_window=True).sliding_window
+    assert engines.same_up_to("llama.cpp", config | {"sliding_window": None}) is None
 
 
 @pytest.mark.parametrize(

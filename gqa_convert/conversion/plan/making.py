@@ -139,6 +139,11 @@ def _warnings(checkpoint: Checkpoint, family: Family, modeling: Modeling | None)
         names = ", ".join(left_behind[:3]) + (" ..." if len(left_behind) > 3 else "")
         yield f"{len(left_behind)} file(s) with weights in other formats or training state are not copied: {names}"
     yield from links_note(checkpoint.links_out)
+    if not family.listed:
+        yield (
+            f"model type {family.model_type} is on no list: it is converted like a Llama, and the result appears only if "
+            "it computes what the source with merged heads computes"
+        )
     has_code = any(name.endswith(".py") for name in checkpoint.carried) or "auto_map" in checkpoint.config
     if not family.native and not family.modeling:
         keys = ", ".join(family.kv_heads_keys)
