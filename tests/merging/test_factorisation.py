@@ -49,6 +49,15 @@ def test_a_merge_loses_what_a_truncated_decomposition_drops(rng: np.random.Gener
     np.testing.assert_allclose(np.linalg.norm(shared, axis=(-2, -1)) ** 2, sizes / (HEADS // GROUPS))
 
 
+def test_complex_multipliers_are_real_and_positive_in_the_mean(rng: np.random.Generator) -> None:
+    channels = random_channels(rng, 3)
+    _, readers = factor(channels, GROUPS)
+    multipliers = (readers / channels.readers)[..., 0, 0, 0]
+    mean = multipliers.reshape(3, GROUPS, -1).mean(-1)
+    assert np.all(mean.real > 0)
+    np.testing.assert_allclose(mean.imag, 0, atol=1e-12)
+
+
 def test_the_strongest_row_comes_first(rng: np.random.Generator) -> None:
     channels = random_channels(rng)
     shared, _ = factor(channels, GROUPS)
