@@ -8,6 +8,7 @@ result.
 
 import copy
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from gqa_convert.conversion.rewriting.planning import plan_rewriting
 from gqa_convert.conversion.rewriting.writing import write_rewritten
 from gqa_convert.errors import (
     ConfigError,
+    CorruptCheckpointError,
     NonFiniteError,
     OptionError,
     UnsupportedFamilyError,
@@ -114,6 +116,8 @@ def test_decoders(name: str, tmp_path: Path) -> None:
     written = rewritten(source, tmp_path / "rewritten", groups=groups)
     unmerged = case.logits()
     assert written.config["model_type"] == CASES[name][2]
+    stated = written.config.get("rope_parameters") or {}
+    assert stated.get("rope_theta") == written.config.get("rope_theta"), "for new clients and for old ones"
     assert distance(case.logits(native.load(tmp_path / "rewritten")), unmerged) < FOLDED
     converted = convert_checkpoint(source, out, groups, STOCK)
     assert converted.plan.parameters_after == sum(array.size for array in read_weights(out).values())
@@ -271,6 +275,17 @@ def test_damaged_sources(
     save_file(tensors, source / "model.safetensors", {"format": "pt"})
     with pytest.raises(error, match=message):
         convert_checkpoint(source, tmp_path / "out", 3, STOCK)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_a_source_that_is_written_to_meanwhile(tmp_path: Path) -> None:
+    source = build("neox").save(tmp_path / "source")
+
+    def touch(_: Any) -> None:
+        os.utime(source / "model.safetensors", (1, 1))
+
+    with pytest.raises(CorruptCheckpointError, match="has changed since its header was read"):
+        convert_checkpoint(source, tmp_path / "out", 3, STOCK, on_layer=touch)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 

@@ -41,12 +41,8 @@ def divide_files(plan: Plan, limit: int) -> list[OutputFile]:
             filled = 0
         runs[-1].append(tensor.name)
         filled += tensor.nbytes
-    metadata: dict[str, str] = {}
-    for file in plan.files:
-        metadata |= file.metadata
-    if len(runs) == 1:
-        return [OutputFile(SAFETENSORS_SINGLE, runs[0], metadata)]
-    return [
-        OutputFile(f"model-{number:05d}-of-{len(runs):05d}.safetensors", names, metadata)
-        for number, names in enumerate(runs, 1)
-    ]
+    found = []
+    for number, names in enumerate(runs, 1):
+        file = f"model-{number:05d}-of-{len(runs):05d}.safetensors" if len(runs) > 1 else SAFETENSORS_SINGLE
+        found.append(OutputFile(file, names, {}))
+    return found

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from gqa_convert.checkpoint.files import links_note
+from gqa_convert.checkpoint.ownership import some
 from gqa_convert.checkpoint.source import Checkpoint
 from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.conversion.plan.completeness import check_layers
@@ -136,8 +137,9 @@ def _form(
 def _warnings(checkpoint: Checkpoint, family: Family, modeling: Modeling | None) -> Iterator[str]:
     left_behind = checkpoint.left_behind
     if left_behind:
-        names = ", ".join(left_behind[:3]) + (" ..." if len(left_behind) > 3 else "")
-        yield f"{len(left_behind)} file(s) with weights in other formats or training state are not copied: {names}"
+        yield (
+            f"{len(left_behind)} file(s) with weights in other formats or training state are not copied: {some([*left_behind])}"
+        )
     yield from links_note(checkpoint.links_out)
     if not family.listed:
         yield (

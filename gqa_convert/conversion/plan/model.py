@@ -160,18 +160,20 @@ class Plan:
             yield from self.tensors(file)
 
     @property
+    def _pairs(self) -> list[tuple[AttentionLayer, int]]:
+        return list(zip(self.layers, self.layer_groups, strict=True))
+
+    @property
     def stated_groups(self) -> int | list[int]:
         """The N of all layers; where they differ, that of each layer in the order of the layers' numbers."""
         if len(set(self.layer_groups)) == 1:
             return self.layer_groups[0]
-        numbered = zip(self.layers, self.layer_groups, strict=True)
-        return [groups for _, groups in sorted(numbered, key=lambda pair: pair[0].number)]
+        return [groups for _, groups in sorted(self._pairs, key=lambda pair: pair[0].number)]
 
     @property
     def merged_layers(self) -> tuple[tuple[AttentionLayer, int], ...]:
         """The layers whose K/V heads become fewer, each with its N."""
-        pairs = zip(self.layers, self.layer_groups, strict=True)
-        return tuple((layer, groups) for layer, groups in pairs if groups < layer.kv_heads)
+        return tuple((layer, groups) for layer, groups in self._pairs if groups < layer.kv_heads)
 
     def limits_of(self, layer: AttentionLayer) -> "AbsorptionLimits":
         """What may be absorbed in one of the layers, for methods that merge whole layers."""
@@ -187,8 +189,7 @@ class Plan:
         """The registry's record of the effective method."""
         if self.merged_layers:
             return METHODS[self.method]
-        pairs = zip(self.layers, self.layer_groups, strict=True)
-        return REPEAT if any(groups > layer.kv_heads for layer, groups in pairs) else COPY
+        return REPEAT if any(groups > layer.kv_heads for layer, groups in self._pairs) else COPY
 
     @property
     def route(self) -> str:
@@ -238,7 +239,7 @@ class Plan:
             tokens: of the text. A layer with a sliding window holds no more than that.
         """
         before = after = 0
-        for layer, groups in zip(self.layers, self.layer_groups, strict=True):
+        for layer, groups in self._pairs:
             if layer.attention_kind == attention_kind:
                 held = min(tokens, window_of(self.checkpoint.config, layer.number) or tokens)
                 head_bytes = (layer.key_head_dim + layer.value_head_dim) * ITEM_BYTES[layer.dtype] * held

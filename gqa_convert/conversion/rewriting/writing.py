@@ -58,10 +58,10 @@ def open_rewritten(
     original = opened
     if opened.folder is None:
         original = download_checkpoint(opened, source, options.revision)
-        rewriting = plan_rewriting(original, groups, native=options.native)  # which may look for a name in its code
     if rewriting is None:
         yield original, planned
         return
+    rewriting = replace(rewriting, source=original)
     for note in rewriting.notes:
         on_note(note)
     on_note(f"the rewritten source is in a folder beside {out}, which is deleted afterwards")
@@ -128,9 +128,7 @@ def _data(tensor: RewrittenTensor, sources: SourceFiles, read: Callable[[str], A
     """The bytes of a tensor of the rewritten source."""
     if tensor.compute is None:
         return read_bytes(*sources.locate(tensor.sources[0])).data
-    dtype = STORED[tensor.dtype]
-    array: Array = tensor.compute(dtype, *map(read, tensor.sources))
-    assert (array.dtype, array.shape) == (dtype, tensor.shape), tensor.name
+    array: Array = tensor.compute(STORED[tensor.dtype], *map(read, tensor.sources))
     if not np.isfinite(array).all():
         raise NonFiniteError(
             f"tensor {tensor.sources[0]} holds NaN or Inf, or {tensor.name} would: repair the checkpoint first"
@@ -141,10 +139,8 @@ def _data(tensor: RewrittenTensor, sources: SourceFiles, read: Callable[[str], A
 def _complete_tokenizer(rewriting: Rewriting, folder: Path) -> None:
     """Write the defaults of the source's tokenizer class into its config, where the new class lacks them."""
     path = folder / _TOKENIZER_CONFIG
-    if not rewriting.special_tokens or not (path.is_file() or (folder / "tokenizer.json").is_file()):
-        return
     stated = json.loads(path.read_bytes()) if path.is_file() else {}
     named = stated.get("tokenizer_class") or rewriting.config.get("tokenizer_class")
-    if str(named).startswith("GPT2Tokenizer"):
-        missing = [key for key in rewriting.special_tokens if key not in stated]
-        write_json(path, stated | dict.fromkeys(missing, "<|endoftext|>"))
+    has_tokenizer = path.is_file() or (folder / "tokenizer.json").is_file()
+    if rewriting.special_tokens and has_tokenizer and str(named).startswith("GPT2Tokenizer"):
+        write_json(path, stated | {key: "<|endoftext|>" for key in rewriting.special_tokens if key not in stated})
