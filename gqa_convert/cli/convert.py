@@ -53,14 +53,6 @@ def convert(
             parser=token_count,
         ),
     ] = None,
-    calibration_context: Annotated[
-        int | None,
-        hidden_option(
-            "--calibration-context T",
-            "Position up to which every second block of calibration text skips, for long contexts at no cost. Default: the model's context, at most 32,768.",
-            parser=token_count,
-        ),
-    ] = None,
     fit_steps: Annotated[
         int | None,
         hidden_option("--fit-steps S", "Gradient steps per layer of fit; 0 uses the closed forms only. Default: 100."),
@@ -156,7 +148,6 @@ def convert(
             seed=seed,
             steps=fit_steps,
             kl_steps=kl_steps,
-            context=calibration_context,
             device=device,
         ),
         encoder=encoder,

@@ -16,8 +16,8 @@ def test_mistakes(tmp_path: Path) -> None:
         (["-n", "3", "-m", "fit"], ["--calibration", "factor"]),
         (["-n", "3", "-m", "mean", "-c", __file__], ["--calibration", "mean", "fit"]),
         (
-            ["-n", "3", "-m", "factor", "--calibration-context", "64"],
-            ["--calibration-context 64", "needs calibration text"],
+            ["-n", "3", "-m", "factor", "--calibration-length", "64"],
+            ["--calibration-length 64", "needs calibration text"],
         ),
         (["-n", "3", "--calibration-tokens", "500"], ["--calibration-tokens 500", "--calibration"]),
         (["-n", "3", "-m", "mean", "--kl-steps", "5"], ["--kl-steps 5", "--calibration"]),
@@ -27,7 +27,6 @@ def test_mistakes(tmp_path: Path) -> None:
             ["-n", "3", "-c", __file__, "--calibration-tokens", "90000", "--kl-steps", "5"],
             ["--kl-steps 5", "more text"],
         ),
-        (["-n", "3", "-c", __file__, "--calibration-context", "9000"], ["--calibration-context is 9000"]),
         (["-n", "3", "-c", str(tmp_path / "none.txt")], ["none.txt"]),
         (["-n", "3", "-c", __file__, "--calibration-tokens", "0"], ["--calibration-tokens is 0"]),
     ):

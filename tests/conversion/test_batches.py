@@ -45,27 +45,12 @@ def test_the_models_context_is_reached(far: Path) -> None:
     assert LENGTH <= max(int(batch["position_ids"].max()) for batch in text.batches) < CONTEXT
 
 
-def test_an_option_says_how_far(far: Path) -> None:
-    near, plain = calibration(far, context=700), calibration(far, context=LENGTH)
-    assert max(int(batch["position_ids"].max()) for batch in near.batches) < 700
-    assert "stretched" not in plain.description
-    assert all(batch.keys() == {"input_ids"} for batch in plain.batches)
-    assert len({near.digest, plain.digest, calibration(far).digest}) == 3
-
-
-@pytest.mark.parametrize(
-    ("context", "changes", "message"),
-    [
-        (1, {}, "--calibration-context is 1, expected at least 2"),
-        (9000, {}, f"--calibration-context is 9000, and the model has positions for {CONTEXT}: lower it"),
-        (64, {"max_position_embeddings": None}, "needs rotary positions over a context that config.json states"),
-    ],
-)
-def test_bad_contexts(far: Path, tmp_path: Path, context: int, changes: dict[str, Any], message: str) -> None:
-    source = Path(shutil.copytree(far, tmp_path / "source"))
-    edit_json(source / "config.json", **changes)
-    with pytest.raises(OptionError, match=message):
-        calibration(source, context=context)
+def test_positions_that_end_with_the_block_are_not_stretched(far: Path, tmp_path: Path) -> None:
+    near = Path(shutil.copytree(far, tmp_path / "source"))
+    edit_json(near / "config.json", max_position_embeddings=LENGTH)
+    text = calibration(near)
+    assert "stretched" not in text.description
+    assert all(batch.keys() == {"input_ids"} for batch in text.batches)
 
 
 def ids(tokens: int, seed: int = 0) -> torch.Tensor:

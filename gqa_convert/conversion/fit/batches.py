@@ -11,7 +11,7 @@ from gqa_convert.conversion.fit.options import BATCH_TOKENS, CalibrationOptions,
 from gqa_convert.conversion.fit.progress import LISTENING, OWN_TEXT
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.errors import DataError, OptionError
-from gqa_convert.families.context_length import reachable_context, stated_positions
+from gqa_convert.families.context_length import reachable_context
 from gqa_convert.families.loading import hears, is_encoder_decoder
 from gqa_convert.families.wrappers import decoder_config
 from gqa_convert.merging.methods import METHODS
@@ -68,7 +68,7 @@ def prepare_calibration(
         batch_tokens=BATCH_TOKENS,
         held_out_tokens=held_out,
         fresh_tokens=BATCH_TOKENS * fresh,
-        context=_context(plan, options),
+        context=_context(plan),
     )
 
 
@@ -97,11 +97,8 @@ def _speech(plan: Plan, options: CalibrationOptions, tokens: int, progress: Prog
     from gqa_convert.text.calibration import Calibration
     from gqa_convert.text.speech import SpeechModel, SpeechSize, speech_batches
 
-    for option, value in (("length", options.sequence_length), ("context", options.context)):
-        if value is not None:
-            raise OptionError(
-                f"--calibration-{option} is for text, and {plan.checkpoint.source_id} hears: leave it out"
-            )
+    if options.sequence_length is not None:
+        raise OptionError(f"--calibration-length is for text, and {plan.checkpoint.source_id} hears: leave it out")
     source = options.source
     if isinstance(source, Sequence) and not isinstance(source, str) and len(source) == 1:
         (source,) = source
@@ -148,15 +145,11 @@ def ready_calibration(
     for_layers: list[dict[str, Tensor]] = []
     judging: list[dict[str, Tensor]] = []
     unseen: list[dict[str, Tensor]] = []
-
-    def count(some: Sequence[Mapping[str, Any]]) -> int:
-        return sum(batch[ids].numel() for batch in some)
-
     for number, given in enumerate(batches):
         batch = _as_tensors(given, number, ids)
-        if count(for_layers) < tokens:
+        if _tokens(for_layers, ids) < tokens:
             for_layers.append(batch)
-        elif count(judging) < held_out:
+        elif _tokens(judging, ids) < held_out:
             judging.append(batch)
         elif len(unseen) < fresh:
             unseen.append(batch)
@@ -167,7 +160,7 @@ def ready_calibration(
     if held_out and not judging and len(for_layers) > 1:
         share = max(1, len(for_layers) // (_HELD_OUT + 1))
         for_layers, judging = for_layers[:-share], for_layers[-share:]
-    used = count(for_layers)
+    used = _tokens(for_layers, ids)
     inputs = ", ".join(sorted(for_layers[0]))
     return Calibration(
         batches=for_layers,
@@ -178,6 +171,10 @@ def ready_calibration(
         held_out=judging,
         fresh=unseen,
     )
+
+
+def _tokens(batches: Sequence[Mapping[str, Any]], ids: str) -> int:
+    return sum(batch[ids].numel() for batch in batches)
 
 
 def _as_tensors(given: Mapping[str, Any], number: int, ids: str) -> "dict[str, Tensor]":
@@ -216,23 +213,10 @@ def _with_own_text(folder: Path, options: CalibrationOptions, tokens: int, progr
     return [own if is_self(text) else text for text in texts]
 
 
-def _context(plan: Plan, options: CalibrationOptions) -> int | None:
+def _context(plan: Plan) -> int | None:
     """The position up to which blocks of text are stretched; None for models whose positions can't skip."""
     from gqa_convert.families.rotary import rotary_pairs  # imports numpy
 
-    config, stated = decoder_config(plan.checkpoint.config), options.context
-    layer = plan.layers[0]
-    rotary = len(rotary_pairs(plan.family, config, layer.key_head_dim)[0]) > 0
-    most = reachable_context(config) if rotary and layer.attention_kind == "decoder" else None
-    if stated is None:
-        return most
-    if stated < 2:
-        raise OptionError(f"--calibration-context is {stated}, expected at least 2")
-    if most is None:
-        raise OptionError(
-            f"--calibration-context {stated} needs rotary positions over a context that config.json states, and this {plan.family.model_type} has none: leave it out"
-        )
-    positions = stated_positions(config)
-    if positions is not None and stated > positions:
-        raise OptionError(f"--calibration-context is {stated}, and the model has positions for {positions}: lower it")
-    return stated
+    config, layer = decoder_config(plan.checkpoint.config), plan.layers[0]
+    turning, _ = rotary_pairs(plan.family, config, layer.key_head_dim)
+    return reachable_context(config) if len(turning) and layer.attention_kind == "decoder" else None

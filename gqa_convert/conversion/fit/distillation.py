@@ -106,27 +106,22 @@ class Student:
                 count += float(counted)
         return total / count
 
-    def errors(self, batches: Sequence[Batch], parts: Sequence[Parts]) -> dict[str, float]:
-        """How far the output of each layer's attention is from the source's, in root mean square relative to it, by its
-        name in `gqa_conversion.json`.
+    def errors(self, batch: Batch, parts: Sequence[Parts]) -> dict[str, float]:
+        """How far the output of each layer's attention is from the source's on a batch, relative to it, by its name in
+        `gqa_conversion.json`.
         """
-        missed, power = torch.zeros(2, len(self._modules), dtype=torch.float64)
-        outputs: list[list[Tensor]] = [[] for _ in self._modules]
+        seen: list[list[Tensor]] = [[] for _ in self._modules]
         with torch.no_grad(), ExitStack() as stack:
-            for module, own in zip(self._modules, outputs, strict=True):
+            for module, outputs in zip(self._modules, seen, strict=True):
                 projection = module.get_submodule(self._plan.family.output)
-                stack.callback(on_leaving(projection, own.append).remove)
-            for batch in batches:
+                stack.callback(on_leaving(projection, outputs.append).remove)
+            self.logits(batch)
+            with self.installed(parts):
                 self.logits(batch)
-                with self.installed(parts):
-                    self.logits(batch)
-                for number, own in enumerate(outputs):
-                    wanted, found = own
-                    missed[number] += (found - wanted).double().square().sum().cpu()
-                    power[number] += wanted.double().square().sum().cpu()
-                    own.clear()
-        relative = (missed / power.clamp(min=1e-30)).sqrt().tolist()
-        return {f"{layout.layer.module}.output": error for layout, error in zip(self._layouts, relative, strict=True)}
+        errors = {}
+        for layout, (wanted, found) in zip(self._layouts, seen, strict=True):
+            errors[f"{layout.layer.module}.output"] = float((found - wanted).norm() / wanted.norm().clamp(min=1e-30))
+        return errors
 
     def tensors(self, parts: Sequence[Parts]) -> list[Tensors]:
         """Parts as the tensors of the result's layers."""

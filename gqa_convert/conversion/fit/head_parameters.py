@@ -15,6 +15,7 @@ from gqa_convert.merging.attention_heads import Heads, LayerLayout, Tensors, row
 
 ROLES = {"query": "queries", "key": "keys", "value": "values"}
 """The fields of `Heads` by the roles of sections."""
+ROLES_OF_BIASES = {"query": "queries_bias", "key": "keys_bias", "value": "values_bias"}
 BIASES = {"queries": "queries_bias", "keys": "keys_bias", "values": "values_bias"}
 
 Parts = Mapping[str, Tensor]
@@ -66,29 +67,22 @@ class Assembly:
         these, one behind the other, stands in each place."""
         self._times: dict[str, int] = {}
         """Of weights that repeat each merged head as a whole: how often."""
-        first_gate = layout.layer.heads * layout.layer.key_head_dim
-        numbers = {self._output: np.zeros((1, 1), np.int64)}
-        for name in layout.projections:
-            rows = rows_first(tensors[name], layout.transposed)
-            own = first_gate + np.arange(len(rows)).reshape(-1, *[1] * (rows.ndim - 1))
-            numbers[name] = rows_first(own, layout.transposed)
-        numbered = layout.merge_heads(_row_numbers(layout, groups), tensors | numbers, layout.layer.kv_heads)
+        numbered = _numbered_rows(layout, tensors, groups)
         for name, sections in layout.projections.items():
-            index = torch.from_numpy(rows_first(numbered[name], layout.transposed).reshape(-1))
             roles = {section.role for section in sections}
             own = rows_first(tensors[name], layout.transposed)
-            sources: list[str | Tensor] = []
-            for role, field in ROLES.items():
-                if role in roles:
-                    sources.append(field if own.ndim == 2 else BIASES[field])
+            names = ROLES if own.ndim == 2 else ROLES_OF_BIASES
+            sources: list[str | Tensor] = [names[role] for role in names if role in roles]
             if "gate" in roles:
                 sources.append(torch.from_numpy(own.astype(np.float32)).to(device))
-            index -= index.min().clone()
+            index = torch.from_numpy(rows_first(numbered[name], layout.transposed).reshape(-1))
+            index = index - index.min()
             self._rows[name] = sources, index.to(device)
-            blocks = torch.arange(int(index.max()) + 1)
-            if len(blocks) < len(index) and own.ndim == 2 and not layout.transposed:
-                times = len(index) // len(blocks)
-                if torch.equal(index, RepeatedHeads(blocks[:, None], groups, times).whole()[:, 0]):
+            rows = torch.arange(int(index.max()) + 1)
+            times = len(index) // len(rows)
+            if own.ndim == 2 and not layout.transposed and times > 1:
+                repeated = RepeatedHeads(rows[:, None], groups, times).whole()[:, 0]
+                if torch.equal(index, repeated):
                     self._times[name] = times
 
     def __call__(self, parts: Parts) -> dict[str, Tensor]:
@@ -108,22 +102,23 @@ class Assembly:
         return {name.removeprefix(self._prefix): tensor for name, tensor in result.items()}
 
 
-def _row_numbers(layout: LayerLayout, groups: int) -> Heads:
-    """Merged heads whose rows, with a column and a bias, hold their own numbers: queries first, then keys and values."""
+def _numbered_rows(layout: LayerLayout, tensors: Tensors, groups: int) -> Tensors:
+    """The tensors that the layout makes of heads whose rows, with a column and a bias, hold their own numbers: queries
+    first, then keys and values. Gates, which stand beside queries, are numbered behind these.
+    """
     layer = layout.layer
     ratio = layer.heads // layer.kv_heads
-    shapes = {
-        "queries": (layer.kv_heads, ratio, layer.key_head_dim),
-        "keys": (groups, layer.key_head_dim),
-        "values": (groups, layer.value_head_dim),
-    }
-    numbered, first = {}, 0
-    for field, shape in shapes.items():
-        count = int(np.prod(shape))
-        numbered[field] = np.arange(first, first + count).reshape(*shape, 1).repeat(2, axis=-1)
-        first += count
+    queries = np.arange(layer.heads * layer.key_head_dim).reshape(layer.kv_heads, ratio, layer.key_head_dim, 1)
+    keys = queries.size + np.arange(groups * layer.key_head_dim).reshape(groups, -1, 1)
+    values = queries.size + keys.size + np.arange(groups * layer.value_head_dim).reshape(groups, -1, 1)
     outputs = np.zeros((layer.kv_heads, ratio, 1, layer.value_head_dim))
-    return Heads(**numbered, outputs=outputs, output_bias=None)
+    heads = Heads(*(rows.repeat(2, axis=-1) for rows in (queries, keys, values)), outputs, None)
+    numbers = {layout.output_names[0]: np.zeros((1, 1), np.int64)}
+    for name in layout.projections:
+        rows = rows_first(tensors[name], layout.transposed)
+        own = np.arange(len(rows)).reshape(-1, *[1] * (rows.ndim - 1))
+        numbers[name] = rows_first(queries.size + own, layout.transposed)
+    return layout.merge_heads(heads, tensors | numbers, layer.kv_heads)
 
 
 def repeated_parameters(layout: LayerLayout, tensors: Tensors, groups: int) -> dict[str, Tensor]:

@@ -78,7 +78,7 @@ class LayerFitting:
             )
             source, student = walk.streams(2)
             for layer in walk.layers:
-                with weights_in_memory(self._model.get_submodule(layer.name)):
+                with weights_in_memory(layer.module):
                     missing = [name for name in layer.attention if self._store.record(numbers[name]) is None]
                     streams = source.advance(layer, watch=missing)
                     merged: dict[str, dict[str, Tensor]] = {}

@@ -136,9 +136,11 @@ class LayerStore:
 
     def read(self, number: int) -> dict[str, Array]:
         """The tensors of a finished layer, as the result has them."""
+        header = self._header(number)
+        assert header is not None
         data = np.memmap(self._file(number), np.uint8, "r")
         found = {}
-        for name, (_, entry) in self._located(number).items():
+        for name, entry in header.tensors.items():
             content = data[entry.start : entry.start + entry.nbytes]
             found[name] = content.view(DTYPES[entry.dtype]).reshape(entry.shape)
         return found
@@ -147,12 +149,11 @@ class LayerStore:
         """The files of all tensors of the first `count` layers, and where in them each tensor lies, by name."""
         found: dict[str, tuple[Path, TensorEntry]] = {}
         for number in range(count):
-            found |= self._located(number)
+            header = self._header(number)
+            tensors = {} if header is None else header.tensors
+            for name, entry in tensors.items():
+                found[name] = self._file(number), entry
         return found
-
-    def _located(self, number: int) -> dict[str, tuple[Path, TensorEntry]]:
-        header = self._header(number)
-        return {} if header is None else {name: (self._file(number), entry) for name, entry in header.tensors.items()}
 
     def write(self, number: int, tensors: Mapping[str, Array], record: LayerRecord) -> None:
         """Store a layer; once this returns, a kill cannot lose it."""

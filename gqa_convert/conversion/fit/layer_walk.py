@@ -51,6 +51,7 @@ class WalkedLayer:
 
     name: str
     """In the loaded model."""
+    module: Any
     stack: str
     """The list of layers that it is an element of."""
     attention: tuple[str, ...]
@@ -123,7 +124,7 @@ class LayerWalk:
                     projection = f"{self.modules[name]}.{self.projection}"
                     self.places[name] = find_stream(self.model, layer, projection, partial(module, *args, **kwargs))
             others = None if isinstance(output, Tensor) else tuple(output)[1:]
-            self.layers.append(WalkedLayer(layer, layer.rpartition(".")[0], inside, others))
+            self.layers.append(WalkedLayer(layer, module, layer.rpartition(".")[0], inside, others))
             return output
 
         with torch.no_grad(), ExitStack() as context:
@@ -173,8 +174,8 @@ class LayerWalk:
         with self.running() as context:
             self._finish(context, finished)
             for layer in layers:
-                module = self.model.get_submodule(layer.name)
-                context.enter_context(wrapped_forward(module, partial(recording, layer, module.forward)))
+                wrapped = wrapped_forward(layer.module, partial(recording, layer, layer.module.forward))
+                context.enter_context(wrapped)
             self.model(**self.batches[number], use_cache=False)
         return entering[0], recorded
 
@@ -190,8 +191,7 @@ class LayerWalk:
         for layer in self.layers:
             if layer.stack in finished:
                 output = layer.returning(finished[layer.stack])
-                module = self.model.get_submodule(layer.name)
-                context.enter_context(wrapped_forward(module, lambda *_, _output=output, **__: _output))
+                context.enter_context(wrapped_forward(layer.module, lambda *_, _output=output, **__: _output))
 
     def kept(self, tensor: Tensor) -> Tensor:
         """A tensor to keep: as it is, or a copy in a mapped file.
@@ -217,21 +217,19 @@ class Stream:
 
     def __init__(self, walk: LayerWalk, recorded: Sequence[Recorded]) -> None:
         self._walk = walk
-        self._finished: list[dict[str, Tensor]] = [{} for _ in recorded]
+        self._hidden: list[dict[str, Tensor]] = [{} for _ in recorded]
+        """Of each batch by stack: what leaves the finished ones, and where it is in the last."""
         self._start(walk.stacks[0], recorded)
 
     def _start(self, stack: str, recorded: Sequence[Recorded]) -> None:
-        self._stack = stack
-        self._hidden = [self._walk.kept(hidden) for hidden, _ in recorded]
+        for states, (hidden, _) in zip(self._hidden, recorded, strict=True):
+            states[stack] = self._walk.kept(hidden)
         self._arguments = [_with_own_states(arguments) for _, arguments in recorded]
 
     def _enter(self, layer: WalkedLayer) -> None:
         """Go on to the stack of a layer."""
-        if layer.stack != self._stack:
-            for finished, hidden in zip(self._finished, self._hidden, strict=True):
-                finished[self._stack] = hidden
-            recorded = [self._walk.record(*each) for each in enumerate(self._finished)]
-            self._start(layer.stack, recorded)
+        if layer.stack not in self._hidden[0]:
+            self._start(layer.stack, [self._walk.record(*each) for each in enumerate(self._hidden)])
 
     def advance(
         self, layer: WalkedLayer, parameters: Mapping[str, Parameters] = NONE, watch: Sequence[str] = ()
@@ -255,7 +253,7 @@ class Stream:
             with walk.running() as context:
                 passages = [_Passage(context, walk, name) for name in watch]
                 output = self._run(context, layer, number, parameters)
-            self._hidden[number] = walk.kept(first_tensor(output))
+            self._hidden[number][layer.stack] = walk.kept(first_tensor(output))
             for name, passage in zip(watch, passages, strict=True):
                 streams[name].append(walk.kept(passage.stream))
         return streams
@@ -297,11 +295,11 @@ class Stream:
         for name, own in parameters.items():
             context.enter_context(replaced(self._walk.module(name), own))
         args, kwargs = self._arguments[number][layer.name]
-        return self._walk.model.get_submodule(layer.name)(self._hidden[number], *args, **kwargs)
+        return layer.module(self._hidden[number][layer.stack], *args, **kwargs)
 
     def logits(self, number: int) -> Tensor:
         """The logits [B, L, vocabulary] of a batch, once all layers are passed."""
-        return self._walk.logits(number, self._finished[number] | {self._stack: self._hidden[number]})
+        return self._walk.logits(number, self._hidden[number])
 
 
 class _Passage:

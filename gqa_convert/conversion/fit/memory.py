@@ -56,28 +56,28 @@ def estimate_needs(plan: Plan, options: CalibrationOptions) -> Needs:
         plan: of the conversion.
         options: of its calibration.
     """
-    tokens, device = None, "cpu"
+    tokens, device, work = None, "cpu", plan.effective_method
     memory: float = _NUMPY_BASE
     disk = plan.disk_bytes
     hidden_size = hidden_size_of(plan)
     if plan.merge_method.merges_layers:
         # merged layers lie beside the result until it is written
-        changed = {change.name for change in plan.changes}
-        disk += sum(tensor.nbytes for tensor in plan.all_tensors() if tensor.name in changed)
+        disk += sum(tensor.nbytes for tensor in plan.changed.values())
         widths = [(layer.heads + layer.kv_heads) * (layer.key_head_dim + layer.value_head_dim) for layer in plan.layers]
         memory += 6 * 8 * max(widths) * hidden_size  # float64 copies of a layer's rows
-    if plan.merge_method.merges_layers and options.has_data:
-        tokens = wanted_tokens(plan, options)
-        if options.device is not None or has_gpu_driver():
-            device = chosen_device(options.device)
-        memory = _running_bytes(plan, options, tokens, device)
-        waiting = KEPT_BYTES * tokens * hidden_size
-        if waiting > free_memory("cpu") / 4:
-            disk += waiting
-        else:
-            memory += waiting
+        if options.has_data:
+            tokens = wanted_tokens(plan, options)
+            work += f" on {tokens:,} tokens"
+            if options.device is not None or has_gpu_driver():
+                device = chosen_device(options.device)
+            memory = _running_bytes(plan, options, tokens, device)
+            waiting = KEPT_BYTES * tokens * hidden_size
+            if waiting > free_memory("cpu") / 4:
+                disk += waiting
+            else:
+                memory += waiting
     return Needs(
-        work=plan.effective_method + (f" on {tokens:,} tokens" if tokens else ""),
+        work=work,
         layers=len(plan.merged_layers),
         memory_bytes=int(memory),
         disk_bytes=disk,
@@ -90,17 +90,16 @@ def _running_bytes(plan: Plan, options: CalibrationOptions, tokens: int, device:
     """What it takes on a device to run source and student on some tokens, and to fit them."""
     from gqa_convert.text.calibration import calibration_length_for
 
-    block = min(options.sequence_length or calibration_length_for(plan.checkpoint.config), tokens)
-    batch = min(tokens, max(BATCH_TOKENS, block))
-    hidden_size = hidden_size_of(plan)
-    outputs = plan.layers[0].heads * plan.layers[0].value_head_dim
+    block = options.sequence_length or calibration_length_for(plan.checkpoint.config)
+    hidden_size, layer = hidden_size_of(plan), plan.layers[0]
+    outputs = layer.heads * layer.value_head_dim
+    forward = 4 * min(tokens, max(BATCH_TOKENS, block)) * (12 * outputs + 8 * hidden_size)
+    work = forward + 6 * 8 * (hidden_size + outputs) * hidden_size
     weights, free = 4 * plan.parameters_before, free_memory(device)
-    forward = 4 * batch * (12 * outputs + 8 * hidden_size)
-    merge = 8 * 6 * (hidden_size + outputs) * hidden_size
-    work = forward + merge
-    asked = plan.merge_method.trains and steps_together(options)
-    if asked and (options.kl_steps is not None or trains_together(plan, block, free - weights, device)):
-        work = max(work, last_stage_bytes(plan, block))
+    if plan.merge_method.trains and steps_together(options):
+        block = min(block, tokens)
+        if options.kl_steps is not None or trains_together(plan, block, free - weights, device):
+            work = max(work, last_stage_bytes(plan, block))
     base = _TORCH_BASE if device == "cpu" else 0
     return base + min(weights + plan.checkpoint.weight_bytes, _WEIGHTS_SHARE * free) + work
 

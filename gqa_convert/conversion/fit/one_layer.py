@@ -197,13 +197,11 @@ class OneLayer:
                 self._tell("gradient steps", done, steps)
                 call = calls[number]
                 target = call.between(share)
-                counted = target[..., 0].numel() if call.counted is None else int(call.counted.sum())
-                with torch.enable_grad():
-                    with TrainingAttention():
-                        output, _ = self._run(call, self._assembly(optimizer.parts()[0]))
+                numbers = target.shape[-1] * (target[..., 0].numel() if call.counted is None else call.counted.sum())
+                with torch.enable_grad(), TrainingAttention():
+                    output, _ = self._run(call, self._assembly(optimizer.parts()[0]))
                     missed = call.square(output.float() - target)
-                    loss = missed / counted / (mean_square * target.shape[-1] or 1.0)
-                    torch.autograd.backward(loss)
+                    torch.autograd.backward(missed / (numbers * mean_square or 1.0))
                 optimizer.step()
         return optimizer.results()[0]
 

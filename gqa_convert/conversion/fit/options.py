@@ -40,8 +40,6 @@ class CalibrationOptions:
     """Of the stage that trains all layers together, for `fit`; by default twice as many as `steps` where the model is
     small enough.
     """
-    context: int | None = None
-    """The position up to which blocks are stretched; by default what `families.context_length.reachable_context` says."""
     device: str | None = None
     """To run the source on, such as `cpu` or `cuda:1`; by default a GPU if there is one."""
     batches: Iterable[Mapping[str, Any]] | None = None
@@ -83,7 +81,6 @@ def check_calibration(method: str, options: CalibrationOptions) -> None:
         of_text = {
             "--calibration-tokens": options.tokens,
             "--calibration-length": options.sequence_length,
-            "--calibration-context": options.context,
             "--device": options.device,
         }
         for option, value in (training | of_text).items():
@@ -100,8 +97,8 @@ def check_calibration(method: str, options: CalibrationOptions) -> None:
         if value is not None and (not wanted.trains or value < 0):
             able = names(tuple(each for each in CHOICES if each.trains))
             raise OptionError(f"{option} {value} with --method {method}: only {able} takes it, 0 or more")
-    if options.batches is not None and (options.source, options.sequence_length, options.context) != (None,) * 3:
-        raise OptionError("ready batches take the place of text, and its length and context: give one or the other")
+    if options.batches is not None and (options.source, options.sequence_length) != (None, None):
+        raise OptionError("ready batches take the place of text and its length: give one or the other")
     if options.device is not None:
         chosen_device(options.device)
 

@@ -154,7 +154,7 @@ def fit_checkpoint(
         if trained is None:
             store.finish(finished)
         else:
-            errors = student.errors(calibration.held_out, trained)
+            errors = student.errors(calibration.held_out[0], trained)
             store.finish(finished, student.tensors(trained), errors)
         on_progress(FitProgress(ALL_TOGETHER, stage.steps, stage.steps, kl=kl))
         return finished
