@@ -10,7 +10,7 @@ from gqa_convert.checkpoint.machine import machine
 from gqa_convert.checkpoint.ownership import list_written
 from gqa_convert.checkpoint.provenance import BeforeAfter, ConversionRecord, FileRecord, files_as_json, hash_files
 from gqa_convert.checkpoint.source import Checkpoint
-from gqa_convert.conversion.fit.run import Merged
+from gqa_convert.conversion.fit.run import PreparedLayers
 from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.plan import Plan
 
@@ -18,7 +18,7 @@ from gqa_convert.conversion.plan import Plan
 def record_conversion(
     plan: Plan,
     options: ConversionOptions,
-    merged: Merged,
+    merged: PreparedLayers,
     errors: Mapping[str, float],
     previous: Mapping[str, Any] | None,
     folder: Path,

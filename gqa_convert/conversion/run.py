@@ -22,7 +22,7 @@ from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.conversion.fit.defaults import plan_conversion
 from gqa_convert.conversion.fit.options import CalibrationOptions
 from gqa_convert.conversion.fit.progress import FitProgress, OnProgress
-from gqa_convert.conversion.fit.run import merge_whole_layers
+from gqa_convert.conversion.fit.run import prepare_layers
 from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.conversion.provenance import record_conversion
@@ -116,7 +116,7 @@ def convert_checkpoint(
         on_plan(plan)
         sweep(Path(os.path.realpath(folder)).parent)
         staged = stack.enter_context(StagedFolder(folder))
-        merged = merge_whole_layers(plan, folder, calibration, stack, on_layer)
+        merged = prepare_layers(plan, folder, calibration, stack, on_layer)
         errors = write_weights(plan, staged.path, merged.tensors, progress)
         if merged.errors is not None:
             errors = dict(merged.errors)

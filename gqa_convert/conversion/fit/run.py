@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Merged:
+class PreparedLayers:
     """Layers that were merged before the writer runs, and what the result's record says of them."""
 
     tensors: Mapping[str, tuple[Path, TensorEntry]] = field(default_factory=dict)
@@ -41,9 +41,9 @@ class Merged:
     """On which the work was done."""
 
 
-def merge_whole_layers(
+def prepare_layers(
     plan: Plan, out: Path, options: CalibrationOptions, stack: ExitStack, on_progress: OnProgress
-) -> Merged:
+) -> PreparedLayers:
     """Merge every layer of a plan whose method works on whole layers; of any other plan none.
 
     Args:
@@ -58,7 +58,7 @@ def merge_whole_layers(
         GQAConvertError: one of its subclasses.
     """
     if not plan.merge_method.merges_layers:
-        return Merged()
+        return PreparedLayers()
     count = len(plan.merged_layers)
     fingerprint = {
         "version": __version__,
@@ -98,7 +98,7 @@ def merge_whole_layers(
         errors |= layer.errors
         if layer.head_order is not None:
             head_order[layer.module] = layer.head_order
-    return Merged(store.locate(count), errors, record, head_order, device)
+    return PreparedLayers(store.locate(count), errors, record, head_order, device)
 
 
 def fit_checkpoint(
