@@ -112,7 +112,7 @@ def _numbered_rows(layout: LayerLayout, tensors: Tensors, groups: int) -> Tensor
     keys = queries.size + np.arange(groups * layer.key_head_dim).reshape(groups, -1, 1)
     values = queries.size + keys.size + np.arange(groups * layer.value_head_dim).reshape(groups, -1, 1)
     outputs = np.zeros((layer.kv_heads, ratio, 1, layer.value_head_dim))
-    heads = Heads(*(rows.repeat(2, axis=-1) for rows in (queries, keys, values)), outputs, None)
+    heads = Heads(queries.repeat(2, -1), keys.repeat(2, -1), values.repeat(2, -1), outputs, output_bias=None)
     numbers = {layout.output_names[0]: np.zeros((1, 1), np.int64)}
     for name in layout.projections:
         rows = rows_first(tensors[name], layout.transposed)
