@@ -56,9 +56,9 @@ def merge_layer(
     if not limits.key_constraint:
         queries = np.empty_like(queries)
         still, pairs = limits.divide_rows(keys.shape[1], first_low)
-        of_still, of_pairs = key_channels(heads, limits, moments, first_low)
-        keys[:, still], queries[:, :, still] = factor(of_still, groups)
-        turning_keys, turning_queries = factor(of_pairs, groups)
+        still_channels, turning_channels = key_channels(heads, limits, moments, first_low)
+        keys[:, still], queries[:, :, still] = factor(still_channels, groups)
+        turning_keys, turning_queries = factor(turning_channels, groups)
         keys[:, pairs.reshape(-1)] = _by_row(turning_keys)
         queries[:, :, pairs.reshape(-1)] = _by_row(turning_queries)
     values, outputs = regroup_heads(heads.values, groups), heads.outputs
@@ -90,7 +90,7 @@ def key_channels(
         first_low: as `merge_layer` takes it.
     """
     still, pairs = limits.divide_rows(heads.keys.shape[1], first_low)
-    still.sort()
+    still.sort()  # only what is merged has an order of strength
     has_low_pairs = pairs.size < limits.pairs.size
     covariance = moments.keys if has_low_pairs else moments.centred_keys()
     return (
