@@ -7,6 +7,7 @@ import numpy as np
 from gqa_convert.merging.absorption_limits import AbsorptionLimits
 from gqa_convert.merging.attention_heads import Heads, regroup_heads
 from gqa_convert.merging.factorisation import Array, Channels, gram
+from gqa_convert.merging.head_grouping import reorder_heads
 from gqa_convert.merging.merge_layer import Moments, key_channels, value_channels
 
 
@@ -32,11 +33,14 @@ def reconstruction_errors(
         return 0.0, 0.0
     keys = regroup_heads(merged.keys, source.groups)
     repeated = replace(merged, keys=keys, values=regroup_heads(merged.values, source.groups))
-    still, turning = key_channels(source, limits, moments)
-    new_still, new_turning = key_channels(repeated, limits, moments)
-    # over all distances, frequencies are orthogonal, and the mean is half the greatest square
-    of_scores = _squares(still, new_still) + _squares(turning, new_turning) / 2
-    of_values = _squares(value_channels(source, moments), value_channels(repeated, moments))
+    of_scores, of_values = np.zeros(2), np.zeros(2)
+    for head in range(source.groups):  # one by one, since complex copies of a whole layer are large
+        before, after = reorder_heads(source, np.array([head])), reorder_heads(repeated, np.array([head]))
+        still, turning = key_channels(before, limits, moments)
+        new_still, new_turning = key_channels(after, limits, moments)
+        # over all distances, frequencies are orthogonal, and the mean is half the greatest square
+        of_scores += _squares(still, new_still) + _squares(turning, new_turning) / 2
+        of_values += _squares(value_channels(before, moments), value_channels(after, moments))
     return _relative(of_scores), _relative(of_values)
 
 
