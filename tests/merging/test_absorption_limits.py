@@ -13,7 +13,7 @@ from gqa_convert.families.geometry import AttentionFinder
 from gqa_convert.families.rotary import rotary_pairs
 from gqa_convert.families.table import FAMILIES
 from gqa_convert.merging.absorption_limits import find_absorption_limits
-from tests.helpers.checkpoints import write_llama
+from tests.helpers.checkpoints import llama_arrays, write_llama
 
 
 def test_reasons_are_clauses(tmp_path: Path) -> None:
@@ -31,6 +31,17 @@ def test_reasons_are_clauses(tmp_path: Path) -> None:
     for reason in filter(None, reasons):
         assert reason[0].islower()
         assert reason[-1].isalpha()
+
+
+@pytest.mark.parametrize(
+    ("tail", "keeps"), [("rotary_emb.inv_freq", False), ("masked_bias", False), ("sinks", True), ("k_norm.scale", True)]
+)
+def test_unknown_tensors_keep_heads_in_order(tail: str, keeps: bool, tmp_path: Path) -> None:
+    """They may belong to heads by their numbers; buffers of old checkpoints do not."""
+    arrays = llama_arrays() | {f"model.layers.0.self_attn.{tail}": np.ones(12, np.float32)}
+    finder = AttentionFinder(open_checkpoint(write_llama(tmp_path / "source", arrays=arrays)), FAMILIES["llama"])
+    assert (find_absorption_limits(finder, finder.layers[0]).order_constraint is not None) == keeps
+    assert find_absorption_limits(finder, finder.layers[1]).order_constraint is None
 
 
 @pytest.mark.parametrize(
