@@ -20,7 +20,7 @@ class TrainingAttention(TorchFunctionMode):  # type: ignore[misc]  # torch is no
     ) -> Any:
         options = kwargs or {}
         if func is functional.scaled_dot_product_attention and len(args) == 3:
-            plain = options.get("attn_mask") is None and not options.get("dropout_p") and options.get("is_causal")
+            plain = options.get("is_causal") and not options.get("dropout_p")
             if plain and torch.is_autocast_enabled("cpu") and trains_fast(*args):
                 return causal_attention(*args, options.get("scale"))
         return func(*args, **options)
