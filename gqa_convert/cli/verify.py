@@ -22,11 +22,10 @@ def verify(
 ) -> None:
     """Prove that OUT is SOURCE with merged K/V heads and no other change.
 
-    Every tensor is compared or recomputed by code that is independent of the converter. Then both models are loaded,
-    which needs memory for both, and OUT must compute what SOURCE computes with merged K/V heads. For factor, the
-    attention functions of the weights are compared. For fit, which depends on its calibration text, the form is proven,
-    and that OUT predicts more like SOURCE than mean pooling does, on --text or on random tokens. The exit code is 1 if
-    a check fails.
+    Every tensor is compared or recomputed by code that is independent of the converter. Then both models are loaded, one
+    at a time, and OUT must compute what SOURCE computes with OUT's heads repeated. A result of fit, which depends on its
+    calibration text, must also be nearer to SOURCE than mean pooling, as a whole and in each attention module. The exit
+    code is 1 if a check fails.
 
     An uptrained checkpoint has other weights: verify the checkpoint that training started from. A source that convert
     has rewritten first is rewritten again, in a folder beside OUT that goes afterwards.

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from gqa_convert.families.family import Family
-from gqa_convert.verify.geometry import MERGED, Geometry, HeadTensor, Role, find_modules, heads_in, read_geometry
+from gqa_convert.verify.geometry import MERGED, Geometry, HeadTensor, Kind, Role, find_modules, heads_in, read_geometry
 
 Parameters = Mapping[str, torch.Tensor]
+Orders = Mapping[tuple[Kind, int], list[int]]
 _ALL: tuple[Role, ...] = (*MERGED, "query", "output")
 
 
@@ -87,23 +88,21 @@ def pooled_heads(geometry: Geometry, model: Any) -> dict[str, torch.Tensor]:
     return _made(geometry, model, means)
 
 
-def reordered_heads(geometry: Geometry, model: Any, orders: Mapping[str, list[int]]) -> dict[str, torch.Tensor]:
+def reordered_heads(geometry: Geometry, model: Any, orders: Orders) -> dict[str, torch.Tensor]:
     """SOURCE's parameters with its own K/V heads, and the query heads that read them, in other orders.
 
     Args:
         geometry: of the loaded models.
         model: the loaded SOURCE.
-        orders: by module, as the files name it.
+        orders: by the kind of attention and the number of the layer, since names may differ in memory.
     """
-    names = [module.name for module in geometry.modules]
-    order_of = {}
-    for stored, order in orders.items():  # prefixes may differ in memory
-        ending = stored[stored.find(next(part for part in stored.split(".") if part.isdigit())) :]
-        candidates = [name for name in names if name.endswith(stored) or stored.endswith(name)]
-        order_of[candidates[0] if candidates else next(n for n in names if n.endswith(f".{ending}"))] = order
+    order_of: dict[str, list[int]] = {}
+    for module in geometry.modules:
+        for tensor in module.tensors if (module.kind, module.number) in orders else ():
+            order_of |= dict.fromkeys(tensor.names, orders[module.kind, module.number])
 
     def moved(tensor: HeadTensor, _: Role, heads: torch.Tensor) -> torch.Tensor | None:
-        order = next((order for name, order in order_of.items() if tensor.names[0].startswith(f"{name}.")), None)
+        order = order_of.get(tensor.names[0])
         return None if order is None else heads.unflatten(0, (len(order), -1))[order].flatten(0, 1)
 
     return _made(geometry, model, moved)

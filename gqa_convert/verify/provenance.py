@@ -5,9 +5,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from gqa_convert.families.rotary import rotary_pairs
 from gqa_convert.verify.config import same_json
 from gqa_convert.verify.files import PROVENANCE, file_sha256
-from gqa_convert.verify.folding import rotary_pairs
 from gqa_convert.verify.geometry import Geometry, Kind, Role
 from gqa_convert.verify.inputs import Inputs
 from gqa_convert.verify.optimum import (
@@ -172,7 +172,10 @@ def check_functions(
         if name in orders:
             source = source.ordered(orders[name])
         merged = read_heads(out, module, module.before, converted=True)
-        pairs = rotary_pairs(inputs.family, inputs.decoder_config, module, source.keys.shape[1])
+        pairs: tuple[list[int], list[int]] = ([], [])
+        if module.kind != "cross":
+            real, imaginary = rotary_pairs(inputs.family, inputs.decoder_config, source.keys.shape[1]).tolist()
+            pairs = real, imaginary
         try:
             check_optimum(source, merged, module.after, pairs, foldable[name])
         except Failure as failure:

@@ -9,13 +9,12 @@ from gqa_convert.errors import OptionError
 from gqa_convert.families.family import Modeling
 from gqa_convert.verify.config import check_config, check_modelling_file
 from gqa_convert.verify.files import check_carried, check_files, check_hashes, check_index
-from gqa_convert.verify.folding import foldable_roles
 from gqa_convert.verify.geometry import Geometry, read_geometry
 from gqa_convert.verify.inputs import Inputs, Progress, read_inputs
 from gqa_convert.verify.models import Subject, check_models
 from gqa_convert.verify.provenance import check_functions, check_provenance, judged_method, read_claims
 from gqa_convert.verify.report import Failure, VerificationReport
-from gqa_convert.verify.tensors import FACTORED, FITTED, TensorChecks
+from gqa_convert.verify.tensors import FACTORED, FITTED, TensorChecks, foldable_roles
 from gqa_convert.verify.tokenizers import check_tokenizer
 from gqa_convert.verify.weights import Weights
 
@@ -159,7 +158,7 @@ class _Verification:
             done += nbytes
             self.progress("tensors", done, total)
 
-        foldable = foldable_roles(method, geometry, inputs.family, inputs.decoder_config, inputs.source)
+        foldable = foldable_roles(method, geometry, inputs)
         tensors = TensorChecks(inputs.source, out, geometry, method, foldable, count)
         report.check("tensor names", tensors.names)
         report.check("untouched tensors", tensors.untouched)

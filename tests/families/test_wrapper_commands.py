@@ -14,10 +14,8 @@ from gqa_convert.hub.options import PublishOptions
 from gqa_convert.hub.publishing import publish
 from gqa_convert.serving.checking import check_serving
 from gqa_convert.training.teacher import shared_vocabulary
-from gqa_convert.verify import models
-from gqa_convert.verify.run import verify_checkpoint
 from tests.helpers.processors import save_llava_processor
-from tests.helpers.verification import details, failed, save_tokenizer
+from tests.helpers.verification import save_tokenizer
 from tests.helpers.wrappers import make_wrapper
 
 
@@ -41,27 +39,6 @@ def converted(folder: Path) -> Path:
     if not out.exists():
         convert_checkpoint(folder, out, 3, ConversionOptions(method="mean"))
     return out
-
-
-def test_verify_compares_an_image(source: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = source("llava")
-    out = converted(folder)
-    report = verify_checkpoint(out, folder)
-    assert failed(report) == {}
-    assert details(report)["image"].startswith("largest difference ")
-    assert "a random image and a question" in details(report)["image"]
-    true = models.logits_of
-    monkeypatch.setattr(models, "logits_of", lambda model, inputs: true(model, inputs).flip(1))
-    assert set(failed(verify_checkpoint(out, folder))) == {"image"}
-
-
-def test_verify_says_why_no_image_was_compared(source: Callable[[str], Path]) -> None:
-    folder = source("qwen2_vl")
-    out = converted(folder)
-    assert details(verify_checkpoint(out, folder))["image"].startswith("not compared: OUT has no processor (")
-    (out / "preprocessor_config.json").write_text("{}")
-    found = details(verify_checkpoint(out, folder))["image"]
-    assert found.startswith("not compared: its processor cannot prepare one (")
 
 
 @pytest.mark.parametrize("load", [load_model, outline_model])

@@ -262,8 +262,15 @@ DAMAGE: dict[str, tuple[Damage, str]] = {
     "claims to be trained": (claims(uptraining_tokens=9), "provenance"),
     "claims another method": (claims(method="first"), "merged tensors"),
     "claims an unknown method": (claims(method="magic"), "merged tensors"),
+    "claims no hashes": (lambda out, _: drop_result(out), "hashes"),
     "claims nothing": (lambda out, _: (out / "gqa_conversion.json").unlink(), "provenance"),
 }
+
+
+def drop_result(out: Path) -> None:
+    record = json.loads((out / "gqa_conversion.json").read_text())
+    del record["result"]
+    (out / "gqa_conversion.json").write_text(json.dumps(record))
 
 
 def errors_of(out: Path) -> list[str]:

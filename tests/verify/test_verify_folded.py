@@ -13,10 +13,11 @@ import pytest
 import torch
 from transformers import LlamaConfig, Qwen3Config
 
-from gqa_convert.conversion.options import CalibrationOptions
+from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions
+from gqa_convert.conversion.run import convert_checkpoint
+from gqa_convert.families.rotary import rotary_pairs
 from gqa_convert.families.table import FAMILIES, find_family
 from gqa_convert.verify import models, verify_checkpoint
-from gqa_convert.verify.folding import rotary_dims
 from gqa_convert.verify.geometry import read_geometry
 from gqa_convert.verify.optimum import Heads, loss_between, read_heads, score_products, value_products
 from gqa_convert.verify.report import Failure
@@ -51,6 +52,7 @@ SOURCES: dict[str, Callable[[Path], object]] = {
     "t5": lambda folder: make_source("t5", folder, num_layers=1),
     "falcon": lambda folder: make_source("falcon", folder, bias=True),
     "codegen": lambda folder: make_source("codegen", folder),
+    "mpt": lambda folder: make_source("mpt", folder),
 }
 HALF = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}
 STOCK = set(NATIVE) | {"llama, float32", "qwen3"}
@@ -165,6 +167,32 @@ def test_a_fit_that_is_worse_than_the_mean_fails(made: Made, tmp_path: Path, mon
     assert "cannot be run" in failed(verify_checkpoint(out, source))["better than mean"]
 
 
+def test_one_bad_module_does_not_hide_in_a_good_fit(made: Made, tmp_path: Path) -> None:
+    """The predictions stay nearer to SOURCE's than those of mean pooling."""
+    good, source = made("llama, float32", 3, "fit")
+    out = shutil.copytree(good, tmp_path / "out")
+    for part in ("k_proj", "v_proj"):
+        rows(part, swapped)(out, source)
+    columns(swapped)(out, source)
+    assert set(failed(verify_checkpoint(out, source))) == {"module outputs"}
+
+
+def test_heads_with_alibi_may_not_change_places(made: Made, tmp_path: Path) -> None:
+    """A result of SOURCE with its heads in another order, which OUT claims: all tensors fit, and the slopes do not."""
+    _, source = made("mpt", 4, "factor")
+    other = shutil.copytree(source, tmp_path / "other")
+    order = [5, 0, 7, 2, 9, 4, 11, 6, 1, 8, 3, 10]
+    modules = [f"transformer.blocks.{layer}.attn" for layer in (0, 1)]
+    for module in modules:
+        edit(other, f"{module}.Wqkv.weight", lambda t: t.unflatten(0, (3, 12, -1))[:, order].flatten(0, 2).contiguous())
+        edit(other, f"{module}.out_proj.weight", lambda t: t.unflatten(1, (12, -1))[:, order].flatten(1).contiguous())
+    out = tmp_path / "out"
+    convert_checkpoint(other, out, 4, ConversionOptions(method="factor", native=False))
+    claim(out, head_order=dict.fromkeys(modules, order))
+    assert failed(verify_checkpoint(out, source, logits=False)) == {}
+    assert set(failed(verify_checkpoint(out, source))) == {"head order"}
+
+
 # The measures, against sums over everything
 # ----------------------------------------------------------------------------------------
 
@@ -239,7 +267,7 @@ def test_rows_that_turn_are_those_of_the_models(model_type: str) -> None:
     config |= {"hidden_size": 256, "num_attention_heads": 4, "mamba_n_heads": 8, "mamba_d_head": 64} | (
         {} if model_type == "falcon" else {"head_dim": 64}
     )
-    assert rotary_dims(FAMILIES[model_type], config, 64) == expected
+    assert rotary_pairs(FAMILIES[model_type], config, 64).size == expected
 
 
 # What only claims to be one

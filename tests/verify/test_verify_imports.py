@@ -18,6 +18,7 @@ SHARED = {
     "gqa_convert.families.family": "the families' records",
     "gqa_convert.families.layerwise": "the forms of configs whose layers differ",
     "gqa_convert.families.legacy_config_keys": "the config keys of transformers 4",
+    "gqa_convert.families.rotary": "which rows of a key head rotate",
     "gqa_convert.families.table": "finding a family",
     "gqa_convert.families.records": "the norm of keys of a type on no list",
     "gqa_convert.families.wrappers": "the config of the decoder inside a wrapper",
