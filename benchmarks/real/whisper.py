@@ -10,10 +10,12 @@ outputs are computed once for all models. The table goes into docs/results/READM
 
 import argparse
 import os
+import shutil
 import statistics
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +26,14 @@ from torch import Tensor
 from benchmarks.pages import filled, table
 from benchmarks.records import Cell, Records
 from gqa_convert.conversion.fit.model_loading import open_model
-from gqa_convert.conversion.fit.progress import MERGING_LAYERS, FitProgress
+from gqa_convert.conversion.fit.progress import ALL_TOGETHER, MERGING_LAYERS, FitProgress
 from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.measuring.evaluation.comparison import Mean, mean
 from gqa_convert.measuring.evaluation.word_errors import word_errors
 from gqa_convert.text.audio_files import AudioFile, list_audio_files
 from gqa_convert.text.scoring.forward import token_scores
-from gqa_convert.text.speech import SpeechModel, SpeechSize, cut_windows, speech_batches
+from gqa_convert.text.speech import SpeechModel, SpeechSize, cut_windows, speech_batches, speech_tokens_for
 
 from .folders import DEFAULT_FOLDER
 from .spoken import speak
@@ -84,8 +86,8 @@ class HeldOut:
                 tokens = torch.cat([prompts[row], targets[:-1]])
                 logits, wanted = (_logits(each, encoded[row], tokens)[-len(targets) :] for each in (model, self.source))
                 losses, divergences, *_ = token_scores(logits, targets, wanted)
-                cell["losses"].append(float(losses.sum()))
-                cell["kl"].append(float(divergences.sum()))
+                cell["losses"].append(round(float(losses.sum()), 4))
+                cell["kl"].append(round(float(divergences.sum()), 4))
                 cell["tokens"].append(len(targets))
             heard += model.transcribe(encoded)
             sys.stderr.write(f"scored {len(heard)} of {len(self.files)} sentences\n")
@@ -116,27 +118,64 @@ def make_folder(folder: Path, sentences: int, seeds: list[int]) -> None:
                 os.link(file.path, bare / file.path.name)
 
 
+def heard(folder: Path, seed: int, texts: str) -> tuple[CalibrationOptions, float]:
+    """What `convert` draws by default from the sound of a seed, as ready batches, which all numbers of heads share; and the
+    processor minutes that it took to hear them.
+
+    Args:
+        folder: the benchmark's.
+        seed: of calibration.
+        texts: what follows the name of the folder of sound: "-no-texts" for those without.
+    """
+    path = folder / f"heard-{seed}{texts}.pt"
+    if not path.is_file():
+        began = time.process_time()
+        source = SpeechModel(open_model(folder / "source"), folder / "source")
+        tokens = speech_tokens_for(source.model.config.to_dict())
+        size = SpeechSize(tokens, tokens // 8, tokens)
+        files = list_audio_files(folder / f"calibration-{seed}{texts}")
+        found = speech_batches(source, files, size, seed=seed, progress=_count)
+        minutes = (time.process_time() - began) / 60
+        torch.save([found.tokens, [*found.layers, *found.held_out, *found.fresh], minutes], path)
+        sys.stderr.write(f"heard {found.description()}, in {minutes:.1f} core minutes\n")
+    tokens, batches, minutes = torch.load(path, mmap=True)
+    return CalibrationOptions(batches=batches, tokens=tokens, seed=seed), minutes
+
+
 def converted(folder: Path, method: str, groups: int, seed: int) -> tuple[Path, float]:
-    """A result, and the processor minutes that it took."""
+    """A result, and the processor minutes that it took, with those of hearing the sound. `layers` has the layers of `fit`,
+    which are fitted once.
+    """
     out = folder / "converted" / f"{method}-{groups}-{seed}"
     out.parent.mkdir(exist_ok=True)
     minutes = out.with_suffix(".json")
-    if not (out.is_dir() and minutes.is_file()):
-        options = ConversionOptions(method="mean", overwrite=True)
-        if method != "mean":
-            sound = folder / f"calibration-{seed}{'-no-texts' if method == 'no-texts' else ''}"
-            steps = 0 if method == "layers" else None
-            options = ConversionOptions(
-                calibration=CalibrationOptions(str(sound), seed=seed, kl_steps=steps), overwrite=True
-            )
-        before = time.process_time()
-        convert_checkpoint(folder / "source", out, groups, options, on_layer=_tell)
-        minutes.write_text(str(round((time.process_time() - before) / 60, 1)))
+    options = ConversionOptions(method="mean")
+    hearing = 0.0
+    if method != "mean" and not out.is_dir():
+        calibration, hearing = heard(folder, seed, "-no-texts" if method == "no-texts" else "")
+        options = ConversionOptions(calibration=replace(calibration, kl_steps=0 if method == "layers" else None))
+    began = time.process_time()
+
+    def passed(path: Path) -> None:
+        path.write_text(str(round((time.process_time() - began) / 60 + hearing, 1)))
+
+    def on_layer(progress: FitProgress) -> None:
+        sys.stderr.write(f"{out.name}: {progress.label} {progress.done} of {progress.total} {progress.detail}\n")
+        layers = out.with_name(f"layers-{groups}-{seed}")
+        before, after = (each.with_name(f".{each.name}.gqa-merging") for each in (out, layers))
+        if (method, progress.label, progress.done) == ("fit", ALL_TOGETHER, 0) and not after.exists():
+            shutil.copytree(before, after)
+            passed(layers.with_suffix(".json"))
+
+    if not out.is_dir():
+        convert_checkpoint(folder / "source", out, groups, options, on_layer=on_layer)
+    if not minutes.is_file():
+        passed(minutes)
     return out, float(minutes.read_text())
 
 
-def _tell(progress: FitProgress) -> None:
-    sys.stderr.write(f"{progress.label} {progress.done} of {progress.total} {progress.detail}\n")
+def _count(done: int, total: int) -> None:
+    sys.stderr.write(f"heard {done} of {total} tokens\n")
 
 
 def time_layers(folder: Path, groups: int) -> None:
@@ -149,11 +188,9 @@ def time_layers(folder: Path, groups: int) -> None:
                 seen.setdefault("began", (time.monotonic(), time.process_time()))
             seen["ended"] = (time.monotonic(), time.process_time())
 
-    files = list_audio_files(folder / "calibration-0")[: _TIMED_WINDOWS + _AT_ONCE]
-    source = SpeechModel(open_model(folder / "source"), folder / "source")
-    batches = speech_batches(source, files, SpeechSize(1 << 20, 0, 0), seed=0).layers
-    del source
-    tokens = sum(batch["decoder_input_ids"].numel() for batch in batches[: _TIMED_WINDOWS // _AT_ONCE])
+    timed = _TIMED_WINDOWS // _AT_ONCE
+    batches = list(heard(folder, 0, "")[0].batches or ())[: 2 * timed + 1 : 2]  # of short texts and of long ones
+    tokens = sum(batch["decoder_input_ids"].numel() for batch in batches[:-1])
     out = folder / "converted" / "timed"
     calibration = CalibrationOptions(batches=batches, tokens=tokens, kl_steps=0)
     options = ConversionOptions(calibration=calibration, overwrite=True)
@@ -221,7 +258,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=DEFAULT_FOLDER.parent / "whisper")
     parser.add_argument("--output", type=Path, default=OUTPUT)
     parser.add_argument("--groups", type=int, nargs="+", default=[4, 2, 1])
-    parser.add_argument("--methods", nargs="+", choices=tuple(METHODS), default=list(METHODS))
+    parser.add_argument("--methods", nargs="+", choices=tuple(METHODS), default=[*reversed(METHODS)])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--sentences", type=int, default=200, help="held out (default: 200)")
     parser.add_argument("--time", action="store_true", help="measure only how long the layers' fit takes")

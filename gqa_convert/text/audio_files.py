@@ -5,6 +5,7 @@ folder counts, and there are no texts. soundfile decodes the files, and soxr res
 """
 
 import csv
+import io
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,7 +45,7 @@ def list_audio_files(folder: Path) -> list[AudioFile]:
         )
     for name, rows in (("metadata.jsonl", _json_rows), ("metadata.csv", _csv_rows)):
         if (folder / name).is_file():
-            return [_described(folder, name, row) for row in rows(folder / name)]
+            return _described_files(folder, name, rows(folder / name))
     found = [AudioFile(path, None) for path in sorted(_audio_files(folder))]
     if not found:
         raise DataError(f"{folder} holds no audio files ({', '.join(SUFFIXES)}): name a folder that does")
@@ -56,17 +57,36 @@ def _audio_files(folder: Path) -> Iterator[Path]:
 
 
 def _json_rows(path: Path) -> Iterator[Any]:
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            try:
+    for number, line in enumerate(_text(path).splitlines(), 1):
+        try:
+            if line.strip():
                 yield json.loads(line)
-            except ValueError as problem:
-                raise DataError(f"{path}, line {number}, is no JSON ({problem}): repair it") from None
+        except ValueError as problem:
+            raise DataError(f"{path}, line {number}, is no JSON ({problem}): repair it") from None
 
 
 def _csv_rows(path: Path) -> Iterator[Any]:
-    with path.open(encoding="utf-8", newline="") as lines:
-        yield from csv.DictReader(lines)
+    return csv.DictReader(io.StringIO(_text(path), newline=""))
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as problem:
+        raise DataError(f"{path} is no UTF-8 ({problem}): save it as UTF-8") from None
+
+
+def _described_files(folder: Path, metadata: str, rows: Iterator[Any]) -> list[AudioFile]:
+    """The files of all rows of the metadata."""
+    found: dict[Path, AudioFile] = {}
+    for row in rows:
+        file = _described(folder, metadata, row)
+        if file.path in found:
+            raise DataError(f"{folder / metadata} names {row['file_name']} twice: remove one of its rows")
+        found[file.path] = file
+    if not found:
+        raise DataError(f"{folder / metadata} has no rows: add one for each audio file, or remove it")
+    return list(found.values())
 
 
 def _described(folder: Path, metadata: str, row: Any) -> AudioFile:
@@ -89,7 +109,7 @@ def read_audio(path: Path, rate: int) -> Samples:
     """The samples of a file, [n], of one channel at `rate` samples per second.
 
     Raises:
-        DataError: the file can't be decoded, or is shorter than `SHORTEST_SECONDS`.
+        DataError: the file can't be decoded, is shorter than `SHORTEST_SECONDS`, or holds NaN.
         MissingExtraError: soundfile or soxr is not installed.
     """
     try:
@@ -109,4 +129,6 @@ def read_audio(path: Path, rate: int) -> Samples:
             f"{path} lasts {len(channels) / found_rate:.2f} seconds, and nothing is said in less than {SHORTEST_SECONDS}: "
             "take it out of the folder"
         )
+    if not np.isfinite(samples).all():
+        raise DataError(f"{path} holds samples that are no finite numbers: repair it, or take it out of the folder")
     return samples

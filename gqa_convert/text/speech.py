@@ -314,12 +314,12 @@ def _divided(found: list[SpokenText], size: SpeechSize) -> tuple[list[SpokenText
     lengths = [len(spoken.tokens) for spoken in found]
     ends = np.cumsum(lengths)
     layers = int(np.searchsorted(ends, size.layers)) + 1
-    judged = int(np.searchsorted(ends, size.layers + size.held_out)) + 1
-    if size.held_out and judged > len(found):
+    judged = max(layers, int(np.searchsorted(ends, size.layers + size.held_out))) + 1
+    if not size.held_out or len(found) == 1:
+        judged = layers
+    elif judged > len(found):
         layers = len(found) - max(1, len(found) // 9)
         judged = len(found)
-    if not size.held_out:
-        judged = layers
     return found[:layers], found[layers:judged], found[judged:]
 
 

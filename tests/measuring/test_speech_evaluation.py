@@ -13,6 +13,7 @@ from gqa_convert.families.loading import load_model
 from gqa_convert.measuring.evaluation.run import EvaluationOptions, evaluate
 from gqa_convert.measuring.evaluation.table import columns
 from gqa_convert.measuring.evaluation.word_errors import word_errors
+from gqa_convert.measuring.sensitivity.inspection import inspect_checkpoint
 from gqa_convert.text.audio_files import list_audio_files
 from gqa_convert.text.sources import Source
 from gqa_convert.text.speech import SpeechModel, cut_windows
@@ -52,6 +53,7 @@ def test_a_result_is_scored_beside_its_source(tmp_path: Path, source: Path) -> N
             logits = speech.model(features, decoder_input_ids=torch.tensor([[start, *tokens[:-1]]])).logits[0]
         losses += torch.nn.functional.cross_entropy(logits, torch.tensor(tokens), reduction="none").tolist()
     assert found.reference.tokens == scores.tokens == len(losses)
+    assert scores.note == "1 sounds without words or longer than a window were left out"
     assert found.reference.loss == pytest.approx(float(np.mean(losses)), rel=1e-4)
     assert found.reference.kl is None or found.reference.kl == pytest.approx(0, abs=1e-6)
     assert scores.kl is not None
@@ -63,6 +65,14 @@ def test_a_result_is_scored_beside_its_source(tmp_path: Path, source: Path) -> N
         scores.word_error_rate - (found.reference.word_error_rate or 0)
     )
     assert "word errors" in columns(found.entries(), {str(source): "source", str(merged): "merged"})
+
+
+def test_what_merging_costs_is_measured_on_sound(tmp_path: Path, source: Path) -> None:
+    folder = sound_folder(tmp_path / "sounds", 40)
+    found = inspect_checkpoint(source, calibration=str(folder), calibration_tokens=200, candidates=[3])
+    assert found.loss is not None
+    assert found.loss.source == pytest.approx(np.log(2400), rel=0.1)
+    assert found.loss.tokens > 20
 
 
 def test_what_cannot_be_scored_is_refused(tmp_path: Path, source: Path) -> None:

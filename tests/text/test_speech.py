@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import soundfile
 import torch
 
 from gqa_convert.errors import DataError, MissingExtraError
@@ -43,11 +44,14 @@ def test_texts_come_from_either_kind_of_metadata(tmp_path: Path) -> None:
         ('{"text": "a"}', "has a row without file_name"),
         ('{"file_name": "00.wav", "label": "a"}', "states no text for 00.wav"),
         ("{", "line 1, is no JSON"),
+        ("\n", "has no rows"),
+        ('{"file_name": "00.wav", "text": "a"}\n' * 2, "names 00.wav twice"),
+        ('{"file_name": "00.wav", "text": "\udce9"}', "is no UTF-8"),
     ],
 )
 def test_metadata_that_does_not_fit_is_refused(tmp_path: Path, metadata: str, message: str) -> None:
     folder = sound_folder(tmp_path / "sounds", 1)
-    (folder / "metadata.jsonl").write_text(metadata + "\n")
+    (folder / "metadata.jsonl").write_text(metadata + "\n", errors="surrogateescape")
     with pytest.raises(DataError, match=message):
         list_audio_files(folder)
 
@@ -75,6 +79,9 @@ def test_sound_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     write_sound(tmp_path / "short.wav", 0.1)
     with pytest.raises(DataError, match=r"broken\.wav can't be read as sound"):
         read_audio(tmp_path / "broken.wav", RATE)
+    soundfile.write(tmp_path / "nan.wav", np.full(RATE, np.nan), RATE, subtype="FLOAT")
+    with pytest.raises(DataError, match=r"nan\.wav holds samples that are no finite numbers"):
+        read_audio(tmp_path / "nan.wav", RATE)
     with pytest.raises(DataError, match=r"short\.wav lasts 0\.10 seconds"):
         read_audio(tmp_path / "short.wav", RATE)
 
@@ -145,6 +152,10 @@ def test_windows_are_divided_and_drawn_in_an_order_of_the_seed(tmp_path: Path, s
     ]
     assert sum(rows) == 12
     assert min(rows) >= 1
+    few = made(speech, folder, SpeechSize(count // 3, 1, 0))
+    assert sum(len(batch["decoder_input_ids"]) for batch in few.held_out) == 1
+    (only,) = made(speech, sound_folder(tmp_path / "one", 1), SpeechSize(100, 10, 0)).layers
+    assert len(only["decoder_input_ids"]) == 1
     first, again, other = (made(speech, folder, SpeechSize(count // 3, 0, 0), seed) for seed in (1, 1, 2))
     assert first.digest == again.digest != other.digest
 

@@ -166,6 +166,6 @@ def _note(measured: Measured) -> str | None:
     notes = []
     if measured.problem:
         notes.append(f"not compared token by token, since {measured.problem}")
-    if measured.material.truncated:
-        notes.append(f"{measured.material.truncated} pairs were cut to the window")
+    if measured.material.note:
+        notes.append(measured.material.note)
     return "; ".join(notes) or None

@@ -28,7 +28,13 @@ from gqa_convert.errors import OptionError
 from gqa_convert.measuring import Progress
 from gqa_convert.measuring.sensitivity.choice import BudgetChoice, HeadAllocation, choose_candidate
 from gqa_convert.measuring.sensitivity.kv_budget import KVBudget, LayerCosts, largest_uniform, least_sum
-from gqa_convert.measuring.sensitivity.merged_copies import Copy, SensitivityInputs, open_inputs, score_copies
+from gqa_convert.measuring.sensitivity.merged_copies import (
+    Copy,
+    SensitivityInputs,
+    open_inputs,
+    score_copies,
+    tokens_of,
+)
 from gqa_convert.merging.methods import DEFAULT
 from gqa_convert.text.sources import STDLIB
 
@@ -74,7 +80,7 @@ def choose_num_kv_heads(
         inputs = stack.enter_context(open_inputs(plan, calibration.batches, text, store))
         costs = measure_costs(inputs, progress)
         candidates = measure_candidates(inputs, costs, limit, progress)
-        held_out_tokens = sum(batch["input_ids"].numel() for batch in inputs.held_out)
+        held_out_tokens = sum(tokens_of(batch).numel() for batch in inputs.held_out)
     margin = FIT_MARGIN if fits else 1.0
     chosen = choose_candidate(candidates, margin)
     return BudgetChoice(

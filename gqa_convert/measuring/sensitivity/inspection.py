@@ -240,7 +240,7 @@ def _inspect_on_text(
     """Errors and losses from running the source, and a copy with all layers merged for each candidate, on text."""
     calibration = prepare_calibration(plan, text, progress)
     from gqa_convert.measuring.sensitivity.layer_merging import ClosedForm
-    from gqa_convert.measuring.sensitivity.merged_copies import count_predicted, open_inputs, score_copies
+    from gqa_convert.measuring.sensitivity.merged_copies import count_predicted, open_inputs, score_copies, tokens_of
 
     copies = [{layer.module: count for layer in plan.layers} for count in candidates]
     with open_inputs(plan, calibration.batches, text) as inputs:
@@ -255,7 +255,7 @@ def _inspect_on_text(
         "sequence_length": calibration.sequence_length,
         "seed": text.seed,
         "digest": calibration.digest,
-        "held_out_blocks": sum(len(batch["input_ids"]) for batch in inputs.held_out),
+        "held_out_blocks": sum(len(tokens_of(batch)) for batch in inputs.held_out),
         "warning": calibration.warning,
     }
     assert isinstance(inputs.merging, ClosedForm)

@@ -80,7 +80,7 @@ def split(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch]]:
     Raises:
         DataError: there is only one block.
     """
-    blocks = sum(len(batch["input_ids"]) for batch in batches)
+    blocks = sum(len(tokens_of(batch)) for batch in batches)
     if blocks < 2:
         raise DataError(
             "the calibration text has one block and none left to hold out for the loss: name more text or more --calibration-tokens"
@@ -89,7 +89,7 @@ def split(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch]]:
     text: list[Batch] = []
     held_out: list[Batch] = []
     for batch in batches:
-        size = len(batch["input_ids"])
+        size = len(tokens_of(batch))
         if left:
             text.append({name: tensor[:left] for name, tensor in batch.items()})
         if left < size:
@@ -127,11 +127,16 @@ def open_inputs(
         )
 
 
+def tokens_of(batch: Batch) -> Tensor:
+    """[B, L], the tokens that a model reads: those of what is said, where it hears."""
+    return batch["input_ids"] if "input_ids" in batch else batch["decoder_input_ids"]
+
+
 def predicted_tokens(batch: Batch) -> Tensor:
     """[B, L], the token that the logits of each position predict: the label, or else the next token of the input."""
     if "labels" in batch:
         return batch["labels"]
-    return torch.nn.functional.pad(batch["input_ids"][:, 1:], (0, 1), value=IGNORED)
+    return torch.nn.functional.pad(tokens_of(batch)[:, 1:], (0, 1), value=IGNORED)
 
 
 def count_predicted(batches: Sequence[Batch]) -> int:

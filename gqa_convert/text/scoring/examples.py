@@ -86,7 +86,8 @@ def pair_material(
         sizes.append(shortened(nbytes, length, target_closing))
         starts.append(int(targets[-1][-1]) if start is None else start)
         progress(number + 1, len(pairs))
-    return _material(sources, targets, starts, batch, np.concatenate(sizes), truncated)
+    note = f"{truncated} pairs were cut to the window" if truncated else None
+    return _material(sources, targets, starts, batch, np.concatenate(sizes), note)
 
 
 class _Text:
@@ -114,7 +115,7 @@ def _material(
     starts: Sequence[int],
     batch: int,
     sizes: Integers | None = None,
-    truncated: int = 0,
+    note: str | None = None,
 ) -> Material:
     """The material of pairs, each of which is a block.
 
@@ -124,7 +125,7 @@ def _material(
         starts: the first token of the decoder's input, for each pair.
         batch: pairs at a time.
         sizes: [n], the bytes of each token of the targets.
-        truncated: the number of pairs that were truncated.
+        note: what was cut.
     """
     lengths = np.array([len(target) for target in targets])
     firsts = np.cumsum(lengths) - lengths
@@ -152,4 +153,4 @@ def _material(
     for part in (*sources, ids):
         digest.update(np.array(part).tobytes())
     blocks = np.repeat(np.arange(count), lengths)
-    return Material(ids, np.ones(len(ids), np.bool_), sizes, blocks, count, made, digest.hexdigest(), truncated)
+    return Material(ids, np.ones(len(ids), np.bool_), sizes, blocks, count, made, digest.hexdigest(), note)

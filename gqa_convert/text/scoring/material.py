@@ -50,7 +50,7 @@ class Material:
         block_count: the number of blocks.
         batches: the model inputs.
         fingerprint: a hash of the tokens and of the model inputs.
-        truncated: how many examples exceed the model's context and were truncated.
+        note: what was left out or cut, None for nothing.
     """
 
     ids: Integers
@@ -60,7 +60,7 @@ class Material:
     block_count: int
     batches: Batches
     fingerprint: str
-    truncated: int = 0
+    note: str | None = None
 
     @cached_property
     def tokens(self) -> int:

@@ -77,7 +77,8 @@ def hear(
     tokens: int | None,
     progress: Callable[[int, int], None],
 ) -> HeardSpeech:
-    """Run a model on sounds with their texts. Those longer than the encoder's window are left out, and counted.
+    """Run a model on sounds with their texts. Those without words and those longer than the encoder's window are
+    left out, and counted.
 
     Args:
         speech: the model, which hears the language of each sound too.
@@ -97,17 +98,20 @@ def hear(
     used: list[AudioFile] = []
     targets: list[Integers] = []
     prompts, heard = [], []
+    left_out = 0
     digest = hashlib.sha256()
     for first in range(0, len(files), batch):
         windows = []
         for file in files[first : first + batch]:
             window = _window(speech, file)
             tokens_said = speech.text_tokens(window.text or "")
-            if tokens_said:
-                windows.append(window)
-                used.append(file)
-                targets.append(np.array(tokens_said))
-                digest.update(window.samples.tobytes())
+            if not tokens_said:
+                left_out += 1
+                continue
+            windows.append(window)
+            used.append(file)
+            targets.append(np.array(tokens_said))
+            digest.update(window.samples.tobytes())
         if windows:
             encoded = speech.encode(windows)
             prompts.append(speech.prompts(encoded).numpy())
@@ -127,6 +131,7 @@ def hear(
         len(used),
         SpeechBatches(speech, used, np.concatenate(prompts), targets, batch),
         digest.hexdigest(),
+        f"{left_out} sounds without words or longer than a window were left out" if left_out else None,
     )
     return HeardSpeech(material, [file.text or "" for file in used], heard)
 
