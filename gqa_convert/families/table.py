@@ -40,6 +40,7 @@ def family_of(config: Config) -> Family:
     """
     model_type = config.get("model_type")
     check_per_layer_config(config, "config.json")
+    _check_one_number(decoder_config(config))
     if is_wrapper(config):
         return _composite(str(model_type), decoder_config(config)["model_type"])
     if isinstance(model_type, str) and model_type in ONE_OR_ALL_HEADS:
@@ -56,6 +57,16 @@ def _is_known(model_type: str) -> bool:
     return any(model_type in table for table in (FAMILIES, INNER, ONE_OR_ALL_HEADS, COMPOSITES, REFUSALS, RESTATED))
 
 
+def _check_one_number(config: Config) -> None:
+    """Refuse the config of a decoder whose layers differ in their K/V heads by `per_layer_config`."""
+    entries = config.get("per_layer_config") or {}
+    counts = {entry.get("num_key_value_heads") for entry in entries.values()} - {None}
+    if counts - {config.get("num_key_value_heads")}:
+        raise UnsupportedFamilyError(
+            "the layers differ in their number of K/V heads already (per_layer_config): convert the source that they were made of"
+        )
+
+
 def check_per_layer_config(config: Config, where: str) -> None:
     """Refuse a config with values for each layer that transformers' class of the type would load without.
 
@@ -69,7 +80,8 @@ def check_per_layer_config(config: Config, where: str) -> None:
     stated = decoder_config(config)
     family = ALL.get(str(stated.get("model_type")))
     reads_it = family is not None and family.reads_per_layer_config
-    if stated.get("per_layer_config") and not reads_it:
+    entries = stated.get("per_layer_config")
+    if entries and not reads_it:
         raise UnsupportedFamilyError(
             f"{where} has per_layer_config, which transformers' class of {stated.get('model_type')} ignores, so that all "
             "layers would have one number of K/V heads: use the folder that it was made from"

@@ -82,6 +82,7 @@ def wrapped_family(wrapper: str, decoder: Family) -> Family:
         beyond_window_in=frozenset(),
         modeling=None,
         layerwise=(),
+        reads_per_layer_config=False,
     )
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from gqa_convert.families.family import Family, Modeling
-from gqa_convert.families.layerwise import restate
+from gqa_convert.families.layerwise import restate, restate_by_kind
 from gqa_convert.families.legacy_config_keys import legacy_config_keys
 from gqa_convert.families.wrappers import SECTION, decoder_config
 from gqa_convert.verify.geometry import Geometry
@@ -34,6 +34,8 @@ def check_config(inputs: Inputs, geometry: Geometry, modeling: Modeling | None, 
     original, family = inputs.config, inputs.family
     if family.wrapped:
         expected = _composite_config(original, family, geometry.counts[0])
+    elif family.reads_per_layer_config and len(set(geometry.counts)) > 1:
+        expected = restate_by_kind(original, geometry.counts) | legacy_config_keys(original)
     elif modeling in family.layerwise and modeling is not None:
         expected = restate(modeling, original, tuple(geometry.counts)) | modelling_keys(modeling, original)
     else:

@@ -140,7 +140,9 @@ class _Verification:
     def _read_heads(self, out: Weights) -> str:
         inputs, family = self.inputs, self.inputs.family
         shapes = inputs.source.shapes, out.shapes
-        geometry = read_geometry(family, inputs.decoder_config, *shapes, may_differ=bool(self.forms))
+        geometry = read_geometry(
+            family, inputs.decoder_config, *shapes, may_differ=bool(self.forms) or family.reads_per_layer_config
+        )
         self.geometry = geometry
         self.method = judged_method(self.claims, geometry)
         if not self.forms and not geometry.changed and not family.is_converted:

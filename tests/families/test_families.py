@@ -170,7 +170,6 @@ def test_every_model_type_is_known() -> None:
         ("deepseek_v3", "latent"),
         ("bert", "encoder"),
         ("mamba", "no attention"),
-        ("gemma4_text", "differ"),
         ("gemma3", "wraps a decoder"),
         ("gemma3n", "several models"),
         ("doge", "mask"),

@@ -70,6 +70,31 @@ _SPECS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"vision_config": _tower("siglip_vision_model"), "image_token_id": IMAGE} | _ALIGNED,
         {},
     ),
+    "gemma4": (
+        "gemma4_text",
+        {
+            "vision_config": {
+                "hidden_size": 32,
+                "intermediate_size": 48,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 4,
+                "head_dim": 8,
+                "patch_size": 4,
+                "position_embedding_size": 16,
+            },
+            "audio_config": None,
+            "image_token_id": IMAGE,
+            "boi_token_id": 125,
+            "eoi_token_id": 126,
+        },
+        {
+            "global_head_dim": HEAD_DIM,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 128,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
     "gemma3": ("gemma3_text", _SIGLIP | {"mm_tokens_per_image": 4, "boi_token_index": 125, "eoi_token_index": 126}, {}),
     "got_ocr2": (
         "qwen2",
@@ -245,6 +270,13 @@ def image_inputs(model_type: str) -> dict[str, torch.Tensor]:
             "pixel_values": torch.randn(1, 16, 48, generator=generator),
             "spatial_shapes": torch.tensor([[4, 4]]),
             "pixel_attention_mask": torch.ones(1, 16, dtype=torch.long),
+        }
+    if model_type == "gemma4":
+        places = torch.stack(torch.meshgrid(torch.arange(6), torch.arange(6), indexing="xy"), -1)
+        return inputs | {
+            "pixel_values": torch.randn(1, 36, 48, generator=generator),
+            "image_position_ids": places.reshape(1, 36, 2),
+            "mm_token_type_ids": (ids == IMAGE).long(),
         }
     if model_type == "mllama":
         return inputs | {

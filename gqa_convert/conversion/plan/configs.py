@@ -5,7 +5,7 @@ import copy
 from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.families.family import Family, Modeling
 from gqa_convert.families.geometry import AttentionFinder
-from gqa_convert.families.layerwise import restate
+from gqa_convert.families.layerwise import restate, restate_by_kind
 from gqa_convert.families.legacy_config_keys import legacy_config_keys
 from gqa_convert.families.wrappers import decoder_config, decoder_section, with_kv_heads
 
@@ -55,9 +55,23 @@ def layerwise_config(
         finder: of the source's layers.
         counts: K/V heads of each.
     """
+    return restate(modeling, config, _by_number(finder, counts)) | _modeling_keys(config, modeling)
+
+
+def by_kind_config(config: JsonObject, finder: AttentionFinder, counts: tuple[int, ...]) -> JsonObject:
+    """The config of a result that states the K/V heads of each kind of layer, for a stock class.
+
+    Args:
+        config: the source's.
+        finder: of the source's layers.
+        counts: K/V heads of each.
+    """
+    return restate_by_kind(config, _by_number(finder, counts)) | legacy_config_keys(config)
+
+
+def _by_number(finder: AttentionFinder, counts: tuple[int, ...]) -> tuple[int, ...]:
     numbered = sorted(zip(finder.layers, counts, strict=True), key=lambda pair: pair[0].number)
-    by_layer = tuple(count for _, count in numbered)
-    return restate(modeling, config, by_layer) | _modeling_keys(config, modeling)
+    return tuple(count for _, count in numbered)
 
 
 def _convention(groups: int) -> JsonObject:

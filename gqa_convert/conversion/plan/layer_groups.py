@@ -5,7 +5,7 @@ from math import gcd
 
 from gqa_convert.errors import GroupsError
 from gqa_convert.families.geometry import AttentionFinder, AttentionLayer
-from gqa_convert.families.layerwise import find_form
+from gqa_convert.families.layerwise import find_form, kinds_of_layers
 
 
 def merging_counts(*kv_heads: int) -> list[int]:
@@ -40,7 +40,7 @@ def layer_groups(finder: AttentionFinder, groups: int | Sequence[int]) -> tuple[
         return (groups,) * len(layers)
     if isinstance(groups, int):
         groups = [groups] * len(layers)
-    if not family.layerwise:
+    if not family.layerwise and not family.reads_per_layer_config:
         raise GroupsError(
             f"--groups: all layers of a {family.model_type} have one number of K/V heads: give one; docs/families.md names the "
             "types whose layers may differ"
@@ -57,7 +57,9 @@ def layer_groups(finder: AttentionFinder, groups: int | Sequence[int]) -> tuple[
                 f"--groups states {groups[layer.number]} for layer {layer.number}, which does not divide its "
                 f"{layer.kv_heads} K/V heads: choose one of {', '.join(map(str, possible))}"
             )
-    if len(set(groups)) > 1 or family.is_layerwise:
+    if family.reads_per_layer_config:
+        _check_kinds(finder, groups)
+    elif len(set(groups)) > 1 or family.is_layerwise:
         reason = find_form(family, finder.config)
         if isinstance(reason, str):
             raise GroupsError(
@@ -65,6 +67,18 @@ def layer_groups(finder: AttentionFinder, groups: int | Sequence[int]) -> tuple[
                 "give one number for all layers"
             )
     return tuple(groups[layer.number] for layer in layers)
+
+
+def _check_kinds(finder: AttentionFinder, groups: Sequence[int]) -> None:
+    """Check that all layers of a kind have one number, as transformers' class reads them."""
+    kinds = kinds_of_layers(finder.config)
+    by_kind: dict[str, int] = {}
+    for number, count in enumerate(groups):
+        if by_kind.setdefault(kinds[number], count) != count:
+            raise GroupsError(
+                f"--groups: all layers of a {finder.family.model_type} with {kinds[number].replace('_', ' ')} have one number "
+                f"of K/V heads: layer {number} states {count}, and one before it {by_kind[kinds[number]]}"
+            )
 
 
 def _check_for_all(finder: AttentionFinder, layer: AttentionLayer, groups: int) -> None:

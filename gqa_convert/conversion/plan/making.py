@@ -9,7 +9,7 @@ from gqa_convert.checkpoint.ownership import some
 from gqa_convert.checkpoint.source import Checkpoint
 from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.conversion.plan.completeness import check_layers
-from gqa_convert.conversion.plan.configs import converted_config, layerwise_config
+from gqa_convert.conversion.plan.configs import by_kind_config, converted_config, layerwise_config
 from gqa_convert.conversion.plan.files import divide_files, keep_files
 from gqa_convert.conversion.plan.layer_changes import constraint_notes, layer_changes
 from gqa_convert.conversion.plan.layer_groups import layer_groups
@@ -123,6 +123,8 @@ def _form(
 ) -> tuple[Modeling | None, JsonObject, list[str]]:
     """The modelling file of the result, if it needs one; its config; and notes."""
     family = finder.family
+    if len(set(counts)) > 1 and family.reads_per_layer_config:
+        return None, by_kind_config(checkpoint.config, finder, counts), []
     if len(set(counts)) > 1 or family.is_layerwise:
         form = find_form(family, finder.config)
         assert not isinstance(form, str), form  # layer_groups has refused it

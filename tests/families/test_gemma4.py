@@ -1,0 +1,65 @@
+"""Gemma 4: heads of two widths, layers that share keys and values, and a number of K/V heads for each kind of layer."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from gqa_convert.checkpoint.source import open_checkpoint
+from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions
+from gqa_convert.conversion.plan import make_plan
+from gqa_convert.conversion.run import convert_checkpoint
+from gqa_convert.errors import GroupsError, UnsupportedFamilyError
+from gqa_convert.verify.run import verify_checkpoint
+from tests.helpers.native import TOKENS, load
+from tests.helpers.tiny import make_checkpoint
+
+BATCHES = [{"input_ids": torch.randint(1, 64, (4, 16), generator=torch.Generator().manual_seed(n))} for n in range(4)]
+METHODS = {
+    "mean": ConversionOptions(method="mean"),
+    "factor": ConversionOptions(method="factor"),
+    "fit": ConversionOptions(method="fit", calibration=CalibrationOptions(batches=BATCHES, steps=2, kl_steps=2)),
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("shared", "groups"), [(2, 3), (0, 3), (2, [4, 3, 4, 3]), (0, [3, 1, 3, 1, 3, 1])])
+def test_the_stock_class_loads_a_result_that_verify_proves(
+    shared: int, groups: int | list[int], method: str, tmp_path: Path
+) -> None:
+    source = make_checkpoint("gemma4_text", tmp_path / "source", num_kv_shared_layers=shared)
+    out = tmp_path / "out"
+    convert_checkpoint(source, out, groups, METHODS[method])
+    report = verify_checkpoint(out, source)
+    assert report.passed, [check for check in report.checks if not check.passed]
+    assert [path for path in out.iterdir() if path.suffix == ".py"] == []
+    cached = load(out).generate(
+        TOKENS[1:], max_new_tokens=2, do_sample=False, return_dict_in_generate=True, pad_token_id=0
+    )
+    stated = [groups] * (6 - shared) if isinstance(groups, int) else groups
+    keys = [layer.keys for layer in cached.past_key_values.layers if getattr(layer, "keys", None) is not None]
+    assert [(key.shape[1], key.shape[3]) for key in keys] == list(zip(stated, [16, 32] * 3, strict=False))
+
+
+def test_head_widths_that_the_config_states_the_old_way(tmp_path: Path) -> None:
+    """As the configs of the Hub do, with `global_head_dim` and without a list of layers."""
+    source = make_checkpoint("gemma4_text", tmp_path / "source", num_kv_shared_layers=0)
+    config = json.loads((source / "config.json").read_text())
+    del config["per_layer_config"]
+    (source / "config.json").write_text(json.dumps(config | {"global_head_dim": 32}))
+    convert_checkpoint(source, tmp_path / "out", [6, 2] * 3, METHODS["mean"])
+    assert verify_checkpoint(tmp_path / "out", source).passed
+
+
+def test_what_the_class_cannot_load_is_refused(tmp_path: Path) -> None:
+    source = make_checkpoint("gemma4_text", tmp_path / "source", num_kv_shared_layers=0)
+    with pytest.raises(GroupsError, match="sliding attention have one number") as caught:
+        make_plan(open_checkpoint(source), [3, 3, 4, 3, 3, 3])
+    assert "\n" not in str(caught.value)
+    convert_checkpoint(source, tmp_path / "out", [6, 2] * 3, METHODS["mean"])
+    with pytest.raises(UnsupportedFamilyError, match="differ in their number of K/V heads already"):
+        make_plan(open_checkpoint(tmp_path / "out"), 1)
+    equal = make_checkpoint("gemma4_text", tmp_path / "equal", num_kv_shared_layers=0, attention_k_eq_v=True)
+    with pytest.raises(UnsupportedFamilyError, match="attention_k_eq_v"):
+        make_plan(open_checkpoint(equal), 3)
