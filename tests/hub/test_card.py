@@ -26,6 +26,7 @@ from gqa_convert.hub.publishing import publish
 from gqa_convert.training.recipe import make_recipe
 from gqa_convert.verify import verify_checkpoint
 from tests.helpers.checkpoints import HEADS, WIDTH, digests, write_llama
+from tests.helpers.speech import hearing_model
 from tests.helpers.tiny import make_checkpoint
 
 REPO = "me/gqa-3"
@@ -198,6 +199,14 @@ def test_one_with_code_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "out" / "gqa_t5.py").unlink()
     with pytest.raises(PublishError, match=r"lacks gqa_t5\.py"):
         card(tmp_path / "out")
+
+
+def test_the_cache_of_a_model_that_hears_is_stated_for_its_sound(tmp_path: Path) -> None:
+    source = hearing_model(tmp_path / "source")
+    convert_checkpoint(source, tmp_path / "out", 3, ConversionOptions(method="first"))
+    text = card(tmp_path / "out", license="apache-2.0")[0]
+    of_all_heads = 1500 * 2 * 2 * 12 * 8 * 4  # positions, keys and values, layers, heads of 8, float32
+    assert f"per 30 seconds of sound | {of_all_heads:,} | {of_all_heads // 4:,} |" in text
 
 
 @pytest.mark.usefixtures("modeling_files_registered")
