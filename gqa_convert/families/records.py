@@ -51,8 +51,8 @@ def _record(model_type: str, row: JsonObject) -> Family:
     for key in _ENGINE_KEYS:
         fields[key] = frozenset(row.get(key, "").split())
     fields["legacy"] = _legacy(row.get("legacy", {}))
-    fields["native"] = "modeling" not in row and "own_code" not in row
-    if "modeling" in row:
+    fields["native"] = not row.keys() & {"modeling", "becomes", "own_code"}
+    if row.keys() & {"modeling", "becomes"}:
         fields = {"kv_heads": "heads"} | fields
     return Family(model_type=model_type, **fields)
 

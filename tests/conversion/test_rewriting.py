@@ -211,8 +211,6 @@ def planned(config: dict[str, Any], groups: int, native: bool | None = True) -> 
         (with_config("neox", auto_map={"AutoModel": "x.Y"}), 3, "contains modelling code"),
         (with_config("neox", architectures=["GPTNeoXForTokenClassification"]), 3, "GPTNeoXForTokenClassification"),
         (with_config("neox", pad_token_id=64), 3, "pad_token_id = 64"),
-        (with_config("gptj", rotary_dim=None), 3, "rotary_dim = None"),
-        (with_config("gptj", rotary_dim=18), 3, "rotary_dim = 18"),
         ({"model_type": "bloom"}, 3, "bloom"),
     ],
 )
@@ -220,6 +218,25 @@ def test_no_stock_class(config: dict[str, Any], groups: int, reason: str) -> Non
     with pytest.raises(OptionError, match=reason):
         planned(config, groups)
     assert planned(config, groups, None) is None
+
+
+@pytest.mark.parametrize("native", [None, True])
+@pytest.mark.parametrize("turned", [None, 18])
+def test_a_type_without_a_modelling_file_is_refused(turned: int | None, native: bool | None) -> None:
+    with pytest.raises(UnsupportedFamilyError, match=f"this gptj can't become a phi.*rotary_dim = {turned}"):
+        planned(with_config("gptj", rotary_dim=turned), 3, native)
+
+
+@pytest.mark.parametrize("name", ["gptj", "codegen"])
+def test_no_modelling_file_can_be_asked_for(name: str, tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(build(name).save(tmp_path / name))
+    with pytest.raises(OptionError, match=f"--no-native: a {name} has no modelling file"):
+        plan_rewriting(checkpoint, 3, native=False)
+    for groups in (3, HEADS):
+        rewriting = plan_rewriting(checkpoint, groups)
+        assert rewriting is not None
+        assert rewriting.config["model_type"] == "phi"
+        assert "--no-native" not in " ".join(rewriting.notes)
 
 
 @pytest.mark.parametrize(

@@ -124,7 +124,6 @@ SPECIAL: dict[str, tuple[dict[str, Any], set[str]]] = {
     ),
     "olmo": (LINEAR, {"rope_theta", "rope_scaling"}),
     "olmo3": ({"rope_parameters": ONE_BASE}, {"rope_theta", "rope_scaling"}),
-    "persimmon": (rope(500.0, partial_rotary_factor=0.75), {"rope_theta", "partial_rotary_factor"}),
     "phi3": (
         longrope(8) | {"original_max_position_embeddings": 16},
         {"rope_theta", "partial_rotary_factor", "rope_scaling"},

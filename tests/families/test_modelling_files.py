@@ -40,7 +40,7 @@ from tests.helpers.elsewhere import (
 from tests.helpers.folding_cases import SOURCE_HEADS, Case, pool
 from tests.helpers.hub_server import HubServer
 from tests.helpers.native import distance
-from tests.helpers.own_files import CASES, SIZES, auto_class, load_stock, make_source
+from tests.helpers.own_files import CASES, auto_class, load_stock, make_source
 from tests.helpers.tiny import HEADS
 
 FILES = sorted(MODELING.glob("gqa_*.py"))
@@ -98,7 +98,7 @@ class Row:
 FEWER = {"gpt_neo": 4, "falcon": 4, "falcon, 40B with 4": 2}
 """Counts other than 3."""
 ROWS = [
-    *(Row(case, FEWER.get(case, 3)) for case in CASES if CASES[case][0] not in ("gptj", "codegen", "persimmon")),
+    *(Row(case, FEWER.get(case, 3)) for case in CASES),
     *(Row(case, 1) for case in ("t5", "whisper", "gpt2", "gpt_neox", "bloom", "mpt", "falcon, 40B")),
     *(Row(case, 12) for case in ("falcon, 7B", "falcon, 40B")),
     *(Row(case, encoder=True) for case in ("t5", "whisper", "switch_transformers")),
@@ -247,7 +247,7 @@ def check_saved(row: Row, found: dict[str, Any]) -> None:
     assert torch.equal(saved["logits"], found["logits"])
 
 
-@pytest.mark.parametrize("model_type", SIZES)
+@pytest.mark.parametrize("model_type", OWN)
 def test_every_auto_class_loads_it(model_type: str, sources: Callable[[str], Path], elsewhere: Elsewhere) -> None:
     """Each one that the config names: what it lacks is what the stock class lacks, and it computes the same."""
     row, source = Row(model_type), sources(model_type)

@@ -23,3 +23,4 @@ def test_the_tables_agree() -> None:
         assert form.fused_layout == (family.fused_layout if family.fused else None)
         assert form.interleaved == (family.rotary == "interleaved")
         assert form.transposed == family.transposed
+        assert family.modeling or family.becomes == form.stock

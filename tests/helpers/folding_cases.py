@@ -25,7 +25,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = (
         "olmo, clipped": ("olmo", {"clip_qkv": 0.5}),
         "llama4, no key norm": ("llama4_text", {"use_qk_norm": False}),
         "phi3, partly rotary": ("phi3", {"partial_rotary_factor": 0.5}),
-        "gptj, all rows": ("gptj", {"rotary_dim": 8}),
         "gpt_neox, half turns": (
             "gpt_neox",
             {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}},
@@ -64,10 +63,7 @@ SOME = (
     "opt",
     "gpt2, cross-attention",
     "gpt_neo",
-    "gptj",
-    "codegen",
     "gpt_neox, half turns",
-    "persimmon",
     "bloom",
     "falcon",
     "falcon, 40B",
@@ -95,7 +91,6 @@ NORMED_IF = {
     "cohere": "use_qk_norm",
     "glm4_moe": "use_qk_norm",
     "llama4_text": "use_qk_norm",
-    "persimmon": "qk_layernorm",
     "phi": "qk_layernorm",
     "stablelm": "qk_layernorm",
 }
@@ -148,7 +143,6 @@ FUSED = {
     "gpt2": "blocks",
     "codegen": "quarters",
     "gpt_neox": "grouped",
-    "persimmon": "grouped",
     "bloom": "grouped",
     "falcon": "grouped",
 }

@@ -97,7 +97,6 @@ SIZES: dict[str, dict[str, Any]] = {
     "gptj": _GPT2 | {"rotary_dim": 4},
     "codegen": _GPT2 | {"rotary_dim": 4, "n_ctx": 64},
     "gpt_neox": _NAMES | {"intermediate_size": 40},
-    "persimmon": _NAMES | {"intermediate_size": 40},
     "bloom": _TOKENS
     | {
         "hidden_size": 96,
@@ -130,7 +129,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2, upcast": ("gpt2", {"reorder_and_upcast_attn": True}),
     "gpt2, cross-attention": ("gpt2", {"add_cross_attention": True}),
     "gpt_neox, serial residual": ("gpt_neox", {"use_parallel_residual": False, "attention_bias": False}),
-    "persimmon, no key norm": ("persimmon", {"qk_layernorm": False}),
     "bloom, residual behind the norm": ("bloom", {"apply_residual_connection_post_layernorm": True}),
     "falcon, 7B": ("falcon", {"multi_query": True}),
     "falcon, 40B": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 6}),
@@ -142,7 +140,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 values.
 """
 
-CASES: dict[str, tuple[str, dict[str, Any]]] = {model_type: (model_type, {}) for model_type in SIZES} | VARIANTS
+ALWAYS_REWRITTEN = ("gptj", "codegen")
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    model_type: (model_type, {}) for model_type in SIZES if model_type not in ALWAYS_REWRITTEN
+} | VARIANTS
 
 
 def auto_class(model_type: str) -> str:

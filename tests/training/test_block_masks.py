@@ -125,7 +125,7 @@ def test_what_flex_attention_cannot_do_is_left_to_dense_masks(monkeypatch: pytes
     assert uses_block_masks({"model_type": "llama"}, "cpu")
     assert not uses_block_masks({"model_type": "llama"}, "cpu", dropout=0.1)
     assert not uses_block_masks({"model_type": "llama"}, "mps")
-    for other in ("opt", "mpt", "gqa_opt", "gqa_gptj", "none such", "persimmon_of_the_future"):
+    for other in ("opt", "mpt", "gqa_opt", "none such", "persimmon_of_the_future"):
         assert not uses_block_masks({"model_type": other}, "cpu")
     monkeypatch.undo()
     assert uses_block_masks({"model_type": "llama"}, "cuda")

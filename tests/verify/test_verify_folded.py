@@ -239,7 +239,7 @@ def test_the_measures_are_those_of_whole_products(pairs: Pairs) -> None:
 
 @pytest.mark.parametrize(
     "model_type",
-    ["gpt_neox", "gptj", "codegen", "persimmon", "falcon", "phi", "stablelm", "glm", "llama", "zamba2", "mpt", "bamba"],
+    ["gpt_neox", "gptj", "codegen", "falcon", "phi", "stablelm", "glm", "llama", "zamba2", "mpt", "bamba"],
 )
 def test_rows_that_turn_are_those_of_the_models(model_type: str) -> None:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -249,7 +249,6 @@ def test_rows_that_turn_are_those_of_the_models(model_type: str) -> None:
         "gpt_neox": 16,
         "gptj": 4,
         "codegen": 4,
-        "persimmon": 32,
         "falcon": 64,
         "phi": 32,
         "stablelm": 16,

@@ -50,16 +50,14 @@ SOURCES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2", {"n_layer": 2}),
     "gpt2, cross": ("gpt2", {"n_layer": 2, "add_cross_attention": True}),
     "gpt_neo": ("gpt_neo", {}),
-    "gptj": ("gptj", {}),
     "gpt_neox": ("gpt_neox", {}),
-    "codegen": ("codegen", {}),
     "bloom": ("bloom", {}),
     "mpt": ("mpt", {}),
     "falcon": ("falcon", {"multi_query": False, "bias": True}),
     "falcon, 7B": ("falcon", {"multi_query": True}),
     "falcon, 40B": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 6}),
 }
-HALF = ("codegen", "gpt2", "t5")
+HALF = ("gpt2", "t5")
 
 
 def save_source(name: str, folder: Path) -> None:
@@ -91,10 +89,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Conversions:
         ("gpt2", 3, "mean", False),
         ("gpt2, cross", 3, "mean", False),
         ("gpt_neo", 4, "mean", False),
-        ("gptj", 3, "mean", False),
         ("gpt_neox", 4, "mean", False),
-        ("codegen", 3, "mean", False),
-        ("codegen", 1, "mean", False),
         ("bloom", 6, "first", False),
         ("mpt", 4, "mean", False),
         ("falcon", 3, "mean", False),
@@ -130,7 +125,7 @@ def test_at_the_sources_own_count_stock_classes_load_it(made: Conversions, name:
 
 def test_a_result_converted_again(made: Conversions, tmp_path: Path) -> None:
     """What it is made from has a modelling file already, which the new result brings along in its place."""
-    for name, encoder in (("bart", True), ("codegen", False), ("gpt2", False)):
+    for name, encoder in (("bart", True), ("gpt2", False)):
         first, _ = made(name, 4, encoder=encoder)
         for groups, more in ((2, False), (4, False), (4, True), (12, False)):
             if more and not encoder:
@@ -225,7 +220,7 @@ def edit_map(**changes: Any) -> Damage:
 
 
 NEOX = "gpt_neox.layers.1.attention.query_key_value.weight"
-CODEGEN = "transformer.h.1.attn.qkv_proj.weight"
+MPT = "transformer.blocks.1.attn.Wqkv.weight"
 FALCON = "transformer.h.0.self_attention.query_key_value.weight"
 GPT2 = "transformer.h.0.attn.c_attn.weight"
 CROSS = "transformer.h.1.crossattention"
@@ -235,7 +230,7 @@ BART_CROSS = "model.decoder.layers.1.encoder_attn.v_proj.weight"
 
 MERGED, UNTOUCHED, CONFIG, CLAIMS = {"merged tensors"}, {"untouched tensors"}, {"config"}, {"provenance"}
 CODE = {"modelling file"}
-GROUPS = {"t5": 3, "codegen": 3, "gpt2, cross": 3, "falcon, 40B": 2}
+GROUPS = {"t5": 3, "mpt": 3, "gpt2, cross": 3, "falcon, 40B": 2}
 """Where it is not 4."""
 ENCODER = "bart, encoder too"
 
@@ -244,7 +239,7 @@ DAMAGE: dict[str, tuple[str, Damage, set[str]]] = {
     "left interleaved": ("gpt_neox", left_interleaved, MERGED),
     "queries not taken apart": ("gpt_neox", not_interleaved, MERGED),
     "one bit of a query head": ("falcon, 40B", change(FALCON, flip(40)), MERGED),
-    "keys and values swapped": ("codegen", change(CODEGEN, swap_keys_and_values), MERGED),
+    "keys and values swapped": ("mpt", change(MPT, swap_keys_and_values), MERGED),
     "bias not merged": ("opt", lambda out, source: edit(out, OPT, lambda _: tensor_of(source, OPT)), MERGED),
     "bias cut": ("opt", cut_bias, MERGED),
     "bias missing": ("opt", remove(OPT), {"tensor names", "merged tensors"}),
@@ -265,14 +260,14 @@ DAMAGE: dict[str, tuple[str, Damage, set[str]]] = {
     "no cross-attention cache": ("t5", claims(cross_kv_bytes_per_encoder_token=None), CLAIMS),
     "a cross-attention cache": ("gpt2", claims(**cross_bytes(384)), CLAIMS),
     "another route": ("gpt2", claims(route="native"), CLAIMS),
-    "more bytes": ("codegen", claims(kv_bytes_per_token={"before": 1, "after": 1}), CLAIMS),
+    "more bytes": ("gpt2", claims(kv_bytes_per_token={"before": 1, "after": 1}), CLAIMS),
     "stock type": ("t5", config(model_type="t5"), CONFIG),
     "stock class": ("t5", config(architectures=["T5ForConditionalGeneration"]), CONFIG),
     "no auto_map": ("t5", without("auto_map"), CONFIG | CODE),
     "another file": ("gpt_neo", edit_map(AutoModelForCausalLM="evil.Model"), CONFIG | CODE),
     "one file more": ("gpt_neo", edit_map(AutoModelForVision="evil.Model"), CONFIG | CODE),
     "a tokenizer's code": ("gpt_neo", edit_map(AutoTokenizer="evil.Tokenizer"), CONFIG),
-    "another count": ("mpt", config(num_key_value_heads=3), CONFIG),
+    "another count": ("mpt", config(num_key_value_heads=4), CONFIG),
     "no tokenizer class": ("mpt", without("tokenizer_class"), CONFIG),
     "no modelling file": ("mpt", lambda out, _: (out / "gqa_mpt.py").unlink(), CODE),
     "a modelling file cut short": ("mpt", lambda out, _: (out / "gqa_mpt.py").write_text("import torch\n"), CODE),

@@ -45,13 +45,13 @@ def plan_rewriting(
         checkpoint: the source, opened with `quantised`.
         groups: K/V heads per layer in the result, if the source is to be converted.
         native: rewrite types without a K/V-head count for a stock class that has one (True), never (False), or where
-            there is one and the number of heads changes (None).
+            there is one and the number of heads changes (None). A type that has no modelling file is always rewritten.
 
     Raises:
-        UnsupportedFamilyError: no stock class computes the same as a type with custom code.
+        UnsupportedFamilyError: no stock class computes the same as a type that has no other form.
         ConfigError: the tensors do not belong to the config.
         UnsupportedFormatError: a tensor has a type that can't be read in numbers.
-        OptionError: `native`, and no stock class computes the same.
+        OptionError: `native`, and no stock class computes the same; or not `native`, and there is no modelling file.
     """
     config = checkpoint.config
     if quantisation_method(config) is not None:
@@ -65,9 +65,11 @@ def plan_rewriting(
                 f"no stock class computes the same as this {model_type}, whose config.json has {problem}"
             ) from None
     family = FAMILIES.get(model_type)
-    if family is None or family.modeling is None or family.is_converted or native is False:
+    if family is None or family.is_converted or not isinstance(groups, int):
         return None
-    if not isinstance(groups, int):
+    if family.becomes:
+        return _rewrite_always(checkpoint, groups, family.becomes, native=native)
+    if family.modeling is None or native is False:
         return None
     if native is None and groups == config.get(family.heads_key, config.get("num_attention_heads")):
         return None
@@ -80,6 +82,19 @@ def plan_rewriting(
                 "modelling file"
             ) from None
         return None
+
+
+def _rewrite_always(checkpoint: Checkpoint, groups: int, stock: str, *, native: bool | None) -> Rewriting:
+    """Plan the rewriting of a type that has no modelling file."""
+    model_type = checkpoint.config["model_type"]
+    if native is False:
+        raise OptionError(f"--no-native: a {model_type} has no modelling file: leave the option out to get a {stock}")
+    try:
+        return _rewrite(checkpoint, stock_form(checkpoint.config, groups))
+    except NoStockClassError as problem:
+        raise UnsupportedFamilyError(
+            f"this {model_type} can't become a {stock}, which has K/V heads of their own number: {problem}"
+        ) from None
 
 
 def needs_rewriting(config: Config, result_type: Any) -> bool:
@@ -105,7 +120,7 @@ def _rewrite(checkpoint: Checkpoint, form: StockForm) -> Rewriting:
     if form.bias_key:
         config[form.bias_key] = planner.has_biases
     note = f"the source, a {form.model_type}, is rewritten as a {form.stock}, which computes the same"
-    if form.model_type not in REMOTE_CODE:
+    if form.model_type not in REMOTE_CODE and not FAMILIES[form.model_type].becomes:
         note += f" (--no-native keeps {form.model_type})"
     notes = [note]
     tokens = checkpoint.config.get(form.same_up_to)
