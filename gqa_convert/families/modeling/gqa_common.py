@@ -177,7 +177,9 @@ class GroupedModel:
 
     @classmethod
     def _can_set_attn_implementation(cls: Any) -> bool:
-        return bool(cls._supports_sdpa)  # transformers would look in a source file, or ask its own class
+        if cls.eager_constructor:
+            return True  # its attention class here asks for the configured function; the stock one does not
+        return bool(super()._can_set_attn_implementation())
 
     def __init__(self: Any, config: Any) -> None:
         requested = config._attn_implementation
