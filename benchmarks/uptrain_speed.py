@@ -33,9 +33,9 @@ from torch.nn.functional import cross_entropy
 from gqa_convert.training import sharding
 from gqa_convert.training.checkpoints import Progress
 from gqa_convert.training.distributed import join, taking_part
-from gqa_convert.training.loop import Trainer
 from gqa_convert.training.optimizers import build_optimizer
 from gqa_convert.training.recipe import Recipe, make_recipe
+from gqa_convert.training.trainer import Trainer
 
 SIZES: dict[str, dict[str, int]] = {
     "demo": {
@@ -75,8 +75,6 @@ Turn = Callable[[], float]
 
 class Blocks:
     """Random samples that are there already, as a memory-mapped file's would be."""
-
-    names = ("random",)
 
     def __init__(self, length: int, vocabulary: int) -> None:
         self.tokens_per_sample = length

@@ -17,7 +17,7 @@ def uptrain(
     overrides: Annotated[list[str] | None, argument("KEY=VALUE", "Values that replace keys of the recipe.")] = None,
     dry_run: Annotated[
         bool,
-        option("--dry-run", "Estimate memory, arithmetic, communication, time and text of the run; train nothing."),
+        option("--dry-run", "Estimate memory and hours of the run; train nothing."),
     ] = False,
     hardware: Annotated[
         str | None,

@@ -21,9 +21,9 @@ from gqa_convert.checkpoint.paths import expanded
 from gqa_convert.errors import RecipeError
 from gqa_convert.text.scalars import counted, exact, shown
 
-Change = Literal["never", "budget", "bookkeeping", "execution", "divergence"]
+Change = Literal["never", "budget", "bookkeeping", "execution", "recorded"]
 """When a resumed run may have another value: never; if the budget does not shrink; always, since the trained weights do
-not depend on the key; always, since only rounding, memory and speed depend on it; or after the run has diverged."""
+not depend on the key; always, since only rounding, memory and speed depend on it; or always, with a record of the change and its step."""
 
 TOKENS = "tokens"
 """The unit of keys that may be written 10B, 500M or 64Ki."""

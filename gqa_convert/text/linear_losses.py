@@ -13,8 +13,8 @@ from gqa_convert.text.loss_terms import (
     CombinedLoss,
     Found,
     Terms,
-    check_options,
     check_shapes,
+    check_weight,
     combined,
     evaluate,
     scale_into,
@@ -39,8 +39,6 @@ def linear_loss(
     *,
     labelled: Tensor | None = None,
     weight: float = 0.0,
-    temperature: float = 1.0,
-    top_k: int | None = None,
     z_loss: float = 0.0,
 ) -> CombinedLoss:
     """Compute what `losses.combined_loss` does, from the input of the output layer.
@@ -57,18 +55,16 @@ def linear_loss(
         teacher: [b, L, d'], the input of the teacher's output layer, or [b, L, V'], the teacher's logits.
         teacher_layer: the teacher's output layer; None if `teacher` contains logits.
         labelled: [k], the positions of b * L whose logits are needed, as `labelled_positions` finds them; by default all.
-        weight: see `combined_loss`, like the other options.
-        temperature: see there.
-        top_k: see there.
+        weight: see `combined_loss`.
         z_loss: see there.
 
     Raises:
         OptionError: an option is out of range, or the shapes do not match.
     """
-    check_options(weight, temperature, top_k)
+    check_weight(weight)
     teacher = weighted(teacher, weight)
     check_shapes(states, labels, teacher)
-    terms = Terms(weight, temperature, top_k, z_loss)
+    terms = Terms(weight, z_loss)
     found = _LinearLoss.apply(
         states,
         layer.weight,
@@ -113,7 +109,7 @@ class _LinearLoss(torch.autograd.Function):  # type: ignore[misc]
         teacher_layer: OutputLayer | None,
         terms: Terms,
         differentiable: bool,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         kind = states.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weights.dtype
         flat = _rows(states, labelled)

@@ -14,8 +14,8 @@ from torch.autograd.function import once_differentiable
 from gqa_convert.text.loss_terms import (
     CombinedLoss,
     Terms,
-    check_options,
     check_shapes,
+    check_weight,
     combined,
     evaluate,
     rows_at_once,
@@ -43,28 +43,21 @@ def kl_loss(
     student: Tensor,
     teacher: Tensor,
     labels: Tensor,
-    temperature: float = 1.0,
-    top_k: int | None = None,
     *,
     overwrite: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Forward KL(teacher || student) of the distributions at a temperature T, times T^2 (Hinton et al. 2015).
+    """Forward KL(teacher || student) (Hinton et al. 2015).
 
     Args:
         student: [b, L, V], logits.
         teacher: logits [b, L, V]; receives no gradient.
         labels: [b, L]; positions with -100 are ignored.
-        temperature: T, which divides both logits.
-        top_k: the number of the teacher's likeliest tokens to compare, all others being lumped together; see
-            `lump`.
         overwrite: see `combined_loss`.
 
     Returns:
         The sum over the labelled positions and their number, both float32.
     """
-    loss = combined_loss(
-        student, labels, teacher, weight=1.0, temperature=temperature, top_k=top_k, overwrite=overwrite
-    )
+    loss = combined_loss(student, labels, teacher, weight=1.0, overwrite=overwrite)
     return loss.sum, loss.count
 
 
@@ -74,8 +67,6 @@ def combined_loss(
     teacher: Tensor | None = None,
     *,
     weight: float = 0.0,
-    temperature: float = 1.0,
-    top_k: int | None = None,
     z_loss: float = 0.0,
     overwrite: bool = False,
 ) -> CombinedLoss:
@@ -89,8 +80,6 @@ def combined_loss(
         labels: [b, L], next tokens, or -100 for positions to ignore.
         teacher: the teacher's logits [b, L, V].
         weight: the weight of the divergence, from 0 (cross-entropy only) to 1 (divergence only).
-        temperature: the temperature of the divergence.
-        top_k: see `kl_loss`.
         z_loss: the weight of log(Z)^2, which is added; Z is the sum of the exponentials of a position's logits. T5 and PaLM
             were pretrained with 1e-4, which keeps the logits from drifting.
         overwrite: write the gradient into the memory of the logits, which are lost when this function returns. The loss
@@ -102,11 +91,11 @@ def combined_loss(
     Raises:
         OptionError: an option is out of range, or the shapes do not match.
     """
-    check_options(weight, temperature, top_k)
+    check_weight(weight)
     teacher = weighted(teacher, weight)
     check_shapes(logits, labels, teacher)
     differentiable = torch.is_grad_enabled() and logits.requires_grad
-    terms = Terms(weight, temperature, top_k, z_loss)
+    terms = Terms(weight, z_loss)
     return combined(_Loss.apply(logits, labels, teacher, terms, differentiable, overwrite), labels, terms)
 
 
@@ -120,10 +109,11 @@ class _Loss(torch.autograd.Function):  # type: ignore[misc]
         terms: Terms,
         differentiable: bool,
         overwrite: bool,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         flat = logits.detach().reshape(-1, logits.shape[-1])
         gradient = (flat if overwrite else torch.empty_like(flat)) if differentiable else None
-        found = evaluate(flat, labels, teacher, terms, gradient).totals(labels.shape, terms)
+        flat_teacher = None if teacher is None else teacher.detach().reshape(-1, teacher.shape[-1])
+        found = evaluate(flat, labels, flat_teacher, terms, gradient).totals(labels.shape, terms)
         if gradient is not None:
             ctx.save_for_backward(gradient.view(logits.shape))
         ctx.overwrite = overwrite

@@ -66,18 +66,6 @@ class Samples:
         counts = [self._sampler.count(size) for size, _ in sizes]
         return max(self._mixture.samples_for(source, count) for source, count in enumerate(counts))
 
-    def source_of(self, index: int) -> int:
-        """The number of the source of a sample."""
-        return self._mixture.locate(index)[0]
-
-    def epochs(self, count: int) -> list[float | None]:
-        """How often the first `count` samples read each source; None for a stream that has not ended."""
-        found: list[float | None] = []
-        for tokens, number in zip(self._tokens, self._mixture.counts(count), strict=True):
-            size, complete = tokens.size()
-            found.append(number / self._sampler.count(size) if complete else None)
-        return found
-
     def batch(self, indices: Sequence[int]) -> dict[str, Integers]:
         """The samples with these numbers; see `causal_batch`, `SpanSampler.batch` and `collated`."""
         places = []

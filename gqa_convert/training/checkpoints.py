@@ -2,31 +2,34 @@
 
 A checkpoint is a folder `checkpoints/step-000123`. It holds the sharded state of model and optimizer, of which every
 process writes its own part (torch.distributed.checkpoint), and `run.json`, which is written last and lists every file's
-size and SHA-256.
+size.
 """
 
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from gqa_convert.checkpoint.atomic_files import sync
 from gqa_convert.checkpoint.resource_errors import is_disk_full
 from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.errors import GQAConvertError, NoSpaceError, ResumeError
 from gqa_convert.text.dataset_commits import DatasetCommits
-from gqa_convert.training.digests import digests, first_difference, share
 from gqa_convert.training.distributed import waiting_group
-from gqa_convert.training.state import StateDict
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
 
 _NAME = re.compile(r"step-(\d{6,})")
 _UNFINISHED = ".unfinished-"
 _RECORD = "run.json"
-_FORMAT = 1
+
+StateDict = dict[str, Any]
+"""Tensors by name, nested as torch.distributed.checkpoint saves and loads them."""
 
 
 @dataclass
@@ -45,6 +48,8 @@ class Progress:
     """The fingerprint of the evaluation data."""
     changes: list[str] = field(default_factory=list)
     """Changes of the recipe during the run."""
+    run_id: str = ""
+    """What trackers know the run by."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +61,6 @@ class RunRecord:
         recipe: the resolved recipe, which is compared when the run resumes.
         processes: the number of processes that wrote the checkpoint.
         samples: the fingerprint of the training data, which is compared too.
-        sha256: the digest of every file, by name.
         files: the size of every file, by name.
         dataset_commits: the commits of Hub datasets, which the run keeps.
     """
@@ -65,13 +69,8 @@ class RunRecord:
     recipe: JsonObject
     processes: int
     samples: str
-    sha256: dict[str, str]
     files: dict[str, int]
     dataset_commits: DatasetCommits
-
-    def as_json(self) -> JsonObject:
-        """The record as plain data."""
-        return {"format": _FORMAT} | asdict(self)
 
     @classmethod
     def from_json(cls, content: JsonObject) -> Self:
@@ -80,15 +79,7 @@ class RunRecord:
         Raises:
             KeyError, TypeError: a key is missing or unknown.
         """
-        return cls(
-            progress=Progress(**content["progress"]),
-            recipe=content["recipe"],
-            processes=content["processes"],
-            samples=content["samples"],
-            sha256=content["sha256"],
-            files=content["files"],
-            dataset_commits=content["dataset_commits"],
-        )
+        return cls(**content | {"progress": Progress(**content["progress"])})
 
 
 class Checkpoints:
@@ -99,9 +90,6 @@ class Checkpoints:
         kept: how many of the newest are kept, at least one.
         main: whether this is the process that publishes.
         together: a context for the work of one process, whose errors are raised on all processes.
-        process: the number of this process.
-        gather: gathers a value from every process, in the order of their numbers.
-        group: returns the process group of torch.distributed.checkpoint.
     """
 
     def __init__(
@@ -111,19 +99,8 @@ class Checkpoints:
         *,
         main: bool,
         together: Callable[[], AbstractContextManager[None]] = nullcontext,
-        process: int = 0,
-        gather: Callable[[Any], list[Any]] = lambda value: [value],
-        group: Callable[[], Any] = waiting_group,
     ) -> None:
-        self.folder = folder
-        self._kept = kept
-        self._group = group
-        self._main = main
-        self._together = together
-        self._process = process
-        self._gather = gather
-        self._problems: dict[int, str] = {}
-        """The problems of checkpoints that were found to be damaged, by step."""
+        self.folder, self._kept, self._main, self._together = folder, kept, main, together
 
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints, oldest first."""
@@ -135,42 +112,29 @@ class Checkpoints:
     def path(self, step: int) -> Path:
         return self.folder / f"step-{step:06d}"
 
-    def newest(self) -> RunRecord | None:
-        """The record of the newest intact checkpoint; those after it are damaged.
+    def newest(self, say: Callable[[str], None] = lambda _: None) -> RunRecord | None:
+        """The record of the newest checkpoint whose files have the sizes that were recorded.
+
+        Args:
+            say: called with a message about each later checkpoint, which is damaged.
 
         Raises:
             ResumeError: there are checkpoints, and all of them are damaged.
         """
-        steps = self.steps()
-        for step in reversed(steps):
-            if step in self._problems:
-                continue
+        problem = ""
+        for step in reversed(self.steps()):
             try:
-                return self._record(step)
+                record = self._record(step)
             except (OSError, ValueError, KeyError, TypeError) as raised:
-                self._problems[step] = str(raised)
-        if steps:
-            problem = self._problems[steps[-1]]
+                problem = problem or str(raised)
+                say(f"{self.path(step)} is damaged ({raised}): resuming from the checkpoint before it")
+                continue
+            return record
+        if problem:
             raise ResumeError(
                 f"every checkpoint in {self.folder} is damaged ({problem}): remove the folder to start over"
             )
         return None
-
-    def is_intact(self, record: RunRecord, processes: int) -> bool:
-        """Whether the files of a checkpoint hold what was written. Every process calls this and reads its share of the
-        files.
-
-        Args:
-            record: the record of the checkpoint. If the checkpoint is damaged, `newest` skips it from now on.
-            processes: the number of processes.
-        """
-        recorded, step = record.sha256, record.progress.step
-        mine = share(recorded, self._process, processes)
-        found = self._gather(first_difference(self.path(step), {name: recorded[name] for name in mine}))
-        problem = next(filter(None, found), "")
-        if problem:
-            self._problems[step] = problem
-        return not problem
 
     def _record(self, step: int) -> RunRecord:
         """The record that `save` wrote beside the tensors, whose files are checked to exist with their sizes.
@@ -179,25 +143,11 @@ class Checkpoints:
             OSError, ValueError, KeyError, TypeError: something is missing or cut short.
         """
         folder = self.path(step)
-        content: JsonObject = json.loads((folder / _RECORD).read_text(encoding="utf-8"))
-        if content["format"] != _FORMAT:
-            raise ValueError(f"{folder} is in format {content['format']}, this program reads format {_FORMAT}")
-        record = RunRecord.from_json(content)
+        record = RunRecord.from_json(json.loads((folder / _RECORD).read_text(encoding="utf-8")))
         for name, size in record.files.items():
             if (found := _size(folder / name)) != size:
                 raise ValueError(f"{folder / name} has {found} bytes, expected {size}")
         return record
-
-    def set_aside_after(self, step: int) -> list[tuple[Path, str]]:
-        """Rename the damaged checkpoints after a step; returns their new names and their problems."""
-        aside = []
-        for later in self.steps():
-            if later > step:
-                new = self.folder / f"damaged-step-{later:06d}"
-                shutil.rmtree(new, ignore_errors=True)
-                self.path(later).rename(new)
-                aside.append((new, self._problems.get(later, "it is not complete")))
-        return aside
 
     def save(
         self,
@@ -207,7 +157,7 @@ class Checkpoints:
         processes: int,
         samples: str,
         dataset_commits: DatasetCommits | None = None,
-    ) -> Path:
+    ) -> None:
         """Write a checkpoint, publish it, and remove those that need not be kept. Every process calls this.
 
         While steps are being skipped nothing is removed, because an earlier checkpoint may be needed to recover.
@@ -236,21 +186,15 @@ class Checkpoints:
                 except OSError as raised:
                     raise self._explained(raised) from None
         try:
-            dcp.save(state, checkpoint_id=work, no_dist=processes == 1, process_group=self._group())
+            dcp.save(state, checkpoint_id=work, no_dist=processes == 1, process_group=waiting_group())
         except (Exception, CheckpointException) as raised:
             shutil.rmtree(work, ignore_errors=True)
             raise self._explained(raised) from None
-        with self._together():
-            try:
-                mine = digests(work, share((path.name for path in work.iterdir()), self._process, processes))
-            except OSError as raised:
-                raise self._explained(raised) from None
         record = RunRecord(
             progress=progress,
             recipe=recipe,
             processes=processes,
             samples=samples,
-            sha256={name: digest for part in self._gather(mine) for name, digest in part.items()},
             files={},
             dataset_commits=dataset_commits or {},
         )
@@ -259,23 +203,21 @@ class Checkpoints:
                 try:
                     self._publish(work, final, record)
                     if not progress.skipped_in_a_row:
-                        self.prune()
+                        self.prune(progress.step)
                 except OSError as raised:
                     shutil.rmtree(work, ignore_errors=True)
                     raise self._explained(raised) from None
-        return final
 
     def _publish(self, work: Path, final: Path, record: RunRecord) -> None:
         """Give a finished checkpoint its final name and its record."""
         files = {path.name: _size(path) for path in work.iterdir()}
-        late = digests(work, files.keys() - record.sha256.keys())  # of files that a network file system showed late
-        record = replace(record, sha256=record.sha256 | late, files=files)
-        (work / _RECORD).write_text(json.dumps(record.as_json(), indent=2) + "\n", encoding="utf-8")
+        content = asdict(record) | {"files": files}
+        (work / _RECORD).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         for path in work.iterdir():
             sync(path)
         sync(work)
-        if final.exists():  # left from before the run returned to an earlier step
-            self._remove(int(final.name.removeprefix("step-")))
+        if final.exists():  # a damaged one
+            self._remove(record.progress.step)
         work.rename(final)
         sync(self.folder)
 
@@ -289,7 +231,7 @@ class Checkpoints:
         from torch.distributed.checkpoint.api import CheckpointException  # not a subclass of Exception
 
         try:
-            dcp.load(state, checkpoint_id=self.path(step), no_dist=processes == 1, process_group=self._group())
+            dcp.load(state, checkpoint_id=self.path(step), no_dist=processes == 1, process_group=waiting_group())
         except (Exception, CheckpointException) as raised:
             problem = _inner(raised)
             first = next((line for line in str(problem).splitlines() if line.strip()), "")
@@ -297,14 +239,19 @@ class Checkpoints:
                 f"{self.path(step)} cannot be loaded ({type(problem).__name__}: {first[:200]}): remove it to resume from the checkpoint before it"
             ) from None
 
-    def prune(self) -> None:
-        """Remove the checkpoints that need not be kept; one process calls this."""
-        for step in self.steps()[: -self._kept]:
+    def prune(self, newest: int) -> None:
+        """Remove the checkpoints that need not be kept; one process calls this.
+
+        Args:
+            newest: the step of the newest one that is whole; later ones are damaged.
+        """
+        whole = [step for step in self.steps() if step <= newest]
+        for step in whole[: -self._kept]:
             self._remove(step)
 
     def sweep(self) -> None:
         """Remove unfinished files of a killed run."""
-        if self._main and self.folder.is_dir():
+        if self.folder.is_dir():
             for path in self.folder.glob(f"{_UNFINISHED}*"):
                 shutil.rmtree(path, ignore_errors=True)
 
@@ -336,3 +283,57 @@ def _size(path: Path) -> int:
     """The size of a file, which is opened first so that a network file system refreshes it."""
     with path.open("rb") as file:
         return file.seek(0, 2)
+
+
+# The state of model and optimizer in a checkpoint, independent of how they are distributed over processes
+
+
+def state_of(model: Any, optimizer: "Optimizer", *, trained_only: bool = False) -> StateDict:
+    """Parameters and optimizer moments by name; if they are sharded, the part of this process.
+
+    Args:
+        model: the model or its wrapper for several processes.
+        optimizer: of its trained parameters.
+        trained_only: leave out the fixed parameters, which a model with adapters reads from its checkpoint.
+    """
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+
+    if not optimizer.state:  # all steps so far were skipped, or none has been taken
+        get_optimizer_state_dict(
+            model, optimizer
+        )  # creates the moments by a step with zero gradients, which must not count
+        for moments in optimizer.state.values():
+            if "step" in moments:
+                moments["step"].zero_()
+    if trained_only:
+        tensors = {name: each.detach() for name, each in _trained(model)}
+    else:
+        tensors = get_model_state_dict(model)
+    return {"model": tensors, "optimizer": get_optimizer_state_dict(model, optimizer)}
+
+
+def set_state(model: Any, optimizer: "Optimizer", state: StateDict, *, trained_only: bool = False) -> None:
+    """Restore a state that `state_of` returned."""
+    import torch
+    from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_optimizer_state_dict
+
+    if trained_only:
+        with torch.no_grad():
+            for name, parameter in _trained(model):
+                parameter.copy_(state["model"][name])
+    else:
+        set_model_state_dict(model, state["model"])
+    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+
+
+def whole_model(model: Any) -> StateDict:
+    """All parameters on the CPU, gathered from all processes onto the main one."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    tensors: StateDict = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    return tensors
+
+
+def _trained(model: Any) -> Iterator[tuple[str, Any]]:
+    inner = model.module if hasattr(model, "module") else model
+    return ((name, each) for name, each in inner.named_parameters() if each.requires_grad)

@@ -6,7 +6,7 @@ ones, wastes days. An error on one process is raised on all of them, so that non
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -43,7 +43,6 @@ _BROKEN = (
 """Texts in torch's errors when another process has ended."""
 
 _waiting_group: Any = None
-_saving_group: Any = None
 
 
 def join(**options: Any) -> Any:
@@ -65,9 +64,8 @@ def join(**options: Any) -> Any:
     # broadcast them
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     if accelerator.num_processes > 1:
-        global _waiting_group, _saving_group
+        global _waiting_group
         _waiting_group = torch.distributed.new_group(backend="gloo", timeout=_LONGEST_WAIT)
-        _saving_group = torch.distributed.new_group(backend="gloo", timeout=_LONGEST_WAIT)
     return accelerator
 
 
@@ -128,11 +126,6 @@ def waiting_group() -> Any:
     return _waiting_group
 
 
-def saving_group() -> Any:
-    """A group like `waiting_group`, for a thread that saves a checkpoint meanwhile; None for a single process."""
-    return _saving_group
-
-
 def local_processes() -> int:
     """The number of the run's processes on this machine."""
     return _number(os.environ, "LOCAL_WORLD_SIZE") or 1
@@ -154,7 +147,7 @@ def check_launch(environment: Mapping[str, str], processes: int) -> None:
 
 
 @contextmanager
-def together(accelerator: Any, group: Callable[[], Any] = waiting_group) -> Iterator[None]:
+def together(accelerator: Any) -> Iterator[None]:
     """A context for independent work of every process or of one. An error of any process is raised on all of them when
     the context ends.
 
@@ -162,7 +155,6 @@ def together(accelerator: Any, group: Callable[[], Any] = waiting_group) -> Iter
 
     Args:
         accelerator: accelerate's Accelerator.
-        group: returns the process group over which errors are compared.
     """
     problem: Exception | None = None
     try:
@@ -174,7 +166,7 @@ def together(accelerator: Any, group: Callable[[], Any] = waiting_group) -> Iter
             raise problem
         return
     stated = None if problem is None else (type(problem).__name__, str(problem))
-    found: list[tuple[str, str] | None] = gathered(accelerator, stated, group)
+    found: list[tuple[str, str] | None] = gathered(accelerator, stated)
     first = next((number for number, each in enumerate(found) if each is not None), None)
     if first is None:
         return
@@ -184,7 +176,7 @@ def together(accelerator: Any, group: Callable[[], Any] = waiting_group) -> Iter
     raise error
 
 
-def gathered(accelerator: Any, value: Any, group: Callable[[], Any] = waiting_group) -> list[Any]:
+def gathered(accelerator: Any, value: Any) -> list[Any]:
     """The value of every process, in the order of their numbers; for small Python objects. Every process calls this."""
     if accelerator.num_processes == 1:
         return [value]
@@ -192,7 +184,7 @@ def gathered(accelerator: Any, value: Any, group: Callable[[], Any] = waiting_gr
 
     found: list[Any] = [None] * accelerator.num_processes
     with _partners():
-        torch.distributed.all_gather_object(found, value, group=group())
+        torch.distributed.all_gather_object(found, value, group=_waiting_group)
     return found
 
 
@@ -222,8 +214,8 @@ def taking_part() -> Iterator[None]:
 
 
 def _leave() -> None:
-    global _waiting_group, _saving_group
-    _waiting_group = _saving_group = None
+    global _waiting_group
+    _waiting_group = None
     torch = sys.modules.get("torch")  # not imported if a signal interrupted the import, which must not start again
     if torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

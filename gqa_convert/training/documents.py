@@ -1,4 +1,4 @@
-"""Has a model keep documents of a row apart, and checks that it can: by its config before loading, and by a trial run."""
+"""Checks that a model keeps documents of a row apart: by its config before loading, and by a trial run."""
 
 from collections.abc import Mapping
 from typing import Any, Final
@@ -8,7 +8,6 @@ import torch
 from gqa_convert.errors import RecipeError
 from gqa_convert.families.context_length import short_context
 from gqa_convert.families.table import FAMILIES
-from gqa_convert.training.block_masks import FLEX, uses_block_masks
 from gqa_convert.training.masks import model_inputs
 
 _ATTENTION: Final = frozenset({"attention", "full_attention", "sliding_attention"})
@@ -48,44 +47,6 @@ def refuse_mixing(name: str, config: Mapping[str, Any], length: int) -> None:
         raise _refusal(
             f"{name} is of model type {family.model_type}, and document_mask is impossible because {reasons[0]}"
         )
-
-
-def keep_apart(name: str, model: Any, dropout: float, *, autocast: bool) -> str | None:
-    """Have a model keep documents of a row apart, by masks of blocks where its class and the device allow it, and check
-    that it does.
-
-    Args:
-        name: of the checkpoint, for the message.
-        model: a transformers model on its device; if it is sharded, all processes must call this.
-        dropout: the probability of every dropout of the model in training.
-        autocast: whether its products are computed in bfloat16.
-
-    Returns:
-        What the user should know, if masks of blocks were expected and failed.
-
-    Raises:
-        RecipeError: one document's text reaches the other.
-    """
-    note = None
-    if uses_block_masks(model.config.to_dict(), model.device.type, dropout):
-        earlier = model.config._attn_implementation
-        try:
-            model.set_attn_implementation(FLEX)
-            with torch.autocast(model.device.type, torch.bfloat16, enabled=autocast):
-                check_apart(name, model)
-        except RecipeError:
-            raise
-        except Exception as problem:  # whatever torch's compiler raises for sizes or a GPU that it can't serve
-            model.set_attn_implementation(earlier)
-            first = next(iter(str(problem).splitlines()), "")[:200]
-            note = (
-                f"{name} keeps documents apart by dense masks, because flex_attention failed ({type(problem).__name__}: {first}): "
-                "expect more memory than was estimated"
-            )
-        else:
-            return None
-    check_apart(name, model)
-    return note
 
 
 def check_apart(name: str, model: Any) -> None:

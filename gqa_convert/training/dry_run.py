@@ -1,4 +1,4 @@
-"""Estimates a run on a number of GPUs, without starting it: memory, arithmetic, communication, time and text.
+"""Estimates a run on a number of GPUs, without starting it: memory and hours.
 
 Everything follows from the recipe, the configs and the headers of the weight files. Nothing is loaded, tokenised or
 written.
@@ -7,6 +7,7 @@ written.
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from math import ceil
 from pathlib import Path
 
@@ -15,15 +16,13 @@ from gqa_convert.checkpoint.source import Checkpoint, open_checkpoint
 from gqa_convert.errors import RecipeError
 from gqa_convert.families.loading import no_bars
 from gqa_convert.text.objectives import OBJECTIVES, SampleSettings
-from gqa_convert.text.on_disk import TextOnDisk, text_on_disk
 from gqa_convert.training import memory
 from gqa_convert.training.architecture import Architecture, read_architecture
-from gqa_convert.training.communication import Collective, Traffic, collectives, outer_names
 from gqa_convert.training.flops import Flops, sample_flops
 from gqa_convert.training.gpus import Gpu
-from gqa_convert.training.recipe import Recipe, read_recipe
+from gqa_convert.training.recipe import read_recipe
 from gqa_convert.training.recipe.lora import check_lora
-from gqa_convert.training.sharding import Layout, layout_of
+from gqa_convert.training.sharding import layout_of
 from gqa_convert.training.tokenizing import text_settings
 from gqa_convert.training.uptrain import naming_conversion
 
@@ -69,12 +68,9 @@ class DryRun(Result):
         memory: bytes per GPU, by part.
         memory_of_gpu: the bytes that a GPU has, if they are known.
         flops: floating-point operations of a step.
-        collectives: those of a step.
         utilisation: the assumed share of the peak.
         hours: of the whole run, of arithmetic alone; None if the type of the GPUs is not known.
-        text: what is on disk of the training text.
         tokens_needed: tokens of text that the whole run reads.
-        epochs: how often it reads each source that is tokenised completely.
     """
 
     model: str
@@ -90,12 +86,9 @@ class DryRun(Result):
     memory: Mapping[str, int]
     memory_of_gpu: int | None
     flops: Flops
-    collectives: tuple[Collective, ...]
     utilisation: float
     hours: float | None
-    text: tuple[TextOnDisk, ...]
     tokens_needed: int
-    epochs: tuple[float | None, ...]
 
     @property
     def memory_needed(self) -> int:
@@ -111,8 +104,6 @@ class DryRun(Result):
         """The estimate as plain data, with what follows from it."""
         stated = Result.as_json(self) | {"memory_needed": self.memory_needed, "fits": self.fits}
         stated["flops"]["total"] = self.flops.total
-        for each, collective in zip(stated["collectives"], self.collectives, strict=True):
-            each["sent"] = collective.sent
         return stated
 
 
@@ -127,7 +118,7 @@ def dry_run(path: str | Path, overrides: Sequence[str], hardware: Hardware) -> D
     Raises:
         RecipeError: the recipe is wrong, or the sizes of its model are not known.
         LaunchError: the GPUs can't be divided into groups of the recipe's `shard_size`.
-        DataError: a local source of text does not exist.
+        DataError: the tokenizer lacks a token that the objective needs.
     """
     recipe = read_recipe(path, list(overrides))
     machine = min(_MACHINE, hardware.gpus)
@@ -137,8 +128,7 @@ def dry_run(path: str | Path, overrides: Sequence[str], hardware: Hardware) -> D
         settings = text_settings(recipe)
         objective = settings.pop("objective")
         length = settings.pop("sequence_length")
-        samples = SampleSettings(length=length, **settings)
-        text, tokens_per_sample = text_on_disk(recipe.data, objective, samples)
+        tokens_per_sample = _tokens_per_sample(objective, SampleSettings(length=length, **settings))
         student = open_checkpoint(recipe.model)
         teacher = None if recipe.teacher is None else open_checkpoint(recipe.teacher)
     architecture = _sizes(recipe.model, student)
@@ -169,14 +159,9 @@ def dry_run(path: str | Path, overrides: Sequence[str], hardware: Hardware) -> D
         memory=memory.plan(architecture, setting),
         memory_of_gpu=hardware.memory or (None if hardware.gpu is None else hardware.gpu.memory),
         flops=flops,
-        collectives=tuple(
-            collectives(_traffic(recipe, layout, micro_batches, student, architecture, teacher, taught, setting))
-        ),
         utilisation=hardware.utilisation,
         hours=hardware.hours(steps * flops.total),
-        text=tuple(text),
         tokens_needed=needed,
-        epochs=_epochs(needed, text),
     )
 
 
@@ -195,36 +180,7 @@ def _sizes(name: str, checkpoint: Checkpoint) -> Architecture:
     return found
 
 
-def _traffic(
-    recipe: Recipe,
-    layout: Layout,
-    micro_batches: int,
-    student: Checkpoint,
-    architecture: Architecture,
-    teacher: Checkpoint | None,
-    taught: Architecture | None,
-    setting: memory.Setting,
-) -> Traffic:
-    adapters = memory.adapter_shapes(student, recipe)
-    shapes = {name: entry.shape for _, name, entry in student.tensors()} | adapters
-    return Traffic(
-        layout=layout,
-        shapes=shapes,
-        trained=frozenset(adapters or memory.trained_of(student, recipe)),
-        outer=outer_names(shapes),
-        layers=architecture.layers + architecture.encoder_layers,
-        micro_batches=micro_batches,
-        bf16=recipe.precision == "bf16",
-        optimizer=recipe.optimizer,
-        sources=len(recipe.data),
-        teacher_shapes={} if teacher is None else {name: entry.shape for _, name, entry in teacher.tensors()},
-        teacher_layers=0 if taught is None else taught.layers + taught.encoder_layers,
-        teacher_bytes=setting.teacher_bytes,
-    )
-
-
-def _epochs(needed: int, text: Sequence[TextOnDisk]) -> tuple[float | None, ...]:
-    total = sum(source.weight for source in text)
-    return tuple(
-        needed * source.weight / total / source.tokens if source.complete and source.tokens else None for source in text
-    )
+def _tokens_per_sample(objective: str, settings: SampleSettings) -> int | Fraction:
+    """The tokens of text in a sample. The texts of pairs are taken to be as long as they may be."""
+    sampler = OBJECTIVES[objective].sampler
+    return 2 * settings.length if sampler is None else sampler(settings).raw_tokens

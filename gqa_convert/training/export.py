@@ -14,7 +14,7 @@ from gqa_convert.checkpoint.provenance import PROVENANCE, earlier_record, files_
 from gqa_convert.checkpoint.publication import StagedFolder
 from gqa_convert.checkpoint.source import Checkpoint
 from gqa_convert.checkpoint.strict_json import JsonObject
-from gqa_convert.training.state import StateDict
+from gqa_convert.training.checkpoints import StateDict
 
 _SHARD = "5GB"
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from gqa_convert.checkpoint.results import Result
 from gqa_convert.training.architecture import Architecture
-from gqa_convert.training.memory import Setting, recomputed_layers
+from gqa_convert.training.memory import Setting
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +71,7 @@ def sample_flops(architecture: Architecture, setting: Setting, teacher: Architec
     trained = setting.trained / max(1, setting.parameters)
     backward = round((1 + trained) * (own.products + own.head)) + 2 * own.attention
     # recomputing a layer stops before its last product, whose result nothing needs
-    share = recomputed_layers(architecture, setting) / (architecture.layers + architecture.encoder_layers)
-    if setting.keeps_operators:  # scores are never kept; fused attention is
-        again = round(share * own.attention) if architecture.scores else 0
-    else:
-        again = round(share * (own.products + own.attention - own.last))
+    again = own.products + own.attention - own.last if setting.gradient_checkpointing else 0
     return Flops(own.total, backward, again, 0 if teacher is None else _forward(teacher, setting).total)
 
 

@@ -10,7 +10,7 @@ class Gpu:
     """A GPU, from its manufacturer's data sheet.
 
     Attributes:
-        name: a part of the name that the driver reports.
+        name: of its manufacturer.
         peak: dense bfloat16 FLOPs per second.
         memory: bytes.
     """
@@ -45,12 +45,6 @@ _GPUS = tuple(
         ("MI250", 383, 128),
     )
 )
-"""The first whose name is part of the driver's applies."""
-
-
-def find_gpu(driver_name: str) -> Gpu | None:
-    """The GPU with the name that a driver reports; None if it is not known."""
-    return next((gpu for gpu in _GPUS if gpu.name in driver_name), None)
 
 
 def named_gpu(name: str) -> Gpu:

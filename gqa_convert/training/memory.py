@@ -19,7 +19,6 @@ from gqa_convert.text.linear_losses import positions_at_once
 from gqa_convert.text.loss_terms import CHUNK, CHUNK_ON_ACCELERATOR
 from gqa_convert.training.adafactor import LEAST_FACTORED
 from gqa_convert.training.architecture import Architecture
-from gqa_convert.training.block_masks import mask_bytes, repeats_heads, uses_block_masks
 from gqa_convert.training.recipe import Recipe
 from gqa_convert.training.teacher import rounds_teacher
 
@@ -41,13 +40,7 @@ class Setting:
     optimizer: str = "adamw"
     bf16: bool = True
     gradient_checkpointing: bool = False
-    checkpointing_interval: int = 1
-    """Every how-manieth layer is recomputed."""
-    keeps_operators: bool = False
-    """Whether layers that are recomputed keep the results of products and attention."""
     document_mask: bool = False
-    block_masks: bool = False
-    """Whether masks of blocks keep documents apart, instead of dense ones."""
     teacher_parameters: int = 0
     teacher_bytes: int = 2
     """Bytes per parameter of the teacher."""
@@ -148,17 +141,14 @@ def _copies(architecture: Architecture, setting: Setting) -> float:
     """
     layer = _layer_parameters(architecture, setting.parameters)
     outer = architecture.vocabulary * architecture.hidden_size
-    layers = architecture.layers + architecture.encoder_layers
-    recomputed = recomputed_layers(architecture, setting)
-    count = layers - recomputed + bool(recomputed)
+    count = 1 if setting.gradient_checkpointing else architecture.layers + architecture.encoder_layers
     return 2 * (layer * count + outer)
 
 
 def _activations(architecture: Architecture, setting: Setting, encoded: int, decoded: int, logits: float) -> float:
     """What the layers save for the backward pass. With recomputation (Chen et al. 2016), each layer saves its input,
     and one layer saves everything: from the moment that the backward pass reaches it, when what the loss took, which is
-    given in bytes, is no longer needed. Only what this layer takes beyond them is counted. Where the
-    results of operators are kept, each layer saves these as well.
+    given in bytes, is no longer needed. Only what this layer takes beyond them is counted.
     """
     cross, size = architecture.encoder_layers > 0, 2 if setting.bf16 else 4
     own, theirs = setting.target_length if cross else setting.sequence_length, setting.sequence_length
@@ -171,47 +161,19 @@ def _activations(architecture: Architecture, setting: Setting, encoded: int, dec
         return everything
     stream = (2 if setting.shards > 1 and setting.bf16 else 4) * architecture.hidden_size
     inputs: float = stream * (architecture.layers * decoded + architecture.encoder_layers * encoded)
-    if setting.keeps_operators:
-        of_decoder, of_encoder = (_results(architecture, setting, cross=both) for both in (cross, False))
-        inputs += architecture.layers * decoded * of_decoder + architecture.encoder_layers * encoded * of_encoder
-        if cross:
-            inputs += architecture.layers * encoded * size * 2 * architecture.kv_heads * architecture.head_dim
-    share = recomputed_layers(architecture, setting) / (architecture.layers + architecture.encoder_layers)
-    return share * inputs + (1 - share) * everything + max(decoder - logits, encoder - logits, 0)
-
-
-def _results(architecture: Architecture, setting: Setting, *, cross: bool) -> float:
-    """The bytes per token of the results of a layer's products with weights and of fused attention."""
-    a, size = architecture, 2 if setting.bf16 else 4
-    # queries, the output of attention and its projection, in self- and cross-attention; keys and values of the own text
-    heads = (1 if a.scores else 2) * a.heads * a.head_dim
-    attention = (heads + a.hidden_size) * (2 if cross else 1) + 2 * a.kv_heads * a.head_dim
-    return size * (attention + a.inner * (2 if a.gated else 1) + a.hidden_size)
+    return inputs + max(decoder - logits, encoder - logits, 0)
 
 
 def _masks(architecture: Architecture, setting: Setting) -> float:
     """The masks that keep documents of a row apart: one of booleans, and for each layer what torch's attention keeps for
     the backward pass, which is the mask in the type of its inputs, and keys and values repeated for every query head.
-    flex_attention keeps one mask of blocks for all layers, and repeats keys and values only for numbers of heads that are
-    no power of two.
     """
     if not setting.document_mask:
         return 0.0
-    recomputed = recomputed_layers(architecture, setting)
-    kept = architecture.layers - recomputed + bool(recomputed)
+    kept = 1 if setting.gradient_checkpointing else architecture.layers
     size, length = 2 if setting.bf16 else 4, setting.sequence_length
     repeated = 2 * (architecture.heads - architecture.kv_heads) * architecture.head_dim
-    if setting.block_masks:
-        kept = kept if repeats_heads(architecture.heads) else 0
-        rows = setting.micro_batch_size
-        return mask_bytes(rows, length) + size * kept * rows * length * repeated
     return setting.micro_batch_size * length * (length + size * kept * (length + repeated))
-
-
-def recomputed_layers(architecture: Architecture, setting: Setting) -> int:
-    """How many layers are recomputed in the backward pass."""
-    layers = architecture.layers + architecture.encoder_layers
-    return -(-layers // setting.checkpointing_interval) if setting.gradient_checkpointing else 0
 
 
 def _per_token(architecture: Architecture, *, bf16: bool, length: int, cross: bool) -> float:
@@ -251,7 +213,7 @@ def parameters_of(
     student: Checkpoint, teacher: Checkpoint | None, recipe: Recipe, device: str = "cpu"
 ) -> dict[str, int]:
     """What `Setting` needs of the models, from their configs and the headers of their files: the numbers of parameters,
-    and on a type of device the bytes of one of the teacher, and whether documents are kept apart by masks of blocks.
+    and on a type of device the bytes of one of the teacher.
     """
     sizes = {name: entry.elements for _, name, entry in student.tensors()}
     names = trained_of(student, recipe)
@@ -265,8 +227,6 @@ def parameters_of(
         if rounds_teacher(recipe.teacher_dtype, size, device):
             size = 2
         counts |= {"teacher_parameters": count, "teacher_bytes": size}
-    if recipe.document_mask and uses_block_masks(student.config, device, recipe.dropout):
-        counts["block_masks"] = True
     return counts
 
 
@@ -311,8 +271,6 @@ def setting_of(recipe: Recipe, **known: Any) -> Setting:
         optimizer=recipe.optimizer,
         bf16=recipe.precision == "bf16",
         gradient_checkpointing=recipe.gradient_checkpointing,
-        checkpointing_interval=recipe.checkpointing_interval,
-        keeps_operators=recipe.checkpointing_policy == "operators",
         weight_bytes=_weight_bytes(recipe),
         document_mask=recipe.document_mask,
         **known,

@@ -1,19 +1,25 @@
-"""`metrics.jsonl`: one JSON object per optimizer step."""
+"""`metrics.jsonl`, one JSON object per optimizer step, and the trackers that receive the same numbers."""
 
 import dataclasses
 import json
 import math
 import os
+import resource
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from gqa_convert.checkpoint.atomic_files import write_whole
 from gqa_convert.checkpoint.strict_json import JsonObject
+from gqa_convert.training.recipe import Recipe
+
+if TYPE_CHECKING:
+    from gqa_convert.training.trainer import StepResult
 
 LM_LOSS: Final = "language-model loss"
-_PARTS: Final = {"lm": LM_LOSS, "kl": "KL divergence from the teacher"}
-"""The parts of the minimised loss in words."""
+KL_LOSS: Final = "KL divergence from the teacher"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,13 +34,7 @@ class MetricsLine:
         learning_rate: the learning rate of the step.
         gradient_norm: the norm of the gradients before clipping.
         tokens_per_second: the rate of the step over all processes.
-        overall_tokens_per_second: the rate since this start, with evaluating and saving.
-        data_seconds: how long the main process waited for text in this step, its own or that of another process.
         peak_memory_gb: the most memory that the main process has used, on its GPU or else in RAM; 10^9 bytes.
-        epochs: how often the data were read; None while a stream has not ended.
-        source_losses: the loss on the samples of each of several sources.
-        source_epochs: how often each of several sources was read, without streams that have not ended.
-        mfu: model FLOPs utilisation, on known GPUs.
         evaluation_loss: the loss on the held-out text in nats per token, if it was measured.
         skipped: True where the loss or a gradient was not finite, so that nothing was updated.
     """
@@ -47,41 +47,20 @@ class MetricsLine:
     learning_rate: float
     gradient_norm: float | None = None
     tokens_per_second: float
-    mfu: float | None = None
+    peak_memory_gb: float | None = None
     evaluation_loss: float | None = None
     skipped: bool | None = None
-    overall_tokens_per_second: float | None = None
-    data_seconds: float | None = None
-    peak_memory_gb: float | None = None
-    epochs: float | None = None
-    source_losses: dict[str, float] | None = None
-    source_epochs: dict[str, float] | None = None
-
-    @property
-    def parts(self) -> dict[str, float]:
-        """The parts of the minimised loss that have a weight, by their names in words."""
-        named = ((words, getattr(self, name)) for name, words in _PARTS.items())
-        return {words: value for words, value in named if value is not None}
 
     @property
     def objective(self) -> str:
         """The quantity that `loss` is, in words: one of its parts, or their weighted sum."""
-        parts = list(self.parts) or [LM_LOSS]
-        return parts[0] if len(parts) == 1 else f"weighted sum of {' and '.join(parts)}"
+        if self.kl is None:
+            return LM_LOSS
+        return KL_LOSS if self.lm is None else f"weighted sum of {LM_LOSS} and {KL_LOSS}"
 
     def as_json(self) -> JsonObject:
         """The line's JSON object."""
         return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
-
-    def numbers(self) -> dict[str, float]:
-        """The numbers of the line, for trackers; those of a source follow a slash, as in `source_losses/text.txt`."""
-        found: dict[str, float] = {}
-        for name, value in self.as_json().items():
-            values = (
-                {f"{name}/{key}": each for key, each in value.items()} if isinstance(value, dict) else {name: value}
-            )
-            found |= values
-        return found
 
     @classmethod
     def from_json(cls, content: JsonObject) -> Self:
@@ -103,37 +82,87 @@ class StepReport:
     steps: int
 
 
-def finite(value: float | None) -> float | None:
-    """The value, or None where it is not finite."""
-    return value if value is not None and math.isfinite(value) else None
+OnStep = Callable[[StepReport], None]
+"""Called on the main process after every step that is logged."""
 
 
-class Metrics:
-    """Appends lines to the file. A run that resumes from a step removes the lines after it.
+class RunLog:
+    """The log of a run: the metrics file, the caller's hook and trackers. Only the main process writes.
 
     Args:
-        path: the path of the file.
-        step: the last step that counts; lines of later ones, and a line cut short by a crash, are removed.
+        path: the path of the metrics file.
+        step: the step that the run resumes from; lines of later ones, and a line cut short by a crash, are removed.
+        steps: of the whole run.
+        accelerator: accelerate's Accelerator.
+        on_step: called with every line.
     """
 
-    def __init__(self, path: Path, step: int) -> None:
-        kept = [line for line in read_metrics(path) if line["step"] <= step]
-        write_whole(path, "".join(json.dumps(line) + "\n" for line in kept).encode())
-        self._file = path.open("ab", buffering=0)
+    def __init__(self, path: Path, step: int, steps: int, accelerator: Any, on_step: OnStep) -> None:
+        self._steps, self._accelerator, self._on_step = steps, accelerator, on_step
+        self._file = None
+        if accelerator.is_main_process:
+            kept = [line for line in read_metrics(path) if line["step"] <= step]
+            write_whole(path, "".join(json.dumps(line) + "\n" for line in kept).encode())
+            self._file = path.open("ab", buffering=0)
 
-    def write(self, line: MetricsLine) -> None:
-        """Append a line and flush it to the kernel."""
+    def write(self, result: "StepResult", evaluated: float | None) -> None:
+        """Log a step."""
+        if self._file is None:
+            return
+        line = MetricsLine(
+            step=result.step,
+            tokens=result.tokens,
+            loss=_finite(result.loss),
+            lm=_finite(result.lm),
+            kl=_finite(result.kl),
+            learning_rate=result.learning_rate,
+            gradient_norm=_finite(result.gradient_norm),
+            tokens_per_second=round(result.tokens_per_second, 1),
+            peak_memory_gb=round(_peak_memory(self._accelerator.device) / 1e9, 3),
+            evaluation_loss=_finite(evaluated),
+            skipped=True if result.skipped else None,
+        )
         rest = memoryview((json.dumps(line.as_json()) + "\n").encode())
         while rest:
             rest = rest[self._file.write(rest) :]
+        self._on_step(StepReport(line, self._steps))
+        if self._accelerator.trackers:
+            numbers = line.as_json()
+            del numbers["step"]
+            self._accelerator.log(numbers, step=line.step)
 
     def sync(self) -> None:
         """Wait until all lines are on disk."""
-        os.fsync(self._file.fileno())
+        if self._file is not None:
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        self.sync()
-        self._file.close()
+        """Close the file. Errors of the file system are ignored, because everything essential has been saved."""
+        if self._file is not None:
+            with suppress(OSError):
+                self.sync()
+                self._file.close()
+
+
+def start_trackers(accelerator: Any, recipe: Recipe, run_id: str) -> None:
+    """Start reporting to the recipe's trackers. Weights & Biases continues a run of the same id; TensorBoard appends.
+
+    Args:
+        accelerator: accelerate's Accelerator.
+        recipe: the recipe of the run.
+        run_id: what the run is known by, however often it resumes.
+    """
+    if not recipe.trackers:
+        return
+    settings = {}
+    for name, value in recipe.resolved().items():
+        settings[name] = value if isinstance(value, int | float | str | bool) else str(value)
+    options = {"wandb": {"id": run_id, "resume": "allow", "name": Path(recipe.output).name}}
+    accelerator.init_trackers(
+        recipe.tracker_project,
+        config=settings,
+        init_kwargs={name: options.get(name, {}) for name in recipe.trackers},
+    )
 
 
 def read_metrics(path: Path) -> list[JsonObject]:
@@ -149,3 +178,17 @@ def read_metrics(path: Path) -> list[JsonObject]:
                 break
             lines.append(line)
     return lines
+
+
+def _finite(value: float | None) -> float | None:
+    """The value, or None where it is not finite."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _peak_memory(device: Any) -> int:
+    """The most bytes that this process has used on its GPU, or else in RAM."""
+    if device.type == "cuda":
+        import torch
+
+        return int(torch.cuda.max_memory_allocated(device))
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from gqa_convert.training import sharding
-from gqa_convert.training.distributed import join, local_processes, together, wait, waiting_group
-from gqa_convert.training.recipe import Recipe
-from gqa_convert.training.recipe.lora import check_lora
+from gqa_convert.training.distributed import join, local_processes, together, wait
+from gqa_convert.training.recipe import Recipe, check_lora
 from gqa_convert.training.run_folder import RunFolder
 
 
@@ -40,9 +39,9 @@ class RunContext:
         """Whether only the parameters of adapters are trained and saved."""
         return self.recipe.lora is not None
 
-    def together(self, group: Callable[[], Any] = waiting_group) -> AbstractContextManager[None]:
+    def together(self) -> AbstractContextManager[None]:
         """A context for independent work of the processes, whose errors reach all of them."""
-        return together(self.accelerator, group)
+        return together(self.accelerator)
 
     def wait(self) -> None:
         """Wait until all processes have arrived."""
@@ -61,12 +60,16 @@ def join_run(recipe: Recipe, folder: RunFolder, on_message: Callable[[str], None
         LaunchError: the launcher did not start the requested processes.
         RecipeError: the recipe does not suit the number of processes.
     """
-    accelerator = join(
-        log_with=list(recipe.trackers) or None, project_dir=str(folder.trackers) if recipe.trackers else None
-    )
+    options: dict[str, Any] = {}
+    if recipe.trackers:
+        options = {"log_with": list(recipe.trackers), "project_dir": str(folder.trackers)}
+    accelerator = join(**options)
     with together(accelerator):
         layout = sharding.layout_of(recipe.sharding, recipe.shard_size, accelerator.num_processes, local_processes())
         check_lora(recipe.lora, sharded=layout.sharded)
-    return RunContext(
-        recipe, folder, accelerator, layout, on_message if accelerator.is_main_process else lambda _: None
-    )
+    say = on_message if accelerator.is_main_process else _say_nothing
+    return RunContext(recipe, folder, accelerator, layout, say)
+
+
+def _say_nothing(_: str) -> None:
+    """What the other processes say."""

@@ -1,17 +1,21 @@
-"""The files of a run beside its checkpoints, and a check that a folder belongs to a run."""
+"""The files of a run beside its checkpoints, a check that a folder belongs to a run, and its lock."""
 
+import contextlib
 import json
+import os
 from pathlib import Path
 
 import yaml
 
-from gqa_convert.checkpoint.atomic_files import write_whole
-from gqa_convert.checkpoint.ownership import foreign_files
-from gqa_convert.errors import OutputError, ResumeError
+from gqa_convert.checkpoint.atomic_files import write_json, write_whole
+from gqa_convert.checkpoint.locks import try_lock
+from gqa_convert.errors import LaunchError, OutputError, ResumeError
 from gqa_convert.text.dataset_commits import DatasetCommits
-from gqa_convert.training.output_lock import LOCK
 from gqa_convert.training.recipe import Recipe, make_recipe
 from gqa_convert.training.summary import RunSummary
+
+LOCK = ".lock"
+"""The file in the output folder that a run holds locked."""
 
 
 class RunFolder:
@@ -21,26 +25,18 @@ class RunFolder:
         path: the folder.
         checkpoints: `checkpoints/`, from which the run resumes.
         model: `model/`, the result.
-        metrics: `metrics.jsonl`, a line per step.
-        plot: `loss.png`.
         trackers: `trackers/`, for trackers that write files.
-        recipe: `resolved_recipe.yaml`, with all defaults; it marks a folder as the output of a run.
+        metrics: `metrics.jsonl`, a line per step.
         summary: `summary.json`, written last: a run that has it is complete.
         dataset_commits: `dataset_commits.json`, the commits of Hub datasets that the run keeps.
-        tracker_runs: `tracker_runs.json`, the ids under which trackers know the run.
-        diverged: `diverged.json`, which exists from a divergence to the next good checkpoint.
+        recipe: `resolved_recipe.yaml`, with all defaults; it marks a folder as the output of a run.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.checkpoints, self.model, self.trackers = path / "checkpoints", path / "model", path / "trackers"
-        self.metrics, self.plot = path / "metrics.jsonl", path / "loss.png"
-        self.recipe, self.summary, self.diverged = (
-            path / "resolved_recipe.yaml",
-            path / "summary.json",
-            path / "diverged.json",
-        )
-        self.dataset_commits, self.tracker_runs = path / "dataset_commits.json", path / "tracker_runs.json"
+        self.metrics, self.summary = path / "metrics.jsonl", path / "summary.json"
+        self.dataset_commits, self.recipe = path / "dataset_commits.json", path / "resolved_recipe.yaml"
 
     def refuse_foreign(self) -> None:
         """Refuse a folder in which files that no run wrote have the names of a run's files; other files are ignored.
@@ -48,51 +44,14 @@ class RunFolder:
         Raises:
             OutputError: there are such files.
         """
-        if not self.recipe.exists():
-            for path in (
-                self.checkpoints,
-                self.model,
-                self.trackers,
-                self.metrics,
-                self.plot,
-                self.summary,
-                self.diverged,
-                self.dataset_commits,
-                self.tracker_runs,
-            ):
-                if path.exists() or path.is_symlink():
-                    raise OutputError(
-                        f"{path} exists and was not written by a run of this program: name another output, or move it away"
-                    )
-
-    def foreign(self) -> list[str]:
-        """The files in the folder that no run wrote, as relative paths."""
-        if not self.recipe.is_file():
-            return sorted(path.name for path in self.path.iterdir())
-        kept = (
-            self.checkpoints,
-            self.model,
-            self.trackers,
-            self.metrics,
-            self.plot,
-            self.recipe,
-            self.summary,
-            self.diverged,
-            self.dataset_commits,
-            self.tracker_runs,
-        )
-        names = {LOCK, *(path.name for path in kept)}
-        found = sorted(path.name for path in self.path.iterdir() if path.name not in names)
-        if self.model.is_dir():
-            found += [f"{self.model.name}/{name}" for name in foreign_files(self.model)]
-        if self.checkpoints.is_dir():
-            steps = [
-                path.name
-                for path in self.checkpoints.iterdir()
-                if not path.name.startswith((".", "step-", "damaged-step-"))
-            ]
-            found += [f"{self.checkpoints.name}/{name}" for name in sorted(steps)]
-        return found
+        if self.recipe.exists():
+            return
+        written = (self.checkpoints, self.model, self.trackers, self.metrics, self.summary, self.dataset_commits)
+        for path in written:
+            if path.exists() or path.is_symlink():
+                raise OutputError(
+                    f"{path} exists and was not written by a run of this program: name another output, or move it away"
+                )
 
     def read_recipe(self) -> Recipe:
         """The recipe that the run was last started with.
@@ -107,12 +66,16 @@ class RunFolder:
                 f"{self.recipe} can't be read ({str(problem).splitlines()[0]}): name another output"
             ) from None
 
-    def write_recipe(self, recipe: Recipe) -> None:
+    def begin(self, recipe: Recipe, commits: DatasetCommits) -> None:
+        """Write the first files of a run, after which the folder belongs to it."""
         text = yaml.safe_dump(recipe.resolved(), sort_keys=False, allow_unicode=True)
         write_whole(
             self.recipe,
             f"# The recipe of this run, with all defaults; written by gqa-convert uptrain.\n{text}".encode(),
         )
+        if commits:
+            write_json(self.dataset_commits, commits)
+        self.summary.unlink(missing_ok=True)
 
     def read_commits(self) -> DatasetCommits:
         """The commits of Hub datasets that the run keeps; empty if none are recorded."""
@@ -131,3 +94,39 @@ class RunFolder:
             return RunSummary.from_json(content)
         except (OSError, ValueError, KeyError, TypeError):
             return None
+
+
+class OutputLock:
+    """Holds an output folder for one job until it is released or the process ends.
+
+    Args:
+        folder: the output folder; created with its parents if it does not exist.
+
+    Raises:
+        LaunchError: another process holds it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / LOCK
+        self._made = [each for each in (folder, *folder.parents) if not each.exists()]
+        folder.mkdir(parents=True, exist_ok=True)
+        self._handle = try_lock(self._path)
+        if self._handle is None:
+            raise LaunchError(
+                f"another process is training into {folder}: wait for it, or name another output; if it belongs to this job, the "
+                "launcher started processes that do not know of one another"
+            )
+
+    def release(self) -> None:
+        """Let another job use the folder. If the run was refused before it wrote anything, the files and folders that
+        the lock created are removed.
+        """
+        if self._handle is None:
+            return
+        with contextlib.suppress(OSError):  # the folder may be gone or read-only by now
+            if [each.name for each in self._path.parent.iterdir()] == [LOCK]:
+                self._path.unlink()
+                for each in self._made:
+                    each.rmdir()
+        os.close(self._handle)
+        self._handle = None

@@ -28,16 +28,6 @@ def cosine(step: int, steps: int, warmup: int, final: float) -> float:
     return final + (1 - final) * 0.5 * (1 + math.cos(math.pi * share))
 
 
-def inverse_sqrt(step: int, warmup: int) -> float:
-    """min(s / W, sqrt(W / s)).
-
-    Vaswani et al. 2017, scaled so that the peak is 1. T5 was pretrained with 1 / sqrt(max(s, 10^4)), which is constant
-    instead of rising during the warm-up. Without a warm-up the factor is 1 / sqrt(s).
-    """
-    peak = max(1, warmup)
-    return min(step / peak, math.sqrt(peak / step))
-
-
 def wsd(step: int, steps: int, warmup: int, final: float, decay_share: float) -> float:
     """Warm-up, then constant at 1, then linear decay to f over the last `decay_share` of the steps.
 
@@ -70,8 +60,6 @@ def factor(
             return constant(step, warmup)
         case "cosine":
             return cosine(step, steps, warmup, final)
-        case "inverse_sqrt":
-            return inverse_sqrt(step, warmup)
         case "wsd":
             return wsd(step, steps, warmup, final, decay_share)
 

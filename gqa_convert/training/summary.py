@@ -59,7 +59,6 @@ class RunSummary(Result):
         final_loss: the last training loss, in nats per token.
         evaluation: losses on the held-out text, if they were measured.
         steps_since_resumption, seconds_since_resumption, tokens_per_second: the pace.
-        plot: the file of the loss curve; None without matplotlib.
         adapters: the adapters that were trained and merged, in words; None if the weights were trained.
     """
 
@@ -76,7 +75,6 @@ class RunSummary(Result):
     steps_since_resumption: int
     seconds_since_resumption: float
     tokens_per_second: int
-    plot: str | None
     adapters: str | None = None
 
     def as_json(self) -> JsonObject:
@@ -129,7 +127,6 @@ def summarise(
     measurement: Measurement,
     processes: int,
     model: str,
-    plot: str | None,
 ) -> RunSummary:
     """The summary of a complete run.
 
@@ -141,7 +138,6 @@ def summarise(
         measurement: command, time, versions and machine.
         processes: the number of processes.
         model: the folder of the trained model.
-        plot: the file of the loss curve.
     """
     return RunSummary(
         head=measurement.as_json(),
@@ -157,6 +153,5 @@ def summarise(
         steps_since_resumption=pace.steps,
         seconds_since_resumption=round(pace.seconds, 1),
         tokens_per_second=round(pace.tokens / max(pace.seconds, 1e-3)),
-        plot=plot,
         adapters=None if recipe.lora is None else str(recipe.lora),
     )

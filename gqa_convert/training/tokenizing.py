@@ -19,8 +19,8 @@ from gqa_convert.text.sources import Source
 from gqa_convert.text.token_files import default_cache
 from gqa_convert.training.objectives import check_input, choose_objective, sample_length
 from gqa_convert.training.opening import explained, source_folder
-from gqa_convert.training.own_text import generated
 from gqa_convert.training.recipe import Recipe, read_recipe
+from gqa_convert.training.run_text import with_own_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +106,8 @@ def _tokenized(
     named = (*recipe.data, *(recipe.evaluation_data or ()))
     pinned = recipe.pinned(find_commits(named, {}, default_cache()))
     samples = open_samples(
-        generated(pinned.data, recipe.model, source_folder(recipe), on_tokenize),
+        with_own_text(pinned.data, recipe.model, source_folder(recipe), on_tokenize),
         seed=recipe.seed,
-        shuffle_window=recipe.shuffle_window,
         processes=processes,
         progress=on_tokenize,
         **settings,

@@ -1,20 +1,35 @@
-"""The entry point of uptraining: trains a model from a recipe, and reports every error in one line."""
+"""Uptraining: sets up a run from a recipe, trains, and publishes the model. `trainer` holds the loop.
 
+Every error is reported in one line.
+"""
+
+import copy
+import secrets
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gqa_convert.checkpoint.paths import local_path
 from gqa_convert.checkpoint.resource_errors import is_disk_full
-from gqa_convert.errors import GQAConvertError, NoSpaceError, OutputError, SourceNotFoundError
+from gqa_convert.errors import GQAConvertError, NoSpaceError, OutputError, ResumeError, SourceNotFoundError
 from gqa_convert.families.loading import no_bars
-from gqa_convert.training.recipe import conversion_command, read_recipe
+from gqa_convert.training.recipe import CHANGEABLE, RECORDED, Recipe, conversion_command, make_recipe, read_recipe
 
-if TYPE_CHECKING:
-    from gqa_convert.training.metrics import StepReport
-    from gqa_convert.training.summary import RunSummary
+if TYPE_CHECKING:  # these import torch
+    from gqa_convert.text.samples import Samples
+    from gqa_convert.training.checkpoints import Checkpoints, Progress, RunRecord
+    from gqa_convert.training.metrics import OnStep, StepReport
+    from gqa_convert.training.models import RunModels
+    from gqa_convert.training.opening import Opened
+    from gqa_convert.training.run_context import RunContext
+    from gqa_convert.training.run_folder import RunFolder
+    from gqa_convert.training.run_text import OnTokenize, RunText
+    from gqa_convert.training.stopping import StopRequests
+    from gqa_convert.training.summary import Pace, RunSummary
+    from gqa_convert.training.trainer import Trainer
 
 
 def uptrain_checkpoint(
@@ -62,15 +77,262 @@ def uptrain_checkpoint(
     ):
         warnings.simplefilter("ignore")  # warnings of torch and transformers for developers
         from gqa_convert.training.distributed import taking_part
+        from gqa_convert.training.run_folder import OutputLock, RunFolder
 
         with taking_part(), no_bars():
-            from gqa_convert.training.run import Run
+            from gqa_convert.training.opening import check_trackers
+            from gqa_convert.training.run_context import join_run
 
-            run = Run(recipe, stops, on_message, on_step, on_tokenize, command)
+            check_trackers(recipe)
+            context = join_run(recipe, RunFolder(Path(recipe.output)), on_message)
+            lock: OutputLock | None = None
             try:
-                return run.go()
+                with context.together():
+                    context.folder.refuse_foreign()
+                    if context.main:
+                        lock = OutputLock(context.folder.path)
+                return _run(context, stops, on_step, on_tokenize, command)
             finally:
-                run.release()
+                if lock is not None:
+                    lock.release()
+
+
+def _run(
+    context: "RunContext",
+    stops: "StopRequests",
+    on_step: "OnStep",
+    on_tokenize: "OnTokenize",
+    command: list[str] | None,
+) -> "RunSummary | None":
+    """Train from the state of the output folder to the trained model; returns the summary on the main process."""
+    import torch
+
+    from gqa_convert.checkpoint.publication import check_destination, sweep
+    from gqa_convert.training.checkpoints import Checkpoints, Progress, set_state, state_of
+    from gqa_convert.training.metrics import RunLog, start_trackers
+    from gqa_convert.training.models import RunModels
+    from gqa_convert.training.run_text import open_text
+    from gqa_convert.training.summary import Pace
+    from gqa_convert.training.trainer import Trainer, train
+
+    recipe, folder, accelerator = context.recipe, context.folder, context.accelerator
+    checkpoints = Checkpoints(folder.checkpoints, recipe.keep_checkpoints, main=context.main, together=context.together)
+    with context.together():
+        if context.main:  # what a killed run left behind
+            sweep(folder.path)
+            checkpoints.sweep()
+    with context.together():
+        finished, record = _look_back(recipe, folder, checkpoints, context.say)
+    if finished is not None:
+        context.say(f"{recipe.output} is already complete: raise the budget to continue it, or name another output")
+        return finished if context.main else None
+    with context.together():
+        check_destination(folder.model, None, overwrite=True)
+    progress = Progress(run_id=secrets.token_hex(8))
+    if record is not None:
+        context.say(f"resuming from {checkpoints.path(record.progress.step)}")
+        progress = _take_up(record, context)
+
+    opened = _open_models(context)
+    text = open_text(context, opened, record.dataset_commits if record else folder.read_commits(), on_tokenize)
+    if record is not None and record.samples != text.samples.fingerprint:
+        raise ResumeError(
+            f"the training text or the tokenizer has changed since {checkpoints.path(progress.step)} was saved: restore it, or name another output"
+        )
+    steps = recipe.steps(text.samples.tokens_per_sample)
+    recipe.warmup(steps)  # raises an error if the warm-up is longer than the run
+    _say_memory(context, opened, text.samples)
+
+    torch.manual_seed(recipe.seed)
+    models = RunModels(context, opened)
+    trainer = Trainer(
+        recipe,
+        models.student,
+        models.optimizer,
+        text.samples,
+        accelerator,
+        steps=steps,
+        teacher=models.load_teacher(text.samples),
+        progress=progress,
+    )
+    with context.together():
+        if context.main:  # the first files, after which the folder belongs to the run
+            folder.begin(recipe, text.dataset_commits)
+    _evaluate_start_and_source(context, models, opened, trainer, text)
+    if record is not None:
+        with stops.at_boundaries():
+            state = state_of(models.student, models.optimizer, trained_only=context.adapters_only)
+            checkpoints.load(progress.step, state, accelerator.num_processes)
+            set_state(models.student, models.optimizer, state, trained_only=context.adapters_only)
+    with context.together():
+        log = RunLog(folder.metrics, progress.step, steps, accelerator, on_step)
+    start_trackers(accelerator, recipe, progress.run_id)
+
+    began, first_step, first_token = time.monotonic(), progress.step, progress.tokens
+    try:
+        train(context, trainer, text, checkpoints, log, stops)
+    finally:
+        log.close()
+        text.samples.close()
+    pace = Pace(steps - first_step, time.monotonic() - began, progress.tokens - first_token)
+    return _finish(context, models, opened, checkpoints, progress, pace, text.pinned, command)
+
+
+# Before training: read the output folder and open what the recipe names
+
+
+def _look_back(
+    recipe: Recipe, folder: "RunFolder", checkpoints: "Checkpoints", say: Callable[[str], None]
+) -> "tuple[RunSummary | None, RunRecord | None]":
+    """The summary of a complete run, or the record of the checkpoint to resume from.
+
+    Raises:
+        ResumeError: the output folder holds a run that this recipe can't resume.
+    """
+    finished, newest = folder.finished(), checkpoints.newest(say)
+    if finished is None and newest is None:
+        return None, None
+    earlier = make_recipe(newest.recipe) if newest else folder.read_recipe()
+    commits = newest.dataset_commits if newest else folder.read_commits()
+    different = earlier.pinned(commits).differences(recipe.pinned(commits))
+    if different:
+        raise ResumeError(
+            f"{recipe.output} holds a run with another recipe: {'; '.join(different)}; restore these keys to resume it, or name another output"
+        )
+    if finished is not None and earlier.budget_tokens == recipe.budget_tokens:
+        return finished, None
+    if newest is None:
+        raise ResumeError(
+            f"{recipe.output} holds a complete run without checkpoints, which can't be resumed: name another output"
+        )
+    return None, newest
+
+
+def _take_up(record: "RunRecord", context: "RunContext") -> "Progress":
+    """The progress that a run resumes with. Differences from the run that saved the checkpoint are reported."""
+    progress, processes = copy.deepcopy(record.progress), context.accelerator.num_processes
+    if record.processes != processes:
+        context.say(
+            f"the checkpoint was saved by {record.processes} process(es): sums are rounded differently from now on"
+        )
+    before = make_recipe(record.recipe).pinned(record.dataset_commits)
+    now = context.recipe.pinned(record.dataset_commits)
+    for change in before.differences(now, may_grow=(), may_change=CHANGEABLE - RECORDED):
+        progress.changes.append(f"from step {progress.step + 1}: {change}")
+        context.say(change)
+    progress.skipped_in_a_row = 0
+    return progress
+
+
+def _open_models(context: "RunContext") -> "Opened":
+    from gqa_convert.checkpoint.files import links_note
+    from gqa_convert.checkpoint.provenance import PROVENANCE, earlier_record
+    from gqa_convert.training.opening import open_recipe
+
+    model = context.recipe.model
+    with context.together():
+        opened = open_recipe(context.recipe)
+        converted = earlier_record(opened.student)
+    if converted is None:
+        context.say(f"{model} has no {PROVENANCE}: it was not converted by gqa-convert and is trained unchanged")
+    for note in links_note(opened.student.links_out):
+        context.say(f"{model}: {note}")
+    return opened
+
+
+def _say_memory(context: "RunContext", opened: "Opened", samples: "Samples") -> None:
+    """Report the estimated memory of this run, if the model's sizes are known."""
+    from gqa_convert.checkpoint.machine import available_memory
+    from gqa_convert.text.objectives import OBJECTIVES
+    from gqa_convert.training import memory
+    from gqa_convert.training.architecture import read_architecture
+    from gqa_convert.training.distributed import local_processes
+
+    architecture, device = read_architecture(opened.student.config), context.accelerator.device
+    if architecture is None or not context.main:
+        return
+    target = OBJECTIVES[opened.objective].target_length(opened.sequence_length)
+    length, target = samples.longest or (opened.sequence_length, target)
+    setting = memory.setting_of(
+        context.recipe,
+        **memory.parameters_of(opened.student, opened.teacher, context.recipe, device.type),
+        sequence_length=length,
+        target_length=target,
+        shards=context.layout.shards,
+        device=device.type,
+    )
+    context.say(memory.shown(memory.plan(architecture, setting), available_memory(device, local_processes())))
+
+
+def _evaluate_start_and_source(
+    context: "RunContext", models: "RunModels", opened: "Opened", trainer: "Trainer", text: "RunText"
+) -> None:
+    """Measure the losses at the start and of the source, relative to which recovery is stated, unless they are
+    recorded.
+    """
+    progress = trainer.progress
+    if not text.held_out or progress.evaluated_on == text.held_out_fingerprint:
+        return
+    start = trainer.evaluate(models.student, text.held_out)
+    progress.evaluations = {"start": start}
+    context.say(f"language-model loss at the start: {start:.4f} nats per token of the evaluation data")
+    source: Any = trainer.teacher
+    if source is None and opened.source_folder is not None:
+        source = models.load_source(opened.source_folder)
+    if source is not None:
+        progress.evaluations["source"] = trainer.evaluate(source, text.held_out)
+        context.say(f"language-model loss of the source: {progress.evaluations['source']:.4f} nats per token")
+    progress.evaluated_on = text.held_out_fingerprint
+
+
+# After training
+
+
+def _finish(
+    context: "RunContext",
+    models: "RunModels",
+    opened: "Opened",
+    checkpoints: "Checkpoints",
+    progress: "Progress",
+    pace: "Pace",
+    pinned: Recipe,
+    command: list[str] | None,
+) -> "RunSummary | None":
+    """Write the trained model and, last, the summary; returns the summary on the main process."""
+    from gqa_convert.checkpoint.atomic_files import write_json
+    from gqa_convert.checkpoint.machine import measurement
+    from gqa_convert.training.checkpoints import whole_model
+    from gqa_convert.training.export import export_model
+    from gqa_convert.training.lora import gather_adapters, merged_model
+    from gqa_convert.training.metrics import MetricsLine, read_metrics
+    from gqa_convert.training.summary import summarise
+
+    recipe, folder = context.recipe, context.folder
+    model, state, summary = models.inner, dict[str, Any](), None
+    if recipe.lora is None:
+        state = whole_model(models.student)
+    else:
+        gather_adapters(model)
+    with context.together():
+        if context.main:
+            if recipe.lora is not None:
+                model, state = merged_model(model, opened.student_folder)
+            lines = read_metrics(folder.metrics)
+            summary = summarise(
+                recipe,
+                progress,
+                MetricsLine.from_json(lines[-1]) if lines else None,
+                pace,
+                measurement=measurement("uptrain", command, str(context.accelerator.device)),
+                processes=context.accelerator.num_processes,
+                model=str(folder.model),
+            )
+            export_model(model, state, opened.student, folder.model, summary.provenance(pinned))
+            checkpoints.prune(progress.step)  # a run may have been killed between its last checkpoint and this point
+            write_json(folder.summary, summary.as_json())
+    if recipe.trackers:
+        context.accelerator.end_training()
+    return summary
 
 
 @contextmanager

@@ -170,12 +170,12 @@ def test_the_objective_and_the_held_out_loss_have_names(
     parts: dict[str, float], said: str, clock: Clock, capsys: pytest.CaptureFixture[str]
 ) -> None:
     values = {"tokens": 100, "learning_rate": 1e-4, "tokens_per_second": 1000.0, **parts}
-    report = StepReport(MetricsLine(step=3, loss=2.5, evaluation_loss=3.25, mfu=0.5, **values), 4)  # type: ignore[arg-type]
+    report = StepReport(MetricsLine(step=3, loss=2.5, evaluation_loss=3.25, **values), 4)  # type: ignore[arg-type]
     shown = shown_by(TrainingScreen, clock, capsys, ("show", ("a.txt", 1, 4)), ("step", (report,)))
     assert shown.splitlines() == [
         "a.txt: 25.0%",
         "step 3: language-model loss on held-out text 3.2500 nats per token",
-        f"uptraining: 75.0%  step 3 of 4  {said}  1,000 tokens/s  MFU 50.0%",
+        f"uptraining: 75.0%  step 3 of 4  {said}  1,000 tokens/s",
     ]
 
 

@@ -1,6 +1,5 @@
 """Optimizer steps of small models on a number of processes, for comparison: what each process runs."""
 
-import json
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -10,17 +9,9 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 LENGTH = 16
 VOCABULARY = 96
-KIND_NAMES = {
-    "allgather_base": "all-gather",
-    "reduce_scatter_base": "reduce-scatter",
-    "allreduce": "all-reduce",
-    "all_reduce": "all-reduce",
-}
-"""What torch calls collectives, and what everybody does."""
 HYBRID_CASES = ("llama", "adafactor", "teacher", "t5", "bf16")
 """The cases that run on two copies of a model, each sharded over two processes; one shape of each kind is enough."""
 KINDS = {"single": 1, "ddp": 2, "fsdp": 2, "hybrid": 4}
@@ -35,7 +26,6 @@ CASES: dict[str, dict[str, Any]] = {
     "no clipping": {"gradient_clipping": None},
     "kv": {"trainable": "kv"},
     "checkpointing": {"gradient_checkpointing": True},
-    "operators": {"gradient_checkpointing": True, "checkpointing_policy": "operators"},
     "adafactor": {"optimizer": "adafactor", "gradient_clipping": None, "learning_rate": 1e-2},
     "teacher": {"teacher": "t", "distillation_weight": 0.5},
     "gpt2": {"model": "gpt2"},
@@ -70,13 +60,9 @@ class RaggedSamples:
     """Random samples with unequal numbers of labels."""
 
     tokens_per_sample = LENGTH
-    names = ("even", "odd")
 
     def __init__(self, seq2seq: bool) -> None:
         self.seq2seq = seq2seq
-
-    def source_of(self, index: int) -> int:
-        return index % 2
 
     def batch(self, indices: list[int]) -> dict[str, np.ndarray]:
         rows = []
@@ -108,13 +94,11 @@ class Collectives(TorchDispatchMode):
 
     Attributes:
         seen: how many there were.
-        kinds: by kind, their number and the bytes of the whole tensors.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.seen = 0
-        self.kinds: dict[str, list[int]] = {}
 
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
         if isinstance(arguments[0] if arguments else None, DTensor):
@@ -122,10 +106,6 @@ class Collectives(TorchDispatchMode):
         name = str(function).split(".")[1].strip("_")
         if function.namespace in ("c10d", "_c10d_functional") and not name.startswith(("wait", "wrap")):
             self.seen += 1
-            tensors = [each for each in tree_leaves(arguments) if isinstance(each, torch.Tensor)]
-            count = self.kinds.setdefault(KIND_NAMES.get(name, name), [0, 0])
-            count[0] += 1
-            count[1] += max(tensor.numel() * tensor.element_size() for tensor in tensors)
         return function(*arguments, **(options or {}))
 
 
@@ -204,13 +184,12 @@ def adapt(accelerator: Any, folder: Path, keys: dict[str, Any]) -> dict[str, Any
     import torch.distributed.checkpoint as dcp
 
     from gqa_convert.training import sharding
-    from gqa_convert.training.checkpoints import Progress
-    from gqa_convert.training.loop import Trainer
+    from gqa_convert.training.checkpoints import Progress, set_state, state_of
     from gqa_convert.training.lora import gather_adapters, merged_model
     from gqa_convert.training.models import load_student, place_student
     from gqa_convert.training.optimizers import build_optimizer
     from gqa_convert.training.recipe import make_recipe
-    from gqa_convert.training.state import set_state, state_of
+    from gqa_convert.training.trainer import Trainer
 
     recipe = make_recipe(BASE | {"lora": {"rank": 3}, "learning_rate": 1e-2} | keys)
     if accelerator.is_main_process:
@@ -273,16 +252,16 @@ def take_steps(
 
     from gqa_convert.training import sharding
     from gqa_convert.training.checkpoints import Progress
-    from gqa_convert.training.loop import Trainer
+    from gqa_convert.training.models import recompute
     from gqa_convert.training.optimizers import build_optimizer
     from gqa_convert.training.recipe import make_recipe
-    from gqa_convert.training.recomputation import recompute
+    from gqa_convert.training.trainer import Trainer
 
     kind = keys.pop("model", "llama")
     recipe = make_recipe(BASE | keys)
     model = small_model(kind).train()
     if recipe.gradient_checkpointing:
-        recompute(model, recipe.checkpointing_interval, recipe.checkpointing_policy)
+        recompute(model)
     choose_parameters(model, recipe)
     placed, teacher = model, small_model(kind, seed=1).eval().requires_grad_(False) if recipe.teacher else None
     layout = sharding.layout_of(recipe.sharding, recipe.shard_size, accelerator.num_processes, 1)
@@ -319,13 +298,8 @@ def take_steps(
             step()
 
     optimizer.step = counted
-    whole_step, taken = Collectives(), trainer.run(lambda: False)
-    results = [next(taken) for _ in range(steps - 1)]
-    with whole_step:
-        results.append(next(taken))
+    results = list(trainer.run(lambda: False))
     found["collectives"] = np.array(counts.seen)
-    found["communication"] = np.array(json.dumps(whole_step.kinds))
-    found["source_losses"] = np.array([[loss or 0.0 for loss in result.source_losses] for result in results])
     for name in ("loss", "gradient_norm"):
         found[name] = np.array([getattr(result, name) for result in results])
     found["skipped"] = np.array([result.skipped for result in results])

@@ -65,8 +65,6 @@ INSTEAD: dict[str, dict[str, str]] = {
         "save_every": "6",
         "evaluate_every": "6",
         "evaluation_tokens": "64",
-        "teacher_top_k": "null",
-        "compile": "false",
     },
 }
 """Options that keep a command short; they replace or extend those that the document gives."""

@@ -36,7 +36,7 @@ SMALL: dict[str, Any] = {
 }
 
 
-MEASURED = ("overall_tokens_per_second", "data_seconds", "peak_memory_gb")
+MEASURED = ("peak_memory_gb",)
 """The values of a line of metrics that differ between two equal runs, beside `tokens_per_second`."""
 
 

@@ -8,13 +8,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from gqa_convert.text.on_disk import text_on_disk
 
 from gqa_convert.errors import DataError, RecipeError
 from gqa_convert.text.calibration import calibration_batches
 from gqa_convert.text.hub_rows import HubText
 from gqa_convert.text.labels import IGNORED
 from gqa_convert.text.objectives import SampleSettings
-from gqa_convert.text.on_disk import text_on_disk
 from gqa_convert.text.samples import evaluation_blocks, open_samples
 from gqa_convert.text.sources import Source, open_source
 from gqa_convert.training.recipe import make_recipe

@@ -17,8 +17,8 @@ from gqa_convert.text import own_text as module
 from gqa_convert.text.generating import GenerationOptions, generate_text
 from gqa_convert.text.own_text import own_text
 from gqa_convert.text.sources import Source, is_on_hub, read_source
-from gqa_convert.training.own_text import generated
 from gqa_convert.training.recipe import make_recipe
+from gqa_convert.training.run_text import with_own_text
 from tests.helpers.uptrain_runs import DEMO, losses, make_student, run, weights
 
 SMALL: dict[str, Any] = {"tokens": 40, "device": "cpu"}
@@ -125,7 +125,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
 
 def test_a_run_needs_to_know_the_source() -> None:
     with pytest.raises(RecipeError, match="that m was converted from is not on this machine: name it as teacher"):
-        generated([Source("self")], "m", None, lambda *_: None)
+        with_own_text([Source("self")], "m", None, lambda *_: None)
 
 
 def test_a_source_that_cannot_write_says_how_to_go_on(tmp_path: Path) -> None:

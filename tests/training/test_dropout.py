@@ -11,7 +11,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from gqa_convert.training.dropout import set_dropout
+from gqa_convert.training.models import set_dropout
 
 MODELS = {
     "t5": lambda: T5ForConditionalGeneration(

@@ -1,9 +1,8 @@
 """Estimates of a run, against what torch counts on small models."""
 
-import gc
 import json
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import pytest
 import torch
@@ -13,41 +12,18 @@ from typer.testing import CliRunner
 from gqa_convert.cli import app
 from gqa_convert.errors import LaunchError, OptionError, RecipeError
 from gqa_convert.training import memory
-from gqa_convert.training.architecture import Architecture, read_architecture
-from gqa_convert.training.communication import Collective
+from gqa_convert.training.architecture import read_architecture
 from gqa_convert.training.dry_run import Hardware, dry_run
-from gqa_convert.training.flops import _forward, sample_flops
-from gqa_convert.training.gpus import find_gpu, named_gpu
+from gqa_convert.training.flops import sample_flops
+from gqa_convert.training.gpus import named_gpu
 from gqa_convert.training.masks import model_inputs
-from gqa_convert.training.memory import Setting
 from gqa_convert.training.optimizers import build_optimizer, choose_trained
 from gqa_convert.training.recipe import make_recipe
-from gqa_convert.training.recomputation import recompute
 from gqa_convert.training.sharding import Layout, layout_of
 from tests.helpers.distributed_steps import BASE, VOCABULARY, small_model
 from tests.helpers.uptrain_runs import DEMO, recipe, student_home
 
 LENGTH, TARGET = 16, 8
-
-
-class LiveBytes:
-    """Counts the bytes that are allocated inside it and not freed. Nothing from before may be freed inside: garbage is
-    collected first and then left alone, and the caller drops what a name inside holds.
-    """
-
-    def __enter__(self) -> Self:
-        gc.collect()
-        gc.disable()
-        self._profile = torch.profiler.profile(
-            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, record_shapes=False
-        )
-        self._profile.__enter__()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._profile.__exit__(None, None, None)
-        gc.enable()
-        self.kept = sum(event.self_cpu_memory_usage for event in self._profile.key_averages())
 
 
 MODELS = ("llama", "gpt2", "t5")
@@ -94,93 +70,6 @@ def test_operations_are_those_that_torch_counts(kind: str, again: bool) -> None:
     assert bool(found.recomputation) == again
 
 
-def test_every_second_layer_is_recomputed_with_the_same_gradients() -> None:
-    """Bit for bit, with the operations and the saved bytes between those of none and of all."""
-    found = []
-    for interval in (None, 2, 1):
-        model, sample, sizes = prepared("llama")
-        if interval is not None:
-            recompute(model, interval)
-        kept: dict[int, int] = {}
-
-        def keep(tensor: torch.Tensor, kept: dict[int, int] = kept) -> torch.Tensor:
-            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-            return tensor
-
-        with FlopCounterMode(display=False) as counter:
-            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-                logits = model(**sample, use_cache=False).logits
-            logits.float().square().sum().backward()
-        keys = {} if interval is None else {"gradient_checkpointing": True, "checkpointing_interval": interval}
-        planned = setting(model, "llama", **keys)
-        assert sample_flops(sizes, planned).total == counter.get_total_flops()
-        gradients = [parameter.grad for parameter in model.parameters()]
-        found.append((gradients, sum(kept.values()), memory.plan(sizes, planned)["activations"]))
-    for gradients, _, _ in found[1:]:
-        assert all(torch.equal(*pair) for pair in zip(gradients, found[0][0], strict=True))
-    for place in (1, 2):  # as counted, and as planned
-        none, half, every = (each[place] for each in found)
-        assert none > half > every
-    assert memory.recomputed_layers(sizes, planned) == 3
-
-
-@pytest.mark.parametrize("kind", MODELS)
-def test_results_of_operators_are_kept_with_the_same_gradients(kind: str) -> None:
-    """Bit for bit, without repeating a product with a weight, and with saved bytes between those of all and of none."""
-    found = []
-    for policy in (None, "operators", "layers"):
-        model, sample, sizes = prepared(kind)
-        if policy is not None:
-            recompute(model, 1, policy)  # type: ignore[arg-type]
-        with FlopCounterMode(display=False) as counter:
-            with LiveBytes() as alive:
-                logits = model(**sample, use_cache=False).logits
-            logits.float().square().sum().backward()
-        del logits
-        keys = {} if policy is None else {"gradient_checkpointing": True, "checkpointing_policy": policy}
-        planned = setting(model, kind, **keys)
-        # the plan of a Llama counts on fused attention, and what is run here computes its scores again
-        eager = 0 if policy != "operators" or sizes.scores else _forward(sizes, planned).attention
-        assert sample_flops(sizes, planned).total + eager == counter.get_total_flops()
-        gradients = [parameter.grad for parameter in model.parameters()]
-        found.append((gradients, alive.kept, memory.plan(sizes, planned)["activations"]))
-    for gradients, _, _ in found[1:]:
-        assert all(torch.equal(*pair) for pair in zip(gradients, found[0][0], strict=True) if pair[0] is not None)
-    none, operators, layers = (each[1] for each in found)
-    assert none > operators > layers
-    if kind == "llama":  # of a size at which the layer that is being recomputed does not weigh most
-        large = Architecture(
-            layers=32, hidden_size=4096, heads=32, kv_heads=8, head_dim=128, inner=11008, vocabulary=32000
-        )
-        bytes_of = [
-            memory.plan(large, Setting(parameters=10**9, trained=10**9, sequence_length=4096, **keys))["activations"]
-            for keys in (
-                {},
-                {"gradient_checkpointing": True, "keeps_operators": True},
-                {"gradient_checkpointing": True},
-            )
-        ]
-        assert bytes_of[0] > 1.5 * bytes_of[1] > 3 * bytes_of[2]
-
-
-def test_the_results_of_operators_are_counted() -> None:
-    """What they add to the inputs of layers, in float32: as planned, but for the logsumexp of attention."""
-    sizes, kept, planned = None, [], []
-    for policy in ("layers", "operators"):
-        model, sample, sizes = prepared("llama")
-        model.set_attn_implementation("sdpa")
-        recompute(model, 1, policy)  # type: ignore[arg-type]
-        with LiveBytes() as alive:
-            logits = model(**sample, use_cache=False).logits
-        kept.append(alive.kept)
-        del logits
-        keys = {"gradient_checkpointing": True, "checkpointing_policy": policy}
-        planned.append(memory.plan(sizes, setting(model, "llama", **keys))["activations"])
-    assert sizes is not None
-    logsumexp = 4 * sizes.layers * sizes.heads * LENGTH
-    assert kept[1] - kept[0] == pytest.approx(planned[1] - planned[0] + logsumexp, rel=0.05)
-
-
 def test_masks_of_documents_are_counted() -> None:
     """Every layer keeps one, which torch's attention converts, and its keys and values repeated."""
     model = small_model("llama").train()
@@ -204,15 +93,6 @@ def test_masks_of_documents_are_counted() -> None:
     booleans, tables = 2 * LENGTH**2, 2 * LENGTH * sizes.head_dim * 4  # rotary tables of the second row
     assert kept[1] - kept[0] == planned["document masks"] - booleans + tables
     assert "document masks" not in memory.plan(sizes, setting(model, "llama"))
-
-
-def test_an_interval_needs_recomputation_and_layers() -> None:
-    with pytest.raises(RecipeError, match="checkpointing_interval is 2 and gradient_checkpointing is false"):
-        make_recipe(BASE | {"checkpointing_interval": 2})
-    model = small_model("llama")
-    model.model.layers = torch.nn.ModuleList()
-    with pytest.raises(RecipeError, match="LlamaForCausalLM recomputes all layers or none"):
-        recompute(model, 2)
 
 
 def test_products_for_frozen_weights_are_not_counted() -> None:
@@ -242,17 +122,10 @@ def test_bytes_of_weights_gradients_and_moments_are_those_of_tensors(kind: str, 
     assert parts["moments"] == counted
 
 
-def test_sent_bytes_are_those_of_a_ring() -> None:
-    assert Collective("all-gather", "weights", 4, 1, 400).sent == 300
-    assert Collective("all-reduce", "gradients", 4, 1, 400).sent == 600
-
-
-def test_gpus_are_found_by_the_names_of_drivers_and_users() -> None:
+def test_gpus_are_found_by_the_names_of_users() -> None:
     assert named_gpu("h100").memory == 80 * 10**9
-    assert named_gpu("RTX-4090") == find_gpu("NVIDIA GeForce RTX 4090")
-    assert (
-        find_gpu("NVIDIA H100 PCIe") == named_gpu("h100pcie") != named_gpu("h100") == find_gpu("NVIDIA H100 80GB HBM3")
-    )
+    assert named_gpu("RTX-4090").peak == 165e12
+    assert named_gpu("h100pcie").peak < named_gpu("h100").peak
     with pytest.raises(OptionError, match="--hardware names 'h1000', which is not known: name one of b200, h200"):
         named_gpu("h1000")
 
@@ -294,22 +167,9 @@ def test_a_dry_run_writes_nothing_and_adds_up(home: Path, tmp_path: Path) -> Non
     assert found.memory["weights"] == 4 * found.parameters["all"] // 2
     assert found.hours == pytest.approx(6 * found.flops.total / (4 * 312e12 * 0.35 * 3600))
     assert found.fits is True
-    assert [text.bytes for text in found.text] == [(home / "text.txt").stat().st_size]
     assert not (home / "cache").exists()
     assert not (tmp_path / "run").exists()
     assert dry_run(path, [], Hardware(gpus=4, memory=10**6)).fits is False
-
-
-def test_tokens_on_disk_are_counted_once_they_are_there(home: Path, tmp_path: Path) -> None:
-    from gqa_convert.training.tokenizing import tokenize_recipe
-
-    path = recipe(home, tmp_path / "run")
-    assert dry_run(path, [], Hardware(gpus=1)).text[0].tokens is None
-    made = tokenize_recipe(path, processes=1)
-    found = dry_run(path, [], Hardware(gpus=1))
-    assert found.text[0].tokens == made.sources[0].tokens
-    assert found.epochs == (pytest.approx(6 * 64 / found.text[0].tokens),)
-    assert (found.hours, found.collectives) == (None, ())
 
 
 def test_the_command_line(home: Path, tmp_path: Path) -> None:
@@ -326,7 +186,6 @@ def test_the_command_line(home: Path, tmp_path: Path) -> None:
         assert words in shown.stdout
     stated = json.loads(CliRunner().invoke(app, [*command, "--json"]).stdout)
     assert stated["memory_needed"] == sum(stated["memory"].values())
-    assert {each["kind"] for each in stated["collectives"]} == {"all-gather", "reduce-scatter", "all-reduce"}
 
 
 def test_options_of_a_dry_run_need_it(home: Path, tmp_path: Path) -> None:

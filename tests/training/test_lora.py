@@ -15,7 +15,6 @@ from gqa_convert.errors import GQAConvertError, LaunchError, MissingExtraError, 
 from gqa_convert.text.output_layers import restore_output_layer
 from gqa_convert.training import lora as adapters
 from gqa_convert.training import memory
-from gqa_convert.training import run as run_module
 from gqa_convert.training.architecture import read_architecture
 from gqa_convert.training.models import load_student
 from gqa_convert.training.recipe import make_recipe, read_recipe
@@ -60,7 +59,7 @@ class Trained:
             return merge(model, folder)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(run_module, "merged_model", keeping)
+            patch.setattr(adapters, "merged_model", keeping)
             self.summary = run(home, output, **KEYS | keys)
 
     def saved(self) -> set[str]:

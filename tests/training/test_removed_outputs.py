@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from gqa_convert.text import linear_losses
-from gqa_convert.training import run_models
+from gqa_convert.training import models
 from gqa_convert.training.uptrain import uptrain_checkpoint
 from tests.helpers.largest import LargestWith
 from tests.helpers.uptrain_runs import DEMO, metrics, recipe, run, student_home
@@ -69,7 +69,7 @@ def test_steps_are_those_of_whole_logits(
 ) -> None:
     monkeypatch.setattr(linear_losses, "_POSITIONS", PART)
     run(home, tmp_path / "parts", **few_steps(home, **keys))
-    monkeypatch.setattr(run_models, "remove_output_layer", lambda model, inputs: False)
+    monkeypatch.setattr(models, "remove_output_layer", lambda model, inputs: False)
     monkeypatch.setattr(torch.nn.Linear, "forward", in_parts)
     messages: list[str] = []
     uptrain_checkpoint(recipe(home, tmp_path / "whole", **few_steps(home, **keys)), [], on_message=messages.append)

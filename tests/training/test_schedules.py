@@ -47,21 +47,6 @@ def test_cosine_is_half_a_period() -> None:
     assert factor("cosine", 35, 110, 10, final=0.0) == pytest.approx((1 + math.sqrt(0.5)) / 2)
 
 
-def test_inverse_sqrt_is_that_of_the_transformer() -> None:
-    # d^-0.5 min(s^-0.5, s W^-1.5), divided by its value at s = W
-    for step in (1, 50, 4000, 4001, 16000, 100000):
-        paper = min(step**-0.5, step * 4000**-1.5) / 4000**-0.5
-        assert factor("inverse_sqrt", step, 100000, 4000) == pytest.approx(paper)
-
-
-def test_inverse_sqrt_beyond_the_warmup_is_that_of_t5() -> None:
-    for step in (10000, 20000, 1000000):
-        assert factor("inverse_sqrt", step, 1000000, 10000) / math.sqrt(10000) == pytest.approx(
-            1 / math.sqrt(max(step, 10000))
-        )
-    assert factors("inverse_sqrt", 4, 0) == pytest.approx([step**-0.5 for step in (1, 2, 3, 4)])
-
-
 def test_wsd_is_stable_and_then_falls_in_a_straight_line() -> None:
     found = factors("wsd", 100, 10, final=0.0, decay_share=0.2)
     assert found[9:80] == [1.0] * 71

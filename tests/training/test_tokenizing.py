@@ -11,7 +11,7 @@ import huggingface_hub
 import pytest
 
 from gqa_convert.errors import InterruptedRunError, RecipeError, StoppedError
-from gqa_convert.text import file_parts, tokenizing_parts
+from gqa_convert.text import file_parts, samples, tokenizing_parts
 from gqa_convert.text import token_streams as streams
 from gqa_convert.text.file_parts import parts_of
 from gqa_convert.text.hub_rows import HubText
@@ -52,6 +52,7 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> Stream:
     answer = type("Answer", (), {"sha": "a" * 40})
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *_, **__: answer)
     monkeypatch.setattr(HubText, "rows", lambda text: found.rows(text))
+    monkeypatch.setitem(samples.open_samples.__kwdefaults__, "shuffle_window", 1000)
     monkeypatch.setattr(streams, "_AHEAD", 400)
     monkeypatch.setattr(streams, "_POLL", 0.002)
     monkeypatch.setattr("gqa_convert.text.tokenizing._BATCH_PIECES", 50)
@@ -77,7 +78,7 @@ def test_the_run_finds_the_tokens(home: Path, tmp_path: Path, cache: Path) -> No
 def test_a_stream_is_tokenised_as_far_as_the_run_needs_it(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = recipe(home, tmp_path / "run", data="org/some", tokens=6400, shuffle_window=1000)
+    path = recipe(home, tmp_path / "run", data="org/some", tokens=6400)
     seen: list[tuple[str, int, int]] = []
     found = tokenize_recipe(path, on_tokenize=lambda *report: seen.append(report))
     (source,) = found.sources

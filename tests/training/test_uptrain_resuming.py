@@ -1,6 +1,5 @@
 """Runs that are killed, stopped, changed or finished, and the same command again."""
 
-import hashlib
 import json
 import os
 import shutil
@@ -12,10 +11,10 @@ from typing import Any
 import pytest
 
 from gqa_convert.errors import DivergedError, GQAConvertError, LaunchError, OutputError, ResumeError, StoppedError
+from gqa_convert.training import uptrain
 from gqa_convert.training.checkpoints import Checkpoints
-from gqa_convert.training.output_lock import OutputLock
-from gqa_convert.training.run import Run
-from gqa_convert.training.run_log import RunLog
+from gqa_convert.training.metrics import RunLog
+from gqa_convert.training.run_folder import OutputLock
 from gqa_convert.training.uptrain import uptrain_checkpoint
 from tests.helpers.checkpoints import digests
 from tests.helpers.uptrain_runs import (
@@ -133,21 +132,21 @@ def test_a_signal_saves_at_the_end_of_the_step(home: Path, whole: Path, tmp_path
 def test_signals_before_and_between_the_steps(
     home: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def during(owner: type, name: str, *, again: bool = False) -> Any:
+    def during(owner: Any, name: str, *, again: bool = False) -> Any:
         original = getattr(owner, name)
 
-        def interrupted(self: Any, *arguments: Any) -> Any:
+        def interrupted(*arguments: Any) -> Any:
             os.kill(os.getpid(), signal.SIGINT)
             if again:
                 os.kill(os.getpid(), signal.SIGINT)
-            return original(self, *arguments)
+            return original(*arguments)
 
         return interrupted
 
     output = tmp_path / "run"
-    for name in ("_open_text", "_publish"):
+    for name in ("_open_models", "_finish"):
         with monkeypatch.context() as patch:
-            patch.setattr(Run, name, during(Run, name))
+            patch.setattr(uptrain, name, during(uptrain, name))
             with pytest.raises(StoppedError, match="SIGINT between two stages"):
                 run(home, output)
         assert not (output / "model").exists()
@@ -200,10 +199,8 @@ def test_a_larger_budget_trains_on(home: Path, tmp_path: Path) -> None:
 def test_changed_recipes_and_texts_are_refused(home: Path, whole: Path, tmp_path: Path) -> None:
     output = tmp_path / "run"
     shutil.copytree(whole, output)
-    with pytest.raises(
-        ResumeError, match=r"learning_rate was 0.001 and is now 0.002; seed was 0 and is now 1; restore"
-    ):
-        run(home, output, learning_rate=2e-3, seed=1)
+    with pytest.raises(ResumeError, match=r"dropout was 0.0 and is now 0.1; seed was 0 and is now 1; restore"):
+        run(home, output, dropout=0.1, seed=1)
     text = tmp_path / "text.txt"
     text.write_text((home / "text.txt").read_text())
     run(home, tmp_path / "own", data=str(text), tokens=128)
@@ -212,17 +209,7 @@ def test_changed_recipes_and_texts_are_refused(home: Path, whole: Path, tmp_path
         run(home, tmp_path / "own", data=str(text))
 
 
-def zero_a_block(path: Path, nbytes: int = 512) -> None:
-    """What a disk that lost a block returns; in the middle of a file of tensors are their numbers."""
-    at = path.stat().st_size // 2
-    with path.open("r+b") as file:
-        file.seek(at)
-        assert file.read(nbytes).strip(b"\0")  # there is something to lose
-        file.seek(at)
-        file.write(bytes(nbytes))
-
-
-@pytest.mark.parametrize("damage", ["truncated", "missing", "record", "emptied", "zeroed", "names"])
+@pytest.mark.parametrize("damage", ["truncated", "missing", "record", "emptied"])
 def test_a_damaged_checkpoint_is_passed_over_aloud(whole: Path, tmp_path: Path, damage: str) -> None:
     output = tmp_path / "run"
     shutil.copytree(whole, output)
@@ -235,18 +222,14 @@ def test_a_damaged_checkpoint_is_passed_over_aloud(whole: Path, tmp_path: Path, 
         tensors.unlink()
     elif damage == "record":
         os.truncate(newest / "run.json", 100)
-    elif damage == "zeroed":
-        zero_a_block(tensors)
-    elif damage == "names":
-        zero_a_block(newest / ".metadata", 8)
     else:
         (newest / "run.json").write_text("[]")
     said: list[str] = []
     uptrain_checkpoint(whole.with_suffix(".yaml"), [f"output={output}", "keep_checkpoints=1"], on_message=said.append)
-    assert any("damaged-step-000006" in line for line in said)
+    assert any("step-000006 is damaged" in line for line in said)
     assert any("resuming from" in line and "step-000004" in line for line in said)
     assert weights(output) == weights(whole)
-    assert sorted(path.name for path in (output / "checkpoints").iterdir()) == ["damaged-step-000006", "step-000006"]
+    assert sorted(path.name for path in (output / "checkpoints").iterdir()) == ["step-000006"]
 
 
 def test_when_every_checkpoint_is_damaged(home: Path, whole: Path, tmp_path: Path) -> None:
@@ -260,39 +243,16 @@ def test_when_every_checkpoint_is_damaged(home: Path, whole: Path, tmp_path: Pat
     assert (output / "model").is_dir()
 
 
-def test_a_zeroed_block_in_every_checkpoint(home: Path, whole: Path, tmp_path: Path) -> None:
-    output = tmp_path / "run"
-    shutil.copytree(whole, output)
-    (output / "summary.json").unlink()
-    for path in (output / "checkpoints").glob("*/*.distcp"):
-        zero_a_block(path)
-    with pytest.raises(
-        ResumeError, match=r"every checkpoint .* is damaged .*step-000006/__0_0.distcp has changed since it was saved"
-    ):
-        run(home, output)
-    assert sorted(path.name for path in (output / "checkpoints").iterdir()) == ["step-000004", "step-000006"]
-
-
-def test_recorded_digests_are_those_of_the_files(whole: Path) -> None:
-    for folder in (whole / "checkpoints").iterdir():
-        recorded = json.loads((folder / "run.json").read_bytes())["sha256"]
-        assert recorded == {
-            path.name: hashlib.sha256(path.read_bytes()).hexdigest()
-            for path in folder.iterdir()
-            if path.name != "run.json"
-        }
-
-
 def nan_at(monkeypatch: pytest.MonkeyPatch, steps: set[int], above: float = 0.0) -> None:
     """Losses are not finite at these steps, unless the learning rate is small."""
-    from gqa_convert.training.loop import Trainer
+    from gqa_convert.training.trainer import Trainer
 
     original = Trainer.losses
 
     def losses(self: Any, batch: Any) -> Any:
-        loss, parts, by_sequence = original(self, batch)
+        loss, parts = original(self, batch)
         bad = self.progress.step + 1 in steps and self.recipe.learning_rate > above
-        return (loss * float("nan"), parts * float("nan"), by_sequence) if bad else (loss, parts, by_sequence)
+        return (loss * float("nan"), parts * float("nan")) if bad else (loss, parts)
 
     monkeypatch.setattr(Trainer, "losses", losses)
 
@@ -338,10 +298,7 @@ def test_divergence_ends_a_run_that_can_go_on_otherwise(
         run(home, output, **keys, seed=1)
     summary = run(home, output, **keys, learning_rate=1e-4)
     assert summary["changes"] == ["from step 7: learning_rate was 0.001 and is now 0.0001"]
-    assert not (output / "diverged.json").exists()
     assert sorted(path.name for path in (output / "checkpoints").iterdir()) == ["step-000012"]
-    with pytest.raises(ResumeError, match=r"learning_rate was 0.0001 "):
-        run(home, output, **keys, learning_rate=1e-3)
 
 
 def test_what_is_in_the_way(home: Path, tmp_path: Path) -> None:

@@ -34,8 +34,6 @@ class TrainingScreen:
         if line.loss is not None:
             detail += f"  {line.objective} {line.loss:.4f} nats per token"
         detail += f"  {line.tokens_per_second:,.0f} tokens/s"
-        if line.mfu is not None:
-            detail += f"  MFU {line.mfu:.1%}"
         if line.evaluation_loss is not None:
             self.say(f"step {line.step:,}: {LM_LOSS} on held-out text {line.evaluation_loss:.4f} nats per token")
         self.show("uptraining", line.step, report.steps, detail)
@@ -54,7 +52,6 @@ def show_training(summary: "RunSummary") -> None:
             rows.append(("recovered", f"{evaluation.recovered_share:.1%} of the gap"))
     if summary.skipped_steps:
         rows.append(("skipped", f"{summary.skipped_steps} step(s), because the gradient was not finite"))
-    rows.append(("curve", summary.plot or "not drawn, matplotlib is missing: pip install 'gqa-convert[plot]'"))
     rows.append(("model", summary.model))
     show_done(f"{tokens_text(summary.tokens)} tokens in {summary.steps:,} steps", rows)
 
@@ -90,11 +87,6 @@ def show_dry_run(found: "DryRun") -> None:
             time = f"under {hours}"
     rows.append(("time", time))
     rows.append(("text", f"{tokens_text(found.tokens_needed)} tokens are needed"))
-    for text in found.text:
-        ready = "not tokenised yet"
-        if text.tokens is not None:
-            ready = f"{tokens_text(text.tokens)} tokens on disk"
-        rows.append((f"  {text.source}", ready))
     show_done(f"estimate of {found.model}; nothing was run", rows)
     if found.fits is False:
         print_note(

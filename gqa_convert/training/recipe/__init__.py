@@ -7,13 +7,15 @@ text and `no` as false).
 
 from gqa_convert.text.sources import Source
 from gqa_convert.training.recipe.files import conversion_command, read_recipe
+from gqa_convert.training.recipe.lora import check_lora
 from gqa_convert.training.recipe.making import make_recipe
 from gqa_convert.training.recipe.schema import (
-    AGAINST_DIVERGENCE,
     BOOKKEEPING,
     BUDGET,
+    CHANGEABLE,
     EXECUTION,
     KEYS,
+    RECORDED,
     TRACKERS,
     Recipe,
     Schedule,
@@ -22,17 +24,19 @@ from gqa_convert.training.recipe.schema import (
 )
 
 __all__ = [
-    "AGAINST_DIVERGENCE",
     "BOOKKEEPING",
     "BUDGET",
+    "CHANGEABLE",
     "EXECUTION",
     "KEYS",
+    "RECORDED",
     "TRACKERS",
     "Recipe",
     "Schedule",
     "Sharding",
     "Source",
     "Trainable",
+    "check_lora",
     "conversion_command",
     "make_recipe",
     "read_recipe",

@@ -40,19 +40,6 @@ def make_recipe(values: Mapping[str, Any]) -> Recipe:
         raise RecipeError(
             f"document_mask belongs to the causal objective, and objective is {recipe.objective}: remove one of them"
         )
-    if recipe.checkpointing_interval > 1 and not recipe.gradient_checkpointing:
-        raise RecipeError(
-            f"checkpointing_interval is {recipe.checkpointing_interval} and gradient_checkpointing is false: set it to true, or remove checkpointing_interval"
-        )
-    if recipe.checkpointing_policy != "layers" and not recipe.gradient_checkpointing:
-        raise RecipeError(
-            f"checkpointing_policy is {recipe.checkpointing_policy} and gradient_checkpointing is false: set it to true, or remove checkpointing_policy"
-        )
-    if recipe.checkpointing_policy == "operators" and (recipe.compile or recipe.document_mask):
-        other = "compile" if recipe.compile else "document_mask"
-        raise RecipeError(
-            f"checkpointing_policy is operators, which has not been tried with {other}: remove one of them"
-        )
     if recipe.shard_size is not None and recipe.sharding != "hybrid":
         raise RecipeError(
             f"shard_size is {recipe.shard_size} and sharding is {recipe.sharding}: set sharding to hybrid, or remove shard_size"

@@ -11,17 +11,15 @@ from gqa_convert.errors import RecipeError
 from gqa_convert.text.dataset_commits import pinned
 from gqa_convert.text.keys import TOKENS, Change, key, keys_of
 from gqa_convert.text.objectives import ObjectiveName
-from gqa_convert.text.packing import SHUFFLE_WINDOW
 from gqa_convert.text.scalars import shown
 from gqa_convert.text.sources import Source, read_sources
 from gqa_convert.training.recipe.lora import Lora, read_lora
 
-Schedule = Literal["constant", "cosine", "inverse_sqrt", "wsd"]
+Schedule = Literal["constant", "cosine", "wsd"]
 OptimizerName = Literal["adamw", "adafactor"]
 Precision = Literal["bf16", "no"]
 Trainable = Literal["all", "attention", "kv"]
 Sharding = Literal["auto", "replicate", "full", "hybrid"]
-CheckpointingPolicy = Literal["layers", "operators"]
 TeacherDtype = Literal["bf16", "float32", "auto"]
 
 TRACKERS = ("aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb")
@@ -56,13 +54,6 @@ class Recipe:
         unit=TOKENS,
         aliases=("max_length", "max_seq_length", "block_size"),
     )
-    shuffle_window: int = key(
-        "How many tokens of a stream the samples of its first epoch are shuffled over; see "
-        "[sources of text](#sources-of-text).",
-        default=SHUFFLE_WINDOW,
-        unit=TOKENS,
-        aliases=("shuffle_buffer", "buffer_size", "shuffle_buffer_size"),
-    )
     micro_batch_size: int = key(
         "Samples per process and forward pass. It changes memory and speed, not the meaning of the result.",
         default=1,
@@ -90,7 +81,7 @@ class Recipe:
         aliases=("batch_size", "gradient_accumulation_steps"),
     )
     learning_rate: float = key(
-        "The peak learning rate.", default=2e-4, above=0, most=1, change="divergence", aliases=("lr",)
+        "The peak learning rate.", default=2e-4, above=0, most=1, change="recorded", aliases=("lr",)
     )
     warmup_steps: int | None = key(
         "The length of the linear warm-up. The default is 2% of all steps, at most 1000.",
@@ -116,31 +107,17 @@ class Recipe:
         "The largest norm of all gradients together; `null` for none.",
         default=1.0,
         above=0,
-        change="divergence",
+        change="recorded",
         aliases=("max_grad_norm",),
     )
     precision: Precision = key(
         "`bf16` computes in bfloat16; weights and optimizer states are float32 in any case.",
         default="bf16",
-        change="divergence",
+        change="recorded",
         aliases=("mixed_precision",),
     )
     gradient_checkpointing: bool = key(
         "Recompute activations in the backward pass: less memory, a third more time.", default=False, change="execution"
-    )
-    checkpointing_interval: int = key(
-        "With `gradient_checkpointing`, recompute every how-manieth layer only: with 2, half of them.",
-        default=1,
-        unit="layers",
-        change="execution",
-        aliases=("selective_ac_option",),
-    )
-    checkpointing_policy: CheckpointingPolicy = key(
-        "With `gradient_checkpointing`, what is recomputed: `layers` as a whole, or with `operators` all but products with "
-        "weights and fused attention, whose results are kept.",
-        default="layers",
-        change="execution",
-        aliases=("activation_checkpointing_policy", "selective_ac"),
     )
     sharding: Sharding = key(
         "How the processes share the model; see [sharding](#sharding). `auto` is what the launcher's configuration asks "
@@ -181,12 +158,6 @@ class Recipe:
     keep_checkpoints: int = key(
         "How many of the newest checkpoints are kept.", default=2, change="bookkeeping", aliases=("save_total_limit",)
     )
-    async_checkpoints: bool = key(
-        "Write checkpoints in the background, from a copy in the machine's memory, while the next steps are computed.",
-        default=False,
-        change="bookkeeping",
-        aliases=("async_save", "async_mode", "enable_async_checkpointing"),
-    )
     evaluate_every: int | None = key(
         "The interval between evaluations; by default only at the start and at the end.",
         default=None,
@@ -214,12 +185,6 @@ class Recipe:
         most=1,
         needs_teacher=True,
     )
-    temperature: float = key(
-        "The temperature of student and teacher in the match.", default=1.0, above=0, most=1000, needs_teacher=True
-    )
-    teacher_top_k: int | None = key(
-        "Match this many of the teacher's most likely tokens, and the rest as one.", default=None, needs_teacher=True
-    )
     teacher_dtype: TeacherDtype = key(
         "The type of the teacher's weights: `auto` is that of its checkpoint, and on a GPU bf16 instead of float32, whose "
         "effect on the teacher's predictions is measured and reported.",
@@ -239,14 +204,6 @@ class Recipe:
         aliases=("report_to",),
     )
     tracker_project: str = key("The project of the trackers.", default="gqa-convert", change="bookkeeping")
-    tracker_run_name: str | None = key(
-        "The name of the run for the trackers. The default is that of the output folder.",
-        default=None,
-        change="bookkeeping",
-        aliases=("run_name",),
-    )
-    tracker_tags: tuple[str, ...] = key("Tags of the run for the trackers.", default=(), change="bookkeeping")
-    compile: bool = key("Use torch.compile, for the teacher too.", default=False, change="execution")
     log_every: int = key("The interval between lines of the log.", default=1, unit="steps", change="bookkeeping")
 
     @property
@@ -303,13 +260,13 @@ class Recipe:
             other: the recipe to resume with.
             may_grow: keys that may differ as long as the number that they state, or the budget that they state
                 together, does not shrink; by default BUDGET.
-            may_change: keys that may differ in any way; by default BOOKKEEPING and EXECUTION.
+            may_change: keys that may differ in any way; by default CHANGEABLE.
 
         Returns:
             A phrase for each such key, such as "seed was 0 and is now 1".
         """
         growing = set(BUDGET if may_grow is None else may_grow)
-        free = {*BOOKKEEPING, *EXECUTION} if may_change is None else set(may_change)
+        free = CHANGEABLE if may_change is None else set(may_change)
         before, after = self.resolved(), other.resolved()
         keys = [name for name in before if before[name] != after[name] and name not in free]
         found = [
@@ -333,11 +290,13 @@ def _that_change(when: Change) -> tuple[str, ...]:
 BUDGET = _that_change("budget")
 """The keys that state how long training lasts."""
 BOOKKEEPING = _that_change("bookkeeping")
-"""The keys that the trained weights do not depend on: a resumed run may change them."""
+"""The keys that the trained weights do not depend on."""
 EXECUTION = _that_change("execution")
-"""The keys that only rounding, memory and speed depend on: a run that ran out of memory may resume with others."""
-AGAINST_DIVERGENCE = _that_change("divergence")
-"""The keys that may change once a run has diverged."""
+"""The keys that only rounding, memory and speed depend on."""
+RECORDED = frozenset(_that_change("recorded"))
+"""The keys that help a run that has diverged; a change is recorded with its step."""
+CHANGEABLE = frozenset({*BOOKKEEPING, *EXECUTION, *RECORDED})
+"""The keys that a resumed run may change."""
 
 
 def _grown(before: object, after: object) -> bool:

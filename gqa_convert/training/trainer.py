@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gqa_convert.errors import DivergedError, InterruptedRunError, StoppedError
 from gqa_convert.text.labels import IGNORED
 from gqa_convert.text.linear_losses import labelled_positions, linear_loss
 from gqa_convert.text.loss_terms import CombinedLoss
@@ -20,21 +21,102 @@ from gqa_convert.text.order import mix
 from gqa_convert.text.output_layers import removed_output_layer
 from gqa_convert.text.samples import Samples
 from gqa_convert.training import sharding
-from gqa_convert.training.checkpoints import Progress
+from gqa_convert.training.checkpoints import Checkpoints, Progress, state_of
 from gqa_convert.training.distributed import summed
 from gqa_convert.training.masks import model_inputs
-from gqa_convert.training.prefetching import ReadAhead
+from gqa_convert.training.metrics import RunLog
 from gqa_convert.training.recipe import Recipe
+from gqa_convert.training.run_context import RunContext
+from gqa_convert.training.run_text import Batch, RunText
 from gqa_convert.training.schedules import learning_rate
+from gqa_convert.training.stopping import StopRequests
 from gqa_convert.training.teacher import teacher_logits
-from gqa_convert.training.utilisation import flops_per_token, peak
 
-Batch = dict[str, np.ndarray[Any, Any]]
 _LONGEST_STREAK = 5
 """The number of consecutive steps without a finite gradient after which the run ends."""
 
 
-@dataclass(frozen=True, slots=True)
+def train(
+    context: RunContext,
+    trainer: "Trainer",
+    text: RunText,
+    checkpoints: Checkpoints,
+    log: RunLog,
+    stops: StopRequests,
+) -> None:
+    """Take the remaining steps; log, evaluate and save between them.
+
+    Raises:
+        StoppedError: a signal asked to stop, and the state is saved.
+        DivergedError: too many consecutive steps had no finite gradient.
+        Exception: the text for the next step can't be read.
+    """
+    recipe, progress, steps = context.recipe, trainer.progress, trainer.steps
+    saved = progress.step
+
+    def save() -> None:
+        log.sync()
+        checkpoints.save(
+            state_of(trainer.model, trainer.optimizer, trained_only=context.adapters_only),
+            progress,
+            recipe=recipe.resolved(),
+            processes=context.accelerator.num_processes,
+            samples=text.samples.fingerprint,
+            dataset_commits=text.dataset_commits,
+        )
+
+    context.say(
+        f"{steps:,} steps of {round(trainer.tokens_per_step):,} tokens on {context.accelerator.num_processes} process(es), "
+        f"from step {progress.step + 1:,}"
+    )
+    with stops.at_boundaries():
+        for result in trainer.run(lambda: bool(stops)):
+            last = result.step == steps
+            due = recipe.evaluate_every is not None and result.step % recipe.evaluate_every == 0
+            evaluated = None
+            if text.held_out and (last or due):
+                evaluated = trainer.evaluate(trainer.model, text.held_out)
+            if last or due or result.skipped or result.step % recipe.log_every == 0:
+                log.write(result, evaluated)
+            if result.skipped:
+                context.say(f"step {result.step}: the loss or a gradient is not finite; no update")
+            if progress.skipped_in_a_row >= _LONGEST_STREAK:
+                raise _diverged(progress, checkpoints)
+            if last or result.step % recipe.save_every == 0:
+                save()
+                saved = progress.step
+        if progress.step < steps:
+            if saved != progress.step:
+                save()
+            _stop(context, trainer, stops)
+
+
+def _diverged(progress: Progress, checkpoints: Checkpoints) -> DivergedError:
+    where = "there is no checkpoint yet"
+    if steps := checkpoints.steps():
+        where = f"{checkpoints.path(steps[-1])} is intact"
+    return DivergedError(
+        f"{progress.skipped_in_a_row} consecutive steps up to step {progress.step} had a loss or a gradient that is not finite; {where}: run "
+        "again with a lower learning_rate, a lower gradient_clipping or precision=no"
+    )
+
+
+def _stop(context: RunContext, trainer: "Trainer", stops: StopRequests) -> None:
+    """End an incomplete run on all processes, with the reason of the first process that has one."""
+    step = trainer.progress.step
+    done = "before the first step"
+    if step:
+        done = f"after step {step} of {trainer.steps}, which is saved"
+    with context.together():
+        if trainer.problem is not None:
+            context.say(f"step {step} is saved, and the text for the next one can't be read")
+            raise trainer.problem
+        if stops:
+            raise StoppedError(f"stopped by {stops.names[0]} {done}: run the same command again to resume")
+    raise StoppedError(f"stopped {done}: run the same command again to resume")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
     """The result of one optimizer step, over all processes."""
 
@@ -47,15 +129,9 @@ class StepResult:
     kl: float | None
     learning_rate: float
     gradient_norm: float
-    seconds: float
-    data_seconds: float
-    """The part of `seconds` in which this process waited for text, its own or that of another process."""
-    source_losses: tuple[float | None, ...]
-    """The loss on the samples of each source; None where the step has none."""
+    tokens_per_second: float
     skipped: bool
     """The loss or a gradient was not finite, and nothing was changed."""
-    hopeless: bool
-    """Too many consecutive steps were skipped, and the run should end."""
 
 
 class Trainer:
@@ -63,7 +139,7 @@ class Trainer:
 
     Args:
         recipe: the settings.
-        model: the model from `accelerator.prepare` or `sharding.shard`, in training mode.
+        model: the model or its wrapper for several processes, in training mode.
         optimizer: the optimizer of its trained parameters.
         samples: the training data.
         accelerator: accelerate's Accelerator, of which only the processes and devices are used.
@@ -87,43 +163,36 @@ class Trainer:
         teacher: Any,
         progress: Progress,
     ) -> None:
-        self.recipe, self.model, self.optimizer, self.samples, self.accelerator = (
-            recipe,
-            model,
-            optimizer,
-            samples,
-            accelerator,
-        )
-        self.steps, self.teacher, self.progress = steps, teacher, progress
+        self.recipe, self.model, self.optimizer, self.samples = recipe, model, optimizer, samples
+        self.accelerator, self.steps, self.teacher, self.progress = accelerator, steps, teacher, progress
         self.problem: Exception | None = None
         self.samples_per_step = recipe.samples_per_step(samples.tokens_per_sample)
         self.tokens_per_step = float(self.samples_per_step * samples.tokens_per_sample)
-        self._weight = (
-            0.0 if teacher is None else 1.0 if recipe.distillation_weight is None else recipe.distillation_weight
-        )
+        self._weight = 0.0
+        if teacher is not None:
+            self._weight = 1.0 if recipe.distillation_weight is None else recipe.distillation_weight
         self._trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self._autocast = recipe.precision == "bf16" and not sharding.is_sharded(model)
-        self._flops_per_token = _flops_per_token(self._inner(), int(samples.tokens_per_sample))
-        self._peak: float | None = peak(accelerator.device)
 
     def run(self, stop: Callable[[], bool]) -> Iterator[StepResult]:
         """Take the remaining steps one by one. The generator ends early, between two steps, if `stop` returns true or
         reading text fails on any process.
         """
-        ahead = ReadAhead(self.micro_batches)
-        if self.progress.step < self.steps:
-            ahead.ask(self.progress.step + 1)
         for step in range(self.progress.step + 1, self.steps + 1):
             began = time.perf_counter()
-            batches, self.problem = ahead.take(stop)
-            labels = sum(int((batch["labels"] != IGNORED).sum()) for batch in batches or ())
-            ends = float(batches is None or stop())
-            count, stops = summed(self.accelerator, [float(labels), ends], patiently=True)
-            if stops or batches is None:
+            batches: list[Batch] = []
+            try:
+                batches = self.micro_batches(step)
+            except InterruptedRunError:  # a second Ctrl-C
+                raise
+            except Exception as problem:
+                self.problem = problem
+            labels = sum(int((batch["labels"] != IGNORED).sum()) for batch in batches)
+            ends = not batches or stop()
+            count, stops = summed(self.accelerator, [float(labels), float(ends)], patiently=True)
+            if stops:
                 return
-            if step < self.steps:
-                ahead.ask(step + 1)  # read ahead while this step computes
-            yield self._step(step, batches, count, began, time.perf_counter() - began)
+            yield self._step(step, batches, max(count, 1.0), began)
 
     def micro_batches(self, step: int) -> list[Batch]:
         """This process's share of a step's samples, the same number of batches on every process; surplus samples have
@@ -132,77 +201,46 @@ class Trainer:
         processes, size = self.accelerator.num_processes, self.recipe.micro_batch_size
         first = (step - 1) * self.samples_per_step
         most = -(-self.samples_per_step // processes)
-        batches = [self.samples.batch(indices) for indices in self._own_samples(step)]
+        own = range(first + self.accelerator.process_index, first + self.samples_per_step, processes)
+        batches = [self.samples.batch(own[at : at + size]) for at in range(0, len(own), size)]
         while len(batches) < -(-most // size):
             filler = self.samples.batch([first])
             filler["labels"] = np.full_like(filler["labels"], IGNORED)
             batches.append(filler)
         return batches
 
-    def _own_samples(self, step: int) -> list[list[int]]:
-        """The numbers of this process's samples in a step, by micro-batch."""
-        first, size = (step - 1) * self.samples_per_step, self.recipe.micro_batch_size
-        rank, processes = self.accelerator.process_index, self.accelerator.num_processes
-        own = list(range(first + rank, first + self.samples_per_step, processes))
-        return [own[at : at + size] for at in range(0, len(own), size)]
-
-    def _step(self, step: int, batches: list[Batch], count: float, began: float, waited: float) -> StepResult:
+    def _step(self, step: int, batches: list[Batch], count: float, began: float) -> StepResult:
         torch.manual_seed(mix(self.recipe.seed, step, self.accelerator.process_index))  # dropout
         rate = learning_rate(self.recipe, step, self.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         # read once at the end, so that the GPU is not synchronised in between
-        device, own = self.accelerator.device, self._own_samples(step)
-        parts = torch.zeros(3, dtype=torch.float64, device=device)
-        by_source = torch.zeros(2, len(self.samples.names), dtype=torch.float64, device=device)  # losses, labels
+        parts = torch.zeros(3, dtype=torch.float64, device=self.accelerator.device)
         for number, batch in enumerate(batches):
             sharding.set_gradient_sync(self.model, number == len(batches) - 1)
-            loss, found, by_sequence = self.losses(batch)
+            loss, found = self.losses(batch)
             # turns the mean over processes, which DDP and FSDP compute, into the sum over all tokens divided by their
             # number
-            (loss * (self.accelerator.num_processes / max(count, 1.0))).backward()
+            (loss * (self.accelerator.num_processes / count)).backward()
             parts += found
-            if number < len(own) and len(self.samples.names) > 1:
-                sources = torch.tensor([self.samples.source_of(index) for index in own[number]], device=device)
-                by_source[0].index_add_(0, sources, by_sequence.double())
-                by_source[1] += torch.from_numpy(
-                    np.bincount(sources.cpu(), (batch["labels"] != IGNORED).sum(axis=1), by_source.shape[1])
-                ).to(device)
         norm = self._clip()
-        sums = summed(self.accelerator, [*parts.tolist(), *by_source.flatten().tolist()])
-        total, lm, kl = (value / max(count, 1.0) for value in sums[:3])
-        pairs = zip(*np.split(np.array(sums[3:]), 2), strict=True)
-        source_losses = tuple(float(each / labels) if labels else None for each, labels in pairs)
+        total, lm, kl = (value / count for value in summed(self.accelerator, parts.tolist()))
         finite = math.isfinite(total) and math.isfinite(norm)
         if finite:
-            for parameter in (
-                self._trained
-            ):  # of an expert that received no token; zero gradients make its moments exist from the first step on
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-            self.optimizer.step()
+            self._update()
         self.optimizer.zero_grad(set_to_none=True)
         self._advance(step, finite=finite)
         return StepResult(
-            step,
-            self.progress.tokens,
-            total,
-            lm if self._weight < 1 else None,
-            kl if self._weight > 0 else None,
-            rate,
-            norm,
-            time.perf_counter() - began,
-            waited,
-            source_losses,
-            not finite,
-            self.progress.skipped_in_a_row >= _LONGEST_STREAK,
+            step=step,
+            tokens=self.progress.tokens,
+            loss=total,
+            lm=lm if self._weight < 1 else None,
+            kl=kl if self._weight > 0 else None,
+            learning_rate=rate,
+            gradient_norm=norm,
+            tokens_per_second=self.tokens_per_step / (time.perf_counter() - began),
+            skipped=not finite,
         )
-
-    def _advance(self, step: int, *, finite: bool) -> None:
-        self.progress.step = step
-        self.progress.tokens = int(step * self.samples_per_step * self.samples.tokens_per_sample)
-        self.progress.skipped += not finite
-        self.progress.skipped_in_a_row = 0 if finite else self.progress.skipped_in_a_row + 1
 
     def _clip(self) -> float:
         """Clip the gradients and return their joint norm before clipping."""
@@ -210,19 +248,33 @@ class Trainer:
         norm = torch.nn.utils.clip_grad_norm_(self._trained, limit)
         return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
-    def losses(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        """The loss of a micro-batch, summed over its tokens; and without gradient its parts [loss, lm, kl], and
-        the losses of its samples [b].
+    def _update(self) -> None:
+        """Take the optimizer's step. An expert that received no token gets zero gradients, so that its moments exist from
+        the first step on.
         """
-        tensors = {
-            name: torch.from_numpy(np.ascontiguousarray(array)).to(self.accelerator.device)
-            for name, array in batch.items()
-        }
+        for parameter in self._trained:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        self.optimizer.step()
+
+    def _advance(self, step: int, *, finite: bool) -> None:
+        progress = self.progress
+        progress.step = step
+        progress.tokens = int(step * self.samples_per_step * self.samples.tokens_per_sample)
+        if finite:
+            progress.skipped_in_a_row = 0
+        else:
+            progress.skipped += 1
+            progress.skipped_in_a_row += 1
+
+    def losses(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The loss of a micro-batch, summed over its tokens; and its parts [loss, lm, kl] without gradient."""
+        tensors = self._on_device(batch)
         labels, labelled = tensors.pop("labels"), labelled_positions(batch["labels"])
         with self._precision():
-            output = self.model(**model_inputs(self._inner(), tensors), use_cache=False).logits
+            output = self.model(**model_inputs(_unwrapped(self.model), tensors), use_cache=False).logits
         theirs = None
-        if self.teacher is not None and self._weight > 0:
+        if self._weight > 0:
             theirs = teacher_logits(self.teacher, model_inputs(self.teacher, tensors))
         found = self._loss(
             self.model,
@@ -231,15 +283,17 @@ class Trainer:
             theirs,
             labelled=None if labelled is None else torch.from_numpy(labelled).to(labels.device),
             weight=self._weight,
-            temperature=self.recipe.temperature,
-            top_k=self.recipe.teacher_top_k,
             z_loss=self.recipe.z_loss,
         )
         if self.teacher is not None:
             sharding.reshard(self.teacher)
         nothing = torch.zeros((), device=labels.device)
         parts = [found.sum, nothing if found.lm is None else found.lm, nothing if found.kl is None else found.kl]
-        return found.sum, torch.stack([part.detach().double() for part in parts]), found.by_sequence
+        return found.sum, torch.stack([part.detach().double() for part in parts])
+
+    def _on_device(self, batch: Batch) -> dict[str, Tensor]:
+        device = self.accelerator.device
+        return {name: torch.from_numpy(np.ascontiguousarray(array)).to(device) for name, array in batch.items()}
 
     def _precision(self) -> torch.autocast:
         return torch.autocast(self.accelerator.device.type, torch.bfloat16, enabled=self._autocast)
@@ -262,17 +316,6 @@ class Trainer:
             their_layer = None if theirs is None else removed_output_layer(self.teacher)
             return linear_loss(output, layer, labels, theirs, their_layer, labelled=labelled, **terms)
 
-    def _inner(self) -> Any:
-        return _unwrapped(self.model)
-
-    def utilisation(self, tokens_per_second: float) -> float | None:
-        """The MFU at a joint rate of all processes; None if the device or the model is not known."""
-        if self._peak is None or self._flops_per_token is None:
-            return None
-        return round(
-            float(tokens_per_second * self._flops_per_token / (self._peak * self.accelerator.num_processes)), 4
-        )
-
     def evaluate(self, model: Any, batches: Sequence[Batch]) -> float:
         """The mean loss in nats per token over fixed batches, which the processes share, in the precision of training."""
         rank, processes = self.accelerator.process_index, self.accelerator.num_processes
@@ -281,11 +324,7 @@ class Trainer:
         total, count = 0.0, 0.0
         # every process runs the same number of forward passes, because those of a sharded model are collective
         for at in range(0, len(batches), processes):
-            batch = batches[min(at + rank, len(batches) - 1)]
-            tensors = {
-                name: torch.from_numpy(np.ascontiguousarray(array)).to(self.accelerator.device)
-                for name, array in batch.items()
-            }
+            tensors = self._on_device(batches[min(at + rank, len(batches) - 1)])
             labels = tensors.pop("labels")
             inputs = model_inputs(_unwrapped(model), tensors)
             with torch.no_grad(), self._precision():
@@ -301,15 +340,3 @@ class Trainer:
 def _unwrapped(model: Any) -> Any:
     """The transformers model inside a DDP wrapper."""
     return model.module if hasattr(model, "module") else model
-
-
-def _flops_per_token(model: Any, length: int) -> float | None:
-    """The FLOPs per token in training; None for encoder-decoders, in which a token passes through only a part of the
-    model.
-    """
-    config = model.config
-    heads, layers = getattr(config, "num_attention_heads", None), getattr(config, "num_hidden_layers", None)
-    if getattr(config, "is_encoder_decoder", False) or not (isinstance(heads, int) and isinstance(layers, int)):
-        return None
-    attention_size = heads * int(getattr(config, "head_dim", None) or config.hidden_size // heads)
-    return flops_per_token(sum(parameter.numel() for parameter in model.parameters()), layers, attention_size, length)
