@@ -8,8 +8,7 @@ from pathlib import Path
 
 from gqa_convert.text.keys import keys_table
 from gqa_convert.text.sources import Source
-from gqa_convert.training.recipe import Recipe
-from gqa_convert.training.recipe.lora import Lora
+from gqa_convert.training.recipe import Lora, Recipe
 
 DOCUMENT = Path(__file__).with_name("uptraining.md")
 

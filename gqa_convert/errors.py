@@ -83,7 +83,10 @@ class UnsupportedAttentionError(OptionError):
 
 
 class RecipeError(GQAConvertError):
-    """A recipe cannot be read, or one of its keys is invalid or conflicts with another one."""
+    """A recipe cannot be read, or its keys are invalid or conflict. The message has a line for each mistake."""
+
+    def __init__(self, message: str) -> None:
+        Exception.__init__(self, "\n".join(_one_line(line) for line in message.split("\n")))
 
 
 class DataError(GQAConvertError):

@@ -86,7 +86,7 @@ def evaluate(
     from gqa_convert.cli.console.screen import print_json
     from gqa_convert.measuring.evaluation.page import check_drawings, draw
     from gqa_convert.measuring.results import check_result_path, write_result
-    from gqa_convert.text.sources import Source
+    from gqa_convert.text.sources import as_source
 
     files = check_drawings(html, plot, earlier or ())
     if not models and earlier and data is None:
@@ -112,13 +112,15 @@ def evaluate(
         dtype=dtype,
         device=device,
     )
-    text = Source(
-        data,
-        text_field=text_field,
-        split=data_split,
-        name=data_name,
-        source_field=source_field,
-        target_field=target_field,
+    text = as_source(
+        {
+            "source": data,
+            "text_field": text_field,
+            "split": data_split,
+            "name": data_name,
+            "source_field": source_field,
+            "target_field": target_field,
+        }
     )
     with ProgressScreen(quiet=quiet) as screen:
         results = run(models, text, options, command=command_line(), progress=screen.show)

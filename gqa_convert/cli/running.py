@@ -72,7 +72,8 @@ def _report_usage(problem: Any) -> int:
 def _report(message: str, code: int) -> int:
     """Print an error on stderr, and as a JSON object on stdout with --json; return the exit code."""
     with contextlib.suppress(OSError):  # stderr may be full or closed; the exit code reports the error as well
-        sys.stderr.write(f"gqa-convert: {' '.join(message.split())}\n")
+        for line in message.splitlines():  # one, but for the mistakes in a recipe
+            sys.stderr.write(f"gqa-convert: {' '.join(line.split())}\n")
         sys.stderr.flush()
     if "--json" in sys.argv[1:]:
         with contextlib.suppress(OSError):

@@ -4,12 +4,23 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
+
 from gqa_convert.errors import OptionError
 
 from .options import Json, Quiet, argument, byte_count, command_line, option
 
 if TYPE_CHECKING:
     from gqa_convert.training.dry_run import Hardware
+
+
+def _print_schema(asked: bool) -> None:
+    if asked:
+        from gqa_convert.text.keys import schema_text
+        from gqa_convert.training.recipe import Recipe
+
+        print(schema_text(Recipe))
+        raise typer.Exit
 
 
 def uptrain(
@@ -30,6 +41,10 @@ def uptrain(
         bool,
         option("--tokenize-only", "Tokenise the text ahead of the run, so that no GPU waits for it; train nothing."),
     ] = False,
+    schema: Annotated[
+        bool,
+        option("--schema", "Print the JSON schema of recipes, for editors.", callback=_print_schema, is_eager=True),
+    ] = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -47,6 +62,7 @@ def uptrain(
       gqa-convert uptrain recipe.yaml --dry-run --hardware 8xh100
       accelerate launch --config_file recipes/accelerate/multi_gpu.yaml -m gqa_convert uptrain recipe.yaml
     """
+    del schema  # printed before anything else
     if hardware is not None and not dry_run:
         raise OptionError("--hardware describes GPUs to estimate for: add --dry-run, or remove --hardware")
     from .console.progress import ProgressScreen

@@ -1,292 +1,191 @@
-"""Keys of a recipe, each declared once, as a field of a dataclass:
+"""Keys of a recipe: fields of pydantic dataclasses, which read YAML's scalars, and one line for each mistake in them."""
 
-    @dataclass(frozen=True, slots=True, kw_only=True)
-    class Recipe:
-        tokens: int | None = key("The training budget.", default=None, unit="tokens")
-
-The declaration is the only place that states the type, the default, the unit, the allowed range and the help of a key.
-Reading, error messages and the table in the documentation follow from it.
-"""
-
-import dataclasses
 import difflib
-import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from functools import cache
-from types import NoneType
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+import json
+from collections.abc import Mapping
+from fractions import Fraction
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 from gqa_convert.checkpoint.paths import expanded
-from gqa_convert.errors import RecipeError
 from gqa_convert.text.scalars import counted, exact, shown
 
 Change = Literal["never", "budget", "bookkeeping", "execution", "recorded"]
 """When a resumed run may have another value: never; if the budget does not shrink; always, since the trained weights do
-not depend on the key; always, since only rounding, memory and speed depend on it; or always, with a record of the change and its step."""
+not depend on the key; always, since only rounding, memory and speed depend on it; or always, with a record of the change
+and its step."""
 
-TOKENS = "tokens"
-"""The unit of keys that may be written 10B, 500M or 64Ki."""
+CONFIG = ConfigDict(extra="forbid")
+"""Of all dataclasses of keys: unknown keys are mistakes."""
 _GREATEST = 10**18
-REQUIRED: Any = dataclasses.MISSING
-T = TypeVar("T")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Key:
-    """The declaration of one key.
+def _read_count(value: Any) -> int:
+    return _whole(counted(value), " such as 65536, 1e9, 10B or 500M")
 
-    Attributes:
-        name: of the field.
-        hint: its type.
-        default: its value where a recipe leaves it out; REQUIRED where it can't.
-        help: what it means, in a sentence or two.
-        unit: of a number.
-        above, least, below, most: the bounds of a number.
-        choices: the allowed values.
-        path: whether a text is a path or a Hub id, in which `~` is the home folder.
-        reader: reads a value that is no scalar, called with the key and the value.
-        reads: the kind of value that the reader reads, for the documentation.
-        aliases: what other programs call it.
-        change: when a resumed run may have another value.
-        needs_teacher: whether it makes sense with a teacher only.
-    """
 
-    name: str = ""
-    hint: Any = None
-    default: Any
-    help: str
-    unit: str = ""
-    above: float = -math.inf
-    least: float = -math.inf
-    below: float = math.inf
-    most: float = math.inf
-    choices: tuple[str, ...] = ()
-    path: bool = False
-    reader: Callable[[str, Any], Any] | None = None
-    reads: str = "sources"
-    aliases: tuple[str, ...] = ()
-    change: Change = "never"
-    needs_teacher: bool = False
+def _read_whole(value: Any) -> int:
+    return _whole(exact(value), "")
 
-    @property
-    def type(self) -> Any:
-        """The type without None."""
-        return (
-            next((kind for kind in get_args(self.hint) if kind is not NoneType), None) if self.nullable else self.hint
-        )
 
-    @property
-    def nullable(self) -> bool:
-        """Whether null is a value."""
-        return NoneType in get_args(self.hint)
+def _whole(number: Fraction | None, example: str) -> int:
+    if number is None or number.denominator != 1 or abs(number) > _GREATEST:
+        raise ValueError(f"it must be a whole number{example}")
+    return int(number)
 
-    @property
-    def kind(self) -> str:
-        """The kind of value, for the documentation."""
-        if self.reader is not None:
-            return self.reads
-        if get_origin(self.type) is tuple:
-            return "list"
-        if self.choices:
-            return ", ".join(self.choices)
-        plain = {str: "text", int: "whole number", float: "number", bool: "true or false"}[self.type]
-        return plain + (f" of {self.unit}" if self.unit else "") + (f", {self.bounds}" if self.bounds else "")
 
-    @property
-    def bounds(self) -> str:
-        """The range of a number, in words."""
-        stated = [("above", self.above), ("at least", self.least), ("below", self.below), ("at most", self.most)]
-        return " and ".join(f"{word} {bound:.10g}" for word, bound in stated if math.isfinite(bound))
+def _read_real(value: Any) -> float:
+    number = exact(value)
+    if number is None or abs(number) > 10**300:
+        raise ValueError("it must be a number")
+    return float(number)
 
-    @property
-    def shown_default(self) -> str:
-        """The default, for the documentation."""
-        if self.default is REQUIRED:
-            return "required"
-        if self.default is None or self.default == ():
-            return "none"
-        return f"{self.default:g}" if isinstance(self.default, float) else shown(self.default)
 
-    def read(self, where: str, value: Any) -> Any:
-        """A value from what YAML holds.
+def _check_text(text: str) -> str:
+    if not text.strip() or "\0" in text:
+        raise ValueError("it must be text")
+    if any("\ud800" <= char <= "\udfff" for char in text):
+        raise ValueError("it is no UTF-8: rename the file or folder")
+    return text
 
-        Args:
-            where: what a message calls the key.
-            value: a scalar, or a list or mapping where the key has its own reader.
 
-        Raises:
-            RecipeError: it is not allowed.
-        """
-        if value is None and self.nullable:
-            return None
-        if self.reader is not None:
-            return self.reader(where, value)
-        if get_origin(self.type) is tuple:
-            return self._read_list(where, value)
-        if self.choices:
-            return self._read_choice(where, value)
-        if self.type is bool:
-            if not isinstance(value, bool):
-                raise RecipeError(f"{where} is {shown(value)}: it must be true or false")
-            return value
-        if self.type is int:
-            return self._read_whole(where, value)
-        if self.type is float:
-            return self._read_real(where, value)
-        return read_path(where, value) if self.path else read_text(where, value)
-
-    def _read_whole(self, where: str, value: Any) -> int:
-        number = counted(value) if self.unit == TOKENS else exact(value)
-        least, most = 1 if self.least == -math.inf else int(self.least), int(min(self.most, _GREATEST))
-        if number is None or number.denominator != 1:
-            example = " such as 65536, 1e9, 10B or 500M" if self.unit == TOKENS else ""
-            raise RecipeError(f"{where} is {shown(value)}: it must be a whole number{example}")
-        if not least <= number <= most:
-            limit = f" and at most {most}" if number > most else ""
-            raise RecipeError(f"{where} is {shown(value)}: it must be at least {least}{limit}")
-        return int(number)
-
-    def _read_real(self, where: str, value: Any) -> float:
-        found = exact(value)
-        number = math.nan if found is None or abs(found) > 10**300 else float(found)
-        if not (self.above < number < self.below and self.least <= number <= self.most):
-            raise RecipeError(f"{where} is {shown(value)}: it must be a number {self.bounds}")
-        return number
-
-    def _read_choice(self, where: str, value: Any) -> str:
-        if value not in self.choices:
-            choices = (*self.choices, "null") if len(self.choices) == 1 else self.choices
-            allowed = f"{', '.join(choices[:-1])} or {choices[-1]}"
-            raise RecipeError(f"{where} is {shown(value)}: it must be {allowed}")
-        return str(value)
-
-    def _read_list(self, where: str, value: Any) -> tuple[str, ...]:
-        names = [value] if isinstance(value, str) else value
-        if not isinstance(names, list | tuple):
-            example = self.choices[0] if self.choices else "first, second"
-            raise RecipeError(f"{where} is {shown(value)}: it must be a list such as [{example}]")
-        if not self.choices:
-            return tuple(read_text(f"{where}[{number}]", name) for number, name in enumerate(names))
-        for name in names:
-            if name not in self.choices:
-                raise RecipeError(f"{where} names {shown(name)}: the {where} are {', '.join(self.choices)}")
-        for name in names:
-            if names.count(name) > 1:
-                raise RecipeError(f"{where} names {name} twice: name each once")
-        return tuple(names)
+Tokens = Annotated[int, BeforeValidator(_read_count, json_schema_input_type=int | str)]
+"""A number of tokens, which may be written 10B, 500M or 64Ki."""
+Whole = Annotated[int, BeforeValidator(_read_whole, json_schema_input_type=int)]
+Real = Annotated[float, BeforeValidator(_read_real, json_schema_input_type=float)]
+Flag = Annotated[bool, Field(strict=True)]
+Text = Annotated[str, Field(strict=True), AfterValidator(_check_text)]
+PathText = Annotated[Text, AfterValidator(expanded)]
+"""A path, in which `~` is the home folder, or a Hub id."""
 
 
 def key(
     help: str,  # noqa: A002  # as argparse and typer call it
     *,
-    default: Any = REQUIRED,
-    **declared: Any,
+    default: Any = ...,
+    aliases: tuple[str, ...] = (),
+    change: Change = "never",
+    **bounds: Any,
 ) -> Any:
-    """A field of a dataclass, declared as a key.
+    """A field of a dataclass of keys.
 
     Args:
         help: what it means.
         default: its value where a recipe leaves it out.
-        declared: further attributes of `Key`.
+        aliases: what other programs call it, to suggest the name.
+        change: when a resumed run may have another value.
+        bounds: `gt`, `ge`, `lt` and `le` of a number.
     """
-    return dataclasses.field(
-        default=default, metadata={"key": Key(default=default, help=" ".join(help.split()), **declared)}
-    )
+    notes: dict[str, Any] = {"change": change}
+    if aliases:
+        notes["aliases"] = list(aliases)
+    return Field(default, description=help, json_schema_extra=notes, **bounds)
 
 
-@cache
-def keys_of(declared: type) -> dict[str, Key]:
-    """The keys that a dataclass declares, in their order."""
-    hints = get_type_hints(declared)
-    found = {}
-    for field in dataclasses.fields(declared):
-        stated: Key = field.metadata["key"]
-        hint = hints[field.name]
-        literal = get_args(hint) if get_origin(hint) is Literal else ()
-        found[field.name] = replace(stated, name=field.name, hint=hint, choices=stated.choices or literal)
-    return found
+def fields_of(declared: Any) -> dict[str, Any]:
+    """pydantic's fields of a dataclass of keys, by name."""
+    return declared.__pydantic_fields__  # type: ignore[no-any-return]
 
 
-def read_keys(declared: type, values: Mapping[Any, Any], owner: str = "") -> dict[str, Any]:
-    """The values of a dataclass's keys from plain data.
+def read_keys(declared: Any, values: Any, nested: Mapping[str, Any], owner: str = "") -> Any:
+    """A dataclass of keys from what YAML holds.
 
     Args:
         declared: the dataclass.
-        values: what YAML holds.
-        owner: the key that holds the mapping, such as `data[0]`; empty for a whole recipe.
+        values: a mapping, or an object of the dataclass.
+        nested: the dataclasses of keys that hold mappings, by key.
+        owner: what the values are called in messages; empty for a whole recipe.
 
     Raises:
-        RecipeError: a key is unknown, or its value is not allowed.
+        ValueError: a key is unknown, missing or not allowed; a line for each mistake.
     """
-    keys = keys_of(declared)
-    for name in values:
-        if name not in keys:
-            subject = f"{owner} has an unknown key" if owner else "unknown key"
-            raise RecipeError(f"{subject} {_quoted(name)}: {suggestion(name, declared)}")
-    prefix = f"{owner}." if owner else ""
-    return {name: keys[name].read(f"{prefix}{name}", value) for name, value in values.items()}
+    try:
+        return TypeAdapter(declared).validate_python(values)
+    except ValidationError as problem:
+        errors = sorted(
+            problem.errors(include_url=False), key=lambda error: error["type"] != "unexpected_keyword_argument"
+        )
+        lines = [_line(error, declared, values, nested, owner) for error in errors]
+        raise ValueError("\n".join(dict.fromkeys(lines))) from None
 
 
-def read_mapping(declared: type[T], where: str, value: Any, example: str) -> T:
-    """A dataclass of keys from the mapping that is the value of another key.
+def _line(error: Any, declared: Any, values: Any, nested: Mapping[str, Any], owner: str) -> str:
+    """A mistake in one line, with the path of its key."""
+    places, path, inside = list(error["loc"]), owner, values
+    for place in places:
+        if isinstance(place, int) and isinstance(inside, list | tuple):
+            path += f"[{place}]"
+            inside = inside[place]
+        elif isinstance(place, str):
+            path += f".{place}" if path else place
+            inside = inside.get(place) if isinstance(inside, Mapping) else inside
+    name = str(places[-1]) if places else ""
+    above = path.removesuffix(name).rstrip(".")
+    holder = nested[str(places[0])] if len(places) > 1 and places[0] in nested else declared
+    if error["type"] == "unexpected_keyword_argument":
+        subject = f"{above} has an unknown key" if above else "unknown key"
+        return f"{subject} {name!r}: {suggestion(name, holder)}"
+    if error["type"] == "missing":
+        meaning = str(fields_of(holder)[name].description).split(":")[0].split(";")[0].rstrip(".")
+        return f"{above or 'the recipe'} has no key {name!r}: give {meaning[0].lower()}{meaning[1:]}"
+    message = str(error["msg"]).removeprefix("Value error, ").replace("Input should be", "it must be")
+    if error["type"] == "dataclass_type":
+        message = "it must be a mapping"
+    message = message.replace("a valid string", "text").replace("a valid boolean", "true or false")
+    message = message.replace("a valid tuple", "a list").replace("'", "")
+    given = shown(error["input"]).replace("\n", " ") or "empty"
+    return f"{path} is {given}: {message}"
 
-    Args:
-        declared: the dataclass; a value of this type is returned unchanged.
-        where: the key that holds the mapping.
-        value: what YAML holds.
-        example: of a mapping, for the message.
 
-    Raises:
-        RecipeError: the value is no mapping, or a key of it is unknown or not allowed.
-    """
-    if isinstance(value, declared):
-        return value
-    if not isinstance(value, Mapping):
-        raise RecipeError(f"{where} is {shown(value)}: it must be a mapping such as {example}")
-    return declared(**read_keys(declared, value, where))
-
-
-def suggestion(name: object, declared: type) -> str:
+def suggestion(name: object, declared: Any) -> str:
     """Advice about an unknown key: the nearest known one, or all of them."""
-    keys = keys_of(declared)
-    if isinstance(name, str):
-        bare = name.lower().strip().lstrip("-").replace("-", "_")
-        meant = [known for known, each in keys.items() if bare in each.aliases]
-        if near := meant or difflib.get_close_matches(bare, keys, 1):
-            return f"did you mean {near[0]!r}?"
-    return f"the keys are {', '.join(keys)}"
+    fields = fields_of(declared)
+    bare = str(name).lower().strip().lstrip("-").replace("-", "_")
+    meant = [known for known, each in fields.items() if bare in each.json_schema_extra.get("aliases", ())]
+    if near := meant or difflib.get_close_matches(bare, fields, 1):
+        return f"did you mean {near[0]!r}?"
+    return f"the keys are {', '.join(fields)}"
 
 
-def keys_table(declared: type) -> str:
+def keys_table(declared: Any) -> str:
     """The keys of a dataclass as a Markdown table."""
-    rows = [
-        f"| `{each.name}` | {each.kind} | {each.shown_default} | {each.help} |" for each in keys_of(declared).values()
-    ]
-    return "\n".join(["| key | kind | default | meaning |", "|---|---|---|---|", *rows])
+    schema = TypeAdapter(declared).json_schema()
+    rows = ["| key | kind | default | meaning |", "|---|---|---|---|"]
+    for name, field in fields_of(declared).items():
+        stated = schema["properties"][name]
+        default = "required"
+        if not field.is_required():
+            default = "none" if field.default in (None, ()) else shown(field.default)
+            if isinstance(field.default, float):
+                default = f"{field.default:g}"
+        rows.append(f"| `{name}` | {_kind(field, stated)} | {default} | {field.description} |")
+    return "\n".join(rows)
 
 
-def read_text(where: str, value: Any) -> str:
-    """Text that is not empty and can be encoded.
-
-    Raises:
-        RecipeError: it is not.
-    """
-    if not isinstance(value, str) or not value.strip() or "\0" in value:
-        raise RecipeError(f"{where} is {shown(value) or 'empty'}: it must be text")
-    if any("\ud800" <= char <= "\udfff" for char in value):
-        raise RecipeError(f"{where} is {shown(value)}, which is no UTF-8: rename the file or folder")
-    return value
+_KINDS = {"integer": "whole number", "number": "number", "string": "text", "boolean": "true or false", "array": "list"}
+_BOUNDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
 
 
-def read_path(where: str, value: Any) -> str:
-    """A path, in which `~` is the home folder, or a Hub id.
+def _kind(field: Any, stated: Any) -> str:
+    """The kind of value of a field, whose JSON schema is stated, in words."""
+    while "anyOf" in stated:
+        kinds = [each for each in stated["anyOf"] if each.get("type") != "null"]
+        if any(each.get("type") == "array" for each in kinds):
+            return "sources"
+        stated = kinds[0]
+    if "enum" in stated or "const" in stated:
+        return ", ".join(map(str, stated.get("enum", [stated.get("const")])))
+    if "$ref" in stated:
+        return "mapping"
+    bounds = []
+    for limit in field.metadata:
+        for name, word in _BOUNDS.items():
+            if hasattr(limit, name):
+                bounds.append(f"{word} {getattr(limit, name):.10g}")
+    return ", ".join([_KINDS[stated["type"]], *([" and ".join(bounds)] if bounds else [])])
 
-    Raises:
-        RecipeError: it is neither.
-    """
-    return expanded(read_text(where, value))
 
-
-def _quoted(name: object) -> str:
-    return repr(name) if isinstance(name, str) else shown(name)
+def schema_text(declared: Any) -> str:
+    """The JSON schema of a dataclass of keys."""
+    return json.dumps(TypeAdapter(declared).json_schema(), indent=2)

@@ -6,17 +6,20 @@ Files are read once, from beginning to end; a Hub dataset is a stream of rows th
 import glob
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator
+from pydantic.dataclasses import dataclass
 
 from gqa_convert.checkpoint.paths import local_path
-from gqa_convert.errors import DataError, RecipeError
+from gqa_convert.errors import DataError
 from gqa_convert.text.chat_encoding import LossOn
 from gqa_convert.text.chats import ChatColumns
 from gqa_convert.text.documents import Columns, TextColumn
 from gqa_convert.text.hub_rows import HubText, commit_of
-from gqa_convert.text.keys import TOKENS, key, keys_of, read_keys, read_path
+from gqa_convert.text.keys import CONFIG, PathText, Real, Text, Tokens, Whole, fields_of, key, read_keys
 from gqa_convert.text.own_text import SELF, is_self
 from gqa_convert.text.own_text import TOKENS as OWN_TOKENS
 from gqa_convert.text.stdlib_text import source_files
@@ -27,32 +30,31 @@ HELD_OUT = "python-stdlib:held-out"
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, config=CONFIG)
 class Source:
     """Where text comes from, as a recipe states it."""
 
-    source: str = key(
+    source: PathText = key(
         "A file, a folder, a pattern with `*`, the id of a Hub dataset, or `python-stdlib` (the sources of this Python; "
         "`python-stdlib:held-out` is the held-out part), or `self` for [text of the source itself](#text-of-the-model-itself).",
-        path=True,
         aliases=("path",),
     )
-    weight: float = key("The share of the samples, relative to the weights of the other sources.", default=1.0, above=0)
-    text_field: str = key(
+    weight: Real = key("The share of the samples, relative to the weights of the other sources.", default=1.0, gt=0)
+    text_field: Text = key(
         "The field or column that holds the text, in JSON lines, JSON arrays, Parquet files and Hub datasets.",
         default="text",
         aliases=("column",),
     )
-    split: str = key("The split of a Hub dataset.", default="train")
-    name: str | None = key("The configuration of a Hub dataset.", default=None, aliases=("dataset_config", "subset"))
-    revision: str | None = key("The branch, tag or commit of a Hub dataset.", default=None)
-    source_field: str | None = key(
+    split: Text = key("The split of a Hub dataset.", default="train")
+    name: Text | None = key("The configuration of a Hub dataset.", default=None, aliases=("dataset_config", "subset"))
+    revision: Text | None = key("The branch, tag or commit of a Hub dataset.", default=None)
+    source_field: Text | None = key(
         "For pairs of texts: the field of what the encoder reads. `translation.en` is the entry `en` of the field "
         "`translation`.",
         default=None,
         aliases=("source_column", "input_field"),
     )
-    target_field: str | None = key(
+    target_field: Text | None = key(
         "For pairs of texts: the field of what the decoder learns to write.",
         default=None,
         aliases=("target_column", "label_field"),
@@ -62,7 +64,7 @@ class Source:
         "whose first row has `messages_field` and no `text_field`.",
         default="auto",
     )
-    messages_field: str = key(
+    messages_field: Text = key(
         "For conversations: the field of the list of messages, which have `role` and `content`, or `from` and `value`.",
         default="messages",
         aliases=("conversations", "messages_column"),
@@ -70,10 +72,9 @@ class Source:
     loss_on: LossOn = key(
         "For conversations: the tokens that are learned, those of the assistant or all.", default="assistant"
     )
-
-    tokens: int = key("For `self`: how many tokens the source generates.", default=OWN_TOKENS, unit=TOKENS)
-    temperature: float = key("For `self`: the temperature of the sampling.", default=1.0, above=0, most=100)
-    seed: int = key("For `self`: the seed of the sampling.", default=0, least=0, most=2**32 - 1)
+    tokens: Tokens = key("For `self`: how many tokens the source generates.", default=OWN_TOKENS, ge=1)
+    temperature: Real = key("For `self`: the temperature of the sampling.", default=1.0, gt=0, le=100)
+    seed: Whole = key("For `self`: the seed of the sampling.", default=0, ge=0, le=2**32 - 1)
 
     @property
     def is_self(self) -> bool:
@@ -85,45 +86,29 @@ class Source:
         """Whether the source holds pairs of texts, not running text or conversations."""
         return self.source_field is not None and self.format != "chat"
 
-
-def read_source(where: str, item: Any) -> Source:
-    """A source from the value of a recipe key.
-
-    Args:
-        where: the name of the key, for messages.
-        item: a source, a string or a mapping.
-
-    Raises:
-        RecipeError: it is none of these, or a key of it is unknown or not allowed.
-    """
-    if isinstance(item, Source):
-        return item
-    if not isinstance(item, Mapping):
-        return Source(read_path(where, item))
-    values = read_keys(Source, item, where)
-    if "source" not in values:
-        raise RecipeError(f"{where} has no key 'source': name a file, a glob or a Hub data set")
-    for name in ("tokens", "temperature", "seed"):
-        if values.get(name, keys_of(Source)[name].default) != keys_of(Source)[name].default and not is_self(
-            values["source"]
-        ):
-            raise RecipeError(
-                f"{where} has {name}, which only text of the source itself has: name self as its source, or remove {name}"
-            )
-    return Source(**values)
+    def stated(self) -> dict[str, Any]:
+        """The values that are not the defaults."""
+        fields = fields_of(Source)
+        return {name: value for name, value in asdict(self).items() if value != fields[name].default}
 
 
-def read_sources(where: str, value: Any) -> tuple[Source, ...]:
-    """Sources from the value of a recipe key: one value that `read_source` accepts, or a list of them.
+def _read_source(item: Any) -> Any:
+    return item if isinstance(item, Source | Mapping) else {"source": item}
 
-    Raises:
-        RecipeError: the list is empty, or one of them is not allowed.
-    """
+
+def _read_list(value: Any) -> Any:
     if not isinstance(value, list | tuple):
-        return (read_source(where, value),)
+        return [value]
     if not value:
-        raise RecipeError(f"{where} is an empty list: name at least one file, glob or Hub data set")
-    return tuple(read_source(f"{where}[{index}]", item) for index, item in enumerate(value))
+        raise ValueError("it is an empty list: name at least one file, glob or Hub data set")
+    return value
+
+
+Sources = Annotated[
+    tuple[Annotated[Source, BeforeValidator(_read_source)], ...],
+    BeforeValidator(_read_list, json_schema_input_type=str | Source | list[str | Source]),
+]
+"""One source or a list of them, each a text or a mapping."""
 
 
 def as_source(given: object) -> Source:
@@ -132,12 +117,13 @@ def as_source(given: object) -> Source:
     Raises:
         DataError: it is none of these, or a key of it is unknown or not allowed.
     """
-    if isinstance(given, str):  # an empty source is refused when it is opened
-        return Source(given)
+    if given == "":
+        raise DataError("a data source is empty: name a file, a folder, a pattern or a dataset on the Hub")
     try:
-        return read_source("the data source", given)
-    except RecipeError as problem:
+        source: Source = read_keys(Source, _read_source(given), {}, "the data source")
+    except ValueError as problem:
         raise DataError(str(problem)) from None
+    return source
 
 
 def open_source(source: Source, memory: Path, *, ask: bool = True, chats: bool = False) -> FileText | HubText:
@@ -154,8 +140,6 @@ def open_source(source: Source, memory: Path, *, ask: bool = True, chats: bool =
             datasets is given for local files.
     """
     given = source.source
-    if not given:
-        raise DataError("a data source is empty: name a file, a folder, a pattern or a dataset on the Hub")
     columns = _columns(source, chats)
     if given in (STDLIB, HELD_OUT):
         _refuse_hub_keys(source)
@@ -222,11 +206,11 @@ def is_on_hub(source: Source) -> bool:
 
 def _refuse_hub_keys(source: Source) -> None:
     """Refuse keys that only apply to Hub datasets, which would be ignored for local files."""
+    stated = source.stated()
     for name in ("split", "name", "revision"):
-        value = getattr(source, name)
-        if value != keys_of(Source)[name].default:
+        if name in stated:
             raise DataError(
-                f"{source.source} is a local source, and {name} = {value!r} only applies to datasets on the Hub: remove {name}"
+                f"{source.source} is a local source, and {name} = {stated[name]!r} only applies to datasets on the Hub: remove {name}"
             )
 
 

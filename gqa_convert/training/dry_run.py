@@ -20,8 +20,7 @@ from gqa_convert.training import memory
 from gqa_convert.training.architecture import Architecture, read_architecture
 from gqa_convert.training.flops import Flops, sample_flops
 from gqa_convert.training.gpus import Gpu
-from gqa_convert.training.recipe import read_recipe
-from gqa_convert.training.recipe.lora import check_lora
+from gqa_convert.training.recipe import check_lora, read_recipe
 from gqa_convert.training.sharding import layout_of
 from gqa_convert.training.tokenizing import text_settings
 from gqa_convert.training.uptrain import naming_conversion

@@ -12,8 +12,7 @@ from gqa_convert.families.loading import load_model
 from gqa_convert.families.table import family_of
 from gqa_convert.training.checkpoints import StateDict
 from gqa_convert.training.optimizers import trained_names
-from gqa_convert.training.recipe import Recipe
-from gqa_convert.training.recipe.lora import Lora
+from gqa_convert.training.recipe import Lora, Recipe
 
 _ADAPTER = "default"
 """PEFT's name of the adapter, as in the names of its parameters."""

@@ -119,7 +119,7 @@ def with_own_text(
             device=device,
             progress=progress,
         )
-        found.append(replace(source, source=str(own.file), tokens=Source("").tokens, seed=0, temperature=1.0))
+        found.append(Source(str(own.file), weight=source.weight))
     return tuple(found)
 
 

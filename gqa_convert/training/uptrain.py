@@ -194,7 +194,7 @@ def _look_back(
         return None, None
     earlier = make_recipe(newest.recipe) if newest else folder.read_recipe()
     commits = newest.dataset_commits if newest else folder.read_commits()
-    different = earlier.pinned(commits).differences(recipe.pinned(commits))
+    different = earlier.pinned(commits).differences(recipe.pinned(commits), free=CHANGEABLE)
     if different:
         raise ResumeError(
             f"{recipe.output} holds a run with another recipe: {'; '.join(different)}; restore these keys to resume it, or name another output"
@@ -217,7 +217,7 @@ def _take_up(record: "RunRecord", context: "RunContext") -> "Progress":
         )
     before = make_recipe(record.recipe).pinned(record.dataset_commits)
     now = context.recipe.pinned(record.dataset_commits)
-    for change in before.differences(now, may_grow=(), may_change=CHANGEABLE - RECORDED):
+    for change in before.differences(now, free=CHANGEABLE - RECORDED, may_grow=False):
         progress.changes.append(f"from step {progress.step + 1}: {change}")
         context.say(change)
     progress.skipped_in_a_row = 0

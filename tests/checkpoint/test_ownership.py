@@ -16,7 +16,6 @@ from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import OutputError
 from gqa_convert.measuring.sensitivity.inspection import inspect_checkpoint
-from gqa_convert.text.keys import read_path
 from tests.helpers.checkpoints import digests, write_llama
 
 
@@ -243,8 +242,6 @@ def test_a_home_folder_is_recorded_as_what_it_stands_for(
     """A record is read elsewhere, by others, and by commands that look for the folder."""
     monkeypatch.setenv("HOME", str(tmp_path))
     assert inspect_checkpoint("~/source", candidates=[3]).source == str(source)
-    assert read_path("model", "~/source") == str(source)
-    assert read_path("model", "org/model") == "org/model"
     assert [expanded(name) for name in ("~", "~nobody-of-this-name/x", "./a~b")] == [
         str(tmp_path),
         "~nobody-of-this-name/x",

@@ -16,7 +16,7 @@ from gqa_convert.text import generating
 from gqa_convert.text import own_text as module
 from gqa_convert.text.generating import GenerationOptions, generate_text
 from gqa_convert.text.own_text import own_text
-from gqa_convert.text.sources import Source, is_on_hub, read_source
+from gqa_convert.text.sources import Source, is_on_hub
 from gqa_convert.training.recipe import make_recipe
 from gqa_convert.training.run_text import with_own_text
 from tests.helpers.uptrain_runs import DEMO, losses, make_student, run, weights
@@ -110,10 +110,10 @@ def test_a_run_reads_it_and_records_what_it_is(home: Path, tmp_path: Path) -> No
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
+    keys = {"model": "m", "output": "o", "data": "self", "tokens": 10**6}
     for name, value in (("tokens", 100), ("temperature", 0.5), ("seed", 1)):
         with pytest.raises(RecipeError, match=f"has {name}, which only text of the source itself has"):
-            read_source("data", {"source": "text.txt", name: value})
-    keys = {"model": "m", "output": "o", "data": "self", "tokens": 10**6}
+            make_recipe(keys | {"data": {"source": "text.txt", name: value}})
     assert make_recipe(keys).data[0].tokens == 10**6
     with pytest.raises(RecipeError, match="evaluation_data is self"):
         make_recipe(keys | {"evaluation_data": "self"})

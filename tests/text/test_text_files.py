@@ -210,7 +210,7 @@ def test_bad_sources(tmp_path: Path) -> None:
         "what is this": "does not exist",
     }.items():
         with pytest.raises(DataError, match=message):
-            open_source(Source(source), tmp_path)
+            open_source(as_source(source), tmp_path)
     pq.write_table(pa.table({"content": ["w1"]}), tmp_path / "some.parquet")
     with pytest.raises(DataError, match=r"has no 'text', found content"):
         tokens_of(str(tmp_path / "some.parquet"), tmp_path)

@@ -17,8 +17,7 @@ from gqa_convert.training import lora as adapters
 from gqa_convert.training import memory
 from gqa_convert.training.architecture import read_architecture
 from gqa_convert.training.models import load_student
-from gqa_convert.training.recipe import make_recipe, read_recipe
-from gqa_convert.training.recipe.lora import Lora, check_lora
+from gqa_convert.training.recipe import Lora, check_lora, make_recipe, read_recipe
 from gqa_convert.training.sharding import layout_of
 from tests.helpers.distributed_steps import small_model
 from tests.helpers.uptrain_runs import leftovers, losses, make_student, recipe, run, weights
@@ -197,11 +196,11 @@ def test_the_estimate_counts_the_states_of_adapters_alone(home: Path, targets: s
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"lora": 8}, "must be a mapping such as"),
+        ({"lora": 8}, "lora is 8: it must be a mapping"),
         ({"lora": {"rank": 0}}, "lora.rank is 0"),
         ({"lora": {"r": 8}}, "did you mean 'rank'"),
         ({"lora": {"targets": "mlp"}}, "must be attention or all-linear"),
-        ({"lora": {"quantize": "int8"}}, "must be nf4 or null"),
+        ({"lora": {"quantize": "int8"}}, "must be nf4"),
         ({"lora": {}, "trainable": "kv"}, "remove trainable"),
     ],
 )

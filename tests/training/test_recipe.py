@@ -1,6 +1,5 @@
 """Recipes: what they mean, what is refused and in which words, and that every shipped one can be read."""
 
-import dataclasses
 import json
 import re
 from pathlib import Path
@@ -10,24 +9,25 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
+from gqa_convert.cli import app
 from gqa_convert.errors import RecipeError, SourceNotFoundError
 from gqa_convert.text import objectives
-from gqa_convert.text.keys import REQUIRED, keys_of, keys_table
+from gqa_convert.text.keys import fields_of, keys_table, schema_text
 from gqa_convert.text.objectives import OBJECTIVES
 from gqa_convert.text.sources import Source
 from gqa_convert.training.recipe import (
-    BOOKKEEPING,
     BUDGET,
-    EXECUTION,
+    CHANGEABLE,
     KEYS,
     RECORDED,
+    Lora,
     Recipe,
     conversion_command,
     make_recipe,
     read_recipe,
 )
-from gqa_convert.training.recipe.lora import Lora
 from gqa_convert.training.uptrain import uptrain_checkpoint
 from tests.helpers.documents import ROOT, SHIPPED_RECIPES
 
@@ -50,10 +50,8 @@ def refusal(folder: Path, text: str, *overrides: str) -> str:
     path = write(folder, text)
     with pytest.raises(RecipeError) as caught:
         read_recipe(path, overrides)
-    message = str(caught.value)
-    assert "\n" not in message
     assert caught.value.exit_code == 2
-    return message.removeprefix(str(path)).lstrip(":, ")
+    return str(caught.value).removeprefix(str(path)).lstrip(":, ")
 
 
 def test_defaults() -> None:
@@ -71,20 +69,17 @@ def test_defaults() -> None:
     assert recipe.distillation_weight is None
 
 
-def test_every_field_is_a_declared_key() -> None:
-    names = [field.name for field in dataclasses.fields(Recipe)]
-    assert names == list(KEYS)
-    assert {*BUDGET, *BOOKKEEPING, *EXECUTION, *RECORDED} < {*names}
+def test_every_key_says_what_it_means() -> None:
+    assert {*BUDGET, *CHANGEABLE} < {*KEYS}
     for declared in (Recipe, Source, Lora):
-        for name, each in keys_of(declared).items():
-            assert each.help.endswith("."), name
-            if each.default is not REQUIRED and each.default not in (None, ()):
-                assert each.read(name, each.default) == each.default, name
+        for name, field in fields_of(declared).items():
+            assert field.description.endswith("."), name
 
 
 def test_which_keys_a_resumed_run_may_change() -> None:
-    assert BUDGET == ("tokens", "alpha", "pretraining_tokens")
-    assert BOOKKEEPING == (
+    assert {"tokens", "alpha", "pretraining_tokens"} == BUDGET
+    assert {"learning_rate", "gradient_clipping", "precision"} == RECORDED
+    assert {
         "output",
         "save_every",
         "keep_checkpoints",
@@ -94,14 +89,11 @@ def test_which_keys_a_resumed_run_may_change() -> None:
         "trackers",
         "tracker_project",
         "log_every",
-    )
-    assert EXECUTION == (
         "micro_batch_size",
         "gradient_checkpointing",
         "sharding",
         "shard_size",
-    )
-    assert {"learning_rate", "gradient_clipping", "precision"} == RECORDED
+    } == CHANGEABLE - RECORDED
 
 
 @pytest.mark.parametrize(
@@ -141,7 +133,8 @@ def test_token_counts(written: str, number: int, tmp_path: Path) -> None:
 )
 def test_what_is_no_token_count(written: str, tmp_path: Path) -> None:
     assert re.match(
-        r"tokens is .*: it must be (a whole number|at least 1)", refusal(tmp_path, LINES.replace("10M", written))
+        r"tokens is .*: it must be (a whole number|greater than or equal to 1)",
+        refusal(tmp_path, LINES.replace("10M", written)),
     )
 
 
@@ -187,20 +180,20 @@ BADKEYS = {
     "lr: 1e-4": "unknown key 'lr': did you mean 'learning_rate'?",
     "batch_size: 4": "unknown key 'batch_size': did you mean 'tokens_per_step'?",
     "qwertz: 4": "unknown key 'qwertz': the keys are model, output, data",
-    "learning_rate: fast": "learning_rate is fast: it must be a number above 0 and at most 1",
-    "learning_rate: 2": "learning_rate is 2: it must be a number above 0 and at most 1",
-    "learning_rate: 0": "learning_rate is 0: it must be",
+    "learning_rate: fast": "learning_rate is fast: it must be a number",
+    "learning_rate: 2": "learning_rate is 2.0: it must be less than or equal to 1",
+    "learning_rate: 0": "learning_rate is 0.0: it must be",
     "learning_rate: .nan": "learning_rate is .nan: it must be",
     "learning_rate: true": "learning_rate is true: it must be",
     "learning_rate: null": "learning_rate is null: it must be",
     "learning_rate: 1M": "learning_rate is 1M: it must be",
-    "warmup_steps: -1": "warmup_steps is -1: it must be at least 0",
+    "warmup_steps: -1": "warmup_steps is -1: it must be greater than or equal to 0",
     "warmup_steps: 10k": "warmup_steps is 10k: it must be a whole number",
-    "micro_batch_size: 0": "micro_batch_size is 0: it must be at least 1",
+    "micro_batch_size: 0": "micro_batch_size is 0: it must be greater than or equal to 1",
     "micro_batch_size: 1.5": "micro_batch_size is 1.5: it must be a whole number",
     "micro_batch_size: yes": "micro_batch_size is yes: it must be a whole number",
     "micro_batch_size: true": "micro_batch_size is true: it must be a whole number",
-    "seed: 4294967296": "seed is 4294967296: it must be at least 0 and at most 4294967295",
+    "seed: 4294967296": "seed is 4294967296: it must be less than or equal to 4294967295",
     "schedule: linear": "schedule is linear: it must be constant, cosine or wsd",
     "optimizer: sgd": "optimizer is sgd: it must be adamw or adafactor",
     "objective: mlm": "objective is mlm: it must be auto, causal, span_corruption, ul2 or pairs",
@@ -209,27 +202,26 @@ BADKEYS = {
     "trainable: [kv]": "trainable is ['kv']: it must be all, attention or kv",
     "document_mask: yes": "document_mask is yes: it must be true or false",
     "document_mask: 1": "document_mask is 1: it must be true or false",
-    "decay_share: 0": "decay_share is 0: it must be a number above 0 and at most 1",
-    "final_learning_rate: 1.1": "final_learning_rate is 1.1: it must be a number at least 0 and at most 1",
-    "beta2: 1": "beta2 is 1: it must be a number at least 0 and below 1",
-    "gradient_clipping: 1e999": "gradient_clipping is 1e999: it must be a number above 0",
-    "learning_rate: 1e-999": "learning_rate is 1e-999: it must be a number above 0",
+    "decay_share: 0": "decay_share is 0.0: it must be greater than 0",
+    "final_learning_rate: 1.1": "final_learning_rate is 1.1: it must be less than or equal to 1",
+    "beta2: 1": "beta2 is 1.0: it must be less than 1",
+    "gradient_clipping: 1e999": "gradient_clipping is 1e999: it must be a number",
+    "learning_rate: 1e-999": "learning_rate is 0.0: it must be greater than 0",
     f"seed: {'9' * 5000}": "seed is 999",
-    "gradient_clipping: 0": "gradient_clipping is 0: it must be a number above 0",
-    "trackers: [wandb, wnadb]": "trackers names wnadb: the trackers are aim",
-    "trackers: [wandb, wandb]": "trackers names wandb twice: name each once",
+    "gradient_clipping: 0": "gradient_clipping is 0: it must be greater than 0",
+    "trackers: [wandb, wnadb]": "trackers[1] is wnadb: it must be aim, clearml",
     "trackers: {wandb: 1}": "trackers is {'wandb': '1'}: it must be a list",
-    "distillation_weight: 1.5\nteacher: t": "distillation_weight is 1.5: it must be a number at least 0 and at most 1",
+    "distillation_weight: 1.5\nteacher: t": "distillation_weight is 1.5: it must be less than or equal to 1",
     "distillation_weight: 0.5": "distillation_weight is given without a teacher: name the source checkpoint as teacher, or remove distillation_weight",
     "teacher_dtype: bf16": "teacher_dtype is given without a teacher",
     "alpha: 0.05": "tokens and alpha both state the budget: keep tokens, or alpha with pretraining_tokens",
     "pretraining_tokens: 1T": "tokens and pretraining_tokens both state the budget",
-    "alpha: 1.5": "alpha is 1.5: it must be a number above 0 and at most 1",
-    "sequence_length: 1": "sequence_length is 1: it must be at least 2",
+    "alpha: 1.5": "alpha is 1.5: it must be less than or equal to 1",
+    "sequence_length: 1": "sequence_length is 1: it must be greater than or equal to 2",
     "sequence_length: 128k": "tokens_per_step is 65536 and sequence_length is 128000: a step must hold at least one sequence",
     "tokens_per_step: 20M": "the budget is 10000000 tokens and tokens_per_step is 20000000: raise the budget or lower tokens_per_step",
     "evaluate_every: 5": "evaluate_every is 5 and there is no evaluation_data",
-    "evaluation_data: []": "evaluation_data is an empty list",
+    "evaluation_data: []": "evaluation_data is []: it is an empty list",
     "document_mask: true\nobjective: ul2": "document_mask belongs to the causal objective, and objective is ul2",
     "objective: pairs": "objective is pairs and data does not name their fields: give it source_field and target_field",
     "teacher: ./m": "teacher and model are both m",
@@ -244,14 +236,14 @@ def test_bad_keys(lines: str, tmp_path: Path) -> None:
 
 
 BAD_DATA = {
-    "[]": "data is an empty list: name at least one file",
-    "null": "data is null: it must be text",
-    "true": "data is true: it must be text",
+    "[]": "data is []: it is an empty list: name at least one file",
+    "null": "data.source is null: it must be text",
+    "true": "data.source is true: it must be text",
     "[a, {source: b, wieght: 2}]": "data[1] has an unknown key 'wieght': did you mean 'weight'?",
     "{path: b}": "data has an unknown key 'path': did you mean 'source'?",
     "{weight: 2}": "data has no key 'source'",
-    "[{source: b, weight: 0}]": "data[0].weight is 0: it must be a number above 0",
-    "[[a]]": "data[0] is ['a']: it must be text",
+    "[{source: b, weight: 0}]": "data[0].weight is 0.0: it must be greater than 0",
+    "[[a]]": "data[0].source is ['a']: it must be text",
     "[{source: b, split: null}]": "data[0].split is null: it must be text",
     "{source: b, source_field: x}": "data names source_field without target_field: give both, or neither",
     "[a, {source: b, target_field: x}]": "data[1] names target_field without source_field: give both, or neither",
@@ -460,7 +452,7 @@ def test_distillation_takes_over_with_a_teacher() -> None:
 def test_resolved_recipes_make_themselves(path: Path) -> None:
     recipe = read_recipe(path)
     resolved = recipe.resolved()
-    assert list(resolved) == [field.name for field in dataclasses.fields(Recipe)]
+    assert list(resolved) == list(KEYS)
     assert make_recipe(resolved) == recipe
     assert make_recipe(json.loads(json.dumps(resolved))) == recipe
     assert make_recipe(yaml.safe_load(yaml.safe_dump(resolved))) == recipe
@@ -468,32 +460,55 @@ def test_resolved_recipes_make_themselves(path: Path) -> None:
 
 def test_differences() -> None:
     recipe = make(seed=1)
-    assert recipe.differences(recipe) == ()
-    assert recipe.differences(make(seed=2, document_mask=True)) == (
+    assert recipe.differences(recipe, free=()) == []
+    assert recipe.differences(make(seed=2, document_mask=True), free=CHANGEABLE) == [
         "seed was 1 and is now 2",
         "document_mask was false and is now true",
-    )
-    assert (
-        recipe.differences(make(seed=1, save_every=7, trackers=["wandb"], output="elsewhere", evaluation_data="e"))
-        == ()
-    )
-    assert recipe.differences(make(seed=1, micro_batch_size=2, gradient_checkpointing=True)) == ()
-    assert recipe.differences(make(seed=1, log_every=7), may_change=()) == ("log_every was 1 and is now 7",)
-    assert recipe.differences(make(seed=1, gradient_clipping=None)) == ()
-    assert recipe.differences(make(seed=1, gradient_clipping=None), may_change=()) == (
-        "gradient_clipping was 1.0 and is now null",
-    )
-    assert recipe.differences(make(seed=1, data=["d", "e"]))[0].startswith("data was d and is now [d, e]")
+    ]
+    same = {"save_every": 7, "trackers": ["wandb"], "output": "elsewhere", "evaluation_data": "e", "sharding": "full"}
+    assert recipe.differences(make(seed=1, **same), free=CHANGEABLE) == []
+    assert recipe.differences(make(seed=1, log_every=7), free=()) == ["log_every was 1 and is now 7"]
+    assert recipe.differences(make(seed=1, gradient_clipping=None), free=CHANGEABLE - RECORDED) == [
+        "gradient_clipping was 1.0 and is now null"
+    ]
+    other = make(seed=1, data=["d", {"source": "e", "weight": 2}])
+    assert recipe.differences(other, free=()) == ["data was d and is now [d, {source: e, weight: 2.0}]"]
 
 
 def test_only_a_smaller_budget_is_a_difference() -> None:
     recipe = make()
-    assert recipe.differences(make(tokens="20M")) == ()
-    assert recipe.differences(make(tokens=None, alpha=0.5, pretraining_tokens="40M")) == ()
-    assert recipe.differences(make(tokens="5M")) == ("the budget was 10000000 tokens and is now 5000000",)
-    assert recipe.differences(make(tokens="20M"), may_grow=()) == ("tokens was 10000000 and is now 20000000",)
-    assert recipe.differences(make(seed=3), may_grow=("seed",)) == ()
-    assert make(seed=3).differences(recipe, may_grow=("seed",)) == ("seed was 3 and is now 0",)
+    assert recipe.differences(make(tokens="20M"), free=()) == []
+    assert recipe.differences(make(tokens=None, alpha=0.5, pretraining_tokens="40M"), free=()) == []
+    assert recipe.differences(make(tokens="5M"), free=()) == ["the budget was 10000000 tokens and is now 5000000"]
+    assert recipe.differences(make(tokens="20M"), free=(), may_grow=False) == [
+        "tokens was 10000000 and is now 20000000"
+    ]
+
+
+def test_each_mistake_has_a_line(tmp_path: Path) -> None:
+    path = write(tmp_path, "model: m\nlr: 1\ndata: [a, {source: b, weight: x}]\nsharding: full\nshard_size: 1\n")
+    with pytest.raises(RecipeError) as caught:
+        read_recipe(path)
+    assert {line.removeprefix(f"{path}: ") for line in str(caught.value).splitlines()} == {
+        "the recipe has no key 'output': give the folder of the run",
+        "unknown key 'lr': did you mean 'learning_rate'?",
+        "data[1].weight is x: it must be a number",
+        "shard_size is 1: it must be greater than or equal to 2",
+    }
+    with pytest.raises(RecipeError) as caught:
+        make(tokens="absent", shard_size=4, evaluate_every=2)
+    assert len(str(caught.value).splitlines()) == 3
+
+
+def test_the_schema_for_editors() -> None:
+    result = CliRunner().invoke(app, ["uptrain", "--schema"])
+    assert result.exit_code == 0
+    schema = json.loads(result.stdout)
+    assert schema == json.loads(schema_text(Recipe))
+    assert [*schema["properties"]] == [*KEYS]
+    assert schema["required"] == ["model", "output", "data"]
+    assert schema["properties"]["precision"]["enum"] == ["bf16", "no"]
+    assert schema["additionalProperties"] is False
 
 
 # The recipes that are shipped, and the page about them

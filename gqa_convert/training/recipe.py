@@ -1,0 +1,641 @@
+"""Recipes of uptraining: a flat YAML file with `key=value` overrides, read into a validated, frozen `Recipe`.
+
+Everything that can be refused without loading a model or a text is refused here, in one line for each mistake. Plain YAML
+scalars stay text until the key's type converts them, so that 1e9, 10B and 2e-4 are read as numbers and `no` as text (YAML
+1.1 reads 1e9 as text and `no` as false).
+"""
+
+import dataclasses
+import importlib.util
+import os
+import re
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
+from decimal import ROUND_HALF_UP, Decimal
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import TypeAdapter
+from pydantic.dataclasses import dataclass
+
+from gqa_convert.checkpoint.paths import local_path
+from gqa_convert.errors import LaunchError, MissingExtraError, RecipeError
+from gqa_convert.text.dataset_commits import pinned
+from gqa_convert.text.keys import (
+    CONFIG,
+    Change,
+    Flag,
+    PathText,
+    Real,
+    Text,
+    Tokens,
+    Whole,
+    fields_of,
+    key,
+    read_keys,
+    suggestion,
+)
+from gqa_convert.text.objectives import CAUSAL, OBJECTIVES, ObjectiveName
+from gqa_convert.text.scalars import shown
+from gqa_convert.text.sources import Source, Sources
+
+Schedule = Literal["constant", "cosine", "wsd"]
+OptimizerName = Literal["adamw", "adafactor"]
+Precision = Literal["bf16", "no"]
+Trainable = Literal["all", "attention", "kv"]
+Sharding = Literal["auto", "replicate", "full", "hybrid"]
+TeacherDtype = Literal["bf16", "float32", "auto"]
+LoraTargets = Literal["attention", "all-linear"]
+Tracker = Literal["aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb"]
+"""The experiment trackers that accelerate supports."""
+
+_LONGEST_FILE = 1_000_000  # bytes
+_NEED_TEACHER = ("distillation_weight", "teacher_dtype")
+"""Keys that make sense with a teacher only."""
+
+
+@dataclass(frozen=True, kw_only=True, config=CONFIG)
+class Lora:
+    """The recipe's key `lora`: low-rank adapters (Hu et al. 2021) on a model whose own weights stay fixed."""
+
+    rank: Whole = key("The rank of each adapter.", default=64, ge=1, le=2**16, aliases=("r", "lora_r"))
+    alpha: Real | None = key(
+        "The adapters' output is scaled by `alpha / rank`. The default is the rank.",
+        default=None,
+        gt=0,
+        aliases=("lora_alpha",),
+    )
+    targets: LoraTargets = key(
+        "The projections that get an adapter: `attention` those of every attention module, `all-linear` every linear "
+        "layer but the output layer.",
+        default="all-linear",
+        aliases=("target_modules",),
+    )
+    dropout: Real = key("The dropout of the adapters' input.", default=0.0, ge=0, lt=1, aliases=("lora_dropout",))
+    quantize: Literal["nf4"] | None = key(
+        "`nf4` keeps the fixed weights in 4 bits (QLoRA, Dettmers et al. 2023); needs bitsandbytes.",
+        default=None,
+        aliases=("load_in_4bit", "quantization"),
+    )
+
+    @property
+    def scale(self) -> float:
+        """The factor of the adapters' output."""
+        return (self.rank if self.alpha is None else self.alpha) / self.rank
+
+    def __str__(self) -> str:
+        base = f" on weights in {self.quantize}" if self.quantize else ""
+        return f"LoRA of rank {self.rank} ({self.targets}){base}"
+
+
+@dataclass(frozen=True, kw_only=True, config=CONFIG)
+class Recipe:
+    """The settings of an uptraining run. `read_recipe` and `make_recipe` create and validate recipes."""
+
+    model: PathText = key("The converted checkpoint: a folder or a Hub id.", aliases=("source",))
+    output: PathText = key(
+        "The folder of the run: its checkpoints, its log and the trained model.",
+        change="bookkeeping",
+        aliases=("output_dir", "out"),
+    )
+    data: Sources = key(
+        "The training text; see [sources of text](#sources-of-text).",
+        aliases=("dataset", "datasets"),
+    )
+    objective: Literal["auto", ObjectiveName] = key(
+        "What the model learns to predict; see [objectives](#objectives).", default="auto"
+    )
+    sequence_length: Tokens | None = key(
+        "The length of a sample, which each [objective](#objectives) defines. The default is the model's context, up to "
+        "2048, and up to 512 for encoder-decoders.",
+        default=None,
+        ge=2,
+        le=2**24,
+        aliases=("max_length", "max_seq_length", "block_size"),
+    )
+    micro_batch_size: Whole = key(
+        "Samples per process and forward pass. It changes memory and speed, not the meaning of the result.",
+        default=1,
+        ge=1,
+        le=2**20,
+        change="execution",
+    )
+    tokens: Tokens | None = key(
+        "The training budget.",
+        default=None,
+        ge=1,
+        change="budget",
+        aliases=("max_steps", "steps", "num_train_epochs", "epochs"),
+    )
+    alpha: Real | None = key(
+        "The training budget as a share of `pretraining_tokens`.", default=None, gt=0, le=1, change="budget"
+    )
+    pretraining_tokens: Tokens | None = key(
+        "How many tokens the source was pretrained on.", default=None, ge=1, change="budget"
+    )
+    tokens_per_step: Tokens = key(
+        "The batch of one optimizer step over all processes, rounded to whole samples.",
+        default=65536,
+        ge=1,
+        aliases=("batch_size", "gradient_accumulation_steps"),
+    )
+    learning_rate: Real = key("The peak learning rate.", default=2e-4, gt=0, le=1, change="recorded", aliases=("lr",))
+    warmup_steps: Whole | None = key(
+        "The length of the linear warm-up. The default is 2% of all steps, at most 1000.",
+        default=None,
+        ge=0,
+        aliases=("warmup",),
+    )
+    schedule: Schedule = key(
+        "The learning rate after the warm-up; see [schedules](#schedules).",
+        default="cosine",
+        aliases=("lr_scheduler_type",),
+    )
+    final_learning_rate: Real = key(
+        "The share of `learning_rate` that `cosine` and `wsd` end at.", default=0.1, ge=0, le=1
+    )
+    decay_share: Real = key("The share of the steps in which `wsd` decays.", default=0.2, gt=0, le=1)
+    optimizer: OptimizerName = key("The optimizer; see [optimizers](#optimizers).", default="adamw")
+    weight_decay: Real = key("Decoupled weight decay, of matrices only.", default=0.0, ge=0, le=10)
+    beta1: Real = key("The first beta of AdamW.", default=0.9, ge=0, lt=1)
+    beta2: Real = key("The second beta of AdamW.", default=0.95, ge=0, lt=1)
+    gradient_clipping: Real | None = key(
+        "The largest norm of all gradients together; `null` for none.",
+        default=1.0,
+        gt=0,
+        change="recorded",
+        aliases=("max_grad_norm",),
+    )
+    precision: Precision = key(
+        "`bf16` computes in bfloat16; weights and optimizer states are float32 in any case.",
+        default="bf16",
+        change="recorded",
+        aliases=("mixed_precision",),
+    )
+    gradient_checkpointing: Flag = key(
+        "Recompute activations in the backward pass: less memory, a third more time.", default=False, change="execution"
+    )
+    sharding: Sharding = key(
+        "How the processes share the model; see [sharding](#sharding). `auto` is what the launcher's configuration asks "
+        "for.",
+        default="auto",
+        change="execution",
+        aliases=("fsdp", "sharding_strategy"),
+    )
+    shard_size: Whole | None = key(
+        "With `sharding: hybrid`, how many processes share one copy of the model. The default is those of a machine.",
+        default=None,
+        ge=2,
+        change="execution",
+        aliases=("hsdp_shard_size", "dp_shard_size", "fsdp_size", "data_parallel_shard_degree"),
+    )
+    trainable: Trainable = key(
+        "Which parameters are trained; see [trained parameters](#what-is-trained).", default="all"
+    )
+    lora: Lora | None = key(
+        "Train low-rank adapters instead of the weights; see [adapters](#adapters).",
+        default=None,
+        aliases=("peft", "adapter", "qlora"),
+    )
+    dropout: Real = key(
+        "The probability of every dropout of the model, in place of its config's. Uptraining continues pretraining, "
+        "which T5 1.1 and most decoders did without dropout.",
+        default=0.0,
+        ge=0,
+        lt=1,
+    )
+    seed: Whole = key("The seed of the order of samples, of corruption and of dropout.", default=0, ge=0, le=2**32 - 1)
+    save_every: Whole = key("The interval between checkpoints.", default=500, ge=1, change="bookkeeping")
+    keep_checkpoints: Whole = key(
+        "How many of the newest checkpoints are kept.",
+        default=2,
+        ge=1,
+        change="bookkeeping",
+        aliases=("save_total_limit",),
+    )
+    evaluate_every: Whole | None = key(
+        "The interval between evaluations; by default only at the start and at the end.",
+        default=None,
+        ge=1,
+        change="bookkeeping",
+    )
+    evaluation_data: Sources | None = key("Held-out text to evaluate on.", default=None, change="bookkeeping")
+    evaluation_tokens: Tokens = key(
+        "How much of the held-out text is used.", default=131072, ge=1, change="bookkeeping"
+    )
+    z_loss: Real = key(
+        "The weight of log(Z)^2 in the loss, where Z is the normaliser of the softmax. T5 was pretrained with 1e-4.",
+        default=0.0,
+        ge=0,
+        le=1,
+    )
+    teacher: PathText | None = key("The source checkpoint, to distil from: a folder or a Hub id.", default=None)
+    distillation_weight: Real | None = key(
+        "The weight of the match with the teacher; the language-model loss has the rest of 1. The default is 1.0 with a "
+        "teacher.",
+        default=None,
+        ge=0,
+        le=1,
+    )
+    teacher_dtype: TeacherDtype = key(
+        "The type of the teacher's weights: `auto` is that of its checkpoint, and on a GPU bf16 instead of float32, whose "
+        "effect on the teacher's predictions is measured and reported.",
+        default="auto",
+    )
+    document_mask: Flag = key(
+        "Tokens attend to their own document only, in training and in evaluation; see "
+        "[documents in one row](#documents-in-one-row).",
+        default=False,
+    )
+    trackers: tuple[Tracker, ...] = key(
+        "Experiment trackers of accelerate to report to, besides the log file.",
+        default=(),
+        change="bookkeeping",
+        aliases=("report_to",),
+    )
+    tracker_project: Text = key("The project of the trackers.", default="gqa-convert", change="bookkeeping")
+    log_every: Whole = key("The interval between lines of the log.", default=1, ge=1, change="bookkeeping")
+
+    @property
+    def budget_tokens(self) -> int:
+        """The training budget in tokens of text, whichever keys state it."""
+        if self.tokens is not None:
+            return self.tokens
+        assert self.alpha is not None
+        assert self.pretraining_tokens is not None
+        share = Decimal(repr(self.alpha)) * self.pretraining_tokens
+        return int(share.to_integral_value(ROUND_HALF_UP))
+
+    def pinned(self, commits: Mapping[str, str]) -> "Recipe":
+        """The recipe with the commits of Hub datasets as their revisions.
+
+        Args:
+            commits: by dataset and revision, as `find_commits` returns them.
+        """
+        evaluation = None if self.evaluation_data is None else pinned(self.evaluation_data, commits)
+        return dataclasses.replace(self, data=pinned(self.data, commits), evaluation_data=evaluation)
+
+    def samples_per_step(self, tokens_per_sample: int | Fraction) -> int:
+        """Samples of a step over all processes: the whole number nearest to `tokens_per_step`, at least one."""
+        return max(1, (2 * self.tokens_per_step + tokens_per_sample) // (2 * tokens_per_sample))
+
+    def steps(self, tokens_per_sample: int | Fraction) -> int:
+        """The smallest number of whole steps that covers the budget."""
+        return -(-self.budget_tokens // (self.samples_per_step(tokens_per_sample) * tokens_per_sample))
+
+    def warmup(self, steps: int) -> int:
+        """Warm-up steps of a run with so many steps.
+
+        Raises:
+            RecipeError: the recipe states more of them than the run has.
+        """
+        if self.warmup_steps is None:
+            return min(1000, steps // 50)
+        if self.warmup_steps > steps:
+            raise RecipeError(
+                f"warmup_steps is {self.warmup_steps} and the budget lasts {steps} steps: lower warmup_steps or raise the budget"
+            )
+        return self.warmup_steps
+
+    def resolved(self) -> dict[str, Any]:
+        """All keys as plain data, including defaults; `make_recipe` restores the recipe from it."""
+        plain: dict[str, Any] = TypeAdapter(Recipe).dump_python(self, mode="json")
+        return plain
+
+    def differences(self, other: "Recipe", *, free: Collection[str], may_grow: bool = True) -> list[str]:
+        """The keys in which another recipe differs.
+
+        Args:
+            other: the recipe to resume with.
+            free: keys that may differ in any way.
+            may_grow: whether the budget may differ, unless it shrinks.
+
+        Returns:
+            A phrase for each such key, such as "seed was 0 and is now 1".
+        """
+        found = []
+        for name in KEYS:
+            before, after = getattr(self, name), getattr(other, name)
+            if before != after and name not in free and not (may_grow and name in BUDGET):
+                found.append(f"{name} was {_brief(before)} and is now {_brief(after)}")
+        if may_grow and other.budget_tokens < self.budget_tokens:
+            found.append(f"the budget was {self.budget_tokens} tokens and is now {other.budget_tokens}")
+        return found
+
+
+def _brief(value: Any) -> str:
+    """A value as a recipe would state it, without the defaults of sources."""
+    if isinstance(value, tuple):
+        items = [_brief(each) for each in value]
+        return items[0] if len(items) == 1 else f"[{', '.join(items)}]"
+    if isinstance(value, Source):
+        stated = value.stated()
+        if len(stated) == 1:
+            return value.source
+        return f"{{{', '.join(f'{name}: {each}' for name, each in stated.items())}}}"
+    return shown(value)
+
+
+NESTED = {"data": Source, "evaluation_data": Source, "lora": Lora}
+"""The keys that hold mappings with keys of their own."""
+KEYS = tuple(fields_of(Recipe))
+
+
+def _that_change(*when: Change) -> frozenset[str]:
+    return frozenset(name for name, each in fields_of(Recipe).items() if each.json_schema_extra["change"] in when)
+
+
+BUDGET = _that_change("budget")
+"""The keys that state how long training lasts."""
+RECORDED = _that_change("recorded")
+"""The keys that help a run that has diverged; a change is recorded with its step."""
+CHANGEABLE = RECORDED | _that_change("bookkeeping", "execution")
+"""The keys that a resumed run may change."""
+
+
+# Reading
+
+
+class _Loader(yaml.SafeLoader):
+    """A strict YAML loader: scalars are text, true, false or null; duplicate keys, aliases and tags are refused."""
+
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        event = self.peek_event()  # type: ignore[no-untyped-call]
+        if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None) is not None:
+            raise yaml.MarkedYAMLError(problem="anchors and aliases are not supported", problem_mark=event.start_mark)
+        if getattr(event, "tag", None) is not None:
+            raise yaml.MarkedYAMLError(
+                problem=f"tags such as {event.tag} are not supported", problem_mark=event.start_mark
+            )
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Hashable, Any]:
+        seen: dict[Hashable, int] = {}
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            line = key_node.start_mark.line + 1
+            if not isinstance(key, str):
+                raise yaml.MarkedYAMLError(
+                    problem=f"a key must be a word, not {shown(key)}", problem_mark=key_node.start_mark
+                )
+            if key in seen:
+                raise yaml.MarkedYAMLError(
+                    problem=f"{key!r} is given twice, first in line {seen[key]}", problem_mark=key_node.start_mark
+                )
+            seen[key] = line
+        return super().construct_mapping(node, deep=deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:bool", re.compile("(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")
+)
+_Loader.add_implicit_resolver("tag:yaml.org,2002:null", re.compile("(?:~|null|Null|NULL|)$"), ["~", "n", "N", ""])
+
+
+def _load(text: str, where: str) -> Any:
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.MarkedYAMLError as problem:
+        mark = problem.problem_mark or problem.context_mark
+        line = f", line {mark.line + 1}" if mark is not None and "\n" in text else ""
+        raise RecipeError(f"{where}{line}: {problem.problem or problem.context}: correct it") from None
+    except yaml.YAMLError as problem:  # characters that YAML does not allow
+        raise RecipeError(f"{where} is not valid YAML: {str(problem).splitlines()[0]}") from None
+    except RecursionError:
+        raise RecipeError(f"{where} is nested too deeply: a recipe is a flat list of keys") from None
+
+
+def _read_file(path: Path) -> Any:
+    try:
+        raw = path.read_bytes()
+    except FileNotFoundError:
+        raise RecipeError(f"there is no recipe {path}: give the path of a YAML file") from None
+    except OSError as problem:
+        raise RecipeError(f"the recipe {path} can't be read: {problem.strerror or problem}") from None
+    if len(raw) > _LONGEST_FILE:
+        raise RecipeError(f"{path} has {len(raw)} bytes, too many for a recipe: give the path of a YAML file")
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as problem:
+        raise RecipeError(f"{path} is not UTF-8 text (byte {problem.start}): give the path of a YAML file") from None
+    loaded = _load(text + "\n", str(path))
+    if loaded is None or loaded == "":
+        raise RecipeError(f"{path} is empty: a recipe has at least the keys model, output, data and tokens")
+    if not isinstance(loaded, dict):
+        raise RecipeError(
+            f"{path} holds {'a list' if isinstance(loaded, list) else 'text'}: a recipe is a list of lines `key: value`"
+        )
+    return loaded
+
+
+def read_recipe(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> Recipe:
+    """Read the recipe in a YAML file.
+
+    Args:
+        path: the path of the file.
+        overrides: `key=value` pairs that replace values of the file. A budget stated here replaces the file's budget,
+            whichever keys state it.
+
+    Raises:
+        RecipeError: the file or an override can't be read, or the recipe is inconsistent.
+    """
+    values = dict(_read_file(local_path(path)))
+    changes = _read_overrides(overrides)
+    if changes.get("tokens") is not None:
+        values = {name: value for name, value in values.items() if name not in ("alpha", "pretraining_tokens")}
+    elif changes.get("alpha") is not None and "pretraining_tokens" in values | changes:
+        values.pop("tokens", None)
+    try:
+        return make_recipe(values | changes)
+    except RecipeError as mistake:
+        lines = str(mistake).splitlines()
+        raise RecipeError("\n".join(f"{path}: {line}" for line in lines)) from None
+
+
+def _read_overrides(overrides: Iterable[str]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for override in overrides:
+        name, sign, text = override.partition("=")
+        name = name.strip()
+        if not sign or not name:
+            raise RecipeError(f"the override {override!r} has no key and value: write it as key=value")
+        if name not in KEYS:
+            raise RecipeError(f"the override {override!r} has an unknown key {name!r}: {suggestion(name, Recipe)}")
+        if name in values:
+            raise RecipeError(f"the override {name} is given twice: give it once")
+        values[name] = _load(text, f"the override {override!r}")
+    return values
+
+
+def make_recipe(values: Mapping[str, Any]) -> Recipe:
+    """A recipe from plain data, such as `Recipe.resolved()` returns.
+
+    Raises:
+        RecipeError: a key is unknown, missing, malformed, or contradicts another; a line for each mistake.
+    """
+    try:
+        recipe: Recipe = read_keys(Recipe, dict(values), NESTED)
+    except ValueError as problem:
+        raise RecipeError(str(problem)) from None
+    if recipe.teacher is not None and recipe.distillation_weight is None:
+        recipe = dataclasses.replace(recipe, distillation_weight=1.0)
+    mistakes = [*_budget_mistakes(recipe), *_folder_mistakes(recipe), *_key_mistakes(recipe), *_source_mistakes(recipe)]
+    if mistakes:
+        raise RecipeError("\n".join(mistakes))
+    return recipe
+
+
+def _budget_mistakes(recipe: Recipe) -> Iterator[str]:
+    alpha, pretraining = recipe.alpha, recipe.pretraining_tokens
+    if recipe.tokens is not None and (alpha is not None or pretraining is not None):
+        second = "alpha" if alpha is not None else "pretraining_tokens"
+        yield f"tokens and {second} both state the budget: keep tokens, or alpha with pretraining_tokens"
+        return
+    if recipe.tokens is None and alpha is None and pretraining is None:
+        yield "the recipe states no budget: give tokens (such as 2B), or alpha with pretraining_tokens"
+        return
+    if recipe.tokens is None and (alpha is None or pretraining is None):
+        given, missing = ("pretraining_tokens", "alpha") if alpha is None else ("alpha", "pretraining_tokens")
+        yield f"{given} is given without {missing}: give both, or tokens alone"
+        return
+    if recipe.sequence_length is not None and recipe.tokens_per_step < recipe.sequence_length:
+        yield (
+            f"tokens_per_step is {recipe.tokens_per_step} and sequence_length is {recipe.sequence_length}: "
+            "a step must hold at least one sequence"
+        )
+    if recipe.budget_tokens < recipe.tokens_per_step:
+        yield (
+            f"the budget is {recipe.budget_tokens} tokens and tokens_per_step is {recipe.tokens_per_step}: "
+            "raise the budget or lower tokens_per_step"
+        )
+
+
+def _folder_mistakes(recipe: Recipe) -> Iterator[str]:
+    output = _resolved("output", recipe.output)
+    for name, value in (("model", recipe.model), ("teacher", recipe.teacher)):
+        if value is None:
+            continue
+        folder = _resolved(name, value)
+        if folder == output:
+            yield f"output and {name} are the same folder {value}: name another folder for output"
+        elif folder.is_dir() and (folder in output.parents or output in folder.parents):
+            yield f"output {recipe.output} and {name} {value} are nested: name a separate folder for output"
+    if output.exists() and not output.is_dir():
+        yield f"output {recipe.output} is a file: name a folder"
+    if recipe.teacher is not None and os.path.normpath(recipe.teacher) == os.path.normpath(recipe.model):
+        yield (
+            f"teacher and model are both {recipe.model}: the teacher is the checkpoint that the model was converted from"
+        )
+
+
+def _resolved(name: str, path: str) -> Path:
+    try:
+        found = Path(path).resolve()
+        found.exists()
+    except (OSError, RuntimeError) as problem:  # a name that is too long, a loop of links
+        reason = getattr(problem, "strerror", None) or problem
+        raise RecipeError(f"{name} {shown(path)} is not a path: {reason}") from None
+    return found
+
+
+def _key_mistakes(recipe: Recipe) -> Iterator[str]:
+    if recipe.teacher is None:
+        for name in _NEED_TEACHER:
+            if getattr(recipe, name) != fields_of(Recipe)[name].default:
+                yield f"{name} is given without a teacher: name the source checkpoint as teacher, or remove {name}"
+    if recipe.lora is not None and recipe.trainable != "all":
+        yield f"lora trains adapters alone, and trainable is {recipe.trainable}: remove trainable, and choose with lora.targets"
+    if recipe.document_mask and recipe.objective != "auto" and not OBJECTIVES[recipe.objective].masks_documents:
+        yield f"document_mask belongs to the causal objective, and objective is {recipe.objective}: remove one of them"
+    if recipe.shard_size is not None and recipe.sharding != "hybrid":
+        yield f"shard_size is {recipe.shard_size} and sharding is {recipe.sharding}: set sharding to hybrid, or remove shard_size"
+    if recipe.evaluate_every is not None and recipe.evaluation_data is None:
+        yield f"evaluate_every is {recipe.evaluate_every} and there is no evaluation_data: name text to evaluate on"
+
+
+def _source_mistakes(recipe: Recipe) -> Iterator[str]:
+    """Sources whose keys contradict one another, the other sources or the objective."""
+    if any(source.is_self for source in recipe.evaluation_data or ()):
+        yield "evaluation_data is self, text that the source writes: name real text, on which a loss means something"
+    named = [*_named("data", recipe.data), *_named("evaluation_data", recipe.evaluation_data or ())]
+    for name, source in named:
+        yield from _keys_of_source_mistakes(name, source)
+    objective = recipe.objective
+    chats = [name for name, source in named if source.format == "chat"]
+    if objective not in ("auto", CAUSAL) and chats:
+        yield f"objective is {objective} and {chats[0]} has format chat, which only the objective causal reads: remove one of them"
+    pairs = [name for name, source in named if source.holds_pairs]
+    texts = [name for name, source in named if not source.holds_pairs]
+    if objective == "pairs" and texts:
+        yield f"objective is pairs and {texts[0]} does not name their fields: give it source_field and target_field"
+    if objective not in ("auto", "pairs") and pairs:
+        yield f"objective is {objective} and {pairs[0]} names source_field and target_field: remove objective, or name the text with text_field"
+    if pairs and texts:
+        yield f"{pairs[0]} holds pairs and {texts[0]} running text: give all sources source_field and target_field, or none"
+
+
+def _named(name: str, sources: Collection[Source]) -> list[tuple[str, Source]]:
+    if len(sources) == 1:
+        return [(name, source) for source in sources]
+    return [(f"{name}[{number}]", source) for number, source in enumerate(sources)]
+
+
+def _keys_of_source_mistakes(name: str, source: Source) -> Iterator[str]:
+    stated = source.stated()
+    if ("source_field" in stated) != ("target_field" in stated):
+        one, other = ("source_field", "target_field") if "source_field" in stated else ("target_field", "source_field")
+        yield f"{name} names {one} without {other}: give both, or neither"
+    if source.format == "text":
+        for each in ("messages_field", "loss_on"):
+            if each in stated:
+                yield f"{name} has format text and names {each}, which belongs to conversations: remove one of them"
+    if source.holds_pairs and "text_field" in stated:
+        yield f"{name} names text_field and source_field: keep text_field for running text, or source_field and target_field for pairs"
+    if not source.is_self:
+        for each in ("tokens", "temperature", "seed"):
+            if each in stated:
+                yield f"{name} has {each}, which only text of the source itself has: name self as its source, or remove {each}"
+
+
+def check_lora(lora: Lora | None, *, sharded: bool, installed: bool = True) -> None:
+    """Refuse adapters that can't be trained, before anything is loaded.
+
+    Args:
+        lora: the settings; None is not refused.
+        sharded: whether the model would be sharded.
+        installed: whether the packages have to be installed.
+
+    Raises:
+        MissingExtraError: PEFT or bitsandbytes is not installed.
+        LaunchError: weights in 4 bits would be sharded.
+    """
+    if lora is None:
+        return
+    if installed and importlib.util.find_spec("peft") is None:
+        raise MissingExtraError("lora needs PEFT, which is not installed: pip install 'gqa-convert[lora]'")
+    if installed and lora.quantize is not None and importlib.util.find_spec("bitsandbytes") is None:
+        raise MissingExtraError(
+            f"lora.quantize is {lora.quantize}, which needs bitsandbytes: pip install 'gqa-convert[qlora]', or remove quantize"
+        )
+    if sharded and lora.quantize is not None:
+        raise LaunchError(
+            f"lora.quantize is {lora.quantize}, whose weights can't be sharded, and the launch asks for FSDP: launch with "
+            "recipes/accelerate/multi_gpu.yaml, or remove quantize"
+        )
+
+
+def conversion_command(path: str | os.PathLike[str], model: str) -> str | None:
+    """Return the command in the comments of a recipe that makes its converted model; None if they have none.
+
+    Args:
+        path: the path of the recipe, which `read_recipe` accepts.
+        model: the folder that the command must name.
+    """
+    for line in local_path(path).read_text(encoding="utf-8-sig").splitlines():
+        found = re.match(r"#\s+convert\s+(\S.*)", line)
+        if found and model in found[1].split():
+            return found[1]
+    return None
