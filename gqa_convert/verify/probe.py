@@ -79,7 +79,10 @@ class Probe:
             if isinstance(longest, int) and longest > STEPS + 4:
                 length = min(length, longest)
         ids = torch.randint(0, vocabulary, (3, length), generator=self._generator)
-        return torch.where(ids == getattr(config, "pad_token_id", None), (ids + 1) % vocabulary, ids)
+        padding = getattr(config, "pad_token_id", None)
+        if padding is None:
+            return ids
+        return torch.where(ids == padding, (ids + 1) % vocabulary, ids)
 
     def _noise(self, model: Any, *shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=self._generator).to(model.dtype)

@@ -233,7 +233,6 @@ def test_what_saves_memory_does(bf16: bool) -> None:
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_configs_of_every_family_are_read_or_nothing_is_said(model_type: str) -> None:
     family = FAMILIES[model_type]
-    assert read_architecture({"model_type": model_type}) is None
     config = {
         "model_type": model_type,
         "hidden_size": 64,
