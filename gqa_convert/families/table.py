@@ -59,9 +59,12 @@ def _is_known(model_type: str) -> bool:
 
 def _check_one_number(config: Config) -> None:
     """Refuse the config of a decoder whose layers differ in their K/V heads by `per_layer_config`."""
+    stated = config.get("num_key_value_heads")
+    if isinstance(stated, list):  # a result of ours, whose own class reads the list
+        return
     entries = config.get("per_layer_config") or {}
     counts = {entry.get("num_key_value_heads") for entry in entries.values()} - {None}
-    if counts - {config.get("num_key_value_heads")}:
+    if counts - {stated}:
         raise UnsupportedFamilyError(
             "the layers differ in their number of K/V heads already (per_layer_config): convert the source that they were made of"
         )

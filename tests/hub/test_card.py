@@ -190,7 +190,7 @@ def test_one_with_code_of_its_own(tmp_path: Path) -> None:
     assert 'AutoModelForSeq2SeqLM.from_pretrained("me/gqa-3", trust_remote_code=True)' in text
     assert 'processor = AutoProcessor.from_pretrained("me/gqa-3", trust_remote_code=True)' in text
     assert (
-        "The classes of this type in transformers cannot hold fewer K/V heads, so the model comes with its own code (`gqa_t5.py`). Read"
+        "The classes of this type in transformers cannot hold fewer K/V heads, so the model comes with its own code (`gqa_common.py`, `gqa_t5.py`). Read"
         in text
     )
     assert "The model is an encoder-decoder; the encoder is unchanged." in text

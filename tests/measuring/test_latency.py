@@ -123,7 +123,6 @@ def test_an_encoder_decoder_has_two_caches(tmp_path: Path) -> None:
     [
         ("gpt_neox", "gqa", None),
         ("opt", "gqa", None),
-        ("gptj", "eager", None),
         ("gemma2", "eager", None),
         ("mpt", "eager", None),
         ("whisper", "gqa", 20),

@@ -81,7 +81,7 @@ def test_blocks_do_not_depend_on_their_batches() -> None:
             },
             4096,
         ),
-        ({}, None),
+        ({}, 2048),
     ],
 )
 def test_how_far_a_model_reaches(config: dict[str, object], reached: int | None) -> None:

@@ -129,16 +129,19 @@ class FusedAttention(GroupedAttention):
 def repeating_forward(forward: Any) -> Any:
     """The forward function of a stock attention class, whose eager attention repeats keys and values.
 
-    It is the same compiled code, with two names of its module bound anew.
+    It is the same compiled code, with two names of its module bound anew. Without the module's own name, torch.compile
+    reads these names here and not in the module.
     """
     names = forward.__globals__
     attention = {
         "eager_attention_forward": repeating(names["eager_attention_forward"]),
         "ALL_ATTENTION_FUNCTIONS": ATTENTION_FUNCTIONS,
     }
-    return FunctionType(
-        forward.__code__, names | attention, forward.__name__, forward.__defaults__, forward.__closure__
-    )
+    own_names = names | attention
+    del own_names["__name__"]
+    made = FunctionType(forward.__code__, own_names, forward.__name__, forward.__defaults__, forward.__closure__)
+    made.__module__ = forward.__module__
+    return made
 
 
 @functools.cache
