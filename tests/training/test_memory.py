@@ -243,6 +243,8 @@ def test_configs_of_every_family_are_read_or_nothing_is_said(model_type: str) ->
     }
     if family.encoder:
         config |= {"num_layers": 2, "encoder_layers": 2}
+    if family.head_dim_key:
+        config[family.head_dim_key] = 16
     read = read_architecture(config)
     assert read is not None
     assert (read.layers, read.hidden_size, read.heads, read.head_dim, read.vocabulary) == (2, 64, 4, 16, 99)
