@@ -2,10 +2,10 @@
 
     python -m benchmarks.verify_speed --output docs/results/verify.json
 
-A Llama of Llama-2-7B's shapes with a few layers is converted from 32 to 8 K/V heads by mean pooling. In every round each
-contender reads both folders once, from the page cache. Seconds are those of the process on its cores, without what
-`import torch` takes in the same round, which is given apart, as is the time on the clock; memory is the largest anonymous
-memory, which mapped files do not count to. Modules are compiled beforehand, as they are after an installation.
+A Llama of Llama-2-7B's shapes with a few layers is converted from 32 to 8 K/V heads. In every round each contender reads
+both folders once, from the page cache. Seconds are those of the process on all its threads, without what `import torch`
+takes in the same round, which is given apart, as is the time on the clock; memory is the largest anonymous memory, which
+mapped files do not count to. Modules are compiled beforehand, as they are after an installation.
 """
 
 import argparse
@@ -76,6 +76,8 @@ def anonymous(command: list[str]) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=2, help="default: %(default)s, 1.3 GB")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of torch; default: %(default)s")
+    parser.add_argument("--method", choices=("mean", "first", "factor"), default="mean", help="default: %(default)s")
     parser.add_argument("--rounds", type=int, default=5, help="default: %(default)s")
     parser.add_argument("--folder", type=Path, help="where to put the checkpoints")
     parser.add_argument("--output", type=Path, help="write the figures here as JSON")
@@ -84,7 +86,7 @@ def main() -> None:
         source, out = Path(scratch, "source"), Path(scratch, "out")
         make_llama(source, layers=options.layers)
         program = [sys.executable, "-m", "gqa_convert"]
-        subprocess.run([*program, "convert", source, out, "-n", "8", "-m", "mean", "-q"], check=True)
+        subprocess.run([*program, "convert", source, out, "-n", "8", "-m", options.method, "-q"], check=True)
         files = [str(path) for folder in (source, out) for path in sorted(folder.glob("*.safetensors"))]
         verify = [*program, "verify", str(out), "--source", str(source), "--no-logits"]
         commands = {
@@ -96,6 +98,7 @@ def main() -> None:
         runs: dict[str, list[float]] = {name: [] for name in commands}
         wall: dict[str, list[float]] = {name: [] for name in commands}
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+        environment["OMP_NUM_THREADS"] = str(options.threads)
         environment["PYTHONPYCACHEPREFIX"] = str(Path(scratch, "compiled"))
         for command in commands.values():  # compiles modules and fills the page cache
             cpu_seconds(command, environment)
@@ -109,6 +112,7 @@ def main() -> None:
     report = {
         "command": " ".join(["python", "-m", "benchmarks.verify_speed", *sys.argv[1:]]),
         "machine": f"{os.cpu_count()} cores, {platform.system()} {platform.release()}, Python {platform.python_version()}",
+        "threads": options.threads,
         "load_average": os.getloadavg()[0],
         "bytes": nbytes,
         "cpu_seconds": runs,

@@ -54,6 +54,22 @@ def save_tokenizer(folder: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>").save_pretrained(folder)
 
 
+def save_byte_pairs(folder: Path, **stated: Any) -> None:
+    """Save a tokenizer in GPT-2's manner, whose class tokenizer_config.json does not name; without that file if nothing
+    is stated in it.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    words = {chr(33 + index): index for index in range(30)} | {"<|endoftext|>": 30, "Ġ": 31, "Ġ!": 32}
+    tokenizer = Tokenizer(models.BPE(words, [("Ġ", "!")]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    if stated:
+        (folder / "tokenizer_config.json").write_text(json.dumps(stated))
+
+
 def details(report: VerificationReport) -> dict[str, str]:
     """The detail of every check by its name."""
     return {check.name: check.detail for check in report.checks}

@@ -352,6 +352,21 @@ def test_a_wrong_cache_fails_cached_decoding(made: Conversions, monkeypatch: pyt
     assert set(failed(verify_checkpoint(out, source))) == {"cached decoding"}
 
 
+def test_a_cache_of_all_heads_fails(made: Conversions, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention computes the same if K/V heads are repeated before they are kept, and no memory is saved."""
+    out, source = made("llama", 3)
+    update = transformers.cache_utils.DynamicLayer.update
+
+    def wasteful(self: Any, keys: torch.Tensor, values: torch.Tensor, *args: Any, **options: Any) -> Any:
+        if keys.shape[1] != 3:
+            return update(self, keys, values, *args, **options)
+        kept = update(self, *(states.repeat_interleave(4, 1) for states in (keys, values)), *args, **options)
+        return tuple(states[:, ::4] for states in kept)
+
+    monkeypatch.setattr(transformers.cache_utils.DynamicLayer, "update", wasteful)
+    assert set(failed(verify_checkpoint(out, source))) == {"cache heads"}
+
+
 def test_text_in_json_is_its_text(made: Conversions, tmp_path: Path) -> None:
     documents = ["first text", "second text"]
     files = {

@@ -332,6 +332,20 @@ def wrongly_paired(out: Path, source: Path) -> None:
     rows("k_proj", turn)(out, source)
 
 
+def in_another_subspace(out: Path, source: Path) -> None:
+    """Shared values whose rows span other vectors than the best ones, with the outputs that suit them."""
+    order = json.loads((out / "gqa_conversion.json").read_text())["head_order"].get(STEM, list(range(12)))
+    values = tensor_of(source, f"{STEM}.v_proj.weight").double().unflatten(0, (12, WIDTH))[order]
+    outputs = tensor_of(source, f"{STEM}.o_proj.weight").double().T.unflatten(0, (12, WIDTH))[order]
+    shared = tensor_of(out, f"{STEM}.v_proj.weight").double().unflatten(0, (3, WIDTH))
+    noise = torch.randn(shared.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    shared = shared + 0.1 * shared.std() * noise
+    # a head's output O V x is replaced by the nearest one that the shared values V' allow, O V pinv(V') V' x
+    maps = values @ torch.linalg.pinv(shared).repeat_interleave(4, 0)
+    columns(lambda _: (maps.mT @ outputs).float())(out, source)
+    rows("v_proj", lambda _: shared.float())(out, source)
+
+
 FUNCTIONS = {"attention functions"}
 NAN = {"merged tensors", "attention functions"}
 
@@ -362,6 +376,7 @@ DAMAGE: dict[str, tuple[Damage, set[str]]] = {
     "the mean of keys": (lambda out, source: merged_with_mean(out, source, (0, 1), "qk"), FUNCTIONS),
     "the source's queries": (lambda out, source: merged_with_mean(out, source, (1,), "q"), FUNCTIONS),
     "the source's output": (lambda out, source: merged_with_mean(out, source, (1,), "o"), FUNCTIONS),
+    "values of another subspace": (in_another_subspace, FUNCTIONS),
     "wrong rotary pairs": (wrongly_paired, FUNCTIONS),
     "NaN in a key": (change(f"{STEM}.k_proj.weight", filled_with_nan), NAN),
     "NaN in a query": (change(f"{STEM}.q_proj.weight", filled_with_nan), NAN),

@@ -33,6 +33,7 @@ from tests.helpers.verification import (
     failed,
     flip,
     remove,
+    save_byte_pairs,
     save_tokenizer,
     tensor_of,
     without,
@@ -361,6 +362,20 @@ def test_another_tokenizer_is_found(made: Conversions, tmp_path: Path) -> None:
     assert set(failed(verify_checkpoint(out, source))) == {"carried files", "tokenizer"}
     path.unlink()
     assert check_tokenizer(source, path.parent.parent) == "SOURCE has none"
+
+
+def test_the_tokenizer_of_a_whisper_is_found_by_its_class(tmp_path: Path) -> None:
+    """SOURCE names none, so that transformers chooses by the model type, which is another in OUT."""
+    source, out = make_source("whisper", tmp_path / "source"), tmp_path / "out"
+    save_byte_pairs(source)
+    convert_checkpoint(source, out, 3, ConversionOptions(method="mean"))
+    report = verify_checkpoint(out, source)
+    assert failed(report) == {}
+    assert details(report)["tokenizer"].startswith("WhisperTokenizer")
+    edit_json(out / "config.json", tokenizer_class="PreTrainedTokenizerFast")
+    assert set(failed(verify_checkpoint(out, source))) == {"config", "tokenizer"}
+    edit_json(out / "config.json", tokenizer_class="WhisperTokenizer", model_type="whisper")
+    assert set(failed(verify_checkpoint(out, source))) == {"config"}
 
 
 def test_the_loss_of_a_language_model(made: Conversions, tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from tests.helpers.verification import (
     edit_json,
     failed,
     remove,
+    save_byte_pairs,
     tensor_of,
     without,
 )
@@ -354,26 +355,12 @@ def test_biases_that_stock_classes_pass_over(tmp_path: Path) -> None:
         convert_checkpoint(source, tmp_path / "other", 3, ConversionOptions(method="mean"))
 
 
-def bpe(folder: Path, **stated: Any) -> None:
-    """A tokenizer in GPT-2's manner."""
-    import tokenizers
-
-    words = {chr(33 + index): index for index in range(30)} | {"<|endoftext|>": 30, "Ġ": 31, "Ġ!": 32}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(words, [("Ġ", "!")]))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<|endoftext|>"])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    if stated:
-        (folder / "tokenizer_config.json").write_text(json.dumps(stated))
-
-
 @pytest.mark.parametrize(("model_type", "groups"), [("gpt_neox", 3), ("gptj", 3), ("codegen", 3), ("gpt2", 1)])
 def test_tokenizers(model_type: str, groups: int, tmp_path: Path) -> None:
     """The same ids and texts, whatever class transformers has for OUT's type."""
     source, out = make_source(model_type, tmp_path / "source"), tmp_path / "out"
     for stated in ({}, {"model_max_length": 64}):
-        bpe(source, **stated)
+        save_byte_pairs(source, **stated)
         convert_checkpoint(source, out, groups, ConversionOptions(overwrite=True, method="mean"))
         report = verify_checkpoint(out, source)
         assert failed(report) == {}
