@@ -21,11 +21,11 @@ from typing import NamedTuple
 import torch
 
 from benchmarks.records import Cell, Records
+from gqa_convert.conversion.fit.calibration_text import calibration_tokens_for
 from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import GQAConvertError
 from gqa_convert.families.loading import load_model, load_tokenizer, read_config
-from gqa_convert.text.calibration import calibration_tokens_for
 
 from .models import DEFAULT_CACHE, MODELS, context_of, groups_of, model_folder, objective_of
 from .text import SEEN_TOKENS, calibration_text, held_out_loss

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from gqa_convert.families.table import FAMILIES
-from gqa_convert.text.spans import has_sentinels
+from gqa_convert.text.span_corruption import has_sentinels
 from gqa_convert.text.tokenizing import end_of_text
 
 

@@ -3,7 +3,7 @@
 docs/adding-an-objective.md names every other file that a new objective touches.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -12,9 +12,8 @@ from gqa_convert.errors import DataError
 if TYPE_CHECKING:
     from gqa_convert.text.collating import DecoderInput
     from gqa_convert.text.packing import Sampler
-    from gqa_convert.text.spans import Denoiser
 
-ObjectiveName = Literal["causal", "span_corruption", "ul2", "pairs"]
+ObjectiveName = Literal["causal", "span_corruption", "pairs"]
 CAUSAL: Final = "causal"
 SPAN_CORRUPTION: Final = "span_corruption"
 PAIRS: Final = "pairs"
@@ -93,48 +92,21 @@ def _causal(settings: SampleSettings) -> "Sampler":
 
 
 def _span_corruption(settings: SampleSettings) -> "Sampler":
-    from gqa_convert.text.spans import T5, SpanSampler
+    from gqa_convert.text.span_corruption import SpanSampler
 
-    return SpanSampler(settings.length, settings.tokenizer, T5, decoder_start=settings.first_token, cap_spans=False)
-
-
-def _ul2(settings: SampleSettings) -> "Sampler":
-    from gqa_convert.text.spans import UL2, SpanSampler
-
-    return SpanSampler(settings.length, settings.tokenizer, UL2, decoder_start=settings.first_token, cap_spans=True)
+    return SpanSampler(settings.length, settings.tokenizer, decoder_start=settings.first_token)
 
 
 def _has_sentinels(tokenizer: Any) -> bool:
-    from gqa_convert.text.spans import has_sentinels
+    from gqa_convert.text.span_corruption import has_sentinels
 
     return has_sentinels(tokenizer)
 
 
-def _longest_span_target(denoisers: "Sequence[Denoiser]", length: int) -> int:
-    """The length of a target: the removed tokens, a sentinel per span, and end-of-text. A continuation of random length
-    removes up to twice its mean.
-    """
-    from gqa_convert.text.spans import shape_for
+def _span_target(length: int) -> int:
+    from gqa_convert.text.span_corruption import shape_for
 
-    lengths = []
-    for denoiser in denoisers:
-        shape = shape_for(denoiser, length)
-        if shape is not None:
-            longer = 0 if denoiser.mean_length is not None else shape.noise - 1
-            lengths.append(shape.noise + longer + shape.spans + 1)
-    return max(lengths, default=length)
-
-
-def _t5_target(length: int) -> int:
-    from gqa_convert.text.spans import T5
-
-    return _longest_span_target(T5, length)
-
-
-def _ul2_target(length: int) -> int:
-    from gqa_convert.text.spans import UL2
-
-    return _longest_span_target(UL2, length)
+    return shape_for(length).target_length
 
 
 _SENTINELS = "sentinel tokens <extra_id_0>, <extra_id_1>, ..."
@@ -149,14 +121,7 @@ OBJECTIVES: dict[str, Objective] = {
     "span_corruption": Objective(
         encoder_decoder=True,
         sampler=_span_corruption,
-        target_length=_t5_target,
-        needs=_SENTINELS,
-        suits=_has_sentinels,
-    ),
-    "ul2": Objective(
-        encoder_decoder=True,
-        sampler=_ul2,
-        target_length=_ul2_target,
+        target_length=_span_target,
         needs=_SENTINELS,
         suits=_has_sentinels,
     ),

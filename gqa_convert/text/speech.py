@@ -20,7 +20,6 @@ from gqa_convert.checkpoint.mapped_tensors import mapped
 from gqa_convert.errors import DataError
 from gqa_convert.families.loading import SOUND_POSITIONS, load_tokenizer, no_warnings
 from gqa_convert.text.audio_files import AudioFile, Samples, read_audio
-from gqa_convert.text.calibration import digest_of
 from gqa_convert.text.order import mix, permuted
 
 _PER_HIDDEN = 12
@@ -198,7 +197,6 @@ class Speech:
         files: how many files were read.
         seconds: how long all windows last together.
         written: how many of the texts the model wrote itself.
-        digest: SHA-256 over all batches.
     """
 
     layers: list[Batch]
@@ -209,7 +207,6 @@ class Speech:
     files: int
     seconds: float
     written: int
-    digest: str
 
     def description(self) -> str:
         """What was heard, in words."""
@@ -273,7 +270,6 @@ def speech_batches(
         files=counts["files"],
         seconds=counts["samples"] / speech.rate,
         written=counts["written"],
-        digest=digest_of([], [*layers, *held_out, *fresh]),
     )
 
 

@@ -16,7 +16,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from gqa_convert.checkpoint.source import open_checkpoint
-from gqa_convert.conversion.fit import layer_fitting, model_loading, statistics
+from gqa_convert.conversion.fit import layer_fitting, model_loading, statistics, stretched_blocks
+from gqa_convert.conversion.fit.calibration_text import Calibration
 from gqa_convert.conversion.fit.head_parameters import Assembly, as_parts
 from gqa_convert.conversion.fit.layer_store import LayerRecord, LayerStore
 from gqa_convert.conversion.fit.model_loading import open_model
@@ -26,6 +27,7 @@ from gqa_convert.conversion.fit.precision import is_reduced, precision_of
 from gqa_convert.conversion.fit.repeated_heads import RepeatedHeads
 from gqa_convert.conversion.fit.run import fit_checkpoint
 from gqa_convert.conversion.fit.statistics import DAMPING, Regression, best_change, damped_moment
+from gqa_convert.conversion.fit.stretched_blocks import stretched
 from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions
 from gqa_convert.conversion.plan import make_plan
 from gqa_convert.conversion.run import convert_checkpoint
@@ -33,9 +35,6 @@ from gqa_convert.errors import NonFiniteError, OptionError
 from gqa_convert.families.geometry import AttentionFinder
 from gqa_convert.families.table import FAMILIES
 from gqa_convert.merging.attention_heads import LayerLayout
-from gqa_convert.text import stretched_blocks
-from gqa_convert.text.calibration import Calibration
-from gqa_convert.text.stretched_blocks import stretched
 from tests.helpers import folding_cases as folded
 from tests.helpers.checkpoints import digests
 from tests.helpers.command_line import run

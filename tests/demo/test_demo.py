@@ -10,9 +10,10 @@ import pytest
 
 from gqa_convert.checkpoint.provenance import PROVENANCE
 from gqa_convert.cli import demo as demo_command
+from gqa_convert.conversion.fit import calibration_text
 from gqa_convert.demo import CHECKPOINT, run_demo
 from gqa_convert.errors import InterruptedRunError, OutputError
-from gqa_convert.text import calibration, sources, stdlib_text
+from gqa_convert.text import sources, stdlib_text
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +27,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, dict[
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(out.parent / "cache"))
         patch.setattr(sources, "source_files", some_files)
-        patch.setattr(calibration, "LENGTH", 128)
+        patch.setattr(calibration_text, "LENGTH", 128)
         yield out, run_demo(out, calibration_tokens=1024, held_out_tokens=2048, uptraining_tokens=3 * 4096)
 
 

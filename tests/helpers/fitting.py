@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gqa_convert.checkpoint.source import open_checkpoint
+from gqa_convert.conversion.fit.calibration_text import Calibration
 from gqa_convert.conversion.fit.layer_store import LayerRecord, LayerStore, TrainingRecord
 from gqa_convert.conversion.fit.model_loading import open_model
 from gqa_convert.conversion.fit.options import CalibrationOptions
@@ -18,7 +19,6 @@ from gqa_convert.conversion.fit.run import fit_checkpoint
 from gqa_convert.conversion.plan import Plan, make_plan
 from gqa_convert.conversion.writing import write_weights
 from gqa_convert.families.table import FAMILIES
-from gqa_convert.text.calibration import Calibration
 from tests.helpers.tiny import VOCAB
 
 EXACT = 1e-4

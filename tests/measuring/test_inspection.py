@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, T5Config
 
 from gqa_convert.checkpoint.source import open_checkpoint
+from gqa_convert.conversion.fit.calibration_text import calibration_batches
 from gqa_convert.errors import DataError, GroupsError, NonFiniteError, OptionError
 from gqa_convert.families.geometry import AttentionFinder
 from gqa_convert.families.table import FAMILIES
@@ -24,7 +25,6 @@ from gqa_convert.measuring.sensitivity.kv_budget import KVBudget
 from gqa_convert.merging.absorption_limits import find_absorption_limits
 from gqa_convert.merging.attention_heads import LayerLayout
 from gqa_convert.merging.merge_layer import Moments, merge_layer
-from gqa_convert.text.calibration import calibration_batches
 from tests.helpers.chatglm import write_source
 from tests.helpers.checkpoints import llama_arrays, write_llama
 from tests.helpers.command_line import assert_mistake, loaded_after, run

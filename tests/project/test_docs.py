@@ -18,8 +18,8 @@ from typer.main import get_command
 
 import gqa_convert
 from gqa_convert.cli import app, main
-from gqa_convert.conversion.fit import defaults
-from gqa_convert.text import calibration, sources
+from gqa_convert.conversion.fit import calibration_text, defaults
+from gqa_convert.text import sources
 from gqa_convert.text.stdlib_text import source_files
 from tests.helpers.document_workplace import INSTEAD, NOT_EXECUTED, NOT_RUN, furnish, needed, reason, shortened
 from tests.helpers.documents import DOCUMENTS, ROOT, Block, Command, blocks, commands, example_commands, recipe_commands
@@ -130,7 +130,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
     monkeypatch.setenv("COLUMNS", "300")
     # to tokenise all of the standard library takes seconds in every command on its text, and so do its long blocks
     monkeypatch.setattr(sources, "source_files", lambda held_out: source_files(held_out=held_out)[::60])
-    monkeypatch.setattr(calibration, "LENGTH", 64)
+    monkeypatch.setattr(calibration_text, "LENGTH", 64)
     monkeypatch.setattr(defaults, "BUILT_IN_TOKENS", 512)
 
     def call(arguments: list[str]) -> tuple[int, str, str]:

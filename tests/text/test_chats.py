@@ -9,8 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from gqa_convert.conversion.fit.calibration_text import calibration_batches
 from gqa_convert.errors import DataError, RecipeError
-from gqa_convert.text.calibration import calibration_batches
 from gqa_convert.text.hub_rows import HubText
 from gqa_convert.text.labels import IGNORED
 from gqa_convert.text.samples import evaluation_blocks, open_samples
@@ -187,7 +187,7 @@ def test_text_and_conversations_in_one_run(chats: Path, tmp_path: Path) -> None:
 
 
 def test_calibration_renders_conversations(chats: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gqa_convert.text.calibration.load_tokenizer", lambda _: tokenizer_with(PLAIN))
+    monkeypatch.setattr("gqa_convert.text.model_tokenizer.load_tokenizer", lambda _: tokenizer_with(PLAIN))
     ids, _, _ = rendered(tokenizer_with(PLAIN))
     found = calibration_batches(DEMO, str(chats), 10**6, seed=0, sequence_length=LENGTH)
     blocks = sorted(tuple(row) for batch in found.batches for row in batch["input_ids"].tolist())

@@ -435,7 +435,7 @@ def test_a_batch_is_quick(tmp_path: Path) -> None:
     """The bound is generous: what it would catch is work per token in Python."""
     rng = np.random.default_rng(0)
     path = written(tmp_path, "some.txt", " ".join(f"w{number}" for number in rng.integers(0, 500, 60000)))
-    for objective, length in (("causal", 2048), ("span_corruption", 512), ("ul2", 512)):
+    for objective, length in (("causal", 2048), ("span_corruption", 512)):
         samples = open_samples(
             str(path), span_tokenizer(200), objective=objective, sequence_length=length, cache=tmp_path
         )

@@ -138,7 +138,7 @@ def positions(blocks: Any) -> list[int]:
     return [numbers[tuple(block)] for block in blocks.tolist()]
 
 
-@pytest.mark.parametrize("objective", ["causal", "span_corruption", "ul2"])
+@pytest.mark.parametrize("objective", ["causal", "span_corruption"])
 def test_shuffled_samples_do_not_depend_on_how_much_of_the_stream_is_known(
     tmp_path: Path, from_rows: Callable[[Any], None], objective: str
 ) -> None:
@@ -329,7 +329,7 @@ def test_a_stream_beside_files(tmp_path: Path, from_rows: Callable[[Any], None])
     samples.close()
 
 
-@pytest.mark.parametrize("objective", ["causal", "span_corruption", "ul2"])
+@pytest.mark.parametrize("objective", ["causal", "span_corruption"])
 def test_evaluation_reads_the_beginning(tmp_path: Path, from_rows: Callable[[Any], None], objective: str) -> None:
     rows = Rows()
     from_rows(rows)

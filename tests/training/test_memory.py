@@ -16,7 +16,7 @@ import torch
 from gqa_convert.checkpoint.machine import available_memory
 from gqa_convert.families.table import FAMILIES
 from gqa_convert.text.objectives import OBJECTIVES
-from gqa_convert.text.spans import T5, UL2, shape_for
+from gqa_convert.text.span_corruption import shape_for
 from gqa_convert.training import memory
 from gqa_convert.training.architecture import Architecture, read_architecture
 from gqa_convert.training.dry_run import Hardware
@@ -70,8 +70,7 @@ KNOWN: dict[str, tuple[Architecture, float, int]] = {
 
 RAW: dict[str, Any] = {
     "causal": lambda read: read.sequence_length,
-    "span_corruption": lambda read: shape_for(T5[0], read.sequence_length).raw,
-    "ul2": lambda read: sum(shape_for(each, read.sequence_length - 1, 100).raw for each in UL2) // len(UL2),
+    "span_corruption": lambda read: shape_for(read.sequence_length).raw,
 }
 """The tokens of text that a sample consumes."""
 
@@ -284,7 +283,7 @@ def test_t5_is_read() -> None:
 
 @pytest.mark.parametrize(
     ("objective", "length"),
-    [("causal", 0), ("span_corruption", 114), ("ul2", 513), ("pairs", 512)],
+    [("causal", 0), ("span_corruption", 114), ("pairs", 512)],
 )
 def test_lengths_of_targets(objective: str, length: int) -> None:
     assert OBJECTIVES[objective].target_length(512) == length

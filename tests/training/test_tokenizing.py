@@ -124,9 +124,9 @@ def test_the_command(home: Path, tmp_path: Path) -> None:
     shown = run_command("uptrain", path, "--tokenize-only")
     assert (shown.returncode, shown.stderr) == (0, "")
     assert re.search(r"^ +text +.*text.txt: [\d.]+k tokens$", shown.stdout, re.MULTILINE)
-    wrong = run_command("uptrain", path, "objective=ul2", "--tokenize-only")
+    wrong = run_command("uptrain", path, "objective=span_corruption", "--tokenize-only")
     assert (wrong.returncode, wrong.stdout) == (2, "")
-    assert wrong.stderr.startswith("gqa-convert: objective is ul2")
+    assert wrong.stderr.startswith("gqa-convert: objective is span_corruption")
 
 
 def test_mistakes_in_the_recipe(home: Path, tmp_path: Path) -> None:

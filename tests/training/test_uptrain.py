@@ -238,12 +238,10 @@ def test_gradient_checkpointing_changes_no_loss(home: Path, tmp_path: Path) -> N
     assert losses(tmp_path / "saving") == pytest.approx(losses(tmp_path / "plain"), rel=1e-5)
 
 
-@pytest.mark.parametrize("objective", ["auto", "ul2"])
-def test_encoder_decoders(home: Path, t5: Path, tmp_path: Path, objective: str) -> None:
+def test_encoder_decoders(home: Path, t5: Path, tmp_path: Path) -> None:
     keys = {
         "model": str(t5),
         "data": str(home / "words.txt"),
-        "objective": objective,
         "schedule": "constant",
         "warmup_steps": 0,
         "evaluation_data": str(home / "words.txt"),

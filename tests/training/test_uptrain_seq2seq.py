@@ -244,11 +244,10 @@ def test_decoders_are_told_what_they_can_do() -> None:
     base = {"model": "m", "output": "o", "tokens": "10M", "data": "d"}
     config, tokenizer = {"model_type": "llama"}, bart_tokenizer()
     assert choose_objective(make_recipe(base), config, tokenizer) == "causal"
-    for objective in ("span_corruption", "ul2"):
-        with pytest.raises(
-            RecipeError, match=f"objective is {objective} and m is a decoder-only model: use the objective causal"
-        ):
-            choose_objective(make_recipe(base | {"objective": objective}), config, tokenizer)
+    with pytest.raises(
+        RecipeError, match="objective is span_corruption and m is a decoder-only model: use the objective causal"
+    ):
+        choose_objective(make_recipe(base | {"objective": "span_corruption"}), config, tokenizer)
     fields = {"source": "d", "source_field": "a", "target_field": "b"}
     with pytest.raises(
         RecipeError,

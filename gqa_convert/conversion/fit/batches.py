@@ -19,7 +19,7 @@ from gqa_convert.merging.methods import METHODS
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from gqa_convert.text.calibration import Calibration
+    from gqa_convert.conversion.fit.calibration_text import Calibration
 
 _HELD_OUT = 8
 """Times as many tokens are fitted on as the last stage of `fit` is judged by."""
@@ -44,7 +44,7 @@ def prepare_calibration(
         OptionError: a number is out of range, or the model's encoder reads no text.
         DataError: the text, the tokenizer or a batch can't be read.
     """
-    from gqa_convert.text.calibration import calibration_batches
+    from gqa_convert.conversion.fit.calibration_text import calibration_batches
 
     folder = plan.checkpoint.folder
     assert folder is not None
@@ -74,7 +74,7 @@ def prepare_calibration(
 
 def wanted_tokens(plan: Plan, options: CalibrationOptions) -> int:
     """How many tokens the layers are fitted on: as stated, or by the source's size."""
-    from gqa_convert.text.calibration import calibration_tokens_for
+    from gqa_convert.conversion.fit.calibration_text import calibration_tokens_for
 
     if options.tokens is not None:
         return options.tokens
@@ -92,9 +92,9 @@ def _speech(plan: Plan, options: CalibrationOptions, tokens: int, progress: Prog
         OptionError: an option that is for text alone.
         DataError: no folder of sound, or a file that can't be read.
     """
+    from gqa_convert.conversion.fit.calibration_text import Calibration, digest_of
     from gqa_convert.conversion.fit.model_loading import open_model
     from gqa_convert.text.audio_files import list_audio_files
-    from gqa_convert.text.calibration import Calibration
     from gqa_convert.text.speech import SpeechModel, SpeechSize, speech_batches
 
     if options.sequence_length is not None:
@@ -117,7 +117,7 @@ def _speech(plan: Plan, options: CalibrationOptions, tokens: int, progress: Prog
         batches=found.layers,
         tokens=found.tokens,
         sequence_length=found.length,
-        digest=found.digest,
+        digest=digest_of([], [*found.layers, *found.held_out, *found.fresh]),
         description="; ".join((found.description(), *speech.notes)),
         held_out=found.held_out,
         fresh=found.fresh,
@@ -140,7 +140,7 @@ def ready_calibration(
     Raises:
         DataError: there is none, one holds something else than tensors, or no tokens.
     """
-    from gqa_convert.text.calibration import Calibration, digest_of
+    from gqa_convert.conversion.fit.calibration_text import Calibration, digest_of
 
     for_layers: list[dict[str, Tensor]] = []
     judging: list[dict[str, Tensor]] = []

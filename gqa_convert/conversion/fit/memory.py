@@ -88,7 +88,7 @@ def estimate_needs(plan: Plan, options: CalibrationOptions) -> Needs:
 
 def _running_bytes(plan: Plan, options: CalibrationOptions, tokens: int, device: str) -> float:
     """What it takes on a device to run source and student on some tokens, and to fit them."""
-    from gqa_convert.text.calibration import calibration_length_for
+    from gqa_convert.conversion.fit.calibration_text import calibration_length_for
 
     block = options.sequence_length or calibration_length_for(plan.checkpoint.config)
     hidden_size, layer = hidden_size_of(plan), plan.layers[0]

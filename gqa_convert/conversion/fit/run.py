@@ -21,8 +21,8 @@ from gqa_convert.conversion.plan import Plan
 from gqa_convert.errors import OptionError
 
 if TYPE_CHECKING:
+    from gqa_convert.conversion.fit.calibration_text import Calibration
     from gqa_convert.conversion.fit.distillation import DistillationOptions
-    from gqa_convert.text.calibration import Calibration
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,10 +123,10 @@ def fit_checkpoint(
         NonFiniteError: a tensor of the source holds NaN or Inf.
         UnsupportedFamilyError: the loaded modules' parameters are not the checkpoint's tensors.
     """
+    from gqa_convert.conversion.fit.calibration_text import digest_of
     from gqa_convert.conversion.fit.distillation import Student, train_together
     from gqa_convert.conversion.fit.layer_fitting import LayerFitting
     from gqa_convert.conversion.fit.model_loading import open_model
-    from gqa_convert.text.calibration import digest_of
 
     assert plan.checkpoint.folder is not None
     layers = range(len(plan.merged_layers))

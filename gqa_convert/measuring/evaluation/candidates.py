@@ -13,9 +13,9 @@ from gqa_convert.conversion.plan import make_plan
 from gqa_convert.errors import GQAConvertError, OptionError
 from gqa_convert.families import loading
 from gqa_convert.families.context_length import LONGEST, SPAN_LENGTH, stated_positions
-from gqa_convert.text.calibration import usable_tokenizer
 from gqa_convert.text.framing import refuse_languages
-from gqa_convert.text.spans import has_sentinels
+from gqa_convert.text.model_tokenizer import usable_tokenizer
+from gqa_convert.text.span_corruption import has_sentinels
 
 CAUSAL, SPANS, PAIRS, SPEECH = "causal", "spans", "pairs", "speech"
 _HEAD = "evaluate scores the predictions of one; name the language model that the checkpoint was made from"

@@ -21,9 +21,9 @@ from gqa_convert.measuring.evaluation.word_errors import word_errors
 from gqa_convert.measuring.out_of_memory import memory_explained
 from gqa_convert.measuring.results import EvaluationFile, ScoredText
 from gqa_convert.text.audio_files import AudioFile, list_audio_files
-from gqa_convert.text.calibration import check_vocabulary
 from gqa_convert.text.decoder_start import decoder_start, starts_with_last
 from gqa_convert.text.hub_rows import commit_of
+from gqa_convert.text.model_tokenizer import check_vocabulary
 from gqa_convert.text.scoring.examples import pair_material, span_material
 from gqa_convert.text.scoring.forward import score
 from gqa_convert.text.scoring.material import Material

@@ -9,13 +9,12 @@ import numpy as np
 from gqa_convert.errors import DataError
 from gqa_convert.text.documents import Piece
 from gqa_convert.text.framing import frame_around
-from gqa_convert.text.objectives import SPAN_CORRUPTION
 from gqa_convert.text.order import mix
 from gqa_convert.text.pair_files import shortened
-from gqa_convert.text.samples import make_sampler
 from gqa_convert.text.scoring.material import Batch, Integers, Material
 from gqa_convert.text.scoring.texts import byte_ends, encode
 from gqa_convert.text.scoring.windows import longest_first
+from gqa_convert.text.span_corruption import SpanCorruption
 from gqa_convert.text.tokenizing import TextEncoder, batches
 
 
@@ -38,21 +37,21 @@ def span_material(
             example. A remainder at the end of the text is not used.
     """
     try:
-        sampler = make_sampler(tokenizer, SPAN_CORRUPTION, length, document_mask=False, decoder_start=start)
+        corruption = SpanCorruption(tokenizer, start)
+        raw = corruption.shape_for(length).raw
     except DataError as problem:  # in the words of a recipe
         raise DataError(str(problem).replace("sequence_length", "--window")) from None
     encoder = TextEncoder(tokenizer, closed=False)
-    text = _Text(np.concatenate([encoder.encode(some, begins=True)[0] for some in batches(pieces)]))
-    count = len(text.ids)
-    cuts = sampler.first(text, count)
-    if not cuts:
+    ids = np.concatenate([encoder.encode(some, begins=True)[0] for some in batches(pieces)]).astype(np.int64)
+    count = len(ids) // raw
+    if not count:
         raise DataError(
-            f"the text comes to {count} tokens, and an example of span corruption with {length} encoder tokens takes "
-            f"{sampler.shortest}: name more text, or lower --window"
+            f"the text comes to {len(ids)} tokens, and an example of span corruption with {length} encoder tokens takes "
+            f"{raw}: name more text, or lower --window"
         )
-    keys = [(mix(seed), number) for number in range(len(cuts))]
-    made = sampler.batch([(text, cut) for cut in cuts], keys)
-    return _material(list(made["input_ids"]), list(made["labels"]), [start] * len(cuts), batch)
+    keys = [(mix(seed), number) for number in range(count)]
+    made = corruption.batch(ids[: count * raw].reshape(count, raw), keys)
+    return _material(list(made["input_ids"]), list(made["labels"]), [start] * count, batch)
 
 
 def pair_material(
@@ -88,25 +87,6 @@ def pair_material(
         progress(number + 1, len(pairs))
     note = f"{truncated} pairs were cut to the window" if truncated else None
     return _material(sources, targets, starts, batch, np.concatenate(sizes), note)
-
-
-class _Text:
-    """Tokens in memory with the interface of a `TokenSource` that a sampler uses."""
-
-    fingerprint = ""
-    grows = False
-
-    def __init__(self, ids: Integers) -> None:
-        self.ids = ids
-
-    def size(self, needed: int | None = None) -> tuple[int, bool]:  # noqa: ARG002
-        return len(self.ids), True
-
-    def read(self, start: int, count: int) -> Integers:
-        return self.ids[start : start + count]
-
-    def close(self) -> None:
-        pass
 
 
 def _material(

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+from gqa_convert.conversion.fit.stretched_blocks import SHORTEST, SPAN, stretched
 from gqa_convert.families.context_length import FARTHEST, reachable_context
-from gqa_convert.text.stretched_blocks import SHORTEST, SPAN, stretched
 from tests.helpers.tiny import VOCAB, make_config, make_model
 
 LENGTH, CONTEXT = 640, 5000

@@ -1,0 +1,383 @@
+"""Calibration text as a model's input: batches of blocks drawn from all parts of the text.
+
+The blocks are those that uptraining would train on: concatenated documents, each closed by end-of-text, with T5's span
+corruption for encoder-decoders that have sentinel tokens. Other encoder-decoders read a block and predict the same
+block, as in denoising without noise.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from gqa_convert.checkpoint.strict_json import Config
+from gqa_convert.conversion.fit.stretched_blocks import stretched, stretches
+from gqa_convert.errors import ConfigError, DataError, OptionError
+from gqa_convert.families.config_sizes import HIDDEN_SIZE_KEYS
+from gqa_convert.families.context_length import SPAN_LENGTH, block_length, is_t5_like, stated_count, stated_positions
+from gqa_convert.families.loading import is_encoder_decoder, read_config
+from gqa_convert.text.chat_encoding import ChatEncoder
+from gqa_convert.text.chats import ChatColumns
+from gqa_convert.text.decoder_start import decoder_start
+from gqa_convert.text.documents import Piece
+from gqa_convert.text.hub_rows import HubText
+from gqa_convert.text.marked_tokens import ids_of
+from gqa_convert.text.model_tokenizer import check_vocabulary, usable_tokenizer
+from gqa_convert.text.order import Integers, mix, permuted
+from gqa_convert.text.own_text import OwnText
+from gqa_convert.text.sources import as_source, open_source
+from gqa_convert.text.span_corruption import SpanCorruption, has_sentinels, shape_for
+from gqa_convert.text.text_files import FileText
+from gqa_convert.text.token_files import default_cache
+from gqa_convert.text.token_streams import GrowingFile
+from gqa_convert.text.tokenizing import Encoder, TextEncoder, batches
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_TOKENS = frozenset({"input_ids", "decoder_input_ids", "labels"})
+_PER_HIDDEN = 8
+_PER_SMALL_HIDDEN = 500
+_SMALL_TOKENS = 24_576
+"""The limit up to which small models get more tokens per hidden dimension."""
+
+LENGTH = 1024
+"""The most tokens of a block by default. The same number of tokens in longer blocks comes from fewer documents."""
+
+_OVERSAMPLING = 16
+"""From a text that is larger, this many times the requested number of tokens is tokenised before blocks are drawn."""
+
+_CHARACTERS = 4
+"""The estimated characters per token. If the text yields fewer tokens than estimated, a larger share of it is read."""
+
+_WHOLE = 1 << 22
+"""The size in bytes up to which files are tokenised in full, regardless of the number of tokens requested."""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Batches of calibration text.
+
+    Attributes:
+        batches: keyword arguments of the model's forward pass, int64 tensors on the CPU. `input_ids` [b, L] for causal
+            models, with `position_ids` and `attention_mask` where positions skip (`stretched_blocks`); for
+            encoder-decoders also `decoder_input_ids` and `labels` [b, Ld], `labels` being the tokens to predict at each
+            position (not shifted). The blocks of a batch are equally long, and none is padded; a short text ends in a
+            shorter block, which forms its own batch.
+        tokens: the number of text tokens in all blocks.
+        sequence_length: the input tokens of the longest block.
+        digest: SHA-256 over `batches` and the settings; equal digests mean equal batches.
+        description: a description of the text, for reports.
+        warning: a message for the user, or None.
+        held_out: batches of other blocks of the same text, for evaluation; empty if the text has no further blocks.
+        fresh: batches of still other blocks, for training on text that no batch before has; empty if the text has none.
+    """
+
+    batches: "list[dict[str, Tensor]]"
+    tokens: int
+    sequence_length: int
+    digest: str
+    description: str
+    warning: str | None = None
+    held_out: "list[dict[str, Tensor]]" = field(default_factory=list)
+    fresh: "list[dict[str, Tensor]]" = field(default_factory=list)
+
+
+def calibration_tokens_for(config: Any) -> int:
+    """The default number of tokens: max(8 d, min(500 d, 24576)) for a hidden_size d, rounded up to whole blocks.
+
+    That is 8 tokens per hidden dimension, and up to 500 below a hidden_size of 3072, where more text still helps and
+    costs little. T5 and its relatives get twice as many, because their decoders see a fifth of the text.
+
+    Args:
+        config: the content of config.json, or a transformers config.
+
+    Raises:
+        ConfigError: it states no hidden_size.
+    """
+    values = config if isinstance(config, Mapping) else config.to_dict()
+    hidden_size = stated_count(values, HIDDEN_SIZE_KEYS)
+    if hidden_size is None:
+        raise ConfigError(
+            f"config.json states no hidden_size (none of {', '.join(HIDDEN_SIZE_KEYS)}): state how many calibration tokens to use"
+        )
+    tokens = max(_PER_HIDDEN * hidden_size, min(_PER_SMALL_HIDDEN * hidden_size, _SMALL_TOKENS))
+    block = calibration_length_for(values)
+    if is_t5_like(values):
+        tokens, block = 2 * tokens, shape_for(SPAN_LENGTH).raw
+    return -(-tokens // block) * block
+
+
+def calibration_length_for(config: Mapping[str, Any]) -> int:
+    """The default number of tokens of a block: the model's context, at most `LENGTH`."""
+    return min(LENGTH, block_length(config))
+
+
+def calibration_batches(
+    model_folder: Path,
+    source: Any,
+    tokens: int,
+    *,
+    seed: int,
+    sequence_length: int | None = None,
+    batch_tokens: int = 4096,
+    held_out_tokens: int = 0,
+    fresh_tokens: int = 0,
+    context: int | None = None,
+) -> Calibration:
+    """Draw blocks of text for a model from the whole text without replacement; a text with no more tokens is used in
+    full.
+
+    Files of up to 4 MiB, or of up to 64 characters per requested token, are tokenised in full. From larger files,
+    documents (or parts of long ones) are taken at even intervals up to that size, each as a separate document. From a
+    Hub dataset, 16 tokens per requested token are streamed from its beginning and kept in the token cache.
+
+    Args:
+        model_folder: a local checkpoint with its tokenizer; its weights are not read.
+        source: a file, a folder, a pattern, the id of a Hub dataset or `python-stdlib`, of text or, rendered by the chat
+            template, of conversations in rows with `messages`; or, as in a recipe's `data`, a
+            mapping with further keys such as `text_field` and `split`, whose weight is ignored; or an `OwnText`; or a list of these,
+            from which blocks are drawn in turn. Where one has too little text, the others contribute more.
+        tokens: the number of text tokens, rounded up to whole blocks.
+        seed: determines the choice of blocks, their order and the corruption.
+        sequence_length: tokens per block (per encoder input for span corruption). The default is the model's context
+            length, at most 1024, or 512 for span corruption.
+        batch_tokens: the most tokens in a batch, unless a single block has more.
+        held_out_tokens: the number of tokens in held-out blocks, rounded up to whole blocks. It does not change which
+            other blocks are drawn.
+        fresh_tokens: the number of tokens in fresh blocks, likewise; as far as the text that is tokenised has them.
+        context: the position up to which blocks of a causal model are stretched; None for blocks without skips.
+
+    Raises:
+        OptionError: a number is out of range.
+        DataError: the text or the tokenizer can't be read or does not fit the model, or the text has fewer than 2
+            tokens.
+    """
+    for name, number in (("--calibration-tokens", tokens), ("batch_tokens", batch_tokens)):
+        if number < 1:
+            raise OptionError(f"{name} is {number}, expected a number above 0")
+    config, tokenizer = read_config(model_folder), usable_tokenizer(model_folder)
+    blocks = _blocks_of(model_folder, config, tokenizer, sequence_length, context, seed)
+    wanted = [-(-count // blocks.raw) for count in (tokens, held_out_tokens, fresh_tokens)]
+    # the text that blocks are drawn from does not depend on the number of further blocks
+    label, texts = _read_all(source, tokenizer, wanted[0] * blocks.raw, closed=blocks.kind != "spans")
+    text = np.concatenate(texts)
+    parts = _drawn([len(each) for each in texts], blocks.raw, wanted, seed)
+    rows = max(1, batch_tokens // blocks.length)
+    made, held_out, fresh = ([blocks.batch(text, *each) for each in _batched(part, rows)] for part in parts)
+    largest = max(int(batch[name].max()) for batch in made for name in _TOKENS & batch.keys())
+    check_vocabulary(config, largest, model_folder)
+
+    used = sum(block.length for block in parts[0])
+    length = max(batch["input_ids"].shape[1] for batch in made)
+    number, is_mixed = len(parts[0]), len({block.length for block in parts[0]}) > 1
+    reaching = f", every second one stretched to {context} positions" if blocks.is_stretched else ""
+    description = (
+        f"{used} tokens of {label}: {number} block{'s' if number != 1 else ''} of {'up to ' if is_mixed else ''}{length} "
+        f"{_WORDS[blocks.kind]}{reaching}, seed {seed}"
+    )
+    warning = None
+    if used < tokens:
+        warning = f"{label} has only {used} of the {tokens} calibration tokens requested: all of them are used; more text may give a better merge"
+    settings = [blocks.kind, blocks.length, context, seed, batch_tokens, tokens]
+    batches_made = _tensors(made)
+    digest = digest_of(settings, batches_made)
+    return Calibration(batches_made, used, length, digest, description, warning, _tensors(held_out), _tensors(fresh))
+
+
+class _Block(NamedTuple):
+    """A block's first token, and its number of tokens."""
+
+    start: int
+    length: int
+
+
+_WORDS = {"causal": "tokens", "shifted": "tokens for encoder and decoder", "spans": "tokens after span corruption"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Blocks:
+    """The kind and size of a model's blocks; makes batches of them.
+
+    Attributes:
+        kind: causal, shifted (the decoder predicts the encoder's input) or spans (T5's span corruption).
+        length: the input tokens of a block.
+        raw: the tokens of text in a block.
+        context: the position up to which causal blocks are stretched.
+        seed: of spans and positions.
+        start: the first token of a decoder's input.
+        corruption: of the kind spans.
+    """
+
+    kind: str
+    length: int
+    raw: int
+    context: int | None
+    seed: int
+    start: int = 0
+    corruption: SpanCorruption | None = None
+
+    @property
+    def is_stretched(self) -> bool:
+        """Whether every second block is stretched."""
+        return self.kind == "causal" and stretches(self.length, self.context)
+
+    def batch(self, text: npt.NDArray[Any], blocks: Sequence[_Block], first: int) -> dict[str, Integers]:
+        """A batch of blocks of one length; `first` is the number of the first one among all of this length."""
+        ids = np.stack([text[block.start : block.start + block.length] for block in blocks]).astype(np.int64)
+        if self.corruption is not None:
+            return self.corruption.batch(ids, [(mix(self.seed), block.start) for block in blocks])
+        if self.kind == "causal":
+            return stretched(ids, first, self.context, self.seed)
+        decoder = np.roll(ids, 1, axis=1)
+        decoder[:, 0] = self.start
+        return {"input_ids": ids, "decoder_input_ids": decoder, "labels": ids.copy()}
+
+
+def _blocks_of(
+    folder: Path, config: Config, tokenizer: Any, length: int | None, context: int | None, seed: int
+) -> _Blocks:
+    positions = stated_positions(config)
+    if length is not None and length < 2:
+        raise OptionError(f"the calibration sequence length is {length} tokens, expected at least 2")
+    if length is not None and positions is not None and length > positions:
+        raise OptionError(
+            f"the calibration sequence length is {length} tokens, and the model has positions for {positions}: lower it"
+        )
+    length_or_default = length or calibration_length_for(config)
+    if not is_encoder_decoder(config):
+        return _Blocks("causal", length_or_default, length_or_default, context, seed)
+    start = decoder_start(folder, config, tokenizer)
+    if not has_sentinels(tokenizer):
+        return _Blocks("shifted", length_or_default, length_or_default, context, seed, start)
+    corruption = SpanCorruption(tokenizer, start)
+    length = length or min(SPAN_LENGTH, block_length(config))
+    return _Blocks("spans", length, corruption.shape_for(length).raw, context, seed, start, corruption)
+
+
+def _drawn(sizes: Sequence[int], length: int, counts: Sequence[int], seed: int) -> list[list[_Block]]:
+    """Blocks of texts that stand behind one another, drawn from the texts in turn: as many as each count says, without
+    overlap. Where there are fewer than the first count, all texts are used up in blocks for it, and the last block of a
+    text is shorter.
+
+    Args:
+        sizes: the tokens of each text.
+        length: the tokens of a block.
+        counts: the number of blocks of each part.
+        seed: determines their choice and order.
+    """
+    uses_all = sum(size // length for size in sizes) < counts[0]
+    begins = np.cumsum([0, *sizes]).tolist()
+    orders = []
+    for number, size in enumerate(sizes):
+        key = mix(seed, number) if number else seed
+        whole, rest = divmod(size, length)
+        begin = begins[number] + (0 if uses_all else mix(key, 1) % (rest + 1))
+        order = [_Block(begin + length * permuted(place, whole, mix(key, 2)), length) for place in range(whole)]
+        if uses_all and rest > 1:
+            order.append(_Block(begin + whole * length, rest))
+        orders.append(order)
+    blocks = [block for turn in zip_longest(*orders) for block in turn if block is not None]
+    ends = np.cumsum(counts).tolist()
+    if uses_all:
+        ends[0] = len(blocks)
+    return [blocks[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
+
+
+def _batched(blocks: Sequence[_Block], rows: int) -> Iterator[tuple[list[_Block], int]]:
+    """Blocks of the same length, the longest first and at most `rows` at a time, and the number of the first of them
+    among those of this length.
+    """
+    for length in sorted({block.length for block in blocks}, reverse=True):
+        alike = [block for block in blocks if block.length == length]
+        for first in range(0, len(alike), rows):
+            yield alike[first : first + rows], first
+
+
+def _read_all(source: Any, tokenizer: Any, count: int, *, closed: bool) -> tuple[str, list[npt.NDArray[Any]]]:
+    """The labels of all sources, and the tokens of each."""
+    sources = list(source) if isinstance(source, Sequence) and not isinstance(source, str) else [source]
+    if not sources:
+        raise DataError(
+            "the list of calibration texts is empty: name a file, a folder, a pattern or a dataset on the Hub"
+        )
+    labels, texts = [], []
+    for one in sources:
+        label, text = _read(one, tokenizer, count, closed=closed)
+        if len(text) < 2:
+            raise DataError(f"{label} holds {len(text)} tokens, calibration needs at least 2: name more text")
+        labels.append(label)
+        texts.append(text)
+    return " and ".join(labels), texts
+
+
+def _read(source: Any, tokenizer: Any, count: int, *, closed: bool) -> tuple[str, npt.NDArray[Any]]:
+    """The label of the source, and at least `count` of its tokens, or all if it has fewer."""
+    given = source.file if isinstance(source, OwnText) else source
+    stated = as_source(str(given) if isinstance(given, Path) else given)
+    text = open_source(stated, default_cache(), chats=True)
+    label = source.label if isinstance(source, OwnText) else text.label
+    chats = isinstance(text.columns, ChatColumns)
+    encoder: Encoder = ChatEncoder(tokenizer, "all") if chats else TextEncoder(tokenizer, closed=closed)
+    if isinstance(text, FileText):
+        return label, ids_of(_file_tokens(text, encoder, count))
+    assert isinstance(text, HubText)
+    stream = GrowingFile(text, encoder, default_cache(), writes=True)
+    try:
+        size, _ = stream.size(_OVERSAMPLING * count)
+        return f"{label}@{text.commit[:12]}", ids_of(stream.read(0, min(size, _OVERSAMPLING * count)))
+    finally:
+        stream.close()
+
+
+def _file_tokens(text: FileText, encoder: Encoder, count: int) -> npt.NDArray[Any]:
+    share = min(1.0, max(_WHOLE, _OVERSAMPLING * _CHARACTERS * count) / max(1, text.total_bytes))
+    while True:
+        tokens = _encoded(text if share == 1 else _thinned(text, share), encoder)
+        if share == 1 or len(tokens) >= count:
+            return tokens
+        share = min(1.0, 8 * share)  # most of the bytes belonged to other fields of the rows
+
+
+def _thinned(pieces: Iterable[Piece], share: float) -> Iterator[Piece]:
+    """An evenly spread share of the characters; each piece is a separate document, because its neighbours may be
+    missing.
+    """
+    seen = kept = 0
+    for piece in pieces:
+        if kept <= share * seen:
+            kept += len(piece.text)
+            yield piece._replace(last=True)
+        seen += len(piece.text)
+
+
+def _encoded(pieces: Iterable[Piece], encoder: Encoder) -> npt.NDArray[Any]:
+    parts, begins = [np.empty(0, encoder.dtype)], True
+    for batch in batches(pieces):
+        parts.append(encoder.encode(batch, begins=begins)[0])
+        begins = batch[-1].last
+    return np.concatenate(parts)
+
+
+def digest_of(settings: Sequence[Any], batches: "Iterable[Mapping[str, Tensor]]") -> str:
+    """SHA-256 over settings and the tensors of batches."""
+    import torch
+
+    digest = hashlib.sha256(json.dumps(settings).encode())
+    for batch in batches:
+        for name, tensor in sorted(batch.items()):
+            digest.update(json.dumps([name, tensor.shape]).encode())
+            digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _tensors(batches: Sequence[Mapping[str, Integers]]) -> "list[dict[str, Tensor]]":
+    import torch
+
+    return [{name: torch.from_numpy(np.ascontiguousarray(ids)) for name, ids in batch.items()} for batch in batches]
