@@ -4,8 +4,8 @@ import hashlib
 from pathlib import Path
 
 from gqa_convert.checkpoint.formats import choose_weights
-from gqa_convert.checkpoint.index import parse_index
 from gqa_convert.checkpoint.ownership import RECORD
+from gqa_convert.checkpoint.strict_json import parse_object
 from gqa_convert.errors import CorruptCheckpointError
 
 _SAMPLES, _SAMPLE_BYTES = 16, 4096
@@ -31,7 +31,7 @@ def fingerprint(folder: Path) -> str:
         if weights.endswith(".json"):
             index = (folder / weights).read_bytes()
             digest.update(hashlib.sha256(index).digest())
-            shards = sorted(set(parse_index(index, weights)["weight_map"].values()))
+            shards = sorted(set(parse_object(index, weights)["weight_map"].values()))
         for name in shards:
             digest.update(_sampled(folder / name))
     except OSError as problem:

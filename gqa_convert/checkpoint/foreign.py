@@ -6,14 +6,14 @@ Adapters, training checkpoints, foreign formats, unfinished downloads and Git LF
 import json
 import shlex
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from fnmatch import fnmatch
-from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from gqa_convert.errors import CorruptCheckpointError, SourceNotFoundError, UnsupportedFormatError
 
 if TYPE_CHECKING:
-    from gqa_convert.checkpoint.files import CheckpointFiles
+    from gqa_convert.checkpoint.hub import CheckpointFiles
 
 ADAPTER = "adapter_config.json"
 _LFS_POINTER = b"version https://git-lfs"
@@ -21,6 +21,9 @@ _POINTER_BYTES = 1024
 """Git LFS pointers are shorter than this."""
 _TOKENIZER = ("*.json", "*.model", "*.spm", "*.tiktoken", "vocab*", "merges.txt")
 """Sidecar files whose content a conversion or transformers reads."""
+
+_LOADERS = {"CAUSAL_LM": "AutoPeftModelForCausalLM", "SEQ_2_SEQ_LM": "AutoPeftModelForSeq2SeqLM"}
+"""peft's classes by the kind of task that an adapter states."""
 
 _UNFINISHED = ("*.incomplete", "*.part", "*.crdownload", "*.aria2", "*.download")
 
@@ -104,73 +107,60 @@ def _matches(name: str, pattern: str) -> bool:
     return fnmatch(name, pattern) or fnmatch(name, f"*/{pattern}")
 
 
-def refuse_adapter(files: "CheckpointFiles", where: str, *, model: bool) -> None:
+def refuse_adapter(files: "CheckpointFiles", *, model: bool) -> None:
     """Raise UnsupportedFormatError if a folder holds an adapter, with its base model and how to merge it.
 
     Args:
         files: of the folder.
-        where: the folder in messages.
         model: whether it holds a whole model too.
     """
     if ADAPTER not in files.sizes:
         return
-    try:
-        stated = json.loads(files.read(ADAPTER, 0, min(files.sizes[ADAPTER], 1_000_000)))
-    except ValueError:
+    stated: Any = None
+    with suppress(ValueError):
+        stated = json.loads(files.read(ADAPTER, 0, files.sizes[ADAPTER]))
+    if not isinstance(stated, dict):
         stated = {}
-    stated = stated if isinstance(stated, dict) else {}
-    base, task = stated.get("base_model_name_or_path"), stated.get("task_type")
-    of = f" of {base}" if isinstance(base, str) and base else ""
+    base = stated.get("base_model_name_or_path")
+    of = f" of {base}" if base and isinstance(base, str) else ""
     if model:
         raise UnsupportedFormatError(
-            f"{where} holds a model and an adapter{of} ({ADAPTER}), and transformers with peft loads the adapter's base model instead: "
+            f"{files.name} holds a model and an adapter{of} ({ADAPTER}), and transformers with peft loads the adapter's base model instead: "
             f"move {ADAPTER} and adapter_model.* to another folder, or merge the adapter first (merge_and_unload)"
         )
-    loader = {"CAUSAL_LM": "AutoPeftModelForCausalLM", "SEQ_2_SEQ_LM": "AutoPeftModelForSeq2SeqLM"}.get(
-        str(task), "AutoPeftModel"
-    )
-    call = f"from peft import {loader} as M; M.from_pretrained({where!r}).merge_and_unload().save_pretrained('MERGED')"
+    loader = _LOADERS.get(str(stated.get("task_type")), "AutoPeftModel")
+    call = f"from peft import {loader} as M; M.from_pretrained({files.name!r}).merge_and_unload().save_pretrained('MERGED')"
     raise UnsupportedFormatError(
-        f"{where} holds an adapter{of}, not a whole model ({ADAPTER}): merge it with `{shlex.join(['python', '-c', call])}`, "
+        f"{files.name} holds an adapter{of}, not a whole model ({ADAPTER}): merge it with `{shlex.join(['python', '-c', call])}`, "
         "copy the base model's tokenizer beside it, and convert MERGED"
     )
 
 
-def refuse_pointer(files: "CheckpointFiles", name: str, where: str) -> None:
-    """Raise CorruptCheckpointError if a file is only Git LFS's pointer to its content.
-
-    Args:
-        files: of the checkpoint.
-        name: of the file.
-        where: the checkpoint in messages.
-    """
-    if files.sizes[name] < _POINTER_BYTES and files.read(name, 0, len(_LFS_POINTER)) == _LFS_POINTER:
+def refuse_pointer(files: "CheckpointFiles", name: str) -> None:
+    """Raise CorruptCheckpointError if a file is only Git LFS's pointer to its content."""
+    size = files.sizes[name]
+    if size < _POINTER_BYTES and files.read(name, 0, size).startswith(_LFS_POINTER):
         raise CorruptCheckpointError(
-            f"{where}/{name} is only a Git LFS pointer to its content: fetch the files with `git lfs pull`, or download "
+            f"{files.name}/{name} is only a Git LFS pointer to its content: fetch the files with `git lfs pull`, or download "
             "the repository with `hf download`"
         )
 
 
-def refuse_pointers(files: "CheckpointFiles", names: Iterable[str], where: str) -> None:
+def refuse_pointers(files: "CheckpointFiles", names: Iterable[str]) -> None:
     """`refuse_pointer` for the files among the sidecar files that programs read."""
     for name in names:
         if any(fnmatch(name, pattern) for pattern in _TOKENIZER):
-            refuse_pointer(files, name, where)
+            refuse_pointer(files, name)
 
 
-def unfinished_download(files: "CheckpointFiles", where: str) -> str:
-    """A clause about a download into this folder that was interrupted, or "" without a trace of one.
-
-    Args:
-        files: of the folder.
-        where: the folder in messages.
-    """
+def unfinished_download(files: "CheckpointFiles") -> str:
+    """A clause about a download into this folder that was interrupted, or "" without a trace of one."""
     found = [name for name in files.sizes if any(fnmatch(name, pattern) for pattern in _UNFINISHED)]
     if files.folder is not None:
         # where the Hub's client keeps what it has not finished: of a download to a folder, and in its cache
-        beside = (files.folder / ".cache" / "huggingface", Path(files.folder).absolute().parent.parent / "blobs")
-        found += [path.name for folder in beside if folder.is_dir() for path in sorted(folder.rglob("*.incomplete"))]
+        beside = (files.folder / ".cache" / "huggingface", files.folder.absolute().parent.parent / "blobs")
+        found += [path.name for folder in beside for path in sorted(folder.rglob("*.incomplete"))]
     if not found:
         return ""
     count = f"{len(found)} files" if len(found) > 1 else "a file"
-    return f" a download was interrupted, which left {count} such as {found[0]}: repeat it (`hf download` resumes), and convert {where} then"
+    return f" a download was interrupted, which left {count} such as {found[0]}: repeat it (`hf download` resumes), and convert {files.name} then"

@@ -71,11 +71,6 @@ def is_weight_file(name: str) -> bool:
     )
 
 
-def is_read(name: str) -> bool:
-    """Return whether transformers may read the file at this relative path as weights."""
-    return "/" not in name and name.endswith((".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json"))
-
-
 def choose_weights(files: Iterable[str], where: str) -> str:
     """Return the weight file or index that transformers would load.
 

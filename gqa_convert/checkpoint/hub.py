@@ -1,46 +1,51 @@
 """Checkpoints on the Hugging Face Hub: headers through range requests, or a full download through the Hub's cache."""
 
+import glob
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
-from gqa_convert.checkpoint.files import LocalFiles
+from gqa_convert.checkpoint.files import LocalFiles, checked_length
 from gqa_convert.errors import SourceNotFoundError
-
-_CACHED_WHOLE_BYTES = 50_000_000
-"""JSON files up to this size are downloaded into the Hub's cache; only the requested ranges of other files are."""
 
 _PATIENCE_SECONDS = 10
 _RETRIES = 2
 
 
 class HubFiles:
-    """The files of a Hub repository at one commit, read by range requests."""
+    """The files of a Hub repository at one commit, read by range requests. The methods are those of `LocalFiles`.
 
-    def __init__(self, repo_id: str, revision: str | None, commit: str, files: dict[str, int]) -> None:
-        self.repo_id = repo_id
-        self.revision = revision
+    Args:
+        name: the repository's id.
+        revision: what the user asked for: a branch, a tag, a commit, or None for the main branch.
+        commit: the commit that it stands for.
+        sizes: size in bytes by path.
+    """
+
+    folder = None
+    links_out = ()
+    unreachable = None
+
+    def __init__(self, name: str, revision: str | None, commit: str, sizes: dict[str, int]) -> None:
+        self.name = name
         self.commit = commit
-        self.sizes = files
-        self.folder: Path | None = None
-        self.links_out: tuple[str, ...] = ()
+        self.sizes = sizes
+        self._revision = revision
 
     def read(self, name: str, start: int, length: int) -> bytes:
         if length == 0:
             return b""
-        if name.endswith(".json") and self.sizes[name] <= _CACHED_WHOLE_BYTES:
-            from huggingface_hub import hf_hub_download
-
-            path = _request(self.repo_id, hf_hub_download, self.repo_id, name, revision=self.commit)
-            return Path(path).read_bytes()[start : start + length]
-        return bytes(_request(self.repo_id, self._read_range, name, start, length))
+        try:
+            raw = self._read_range(name, start, length)
+        except Exception as problem:
+            raise _explained(self.name, problem) from None
+        return checked_length(raw, start, length, f"{self.name}/{name}")
 
     def _read_range(self, name: str, start: int, length: int) -> bytes:
         from huggingface_hub import hf_hub_url
         from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_stream_backoff
 
-        url = hf_hub_url(self.repo_id, name, revision=self.commit)
+        url = hf_hub_url(self.name, name, revision=self.commit)
         headers = {**build_hf_headers(), "Range": f"bytes={start}-{start + length - 1}", "Accept-Encoding": "identity"}
         with http_stream_backoff(
             "GET", url, headers=headers, follow_redirects=True, timeout=_PATIENCE_SECONDS, max_retries=_RETRIES
@@ -55,28 +60,32 @@ class HubFiles:
                     break
             return bytes(result[skipped : skipped + length])
 
-    def download(self, leave_out: Iterable[str]) -> Path:
-        """Download all files but `leave_out`, and return the snapshot's folder in the Hub's cache, named by commit."""
-        from huggingface_hub import snapshot_download
+    def download(self, leave_out: Iterable[str]) -> LocalFiles:
+        """Download all files but `leave_out` into the Hub's cache."""
+        from huggingface_hub import hf_hub_download, snapshot_download
         from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
-        patterns = [name.replace("[", "[[]") for name in leave_out] or None
         silence = not sys.stderr.isatty() and not are_progress_bars_disabled()
         if silence:
             disable_progress_bars()
         try:
-            # by branch name, not by commit: only then does the cache know the branch without a network
-            folder = _request(
-                self.repo_id, snapshot_download, self.repo_id, revision=self.revision, ignore_patterns=patterns
-            )
+            patterns = [glob.escape(name) for name in leave_out] or None
+            folder = snapshot_download(self.name, revision=self.commit, ignore_patterns=patterns)
+            # by this the cache knows what the revision stands for, for runs without a network
+            hf_hub_download(self.name, "config.json", revision=self._revision)
+        except Exception as problem:
+            raise _explained(self.name, problem) from None
         finally:
             if silence:
                 enable_progress_bars()
-        return Path(folder)
+        return LocalFiles(Path(folder), self.name, self.commit)
 
 
-def open_hub_files(repo_id: str, revision: str | None) -> tuple[HubFiles | LocalFiles, str]:
-    """Return the files of a Hub id and its commit; without a network, those of a snapshot in the Hub's cache.
+CheckpointFiles = LocalFiles | HubFiles
+
+
+def open_hub_files(repo_id: str, revision: str | None) -> CheckpointFiles:
+    """Return the files of a Hub id; without a network, those of a snapshot in the Hub's cache.
 
     Raises:
         SourceNotFoundError: there is no such repository, revision or access, or no network and no cached snapshot.
@@ -94,16 +103,14 @@ def open_hub_files(repo_id: str, revision: str | None) -> tuple[HubFiles | Local
     try:
         info = HfApi().model_info(repo_id, revision=revision, files_metadata=True, timeout=_PATIENCE_SECONDS)
     except Exception as problem:
-        status = problem.response.status_code if isinstance(problem, HfHubHTTPError) else None
-        if status is not None and status < 500:
-            raise _explained(repo_id, problem) from None
-        folder = _cached_snapshot(repo_id, revision)
+        was_answered = isinstance(problem, HfHubHTTPError) and problem.response.status_code < 500
+        folder = None if was_answered else _cached_snapshot(repo_id, revision)
         if folder is None:
             raise _explained(repo_id, problem) from None
-        return LocalFiles(folder), folder.name
+        return LocalFiles(folder, repo_id, folder.name, None if folder.name == revision else _detail(problem))
     files = {item.rfilename: item.size or 0 for item in info.siblings or []}
     visible = {name: size for name, size in files.items() if not any(part.startswith(".") for part in name.split("/"))}
-    return HubFiles(repo_id, revision, str(info.sha), visible), str(info.sha)
+    return HubFiles(repo_id, revision, str(info.sha), visible)
 
 
 def _cached_snapshot(repo_id: str, revision: str | None) -> Path | None:
@@ -117,34 +124,35 @@ def _cached_snapshot(repo_id: str, revision: str | None) -> Path | None:
         return Path(path) if path else None
 
 
-def _request(repo_id: str, call: Any, *arguments: Any, **options: Any) -> Any:
-    """Call the Hub's client and turn its exceptions into one line."""
-    try:
-        return call(*arguments, **options)
-    except Exception as problem:
-        raise _explained(repo_id, problem) from None
-
-
 def _explained(repo_id: str, problem: Exception) -> SourceNotFoundError:
+    """Turn an exception of the Hub's client into one line."""
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
     if isinstance(problem, GatedRepoError):
-        return SourceNotFoundError(f"{repo_id} is gated: accept its terms on the Hub and log in with `hf auth login`")
-    if isinstance(problem, RepositoryNotFoundError):
-        return SourceNotFoundError(
-            f"{repo_id} is neither a local folder nor a Hub repository that you can access: check the name, or log in with `hf auth login`"
+        text = f"{repo_id} is gated: accept its terms on the Hub and log in with `hf auth login`"
+    elif isinstance(problem, RepositoryNotFoundError):
+        text = (
+            f"{repo_id} is neither a local folder nor a Hub repository that you can access: check the name, or log in with "
+            "`hf auth login`"
         )
-    if isinstance(problem, RevisionNotFoundError):
-        return SourceNotFoundError(f"{repo_id} has no such revision on the Hub: check --revision")
-    detail = " ".join(str(problem).split())[:160] or type(problem).__name__
-    unreachable = isinstance(problem, (ConnectionError, TimeoutError)) or "TransportError" in (
-        kind.__name__ for kind in type(problem).__mro__
-    )
-    if unreachable:
-        return SourceNotFoundError(
-            f"{repo_id} is not a local folder, is not in the Hub's cache, and the Hub cannot be reached ({detail}): "
+    elif isinstance(problem, RevisionNotFoundError):
+        text = f"{repo_id} has no such revision on the Hub: check --revision"
+    elif isinstance(problem, (ConnectionError, TimeoutError)) or _is_transport_error(problem):
+        text = (
+            f"{repo_id} is not a local folder, is not in the Hub's cache, and the Hub cannot be reached ({_detail(problem)}): "
             "check the path or the network"
         )
-    return SourceNotFoundError(
-        f"the Hub did not provide {repo_id} ({detail}): try again later, or log in with `hf auth login`"
-    )
+    else:
+        text = (
+            f"the Hub did not provide {repo_id} ({_detail(problem)}): try again later, or log in with `hf auth login`"
+        )
+    return SourceNotFoundError(text)
+
+
+def _is_transport_error(problem: Exception) -> bool:
+    """Whether the HTTP client, whose package depends on the version of huggingface_hub, reached no server."""
+    return any(kind.__name__ == "TransportError" for kind in type(problem).__mro__)
+
+
+def _detail(problem: Exception) -> str:
+    return " ".join(str(problem).split())[:160] or type(problem).__name__

@@ -7,11 +7,6 @@ from typing import Any
 
 from gqa_convert.errors import CorruptCheckpointError, GQAConvertError
 
-
-class _DuplicateKeyError(ValueError):
-    pass
-
-
 JsonObject = dict[str, Any]
 """A JSON object, as `json.loads` returns it and `json.dumps` takes it."""
 
@@ -21,14 +16,12 @@ Config = Mapping[str, Any]
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> JsonObject:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        seen: set[str] = set()
-        for key, _ in pairs:
-            if key in seen:
-                raise _DuplicateKeyError(f"the key {key!r} occurs twice")
-            seen.add(key)
-    return result
+    found: JsonObject = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"the key {key!r} occurs twice")
+        found[key] = value
+    return found
 
 
 def parse_object(
@@ -36,7 +29,6 @@ def parse_object(
     where: str,
     error: type[GQAConvertError] = CorruptCheckpointError,
     parse_int: Callable[[str], int] | None = None,
-    convert: Callable[[JsonObject], Any] = lambda found: found,
 ) -> JsonObject:
     """Parse the JSON object in `raw`.
 
@@ -45,7 +37,6 @@ def parse_object(
         where: the name of the file in error messages.
         error: the exception class to raise.
         parse_int: turns a number's digits into an integer, or raises ValueError.
-        convert: called with every object as soon as it is read, returns what takes its place.
 
     Raises:
         error: the text is not UTF-8, not JSON, not an object, nested too deeply, or repeats a key.
@@ -55,9 +46,7 @@ def parse_object(
             f"{where} begins with a byte order mark, which transformers cannot read: save it as UTF-8 without the mark"
         )
     try:
-        value = json.loads(
-            raw.decode("utf-8"), object_pairs_hook=lambda pairs: convert(_unique_keys(pairs)), parse_int=parse_int
-        )
+        value = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique_keys, parse_int=parse_int)
     except (ValueError, RecursionError) as problem:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
         raise error(f"{where} is not valid JSON ({problem}): download or copy the file again") from None
     if not isinstance(value, dict):

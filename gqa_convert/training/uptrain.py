@@ -225,7 +225,6 @@ def _take_up(record: "RunRecord", context: "RunContext") -> "Progress":
 
 
 def _open_models(context: "RunContext") -> "Opened":
-    from gqa_convert.checkpoint.files import links_note
     from gqa_convert.checkpoint.provenance import PROVENANCE, earlier_record
     from gqa_convert.training.opening import open_recipe
 
@@ -235,7 +234,7 @@ def _open_models(context: "RunContext") -> "Opened":
         converted = earlier_record(opened.student)
     if converted is None:
         context.say(f"{model} has no {PROVENANCE}: it was not converted by gqa-convert and is trained unchanged")
-    for note in links_note(opened.student.links_out):
+    for note in opened.student.notes:
         context.say(f"{model}: {note}")
     return opened
 

@@ -7,7 +7,6 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,10 @@ import numpy as np
 import pytest
 import torch
 
-from gqa_convert.checkpoint import source as checkpoint_source
-from gqa_convert.checkpoint.source import download_checkpoint, open_checkpoint
+from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.plan import make_plan
 from gqa_convert.conversion.run import convert_checkpoint
-from gqa_convert.errors import CorruptCheckpointError
 from tests.helpers.checkpoints import (
     Arrays,
     digests,
@@ -90,7 +87,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     main = write_llama(base / "main", arrays=large_arrays(), shards=3, config=config)
     (main / "pytorch_model.bin").write_bytes(b"0" * 1_000_000)
     (main / "consolidated.safetensors").write_bytes(b"0" * 1_000_000)
-    (main / "stray.safetensors").write_bytes(b"0" * 1_000_000)
+    (main / "stray[1].safetensors").write_bytes(b"0" * 1_000_000)
     (main / "original").mkdir()
     (main / "original" / "consolidated.00.pth").write_bytes(b"0" * 1_000_000)
     (main / ".gitattributes").write_text("*.bin filter=lfs")
@@ -170,7 +167,7 @@ class TestConvert:
         assert result["revision"] == hub.commit("org/model", "main")
         source = json.loads((tmp_path / "out" / "gqa_conversion.json").read_bytes())["source"]
         assert (source["id"], source["revision"]) == ("org/model", result["revision"])
-        for name in ("pytorch_model.bin", "consolidated.safetensors", "stray.safetensors", "consolidated.00.pth"):
+        for name in ("pytorch_model.bin", "consolidated.safetensors", "stray[1].safetensors", "consolidated.00.pth"):
             assert hub.sent(name) == 0
         assert (tmp_path / "out" / "sub" / "note.txt").read_text() == "carried"
 
@@ -182,6 +179,7 @@ class TestConvert:
             result = ask(url, cache, "convert", "org/model", tmp_path / f"out{number}", **env)
             assert result["revision"] == hub.commit("org/model", "main")
             assert digests(tmp_path / f"out{number}") == digests(tmp_path / "online")
+            assert f"those of commit {result['revision']} in its cache" in result["warnings"][-1]
             assert time.monotonic() - started < 10
         for url, env in [(nobody, {}), (hub.url, {"HF_HUB_OFFLINE": "1"})]:
             started = time.monotonic()
@@ -189,6 +187,16 @@ class TestConvert:
             assert answer["error"] == "SourceNotFoundError"
             assert "is not in the Hub's cache, and the Hub cannot be reached" in answer["message"]
             assert time.monotonic() - started < 10
+
+    def test_the_commit_whose_headers_were_read_is_downloaded(
+        self, hub: HubServer, folders: dict[str, Path], tmp_path: Path
+    ) -> None:
+        """Also where the branch moves on meanwhile."""
+        hub.moves_to = "dev"
+        result = ask(hub, tmp_path / "cache", "convert", "org/model", tmp_path / "out")
+        assert result["revision"] == hub.commit("org/model", "main")
+        convert_checkpoint(folders["main"], tmp_path / "expected", 4, ConversionOptions(method="mean"))
+        assert digests(tmp_path / "out") == digests(tmp_path / "expected")
 
     def test_a_cache_that_holds_only_a_part(self, hub: HubServer, tmp_path: Path) -> None:
         ask(hub, tmp_path / "cache", "convert", "org/model", tmp_path / "out")
@@ -242,15 +250,3 @@ class TestErrors:
         assert answer["error"] == "SourceNotFoundError"
         assert "500" in answer["message"]
         assert time.monotonic() - started < 15
-
-
-def test_a_repository_that_changes_during_the_download(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was planned is what is converted."""
-    source = write_llama(tmp_path / "source", shards=3)
-    other = write_llama(tmp_path / "other", shards=3, config={"rms_norm_eps": 1e-3})
-    remote = replace(open_checkpoint(source), folder=None)
-    monkeypatch.setattr(checkpoint_source, "open_checkpoint", lambda *_, **__: open_checkpoint(source))
-    assert download_checkpoint(remote, "org/name", None).folder == source
-    monkeypatch.setattr(checkpoint_source, "open_checkpoint", lambda *_, **__: open_checkpoint(other))
-    with pytest.raises(CorruptCheckpointError, match="org/name changed on the Hub while it was downloaded"):
-        download_checkpoint(remote, "org/name", None)

@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 from transformers import AutoModelForCausalLM
 
 from gqa_convert.checkpoint import files, quantised
-from gqa_convert.checkpoint.source import open_checkpoint
+from gqa_convert.checkpoint.source import open_checkpoint, read_checkpoint
 from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import (
@@ -229,6 +229,15 @@ class TestIndex:
         raw = (sharded / SECOND).read_bytes()
         (sharded / SECOND).write_bytes(raw[:keep])
         refused(sharded, CorruptCheckpointError, SECOND)
+
+    @pytest.mark.parametrize("keep", [4, 100])
+    def test_a_shard_that_is_cut_while_it_is_read(self, sharded: Path, keep: int) -> None:
+        listed = files.LocalFiles(sharded, "sharded")
+        os.truncate(sharded / SECOND, keep)
+        with pytest.raises(
+            CorruptCheckpointError, match=rf"{SECOND} ends at byte {keep} instead of \d+: download or copy it again"
+        ):
+            read_checkpoint(listed)
 
     def test_bytes_behind_the_last_tensor(self, sharded: Path) -> None:
         with (sharded / SECOND).open("ab") as file:

@@ -34,11 +34,14 @@ class HubServer(LocalServer):
         repos: id -> branch -> folder.
         ranges: whether range requests are honoured.
         together: where as many range requests wait for one another before they are answered.
+        moves_to: the branch whose commit is the main branch's from the second question for the main branch on.
     """
 
     repos: dict[str, dict[str, Path]]
     ranges: bool = True
     together: threading.Barrier | None = None
+    moves_to: str | None = None
+    asked: bool = False
     log: list[Sent] = field(default_factory=list)
 
     def __enter__(self) -> "HubServer":
@@ -105,6 +108,9 @@ class HubServer(LocalServer):
         branch = commits.get(revision or "", revision or "main")
         if branch not in self.repos[repo]:
             return self._send(request, 404, b"", {"X-Error-Code": "RevisionNotFound"})
+        if self.moves_to is not None and (revision or "main") == "main":
+            branch = self.moves_to if self.asked else branch
+            self.asked = True
         folder = self.repos[repo][branch]
         if kind == "resolve":
             return self._resolve(request, folder, file, self.commit(repo, branch))

@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from gqa_convert.checkpoint.files import links_note
 from gqa_convert.checkpoint.ownership import some
 from gqa_convert.checkpoint.source import Checkpoint
 from gqa_convert.checkpoint.strict_json import JsonObject
@@ -142,7 +141,7 @@ def _warnings(checkpoint: Checkpoint, family: Family, modeling: Modeling | None)
         yield (
             f"{len(left_behind)} file(s) with weights in other formats or training state are not copied: {some([*left_behind])}"
         )
-    yield from links_note(checkpoint.links_out)
+    yield from checkpoint.notes
     if not family.listed:
         yield (
             f"model type {family.model_type} is on no list: it is converted like a Llama, and the result appears only if "

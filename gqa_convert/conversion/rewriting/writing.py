@@ -52,12 +52,10 @@ def open_rewritten(
         on_note: called with sentences on what is rewritten and what differs.
         on_progress: as `write_rewritten` calls it.
     """
-    opened = open_headers(source, options.revision)
+    opened = open_headers(source, options.revision, quantised=True)
     rewriting = plan_rewriting(opened, groups, native=options.native)
     planned = plan(opened if rewriting is None else rewriting.headers)
-    original = opened
-    if opened.folder is None:
-        original = download_checkpoint(opened, source, options.revision)
+    original = download_checkpoint(opened, options.revision)
     if rewriting is None:
         yield original, planned
         return
@@ -119,6 +117,7 @@ def write_rewritten(
         revision=source.revision,
         left_behind=source.left_behind,
         links_out=source.links_out,
+        unreachable=source.unreachable,
         result_dtypes=rewriting.result_dtypes,
         rewritten_from=source,
     )
