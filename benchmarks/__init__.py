@@ -1,1 +1,1 @@
-"""Measurements that take minutes or hours; docs/results and docs/quality.md show what they found."""
+"""Measurements that take minutes or hours; docs/results and docs/results/README.md show what they found."""

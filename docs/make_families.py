@@ -32,7 +32,7 @@ Look for the `model_type` that your checkpoint's `config.json` states. `gqa-conv
 | [Refused](#refused) | none, with the reason | |
 | [no heading of this page](#types-on-no-list) | keeps its type, once the result is proved | transformers |
 
-In the columns of the engines, **yes** says that a tiny checkpoint of the type, converted from 12 to 3 K/V heads, gave transformers' tokens and logits there, and **listed** that the engine names the type but it was not run. An empty cell says that it failed or was not tried. `gqa-convert check-serving OUT` tests your own result ([serving](serving.md)).
+In the columns of the engines, **yes** says that a tiny checkpoint of the type, converted from 12 to 3 K/V heads, gave transformers' tokens and logits there, and **listed** that the engine names the type but it was not run. An empty cell says that it failed or was not tried. `gqa-convert check-serving OUT` tests your own result ([serving](serving-and-publishing.md)).
 
 ## Types on no list
 
@@ -75,7 +75,7 @@ The result has the type `gqa_...` and carries its modelling file and `gqa_common
 LAYERWISE = """
 ## Layers that differ
 
-These {types} types may have [a number of K/V heads for each layer](methods.md#a-number-for-each-layer). The result carries `gqa_by_layer.py`, and `num_key_value_heads` is a list; no other engine runs it. {decilm} become a DeciLM where they can: `nemotron-nas`, which vLLM and llama.cpp [run](serving.md#layers-that-differ) with code of their own.
+These {types} types may have [a number of K/V heads for each layer](methods.md#a-number-for-each-layer). The result carries `gqa_by_layer.py`, and `num_key_value_heads` is a list; no other engine runs it. {decilm} become a DeciLM where they can: `nemotron-nas`, which vLLM and llama.cpp [run](serving-and-publishing.md#which-engines-load-which-types) with code of their own.
 
 {names}
 """

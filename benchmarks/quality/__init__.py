@@ -5,5 +5,5 @@ goes on where it was stopped:
 
     python -m benchmarks.quality.train qwen2          likewise gpt2 and t5; the bundled model is there already
     python -m benchmarks.quality.measure              docs/results/quality.json
-    python -m benchmarks.quality.report               docs/quality.md
+    python -m benchmarks.quality.report               docs/results/README.md
 """

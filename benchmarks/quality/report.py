@@ -1,6 +1,6 @@
-"""Tables of docs/quality.md from the measurements.
+"""Tables of docs/results/README.md from the measurements.
 
-    python -m benchmarks.quality.report [--page docs/quality.md]
+    python -m benchmarks.quality.report [--page docs/results/README.md]
 
 What lies between `<!-- begin NAME -->` and `<!-- end NAME -->` is written anew, the rest of the page stays as it is; a
 page that lacks a block gets it at its end.
@@ -87,7 +87,7 @@ def _shown(cells: list[Cell]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--losses", type=Path, default=LOSSES)
-    parser.add_argument("--page", type=Path, default=Path("docs/quality.md"))
+    parser.add_argument("--page", type=Path, default=Path("docs/results/README.md"))
     arguments = parser.parse_args()
     data = json.loads(arguments.losses.read_text(encoding="utf-8"))
     page = arguments.page.read_text(encoding="utf-8")

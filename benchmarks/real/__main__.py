@@ -9,7 +9,7 @@ FOLDER contains the model and the text, which are made once:
 
 Each cell is a conversion and its scores: loss and divergence from the source by kind of text and window length, and
 retrieval of needles. Scores that the output has already are not measured again, so a killed command
-resumes when it is repeated. `python -m benchmarks.real.report` writes the tables of docs/real-model.md.
+resumes when it is repeated. `python -m benchmarks.real.report` writes the tables of docs/results/README.md.
 """
 
 import argparse

@@ -1,6 +1,6 @@
-"""Tables of docs/real-model.md from the measurements.
+"""Tables of docs/results/README.md from the measurements.
 
-    python -m benchmarks.real.report [--page docs/real-model.md]
+    python -m benchmarks.real.report [--page docs/results/README.md]
 
 What lies between `<!-- begin NAME -->` and `<!-- end NAME -->` is written anew; the rest of the page stays.
 """
@@ -22,7 +22,7 @@ from .needle import DEPTHS
 from .text import KINDS
 from .uptraining import OUTPUT as UPTRAINING
 
-PAGE = Path("docs/real-model.md")
+PAGE = Path("docs/results/README.md")
 MISSING = "Not measured yet."
 Data = dict[str, Any]
 
@@ -42,7 +42,7 @@ def rows(data: Data) -> list[Row]:
     for cell in data["cells"]:
         key = (cell["method"], cell["calibration"], cell["calibration_tokens"])
         found.setdefault(key, []).append(cell)
-    order = list(METHODS)
+    order = [*METHODS, "fit-low-rank"]  # made by an earlier version
     keys = sorted(found, key=lambda key: (order.index(key[0]), key[1] or "", key[2] or 0))
     return [Row(*key, found[key]) for key in keys]
 
@@ -144,33 +144,6 @@ def windows_table(data: Data) -> str:
     return table(header, lines) if lines else MISSING
 
 
-def positions_table(data: Data) -> str:
-    """The KL by position in the longest windows of each kind."""
-    parts = []
-    for kind in KINDS:
-        for window in reversed(windows(data)):
-            each = [(row, [losses(cell, kind, window) for cell in row.cells]) for row in rows(data)]
-            scored = [(row, [cell for cell in cells if cell]) for row, cells in each]
-            scored = [(row, cells) for row, cells in scored if cells]
-            if not scored:
-                continue
-            bins = scored[0][1][0]["by_position"]
-            header = ["method", *(f"{place['first']} to {place['last']}" for place in bins)]
-            lines = [
-                [
-                    row.method,
-                    *(
-                        f"{statistics.mean(cell['by_position'][number]['kl'] for cell in cells):.3f}"
-                        for number in range(len(bins))
-                    ),
-                ]
-                for row, cells in scored
-            ]
-            parts.append(f"{kind}, windows of {int(window):,}:\n\n{table(header, lines)}")
-            break
-    return "\n\n".join(parts) or MISSING
-
-
 def _all_rows(data: Data) -> list[tuple[str, list[Cell]]]:
     """The source and then the results, each with its cells."""
     return [("source", [source_scores(data)]), *((row.method, row.cells) for row in rows(data))]
@@ -201,26 +174,12 @@ def needle_table(data: Data) -> str:
     return table(header, lines) if lines else MISSING
 
 
-def training_table(data: Data) -> str:
-    """The divergence on held-out calibration text in the course of fit's last stage."""
-    lines = []
-    for row in rows(data):
-        for cell in row.cells:
-            kl = cell.get("calibration_kl")
-            if kl and kl.get("curve"):
-                steps = [0, *(step for step, _ in kl["curve"])]
-                each = [kl["before"], *(divergence for _, divergence in kl["curve"])]
-                shown = [f"{step:,}: {divergence:.3f}" for step, divergence in zip(steps, each, strict=True)]
-                lines.append([row.method, ", ".join(shown), f"{kl['after']:.3f}"])
-    return table(["method", "KL after so many steps", "at the end"], lines) if lines else MISSING
-
-
 def uptraining_table(uptraining: Data) -> str:
     """What uptraining adds to a conversion, by starting point, number of tokens and objective."""
     if not uptraining:
         return MISSING
     lines = []
-    order = list(METHODS)
+    order = [*METHODS, "fit-low-rank"]  # made by an earlier version
     for cell in sorted(
         uptraining["cells"],
         key=lambda cell: (order.index(cell["start"]), cell["seed"], cell["tokens"], cell["objective"]),
@@ -264,8 +223,6 @@ def blocks(data: Data, uptraining: Data) -> dict[str, str]:
         "results": results_table(data),
         "sources": sources_table(data),
         "windows": windows_table(data),
-        "positions": positions_table(data),
-        "training": training_table(data),
         "needles": needle_table(data),
         "uptraining": uptraining_table(uptraining),
     }

@@ -5,7 +5,7 @@
 FOLDER is that of `benchmarks.real`. A cell is a starting point and a number of tokens: the conversion is trained as
 a whole on so many tokens of the calibration text, with a schedule of its own, and scored as in `benchmarks.real`. The
 objective is `kl`, the match with the source's predictions, or `lm`, the next token of the text. A killed command
-resumes when it is repeated. `python -m benchmarks.real.report` writes the table of docs/real-model.md.
+resumes when it is repeated. `python -m benchmarks.real.report` writes the table of docs/results/README.md.
 """
 
 import argparse

@@ -229,7 +229,7 @@ class Family:
     legacy: LegacyConfigKeys = field(default_factory=LegacyConfigKeys)
     run_in: frozenset[str] = frozenset()
     """Engines besides transformers in which a tiny checkpoint of the type, converted from 12 to 3 K/V heads, gave the
-    tokens and logits of transformers (`check-serving`; docs/serving.md names the versions)."""
+    tokens and logits of transformers (`check-serving`; docs/serving-and-publishing.md names the versions)."""
     listed_in: frozenset[str] = frozenset()
     """Engines that list the type and read its K/V-head count, but in which it was not run."""
     beyond_window_in: frozenset[str] = frozenset()

@@ -824,7 +824,7 @@ def test_what_cannot_be_honoured_is_refused() -> None:
 
 
 def test_the_examples_of_the_page_run() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "attention.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "python.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     assert len(blocks) == 4
     exec("\n".join(blocks), {})

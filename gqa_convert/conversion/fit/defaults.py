@@ -1,6 +1,6 @@
 """What a conversion does where the user names neither a method nor calibration text.
 
-Measured on a pretrained model with wide heads (docs/real-model.md), `factor` from the weights alone loses more than
+Measured on a pretrained model with wide heads (docs/results/README.md), `factor` from the weights alone loses more than
 mean pooling, and `factor` on a few thousand tokens of any real text far less. So the default measures on text that
 every machine has, and falls back to mean pooling where the source cannot read text.
 """
