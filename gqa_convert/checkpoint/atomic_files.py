@@ -1,6 +1,7 @@
 """Files that appear whole or not at all: written under a temporary name, synced, then renamed."""
 
 import contextlib
+import errno
 import json
 import os
 from collections.abc import Iterator
@@ -47,9 +48,12 @@ def write_json(path: Path, value: JsonObject) -> None:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file or a folder's entries are on the disk."""
+    """Wait until a file or a folder's entries are on the disk; some filesystems refuse to sync folders."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
+    except OSError as problem:
+        if problem.errno not in (errno.EINVAL, errno.EBADF, errno.ENOTSUP) or not path.is_dir():
+            raise
     finally:
         os.close(handle)

@@ -23,34 +23,19 @@ def try_lock(path: Path, *, create: bool = True) -> int | None:
         OSError: the filesystem has no locks, or the file can't be opened.
     """
     while True:
+        # opened for writing, since network filesystems lock nothing else
         handle = os.open(path, os.O_RDWR | (os.O_CREAT if create else 0), _NEW_FILE_MODE)
-        if not _try(handle):
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if path.exists() and path.stat().st_ino == os.fstat(handle).st_ino:
+                return handle
+        except BlockingIOError:
+            os.close(handle)
             return None
-        if _is_still(path, handle):
-            return handle
+        except OSError:
+            os.close(handle)
+            raise
         os.close(handle)  # its last holder has removed the file meanwhile
-
-
-def lock_folder(folder: Path) -> int | None:
-    """Lock a folder without waiting.
-
-    Returns:
-        An open descriptor that holds the lock until it is closed, or None if another holder has it or the folder is
-        gone.
-
-    Raises:
-        OSError: the filesystem has no locks, or the folder belongs to another user.
-    """
-    try:
-        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    except FileNotFoundError:
-        return None
-    if not _try(handle):
-        return None
-    if _is_still(folder, handle):
-        return handle
-    os.close(handle)
-    return None
 
 
 @contextlib.contextmanager
@@ -69,24 +54,3 @@ def wait_for_lock(path: Path) -> Iterator[bool]:
         yield held
     finally:
         os.close(handle)
-
-
-def _is_still(path: Path, handle: int) -> bool:
-    """Whether a name still stands for what was opened under it."""
-    try:
-        return path.stat().st_ino == os.fstat(handle).st_ino
-    except FileNotFoundError:
-        return False
-
-
-def _try(handle: int) -> bool:
-    """Lock an open descriptor, or close it."""
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(handle)
-        return False
-    except OSError:
-        os.close(handle)
-        raise
-    return True

@@ -8,7 +8,9 @@ here, or written to, has another one. A file that is not proven to be the listed
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Mapping, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -37,17 +39,22 @@ def list_written(folder: Path, result: Mapping[str, Any] | None = None) -> dict[
             any more.
         result: `{"files": {name: {"bytes": ..., "sha256": ...}}}` of the weight files, if their hashes are known.
     """
-    listed: dict[str, dict[str, Any]] = {}
+    known = {} if result is None else result["files"]
+    listed = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-        name, status = path.relative_to(folder).as_posix(), path.stat()
-        known = (result or {"files": {}})["files"].get(name)
-        if known is not None:
-            listed[name] = dict(known)
-        elif path.suffix == ".safetensors":
+        name = path.relative_to(folder).as_posix()
+        if name not in known and path.suffix == ".safetensors":
+            status = path.stat()
             listed[name] = {"bytes": status.st_size, "changed_ns": status.st_ctime_ns}
         else:
-            listed[name] = {"bytes": status.st_size, "sha256": _sha256(path)}
+            listed[name] = known.get(name) or hash_file(path)
     return listed
+
+
+def hash_file(path: Path) -> dict[str, Any]:
+    """The size and the SHA-256 of a file, which is read whole: `{"bytes": ..., "sha256": ...}`."""
+    with path.open("rb") as file:
+        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
 def foreign_files(folder: Path) -> list[str]:
@@ -55,29 +62,43 @@ def foreign_files(folder: Path) -> list[str]:
 
     A subfolder that holds only such files is one entry that ends in `/`.
     """
-    record = RECORD if (folder / RECORD).is_file() and not (folder / RECORD).is_symlink() else None
-    ours = _entries(folder, record) if record else {}
-    if record is None or not ours:
-        return sorted(
-            f"{path.name}/" if path.is_dir() and not path.is_symlink() else path.name for path in folder.iterdir()
-        )
-    return list(
-        _foreign(folder, "", record, ours, {parent.as_posix() for name in ours for parent in Path(name).parents})
-    )
+    ours = _read_listed(folder)
+    parents = {parent.as_posix() for name in ours for parent in Path(name).parents}
+    found = []
+    for root, folders, names in os.walk(folder):
+        for path in sorted(Path(root, name) for name in folders + names):
+            name = path.relative_to(folder).as_posix()
+            if path.is_symlink():
+                found.append(name)
+            elif path.is_dir():
+                if name not in parents:
+                    found.append(f"{name}/")
+                    folders.remove(path.name)
+            elif not (name in ours and _is_unchanged(path, ours[name])) and not (ours and _is_of_record(path, name)):
+                found.append(name)
+    return found
 
 
-def _foreign(folder: Path, inside: str, record: str, ours: Entries, parents: set[str]) -> Iterator[str]:
-    for path in sorted((folder / inside).iterdir()):
-        name = f"{inside}{path.name}"
-        if path.is_symlink():
-            yield name
-        elif path.is_dir():
-            if name in parents:
-                yield from _foreign(folder, f"{name}/", record, ours, parents)
-            else:
-                yield f"{name}/"
-        elif name != record and not (name in ours and _is_unchanged(path, ours[name])) and not _is_card(path, name):
-            yield name
+def _read_listed(folder: Path) -> Entries:
+    """Return the files that the record of a result lists, by name; none if there is no readable record."""
+    record = folder / RECORD
+    try:
+        listed = None if record.is_symlink() else parse_object(record.read_bytes(), RECORD).get(WRITTEN)
+    except (OSError, CorruptCheckpointError):
+        return {}
+    if not isinstance(listed, dict):
+        return {}
+    return {name: entry for name, entry in listed.items() if isinstance(entry, dict)}
+
+
+def _is_of_record(path: Path, name: str) -> bool:
+    """Return whether a file is the record, or a model card of `publish`, which is written after the record."""
+    if name != CARD:
+        return name == RECORD
+    try:
+        return is_our_card(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
 
 
 def _is_unchanged(path: Path, known: Mapping[str, Any]) -> bool:
@@ -86,36 +107,8 @@ def _is_unchanged(path: Path, known: Mapping[str, Any]) -> bool:
     if known.get("bytes") != status.st_size:
         return False
     if "sha256" in known:
-        return bool(known["sha256"] == _sha256(path))
-    return known.get("changed_ns") == status.st_ctime_ns
-
-
-def _is_card(path: Path, name: str) -> bool:
-    """Return whether a file is a model card of `publish`, which is written after the record."""
-    try:
-        return name == CARD and is_our_card(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-
-
-def _entries(folder: Path, name: str) -> dict[str, dict[str, Any]]:
-    """Return the files of a result by name, or an empty dict if the record is unreadable."""
-    listed = _read(folder / name).get(WRITTEN)
-    return (
-        {name: entry for name, entry in listed.items() if isinstance(entry, dict)} if isinstance(listed, dict) else {}
-    )
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        return parse_object(path.read_bytes(), str(path))
-    except (OSError, CorruptCheckpointError):
-        return {}
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        return hash_file(path) == known
+    return bool(known.get("changed_ns") == status.st_ctime_ns)
 
 
 def some(names: Sequence[str]) -> str:
@@ -130,10 +123,6 @@ def set_aside(path: Path) -> Path:
     Raises:
         OSError: the file cannot be renamed.
     """
-    number = 0
-    while True:
-        aside = path.with_name(f"{path.name}{ASIDE}{number or ''}")
-        if not aside.exists() and not aside.is_symlink():
-            path.rename(aside)
-            return aside
-        number += 1
+    names = (f"{path.name}{ASIDE}{number or ''}" for number in count())
+    aside = next(path.with_name(name) for name in names if not os.path.lexists(path.with_name(name)))
+    return path.rename(aside)

@@ -1,11 +1,10 @@
 """Publish a folder atomically: it appears whole or not at all.
 
-The work happens in a temporary sibling of the result, under a lock that the kernel drops when the process dies.
-Publication syncs the folders and renames the sibling. The next run removes the leftovers of dead runs, and never those
-of a live one.
+The work happens in a temporary sibling of the result. A lock file beside it, whose lock the kernel drops when the
+process dies, says that the run lives. Publication syncs the folders and renames the sibling. The next run removes what
+dead runs left, and never what belongs to a live one.
 """
 
-import contextlib
 import ctypes
 import errno
 import os
@@ -13,22 +12,21 @@ import re
 import secrets
 import shutil
 import weakref
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
 from gqa_convert.checkpoint.atomic_files import sync
 from gqa_convert.checkpoint.files import is_utf8
-from gqa_convert.checkpoint.locks import lock_folder
+from gqa_convert.checkpoint.locks import try_lock
 from gqa_convert.checkpoint.ownership import foreign_files, some
 from gqa_convert.checkpoint.resource_errors import is_disk_full
 from gqa_convert.errors import GQAConvertError, NoSpaceError, OutputError
 
-_LEFTOVER = re.compile(r"\.(?P<out>.+)\.gqa-convert-[0-9a-f]{8}(?P<aside>-old)?")
+_LOCK = re.compile(r"\.(?P<out>.+)\.gqa-convert-[0-9a-f]{8}\.lock")
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:")
 """How an address such as s3://bucket/name begins, as the first part of a path."""
-_RENAME_NOREPLACE, _RENAME_EXCHANGE = 1, 2
-_AT_FDCWD = -100
-_ATTEMPTS = 100
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
 def check_destination(out: Path, source: Path | None, *, overwrite: bool) -> None:
@@ -45,33 +43,15 @@ def check_destination(out: Path, source: Path | None, *, overwrite: bool) -> Non
             f"{out} is an address, and results are written to folders: name a folder, and upload it with the store's own client"
         )
     try:
-        _check_destination(out, source, overwrite)
+        real = Path(os.path.realpath(out))
+        if source is not None:
+            _check_apart(out, real, source)
+        if out.is_symlink():
+            raise OutputError(f"{out} is a link: name the folder itself or another folder")
+        if out.exists():
+            _check_replaceable(out, real, overwrite)
     except OSError as problem:
         raise _explained(problem, out) from None
-
-
-def _check_destination(out: Path, source: Path | None, overwrite: bool) -> None:
-    real = Path(os.path.realpath(out))
-    if source is not None:
-        _check_apart(out, real, source)
-    if out.is_symlink():
-        raise OutputError(f"{out} is a link: name the folder itself or another folder")
-    if not out.exists():
-        return
-    if not out.is_dir():
-        raise OutputError(f"{out} is a file: name a folder")
-    foreign = foreign_files(real)
-    if foreign:
-        what = f"files that gqa-convert did not write or that were changed or copied there later ({some(foreign)})"
-        raise OutputError(f"{out} exists already and holds {what}: name a new folder, or move them away")
-    if any(real.iterdir()) and not overwrite:
-        raise OutputError(f"{out} exists already: name a new folder, or replace it with --overwrite")
-    if os.path.ismount(real):
-        raise OutputError(f"{out} is a mount point, which cannot be replaced as a whole: name a new folder in it")
-    if _current_folder().is_relative_to(real):
-        raise OutputError(
-            f"{out} is the current folder or contains it, so that it cannot be replaced: change to another folder, or name a new one"
-        )
 
 
 def _check_apart(out: Path, real: Path, source: Path) -> None:
@@ -86,49 +66,60 @@ def _check_apart(out: Path, real: Path, source: Path) -> None:
         raise OutputError(f"{out} contains files that the source {source} links to: name another folder")
 
 
-def _current_folder() -> Path:
-    try:
-        return Path(os.path.realpath(Path.cwd()))
-    except FileNotFoundError:  # the current folder was deleted
-        return Path("/")
+def _check_replaceable(out: Path, real: Path, overwrite: bool) -> None:
+    if not real.is_dir():
+        raise OutputError(f"{out} is a file: name a folder")
+    if foreign := foreign_files(real):
+        what = f"files that gqa-convert did not write or that were changed or copied there later ({some(foreign)})"
+        raise OutputError(f"{out} exists already and holds {what}: name a new folder, or move them away")
+    if any(real.iterdir()) and not overwrite:
+        raise OutputError(f"{out} exists already: name a new folder, or replace it with --overwrite")
+    if os.path.ismount(real):
+        raise OutputError(f"{out} is a mount point, which cannot be replaced as a whole: name a new folder in it")
+    with suppress(FileNotFoundError):  # the current folder was deleted
+        if Path.cwd().resolve().is_relative_to(real):
+            raise OutputError(
+                f"{out} is the current folder or contains it, so that it cannot be replaced: change to another folder, or name a new one"
+            )
 
 
 def sweep(parent: Path) -> list[Path]:
-    """Remove the leftovers of dead runs in a folder, as far as permissions allow, and return the removed paths."""
+    """Remove what dead runs left in a folder, as far as permissions allow, and return the removed folders."""
     removed = []
-    try:
-        paths = sorted(path for path in parent.iterdir() if _LEFTOVER.fullmatch(path.name) and path.is_dir())
-    except OSError:
-        return []
-    for path in paths:
-        try:
-            handle = lock_folder(path)
-        except OSError:
+    for lock in sorted(parent.glob(".*.lock")):
+        match = _LOCK.fullmatch(lock.name)
+        if match is None:
             continue
-        if handle is not None:  # otherwise a live run holds the lock
-            if not _restore(path):
-                shutil.rmtree(path, ignore_errors=True)
-                removed.append(path)
-            os.close(handle)
+        with suppress(OSError):  # there are no locks here, or the files belong to somebody else
+            handle = try_lock(lock, create=False)
+            if handle is None:
+                continue  # a live run holds it
+            try:
+                removed += _remove_leftovers(lock.with_suffix(""), parent / match["out"])
+                lock.unlink()
+            finally:
+                os.close(handle)
     return removed
 
 
-def _restore(path: Path) -> bool:
-    """Give an old result its name back if a run set it aside and died before it published its own.
+def _remove_leftovers(folder: Path, out: Path) -> list[Path]:
+    """Remove a dead run's folders. If it died before it published its own result, the earlier one gets its name back."""
+    aside = _aside(folder)
+    if aside.is_dir() and not out.exists():
+        aside.rename(out)
+    removed = [path for path in (folder, aside) if path.is_dir()]
+    for path in removed:
+        shutil.rmtree(path)
+    return removed
 
-    Returns:
-        Whether `path` was such a result and was renamed.
-    """
-    match = _LEFTOVER.fullmatch(path.name)
-    if match is None or not match["aside"] or (path.parent / match["out"]).exists():
-        return False
-    with contextlib.suppress(OSError):
-        path.rename(path.parent / match["out"])
-    return True
+
+def _aside(folder: Path) -> Path:
+    """Where a run puts the earlier result while its own takes the name, on a filesystem that cannot exchange the two."""
+    return folder.with_name(f"{folder.name}-old")
 
 
 class StagedFolder:
-    """A context manager that makes `path`, a new, locked, temporary sibling of `out`.
+    """A context manager that makes `path`, a new, locked, temporary sibling of `out`, after a sweep.
 
     Leaving the context without calling `publish` removes it. An OSError that leaves the context becomes a NoSpaceError
     or an OutputError.
@@ -136,38 +127,30 @@ class StagedFolder:
 
     def __init__(self, out: Path) -> None:
         self.out = Path(os.path.realpath(out))
-        self.path = self.out
+        self.path = self.out.with_name(f".{self.out.name}.gqa-convert-{secrets.token_hex(4)}")
+        self._lock = self.path.with_name(f"{self.path.name}.lock")
         self._handle: int | None = None
-        self._cleanup: weakref.finalize[..., StagedFolder] | None = None
 
     def __enter__(self) -> "StagedFolder":
+        made = [self.path, *(parent for parent in self.out.parents if not parent.exists())]
+        # cleans up after signals that no other code can catch, at the latest when the interpreter exits
+        self._cleanup = weakref.finalize(self, _discard, self._lock, made, os.getpid())
         try:
-            new_parents = [parent for parent in self.out.parents if not parent.exists()]
             self.out.parent.mkdir(parents=True, exist_ok=True)
-            for _ in range(_ATTEMPTS):
-                self.path = self.out.parent / f".{self.out.name}.gqa-convert-{secrets.token_hex(4)}"
-                # cleans up after signals that no other code can catch, at the latest when the interpreter exits
-                self._cleanup = weakref.finalize(self, _discard, self.path, new_parents, os.getpid())
-                self.path.mkdir()
-                try:
-                    self._handle = lock_folder(self.path)
-                except OSError:  # the filesystem has no locks; there, `sweep` removes nothing either
-                    return self
-                if self._handle is not None:
-                    return self
-                self._cleanup.detach()  # another process's sweep locked the folder first and removes it
-            raise OutputError(f"{self.out.parent} loses every new folder at once: name another folder")
+            sweep(self.out.parent)
+            with suppress(OSError):  # the filesystem has no locks; there, `sweep` removes nothing either
+                while self._handle is None:  # another process's sweep has it for a moment
+                    self._handle = try_lock(self._lock)
+            self.path.mkdir()
         except BaseException as problem:
-            if self._cleanup is not None:
-                self._cleanup()
-            if isinstance(problem, OSError):
-                raise _explained(problem, self.out) from None
+            self.__exit__(type(problem), problem, None)
             raise
+        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._cleanup is not None and (pending := self._cleanup.peek()):
+        if pending := self._cleanup.peek():
             _discard(*pending[2])
             self._cleanup.detach()
         if self._handle is not None:
@@ -185,43 +168,64 @@ class StagedFolder:
         for root, _, _ in os.walk(self.path):
             sync(Path(root))
         check_destination(self.out, None, overwrite=overwrite)
-        if not self.out.exists():
-            try:
-                _rename(self.path, self.out, _RENAME_NOREPLACE)
-            except FileExistsError:
-                raise OutputError(
-                    f"{self.out} was created by another process during the run: name a new folder, or replace it with --overwrite"
-                ) from None
-        elif any(self.out.iterdir()):
+        if self.out.exists() and any(self.out.iterdir()):
             self._replace()
-        else:
-            self.path.rename(self.out)  # succeeds only if the folder there is still empty
-        self.path = self.out
-        sync(self.out.parent)
+            return
+        try:
+            self.path.rename(self.out)  # succeeds only if there is nothing, or an empty folder
+        except OSError as problem:
+            if problem.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
+                raise
+            raise OutputError(
+                f"{self.out} was created by another process during the run: name a new folder, or replace it with --overwrite"
+            ) from None
+        self._confirm()
 
     def _replace(self) -> None:
-        """Exchange the two folders in one step, so that `out` is complete at every moment, and remove the old one."""
-        _rename(self.path, self.out, _RENAME_EXCHANGE)
-        if foreign := foreign_files(self.path):  # files that appeared between the check and the exchange
-            _rename(self.path, self.out, _RENAME_EXCHANGE)
+        """Take the name of the earlier result and remove that, unless files have appeared in it since the check.
+
+        Where the filesystem can, the two folders are exchanged in one step, so that `out` is complete at every moment.
+        """
+        is_exchange = _exchange(self.path, self.out)
+        earlier = self.path if is_exchange else _aside(self.path)
+        try:
+            if not is_exchange:
+                self.out.rename(earlier)
+            if foreign := foreign_files(earlier):
+                raise OutputError(
+                    f"{self.out} received new files during the run ({some(foreign)}): move them away, or name a new folder"
+                )
+            if not is_exchange:
+                self.path.rename(self.out)
+        except BaseException:
+            if is_exchange:
+                _exchange(self.path, self.out)
+            elif earlier.exists():
+                earlier.rename(self.out)
+            raise
+        self._confirm()
+        shutil.rmtree(earlier, ignore_errors=True)
+
+    def _confirm(self) -> None:
+        """Wait until the new name is on the disk."""
+        try:
+            sync(self.out.parent)
+        except OSError as problem:
             raise OutputError(
-                f"{self.out} received new files during the run ({some(foreign)}): move them away, or name a new folder"
-            )
-        sync(self.out.parent)
-        # `path` is the old folder now; if this process dies here, the next run removes it
-        shutil.rmtree(self.path, ignore_errors=True)
+                f"{self.out} is complete, but the disk has not confirmed its name ({problem.strerror}): check the disk"
+            ) from None
 
 
-def _discard(path: Path, new_parents: list[Path], process: int) -> None:
-    """Remove a temporary folder unless it was published, and the parent folders that were made for it."""
+def _discard(lock: Path, made: list[Path], process: int) -> None:
+    """Remove what a run made, unless it was published: its folder, the parents that were made for it, and its lock."""
     if os.getpid() != process:
         return
-    shutil.rmtree(path, ignore_errors=True)
-    for parent in new_parents:
-        try:
+    shutil.rmtree(made[0], ignore_errors=True)
+    with suppress(OSError):
+        lock.unlink()
+    with suppress(OSError):  # they hold the result
+        for parent in made[1:]:
             parent.rmdir()
-        except OSError:
-            return
 
 
 def _explained(problem: OSError, out: Path) -> GQAConvertError:
@@ -237,25 +241,10 @@ def _explained(problem: OSError, out: Path) -> GQAConvertError:
     )
 
 
-def _rename(old: Path, new: Path, flag: int) -> None:
-    """Rename with Linux's renameat2 or, where the filesystem lacks it, with the closest sequence of plain renames."""
-    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if renameat2 is not None:
-        if renameat2(_AT_FDCWD, os.fsencode(old), _AT_FDCWD, os.fsencode(new), flag) == 0:
-            return
-        code = ctypes.get_errno()
-        if code not in (errno.EINVAL, errno.ENOSYS):
-            raise OSError(code, os.strerror(code), str(new))
-    if flag == _RENAME_NOREPLACE:
-        if new.exists():
-            raise FileExistsError(new)
-        old.rename(new)
-        return
-    aside = old.with_name(old.name + "-old")
-    new.rename(aside)
-    try:
-        old.rename(new)
-    except BaseException:
-        aside.rename(new)
-        raise
-    aside.rename(old)
+def _exchange(first: Path, second: Path) -> bool:
+    """Exchange the names of two folders in one step; returns whether the system and the filesystem can."""
+    rename = getattr(ctypes.CDLL(None), "renameat2", None)
+    if rename is None:
+        return False
+    done: int = rename(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE)
+    return done == 0

@@ -3,7 +3,6 @@
 Only K/V heads are read into memory; the kernel copies everything else. Memory does not depend on the model's size.
 """
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -15,7 +14,7 @@ from gqa_convert.checkpoint.provenance import (
     CalibrationRecord,
     earlier_record,
 )
-from gqa_convert.checkpoint.publication import StagedFolder, check_destination, sweep
+from gqa_convert.checkpoint.publication import StagedFolder, check_destination
 from gqa_convert.checkpoint.results import Result
 from gqa_convert.checkpoint.source import Checkpoint
 from gqa_convert.checkpoint.strict_json import JsonObject
@@ -114,7 +113,6 @@ def convert_checkpoint(
                 f"model type {plan.family.model_type} is on no list, and its result must be proved: pass prove="
             )
         on_plan(plan)
-        sweep(Path(os.path.realpath(folder)).parent)
         staged = stack.enter_context(StagedFolder(folder))
         merged = prepare_layers(plan, folder, calibration, stack, on_layer)
         errors = write_weights(plan, staged.path, merged.tensors, progress)

@@ -198,17 +198,18 @@ def test_a_mount_point(source: Path, out: Path, monkeypatch: pytest.MonkeyPatch)
     refused(source, out, "mount point")
 
 
+@pytest.mark.parametrize("can_exchange", [True, False])
 def test_a_file_that_comes_at_the_last_moment(
-    source: Path, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: Path, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can_exchange: bool
 ) -> None:
-    exchange = publication._rename
+    exchange = publication._exchange
 
-    def late(old: Path, new: Path, flag: int) -> None:
-        if old.exists() and not (new / "thesis.tex").exists() and not (old / "thesis.tex").exists():
+    def late(first: Path, second: Path) -> bool:
+        if not (first / "thesis.tex").exists():
             (out / "thesis.tex").write_text("just saved")
-        exchange(old, new, flag)
+        return can_exchange and exchange(first, second)
 
-    monkeypatch.setattr(publication, "_rename", late)
+    monkeypatch.setattr(publication, "_exchange", late)
     before = digests(out, ignore=())
     with pytest.raises(OutputError, match=r"thesis\.tex"):
         convert_checkpoint(source, out, 3, ConversionOptions(method="mean", overwrite=True))

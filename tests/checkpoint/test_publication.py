@@ -365,52 +365,46 @@ class TestSweep:
             assert live.stdin is not None
             assert live.stdout.readline() == b"ready\n"
             assert sweep(tmp_path) == []
-            assert len(leftovers(tmp_path)) == 1
+            assert len(leftovers(tmp_path)) == 2  # the folder and its lock
             live.kill()
             live.wait()
             assert len(sweep(tmp_path)) == 1
             assert list(tmp_path.iterdir()) == []
 
     def test_what_looks_alike_stays(self, tmp_path: Path) -> None:
-        names = [
-            "x.gqa-convert-01234567",
-            ".x.gqa-convert-0123456",
-            ".x.gqa-convert-0123456g",
-            ".gqa-convert-01234567",
-            "out",
-        ]
+        names = ["x.gqa-convert-01234567", ".x.gqa-convert-0123456", ".x.gqa-convert-0123456g", ".gqa-convert-01234567"]
         for name in names:
             (tmp_path / name).mkdir()
+            (tmp_path / f"{name}.lock").touch()
         (tmp_path / ".y.gqa-convert-01234567").write_text("a file")
-        (tmp_path / ".z.gqa-convert-01234567").symlink_to("out")
+        (tmp_path / ".z.gqa-convert-01234567").symlink_to(names[0])
         assert sweep(tmp_path) == []
-        assert len(list(tmp_path.iterdir())) == len(names) + 2
+        assert len(list(tmp_path.iterdir())) == 2 * len(names) + 2
         assert sweep(tmp_path / "nowhere") == []
 
     def test_a_sweep_that_comes_first(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Between a folder's making and its locking a sweep may take it: then another one is made."""
-        lock = publication.lock_folder
-        taken: list[Path] = []
+        """A sweep may take a run's lock before the run does, and removes the file when it lets go."""
+        lock = publication.try_lock
+        calls = []
 
-        def late(folder: Path) -> int | None:
-            if len(taken) < 3:
-                taken.append(folder)
-                handle = lock(folder)
+        def late(path: Path, *, create: bool = True) -> int | None:
+            calls.append(path)
+            if len(calls) == 1:
+                handle = lock(path)
                 assert handle is not None
-                if len(taken) % 2:
-                    folder.rmdir()
-                try:
-                    return lock(folder)
-                finally:
-                    os.close(handle)
-                    shutil.rmtree(folder, ignore_errors=True)
-            return lock(folder)
+                assert lock(path) is None
+                path.unlink()
+                os.close(handle)
+                return None
+            return lock(path, create=create)
 
-        monkeypatch.setattr(publication, "lock_folder", late)
+        monkeypatch.setattr(publication, "try_lock", late)
         with StagedFolder(tmp_path / "out") as staged:
+            monkeypatch.undo()
+            assert sweep(tmp_path) == []
             (staged.path / "config.json").touch()
             staged.publish(overwrite=False)
-        assert len(taken) == 3
+        assert len(calls) == 2
         assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
 
     def test_sweeps_against_starting_runs(self, tmp_path: Path) -> None:
@@ -431,13 +425,49 @@ class TestSweep:
             raise OSError(errno.EBADF, "Bad file descriptor")
 
         monkeypatch.setattr(fcntl, "flock", unsupported)
-        (out.parent / ".other.gqa-convert-01234567").mkdir()
+        other = [".other.gqa-convert-01234567", ".other.gqa-convert-01234567.lock"]
+        (out.parent / other[0]).mkdir()
+        (out.parent / other[1]).touch()
         convert_checkpoint(source, out, 4)
         assert (out / "config.json").is_file()
-        assert leftovers(out.parent) == [".other.gqa-convert-01234567"]  # it may be a live one
+        assert sorted(leftovers(out.parent)) == other  # it may be a live one
+
+    def test_a_filesystem_that_locks_only_what_is_open_for_writing(
+        self, source: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """NFS, for one."""
+        flock = fcntl.flock
+
+        def strict(handle: int, operation: int) -> None:
+            if fcntl.fcntl(handle, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
+                raise OSError(errno.EBADF, "Bad file descriptor")
+            flock(handle, operation)
+
+        monkeypatch.setattr(fcntl, "flock", strict)
+        (out.parent / ".dead.gqa-convert-01234567").mkdir()
+        (out.parent / ".dead.gqa-convert-01234567.lock").touch()
+        convert_checkpoint(source, out, 4)
+        assert leftovers(out.parent) == []
+
+    @pytest.mark.parametrize("code", [errno.EINVAL, errno.EIO])
+    def test_a_filesystem_that_syncs_no_folders(
+        self, source: Path, out: Path, monkeypatch: pytest.MonkeyPatch, code: int
+    ) -> None:
+        def sync(handle: int) -> None:
+            if Path(f"/proc/self/fd/{handle}").readlink() == out.parent:
+                raise OSError(code, os.strerror(code))
+
+        monkeypatch.setattr(os, "fsync", sync)
+        if code == errno.EINVAL:
+            convert_checkpoint(source, out, 4)
+        else:
+            words = "is complete, but the disk has not confirmed its name (Input/output error)"
+            refused(OutputError, words, call=lambda: convert_checkpoint(source, out, 4))
+        assert (out / "gqa_conversion.json").is_file()
+        assert leftovers(out.parent) == []
 
     def test_a_filesystem_without_exchanges(self, source: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(publication.ctypes, "CDLL", lambda *_, **__: object())
+        monkeypatch.setattr(publication, "_exchange", lambda *_: False)
         convert_checkpoint(source, out, 3)
         old = digests(out)
         refused(OutputError, call=lambda: convert_checkpoint(source, out, 4))
@@ -448,14 +478,38 @@ class TestSweep:
 
     def test_a_run_that_died_between_two_renames(self, tmp_path: Path) -> None:
         old, new = tmp_path / ".out.gqa-convert-01234567-old", tmp_path / ".out.gqa-convert-01234567"
+        lock = tmp_path / ".out.gqa-convert-01234567.lock"
         for path in (old, new):
             path.mkdir()
             (path / "config.json").write_text(path.name)
+        lock.touch()
         assert sweep(tmp_path) == [new]
         assert (tmp_path / "out" / "config.json").read_text() == old.name
         (tmp_path / "out").rename(old)
         (tmp_path / "out").mkdir()
+        lock.touch()
         assert sweep(tmp_path) == [old]
+        assert leftovers(tmp_path) == []
+
+    @pytest.mark.parametrize("can_exchange", [True, False])
+    def test_the_earlier_result_of_a_live_run_is_not_swept(
+        self, source: Path, out: Path, monkeypatch: pytest.MonkeyPatch, can_exchange: bool
+    ) -> None:
+        """Neither before it was checked for the user's files, nor given its name back meanwhile."""
+        convert_checkpoint(source, out, 3)
+        exchange, check = publication._exchange, publication.foreign_files
+        swept = []
+
+        def checked(folder: Path) -> list[str]:
+            swept.append((folder.name, sweep(out.parent)))
+            return check(folder)
+
+        monkeypatch.setattr(publication, "_exchange", lambda *both: can_exchange and exchange(*both))
+        monkeypatch.setattr(publication, "foreign_files", checked)
+        convert_checkpoint(source, out, 4, ConversionOptions(overwrite=True))
+        assert swept[-1][0].startswith(".out.gqa-convert-")
+        assert [removed for _, removed in swept] == [[]] * len(swept)
+        assert leftovers(out.parent) == []
 
     def test_check_destination_alone(self, tmp_path: Path) -> None:
         check_destination(tmp_path / "new", None, overwrite=False)
@@ -525,7 +579,7 @@ while True:
     if state == "new":
         assert (out / "gqa_conversion.json").is_file()
     if number == signal.SIGKILL:
-        assert len(left) <= 1, (stop, left)
+        assert len(left) <= 2, (stop, left)  # the folder and its lock
     else:
         assert not left, (stop, left, status)
     if status == 0:
@@ -597,7 +651,7 @@ class TestStopped:
             else:
                 assert not overwrite
                 states.append("none")
-            assert len(leftovers(out.parent)) <= (1 if kind == signal.SIGKILL else 0)
+            assert len(leftovers(out.parent)) <= (2 if kind == signal.SIGKILL else 0)
         convert_checkpoint(large, out, 4, ConversionOptions(overwrite=True))
         assert complete(out, new)
         assert leftovers(out.parent) == []

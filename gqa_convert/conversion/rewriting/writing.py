@@ -1,7 +1,6 @@
 """Writes a rewritten source, tensor by tensor, and opens a source in the form in which it is converted."""
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -13,7 +12,7 @@ from typing import TypeVar
 import numpy as np
 
 from gqa_convert.checkpoint.dtypes import STORED
-from gqa_convert.checkpoint.publication import StagedFolder, sweep
+from gqa_convert.checkpoint.publication import StagedFolder
 from gqa_convert.checkpoint.source import CONFIG, Checkpoint, download_checkpoint, open_checkpoint, open_headers
 from gqa_convert.checkpoint.source_files import SourceFiles, read_bytes
 from gqa_convert.conversion.options import ConversionOptions
@@ -63,7 +62,6 @@ def open_rewritten(
     for note in rewriting.notes:
         on_note(note)
     on_note(f"the rewritten source is in a folder beside {out}, which is deleted afterwards")
-    sweep(Path(os.path.realpath(out)).parent)
     with StagedFolder(out) as scratch:
         yield write_rewritten(rewriting, scratch.path / "source", on_progress), planned
 
