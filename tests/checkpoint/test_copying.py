@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import mmap
 import os
 import struct
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ DATA = np.random.default_rng(0).bytes(40 * BLOCK + 77)
 def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SourceFile]:
     """A file of a few blocks, which make several requests."""
     monkeypatch.setattr(copying, "LARGE", 1)
-    monkeypatch.setattr(copying, "_BUFFER", 2 * BLOCK)
+    monkeypatch.setattr(copying, "_SMALL", 2 * BLOCK)
     monkeypatch.setattr(copying, "_STEP", 3 * BLOCK)
     (tmp_path / "in").write_bytes(DATA)
     with SourceFile(tmp_path / "in") as file:
@@ -82,7 +83,7 @@ def test_ranges_of_every_size_and_place(
     if answer != "shared":
         assert {BLOCK, 4 * BLOCK} <= {start for start, _ in fetched}, "requests follow one another"
         assert all(start >= 0 and nbytes > 0 and start + nbytes <= len(DATA) for start, nbytes in fetched)
-        assert any(nbytes > copying._BUFFER for _, _, nbytes in calls), "nothing came from the source's pages"
+        assert any(nbytes > copying._SMALL for _, _, nbytes in calls), "nothing came from the source's pages"
         direct = [(at, nbytes) for direct, at, nbytes in calls if direct]
         assert all(at % BLOCK == nbytes % BLOCK == 0 for at, nbytes in direct)
         assert answer != "cached" or not direct
@@ -100,14 +101,34 @@ def test_a_source_that_ends_too_early(source: SourceFile, tmp_path: Path, monkey
         WrittenFile(tmp_path / "out", 2 * len(DATA), lambda _: None) as out,
     ):
         out.copy(source, BLOCK, len(DATA))
-    status = os.fstat(source.fd)
+    status, pages = os.fstat(source.fd), mmap.mmap(source.fd, 0, prot=mmap.PROT_READ)
     monkeypatch.setattr(os, "fstat", lambda _: status)
     os.truncate(tmp_path / "in", 8 * BLOCK)
+    with (
+        pytest.raises(CorruptCheckpointError, match="shorter"),
+        WrittenFile(tmp_path / "before", len(DATA), lambda _: None) as out,
+    ):
+        out.copy(source, 0, len(DATA))
+    monkeypatch.setattr(copying.mmap, "mmap", lambda *_, **__: pages)
     with (
         pytest.raises(CorruptCheckpointError, match="shorter"),
         WrittenFile(tmp_path / "meanwhile", len(DATA), lambda _: None) as out,
     ):
         out.copy(source, 0, len(DATA))
+
+
+def test_a_source_that_cannot_be_read(source: SourceFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error names the source, not the result."""
+
+    def fails(*_: Any) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "preadv", fails)
+    with (
+        pytest.raises(CorruptCheckpointError, match=r"in cannot be read \(Input/output error\): check the disk"),
+        WrittenFile(tmp_path / "out", len(DATA), lambda _: None) as out,
+    ):
+        out.copy(source, 0, 8)
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
