@@ -61,7 +61,7 @@ The decoder inside a vision-language model is converted and all else stays byte 
 STOCK = """
 ## Rewritten as a stock type
 
-A stock class of another type computes the same function and has a K/V-head count. `convert` rewrites such a source with all its heads, in a folder beside OUT that goes afterwards, and converts that; `verify` checks the logits of both steps. `--no-native` keeps the source's type, except GPT-J's and CodeGen's, which have no modelling file, and `--native` says why a source is not rewritten.
+A stock class of another type computes the same function and has a K/V-head count. `convert` rewrites such a source with all its heads, and converts that; `verify` checks the logits of both steps. `--no-native` keeps the source's type, except GPT-J's and CodeGen's, which have no modelling file, and `--native` says why a source is not rewritten.
 
 phi with fewer K/V heads than query heads loads in transformers and in vLLM; llama.cpp assumes as many K/V heads as query heads.
 """

@@ -45,6 +45,16 @@ class Shard:
     """Modification time of the local file in nanoseconds."""
 
 
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How a tensor comes from tensors of the checkpoint that the user named."""
+
+    sources: tuple[str, ...]
+    """Their names."""
+    compute: Callable[..., Any] | None
+    """Makes an array from its numpy type and theirs; None if it has the bytes of the one source."""
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """A checkpoint whose headers have been read and checked."""
@@ -73,7 +83,13 @@ class Checkpoint:
     result_dtypes: Mapping[str, str] = field(default_factory=dict)
     """The types of a result's tensors, where a rewritten source holds them in wider ones."""
     rewritten_from: "Checkpoint | None" = None
-    """The checkpoint that this one was rewritten from, if it was."""
+    """The checkpoint that the user named, where this is another form of it."""
+    recipes: Mapping[str, Recipe] = field(default_factory=dict)
+    """How the tensors come from that checkpoint's, until they are written."""
+    tokenizer_defaults: Mapping[str, str] = field(default_factory=dict)
+    """Values of tokenizer_config.json that the source's tokenizer class has by default, and that of this form has not."""
+    rewriting_notes: tuple[str, ...] = ()
+    """Sentences on what is rewritten, and how it differs."""
 
     @property
     def origin(self) -> "Checkpoint":
@@ -81,9 +97,14 @@ class Checkpoint:
         return self.rewritten_from or self
 
     @property
+    def stored(self) -> "Checkpoint":
+        """The checkpoint whose files hold the numbers."""
+        return self.origin if self.recipes else self
+
+    @property
     def notes(self) -> list[str]:
         """Sentences on what the user may not expect of the files."""
-        notes = links_note(self.links_out)
+        notes = [*self.rewriting_notes, *links_note(self.links_out)]
         if self.unreachable is not None:
             notes.append(
                 f"the Hub was not asked for the newest commit of {self.source_id} ({self.unreachable}): the files are those of commit "

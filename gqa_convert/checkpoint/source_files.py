@@ -1,6 +1,7 @@
 """The weight files of a checkpoint, open for reading tensors and byte ranges."""
 
 from contextlib import ExitStack
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from gqa_convert.checkpoint.copying import SourceFile
 from gqa_convert.checkpoint.dtypes import STORED
 from gqa_convert.checkpoint.headers import TensorEntry
 from gqa_convert.checkpoint.source import Checkpoint
-from gqa_convert.errors import CorruptCheckpointError
+from gqa_convert.errors import CorruptCheckpointError, NonFiniteError
 
 
 def read_bytes(file: SourceFile, entry: TensorEntry) -> npt.NDArray[np.uint8]:
@@ -31,6 +32,8 @@ class SourceFiles:
 
     Old `.bin` files whose tensors have no usable offsets are first written out as plain bytes ("spilled").
 
+    Tensors of a source in another form are computed when they are read.
+
     Args:
         checkpoint: a local one.
         work: a folder for what is written out.
@@ -38,7 +41,9 @@ class SourceFiles:
     """
 
     def __init__(self, checkpoint: Checkpoint, work: Path, stack: ExitStack) -> None:
-        self._checkpoint = checkpoint
+        self._checkpoint = checkpoint.stored
+        self._rewritten = checkpoint
+        self._read_stored = lru_cache(maxsize=4)(self._read)  # a projection of all heads is cut into several tensors
         self._work = work
         self._stack = stack
         self._open: dict[int, SourceFile] = {}
@@ -59,14 +64,37 @@ class SourceFiles:
             self._open[number] = self._stack.enter_context(SourceFile(path))
         return self._open[number]
 
-    def locate(self, name: str) -> tuple[SourceFile, TensorEntry]:
-        """The file that holds a tensor, and the tensor's entry in its header."""
+    def locate(self, name: str) -> tuple[SourceFile, TensorEntry] | None:
+        """The file that holds a tensor, and the tensor's entry in its header; None for one that is computed."""
+        recipe = self._rewritten.recipes.get(name)
+        if recipe is None:
+            return self._locate(name)
+        return self._locate(*recipe.sources) if recipe.compute is None else None
+
+    def read(self, name: str) -> Any:
+        """A tensor as an array in the type of the file.
+
+        Raises:
+            NonFiniteError: it is computed, and holds NaN or Inf.
+        """
+        located = self.locate(name)
+        if located is not None:
+            return read_tensor(*located)
+        recipe = self._rewritten.recipes[name]
+        assert recipe.compute is not None
+        array = recipe.compute(STORED[self._rewritten.entries[name].dtype], *map(self._read_stored, recipe.sources))
+        if not np.isfinite(array).all():
+            raise NonFiniteError(
+                f"tensor {recipe.sources[0]} holds NaN or Inf, or {name} would: repair the checkpoint first"
+            )
+        return array
+
+    def _locate(self, name: str) -> tuple[SourceFile, TensorEntry]:
         number = next(n for n, shard in enumerate(self._checkpoint.shards) if name in shard.header.tensors)
         return self[number], self._checkpoint.shards[number].header.tensors[name]
 
-    def read(self, name: str) -> Any:
-        """A tensor as an array in the type of the file."""
-        return read_tensor(*self.locate(name))
+    def _read(self, name: str) -> Any:
+        return read_tensor(*self._locate(name))
 
     def check_unchanged(self) -> None:
         """Raise CorruptCheckpointError if a file was modified after its header was read."""

@@ -58,7 +58,6 @@ def convert_source(
             options,
             prove=prover(source, options.revision),
             on_plan=screen.plan,
-            on_note=screen.note,
             on_layer=screen.layer,
             progress=screen.written,
         )
@@ -77,8 +76,7 @@ def plan_source(
     from gqa_convert.conversion.rewriting.planning import plan_rewriting
 
     checkpoint = open_checkpoint(source, revision=options.revision, quantised=True)
-    rewriting = plan_rewriting(checkpoint, groups, native=options.native)
-    return plan_conversion(checkpoint if rewriting is None else rewriting.headers, groups, options)
+    return plan_conversion(plan_rewriting(checkpoint, groups, native=options.native), groups, options)
 
 
 def show_dry_run(

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from gqa_convert.checkpoint.atomic_files import write_json
 from gqa_convert.checkpoint.paths import local_path
 from gqa_convert.checkpoint.provenance import (
     PROVENANCE,
@@ -16,17 +17,17 @@ from gqa_convert.checkpoint.provenance import (
 )
 from gqa_convert.checkpoint.publication import StagedFolder, check_destination
 from gqa_convert.checkpoint.results import Result
-from gqa_convert.checkpoint.source import Checkpoint
+from gqa_convert.checkpoint.source import download_checkpoint, open_headers
 from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.conversion.fit.defaults import plan_conversion
-from gqa_convert.conversion.fit.options import CalibrationOptions
 from gqa_convert.conversion.fit.progress import FitProgress, OnProgress
 from gqa_convert.conversion.fit.run import prepare_layers
 from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.conversion.provenance import record_conversion
-from gqa_convert.conversion.rewriting.writing import open_rewritten
-from gqa_convert.conversion.sidecar_files import write_json, write_sidecar_files
+from gqa_convert.conversion.rewriting.folder import rewritten_folder
+from gqa_convert.conversion.rewriting.planning import plan_rewriting
+from gqa_convert.conversion.sidecar_files import write_sidecar_files
 from gqa_convert.conversion.writing import Progress, write_weights
 from gqa_convert.errors import UnsupportedFamilyError
 
@@ -66,7 +67,6 @@ def convert_checkpoint(
     *,
     prove: Callable[[Path], None] | None = None,
     on_plan: Callable[[Plan], None] = lambda plan: None,
-    on_note: Callable[[str], None] = lambda sentence: None,
     on_layer: OnProgress = lambda progress: None,
     progress: Progress = lambda nbytes: None,
 ) -> ConversionResult:
@@ -74,15 +74,14 @@ def convert_checkpoint(
 
     Args:
         source: a local folder or a Hub id. One that loads by the code in its checkpoint, or whose weights are quantised
-            in a way that can be undone, is rewritten first in a folder beside `out`, which is deleted afterwards.
+            in a way that can be undone, is rewritten first.
         out: the folder to make.
         groups: K/V heads per layer in the result, or those of each attention layer in the order of the layers.
         options: the method, its calibration text, and more.
         prove: called with the finished folder of a source whose model type is on no list, before `out` appears; what it
             raises stops the conversion. Such a source is refused without it. `gqa_convert.verify.proof` makes one.
         on_plan: called with the plan before anything is written.
-        on_note: called with sentences about a source that is rewritten first.
-        on_layer: called as a source is rewritten, and as a method that works on whole layers proceeds.
+        on_layer: called as a method that works on whole layers proceeds.
         progress: called with every number of weight bytes written.
 
     Returns:
@@ -93,26 +92,26 @@ def convert_checkpoint(
     """
 
     folder = local_path(out)
-
-    def planned(checkpoint: Checkpoint) -> tuple[Plan, CalibrationOptions]:
-        plan = plan_conversion(checkpoint, groups, options)
-        check_destination(folder, checkpoint.origin.folder, overwrite=options.overwrite)
-        return plan
-
-    def rewriting(label: str, done: int, total: int) -> None:
-        on_layer(FitProgress(label, done, total))
-
+    opened = open_headers(source, options.revision, quantised=True)
+    form = plan_rewriting(opened, groups, native=options.native)
+    plan, calibration = plan_conversion(form, groups, options)
+    check_destination(folder, opened.folder, overwrite=options.overwrite)
+    if opened.folder is None:
+        opened = download_checkpoint(opened, options.revision)
+        plan = replace(plan, checkpoint=plan_rewriting(opened, groups, native=options.native))
+        check_destination(folder, opened.folder, overwrite=options.overwrite)
+    previous = earlier_record(opened)
+    if not plan.family.listed and prove is None:
+        raise UnsupportedFamilyError(
+            f"model type {plan.family.model_type} is on no list, and its result must be proved: pass prove="
+        )
+    on_plan(plan)
     with ExitStack() as stack:
-        opened = open_rewritten(source, folder, groups, options, planned, on_note, rewriting)
-        checkpoint, (plan, calibration) = stack.enter_context(opened)
-        plan = replace(plan, checkpoint=checkpoint)
-        check_destination(folder, checkpoint.origin.folder, overwrite=options.overwrite)
-        previous = earlier_record(checkpoint.origin)
-        if not plan.family.listed and prove is None:
-            raise UnsupportedFamilyError(
-                f"model type {plan.family.model_type} is on no list, and its result must be proved: pass prove="
+        if plan.checkpoint.recipes and calibration.has_data:
+            rewriting = rewritten_folder(
+                plan.checkpoint, folder, lambda label, done, total: on_layer(FitProgress(label, done, total))
             )
-        on_plan(plan)
+            plan = replace(plan, checkpoint=stack.enter_context(rewriting))
         staged = stack.enter_context(StagedFolder(folder))
         merged = prepare_layers(plan, folder, calibration, stack, on_layer)
         errors = write_weights(plan, staged.path, merged.tensors, progress)

@@ -55,7 +55,7 @@ def write_weights(plan: Plan, folder: Path, merged: MergedTensors, progress: Pro
 
 
 def _check_space(plan: Plan, folder: Path) -> None:
-    needed = plan.disk_bytes + sum(shard.size for shard in plan.checkpoint.shards if shard.spilled)
+    needed = plan.disk_bytes + sum(shard.size for shard in plan.checkpoint.stored.shards if shard.spilled)
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise NoSpaceError(
@@ -103,11 +103,12 @@ class _Writer:
         if tensor.regrouping and tensor.name not in self._merged:
             array = self._regroup(tensor, tensor.regrouping)
         else:
-            source, entry = self._merged.get(tensor.name) or self._sources.locate(tensor.name)
-            if entry.dtype == tensor.dtype:
+            located = self._merged.get(tensor.name) or self._sources.locate(tensor.name)
+            if located is not None and located[1].dtype == tensor.dtype:
+                source, entry = located
                 out.copy(source, entry.start, entry.nbytes)
                 return
-            array = _rounded(read_tensor(source, entry), tensor)
+            array = _rounded(read_tensor(*located) if located else self._sources.read(tensor.name), tensor)
         out.write(array.reshape(-1).view(np.uint8).data)
 
     def _regroup(self, tensor: OutputTensor, regrouping: Regrouping) -> Array:

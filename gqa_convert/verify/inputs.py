@@ -10,9 +10,9 @@ import torch
 
 from gqa_convert.checkpoint.paths import local_path
 from gqa_convert.checkpoint.quantised import quantisation_method
-from gqa_convert.conversion.options import ConversionOptions
-from gqa_convert.conversion.rewriting.planning import needs_rewriting
-from gqa_convert.conversion.rewriting.writing import open_rewritten
+from gqa_convert.checkpoint.source import open_checkpoint
+from gqa_convert.conversion.rewriting.folder import rewritten_folder
+from gqa_convert.conversion.rewriting.planning import needs_rewriting, plan_rewriting
 from gqa_convert.errors import ConfigError, CorruptCheckpointError, GQAConvertError, OptionError, SourceNotFoundError
 from gqa_convert.families.family import Family
 from gqa_convert.families.records import with_key_norm
@@ -107,8 +107,10 @@ def read_inputs(
         _check_text(inputs)
         yield inputs
         return
-    options = ConversionOptions(native=True)
-    with open_rewritten(folder, out, 1, options, lambda _: None, on_note) as (rewritten, _):
+    planned = plan_rewriting(open_checkpoint(folder, quantised=True), native=True)
+    for note in planned.rewriting_notes:
+        on_note(note)
+    with rewritten_folder(planned, out) as rewritten:
         assert rewritten.folder is not None
         dtypes = {name: _TORCH[dtype] for name, dtype in rewritten.result_dtypes.items()}
         weights, original = Weights(rewritten.folder, _source_error, dtypes), Weights(folder, _source_error)
@@ -137,8 +139,6 @@ def _source_folder(source: str | Path, revision: str | None) -> Path:
                 f"{source} is a local folder, which has no revision {revision!r}: leave --revision out"
             )
         return path
-    from gqa_convert.checkpoint.source import open_checkpoint
-
     folder = open_checkpoint(source, revision=revision, download=True, quantised=True).folder
     assert folder is not None
     return folder

@@ -605,7 +605,7 @@ class TestStopped:
             ("/checkpoint/publication.py", 4),
             ("/gqa_convert/conversion/writing.py", 20),
             ("/gqa_convert/conversion/run.py", 4),
-            ("/gqa_convert/conversion/sidecar_files.py", 6),
+            ("/gqa_convert/conversion/sidecar_files.py", 4),
         ],
     )
     def test_at_every_few_lines(

@@ -14,7 +14,6 @@ from gqa_convert.checkpoint.copying import BLOCK
 from gqa_convert.checkpoint.source import Checkpoint, open_checkpoint
 from gqa_convert.conversion import writing
 from gqa_convert.conversion.fit import defaults
-from gqa_convert.conversion.fit.progress import FitProgress
 from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.plan import Plan, make_plan
 from gqa_convert.conversion.run import convert_checkpoint
@@ -137,14 +136,8 @@ def test_a_source_that_is_rewritten_is_planned_once(tmp_path: Path, monkeypatch:
         return make_plan(checkpoint, *given, **options)
 
     monkeypatch.setattr(defaults, "make_plan", counted)
-    source, shown = make_source("gpt_neox", tmp_path / "source"), []
-
-    def look(progress: FitProgress) -> None:
-        shown.append((progress.label, progress.done / progress.total))
-
-    plan = convert_checkpoint(source, tmp_path / "out", 3, ConversionOptions(method="mean"), on_layer=look).plan
-    assert (len(shown) > 10, shown[-1]) == (True, ("rewriting the source", 1))
-    assert shown == sorted(shown)
+    source = make_source("gpt_neox", tmp_path / "source")
+    plan = convert_checkpoint(source, tmp_path / "out", 3, ConversionOptions(method="mean")).plan
     assert made == ["phi"]
     assert plan.checkpoint.source_id == str(source)
 

@@ -9,7 +9,6 @@ result.
 import copy
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +21,12 @@ from torch import Tensor
 from transformers import AutoModel, AutoModelForCausalLM
 
 from gqa_convert import convert_checkpoint, verify_checkpoint
-from gqa_convert.checkpoint.source import Checkpoint, Shard, open_checkpoint
+from gqa_convert.checkpoint.source import Checkpoint, open_checkpoint
 from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions
 from gqa_convert.conversion.plan import make_plan
 from gqa_convert.conversion.rewriting.decoders import partial_factor
+from gqa_convert.conversion.rewriting.folder import write_rewritten
 from gqa_convert.conversion.rewriting.planning import plan_rewriting
-from gqa_convert.conversion.rewriting.writing import write_rewritten
 from gqa_convert.errors import (
     ConfigError,
     CorruptCheckpointError,
@@ -57,12 +56,16 @@ FOLDED = 5e-5
 
 def rewritten(source: Path, folder: Path, **options: Any) -> Checkpoint:
     """The rewritten source, whose files are those that the plan has announced."""
-    rewriting = plan_rewriting(open_checkpoint(source, quantised=True), **options)
-    assert rewriting is not None
-    written, announced = write_rewritten(rewriting, folder), rewriting.headers
-    described: Callable[[Shard], Any] = lambda shard: (shard.file, shard.size, shard.header)  # noqa: E731
-    assert list(map(described, written.shards)) == list(map(described, announced.shards))
-    assert (written.config, written.carried) == (announced.config, announced.carried)
+    announced = plan_rewriting(open_checkpoint(source, quantised=True), **options)
+    written = write_rewritten(announced, folder)
+    described = [
+        [(number, name, entry.dtype, entry.shape) for number, name, entry in each.tensors()]
+        for each in (announced, written)
+    ]
+    assert described[0] == described[1]
+    assert [shard.file for shard in written.shards] == [shard.file for shard in announced.shards]
+    assert set(announced.carried) <= set(written.carried)
+    assert (written.config, written.recipes) == (open_checkpoint(folder).config, {})
     return written
 
 
@@ -141,11 +144,10 @@ def test_decoders(name: str, tmp_path: Path) -> None:
 
 def test_the_route_is_chosen(tmp_path: Path) -> None:
     neox, gpt2 = (open_checkpoint(build(name).save(tmp_path / name)) for name in ("neox", "gpt2"))
-    assert plan_rewriting(neox, 3) is not None
-    assert plan_rewriting(neox, HEADS, native=True) is not None
-    assert plan_rewriting(gpt2, 1) is not None
+    for checkpoint, groups, chosen in ((neox, 3, None), (neox, HEADS, True), (gpt2, 1, None)):
+        assert plan_rewriting(checkpoint, groups, native=chosen).recipes
     for checkpoint, groups, chosen in ((neox, 3, False), (neox, HEADS, None), (neox, [3, 12], None), (gpt2, 3, None)):
-        assert plan_rewriting(checkpoint, groups, native=chosen) is None
+        assert plan_rewriting(checkpoint, groups, native=chosen) is checkpoint
     with pytest.raises(OptionError, match="no stock class computes the same as this gpt2: gpt_bigcode, which is GPT-2"):
         plan_rewriting(gpt2, 3, native=True)
 
@@ -190,8 +192,8 @@ def with_config(name: str, **fields: Any) -> dict[str, Any]:
     return {"model_type": model_type} | SIZES[model_type] | changes | fields
 
 
-def planned(config: dict[str, Any], groups: int, native: bool | None = True) -> Any:
-    """The rewriting of a source without tensors, which every config here is refused before."""
+def planned(config: dict[str, Any], groups: int, native: bool | None = True) -> Checkpoint:
+    """The form of a source without tensors, which every config here is refused before."""
     checkpoint = Checkpoint("here", None, None, config, "safetensors", (), None, (), (), {})
     return plan_rewriting(checkpoint, groups, native=native)
 
@@ -217,7 +219,7 @@ def planned(config: dict[str, Any], groups: int, native: bool | None = True) -> 
 def test_no_stock_class(config: dict[str, Any], groups: int, reason: str) -> None:
     with pytest.raises(OptionError, match=reason):
         planned(config, groups)
-    assert planned(config, groups, None) is None
+    assert not planned(config, groups, None).recipes
 
 
 @pytest.mark.parametrize("native", [None, True])
@@ -234,21 +236,17 @@ def test_no_modelling_file_can_be_asked_for(name: str, tmp_path: Path) -> None:
         plan_rewriting(checkpoint, 3, native=False)
     for groups in (3, HEADS):
         rewriting = plan_rewriting(checkpoint, groups)
-        assert rewriting is not None
         assert rewriting.config["model_type"] == "phi"
-        assert "--no-native" not in " ".join(rewriting.notes)
+        assert "--no-native" not in " ".join(rewriting.rewriting_notes)
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        (with_config("neox", num_attention_heads=11), "11 heads, which do not divide"),
-        (with_config("neox", hidden_size="96"), "hidden_size = '96'"),
-    ],
-)
-def test_impossible_configs(config: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        planned(config, 3)
+def test_impossible_configs(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="hidden_size = '96'"):
+        planned(with_config("neox", hidden_size="96"), 3)
+    source = build("neox").save(tmp_path / "source")
+    edit_json(source / "config.json", num_attention_heads=11)
+    with pytest.raises(ConfigError, match=r"shape \[288, 96\], expected \[264, 96\]"):
+        plan_rewriting(open_checkpoint(source), 3)
 
 
 def test_rotary_factor_survives_rounding() -> None:
@@ -302,7 +300,7 @@ def test_a_source_that_is_written_to_meanwhile(tmp_path: Path) -> None:
         os.utime(source / "model.safetensors", (1, 1))
 
     with pytest.raises(CorruptCheckpointError, match="has changed since its header was read"):
-        convert_checkpoint(source, tmp_path / "out", 3, STOCK, on_layer=touch)
+        convert_checkpoint(source, tmp_path / "out", 3, STOCK, progress=touch)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
@@ -449,12 +447,19 @@ def test_the_commands_rewrite_a_source_and_leave_nothing_beside_the_result(tmp_p
     source = REFERENCES["qwen"]().save(tmp_path / "source")
     out = tmp_path / "out"
     dry = run("convert", source, "--groups", 3, "--dry-run", "--json")
-    assert (dry.returncode, json.loads(dry.stdout)["model_type"]) == (0, "qwen2"), dry.stderr
+    planned = json.loads(dry.stdout)
+    assert (planned["rewritten_from"], planned["model_type"], planned["estimate"]["rewritten_bytes"]) == (
+        "qwen",
+        "qwen2",
+        0,
+    )
+    shown = run("convert", source, "--groups", 3, "--dry-run", "-m", "fit", "--calibration", __file__)
+    assert "qwen as qwen2, into a folder beside OUT, " in shown.stdout, shown.stderr
     made = run("convert", source, out, "--groups", 3, "-m", "mean", "--json")
     assert made.returncode == 0, made.stderr
-    assert "note: the same up to 48 tokens" in made.stderr
-    assert "a qwen, is rewritten as a qwen2" in made.stderr
     summary = json.loads(made.stdout)
+    assert "a qwen, is rewritten as a qwen2" in summary["warnings"][0]
+    assert "the same up to 48 tokens" in summary["warnings"][1]
     assert (summary["source"], summary["model_type"], summary["groups"]) == (str(source), "qwen2", 3)
     verified = run("verify", out, "--source", source, "--json")
     assert verified.returncode == 0, verified.stdout

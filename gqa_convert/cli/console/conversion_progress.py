@@ -21,10 +21,6 @@ class ConversionScreen:
         self._show = progress.show
         self._written = self._to_write = 0
 
-    def note(self, sentence: str) -> None:
-        """Print a sentence about the source."""
-        self.say(f"note: {sentence}")
-
     def plan(self, plan: "Plan") -> None:
         """Note the size of the result's weights."""
         self._to_write = plan.weight_bytes_after

@@ -72,7 +72,7 @@ def show_plan(plan: "Plan", needs: "Needs", caches: dict[str, Any]) -> None:
         columns = ["layers", "tensor", "before", "after", "type", "method"]
         show_table(columns, _changes(plan), title="Changes", justify="left")
     show_table(["", "before", "after", "ratio"], _savings(plan, caches), title="Savings")
-    for label, text in _facts(plan):
+    for label, text in _facts(plan, needs):
         console.print(f"{label:<17} {text}", soft_wrap=True)
     memory, disk = needs.memory_bytes / 2**30, size(needs.disk_bytes)
     needed = f"about {memory:.1f} GiB of memory on {needs.device}, {disk} of disk ({needs.work})"
@@ -135,10 +135,14 @@ def _sizes(label: str, before: int, after: int) -> list[str]:
     return [label, size(before), size(after), f"{after / before:.3f}"]
 
 
-def _facts(plan: "Plan") -> Iterator[tuple[str, str]]:
+def _facts(plan: "Plan", needs: "Needs") -> Iterator[tuple[str, str]]:
     """Yield the labelled lines below the tables."""
     from gqa_convert.families.engines import ENGINES
 
+    if plan.rewritten_from:
+        folder = f"into a folder beside OUT, {size(needs.rewritten_bytes)} of disk"
+        where = folder if needs.rewritten_bytes else "while it is read"
+        yield "rewritten first:", f"{plan.rewritten_from} as {plan.family.model_type}, {where}"
     if plan.modeling:
         yield "loads in:", MODELING.format(plan.modeling.file)
     else:

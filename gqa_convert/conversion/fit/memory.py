@@ -44,6 +44,8 @@ class Needs(Result):
     """The largest memory; on a GPU, the GPU's."""
     disk_bytes: int
     """Of the result and of files beside it that are deleted afterwards."""
+    rewritten_bytes: int
+    """Of those, what the source takes in another form; 0 where it is converted as it is, or rewritten while it is read."""
     tokens: int | None
     """Of calibration text; None without."""
     device: str
@@ -58,7 +60,7 @@ def estimate_needs(plan: Plan, options: CalibrationOptions) -> Needs:
     """
     tokens, device, work = None, "cpu", plan.effective_method
     memory: float = _NUMPY_BASE
-    disk = plan.disk_bytes
+    disk, rewritten = plan.disk_bytes, 0
     hidden_size = hidden_size_of(plan)
     if plan.merge_method.merges_layers:
         # merged layers lie beside the result until it is written
@@ -66,6 +68,9 @@ def estimate_needs(plan: Plan, options: CalibrationOptions) -> Needs:
         widths = [(layer.heads + layer.kv_heads) * (layer.key_head_dim + layer.value_head_dim) for layer in plan.layers]
         memory += 6 * 8 * max(widths) * hidden_size  # float64 copies of a layer's rows
         if options.has_data:
+            if plan.checkpoint.recipes:
+                rewritten = sum(entry.nbytes for *_, entry in plan.checkpoint.tensors())
+                disk += rewritten
             tokens = wanted_tokens(plan, options)
             work += f" on {tokens:,} tokens"
             if options.device is not None or has_gpu_driver():
@@ -81,6 +86,7 @@ def estimate_needs(plan: Plan, options: CalibrationOptions) -> Needs:
         layers=len(plan.merged_layers),
         memory_bytes=int(memory),
         disk_bytes=disk,
+        rewritten_bytes=rewritten,
         tokens=tokens,
         device=device,
     )

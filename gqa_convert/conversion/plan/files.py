@@ -20,7 +20,7 @@ def keep_files(checkpoint: Checkpoint, touched: Collection[str], dropped: Collec
         changes = any(name in touched for name in names)
         if changes and dropped:
             names = [name for name in names if name not in dropped]
-        copied = checkpoint.weights_format == "safetensors" and not changes
+        copied = checkpoint.stored.weights_format == "safetensors" and not checkpoint.recipes and not changes
         yield OutputFile(safetensors_name(shard.file), names, shard.header.metadata, number if copied else None)
 
 

@@ -192,6 +192,12 @@ class Plan:
         return REPEAT if any(groups > layer.kv_heads for layer, groups in self._pairs) else COPY
 
     @property
+    def rewritten_from(self) -> str | None:
+        """The model type of a source that is converted in another form; None for any other."""
+        source = self.checkpoint.rewritten_from
+        return None if source is None else str(source.config["model_type"])
+
+    @property
     def route(self) -> str:
         """What loads the result: stock classes (`native`), its modelling file (`own file`), or the source's own code."""
         if self.modeling:
@@ -261,6 +267,7 @@ class Plan:
         return {
             "source": self.checkpoint.source_id,
             "revision": self.checkpoint.revision,
+            "rewritten_from": self.rewritten_from,
             "model_type": self.family.model_type,
             "weights_format": self.checkpoint.weights_format,
             "heads": self.heads,

@@ -1,16 +1,15 @@
-"""The functions that rewritten tensors are computed by: from the type of the result, and whole arrays of the source, to
-one array.
+"""The arithmetic of rewritten tensors. Each function takes the type of the result and whole arrays of the source.
 
-Shape legend: H heads, c head_dim, d inputs. A linear weight is [rows, d], its bias [rows].
+Shape legend: d inputs. A linear weight is [rows, d], its bias [rows]. `rows` are the numbers of those that are taken, in
+their new order.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from gqa_convert.families import layouts
 from gqa_convert.families.layouts import Role, Section
 
 Array = npt.NDArray[Any]
@@ -27,75 +26,65 @@ def rotary_order(head_dim: int, rotated: int) -> list[int]:
     return [*range(0, rotated, 2), *range(1, rotated, 2), *range(rotated, head_dim)]
 
 
-@dataclass(frozen=True, slots=True)
-class Heads:
-    """The heads of some roles in a projection, or in its bias."""
+def head_rows(sections: tuple[Section, ...], roles: tuple[Role, ...], rotated: int) -> Array:
+    """The rows of the heads of some roles.
 
-    sections: tuple[Section, ...]
-    """Where the heads of all roles lie."""
-    roles: tuple[Role, ...]
-    """Those that are taken; with several, those of each head follow one another."""
-    rotated: int
-    """Rows of a query's or a key's head that are turned in pairs of neighbours."""
-
-    @property
-    def rows(self) -> int:
-        """The rows that are taken."""
-        return sum(section.rows for section in self.sections if section.role in self.roles)
-
-    def of(self, tensor: Array) -> Array:
-        """The rows of the heads, [rows, ...]."""
-        taken = []
-        for section, heads in zip(self.sections, layouts.split(tensor, self.sections), strict=True):
-            if section.role in self.roles:
-                is_turned = self.rotated and section.role != "value"
-                taken.append(heads[:, rotary_order(section.head_rows, self.rotated)] if is_turned else heads)
-        return np.stack(taken, axis=1).reshape(-1, *tensor.shape[1:])
+    Args:
+        sections: where the heads of all roles lie.
+        roles: those that are taken; with several, those of each head follow one another.
+        rotated: rows of a query's or a key's head that are turned in pairs of neighbours.
+    """
+    taken = []
+    for section in sections:
+        if section.role in roles:
+            order = rotary_order(section.head_rows, 0 if section.role == "value" else rotated)
+            taken.append(np.add.outer(section.starts, order))
+    return np.stack(taken, axis=1).reshape(-1)
 
 
-def move(_: DType, tensor: Array, *, heads: Heads | None, is_transposed: bool = False) -> Array:
-    """Some heads of a bias, or of a weight that may be stored [d, rows]; all rows where `heads` is None."""
+def move(_: DType, tensor: Array, *, rows: Array | None, is_transposed: bool = False) -> Array:
+    """A weight, perhaps stored [d, rows], or a bias; all rows where `rows` is None."""
     upright = tensor.T if is_transposed else tensor
-    return heads.of(upright) if heads else upright
+    return upright if rows is None else upright[rows]
 
 
-def fold_gain(dtype: DType, weight: Array, gain: Array, *, heads: Heads | None) -> Array:
-    """The rows of a weight behind a norm that has lost its gain [d]."""
-    folded = move(dtype, weight, heads=heads).astype(dtype)
+def fold_gain(dtype: DType, weight: Array, gain: Array, *, rows: Array | None) -> Array:
+    """The weight behind a norm that has lost its gain [d]."""
+    folded = move(dtype, weight, rows=rows).astype(dtype)
     folded *= gain.astype(dtype)
     return folded
 
 
-def fold_bias(
-    dtype: DType, weight: Array, norm_bias: Array, bias: Array | None = None, *, heads: Heads | None
-) -> Array:
-    """The bias of a projection behind a norm that has lost its bias [d]: the rows of weight @ norm_bias + bias.
+def fold_bias(dtype: DType, weight: Array, norm_bias: Array, *bias: Array, rows: Array | None) -> Array:
+    """The bias behind a norm that has lost its bias [d]: weight @ norm_bias, plus the projection's own bias if it has one.
 
     Products are summed pairwise in float64, so that every machine gets the same numbers.
     """
-    rows, shift = move(dtype, weight, heads=heads), norm_bias.astype(np.float64)
-    total = np.empty(len(rows))
-    for first in range(0, len(rows), _BLOCK_ROWS):
-        block = rows[first : first + _BLOCK_ROWS].astype(np.float64)
-        total[first : first + _BLOCK_ROWS] = (block * shift).sum(axis=1)
-    if bias is not None:
-        total += move(dtype, bias, heads=heads)
+    shift = norm_bias.astype(np.float64)
+    total = np.concatenate([(block * shift).sum(axis=1) for block in _wide_blocks(move(dtype, weight, rows=rows))])
+    for each in bias:
+        total += move(dtype, each, rows=rows)
     return total.astype(dtype)
 
 
-def fill(dtype: DType, *, count: int, value: float) -> Array:
+def fill(dtype: DType, *_: Array, count: int, value: float) -> Array:
     """A vector of one value."""
     return np.full(count, value, dtype)
 
 
 def unit_rows(dtype: DType, weight: Array) -> Array:
     """A matrix whose rows are divided by their lengths, as torch.nn.functional.normalize does it."""
-    result = np.empty(weight.shape, dtype)
+    blocks = []
+    for block in _wide_blocks(weight):
+        lengths = np.sqrt(np.einsum("rc,rc->r", block, block))[:, None]
+        blocks.append((block / np.maximum(lengths, 1e-12)).astype(dtype))
+    return np.concatenate(blocks)
+
+
+def _wide_blocks(weight: Array) -> Iterator[Array]:
+    """A matrix in float64, some rows at a time."""
     for first in range(0, len(weight), _BLOCK_ROWS):
-        wide = weight[first : first + _BLOCK_ROWS].astype(np.float64)
-        lengths = np.sqrt(np.einsum("rc,rc->r", wide, wide))[:, None]
-        result[first : first + _BLOCK_ROWS] = wide / np.maximum(lengths, 1e-12)
-    return result
+        yield weight[first : first + _BLOCK_ROWS].astype(np.float64)
 
 
 def scale_blocks(dtype: DType, weight: Array, scales: Array, *, block: tuple[int, int] | None) -> Array:

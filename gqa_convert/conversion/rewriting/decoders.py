@@ -138,7 +138,6 @@ PHI_FROM_GPT_NEOX: Final = StockForm(
     prefix="gpt_neox.",
     layers=("gpt_neox.layers", "model.layers"),
     fused_layout="grouped",
-    own_bias_key="attention_bias",
 )
 STARCODER2_FROM_GPT_NEOX: Final = replace(
     PHI_FROM_GPT_NEOX,
@@ -249,7 +248,7 @@ GPT_BIGCODE_FROM_GPT2: Final = StockForm(
     layers=("transformer.h", "transformer.h"),
     fused_layout="blocks",
     transposed=True,
-    special_tokens=("bos_token", "eos_token", "unk_token"),
+    tokenizer_defaults=dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>"),
 )
 
 DECODERS: Final = (

@@ -1,14 +1,14 @@
 """Plans the rewriting of quantised weights in bfloat16; tensors that were never quantised stay as they are."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 
-from gqa_convert.checkpoint.byte_sizes import size
 from gqa_convert.checkpoint.headers import TensorEntry
 from gqa_convert.checkpoint.quantised import described_quantisation, quantisation_method, without_quantisation
 from gqa_convert.checkpoint.source import Checkpoint
 from gqa_convert.conversion.rewriting import arrays
-from gqa_convert.conversion.rewriting.model import Rewriting, RewrittenTensor
+from gqa_convert.conversion.rewriting.recipes import RewrittenTensor, in_another_form
 from gqa_convert.errors import UnsupportedFormatError
 
 _SCALES = "_scale_inv"
@@ -17,38 +17,33 @@ _LEFT_OUT = (_SCALES, ".input_scale", ".activation_scale", "_scales")
 """Ends of the names of tensors that belong to the quantisation alone."""
 
 
-def plan_dequantising(checkpoint: Checkpoint) -> Rewriting:
-    """Plan how FP8 weights with scales per block or per tensor, or MXFP4 experts, become bfloat16.
+def dequantised(checkpoint: Checkpoint) -> Checkpoint:
+    """A source whose FP8 weights with scales per block or per tensor, or MXFP4 experts, are in bfloat16.
 
     Raises:
         UnsupportedFormatError: quantised weights have no scales that belong to the config.
     """
     method = quantisation_method(checkpoint.config)
-    entries = {name: entry for _, name, entry in checkpoint.tensors()}
+    entries = checkpoint.entries
     tensors = []
     for number, name, entry in checkpoint.tensors():
         if name.endswith(_LEFT_OUT):
             continue
+        tensor = RewrittenTensor(name, entry.dtype, entry.shape, number, (name,))
         if entry.dtype in ("F8_E4M3", "F8_E5M2"):
             compute = partial(arrays.scale_blocks, block=_block_of(checkpoint, name, entries))
-            tensors.append(RewrittenTensor(name, "BF16", entry.shape, number, (name, f"{name}{_SCALES}"), compute))
+            tensor = replace(tensor, dtype="BF16", sources=(name, f"{name}{_SCALES}"), compute=compute)
         elif method == "mxfp4" and name.endswith("_blocks"):
             stem = name.removesuffix("_blocks")
             experts, outputs, blocks, _ = entry.shape
-            shape = (experts, blocks * 32, outputs)
-            tensors.append(RewrittenTensor(stem, "BF16", shape, number, (name, f"{stem}_scales"), arrays.unpack_fp4))
-        else:
-            tensors.append(RewrittenTensor(name, entry.dtype, entry.shape, number, (name,)))
-    written = size(sum(tensor.nbytes for tensor in tensors))
-    note = (
-        f"the weights were quantised ({method}) and are written in bfloat16 ({written}): what {method} lost stays lost"
-    )
-    return Rewriting(
-        source=checkpoint,
-        config=without_quantisation(checkpoint.config),
-        tensors=tuple(tensors),
-        carried=checkpoint.carried,
-        notes=(note,),
+            shape = experts, blocks * 32, outputs
+            tensor = RewrittenTensor(stem, "BF16", shape, number, (name, f"{stem}_scales"), arrays.unpack_fp4)
+        tensors.append(tensor)
+    return in_another_form(
+        checkpoint,
+        without_quantisation(checkpoint.config),
+        tensors,
+        (f"the weights were quantised ({method}) and become bfloat16: what {method} lost stays lost",),
     )
 
 

@@ -5,7 +5,7 @@ it in tables, and the stock config that follows from it.
 import copy
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from gqa_convert.checkpoint.strict_json import Config, JsonObject
@@ -127,17 +127,15 @@ class StockForm:
     """Whether the matrices of the source's layers are stored [in, out]."""
     interleaved: bool = False
     """Whether rotary pairs are rows (2j, 2j + 1) in the source."""
-    own_bias_key: str = ""
-    """Key of the source's config that says whether attention has biases; the tensors say it too."""
     bias_key: str = ""
-    """Key of the stock config that says it, if it may have none."""
+    """Key of the stock config that says whether attention has biases, if it may have none."""
     unit_head: str = ""
     """One of the source's classes, which scales the rows of its output projection to length one whenever it is used."""
     same_up_to: str = ""
     """Key of the source's config with the number of tokens beyond which its custom code computes something else."""
-    special_tokens: tuple[str, ...] = ()
-    """Keys of <|endoftext|> that tokenizer_config.json needs where it lacks them, because the source's tokenizer class
-    has them by default and that of the stock type does not."""
+    tokenizer_defaults: dict[str, str] = field(default_factory=dict)
+    """Values of tokenizer_config.json that the source's tokenizer class has by default, and that of the stock type has
+    not."""
 
 
 def stock_config(form: StockForm, config: Config) -> JsonObject:

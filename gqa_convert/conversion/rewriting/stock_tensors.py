@@ -1,0 +1,222 @@
+"""Plans how the tensors of a stock class come from those of a source."""
+
+from collections.abc import Mapping
+from functools import partial
+from itertools import groupby
+
+from gqa_convert.checkpoint.headers import TensorEntry
+from gqa_convert.checkpoint.source import Checkpoint
+from gqa_convert.checkpoint.strict_json import JsonObject
+from gqa_convert.conversion.rewriting import arrays
+from gqa_convert.conversion.rewriting.arrays import Array
+from gqa_convert.conversion.rewriting.recipes import Compute, RewrittenTensor, in_another_form
+from gqa_convert.conversion.rewriting.stock_form import FOLDED, Module, StockForm, stock_config
+from gqa_convert.errors import ConfigError, UnsupportedFormatError
+from gqa_convert.families import layouts
+
+Shape = tuple[int, ...]
+
+_OWN_CODE = ("modeling_", "configuration_")
+"""What the names of Python files begin with that the stock checkpoint does not need. A tokenizer's stay."""
+_UNUSED = (
+    "rotary_emb.inv_freq",
+    "rotary_emb.cos_cached",
+    "rotary_emb.sin_cached",
+    "attn.masked_bias",
+    ".attn.bias",
+    ".attn.causal_mask",
+    ".attn.embed_positions",
+    ".attention.bias",
+    ".attention.masked_bias",
+)
+"""Ends of the names of buffers that old versions saved and that no class reads."""
+
+
+def as_stock_type(checkpoint: Checkpoint, form: StockForm, *, can_stay: bool = False) -> Checkpoint:
+    """A source as one of the stock type.
+
+    Args:
+        checkpoint: the source.
+        form: of its model type.
+        can_stay: whether the source's type has a modelling file.
+
+    Raises:
+        NoStockClassError: the stock class does not compute the same.
+        ConfigError: a tensor is missing, has another shape than the config says, or belongs to no module.
+        UnsupportedFormatError: a tensor has a type that can't be read in numbers.
+    """
+    config = stock_config(form, checkpoint.config)
+    found = _StockTensors(checkpoint, form, config)
+    found.add_all()
+    if form.bias_key:
+        config[form.bias_key] = any("attn." in tensor.name and tensor.name.endswith("bias") for tensor in found.tensors)
+    keep = f" (--no-native keeps {form.model_type})" if can_stay else ""
+    notes = [f"the source, a {form.model_type}, is rewritten as a {form.stock}, which computes the same{keep}"]
+    tokens = checkpoint.config.get(form.same_up_to)
+    if isinstance(tokens, int):
+        notes.append(
+            f"the same up to {tokens:,} tokens; beyond them its custom code scales positions by the length of the text"
+        )
+    return in_another_form(
+        checkpoint,
+        config,
+        found.tensors,
+        tuple(notes),
+        carried=tuple(name for name in checkpoint.carried if not name.startswith(_OWN_CODE)),
+        result_dtypes=found.result_dtypes,
+        tokenizer_defaults=form.tokenizer_defaults,
+    )
+
+
+class _StockTensors:
+    """Finds every tensor of the stock class among those of the source. A tensor left over is an error."""
+
+    def __init__(self, source: Checkpoint, form: StockForm, config: JsonObject) -> None:
+        self.tensors: list[RewrittenTensor] = []
+        self.result_dtypes: dict[str, str] = {}
+        self._form = form
+        self._config = config
+        self._entries = {name: (number, entry) for number, name, entry in source.tensors()}
+        self._is_unit_head = form.unit_head in (source.config.get("architectures") or ())
+        self._missing_prefix = ""
+        """What the names lack in a source that is a model without its head."""
+
+    def add_all(self) -> None:
+        """Add all tensors, in the order of the stock class."""
+        form = self._form
+        if not form.modules:
+            for name, (_, entry) in self._entries.items():
+                self._add(name, entry.shape, {name: None})
+            return
+        modules = form.modules
+        embedding = f"{modules[0].own[0]}.weight"
+        if embedding not in self._entries and embedding.removeprefix(form.prefix) in self._entries:
+            self._missing_prefix = form.prefix
+            modules = modules[:-1]
+        layers = self._config.get("n_layer") or self._config["num_hidden_layers"]
+        for in_layer, group in groupby(modules, lambda module: module.in_layer):
+            heads = [(module, *self._heads_of(module)) for module in group]
+            for layer in range(layers if in_layer else 1):
+                for module, rows, shape in heads:
+                    self._add_module(module, layer, rows, shape)
+        taken = {name for tensor in self.tensors for name in tensor.sources}
+        for name in self._entries:
+            if name not in taken and not name.endswith(_UNUSED):
+                raise ConfigError(
+                    f"tensor {name} does not belong to a {form.model_type} checkpoint with {layers} layers: the config and the "
+                    "weights do not belong together"
+                )
+
+    def _heads_of(self, module: Module) -> tuple[Array | None, Shape | None]:
+        """The rows of a projection in the source that hold a module's heads, and the shape of the projection's weight;
+        None where a module is taken as it is.
+        """
+        if not module.roles:
+            return None, None
+        form, config = self._form, self._config
+        heads = config.get("n_head") or config["num_attention_heads"]
+        hidden_size = config.get("n_embd") or config["hidden_size"]
+        head_dim = hidden_size // heads
+        rotated = int(head_dim * config["partial_rotary_factor"]) if form.interleaved else 0
+        if form.fused_layout is None:
+            sections = layouts.separate(module.roles[0], heads, head_dim)
+        else:
+            sections = layouts.fused(form.fused_layout, heads, config["num_key_value_heads"], head_dim)
+        shape = sum(section.rows for section in sections), hidden_size
+        return arrays.head_rows(sections, module.roles, rotated), shape[::-1] if form.transposed else shape
+
+    def _name(self, module: Module, layer: int) -> str:
+        """The name of a module in the source."""
+        base = f"{self._form.layers[0]}.{layer}." if module.in_layer else ""
+        names = [f"{base}{name}".removeprefix(self._missing_prefix) for name in module.own]
+        return next((name for name in names if f"{name}.weight" in self._entries), names[0])
+
+    def _add_module(self, module: Module, layer: int, rows: Array | None, stored: Shape | None) -> None:
+        """Add the weight and the bias of a module.
+
+        Args:
+            module: one of the form's.
+            layer: its number.
+            rows: those of the source that are taken; None for all.
+            stored: the shape of the source's weight, if it is known.
+        """
+        form, own = self._form, self._name(module, layer)
+        stock = f"{form.layers[1]}.{layer}.{module.stock}" if module.in_layer else module.stock
+        weight, bias = f"{own}.weight", f"{own}.bias"
+        is_tied = weight not in self._entries and module is form.modules[-1] and self._config.get("tie_word_embeddings")
+        if is_tied:
+            weight = f"{self._name(form.modules[0], 0)}.weight"
+        shape = self._entry(weight).shape
+        is_transposed = form.transposed and module.in_layer and len(shape) == 2
+        count, *inputs = shape[::-1] if is_transposed else shape
+        taken = count if rows is None else len(rows)
+        biases: dict[str, Shape | None] = {bias: (count,)} if bias in self._entries else {}
+        if module.norm == FOLDED:
+            for kind, value in (("weight", 1.0), ("bias", 0.0)):
+                fill = partial(arrays.fill, count=count, value=value)
+                self._add(f"{stock}.{kind}", (count,), {f"{own}.{kind}": (count,)}, fill)
+            return
+        if module.norm:
+            norm = own.removesuffix(module.own[0]) + module.norm
+            gain, shift = f"{norm}.weight", f"{norm}.bias"
+            fold_gain, fold_bias = partial(arrays.fold_gain, rows=rows), partial(arrays.fold_bias, rows=rows)
+            self._add(f"{stock}.weight", (taken, *inputs), {weight: stored, gain: (*inputs,)}, fold_gain, wide=True)
+            biases = {weight: None, shift: (*inputs,)} | biases
+            self._add(f"{stock}.bias", (taken,), biases, fold_bias, like=[*biases][-1], wide=True)
+            return
+        compute: Compute | None = None
+        if module is form.modules[-1] and self._is_unit_head:
+            compute = arrays.unit_rows
+        elif rows is not None or is_transposed:
+            compute = partial(arrays.move, rows=rows, is_transposed=is_transposed)
+        if not is_tied:
+            self._add(f"{stock}.weight", (taken, *inputs), {weight: stored}, compute)
+        if biases:
+            self._add(f"{stock}.bias", (taken,), biases, None if rows is None else partial(arrays.move, rows=rows))
+        elif module.has_bias:
+            self._add(f"{stock}.bias", (taken,), {}, partial(arrays.fill, count=taken, value=0.0), like=weight)
+
+    def _entry(self, name: str) -> TensorEntry:
+        if name not in self._entries:
+            raise ConfigError(f"tensor {name} is missing: the checkpoint is incomplete, download or copy it again")
+        return self._entries[name][1]
+
+    def _add(
+        self,
+        name: str,
+        shape: Shape,
+        sources: Mapping[str, Shape | None],
+        compute: Compute | None = None,
+        *,
+        like: str = "",
+        wide: bool = False,
+    ) -> None:
+        """Add a tensor, in the file and the type of the source's tensor `like`, by default the first that it is computed
+        from, or in the type that is wide enough for products of it.
+
+        Args:
+            name: in the stock checkpoint.
+            shape: there.
+            sources: the tensors that it is computed from, with the shapes that they must have, where these are known.
+            compute: as in `Recipe`.
+            like: one of the source's tensors.
+            wide: whether numbers are multiplied.
+        """
+        for source, expected in sources.items():
+            found = self._entry(source).shape
+            if expected is not None and found != expected:
+                raise ConfigError(
+                    f"tensor {source} has shape {list(found)}, expected {list(expected)}: the config and the weights do not "
+                    "belong together"
+                )
+        like = like or next(iter(sources))
+        number, entry = self._entries[like]
+        dtype = entry.dtype
+        if compute is not None and dtype not in arrays.WIDE:
+            raise UnsupportedFormatError(
+                f"{like} has type {dtype}, which can't be rewritten: save the model in one float type"
+            )
+        if wide:
+            dtype = arrays.WIDE[dtype]
+            self.result_dtypes[name] = entry.dtype
+        self.tensors.append(RewrittenTensor(name, dtype, shape, number, tuple(sources), compute))
