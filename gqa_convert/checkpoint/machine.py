@@ -3,16 +3,22 @@
 import os
 import platform
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from gqa_convert._version import __version__
 from gqa_convert.checkpoint.strict_json import JsonObject
 
-_LIBRARIES = ("torch", "transformers", "numpy")
+_PROC, _GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
+_LIMIT_AND_USE = {
+    "": ("memory.max", "memory.current"),
+    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+}
+"""The files of a control group, by its controllers in /proc/self/cgroup."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +64,7 @@ class Measurement:
 
 def machine(device: str = "cpu") -> Machine:
     """Describe the machine and the software for a computation on a device, such as `cpu` or `cuda:0`."""
-    name, memory = _processor(), _memory()
+    name, memory = _processor(), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if device.startswith("cuda"):
         import torch
 
@@ -70,13 +76,14 @@ def machine(device: str = "cpu") -> Machine:
         cores=len(os.sched_getaffinity(0)),
         memory_bytes=memory,
         system=f"{platform.system()} {platform.release()}",
-        versions=_versions(),
+        versions={"gqa_convert": __version__, "python": platform.python_version()}
+        | {library: version(library) for library in ("torch", "transformers", "numpy")},
     )
 
 
 def available_memory(device: Any, local_processes: int = 1) -> int | None:
     """Return the bytes that this process may use: its GPU's free memory with what torch keeps for it, or its share of Linux's
-    available memory.
+    available memory, as far as the limits of its control groups allow.
 
     Args:
         device: a torch device.
@@ -89,12 +96,26 @@ def available_memory(device: Any, local_processes: int = 1) -> int | None:
         return int(torch.cuda.mem_get_info(device)[0] + kept)
     if device.type != "cpu":
         return None
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        kibibytes = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, ValueError, IndexError, StopIteration):
+    free = [1024 * kibibytes for kibibytes in _numbers(_PROC / "meminfo", "MemAvailable:")]
+    if not free:
         return None
-    return kibibytes * 1024 // max(1, local_processes)
+    return max(0, min([*free, *_left_by_limits()])) // max(1, local_processes)
+
+
+def _left_by_limits() -> Iterator[int]:
+    """The bytes that each memory limit on this process leaves, of control groups of version 2 or 1."""
+    for line in _lines(_PROC / "self" / "cgroup"):
+        _, controllers, path = line.split(":", 2)
+        if controllers not in ("", "memory"):
+            continue
+        root = _GROUPS / controllers
+        limit, used = _LIMIT_AND_USE[controllers]
+        group = root / path.lstrip("/")
+        for folder in (group, *group.parents):
+            if folder.is_relative_to(root):
+                cached = sum(_numbers(folder / "memory.stat", "inactive_file"))
+                with suppress(OSError, ValueError):  # there is no such group here, or it has no limit
+                    yield int((folder / limit).read_text()) - int((folder / used).read_text()) + cached
 
 
 def measurement(kind: str, command: list[str] | None, device: str = "cpu") -> Measurement:
@@ -110,23 +131,18 @@ def measurement(kind: str, command: list[str] | None, device: str = "cpu") -> Me
 
 
 def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    names = [line.split(":", 1)[1].strip() for line in _lines(_PROC / "cpuinfo") if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
 
 
-def _memory() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+def _numbers(path: Path, key: str) -> list[int]:
+    """The numbers after a word that begins a line."""
+    return [int(line.split()[1]) for line in _lines(path) if line.startswith(f"{key} ")]
 
 
-def _versions() -> dict[str, str]:
-    found = {"gqa_convert": __version__, "python": platform.python_version()}
-    for library in _LIBRARIES:
-        try:
-            found[library] = version(library)
-        except PackageNotFoundError:
-            continue
-    return found
+def _lines(path: Path) -> list[str]:
+    """The lines of a file of the system, if there is one."""
+    try:
+        return path.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []

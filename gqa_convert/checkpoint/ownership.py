@@ -9,7 +9,7 @@ here, or written to, has another one. A file that is not proven to be the listed
 
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,11 @@ def list_written(folder: Path, result: Mapping[str, Any] | None = None) -> dict[
         else:
             listed[name] = known.get(name) or hash_file(path)
     return listed
+
+
+def hash_files(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """The sizes and SHA-256 of files by their names, sorted."""
+    return {name: hash_file(folder / name) for name in sorted(names)}
 
 
 def hash_file(path: Path) -> dict[str, Any]:

@@ -119,7 +119,7 @@ def convert_checkpoint(
             errors = dict(merged.errors)
         write_sidecar_files(plan, staged.path)
         record = record_conversion(plan, options, merged, errors, previous, staged.path)
-        write_json(staged.path / PROVENANCE, record.as_json())
+        write_json(staged.path / PROVENANCE, record)
         if not plan.family.listed and prove is not None:
             prove(staged.path)
         staged.publish(overwrite=options.overwrite)

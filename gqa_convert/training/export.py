@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from gqa_convert.checkpoint.atomic_files import sync
-from gqa_convert.checkpoint.ownership import WRITTEN, list_written
-from gqa_convert.checkpoint.provenance import PROVENANCE, earlier_record, files_as_json, hash_files
+from gqa_convert.checkpoint.ownership import WRITTEN, hash_files, list_written
+from gqa_convert.checkpoint.provenance import PROVENANCE, earlier_record
 from gqa_convert.checkpoint.publication import StagedFolder
 from gqa_convert.checkpoint.source import Checkpoint
 from gqa_convert.checkpoint.strict_json import JsonObject
@@ -47,9 +47,8 @@ def export_model(model: Any, state: StateDict, source: Checkpoint, out: Path, re
         conversion = earlier_record(source) or {}
         conversion["uptraining_tokens"] = conversion.get("uptraining_tokens", 0) + record["tokens"]
         conversion["uptraining"] = [*conversion.get("uptraining", []), record]
-        conversion["result"] = files_as_json(
-            hash_files(staged.path, (path.name for path in staged.path.glob("*.safetensors")))
-        )
+        weights = [path.name for path in staged.path.glob("*.safetensors")]
+        conversion["result"] = {"files": hash_files(staged.path, weights)}
         conversion[WRITTEN] = list_written(staged.path, conversion["result"])
         (staged.path / PROVENANCE).write_text(
             json.dumps(conversion, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
