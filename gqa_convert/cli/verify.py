@@ -16,7 +16,9 @@ def verify(
     ],
     revision: Revision = None,
     logits: Annotated[bool, option("--logits/--no-logits", "Load both models and compare their outputs.")] = True,
-    text: Annotated[Path | None, option("--text FILE", "Text on which to report the loss of both models.")] = None,
+    text: Annotated[
+        Path | None, option("--text FILE", "Text whose first 1,024 tokens both models run on, in place of random ones.")
+    ] = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:

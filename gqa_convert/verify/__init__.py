@@ -5,9 +5,9 @@ what the method makes of its group, as far as that can be said from the heads al
 OUT's heads repeated, and a fitted result is nearer to SOURCE than mean pooling.
 
 verify shares with the converter the families' records, the legacy config keys, the rewriting of sources, loading models with
-transformers and the loss of a text, the package's modelling files, whose bytes OUT's must equal, and paths and downloads. It
-reads tensors, finds heads and merges them by its own code, so that an error of the converter cannot hide in it. A test lists
-the modules that this package may import.
+transformers, the package's modelling files, whose bytes OUT's must equal, and paths, texts and downloads. It reads tensors,
+finds heads and merges them by its own code, so that an error of the converter cannot hide in it. A test lists the modules
+that this package may import.
 
 `verify_checkpoint` in `run` leads.
 """

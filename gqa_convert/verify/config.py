@@ -5,13 +5,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from gqa_convert.families.family import Family, Modeling
+from gqa_convert.families.family import Modeling
 from gqa_convert.families.layerwise import restate, restate_by_kind
 from gqa_convert.families.legacy_config_keys import legacy_config_keys
-from gqa_convert.families.wrappers import SECTION, decoder_config
-from gqa_convert.verify.geometry import Geometry
-from gqa_convert.verify.inputs import Inputs
+from gqa_convert.families.wrappers import SECTION
 from gqa_convert.verify.report import Failure
+from gqa_convert.verify.result import Result
 from gqa_convert.verify.weights import CONFIG, read_object
 
 
@@ -20,26 +19,11 @@ def same_json(a: Any, b: Any) -> bool:
     return json.dumps(a, sort_keys=True) == json.dumps(b, sort_keys=True)
 
 
-def check_config(inputs: Inputs, geometry: Geometry, modeling: Modeling | None, *, encoder: bool) -> str:
+def check_config(result: Result) -> str:
     """OUT's config is SOURCE's, except for the number of K/V heads, which is that of the tensors, and for the keys that
     lead to a modelling file.
-
-    Args:
-        inputs: both checkpoints.
-        geometry: of both.
-        modeling: the modelling file that OUT must come with.
-        encoder: whether an encoder was converted.
     """
-    found = read_object(inputs.out / CONFIG)
-    original, family = inputs.config, inputs.family
-    if family.wrapped:
-        expected = _composite_config(original, family, geometry.counts[0])
-    elif family.reads_per_layer_config and len(set(geometry.counts)) > 1:
-        expected = restate_by_kind(original, geometry.counts) | legacy_config_keys(original)
-    elif modeling in family.layerwise and modeling is not None:
-        expected = restate(modeling, original, tuple(geometry.counts)) | modelling_keys(modeling, original)
-    else:
-        expected = _config_of_one_number(original, family, modeling, geometry.counts[0], encoder)
+    original, found, expected = result.inputs.config, read_object(result.inputs.out / CONFIG), _expected_config(result)
     for key in sorted(found.keys() | expected.keys()):
         if key not in found:
             raise Failure(f"{CONFIG} lacks {key}, expected {expected[key]!r}")
@@ -48,48 +32,44 @@ def check_config(inputs: Inputs, geometry: Geometry, modeling: Modeling | None, 
         if not same_json(found[key], expected[key]):
             raise Failure(f"{CONFIG} has {key} = {found[key]!r}, expected {expected[key]!r}")
     changed = [key for key in expected if not same_json(expected[key], original.get(key))]
-    return f"SOURCE's, except for {', '.join(changed)} ({geometry.groups} K/V heads)"
+    return f"SOURCE's, except for {', '.join(changed)} ({result.geometry.groups} K/V heads)"
 
 
-def _config_of_one_number(
-    original: dict[str, Any], family: Family, modeling: Modeling | None, groups: int, encoder: bool
-) -> dict[str, Any]:
+def _expected_config(result: Result) -> dict[str, Any]:
+    original, family, modeling = result.inputs.config, result.inputs.family, result.modeling
+    counts = result.geometry.counts
+    if family.reads_per_layer_config and not family.wrapped and len(set(counts)) > 1:
+        return restate_by_kind(original, counts) | legacy_config_keys(original)
+    if modeling is not None and modeling in family.layerwise:
+        return restate(modeling, original, tuple(counts)) | _modelling_keys(modeling, original)
     expected = copy.deepcopy(original)
-    if family.modeling is None or modeling is not None:  # stock classes of the other types do not know these keys
-        for dotted in family.kv_heads_keys:
-            *parents, last = dotted.split(".")
-            section = expected
-            for key in parents:
-                section = section.setdefault(key, {})
-            section[last] = groups
-        if encoder:
-            expected[family.encoder_kv_heads_key] = groups
-        if family.one_kv_head_key:
-            expected[family.one_kv_head_key] = groups == 1
-    expected |= {"multi_query_attention": True, "multi_query_group_num": groups}
+    nested = family.wrapped and isinstance(original.get(SECTION), dict)
+    section = expected[SECTION] if nested else expected
+    if nested:  # the numbers stand beside the decoder's config only where SOURCE repeats them
+        expected |= {key: counts[0] for key in family.kv_heads_keys if key in expected}
+    changes: dict[str, Any] = dict.fromkeys(family.kv_heads_keys, counts[0])
+    if result.encoder:
+        changes[family.encoder_kv_heads_key] = counts[0]
+    if family.one_kv_head_key:
+        changes[family.one_kv_head_key] = counts[0] == 1
+    if family.modeling is not None and modeling is None:
+        changes = {}  # the stock class of the type does not know these keys
+    changes |= {"multi_query_attention": True, "multi_query_group_num": counts[0]}
+    for dotted, value in changes.items():
+        *parents, last = dotted.split(".")
+        place = section
+        for key in parents:
+            place = place.setdefault(key, {})
+        place[last] = value
+    if family.wrapped:
+        for key, value in legacy_config_keys(result.inputs.decoder_config).items():
+            section.setdefault(key, value)
     if modeling is None:
         return expected | legacy_config_keys(original)
-    return expected | modelling_keys(modeling, original)
+    return expected | _modelling_keys(modeling, original)
 
 
-def _composite_config(original: dict[str, Any], family: Family, groups: int) -> dict[str, Any]:
-    """The config of a model around a decoder: the numbers stand in its decoder's config, and beside it only where SOURCE
-    repeats them.
-    """
-    changes = dict.fromkeys(family.kv_heads_keys, groups) | {
-        "multi_query_attention": True,
-        "multi_query_group_num": groups,
-    }
-    legacy = legacy_config_keys(decoder_config(original))
-    expected = copy.deepcopy(original)
-    if not isinstance(original.get(SECTION), dict):
-        return legacy | expected | changes
-    expected[SECTION] = legacy | expected[SECTION] | changes
-    repeated = {key: groups for key in family.kv_heads_keys if key in expected}
-    return expected | repeated | legacy_config_keys(original)
-
-
-def modelling_keys(modeling: Modeling, original: dict[str, Any]) -> dict[str, Any]:
+def _modelling_keys(modeling: Modeling, original: dict[str, Any]) -> dict[str, Any]:
     """The config entries that lead transformers to a modelling file.
 
     SOURCE's `auto_map` keeps its entries for other classes than configs and models.
@@ -98,20 +78,21 @@ def modelling_keys(modeling: Modeling, original: dict[str, Any]) -> dict[str, An
     stated = original.get("architectures")
     wanted = [f"GQA{name.removeprefix('GQA')}" for name in stated] if isinstance(stated, list) else []
     models = [name for auto, name in modeling.classes if auto not in ("AutoConfig", "AutoModel")]
-    kept = original.get("auto_map")
-    others = {auto: code for auto, code in kept.items() if not _is_model(auto)} if isinstance(kept, dict) else {}
     # without a tokenizer class, transformers would look for one of the new model type
     tokenizer = original.get("tokenizer_class")
     return {
         "model_type": modeling.model_type,
         "architectures": [name for name in wanted if name in classes] or models[:1],
-        "auto_map": others | modeling.auto_map,
+        "auto_map": _auto_map(original, models=False) | modeling.auto_map,
         "tokenizer_class": modeling.tokenizer if tokenizer is None else tokenizer,
     }
 
 
-def _is_model(auto: str) -> bool:
-    return auto.startswith(("AutoConfig", "AutoModel"))
+def _auto_map(config: dict[str, Any], *, models: bool) -> dict[str, Any]:
+    """The entries of a config's `auto_map` for configs and models, or those for other classes."""
+    stated = config.get("auto_map")
+    entries = stated.items() if isinstance(stated, dict) else ()
+    return {auto: code for auto, code in entries if auto.startswith(("AutoConfig", "AutoModel")) == models}
 
 
 def check_modelling_file(out: Path, config: dict[str, Any], modeling: Modeling) -> str:
@@ -126,8 +107,7 @@ def check_modelling_file(out: Path, config: dict[str, Any], modeling: Modeling) 
             raise Failure(
                 f"{file.name} differs from the package's own file from byte {at} on: its code is not executed"
             )
-    stated = config.get("auto_map")
-    leads = {auto: code for auto, code in stated.items() if _is_model(auto)} if isinstance(stated, dict) else {}
+    leads = _auto_map(config, models=True)
     for auto in {**leads, **modeling.auto_map}:
         if leads.get(auto) != modeling.auto_map.get(auto):
             raise Failure(f"{CONFIG} maps {auto} to {leads.get(auto)}, expected {modeling.auto_map.get(auto)}")

@@ -13,9 +13,8 @@ from typing import Any
 
 from gqa_convert.verify.config import same_json
 from gqa_convert.verify.report import Failure
-from gqa_convert.verify.weights import CONFIG, INDEX, SINGLE, Weights, read_object
+from gqa_convert.verify.weights import CONFIG, INDEX, PROVENANCE, SINGLE, Weights, read_object
 
-PROVENANCE = "gqa_conversion.json"
 _WEIGHTS = (
     *("*.safetensors", "*.safetensors.index.json", "*.safetensors.index.*.json"),
     *("*.bin", "*.bin.index.json", "*.bin.index.*.json", "*.pt", "*.pth", "*.ckpt", "*.ckpt.*", "*.h5", "*.msgpack"),
@@ -41,7 +40,7 @@ def check_files(out: Weights, source: Weights) -> str:
         if _is_weights(name) and not known:
             raise Failure(f"{name} lies beside the weights in {out.chosen}: software may load it instead")
     if out.index is not None:
-        stated, found = out.index["weight_map"], {name: stored.file for name, stored in out.tensors.items()}
+        stated, found = out.index["weight_map"], out.file_of
         wrong = sorted(name for name in stated.keys() | found.keys() if stated.get(name) != found.get(name))
         if wrong:
             raise Failure(
@@ -67,7 +66,7 @@ def check_index(out: Weights, source: Weights) -> str:
     stored = out.tensors.values()
     expected = dict((source.index or {}).get("metadata") or {})
     expected["total_size"] = sum(each.nbytes for each in stored)
-    expected["total_parameters"] = sum(each.numbers for each in stored)
+    expected["total_parameters"] = sum(each.numel() for each in stored)
     for key in sorted(metadata.keys() | expected.keys()):
         if not same_json(metadata.get(key), expected.get(key)):
             raise Failure(f"{INDEX} states {key} = {metadata.get(key)!r}, expected {expected.get(key)!r}")

@@ -5,7 +5,7 @@ numbers of heads come from shapes: a head of values is as wide as the output pro
 which no conversion changes. The same functions read the parameters of loaded models.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,12 +16,16 @@ from gqa_convert.families.family import Family
 from gqa_convert.verify.report import Failure
 
 Kind = Literal["decoder", "cross", "encoder"]
-Role = Literal["query", "gate", "key", "value", "key_norm", "output"]
+Role = Literal["query", "gate", "key", "value", "key_norm", "output", "output_bias"]
+"""What rows hold. The bias of the output belongs to no head and counts as one."""
 MERGED: tuple[Role, ...] = ("key", "value", "key_norm")
 """The roles whose heads a conversion merges."""
 Shapes = Mapping[str, tuple[int, ...]]
+Tensors = Mapping[str, torch.Tensor]
 Rows = dict[Role, torch.Tensor]
 """By role, the numbers of the rows of each head: [heads, width]."""
+Heads = dict[Role, torch.Tensor]
+"""By role, the heads [heads, width, ...]."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,8 @@ class HeadTensor:
 
     names: tuple[str, ...]
     """One name, or one for each K/V head of SOURCE."""
+    names_after: tuple[str, ...]
+    """Those that OUT has."""
     transposed: bool
     """Whether the heads lie along the second axis."""
     before: Rows
@@ -42,17 +48,34 @@ class HeadTensor:
         length = sum(rows.numel() for rows in self.after.values())
         return (shape[0], length) if self.transposed else (length, *shape[1:])
 
-    def upright(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A view of the tensor in which heads lie along the first axis."""
+    def read(self, tensors: Tensors, *, converted: bool) -> Heads:
+        """The heads in SOURCE's tensors, or in OUT's: views where they follow one another."""
+        names, rows = (self.names_after, self.after) if converted else (self.names, self.before)
+        upright = self._upright(_joined(tensors, names))
+        return {role: _heads_in(upright, each) for role, each in rows.items()}
+
+    def replace(self, tensors: Tensors, heads: Heads) -> dict[str, torch.Tensor]:
+        """Copies of SOURCE's tensors with other heads of some roles."""
+        whole = _joined(tensors, self.names).clone()
+        for role, each in heads.items():
+            self._upright(whole)[self.before[role]] = each.to(whole.dtype)
+        return dict(zip(self.names, whole.chunk(len(self.names)), strict=True))
+
+    def _upright(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A view in which heads lie along the first axis."""
         return tensor.T if self.transposed else tensor
 
 
-def heads_in(tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """The heads [heads, width, ...] in an upright tensor [rows, ...]: a view where they follow one another."""
+def _joined(tensors: Tensors, names: tuple[str, ...]) -> torch.Tensor:
+    found = [tensors[name].detach() for name in names]
+    return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def _heads_in(upright: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     first, count = int(rows[0, 0]), rows.numel()
     if torch.equal(rows.reshape(-1), torch.arange(first, first + count)):
-        return tensor[first : first + count].unflatten(0, tuple(rows.shape))
-    return tensor[rows]
+        return upright[first : first + count].unflatten(0, tuple(rows.shape))
+    return upright[rows]
 
 
 @dataclass(frozen=True)
@@ -113,12 +136,14 @@ class Geometry:
         """The modules with another number of K/V heads in OUT than in SOURCE."""
         return [module for module in self.modules if module.before != module.after]
 
+    @property
+    def merged(self) -> list[Module]:
+        """The modules with fewer K/V heads in OUT than in SOURCE."""
+        return [module for module in self.modules if module.after < module.before]
+
     def change(self) -> str:
         """The K/V heads before and after, as "12 -> 3" or, where layers differ, "12 -> 1 to 4"."""
-        before, after = [module.before for module in self.decoder], self.counts
-        return " -> ".join(
-            f"{min(each)} to {max(each)}" if len(set(each)) > 1 else str(each[0]) for each in (before, after)
-        )
+        return f"{_span([module.before for module in self.decoder])} -> {_span(self.counts)}"
 
     def describe(self) -> str:
         """Heads and layers in one line."""
@@ -126,6 +151,10 @@ class Geometry:
         kinds = [module.kind for module in self.modules]
         layers = ", ".join(f"{kinds.count(kind)} {name}" for kind, name in names.items() if kind in kinds)
         return f"{self.heads} query heads, {self.change()} K/V heads in {layers}"
+
+
+def _span(counts: list[int]) -> str:
+    return f"{min(counts)} to {max(counts)}" if len(set(counts)) > 1 else str(counts[0])
 
 
 def read_geometry(family: Family, config: dict[str, Any], source: Shapes, out: Shapes, *, may_differ: bool) -> Geometry:
@@ -142,24 +171,34 @@ def read_geometry(family: Family, config: dict[str, Any], source: Shapes, out: S
         ConfigError: SOURCE contradicts itself.
         Failure: OUT's numbers of K/V heads cannot be determined, or do not fit SOURCE's.
     """
-    modules = [
-        _read_module(name, kind, family, config, source, out) for name, kind in find_modules(family, source).items()
-    ]
+    found = find_modules(family, source)
+    modules = [_read_module(name, kind, family, config, source, out) for name, kind in found.items()]
     decoder = [module for module in modules if module.kind == "decoder"]
     if not decoder:
         raise ConfigError(
             f"SOURCE is not a {family.model_type} checkpoint: it has no attention modules, check its config"
         )
-    others = [module for module in decoder if module.after != decoder[0].after]
+    groups = decoder[0].after
+    others = [module for module in decoder if module.after != groups]
     if others and not may_differ:
         raise Failure(
-            f"{others[0].name} has {others[0].after} K/V heads, but {decoder[0].name} has {decoder[0].after}: all layers "
+            f"{others[0].name} has {others[0].after} K/V heads, but {decoder[0].name} has {groups}: all layers "
             f"of this {family.model_type} have one number"
         )
-    inside = [module for module in modules if module.kind == "encoder"]
-    encoder = _encoder_converted(inside, decoder[0].after) if inside else False
-    kept = [module for module in modules if module.kind != "encoder" or encoder]
-    return Geometry(tuple(kept), encoder)
+    encoder = _encoder_converted([module for module in modules if module.kind == "encoder"], groups)
+    return Geometry(tuple(module for module in modules if module.kind != "encoder" or encoder), encoder)
+
+
+def _encoder_converted(modules: list[Module], groups: int) -> bool | None:
+    """Whether the modules of an encoder, if there are any, were converted; None if that is open."""
+    for module in modules:
+        if module.after not in (module.before, groups) or module.after != modules[0].after:
+            raise Failure(
+                f"{module.name} has {module.after} K/V heads ({module.before} in SOURCE), but the decoder has {groups}"
+            )
+    if not modules or modules[0].after != modules[0].before:
+        return bool(modules)
+    return None if modules[0].before == groups else False
 
 
 def find_modules(family: Family, source: Shapes) -> dict[str, Kind]:
@@ -201,128 +240,88 @@ def _read_module(name: str, kind: Kind, family: Family, config: dict[str, Any], 
         projection = f"{name}.{family.key}.weight"  # keys that serve as values too
     if projection not in out:
         raise Failure(f"{projection} is missing, from which OUT's number of K/V heads follows")
-    queries = heads if family.fused and kind != "cross" else 0
-    parts = 2 if family.fused else 1
-    before, after = (_count(shapes[projection], family.transposed, queries, parts, width) for shapes in (source, out))
-    if before is None or heads % before:
+
+    def count(shape: tuple[int, ...]) -> int:
+        """The K/V heads in the projection; 0 where it does not consist of heads."""
+        rows = shape[-1 if family.transposed else 0] if shape else 0
+        if not width or rows % width:
+            return 0
+        if not family.fused:
+            return rows // width
+        both, odd = divmod(rows // width - (0 if kind == "cross" else heads), 2)
+        return 0 if odd else max(both, 0)
+
+    before, after = count(source[projection]), count(out[projection])
+    if not before or heads % before:
         raise ConfigError(
             f"{projection} of SOURCE has shape {list(source[projection])}, which are no heads of {width} rows"
         )
-    if after is None or (before % after and (after % before or heads % after)):
+    if not after or (before % after and (after % before or heads % after)):
         raise Failure(
             f"{projection} is {list(out[projection])} in OUT and {list(source[projection])} in SOURCE: {before} K/V heads "
             "cannot be grouped or repeated to that shape"
         )
-    return Module(
-        name, kind, heads, before, after, tuple(_head_tensors(name, kind, family, heads, before, after, source))
-    )
-
-
-def _count(shape: tuple[int, ...], transposed: bool, queries: int, parts: int, width: int) -> int | None:
-    """The K/V heads in a projection that holds `queries` heads of queries and `parts` times K/V heads."""
-    rows = (shape[-1] if transposed else shape[0]) if shape else 0
-    heads, rest = divmod(rows, width) if width else (0, 1)
-    count, odd = divmod(heads - queries, parts)
-    return count if not rest and not odd and count > 0 else None
-
-
-def _encoder_converted(modules: list[Module], groups: int) -> bool | None:
-    """Whether the modules of an encoder were converted; None if that is open."""
-    before, after = modules[0].before, modules[0].after
-    strange = [module for module in modules if module.after not in (module.before, groups)]
-    if strange or any(module.after != after for module in modules):
-        other = (strange or modules)[0]
-        raise Failure(f"{other.name} has {other.after} K/V heads ({before} in SOURCE), but the decoder has {groups}")
-    if after == before:
-        return None if before == groups else False
-    return True
+    tensors = _head_tensors(name, kind, family, heads, before, after, source)
+    return Module(name, kind, heads, before, after, tuple(tensors))
 
 
 def _head_tensors(
     module: str, kind: Kind, family: Family, heads: int, before: int, after: int, source: Shapes
 ) -> list[HeadTensor]:
     """The tensors of a module that hold heads."""
+    kv_heads: dict[Role, int] = {"key": before, "value": before}
+    parts: dict[str, tuple[dict[Role, int], int]] = {}  # by projection: the heads of its roles, and in how many blocks
+    if not family.fused:
+        parts = {family.key: ({"key": before}, 1), family.value: ({"value": before}, 1)}
+    elif kind == "cross":
+        parts[family.fused] = kv_heads, 1
+    elif family.fused_layout == "quarters":
+        parts[family.fused] = {"query": heads, "value": before, "key": before}, 4
+    else:
+        parts[family.fused] = {"query": heads, **kv_heads}, before if family.fused_layout == "grouped" else 1
+    if not family.fused or kind == "cross":
+        gates: dict[Role, int] = {"gate": heads} if family.query_outputs > 1 else {}
+        parts[family.query] = {"query": heads, **gates}, heads  # a head's gate follows its queries
+    if family.key_norm in ("full", "per_head"):
+        parts[family.key_norm_name] = {"key_norm": before}, 1
     found: list[HeadTensor] = []
 
-    def add(part: str, rows_of: Callable[[int, int], Rows], across: bool) -> None:
-        """Add the weight and bias of a projection. `rows_of` has the rows for a number of K/V heads and a length."""
-        for name in (f"{module}.{part}.weight", f"{module}.{part}.bias"):
-            if name in source:
-                transposed = across and len(source[name]) == 2
-                length = source[name][-1 if transposed else 0]
-                rows = rows_of(before, length)
-                if before != after:
-                    found.append(HeadTensor((name,), transposed, rows, _joined(rows, after)))
-                else:
-                    found.append(HeadTensor((name,), transposed, rows, rows))
+    def add(part: str, heads_of: dict[Role, int], blocks: int, *, across: bool) -> None:
+        """Add a tensor if SOURCE has it. In OUT, what is merged lies in one block."""
+        name = f"{module}.{part}"
+        if name not in source:
+            return
+        transposed = across and len(source[name]) == 2
+        rows = rows_after = _rows(heads_of, blocks, source[name][1 if transposed else 0], module)
+        if before != after and any(role in MERGED for role in heads_of):
+            counts = {role: after if role in MERGED else heads_of[role] for role in _IN_OUT if role in heads_of}
+            width = next(iter(rows.values())).shape[1]
+            rows_after = _rows(counts, 1, sum(counts.values()) * width, module)
+        found.append(HeadTensor((name,), (name,), transposed, rows, rows_after))
 
-    def separate(role: Role, count: int) -> Callable[[int, int], Rows]:
-        return lambda _, length: {role: _split(length, count, module)}
-
-    def queries(_: int, length: int) -> Rows:
-        rows = _split(length, heads, module)
-        width = rows.shape[1] // family.query_outputs  # the gates of a head follow its queries
-        own: Rows = {"query": rows[:, :width]}
-        if family.query_outputs > 1:
-            own["gate"] = rows[:, width:]
-        return own
-
-    if family.fused:
-        own = 0 if kind == "cross" else heads
-        add(
-            family.fused,
-            lambda count, length: _fused(family.fused_layout, own, count, length, module),
-            family.transposed,
-        )
-    else:
-        add(family.key, separate("key", before), family.transposed)
-        add(family.value, separate("value", before), family.transposed)
-    if not family.fused or kind == "cross":
-        add(family.query, queries, family.transposed)
-    if f"{module}.{family.output}.weight" in source:
-        rows = _split(source[f"{module}.{family.output}.weight"][0 if family.transposed else 1], heads, module)
-        found.append(
-            HeadTensor((f"{module}.{family.output}.weight",), not family.transposed, {"output": rows}, {"output": rows})
-        )
-    if family.key_norm in ("full", "per_head"):
-        add(family.key_norm_name, separate("key_norm", before), False)
     for ending in ("weight", "bias"):
+        for part, (heads_of, blocks) in parts.items():
+            add(f"{part}.{ending}", heads_of, blocks, across=family.transposed)
         names = tuple(f"{module}.{family.key_norm_name}.{head}.{ending}" for head in range(before))
         if family.key_norm == "per_head_list" and names[0] in source:
-            rows = _split(before * source[names[0]][0], before, module)
-            found.append(HeadTensor(names, False, {"key_norm": rows}, {"key_norm": rows[:after]}))
+            norms = _rows({"key_norm": before}, 1, before * source[names[0]][0], module)["key_norm"]
+            found.append(HeadTensor(names, names[:after], False, {"key_norm": norms}, {"key_norm": norms[:after]}))
+    add(f"{family.output}.weight", {"output": heads}, 1, across=not family.transposed)
+    add(f"{family.output}.bias", {"output_bias": 1}, 1, across=False)
     return found
 
 
-def _split(length: int, heads: int, module: str) -> torch.Tensor:
-    if length % heads:
-        raise ConfigError(f"{module} of SOURCE has {length} rows for {heads} heads: repair its config")
-    return torch.arange(length).reshape(heads, -1)
+_IN_OUT: tuple[Role, ...] = ("query", "key", "value", "key_norm")
+"""The order of the parts of a tensor that holds merged heads."""
 
 
-def _fused(layout: str, heads: int, kv_heads: int, length: int, module: str) -> Rows:
-    """The rows of [queries, keys, values], derived as the models derive them: by reshaping a row of head numbers."""
-    cells = _split(length, heads + 2 * kv_heads, module)
-    if layout == "grouped" and heads:
-        table = cells.unflatten(0, (kv_heads, -1))
-        query, key, value = table[:, :-2].flatten(0, 1), table[:, -2], table[:, -1]
-    elif layout == "quarters" and heads:
-        table = cells.unflatten(0, (4, 3, -1))
-        query, value, key = (table[:, part].flatten(0, 1) for part in range(3))
-    else:
-        query, key, value = cells.split([heads, kv_heads, kv_heads])
-    rows: Rows = {"query": query, "key": key, "value": value}
-    return rows if heads else {"key": key, "value": value}
+def _rows(heads_of: dict[Role, int], blocks: int, length: int, module: str) -> Rows:
+    """The rows of heads that lie in equal blocks, each of which holds a share of every role's heads, role after role.
 
-
-def _joined(rows: Rows, after: int) -> Rows:
-    """The rows in OUT, where the parts of a tensor follow one another."""
-    found: Rows = {}
-    start = 0
-    if "gate" in rows:
-        return rows
-    for role, each in rows.items():
-        count = after if role in MERGED else each.shape[0]
-        found[role] = torch.arange(start, start + count * each.shape[1]).reshape(count, -1)
-        start += count * each.shape[1]
-    return found
+    The rows are derived as the models derive them: by reshaping a row of numbers.
+    """
+    total = sum(heads_of.values())
+    if length % total:
+        raise ConfigError(f"{module} of SOURCE has {length} rows for {total} heads: repair its config")
+    parts = torch.arange(length).reshape(blocks, total // blocks, -1).split([n // blocks for n in heads_of.values()], 1)
+    return {role: part.flatten(0, 1) for role, part in zip(heads_of, parts, strict=True)}

@@ -1,7 +1,7 @@
 """Reads what the user named: OUT, SOURCE and the text. A mistake in one of them is an error, not a failed check."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,15 +14,18 @@ from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.conversion.rewriting.folder import rewritten_folder
 from gqa_convert.conversion.rewriting.planning import needs_rewriting, plan_rewriting
 from gqa_convert.errors import ConfigError, CorruptCheckpointError, GQAConvertError, OptionError, SourceNotFoundError
-from gqa_convert.families.family import Family
+from gqa_convert.families.family import Family, Modeling
 from gqa_convert.families.records import with_key_norm
 from gqa_convert.families.table import RESTATED, family_of
 from gqa_convert.families.wrappers import decoder_config
+from gqa_convert.verify.probe import STEPS
 from gqa_convert.verify.report import first_line
 from gqa_convert.verify.weights import CONFIG, Weights, read_object
 
 Progress = Callable[[str, int, int], None]
-"""Called with a stage (tensors, logits or text), the amount done and the total: bytes, steps or tokens."""
+"""Called with a stage (tensors or logits), the amount done and the total: bytes or steps."""
+TEXT_TOKENS = 1024
+"""Tokens of a text that the models run on, since the logits of all of them are kept."""
 _TORCH = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 
 
@@ -41,8 +44,8 @@ class Inputs:
     original: Weights
     """The tensors of SOURCE as the user named it: `source`, unless it is rewritten before it is converted."""
     original_config: dict[str, Any]
-    text: str | None
-    """The text to measure both losses on."""
+    tokens: list[int] | None
+    """The first tokens of the text to run the models on."""
 
     @property
     def is_rewritten(self) -> bool:
@@ -53,6 +56,19 @@ class Inputs:
     def decoder_config(self) -> dict[str, Any]:
         """The config of SOURCE's decoder, which in a composite model is nested in `config`."""
         return decoder_config(self.config)
+
+    @property
+    def numbers(self) -> int:
+        """About how many numbers a model has."""
+        return sum(tensor.numel() for tensor in self.source.tensors.values())
+
+    @property
+    def modeling(self) -> Modeling | None:
+        """The modelling file that OUT, if it has fewer heads, must come with: that of the form of layers that differ
+        which its config has, or the family's.
+        """
+        stated = self.out_config.get("model_type")
+        return next((form for form in self.family.layerwise if form.model_type == stated), self.family.modeling)
 
     @property
     def has_class(self) -> bool:
@@ -89,46 +105,38 @@ def read_inputs(
         ConfigError: SOURCE's config is damaged.
         CorruptCheckpointError: SOURCE's weights cannot be opened.
         UnsupportedFamilyError: SOURCE's model type cannot be converted.
-        OptionError: the text cannot be read or scored, or SOURCE cannot be rewritten as OUT's type.
+        OptionError: the text cannot be read or tokenised, or SOURCE cannot be rewritten as OUT's type.
     """
     out = local_path(out)
     if not out.is_dir():
         raise SourceNotFoundError(f"{out} is not a folder: name the converted checkpoint")
-    content = None if text is None else _read_text(local_path(text))
     folder = _source_folder(source, revision)
-    config = _read_config(folder)
-    out_config = _readable_config(out)
-    if not needs_rewriting(config, out_config.get("model_type")):
+    config = original_config = _read_config(folder)
+    try:
+        out_config = read_object(out / CONFIG)
+    except (OSError, ValueError):
+        out_config = {}
+    home, dtypes = folder, {}
+    with ExitStack() as stack:
+        if needs_rewriting(config, out_config.get("model_type")):
+            planned = plan_rewriting(open_checkpoint(folder, quantised=True), native=True)
+            for note in planned.rewriting_notes:
+                on_note(note)
+            rewritten = stack.enter_context(rewritten_folder(planned, out))
+            assert rewritten.folder is not None
+            config, home = rewritten.config, rewritten.folder
+            dtypes = {name: _TORCH[dtype] for name, dtype in rewritten.result_dtypes.items()}
         family = family_of(config)
-        weights = Weights(folder, _source_error)
+        weights = Weights(home, _source_error, dtypes)
+        original = weights if home is folder else Weights(folder, _source_error)
         if not family.listed:
             family = with_key_norm(family, weights.shapes, config["num_key_value_heads"])
-        inputs = Inputs(out, out_config, weights, config, family, weights, config, content)
-        _check_text(inputs)
-        yield inputs
-        return
-    planned = plan_rewriting(open_checkpoint(folder, quantised=True), native=True)
-    for note in planned.rewriting_notes:
-        on_note(note)
-    with rewritten_folder(planned, out) as rewritten:
-        assert rewritten.folder is not None
-        dtypes = {name: _TORCH[dtype] for name, dtype in rewritten.result_dtypes.items()}
-        weights, original = Weights(rewritten.folder, _source_error, dtypes), Weights(folder, _source_error)
-        family = family_of(rewritten.config)
-        inputs = Inputs(out, out_config, weights, rewritten.config, family, original, config, content)
-        _check_text(inputs)
-        yield inputs
+        tokens = None if text is None else _read_tokens(local_path(text), folder, original_config)
+        yield Inputs(out, out_config, weights, config, family, original, original_config, tokens)
 
 
 def _source_error(problem: str) -> CorruptCheckpointError:
     return CorruptCheckpointError(f"{problem}: download or copy the source again")
-
-
-def _readable_config(out: Path) -> dict[str, Any]:
-    try:
-        return read_object(out / CONFIG)
-    except (OSError, ValueError):
-        return {}
 
 
 def _source_folder(source: str | Path, revision: str | None) -> Path:
@@ -154,23 +162,24 @@ def _read_config(folder: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} cannot be read ({first_line(problem)}): download or copy it again") from None
 
 
-def _check_text(inputs: Inputs) -> None:
-    if inputs.text is None:
-        return
-    from gqa_convert.families.loading import TASKS, auto_class, check_language_model
-
-    if not inputs.has_class or auto_class(inputs.config) not in (TASKS[0], TASKS[3]):
-        raise OptionError(
-            "--text measures the loss of a causal language model in transformers, which "
-            f"{inputs.family.model_type} is not: leave the text out"
-        )
-    check_language_model("SOURCE", inputs.config, "--text measures the loss of one; leave the text out")
-
-
-def _read_text(path: Path) -> str:
+def _read_tokens(text: Path, source: Path, config: dict[str, Any]) -> list[int]:
+    from gqa_convert.families.loading import TASKS, auto_class, check_language_model, load_tokenizer
     from gqa_convert.text.scoring.text_to_score import read_file
 
+    if config.get("model_type") in RESTATED or auto_class(config) not in (TASKS[0], TASKS[3]):
+        raise OptionError(
+            "--text is run on a causal language model in transformers, which "
+            f"{config.get('model_type')} is not: leave the text out"
+        )
+    check_language_model("SOURCE", config, "--text is run on one; leave the text out")
     try:
-        return read_file(path)
+        content = read_file(text)
     except GQAConvertError as problem:
         raise OptionError(str(problem)) from None
+    try:
+        tokens: list[int] = load_tokenizer(source)(content, verbose=False)["input_ids"][:TEXT_TOKENS]
+    except Exception as problem:
+        raise OptionError(f"SOURCE has no tokenizer for --text ({first_line(problem)}): leave the text out") from None
+    if len(tokens) < 2 * STEPS:
+        raise OptionError(f"{text} has {len(tokens)} tokens, and --text needs at least {2 * STEPS}: name a longer text")
+    return tokens

@@ -5,19 +5,23 @@ a key's. A map that is folded from one factor into the other does not change the
 distances are compared at once: a pair of rows that rotates with frequency f contributes Re(e^(i f t) (q x)* (k y)) at
 distance t, and the products conj(q) k of different frequencies do not mix.
 
-Shape legend: K source K/V heads, m of them in a group, r query heads per K/V head, c head_dim of keys, w of values, D outputs
-of the module, e inputs of a projection plus one that is always 1 and whose weights are the bias, n numbers on a factor's free
-side.
+Shape legend: m source K/V heads in a group, c head_dim of keys or values, D outputs of the module, e inputs of a projection
+plus, where there is a bias, one that is always 1 and whose weights are the bias, n numbers on a factor's free side, f rotary
+pairs.
 """
 
 import math
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from gqa_convert.verify.geometry import Module, Role, heads_in
+from gqa_convert.families.rotary import rotary_pairs
+from gqa_convert.verify.geometry import Geometry, Heads, Module, Role, Tensors
 from gqa_convert.verify.report import Failure
-from gqa_convert.verify.weights import Weights
+from gqa_convert.verify.result import FITTED, Result
+from gqa_convert.verify.weights import PROVENANCE
 
 SLACK = 3.0
 """The tolerance as a multiple of the error that rounding is expected to make."""
@@ -25,124 +29,81 @@ _EXACT = 1e-7
 """The relative error allowed for sums in float64."""
 
 
-@dataclass(frozen=True)
-class Heads:
-    """The heads of an attention module in float64. Queries and outputs are sorted by their K/V head."""
-
-    queries: torch.Tensor
-    """[K, r, c, e]."""
-    keys: torch.Tensor
-    """[K, c, e]."""
-    values: torch.Tensor
-    """[K, w, e]."""
-    outputs: torch.Tensor
-    """[K, r, D, w]: columns of the output projection."""
-    eps: float
-    """Distance of 1 to the next number of the checkpoint's type."""
-    tiny: float
-    """The smallest number of full precision in that type."""
-
-    def ordered(self, order: list[int]) -> "Heads":
-        """These heads with K/V heads, and the queries and outputs that belong to them, in another order."""
-        each = self.queries[order], self.keys[order], self.values[order], self.outputs[order]
-        return Heads(*each, self.eps, self.tiny)
-
-
-def read_heads(weights: Weights, module: Module, kv_heads: int, *, converted: bool) -> Heads:
-    """A module's heads.
-
-    Args:
-        weights: SOURCE's or OUT's tensors.
-        module: the module.
-        kv_heads: SOURCE's number of K/V heads. Where there are fewer, each is repeated.
-        converted: whether the tensors are OUT's.
+def check_functions(result: Result) -> str:
+    """For a method that changes queries and outputs: the errors that OUT claims are possible and of SOURCE's modules, and
+    for `factor` they are those of the tensors, and no shared head could lose less.
     """
-    found: dict[tuple[Role, bool], torch.Tensor] = {}
-    eps = tiny = 0.0
-    for tensor in module.tensors:
-        names = tensor.names[: module.after] if converted and len(tensor.names) > 1 else tensor.names
-        if len(names) > 1 or "key_norm" in tensor.before:
+    geometry, foldable = result.geometry, result.foldable
+    modules = {module.name: module for module in geometry.modules}
+    errors, orders = _read_errors(result.claims, modules), read_orders(result.claims, geometry)
+    for name, roles in foldable.items():
+        stated = [error for error in errors if error.rpartition(".")[0] == name]
+        if not stated or (result.method != FITTED and len(stated) < 2):
+            raise Failure(f"{PROVENANCE} has no merge_error for the keys or the values of {name}")
+        if result.method == FITTED:
             continue
-        stored = weights.read(names[0])
-        limits = torch.finfo(stored.dtype)
-        eps, tiny = max(eps, limits.eps), max(tiny, limits.tiny)
-        for role, rows in (tensor.after if converted else tensor.before).items():
-            found[role, names[0].endswith(".bias")] = heads_in(tensor.upright(stored), rows).double()
-    joined: dict[Role, torch.Tensor] = {}
-    for role in ("query", "key", "value"):
-        matrix = found[role, False]
-        bias = found.get((role, True), matrix.new_zeros(matrix.shape[:2]))
-        joined[role] = torch.cat([matrix, bias[:, :, None]], 2)
-    times = kv_heads // len(joined["key"])
-    return Heads(
-        joined["query"].unflatten(0, (kv_heads, -1)),
-        joined["key"].repeat_interleave(times, 0),
-        joined["value"].repeat_interleave(times, 0),
-        found["output", False].mT.unflatten(0, (kv_heads, -1)),
-        eps,
-        tiny,
-    )
+        try:
+            losses = module_losses(result, modules[name], orders.get(name), roles)
+        except Failure as failure:
+            raise Failure(f"{name}: {failure}, which {result.method} does not make") from None
+        for part, loss in losses.items():
+            stated_error = errors[f"{name}.{part}"]
+            if not abs(stated_error - loss.error) <= loss.allowance / math.sqrt(loss.total or 1.0) + 1e-6:
+                raise Failure(
+                    f"{PROVENANCE} claims a merge error of {stated_error:.6f} for {name}.{part}, the tensors show "
+                    f"{loss.error:.6f}"
+                )
+    strays = [error for name, error in errors.items() if name.rpartition(".")[0] not in foldable and error > 1e-6]
+    if strays:
+        raise Failure(f"{PROVENANCE} claims a merge error of {max(strays):.6f} for a module that was not merged")
+    if result.method == FITTED:
+        return f"recorded for {len(foldable)} attention modules; the models show what they are worth"
+    return f"no shared head of {len(foldable)} attention modules could lose less"
 
 
-@dataclass(frozen=True)
-class Products:
-    """The products left @ right of every K/V head."""
-
-    left: torch.Tensor
-    """[..., K, n, c]."""
-    right: torch.Tensor
-    """[..., K, c, e]."""
-    heads: Heads
-    """Whose they are."""
-
-    def part(self, group: slice) -> "Products":
-        """The products of some K/V heads."""
-        return Products(self.left[..., group, :, :], self.right[..., group, :, :], self.heads)
-
-    def noise(self) -> torch.Tensor:
-        """The squared error that rounding may have made in the products, [..., K]."""
-        rows = self.right.abs().clamp(min=self.heads.tiny).square().sum(-1)
-        columns = self.left.abs().clamp(min=self.heads.tiny).square().sum(-2)
-        return 2 * (self.heads.eps / 2) ** 2 * (rows * columns).sum(-1)
+def _read_errors(claims: dict[str, Any], modules: Iterable[str]) -> dict[str, float]:
+    errors = claims.get("merge_error")
+    if not isinstance(errors, dict) or not errors:
+        raise Failure(f"{PROVENANCE} has no merge_error")
+    for name, error in errors.items():
+        if not isinstance(error, float | int) or isinstance(error, bool) or not math.isfinite(error) or error < 0:
+            raise Failure(f"{PROVENANCE} claims a merge error of {error!r} for {name}, expected a number of at least 0")
+        if name.rpartition(".")[0] not in modules:
+            raise Failure(f"{PROVENANCE} claims a merge error for {name}, which is not an attention module of SOURCE")
+    return errors
 
 
-def value_products(heads: Heads) -> Products:
-    """The contribution of each K/V head to the output through its query heads, [K, r D, w] x [K, w, e]."""
-    return Products(heads.outputs.flatten(1, 2), heads.values, heads)
+def read_orders(claims: dict[str, Any], geometry: Geometry) -> dict[str, list[int]]:
+    """The order in which OUT claims that SOURCE's K/V heads were merged, by module, where it is not their own.
 
-
-def score_products(heads: Heads, pairs: tuple[list[int], list[int]]) -> list[Products]:
-    """The scores of rotary rows, [f, K, r e, 1] x [f, K, 1, e] and complex, and those of the other rows."""
-    real, imaginary = pairs
-    found = []
-    if real:
-        queries = torch.complex(heads.queries[:, :, real], -heads.queries[:, :, imaginary])  # conjugated
-        keys = torch.complex(heads.keys[:, real], heads.keys[:, imaginary])
-        left = queries.permute(2, 0, 1, 3).flatten(2)[..., None]
-        found.append(Products(left, keys.transpose(0, 1)[:, :, None], heads))
-    rest = sorted(set(range(heads.keys.shape[1])) - {*real, *imaginary})
-    if rest:
-        queries = heads.queries[:, :, rest].permute(0, 1, 3, 2).flatten(1, 2)
-        found.append(Products(queries, heads.keys[:, rest], heads))
-    return found
-
-
-def _inner(a: Products, b: Products) -> torch.Tensor:
-    """The inner product of two products of one shape, head by head, without computing either: [..., K]."""
-    between, across = a.left.mH @ b.left, b.right @ a.right.mH
-    return (between * across.mT).sum((-2, -1)).real
+    Raises:
+        Failure: a claim is not an order of a module's heads.
+    """
+    orders = claims.get("head_order") or {}
+    counts = {module.name: module.before for module in geometry.modules}
+    if not isinstance(orders, dict) or not set(orders) <= set(counts):
+        raise Failure(f"{PROVENANCE} claims head_order = {orders!r}, which names no modules of SOURCE")
+    for name, order in orders.items():
+        if not isinstance(order, list) or sorted(order, key=str) != sorted(range(counts[name]), key=str):
+            raise Failure(
+                f"{PROVENANCE} claims head_order = {order!r} for {name}, expected its {counts[name]} K/V heads"
+            )
+    return orders
 
 
 @dataclass(frozen=True)
 class Loss:
     """A squared distance of products."""
 
-    lost: float
+    lost: float = 0.0
     """|source - merged|^2."""
-    total: float
+    total: float = 0.0
     """|source|^2."""
-    noise: float
+    noise: float = 0.0
     """The part of `lost` that rounding may have made."""
+
+    def __add__(self, other: "Loss") -> "Loss":
+        return Loss(self.lost + other.lost, self.total + other.total, self.noise + other.noise)
 
     @property
     def error(self) -> float:
@@ -155,82 +116,150 @@ class Loss:
         return SLACK * math.sqrt(self.noise) + _EXACT * math.sqrt(self.total)
 
 
-def loss_between(source: list[Products], merged: list[Products]) -> Loss:
-    """The loss over all products. In the mean over all distances a rotary pair has half of its product's square."""
-    lost = total = noise = 0.0
-    for old, new in zip(source, merged, strict=True):
-        weight = 0.5 if old.right.is_complex() else 1.0
-        norm = float(_inner(old, old).sum())
-        lost += weight * (norm + float((_inner(new, new) - 2 * _inner(old, new)).sum()))
-        total += weight * norm
-        noise += weight * float(new.noise().sum())
-    return Loss(lost, total, noise)
+@dataclass(frozen=True)
+class Products:
+    """What K/V heads contribute through the heads that read them: left @ right, for each of m heads.
+
+    A rotary pair is one complex row; its products are those of one frequency, in a leading axis.
+    """
+
+    left: torch.Tensor
+    """[..., m, n, c]."""
+    right: torch.Tensor
+    """[..., m, c, e], or [..., 1, c, e] for a head that all readers share."""
 
 
-def check_optimum(
-    source: Heads, merged: Heads, groups: int, pairs: tuple[list[int], list[int]], free: frozenset[Role]
-) -> None:
-    """Every group's keys and values are the best that one head of this head_dim can be, up to rounding.
+def module_losses(result: Result, module: Module, order: list[int] | None, free: Container[Role]) -> dict[str, Loss]:
+    """What a module's `keys` and `values` lose.
+
+    Args:
+        result: OUT.
+        module: the module.
+        order: in which SOURCE's K/V heads were merged; None for their own.
+        free: the roles of whose heads the method may make anything.
+
+    Raises:
+        Failure: a group's keys or values are not the best that one head of this head_dim can be, up to rounding.
+    """
+    theirs = read_heads(module, result.inputs.source.tensors, converted=False)
+    ours = read_heads(module, result.weights.tensors, converted=True)
+    pairs = torch.empty(2, 0, dtype=torch.long)
+    if module.kind != "cross":
+        head_dim = theirs["key"].shape[1]
+        pairs = torch.from_numpy(rotary_pairs(result.inputs.family, result.inputs.decoder_config, head_dim))
+    limits = max((torch.finfo(heads.dtype) for heads in ours.values()), key=lambda each: each.eps)
+    size = module.before // module.after
+    found = {"keys": Loss(), "values": Loss()}
+    for group in range(module.after):
+        own = list(range(group * size, (group + 1) * size))
+        merged = own if order is None else [order[head] for head in own]
+        source = group_products(theirs, module.before, merged, merged, pairs)
+        shared = group_products(ours, module.before, own, [group], pairs)
+        for part, role in (("keys", "key"), ("values", "value")):
+            for old, new in zip(source[part], shared[part], strict=True):
+                found[part] += shared_loss(old, new, limits, f"{part} of group {group}" if role in free else None)
+    return found
+
+
+def read_heads(module: Module, tensors: Tensors, *, converted: bool) -> Heads:
+    """The heads of a module's projections, [heads, c, e] and for the output [heads, c, D], with the bias as the last
+    input.
+    """
+    found: Heads = {}
+    for tensor in module.tensors:
+        for role, heads in tensor.read(tensors, converted=converted).items():
+            if heads.dim() == 3:
+                found[role] = heads
+            elif role in found:
+                found[role] = torch.cat([found[role], heads[:, :, None]], 2)
+    return found
+
+
+def group_products(
+    heads: Heads, kv_heads: int, readers: list[int], read: list[int], pairs: torch.Tensor
+) -> dict[str, list[Products]]:
+    """The products of `keys`, those of rotary rows and those of the others, and of `values`.
+
+    Args:
+        heads: of a module.
+        kv_heads: SOURCE's number, by which query heads and output heads are sorted.
+        readers: the K/V heads whose query heads and output heads count.
+        read: the K/V heads that they read.
+        pairs: [2, f], the rows of a key that are real and imaginary parts.
+    """
+    queries, outputs = (heads[role].unflatten(0, (kv_heads, -1))[readers].double() for role in ("query", "output"))
+    keys, values = (heads[role][read].double() for role in ("key", "value"))
+    scores = []
+    real, imaginary = pairs
+    if len(real):
+        conjugated = torch.complex(queries[:, :, real], -queries[:, :, imaginary]).permute(2, 0, 1, 3)
+        turned = torch.complex(keys[:, real], keys[:, imaginary]).transpose(0, 1)
+        scores.append(Products(conjugated.flatten(2)[..., None], turned[:, :, None]))
+    rest = sorted(set(range(keys.shape[1])) - set(pairs.flatten().tolist()))
+    if rest:
+        scores.append(Products(queries[:, :, rest].mT.flatten(1, 2), keys[:, rest]))
+    return {"keys": scores, "values": [Products(outputs.mT.flatten(1, 2), values)]}
+
+
+def shared_loss(source: Products, merged: Products, limits: torch.finfo, what: str | None) -> Loss:
+    """What the heads of a group lose by sharing one.
 
     The criterion for scores is their own error. The criterion for values ignores how strongly the output reads them: the
     rows of the shared head span the leading right singular vectors of all heads stacked (Eckart and Young 1936), and the
     output is that of the heads projected on them.
 
     Args:
-        source: SOURCE's heads in the order in which they were merged.
-        merged: OUT's heads, each repeated for its group.
-        groups: OUT's number of K/V heads.
-        pairs: the rotary pairs.
-        free: the roles of whose heads the method may make anything.
+        source: the products of SOURCE's heads.
+        merged: those of the shared head.
+        limits: of the checkpoint's type.
+        what: the heads in words ("keys of group 0") if they must be the best possible, else None.
 
     Raises:
-        Failure: a group could lose less.
+        Failure: another shared head would lose less.
     """
-    size = len(source.keys) // groups
-    for number in range(groups):
-        own = slice(number * size, (number + 1) * size)
-        if "value" in free:
-            _check_values(number, value_products(source).part(own), value_products(merged).part(own))
-        if "key" in free:
-            for old, new in zip(score_products(source, pairs), score_products(merged, pairs), strict=True):
-                _check_keys(number, old.part(own), new.part(own))
-
-
-def _check_keys(number: int, source: Products, merged: Products) -> None:
-    values, vectors = torch.linalg.eigh(source.left.mH @ source.left)
-    roots = values.clamp(min=0).sqrt()[..., :, None] * vectors.mH  # R with R^H R = left^H left, [..., m, c, c]
-    best = math.sqrt(float(_dropped(roots.to(source.right.dtype) @ source.right).sum()))
-    loss = loss_between([source], [merged])
+    # in the space of the shared rows and beside it: |L R - L' S|^2 = |L R|^2 - |L R B|^2 + |L R B - L' S B|^2
+    shared = merged.right[..., 0, :, :]
+    basis = torch.linalg.qr(shared.mH).Q[..., None, :, :]  # [..., 1, e, c]
+    seen = source.right @ basis
+    kept = source.left @ seen
+    moved = _square(kept - merged.left @ (merged.right @ basis))
+    between = source.left.mH @ source.left
+    total = float((between * (source.right @ source.right.mH).mT).sum().real)
+    # sums of squares, where roundings of subnormal numbers are those of the smallest normal one
+    rows, columns = (
+        torch.linalg.vector_norm(factor, dim=axis) ** 2 + factor.shape[axis] * limits.tiny**2
+        for factor, axis in ((merged.right, -1), (merged.left, -2))
+    )
+    noise = 2 * (limits.eps / 2) ** 2 * float((rows * columns).sum())
+    loss = Loss(total - _square(kept) + moved, total, noise)
+    if what and what.startswith("keys"):
+        values, vectors = torch.linalg.eigh(between)
+        roots = values.clamp(min=0).sqrt()[..., :, None] * vectors.mH  # R with R^H R = left^H left, [..., m, c, c]
+        best = math.sqrt(_least_loss(roots.to(source.right.dtype) @ source.right))
+        found = math.sqrt(max(loss.lost, 0.0))
+        if not found <= best + loss.allowance:
+            whole = math.sqrt(total or 1.0)
+            raise Failure(f"{what} lose {found / whole:.4f} of the scores, the least possible is {best / whole:.4f}")
+    elif what:
+        whole, best = _square(source.right) or 1.0, _least_loss(source.right)
+        unseen = whole - _square(seen)
+        rounding = (limits.eps / 2) ** 2 * float((rows / shared.square().sum(-1).clamp(min=1e-300)).max())
+        if not unseen <= best + (SLACK**2 * rounding + 1e-10) * whole:
+            share, least = (math.sqrt(max(each, 0.0) / whole) for each in (unseen, best))
+            raise Failure(f"{what} lose {share:.4f} of their heads, the least possible is {least:.4f}")
+        if not math.sqrt(moved) <= loss.allowance:
+            raise Failure(f"outputs for the {what} are not those of the heads projected on the shared head")
+    # over all distances, a rotary pair has half of its product's square on average
     weight = 0.5 if source.right.is_complex() else 1.0
-    found = math.sqrt(max(loss.lost, 0.0) / weight)
-    if not found <= best + loss.allowance / math.sqrt(weight):
-        whole = math.sqrt(loss.total / weight) or 1.0
-        raise Failure(
-            f"keys of group {number} lose {found / whole:.4f} of the scores, the least possible is {best / whole:.4f}"
-        )
+    return Loss(weight * loss.lost, weight * loss.total, weight * loss.noise)
 
 
-def _check_values(number: int, source: Products, merged: Products) -> None:
-    heads, shared = source.right, merged.right[0]
-    total = float(heads.square().sum())
-    basis = torch.linalg.qr(shared.T).Q  # [e, w]
-    seen = heads @ basis  # [m, w, w]
-    lost, best = total - float(seen.square().sum()), float(_dropped(heads).sum())
-    limits = merged.heads
-    roundings = (limits.eps / 2) ** 2 * shared.abs().clamp(min=limits.tiny).square().sum(1)
-    off = float((roundings / shared.square().sum(1).clamp(min=1e-300)).max())
-    if not lost <= best + (SLACK**2 * off + 1e-10) * total:
-        share, least = (math.sqrt(max(each, 0.0) / (total or 1.0)) for each in (lost, best))
-        raise Failure(f"values of group {number} lose {share:.4f} of their heads, the least possible is {least:.4f}")
-    loss = loss_between([Products(source.left, seen @ basis.T, source.heads)], [merged])
-    if not math.sqrt(max(loss.lost, 0.0)) <= loss.allowance:
-        raise Failure(
-            f"outputs of group {number} are not those of its heads projected on the shared head (off by {loss.error:.2g})"
-        )
+def _square(tensor: torch.Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor)) ** 2
 
 
-def _dropped(heads: torch.Tensor) -> torch.Tensor:
-    """The least squared error of one head of c rows that replaces heads [..., m, c, e]: [...]."""
+def _least_loss(heads: torch.Tensor) -> float:
+    """The least squared error of one head of c rows in place of heads [..., m, c, e]."""
     stacked = heads.flatten(-3, -2)
     squares = torch.linalg.eigvalsh(stacked @ stacked.mH).clamp(min=0)
-    return squares[..., : -heads.shape[-2]].sum(-1)
+    return float(squares[..., : -heads.shape[-2]].sum())

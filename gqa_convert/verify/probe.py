@@ -1,4 +1,4 @@
-"""Random inputs that both models run on: their outputs, decoding steps on a cache, and the heads in the cache.
+"""What both models run on: their outputs, decoding steps on a cache, and the shapes of the cache.
 
 The outputs are logits or, for a model without a language-model head, the last hidden states.
 """
@@ -20,47 +20,52 @@ example where a router chooses another expert.
 """
 STEPS = 4
 """Decoding steps on a cache."""
-_LENGTH, _ENCODER_LENGTH = 32, 24
+_ROWS, _LENGTH, _ENCODER_LENGTH = 3, 32, 24
+
+Shapes = list[tuple[tuple[int, ...], tuple[int, ...]]]
+"""The shapes [batch, heads, tokens, width] of keys and of values, by layer that keeps them."""
 
 
 @dataclass
 class Decoding:
     """What a model does with a cache."""
 
-    error: float = math.inf
-    """The distance between the outputs of a prefill with steps on its cache and those of one pass."""
+    output: torch.Tensor | None = None
+    """The outputs [rows, STEPS, n] of steps on the cache of a prefill."""
     problem: str = ""
     """Why the model cannot decode, if it cannot."""
-    heads: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
-    """The heads of keys and of values in the caches of `self` and `cross` attention, by layer with keys."""
+    caches: dict[str, Shapes] = field(default_factory=dict)
+    """By kind of attention, `self` and `cross`, after the prefill."""
 
 
 class Probe:
-    """Three rows of random tokens, and an encoder's input where there is one.
+    """Rows of tokens, and an encoder's input where there is one.
 
     Args:
-        model: a loaded model. An encoder-decoder model gets tokens or audio for its encoder too.
+        model: a loaded model. An encoder-decoder model gets random tokens or audio for its encoder too.
         cross: whether the model has cross-attention. A decoder without its encoder then gets random encoder states.
+        tokens: the rows [rows, length] of a text; random ones if None.
     """
 
-    def __init__(self, model: Any, *, cross: bool) -> None:
+    def __init__(self, model: Any, *, cross: bool, tokens: torch.Tensor | None = None) -> None:
         config = model.config.get_text_config()
         self._generator = torch.Generator().manual_seed(0)
         self._pairs = bool(config.is_encoder_decoder)
-        vocabulary = getattr(config, "decoder_vocab_size", None) or config.vocab_size
-        self._ids = self._tokens(config, _LENGTH, vocabulary)
+        if tokens is None:
+            tokens = self._tokens(config, _LENGTH, getattr(config, "decoder_vocab_size", None) or config.vocab_size)
+            self.description = f"{tokens.numel()} random tokens"
+        else:
+            self.description = f"{tokens.numel():,} tokens of the text"
+        self._ids = tokens
         self._exact = model.dtype in (torch.float32, torch.float64)
         self.tolerance = TOLERANCE if self._exact else HALF_TOLERANCE
         self._memory: dict[str, Any] = {}
         """The inputs besides the decoder's tokens."""
-        self.description = f"{self._ids.numel()} random tokens"
-        """The inputs in words."""
         known = inspect.signature(model.forward).parameters
-        states = (3, _ENCODER_LENGTH, config.hidden_size)
+        states = len(tokens), _ENCODER_LENGTH, config.hidden_size
         if self._pairs and model.main_input_name == "input_features":
-            self._memory = {
-                "input_features": self._noise(model, 3, config.num_mel_bins, 2 * config.max_source_positions)
-            }
+            shape = len(tokens), config.num_mel_bins, 2 * config.max_source_positions
+            self._memory = {"input_features": self._noise(model, *shape)}
             self.description += ", random audio"
         elif self._pairs:
             self._memory = {"input_ids": self._tokens(config, _ENCODER_LENGTH, config.vocab_size)}
@@ -73,22 +78,20 @@ class Probe:
             self.description += ", random states of an encoder"
 
     def _tokens(self, config: Any, length: int, vocabulary: int) -> torch.Tensor:
-        """Random ids [3, length] without the padding token, by which some models count positions."""
+        """Random ids [rows, length] without the padding token, by which some models count positions."""
         for key in ("max_target_positions", "max_position_embeddings"):
             longest = getattr(config, key, None)
             if isinstance(longest, int) and longest > STEPS + 4:
                 length = min(length, longest)
-        ids = torch.randint(0, vocabulary, (3, length), generator=self._generator)
+        ids = torch.randint(0, vocabulary, (_ROWS, length), generator=self._generator)
         padding = getattr(config, "pad_token_id", None)
-        if padding is None:
-            return ids
-        return torch.where(ids == padding, (ids + 1) % vocabulary, ids)
+        return ids if padding is None else torch.where(ids == padding, (ids + 1) % vocabulary, ids)
 
     def _noise(self, model: Any, *shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=self._generator).to(model.dtype)
 
     def output(self, model: Any) -> torch.Tensor:
-        """The logits or hidden states [3, length, n] of every token, computed without a cache."""
+        """The logits or hidden states [rows, length, n] of every token, computed without a cache."""
         return self._forward(model, self._ids, self._memory, use_cache=False)[0]
 
     def difference(self, ours: torch.Tensor, theirs: torch.Tensor) -> float:
@@ -110,17 +113,15 @@ class Probe:
             if self._pairs:  # the encoder runs once, as in generation
                 with torch.no_grad():
                     memory = {"encoder_outputs": model.get_encoder()(**memory)}
-            first, cache = self._forward(model, prompt, memory, use_cache=True)
+            _, cache = self._forward(model, prompt, memory, use_cache=True)
             if cache is None:  # some models only fill a cache passed to them
                 cache = DynamicCache(config=model.config)
                 if memory:
                     cache = EncoderDecoderCache(cache, DynamicCache(config=model.config))
-                first, _ = self._forward(model, prompt, memory, use_cache=True, past_key_values=cache)
-            found.heads = cached_heads(cache)
-            parts = [first]
-            for step in steps:
-                parts += [self._forward(model, step, memory, use_cache=True, past_key_values=cache)[0]]
-            found.error = self.difference(torch.cat(parts, dim=1), self.output(model))
+                self._forward(model, prompt, memory, use_cache=True, past_key_values=cache)
+            found.caches = cached_shapes(cache)
+            parts = [self._forward(model, step, memory, use_cache=True, past_key_values=cache)[0] for step in steps]
+            found.output = torch.cat(parts, dim=1)
         except Exception as problem:
             found.problem = first_line(problem)
         return found
@@ -133,23 +134,23 @@ class Probe:
         with torch.no_grad():
             result = model(**options, **memory)
         output = result.logits if hasattr(result, "logits") else result.last_hidden_state
-        return output.double(), getattr(result, "past_key_values", None)
+        return output.float(), getattr(result, "past_key_values", None)
 
 
-def cached_heads(cache: Any) -> dict[str, list[tuple[int, int]]]:
-    """The heads of keys and values in every layer that keeps them, by kind of attention. Other layers (recurrence,
+def cached_shapes(cache: Any) -> dict[str, Shapes]:
+    """The shapes of keys and values in every layer that keeps them, by kind of attention. Other layers (recurrence,
     convolution) have no keys or an empty tensor.
 
     Raises:
         Failure: the cache is of an unknown class.
     """
     if hasattr(cache, "self_attention_cache"):
-        return cached_heads(cache.self_attention_cache) | {"cross": cached_heads(cache.cross_attention_cache)["self"]}
+        return cached_shapes(cache.self_attention_cache) | {"cross": cached_shapes(cache.cross_attention_cache)["self"]}
     if not hasattr(cache, "layers"):
         raise Failure(f"the model's cache is a {type(cache).__name__}, which has no keys to look at")
     found = []
     for layer in cache.layers:
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
         if keys is not None and values is not None and keys.dim() == values.dim() == 4 and keys.numel():
-            found.append((keys.shape[1], values.shape[1]))
+            found.append((tuple(keys.shape), tuple(values.shape)))
     return {"self": found}

@@ -2,9 +2,11 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from gqa_convert.errors import ConfigError, CorruptCheckpointError
+
+Found = TypeVar("Found")
 
 
 class Failure(Exception):  # noqa: N818 - a result about OUT, never shown to a user as an exception
@@ -28,8 +30,6 @@ class VerificationReport:
     out: str
     source: str
     checks: list[Check] = field(default_factory=list)
-    losses: dict[str, float] | None = None
-    """With a text: nats per token of `source` and of `out`, and the number of `tokens` scored. No check judges them."""
 
     @property
     def passed(self) -> bool:
@@ -44,15 +44,23 @@ class VerificationReport:
             function: returns what it looked at, or raises. On a damaged OUT any library may raise anything. Only SOURCE
                 raises CorruptCheckpointError and ConfigError, and these reach the caller.
         """
+        return self.find(name, lambda: (True, function())) is not None
+
+    def find(self, name: str, function: Callable[[], tuple[Found, str]]) -> Found | None:
+        """The same for a check that hands something on: what `function` returns in front of what it looked at; None if
+        the check fails.
+        """
         try:
-            self.checks.append(Check(name, True, function()))
-        except Failure as failure:
-            self.checks.append(Check(name, False, str(failure)))
+            found, detail = function()
         except (CorruptCheckpointError, ConfigError):
             raise
         except Exception as problem:
-            self.checks.append(Check(name, False, first_line(problem)))
-        return self.checks[-1].passed
+            self.checks.append(
+                Check(name, False, str(problem) if isinstance(problem, Failure) else first_line(problem))
+            )
+            return None
+        self.checks.append(Check(name, True, detail))
+        return found
 
     def summary(self) -> dict[str, Any]:
         """The report as plain data for `--json`."""
@@ -61,7 +69,6 @@ class VerificationReport:
             "source": self.source,
             "passed": self.passed,
             "checks": [{"name": c.name, "passed": c.passed, "detail": c.detail} for c in self.checks],
-            "losses": self.losses,
         }
 
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
 from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.run import convert_checkpoint
@@ -24,6 +23,7 @@ from tests.helpers.verification import (
     claim,
     claims,
     config,
+    details,
     edit,
     edit_json,
     failed,
@@ -88,28 +88,24 @@ def test_other_weight_formats(made: Conversions, tmp_path: Path) -> None:
     assert set(failed(verify_checkpoint(tmp_path / "out", old, logits=False))) == {"merged tensors"}
 
 
-def test_the_loss_of_both_models_is_reported(made: Conversions, tmp_path: Path) -> None:
-    out, source = made("llama", 3)
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, 47, (150,), generator=generator).tolist()
-    text = tmp_path / "text.txt"
-    text.write_text(" ".join(f"w{number}" for number in ids))
+def test_progress_goes_to_the_end(made: Conversions) -> None:
     stages: list[tuple[str, int, int]] = []
-    report = verify_checkpoint(out, source, text=text, progress=lambda *step: stages.append(step))
-    assert report.passed
-    assert report.losses is not None
-    assert report.losses["tokens"] == 149
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
-    total = 0.0
-    for start in (0, 63, 126):  # blocks of 64 that share one token
-        block = torch.tensor([ids[start : start + 64]])
-        total += model(block, labels=block).loss.item() * (block.shape[1] - 1)
-    assert report.losses["source"] == pytest.approx(total / 149, rel=1e-5)
-    assert report.losses["out"] != report.losses["source"]
-    for stage in ("tensors", "logits", "text"):
+    verify_checkpoint(*made("llama", 3), progress=lambda *step: stages.append(step))
+    for stage in ("tensors", "logits"):
         steps = [(done, of) for name, done, of in stages if name == stage]
         assert steps == sorted(steps)
         assert steps[-1][0] == steps[-1][1]
+
+
+def test_both_models_run_on_a_text(made: Conversions, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(f"w{number % 47}" for number in range(150)))
+    report = verify_checkpoint(*made("llama", 3), text=text)
+    assert failed(report) == {}
+    assert ": 128 tokens of the text," in details(report)["logits"]  # two blocks of 64, the context length
+    text.write_text("w1 w2")
+    with pytest.raises(OptionError, match="has 2 tokens"):
+        verify_checkpoint(*made("llama", 3), text=text)
 
 
 ATTENTION = "model.layers.1.self_attn"
@@ -318,7 +314,7 @@ def test_damaged_tensors_fail_the_logits_too(made: Conversions, tmp_path: Path) 
     good, source = made("phi3", 4)
     out = shutil.copytree(good, tmp_path / "out")
     edit(out, "model.layers.0.mlp.down_proj.weight", lambda t: t * 1.05)
-    assert {"untouched tensors", "logits"} == set(failed(verify_checkpoint(out, source)))
+    assert {"untouched tensors", "logits", "cached decoding"} == set(failed(verify_checkpoint(out, source)))
     edit(out, f"{ATTENTION}.qkv_proj.weight", lambda t: torch.cat([t[:96], t[104:112], t[96:104], t[112:]]))
     assert {"merged tensors", "logits"} <= set(failed(verify_checkpoint(out, source)))
 

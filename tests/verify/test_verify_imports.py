@@ -22,7 +22,7 @@ SHARED = {
     "gqa_convert.families.records": "the norm of keys of a type on no list",
     "gqa_convert.families.wrappers": "the config of the decoder inside a wrapper",
     "gqa_convert.families.loading": "loading models and tokenizers with transformers",
-    "gqa_convert.text.scoring.text_loss": "the loss of a text",
+    "gqa_convert.text.scoring.text_loss": "the context length of a model",
     "gqa_convert.text.scoring.text_to_score": "reading a text",
 }
 """Modules outside the room that verify may import, and what for."""

@@ -378,13 +378,10 @@ def test_the_tokenizer_of_a_whisper_is_found_by_its_class(tmp_path: Path) -> Non
     assert set(failed(verify_checkpoint(out, source))) == {"config"}
 
 
-def test_the_loss_of_a_language_model(made: Conversions, tmp_path: Path) -> None:
+def test_a_text_is_for_causal_language_models(made: Conversions, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text(" ".join(f"w{number % 47}" for number in range(70)))
-    out, source = made("gpt_neox", 4)
-    report = verify_checkpoint(out, source, text=text)
-    assert report.passed
-    assert report.losses is not None
+    assert failed(verify_checkpoint(*made("gpt_neox", 4), text=text)) == {}
     with pytest.raises(OptionError, match="leave the text out"):
         verify_checkpoint(*made("t5", 3), text=text)
 

@@ -1,0 +1,109 @@
+"""What OUT turned out to be: its tensors, its heads, and the method by whose rules it is judged."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final
+
+from gqa_convert.families.family import Modeling
+from gqa_convert.verify.geometry import Geometry, Role, config_value, read_geometry
+from gqa_convert.verify.inputs import Inputs
+from gqa_convert.verify.report import Failure, first_line
+from gqa_convert.verify.weights import PROVENANCE, Weights, read_object
+
+PLAIN: Final = ("mean", "first")
+"""Methods whose K/V heads are computed from SOURCE's K/V heads alone and are proven bit for bit."""
+FACTORED: Final = "factor"
+"""The method that also changes queries and outputs, and whose heads are proven to be the best possible; with a text, its
+result is judged as that of a fit."""
+FITTED: Final = "fit"
+"""The method that depends on a text and is measured against mean pooling."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """A converted checkpoint whose heads were found."""
+
+    inputs: Inputs
+    weights: Weights
+    geometry: Geometry
+    claims: dict[str, Any]
+    """Its provenance record; empty if that cannot be read."""
+    modeling: Modeling | None
+    """The modelling file that it must come with."""
+
+    def shown_method(self, default: str | None = None) -> Any:
+        """The claimed method, unless the heads show another: heads that do not become fewer are copied or repeated,
+        whatever was asked for.
+        """
+        if not self.geometry.changed:
+            return "copy"
+        return self.claims.get("method", default) if self.geometry.merged else "repeat"
+
+    @cached_property
+    def method(self) -> Any:
+        """The method by whose rules the tensors are judged."""
+        method = self.shown_method("mean")
+        return FITTED if method == FACTORED and self.claims.get("calibration") is not None else method
+
+    @property
+    def folds(self) -> bool:
+        """Whether the method changes queries and outputs too."""
+        return self.method in (FACTORED, FITTED)
+
+    @property
+    def encoder(self) -> bool:
+        """Whether an encoder was converted; as claimed where the tensors are the same either way."""
+        return self.claims.get("encoder") is True if self.geometry.encoder is None else self.geometry.encoder
+
+    @cached_property
+    def foldable(self) -> dict[str, frozenset[Role]]:
+        """By module, the roles whose heads the method may make anything of; empty for plain methods.
+
+        A fit may change all of them. Factoring folds maps of keys into queries unless a norm or clipping lies between
+        them, and maps of values into outputs unless a gate, a norm or clipping does; otherwise they are means.
+        """
+        family, config = self.inputs.family, self.inputs.decoder_config
+        every: frozenset[Role] = frozenset({"query", "key", "value", "output", "output_bias"})
+        if self.method == FITTED:
+            return {module.name: every for module in self.geometry.merged}
+        found: dict[str, frozenset[Role]] = {}
+        clipped = config_value(config, "clip_qkv") or config_value(config, "attn_config.clip_qkv")
+        for module in self.geometry.merged if self.folds else ():
+            norm = f"{module.name}.{family.key_norm_name}."
+            normed = family.key_norm != "none" and any(name.startswith(norm) for name in self.inputs.source.tensors)
+            if family.gainless_key_norm is not None:
+                key, default = family.gainless_key_norm
+                normed = config.get(key, default) is not False
+            roles: list[Role] = [] if clipped or normed or family.key_constraint else ["query", "key"]
+            roles += [] if clipped or family.value_constraint else ["value", "output"]
+            found[module.name] = frozenset(roles)
+        return found
+
+
+def read_result(inputs: Inputs, weights: Weights, claims: dict[str, Any]) -> Result:
+    """Find the heads of OUT.
+
+    Raises:
+        ConfigError: SOURCE contradicts itself.
+        Failure: OUT's numbers of K/V heads cannot be determined, or do not fit SOURCE's.
+    """
+    family, modeling = inputs.family, inputs.modeling
+    may_differ = modeling in family.layerwise or family.reads_per_layer_config
+    shapes = inputs.source.shapes, weights.shapes
+    geometry = read_geometry(family, inputs.decoder_config, *shapes, may_differ=may_differ)
+    if modeling is family.modeling and not geometry.changed and not family.is_converted:
+        modeling = None  # stock classes load it
+    return Result(inputs, weights, geometry, claims, modeling)
+
+
+def read_claims(out: Path) -> dict[str, Any]:
+    """OUT's provenance record.
+
+    Raises:
+        Failure: it is missing or damaged.
+    """
+    try:
+        return read_object(out / PROVENANCE)
+    except (OSError, ValueError) as problem:
+        raise Failure(f"{PROVENANCE} cannot be read ({first_line(problem)})") from None
