@@ -126,8 +126,8 @@ def shown_by(screen_of: type, clock: Clock, capsys: pytest.CaptureFixture[str], 
 
 
 def test_the_stages_of_a_conversion(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
-    layer = LayerRecord(module="layers.0.self_attn", errors={}, gap_left=0.25)
-    from_weights = LayerRecord(module="m", errors={})
+    layer = LayerRecord("layers.0.self_attn", {}, [0], 0.25)
+    from_weights = LayerRecord("m", {}, [0])
     trained = Divergence(0.5, 0.125)
     shown = shown_by(
         ConversionScreen,

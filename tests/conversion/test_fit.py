@@ -4,7 +4,7 @@ text.
 
 import json
 import signal
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,17 +16,15 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from gqa_convert.checkpoint.source import open_checkpoint
-from gqa_convert.conversion.fit import layer_fitting, model_loading, statistics, stretched_blocks
+from gqa_convert.conversion.fit import memory, model_loading, statistics, stretched_blocks
 from gqa_convert.conversion.fit.calibration_text import Calibration
-from gqa_convert.conversion.fit.head_parameters import Assembly, as_parts
 from gqa_convert.conversion.fit.layer_store import LayerRecord, LayerStore
-from gqa_convert.conversion.fit.model_loading import open_model
+from gqa_convert.conversion.fit.merged_attention import MergedAttention
+from gqa_convert.conversion.fit.model_loading import find_modules, open_model, precision_of
 from gqa_convert.conversion.fit.one_layer import least
 from gqa_convert.conversion.fit.optimizer import RelativeAdam
-from gqa_convert.conversion.fit.precision import is_reduced, precision_of
-from gqa_convert.conversion.fit.repeated_heads import RepeatedHeads
 from gqa_convert.conversion.fit.run import fit_checkpoint
-from gqa_convert.conversion.fit.statistics import DAMPING, Regression, best_change, damped_moment
+from gqa_convert.conversion.fit.statistics import DAMPING, Regression, best_strength, damped_moment
 from gqa_convert.conversion.fit.stretched_blocks import stretched
 from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions
 from gqa_convert.conversion.plan import make_plan
@@ -82,7 +80,7 @@ def test_the_result_is_its_own_expansion_and_beats_the_mean(name: str, groups: i
     """
     case = folded.build(name)
     source, out = case.save(tmp_path / "source"), tmp_path / "out"
-    records, _ = fitted(source, out, groups, batches=batches_for(case.model, count=16))
+    records, *_ = fitted(source, out, groups, batches=batches_for(case.model, count=16))
     # on held-out tokens; behind the first layer, the output misses the errors of the layers below as well
     assert all(0 < output(record) < 1 and record.gap_left < 1 for record in records)
     assert records[0].gap_left < 0.8
@@ -95,7 +93,7 @@ def test_heads_that_differ_by_maps_merge_without_loss(name: str, tmp_path: Path)
     """Through the whole closed loop, gradient stage allowed."""
     case = folded.build(name)
     expected = folded.tie(case, 3).logits()
-    records, _ = fitted(case.save(tmp_path / "source"), tmp_path / "out")
+    records, *_ = fitted(case.save(tmp_path / "source"), tmp_path / "out")
     assert all(output(record) < EXACT for record in records)
     assert distance(case.logits(case.load(tmp_path / "out")), expected) < EXACT
 
@@ -112,36 +110,43 @@ def test_stretched_text(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         for seed, batch in enumerate(batches_for(case.model))
     ]
     assert all(int(batch["position_ids"][1].max()) > 40 for batch in batches)
-    records, training = fitted(case.save(tmp_path / "source"), tmp_path / "out", batches=batches, kl_steps=2)
+    records, _, kl = fitted(case.save(tmp_path / "source"), tmp_path / "out", batches=batches, kl_steps=2)
     assert all(output(record) < EXACT for record in records)
-    assert training.kl.before < EXACT
+    assert kl.before < EXACT
     assert distance(case.logits(case.load(tmp_path / "out")), expected) < EXACT
 
 
-@pytest.mark.parametrize("name", folded.SOME)
-def test_assembled_parameters_are_the_tensors_that_are_written(name: str, tmp_path: Path) -> None:
-    """In torch by indices, and in numpy by the layout's code."""
+@pytest.mark.parametrize("name", [name for name in folded.SOME if name != "zamba2"])  # its modules share weights
+def test_an_installed_layer_computes_what_its_repeated_tensors_do(name: str, tmp_path: Path) -> None:
+    """Rows gathered, or outputs repeated, in torch; and rows repeated in numpy by the layout's code."""
     case = folded.build(name)
     checkpoint = open_checkpoint(case.save(tmp_path / "source"))
     finder = AttentionFinder(checkpoint, FAMILIES[case.model_type])
     found = {name: parameter.detach().numpy() for name, parameter in case.model.state_dict().items()}
-    for layer in finder.layers:
-        parts = LayerLayout(finder, layer)
-        tensors = {name: _stored(found, name) for name in parts.names}
-        source = parts.split_heads(tensors)
-        groups = 1 if layer.kv_heads == 1 else layer.kv_heads // 2
-        others = {role: -array for role, array in vars(source).items() if array is not None}
-        others |= {role: others[role][-groups:] for role in ("keys", "values")}
-        heads = replace(source, **others)
-        expected = parts.repeated(parts.merge_heads(heads, tensors, groups), groups)
-        made = Assembly(parts, tensors, groups, "cpu")(as_parts(heads, "cpu"))
-        assert name != "llama" or RepeatedHeads in map(type, made.values())
-        assert made.keys() == {name.removeprefix(f"{layer.module}.") for name in expected}
-        for key, array in expected.items():
-            tensor = made[key.removeprefix(f"{layer.module}.")]
-            if isinstance(tensor, RepeatedHeads):
-                tensor = tensor.whole()
-            torch.testing.assert_close(tensor, torch.from_numpy(array), rtol=1e-6, atol=1e-6)
+    modules = find_modules(case.model, [layer.module for layer in finder.layers])
+    before = case.logits()
+    with ExitStack() as stack:
+        expected = {}
+        for layer in finder.layers:
+            layout = LayerLayout(finder, layer)
+            tensors = {name: _stored(found, name) for name in layout.names}
+            source = layout.split_heads(tensors)
+            groups = 1 if layer.kv_heads == 1 else layer.kv_heads // 2
+            others = {role: -array for role, array in vars(source).items() if array is not None}
+            others |= {role: others[role][-groups:] for role in ("keys", "values")}
+            merged = layout.merge_heads(replace(source, **others), tensors, groups)
+            for key, array in layout.repeated(merged, groups).items():
+                expected[f"{modules[layer.module]}.{key.removeprefix(f'{layer.module}.')}"] = torch.from_numpy(array)
+            module = MergedAttention(layout, merged, groups, case.model.get_submodule(modules[layer.module]))
+            joined = module.joined(module.tensors)
+            assert joined.keys() == {*layout.projections, *layout.output_names} & merged.keys()
+            assert all(np.array_equal(tensor, merged[name]) for name, tensor in joined.items())
+            stack.enter_context(module.installed(module.tensors))
+        installed = case.logits()
+    assert torch.equal(case.logits(), before)
+    case.model.load_state_dict(expected, strict=False)
+    assert distance(installed, case.logits()) < folded.EXACT
+    assert distance(installed, before) > 1e-3
 
 
 def _stored(found: dict[str, Any], name: str) -> Any:
@@ -158,7 +163,7 @@ def test_moments_and_ridge_are_what_they_say() -> None:
     extended = np.concatenate([rows, np.ones((30, 1))], axis=1)[kept]
     expected = extended.T @ extended / kept.sum()
     expected[np.diag_indices(5)] += DAMPING * np.diag(expected)[:5].mean()
-    np.testing.assert_allclose(moment, expected, atol=1e-12)
+    np.testing.assert_allclose(moment, expected, atol=1e-6)  # products are made in float32
 
     regression = Regression(biased=True)
     regression.add(torch.from_numpy(rows).view(2, 15, 5), torch.from_numpy(targets).view(2, 15, 4), counted)
@@ -169,19 +174,10 @@ def test_moments_and_ridge_are_what_they_say() -> None:
     solution = np.linalg.lstsq(np.concatenate([extended, penalty]), np.concatenate([targets[kept], zeros]), rcond=None)[
         0
     ]
-    np.testing.assert_allclose(change.numpy(), solution, atol=1e-10)
+    np.testing.assert_allclose(change.numpy(), solution, atol=1e-5)
     left = np.square(targets[kept] - extended @ solution).sum()
     assert regression.error(change) == pytest.approx(left)
     assert regression.power() == pytest.approx(np.square(targets[kept]).sum())
-
-
-@pytest.mark.parametrize("width", [1024, 1025])
-def test_a_wide_product_is_that_of_float64(width: int) -> None:
-    rows = torch.randn(7, width, generator=torch.Generator().manual_seed(0))
-    found = statistics.product(rows, rows)
-    assert found.dtype == torch.float64
-    # float32 has 24 bits, and sums of up to 50
-    torch.testing.assert_close(found, rows.double().T @ rows.double(), rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("sampled", [512, 4])
@@ -200,20 +196,22 @@ def test_held_out_text_decides_how_much_is_repaired(
         inputs = normal(1, 30, 20)
         texts.append(Regression(biased=False))
         texts[-1].add(inputs, inputs @ weight + noise * normal(1, 30, 8), None)
-    change, share = best_change(*texts)
-    if noise == 100:  # 30 tokens of noise predict nothing on other text
-        assert change is None or change.abs().max() < 0.1 * texts[0].change(1e-3).abs().max()
-    else:
-        assert change is not None
-        assert share > (0.98 if noise == 0 else 0.8)
+    strength, share = best_strength(*texts)
     columns = texts[0].sample()
     assert columns.step == (1 if sampled == 512 else 2)
-    if change is None:
+    if noise == 100:  # 30 tokens of noise predict nothing on other text
+        assert strength is None or strength >= 1
+    else:
+        assert strength is not None
+        assert share > (0.98 if noise == 0 else 0.8)
+    if strength is None:
         assert share == 0
     else:
+        change = texts[0].change(strength)
         assert change.shape == weight.shape
-        assert texts[1].error(change[:, columns], columns) <= texts[1].power(columns)
-        assert share == pytest.approx(max(0.0, 1 - texts[1].error(change) / texts[1].power()))
+        left = texts[1].error(change[:, columns], columns) / texts[1].power(columns)
+        assert share == pytest.approx(1 - left)
+        assert share >= 0
 
 
 def test_least_finds_the_bottom() -> None:
@@ -240,7 +238,7 @@ def test_poor_text_does_not_fail(name: str, kind: str, tmp_path: Path) -> None:
         batches = batches_for(model, rows=1, length=9 if name == "t5" else 2, count=1)
     else:
         batches = batches_for(model, count=1) + batches_for(model, rows=1, length=11, count=1)
-    records, _ = fitted(tmp_path / "source", tmp_path / "out", batches=batches)
+    records, *_ = fitted(tmp_path / "source", tmp_path / "out", batches=batches)
     assert all(np.isfinite(output(record)) for record in records)
     logits = case.logits(case.load(tmp_path / "out"))
     assert torch.isfinite(logits).all()
@@ -251,7 +249,7 @@ def test_a_layer_of_zeros(tmp_path: Path) -> None:
     with torch.no_grad():
         for parameter in case.model.model.layers[0].self_attn.parameters():
             parameter.zero_()
-    records, _ = fitted(case.save(tmp_path / "source"), tmp_path / "out")
+    records, *_ = fitted(case.save(tmp_path / "source"), tmp_path / "out")
     assert output(records[0]) == 0
     assert torch.isfinite(case.logits(case.load(tmp_path / "out"))).all()
 
@@ -263,14 +261,14 @@ def test_products_in_bfloat16_fit_as_well(tied: bool, tmp_path: Path, monkeypatc
     if tied:
         folded.tie(case, 3)
     source = case.save(tmp_path / "source")
-    exact_records, _ = fitted(source, tmp_path / "float32")
-    monkeypatch.setattr(layer_fitting, "precision_of", lambda *_: partial(torch.autocast, "cpu", torch.bfloat16))
+    exact_records, *_ = fitted(source, tmp_path / "float32")
+    monkeypatch.setattr(model_loading, "precision_of", lambda *_: partial(torch.autocast, "cpu", torch.bfloat16))
     for exact, reduced in zip(exact_records, fitted(source, tmp_path / "bfloat16")[0], strict=True):
         assert reduced.gap_left < 1e-4 if tied else reduced.gap_left == pytest.approx(exact.gap_left, rel=0.1, abs=0.01)
 
 
 def test_precision_is_reduced_for_wide_sources_of_16_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gqa_convert.conversion.fit.precision._is_fast", lambda device: True)
+    monkeypatch.setattr("gqa_convert.conversion.fit.model_loading._multiplies_bfloat16", lambda device: True)
     found = {}
     for hidden_size in (128, 256):
         for dtype in (torch.bfloat16, torch.float32):
@@ -284,7 +282,7 @@ def test_precision_is_reduced_for_wide_sources_of_16_bits(tmp_path: Path, monkey
             folder = tmp_path / f"{hidden_size}-{dtype}"
             LlamaForCausalLM(config).to(dtype).save_pretrained(folder)
             plan = make_plan(open_checkpoint(folder), 2, method="fit")
-            found[hidden_size, dtype] = is_reduced(precision_of(plan, torch.device("cpu")))
+            found[hidden_size, dtype] = precision_of(plan, torch.device("cpu")) is not nullcontext
     assert [case for case, reduced in found.items() if reduced] == [(256, torch.bfloat16)]
 
 
@@ -298,11 +296,11 @@ def test_weights_on_the_disk_and_spilled_activations_change_nothing(
         asked.append(device.type)
         return partial(torch.autocast, "cpu", torch.bfloat16) if reduced else nullcontext
 
-    monkeypatch.setattr(layer_fitting, "precision_of", precision)
+    monkeypatch.setattr(model_loading, "precision_of", precision)
     source = folded.build("qwen2").save(tmp_path / "source")
     batches = batches_for(open_model(source))
     fitted(source, tmp_path / "memory")
-    monkeypatch.setattr(layer_fitting, "KEPT_BYTES", 1 << 60)
+    monkeypatch.setattr(memory, "KEPT_BYTES", 1 << 60)
     monkeypatch.setattr(model_loading, "open_model", partial(open_model, memory_limit=0))
     fitted(source, tmp_path / "disk", batches=batches)
     assert (tmp_path / "memory" / "model.safetensors").read_bytes() == (
@@ -364,13 +362,13 @@ def test_finished_layers_are_not_fitted_again(tmp_path: Path) -> None:
 
 def test_gradient_steps_that_do_not_help_are_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = folded.build("llama").save(tmp_path / "source")
-    without, _ = fitted(source, tmp_path / "without", steps=0)
+    without, *_ = fitted(source, tmp_path / "without", steps=0)
 
     def spoiled(optimizer: Any) -> Any:
-        return [{name: tensor.detach() + 1 for name, tensor in parts.items()} for parts in optimizer.parts()]
+        return [{name: tensor.detach() + 1 for name, tensor in parts.items()} for parts in optimizer.layers]
 
     monkeypatch.setattr(RelativeAdam, "results", spoiled)
-    spoilt, _ = fitted(source, tmp_path / "spoilt", steps=4)
+    spoilt, *_ = fitted(source, tmp_path / "spoilt", steps=4)
     assert [output(record) for record in spoilt] == [output(record) for record in without]
     assert (tmp_path / "spoilt" / "model.safetensors").read_bytes() == (
         tmp_path / "without" / "model.safetensors"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from gqa_convert.conversion.fit import layer_fitting, one_layer
+from gqa_convert.conversion.fit import memory, one_layer
 from gqa_convert.conversion.fit.layer_store import LayerStore
 from gqa_convert.conversion.fit.model_loading import open_model
 from gqa_convert.errors import DeviceMemoryError, NoSpaceError
@@ -39,7 +39,7 @@ def test_a_full_disk_is_told(source: Path, tmp_path: Path, left: int, monkeypatc
         os.truncate(handle, start + nbytes)
 
     monkeypatch.setattr(os, "posix_fallocate", allocate)
-    monkeypatch.setattr(layer_fitting, "KEPT_BYTES", 1 << 60)
+    monkeypatch.setattr(memory, "KEPT_BYTES", 1 << 60)
     with pytest.raises(
         NoSpaceError, match=r"disk or quota of .* is full.*--calibration-tokens.*same command"
     ) as caught:

@@ -1,7 +1,6 @@
 """Merged layers on disk: what a killed run leaves, and what the next run makes of it."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +8,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from gqa_convert.checkpoint.provenance import Divergence
 from gqa_convert.conversion.fit import layer_store
-from gqa_convert.conversion.fit.layer_store import LayerRecord, LayerStore, TrainingRecord
+from gqa_convert.conversion.fit.layer_store import LayerRecord, LayerStore, layer_key
 from gqa_convert.errors import OutputError
 
-RECORD = LayerRecord(module="a", errors={"a.keys": 0.5, "a.values": 0.25}, head_order=[1, 0])
+RECORD = {"module": "a", "errors": {"a.keys": 0.5, "a.values": 0.25}, "head_order": [1, 0]}
 LAYER = {"weight": np.arange(6, dtype=np.float32).reshape(2, 3), "bias": np.ones(2, ml_dtypes.bfloat16)}
-TRAINED = {"weight": -LAYER["weight"], "bias": 2 * LAYER["bias"]}
-TRAINING = TrainingRecord(request={"kl_steps": 3}, kl_steps=3, kl=Divergence(0.5, 0.25, ((1, 0.4),)))
 
 
 def interrupted(folder: Path, work: Callable[[LayerStore], None]) -> None:
@@ -39,56 +35,43 @@ def same(found: Any, expected: Any) -> bool:
 
 
 def test_layers_are_kept_until_the_work_succeeds(tmp_path: Path) -> None:
-    interrupted(tmp_path, lambda store: store.write(4, LAYER, RECORD))
+    interrupted(tmp_path, lambda store: store.write(layer_key(4), LAYER, RECORD))
     with LayerStore(tmp_path / "out", {"made": 1}, keep=True) as store:
-        assert store.record(3) is None
-        assert store.record(4) == RECORD
-        assert same(store.read(4), LAYER)
+        assert store.layer(3) is None
+        assert store.layer(4) == LayerRecord(**RECORD)
+        assert same(store.read(layer_key(4)), LAYER)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_other_work_and_damage(tmp_path: Path) -> None:
     for number in (0, 1):
-        interrupted(tmp_path, lambda store, number=number: store.write(number, LAYER, RECORD))
+        interrupted(tmp_path, lambda store, number=number: store.write(layer_key(number), LAYER, RECORD))
     damaged = tmp_path / ".out.gqa-merging" / "layer-00001.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-5])
 
     def look(store: LayerStore) -> None:
-        assert (store.record(0), store.record(1)) == (RECORD, None)
-        assert {path.name for path, _ in store.locate(2).values()} == {"layer-00000.safetensors"}
+        assert (store.record(layer_key(0)), store.layer(1)) == (RECORD, None)
+        assert {path.name for path, _ in store.locate(layer_key(0)).values()} == {"layer-00000.safetensors"}
 
     interrupted(tmp_path, look)
     with LayerStore(tmp_path / "out", {"made": 2}, keep=True) as store:
-        assert store.record(0) is None
+        assert store.layer(0) is None
 
 
-def test_trained_layers_replace_all_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    errors = {"a.output": 0.125, "b.output": 0.5}
+def test_what_is_written_is_whole_or_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with LayerStore(tmp_path / "out", {}, keep=False) as store:
-        for number in range(2):
-            store.write(number, LAYER, RECORD)
-        put = layer_store.write_whole
+        store.write("together", {}, {"kl_steps": 0})
+        assert (store.record("together"), store.read("together")) == ({"kl_steps": 0}, {})
+        store.discard("together")
+        assert store.record("together") is None
 
-        def failing(path: Path, content: bytes) -> None:
-            if path.name == "trained-00001.safetensors":
-                raise OSError("the disk failed")
-            put(path, content)
+        def failing(*_: Any) -> None:
+            raise OSError("the disk failed")
 
         monkeypatch.setattr(layer_store, "write_whole", failing)
         with pytest.raises(OSError, match="disk"):
-            store.finish(TRAINING, [TRAINED, TRAINED], errors)
-        assert store.finished() is None
-        assert same(store.read(0), LAYER)
-        monkeypatch.setattr(layer_store, "write_whole", put)
-        store.finish(TRAINING, [TRAINED, TRAINED], errors)
-        assert store.finished() == replace(TRAINING, kl=Divergence(0.5, 0.25, [[1, 0.4]]))  # type: ignore[arg-type]
-        assert store.record(0) == replace(RECORD, errors={"a.output": 0.125}), "those before the training are gone"
-        assert same(store.read(1), TRAINED)
-        store.reopen()
-        assert store.finished() is None
-        assert same(store.read(1), LAYER)
-        store.finish(replace(TRAINING, kl=Divergence(0.5, 0.5)))  # it did not help
-        assert same(store.read(1), LAYER)
+            store.write("together", LAYER, RECORD)
+        assert store.record("together") is None
 
 
 def test_one_run_at_a_time(tmp_path: Path) -> None:
@@ -113,5 +96,5 @@ def test_the_folder_is_made_again_where_its_holder_removes_it(tmp_path: Path, mo
 
     monkeypatch.setattr(layer_store, "try_lock", late)
     with LayerStore(tmp_path / "out", {}, keep=False) as store:
-        store.write(0, LAYER, RECORD)
-        assert store.record(0) == RECORD
+        store.write("a", LAYER, RECORD)
+        assert store.record("a") == RECORD

@@ -2,6 +2,7 @@
 
 import copy
 import re
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from gqa_convert.conversion.fit.attention_calls import AttentionCall
 from gqa_convert.conversion.fit.layer_walk import LayerWalk, parts_of
+from gqa_convert.conversion.fit.merged_attention import replaced
 from gqa_convert.families.table import FAMILIES
 from tests.helpers import native, own_files
 from tests.helpers.folding_cases import build
@@ -97,18 +99,20 @@ def check(case: str, *, encoder: bool = False) -> None:
     walk = LayerWalk(model, batches, names, output)
     source, student = walk.streams(2)
     for layer in walk.layers:
+        weights = {name: partial(replaced, walk.module(name), changes[name]) for name in layer.attention}
         for name in layer.attention:
-            before = {other: changes[other] for other in layer.attention[: layer.attention.index(name)]}
+            before = {other: weights[other] for other in layer.attention[: layer.attention.index(name)]}
             captured = student.attention(layer, name, before)
             for number, call in enumerate(captured.calls):
                 entered, _ = seen[modules[name]][number]
                 assert distance(call.hidden, entered) < 1e-4
-                found = captured.run(call, changes[name])
+                with weights[name](), torch.no_grad():
+                    found = captured.run(call)
                 for own, oracle in zip(found, reversed(seen[projections[name]][number]), strict=True):
                     assert distance(own.reshape(oracle.shape), oracle) < 1e-4
-                assert torch.equal(captured.run(call, {})[0], call.output)
+                assert torch.equal(captured.run(call)[0], call.output)
         source.advance(layer)
-        student.advance(layer, {name: changes[name] for name in layer.attention})
+        student.advance(layer, weights)
     for number in range(len(batches)):
         assert distance(source.logits(number), expected[number]) < 1e-4
         assert distance(student.logits(number), expected_of_student[number]) < 1e-4
@@ -169,11 +173,12 @@ def test_a_target_brings_the_students_stream_to_the_sources() -> None:
     source, student = walk.streams(2)
     first, second = walk.layers[:2]
     source.advance(first)
-    student.advance(first, {names[0]: changed(walk.module(names[0]), 0)})
+    own = changed(walk.module(names[0]), 0)
+    student.advance(first, {names[0]: partial(replaced, walk.module(names[0]), own)})
     wanted = source.advance(second, watch=names[1:2])[names[1]]
     calls = student.attention(second, names[1], streams=wanted).calls
-    own = student.advance(second, watch=names[1:2])[names[1]]
-    for call, there, here in zip(calls, wanted, own, strict=True):
+    made = student.advance(second, watch=names[1:2])[names[1]]
+    for call, there, here in zip(calls, wanted, made, strict=True):
         assert (there - here).abs().max() > 1e-3
         torch.testing.assert_close(0.5 * (call.target - call.output), there - here, rtol=1e-4, atol=1e-5)
 

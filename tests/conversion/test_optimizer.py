@@ -8,15 +8,15 @@ from gqa_convert.conversion.fit.optimizer import RelativeAdam, batch_order
 def test_steps_are_relative_to_what_is_trained() -> None:
     """The first step of Adam is as long as its rate, a tenth of the height in the warm-up."""
     queries = torch.randn(3, 4, 5, 24, generator=torch.Generator().manual_seed(1))
-    parts = {"queries": queries, "queries_bias": torch.zeros(3, 4, 5), "keys": torch.ones(2, 5)}
+    parts = {"q.weight": queries, "q.bias": torch.zeros(3, 4, 5), "k.weight": torch.ones(2, 5)}
     optimizer = RelativeAdam([parts], 0.5, 20)
-    sum(part.sum() for part in optimizer.parts()[0].values()).backward()  # type: ignore[union-attr]
+    sum(part.sum() for part in optimizer.layers[0].values()).backward()  # type: ignore[union-attr]
     optimizer.step()
     (found,) = optimizer.results()
     size = float(queries.square().mean().sqrt())
-    assert torch.allclose(parts["keys"] - found["keys"], torch.full((2, 5), 0.05))
-    assert torch.allclose(parts["queries_bias"] - found["queries_bias"], torch.tensor(0.05 * size))
-    assert torch.allclose(queries - found["queries"], torch.tensor(0.05 * size))
+    assert torch.allclose(parts["k.weight"] - found["k.weight"], torch.full((2, 5), 0.05))
+    assert torch.allclose(parts["q.bias"] - found["q.bias"], torch.tensor(0.05 * size))
+    assert torch.allclose(queries - found["q.weight"], torch.tensor(0.05 * size))
 
 
 def test_every_batch_comes_before_any_comes_again() -> None:

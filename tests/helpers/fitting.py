@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gqa_convert.checkpoint.headers import TensorEntry
+from gqa_convert.checkpoint.provenance import Divergence
 from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.conversion.fit.calibration_text import Calibration
-from gqa_convert.conversion.fit.layer_store import LayerRecord, LayerStore, TrainingRecord
+from gqa_convert.conversion.fit.layer_store import LayerRecord, LayerStore, layer_key
 from gqa_convert.conversion.fit.model_loading import open_model
 from gqa_convert.conversion.fit.options import CalibrationOptions
 from gqa_convert.conversion.fit.progress import FitProgress
@@ -56,9 +58,9 @@ def fit(
     *,
     steps: int = 8,
     **options: Any,
-) -> tuple[list[LayerRecord], TrainingRecord]:
-    """Fit a plan's layers on the CPU: the record of each, and of the last stage, which takes no steps unless it is asked
-    to.
+) -> tuple[list[LayerRecord], int, Divergence]:
+    """Fit a plan's layers on the CPU: the record of each; the steps of the last stage, none unless it is asked to take
+    some; and the divergence before and after it.
     """
     calibration = Calibration(list(batches), 0, 0, "", "", held_out=list(held_out), fresh=list(fresh))
     asked = CalibrationOptions(steps=steps, device="cpu", **{"kl_steps": 0} | options)
@@ -68,8 +70,16 @@ def fit(
         if progress.layer is not None:
             records.append(progress.layer)
 
-    training = fit_checkpoint(plan, store, calibration, asked, note)
-    return records, training
+    kl_steps, kl = fit_checkpoint(plan, store, calibration, asked, note)
+    return records, kl_steps, kl
+
+
+def tensors_of(store: LayerStore, plan: Plan) -> dict[str, tuple[Path, TensorEntry]]:
+    """Where a fitted plan's tensors lie."""
+    found = {}
+    for key in (*(layer_key(number) for number in range(len(plan.merged_layers))), "together"):
+        found |= store.locate(key) if store.record(key) is not None else {}
+    return found
 
 
 def fitted(
@@ -83,7 +93,7 @@ def fitted(
     steps: int = 8,
     kl_steps: int = 0,
     **options: Any,
-) -> tuple[list[LayerRecord], TrainingRecord]:
+) -> tuple[list[LayerRecord], int, Divergence]:
     """Convert a checkpoint that has no tokenizer, as `fit` does; the first batch is held out too."""
     plan = plan_of(source, groups, method=method, **options)
     batches = batches or batches_for(open_model(source))
@@ -91,7 +101,7 @@ def fitted(
     out.mkdir()
     with LayerStore(out, {}, keep=False) as store:
         found = fit(plan, store, batches, held_out, fresh, steps=steps, kl_steps=kl_steps)
-        write_weights(plan, out, store.locate(len(plan.merged_layers)), lambda _: None)
+        write_weights(plan, out, tensors_of(store, plan), lambda _: None)
     (out / "config.json").write_text(json.dumps(plan.config))
     if plan.modeling:
         for file in plan.modeling.files:

@@ -5,6 +5,7 @@ import math
 import random
 import shutil
 from fractions import Fraction
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.cli.options import cache_budget
+from gqa_convert.conversion.fit.merged_attention import replaced
 from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions
 from gqa_convert.conversion.plan import make_plan
 from gqa_convert.errors import GroupsError, OptionError, OutputError
@@ -167,12 +169,12 @@ def test_for_fit_layers_are_fitted_and_each_only_once(
     monkeypatch.setattr(layer_merging, "SHORT_STEPS", 2)
     made, fits, left = layer_merging.OneLayer, list[tuple[str, int, int]](), [12]
 
-    def counted(attention: Any, layer: Any, options: Any) -> Any:
+    def counted(attention: Any, layer: Any, groups: int, options: Any) -> Any:
         if not left[0]:
             raise KeyboardInterrupt
         left[0] -= 1
-        fits.append((attention.name, options.groups, options.steps))
-        return made(attention, layer, options)
+        fits.append((attention.name, groups, options.steps))
+        return made(attention, layer, groups, options)
 
     def choose() -> BudgetChoice:
         options = ConversionOptions(calibration=CalibrationOptions(str(text), 640, 64, device="cpu"))
@@ -200,7 +202,8 @@ def test_a_score_is_that_of_the_whole_models(source: Path, monkeypatch: pytest.M
     def edited_values(_: Any, __: Any, attention: Any, candidates: Any) -> Any:
         for groups in candidates:
             value = math.nan if groups == 1 else 0.0
-            yield groups, {"v_proj.weight": torch.full_like(attention.module.v_proj.weight, value)}
+            edited = {"v_proj.weight": torch.full_like(attention.module.v_proj.weight, value)}
+            yield groups, partial(replaced, attention.module, edited)
 
     monkeypatch.setattr(layer_merging.ClosedForm, "merge", edited_values)
     plan = make_plan(open_checkpoint(source), 1, method="factor")

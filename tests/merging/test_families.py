@@ -211,7 +211,7 @@ def test_scattered_heads_find_one_another_in_text(name: str, tmp_path: Path) -> 
     case = build(name)
     together = scatter(case, tmp_path / "heads", 3)
     expected = case.logits()
-    records, _ = fitted(case.save(tmp_path / "source"), tmp_path / "out", method="factor")
+    records, *_ = fitted(case.save(tmp_path / "source"), tmp_path / "out", method="factor")
     assert {record.module: grouped(record.head_order, 3) for record in records} == together
     assert distance(case.logits(case.load(tmp_path / "out")), expected) < FITTED
 

@@ -5,9 +5,8 @@ The source and the student are one loaded model, run with the weights of either,
 its attention. The stage needs the whole model in memory; larger models skip it.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -15,20 +14,19 @@ from torch import Tensor
 
 from gqa_convert.checkpoint.heap import kept_heap
 from gqa_convert.checkpoint.provenance import Divergence
-from gqa_convert.conversion.fit.attention_calls import Batch, replaced
-from gqa_convert.conversion.fit.divergence import positions, summed_divergence
-from gqa_convert.conversion.fit.head_parameters import Assembly, Parts, as_heads, as_parts
-from gqa_convert.conversion.fit.layer_store import LayerStore
+from gqa_convert.conversion.fit.attention_calls import Batch
+from gqa_convert.conversion.fit.layer_store import LayerStore, layer_key
 from gqa_convert.conversion.fit.layer_walk import parts_of
-from gqa_convert.conversion.fit.module_names import find_modules
+from gqa_convert.conversion.fit.merged_attention import MergedAttention
+from gqa_convert.conversion.fit.model_loading import Precision, find_modules
 from gqa_convert.conversion.fit.optimizer import RelativeAdam, batch_order
-from gqa_convert.conversion.fit.precision import Precision
 from gqa_convert.conversion.fit.progress import ALL_TOGETHER, FitProgress, OnProgress
-from gqa_convert.conversion.fit.residual_stream import on_leaving
-from gqa_convert.conversion.fit.source_layer import attention_of
+from gqa_convert.conversion.fit.source_layers import attention_of
 from gqa_convert.conversion.fit.training_attention import TrainingAttention
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.merging.attention_heads import LayerLayout, Tensors
+from gqa_convert.text.labels import IGNORED
+from gqa_convert.text.losses import kl_loss
 
 RATE = 0.005
 """Of `RelativeAdam`."""
@@ -37,55 +35,44 @@ WORTHWHILE = 0.02
 _MEASURED = 4
 """In so many parts of the stage the divergence is measured."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DistillationOptions:
-    """How all layers are trained together."""
-
-    steps: int
-    """Batches to see."""
-    seed: int
-    """Of their order."""
-    least: float = 0.0
-    """The divergence, in nats per token, below which nothing is done."""
-    precision: Precision = nullcontext
-    """Of the forward passes of a step."""
+AllWeights = Sequence[Mapping[str, Tensor]]
+"""Weights and biases of each merged layer."""
 
 
 class Student:
-    """A loaded source in which the merged heads of all layers can stand in place of its own.
+    """A loaded source in which the merged tensors of all layers can stand in place of its own.
 
     Args:
         plan: of the conversion.
         store: with all its layers.
         model: the loaded source, all in memory; it is unchanged outside `installed`.
+        precision: of the forward passes of a step.
+
+    Attributes:
+        start: the weights of each layer, as the store has them.
     """
 
-    def __init__(self, plan: Plan, store: LayerStore, model: Any) -> None:
-        self.model, self._plan = model, plan
-        self.decodes = model.config.is_encoder_decoder
+    def __init__(self, plan: Plan, store: LayerStore, model: Any, precision: Precision) -> None:
+        self.model, self.precision = model, precision
         finder = attention_of(plan)
-        found = find_modules(model, [layer.module for layer, _ in plan.merged_layers])
-        self._modules = [model.get_submodule(name) for name in found.values()]
-        self._layouts = [LayerLayout(finder, layer) for layer, _ in plan.merged_layers]
-        self._repeated: list[Tensors] = []
-        """The tensors of each layer with K/V heads repeated."""
-        self._assemblies = []
-        self.start: list[dict[str, Tensor]] = []
-        """The parts of each layer, as the store has them."""
-        for number, (layout, (_, groups)) in enumerate(zip(self._layouts, plan.merged_layers, strict=True)):
-            tensors = store.read(number)
-            repeated = layout.repeated(tensors, groups)
-            self._repeated.append(repeated)
-            self._assemblies.append(Assembly(layout, repeated, groups, model.device))
-            self.start.append(as_parts(layout.split_heads(tensors, groups), model.device))
+        names = find_modules(model, [layer.module for layer, _ in plan.merged_layers])
+        self._projections = {
+            name: model.get_submodule(f"{found}.{plan.family.output}") for name, found in names.items()
+        }
+        self._layers: list[MergedAttention] = []
+        self._stored: list[Tensors] = []
+        for number, (layer, groups) in enumerate(plan.merged_layers):
+            tensors, module = store.read(layer_key(number)), model.get_submodule(names[layer.module])
+            self._stored.append(tensors)
+            self._layers.append(MergedAttention(LayerLayout(finder, layer), tensors, groups, module))
+        self.start = [layer.tensors for layer in self._layers]
 
     @contextmanager
-    def installed(self, parts: Sequence[Parts]) -> Iterator[None]:
-        """A context in which the model runs with these parts."""
+    def installed(self, weights: AllWeights) -> Iterator[None]:
+        """A context in which the model runs with these weights."""
         with ExitStack() as stack:
-            for module, assembly, own in zip(self._modules, self._assemblies, parts, strict=True):
-                stack.enter_context(replaced(module, assembly(own)))
+            for layer, own in zip(self._layers, weights, strict=True):
+                stack.enter_context(layer.installed(own))
             yield
 
     def logits(self, batch: Batch) -> Tensor:
@@ -94,41 +81,41 @@ class Student:
         logits: Tensor = self.model(**moved, use_cache=False).logits
         return logits
 
-    def divergence(self, batches: Sequence[Batch], parts: Sequence[Parts]) -> float:
+    def divergence(self, batches: Sequence[Batch], weights: AllWeights) -> float:
         """KL(source || student), in nats per token."""
         total = count = 0.0
         with torch.no_grad():
             for batch in batches:
                 wanted = self.logits(batch)
-                with self.installed(parts):
-                    summed, counted = summed_divergence(self.logits(batch), wanted, batch, decodes=self.decodes)
+                with self.installed(weights):
+                    summed, counted = summed_divergence(self.logits(batch), wanted, batch)
                 total += float(summed.double())
                 count += float(counted)
         return total / count
 
-    def errors(self, batch: Batch, parts: Sequence[Parts]) -> dict[str, float]:
+    def errors(self, batch: Batch, weights: AllWeights) -> dict[str, float]:
         """How far the output of each layer's attention is from the source's on a batch, relative to it, by its name in
         `gqa_conversion.json`.
         """
-        seen: list[list[Tensor]] = [[] for _ in self._modules]
+        seen: dict[str, list[Tensor]] = {name: [] for name in self._projections}
         with torch.no_grad(), ExitStack() as stack:
-            for module, outputs in zip(self._modules, seen, strict=True):
-                projection = module.get_submodule(self._plan.family.output)
-                stack.callback(on_leaving(projection, outputs.append).remove)
+            for name, projection in self._projections.items():
+                hook = projection.register_forward_hook(lambda _, __, output, name=name: seen[name].append(output))
+                stack.callback(hook.remove)
             self.logits(batch)
-            with self.installed(parts):
+            with self.installed(weights):
                 self.logits(batch)
         errors = {}
-        for layout, (wanted, found) in zip(self._layouts, seen, strict=True):
-            errors[f"{layout.layer.module}.output"] = float((found - wanted).norm() / wanted.norm().clamp(min=1e-30))
+        for name, (wanted, found) in seen.items():
+            errors[f"{name}.output"] = float((found - wanted).norm() / wanted.norm().clamp(min=1e-30))
         return errors
 
-    def tensors(self, parts: Sequence[Parts]) -> list[Tensors]:
-        """Parts as the tensors of the result's layers."""
-        made = []
-        for number, (_, groups) in enumerate(self._plan.merged_layers):
-            layout = self._layouts[number]
-            made.append(layout.merge_heads(as_heads(parts[number]), self._repeated[number], groups))
+    def tensors(self, weights: AllWeights) -> Tensors:
+        """Weights as the result has them."""
+        made = {}
+        for layer, stored, own in zip(self._layers, self._stored, weights, strict=True):
+            for name, tensor in layer.joined(own).items():
+                made[name] = tensor.cpu().numpy().astype(stored[name].dtype)
         return made
 
 
@@ -136,49 +123,71 @@ def train_together(
     student: Student,
     batches: Sequence[Batch],
     held_out: Sequence[Batch],
-    options: DistillationOptions,
+    steps: int,
+    seed: int,
+    least: float,
     on_progress: OnProgress,
-) -> tuple[list[dict[str, Tensor]] | None, Divergence]:
+) -> tuple[AllWeights | None, Divergence]:
     """Adam on the divergence of the student's next-token distributions from the source's.
 
     Args:
         student: which starts from its `start`.
         batches: to learn from.
         held_out: other batches, at least one, on which the result is judged.
-        options: of the stage.
+        steps: batches to see.
+        seed: of their order.
+        least: the divergence, in nats per token, below which nothing is done.
         on_progress: called as steps are taken.
 
     Returns:
-        Trained parts, None if they predict no better than those at the start; and the divergence before and after.
+        Trained weights, None if they predict no better than those at the start; and the divergence before and after.
     """
-    steps = options.steps
     on_progress(FitProgress(ALL_TOGETHER, 0, steps, f"step 0 of {steps:,}"))
     before = latest = student.divergence(held_out, student.start)
-    if before < options.least:
+    if before < least:
         return None, Divergence(before, before)
     optimizer = RelativeAdam(student.start, RATE, steps)
     curve: list[tuple[int, float]] = []
     every = max(1, steps // _MEASURED)
     with kept_heap(student.model.device):
-        for done, number in enumerate(batch_order(len(batches), steps, options.seed), start=1):
-            _learn(student, batches[number], optimizer, options.precision)
+        for done, number in enumerate(batch_order(len(batches), steps, seed), start=1):
+            _learn(student, batches[number], optimizer)
             if done < steps and done % every == 0:
-                latest = student.divergence(held_out, optimizer.parts())
+                latest = student.divergence(held_out, optimizer.layers)
                 curve.append((done, latest))
             on_progress(FitProgress(ALL_TOGETHER, done, steps, f"step {done:,} of {steps:,}, KL {latest:.3f}"))
-    after = student.divergence(held_out, optimizer.parts())
+    after = student.divergence(held_out, optimizer.layers)
     if not after < before:
         return None, Divergence(before, before)
     return optimizer.results(), Divergence(before, after, tuple(curve))
 
 
-def _learn(student: Student, batch: Batch, optimizer: RelativeAdam, precision: Precision) -> None:
+def _learn(student: Student, batch: Batch, optimizer: RelativeAdam) -> None:
     """One step on a batch, part by part, so that a backward pass needs memory for a part."""
-    count = positions(batch, decodes=student.decodes)
     for part in parts_of(batch):
-        with torch.no_grad(), precision():
+        with torch.no_grad(), student.precision():
             wanted = student.logits(part)
-        with torch.enable_grad(), precision(), TrainingAttention(), student.installed(optimizer.parts()):
-            divergence, _ = summed_divergence(student.logits(part), wanted, part, decodes=student.decodes)
-            torch.autograd.backward(divergence / count)
+        with torch.enable_grad(), student.precision(), TrainingAttention(), student.installed(optimizer.layers):
+            divergence, _ = summed_divergence(student.logits(part), wanted, part)
+            torch.autograd.backward(divergence / tokens_of(batch).numel())
     optimizer.step()
+
+
+def summed_divergence(student: Tensor, source: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    """KL(source || student) of the next-token distributions, summed over a batch, in nats, and the number of positions.
+
+    Args:
+        student: logits [B, L, vocabulary], of any precision; they are overwritten.
+        source: logits of the same shape.
+        batch: the inputs. Positions that its mask leaves out do not count.
+    """
+    labels = torch.zeros(source.shape[:2], dtype=torch.long, device=source.device)
+    mask = batch.get("decoder_attention_mask" if "decoder_input_ids" in batch else "attention_mask")
+    if mask is not None:
+        labels = labels.masked_fill(~mask.to(labels.device).bool(), IGNORED)
+    return kl_loss(student, source, labels, overwrite=True)
+
+
+def tokens_of(batch: Batch) -> Tensor:
+    """[B, L], the tokens at whose positions the model predicts."""
+    return batch["decoder_input_ids"] if "decoder_input_ids" in batch else batch["input_ids"]

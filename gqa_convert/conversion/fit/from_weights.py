@@ -1,11 +1,10 @@
-"""Merges a checkpoint's attention layers one by one from the weights alone."""
+"""Merges a checkpoint's attention layers one by one from the weights alone. Needs no torch."""
 
-from contextlib import ExitStack
+from dataclasses import asdict
 
-from gqa_convert.checkpoint.source_files import SourceFiles
-from gqa_convert.conversion.fit.layer_store import LayerRecord, LayerStore, recorded_order
+from gqa_convert.conversion.fit.layer_store import LayerRecord, LayerStore, layer_key
 from gqa_convert.conversion.fit.progress import MERGING_LAYERS, FitProgress, OnProgress
-from gqa_convert.conversion.fit.source_layer import SourceLayer, attention_of, read_source_layer
+from gqa_convert.conversion.fit.source_layers import SourceLayer, open_layers
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.merging.attention_heads import Tensors
 from gqa_convert.merging.head_grouping import find_head_order, reorder_heads
@@ -24,29 +23,22 @@ def merge_layers(plan: Plan, store: LayerStore, on_progress: OnProgress) -> None
     Raises:
         NonFiniteError: a tensor holds NaN or Inf.
     """
-    finder = attention_of(plan)
-    with ExitStack() as stack:
-        files = SourceFiles(plan.checkpoint, store.path, stack)
+    with open_layers(plan, store.path) as read_layer:
         for number, (layer, groups) in enumerate(plan.merged_layers):
-            record = store.record(number)
+            record = store.layer(number)
             if record is None:
-                source = read_source_layer(finder, layer, plan.limits_of(layer), files)
-                tensors, record = _merge_from_weights(source, groups)
-                store.write(number, tensors, record)
+                tensors, record = _merge_from_weights(read_layer(layer), groups)
+                store.write(layer_key(number), tensors, asdict(record))
             on_progress(FitProgress(MERGING_LAYERS, number + 1, len(plan.merged_layers), layer=record))
 
 
 def _merge_from_weights(layer: SourceLayer, groups: int) -> tuple[Tensors, LayerRecord]:
     """The tensors of the merged layer, and its record."""
     heads, unmeasured = layer.layout.split_heads(layer.tensors), Moments()
-    order = find_head_order(heads, groups, layer.constraints, unmeasured)
+    order = find_head_order(heads, groups, layer.limits, unmeasured)
     heads = reorder_heads(heads, order)
-    merged = merge_layer(heads, groups, layer.constraints, unmeasured)
-    keys, values = reconstruction_errors(heads, merged, layer.constraints, unmeasured)
+    merged = merge_layer(heads, groups, layer.limits, unmeasured)
+    keys, values = reconstruction_errors(heads, merged, layer.limits, unmeasured)
     module = layer.layout.layer.module
-    record = LayerRecord(
-        module=module,
-        errors={f"{module}.keys": keys, f"{module}.values": values},
-        head_order=recorded_order(order),
-    )
-    return layer.layout.merge_heads(merged, layer.tensors, groups), record
+    errors = {f"{module}.keys": keys, f"{module}.values": values}
+    return layer.layout.merge_heads(merged, layer.tensors, groups), LayerRecord(module, errors, order.tolist())

@@ -7,8 +7,8 @@ each `Stream` runs one layer at a time on the hidden states that it keeps. A stu
 source's do, except those that come from an encoder, which each stream makes of its own encoder's output.
 """
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
@@ -19,30 +19,20 @@ import torch
 from torch import Tensor
 
 from gqa_convert.checkpoint.mapped_tensors import mapped
-from gqa_convert.conversion.fit.attention_calls import (
-    AttentionCall,
-    Batch,
-    CapturedAttention,
-    Parameters,
-    replaced,
-    wrapped_forward,
-)
-from gqa_convert.conversion.fit.module_names import find_modules, stacks_of
-from gqa_convert.conversion.fit.residual_stream import (
-    StreamPlace,
-    find_stream,
-    first_tensor,
-    on_entering,
-    on_leaving,
-)
+from gqa_convert.conversion.fit.attention_calls import AttentionCall, Batch, CapturedAttention
+from gqa_convert.conversion.fit.model_loading import find_modules, running_device, wrapped_forward
+from gqa_convert.conversion.fit.residual_stream import StreamPlace, find_stream, first_tensor, on_passing
 from gqa_convert.errors import UnsupportedFamilyError
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-"""What a layer is called with behind hidden states, by position and by name."""
-Recorded = tuple[Tensor, dict[str, Arguments]]
-"""The hidden states that enter a stack of layers, and what its layers are called with behind them, by name."""
-NONE: Mapping[str, Parameters] = {}
-"""No parameters of a student's: the source."""
+"""What a layer or an attention module is called with behind hidden states, by position and by name."""
+Installing = Callable[[], AbstractContextManager[Any]]
+"""Returns a context in which an attention module has a student's weights."""
+Weights = Mapping[str, Installing]
+"""A student's, by the names of attention modules in the checkpoint."""
+SOURCE: Weights = {}
+_SURVEYED = 64
+"""Tokens that tell how a model is built."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +101,7 @@ class LayerWalk:
         return self.model.get_submodule(self.modules[name])
 
     def _survey(self) -> None:
-        """Find the layers of all stacks in the order of their calls, by an ordinary pass over the first sequences."""
+        """Find the layers of all stacks in the order of their calls, by an ordinary pass over the first tokens."""
         called: list[str] = []
 
         def surveyed(layer: str, forward: Any, *args: Any, **kwargs: Any) -> Any:
@@ -131,10 +121,10 @@ class LayerWalk:
             for name in self.modules:
                 hook = self.module(name).register_forward_pre_hook(lambda _, __, name=name: called.append(name))
                 context.callback(hook.remove)
-            for layer in stacks_of(self.model, self.modules.values()):
+            for layer in self._layers_of_stacks():
                 module = self.model.get_submodule(layer)
                 context.enter_context(wrapped_forward(module, partial(surveyed, layer, module.forward)))
-            self.model(**parts_of(self.batches[0])[0], use_cache=False)
+            self.model(**_beginning(self.batches[0]), use_cache=False)
         found = [name for layer in self.layers for name in layer.attention]
         for name in self.modules:
             if found.count(name) != 1:
@@ -142,19 +132,26 @@ class LayerWalk:
                     f"running the model on text calls {name} {found.count(name)} times, not once: it can't be calibrated; choose --method factor without calibration text"
                 )
 
+    def _layers_of_stacks(self) -> list[str]:
+        """The elements of each outermost module list that holds an attention module."""
+        stacks: dict[str, int] = {}
+        for name in self.modules.values():
+            parts = name.split(".")
+            ancestors = [".".join(parts[:count]) for count in range(1, len(parts))]
+            modules = [self.model.get_submodule(ancestor) for ancestor in ancestors]
+            lists = [pair for pair in zip(ancestors, modules, strict=True) if isinstance(pair[1], torch.nn.ModuleList)]
+            if lists:
+                stack, module = lists[0]
+                stacks[stack] = len(module)
+        return [f"{stack}.{number}" for stack, count in stacks.items() for number in range(count)]
+
     def streams(self, count: int) -> "list[Stream]":
         """New streams at the first layer."""
         recorded = [self.record(number, {}) for number in range(len(self.batches))]
         return [Stream(self, recorded) for _ in range(count)]
 
-    @contextmanager
-    def running(self) -> Iterator[ExitStack]:
-        """The context of a pass without gradients; ends where `_Reached` is raised."""
-        with suppress(_Reached), torch.no_grad(), self.precision(), ExitStack() as stack:
-            yield stack
-
-    def record(self, number: int, finished: Mapping[str, Tensor]) -> Recorded:
-        """What enters the next stack on a batch.
+    def record(self, number: int, finished: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Arguments]]:
+        """What enters the next stack on a batch: hidden states, and what each of its layers is called with behind them.
 
         Args:
             number: of the batch.
@@ -171,27 +168,26 @@ class LayerWalk:
                 raise _Reached
             return forward(*args, **kwargs) if layer.others else layer.returning(hidden)
 
-        with self.running() as context:
-            self._finish(context, finished)
+        with suppress(_Reached), ExitStack() as context:
             for layer in layers:
                 wrapped = wrapped_forward(layer.module, partial(recording, layer, layer.module.forward))
                 context.enter_context(wrapped)
-            self.model(**self.batches[number], use_cache=False)
+            self._run(number, finished)
         return entering[0], recorded
 
     def logits(self, number: int, finished: Mapping[str, Tensor]) -> Tensor:
         """The logits [B, L, vocabulary] of a batch, from the hidden states that leave each stack."""
-        with torch.no_grad(), self.precision(), ExitStack() as context:
-            self._finish(context, finished)
-            logits: Tensor = self.model(**self.batches[number], use_cache=False).logits
+        logits: Tensor = self._run(number, finished).logits
         return logits
 
-    def _finish(self, context: ExitStack, finished: Mapping[str, Tensor]) -> None:
-        """Let the layers of finished stacks return what leaves their stack."""
-        for layer in self.layers:
-            if layer.stack in finished:
-                output = layer.returning(finished[layer.stack])
-                context.enter_context(wrapped_forward(layer.module, lambda *_, _output=output, **__: _output))
+    def _run(self, number: int, finished: Mapping[str, Tensor]) -> Any:
+        """Run the model on a batch, where the layers of finished stacks return what leaves their stack."""
+        with torch.no_grad(), self.precision(), ExitStack() as context:
+            for layer in self.layers:
+                if layer.stack in finished:
+                    output = layer.returning(finished[layer.stack])
+                    context.enter_context(wrapped_forward(layer.module, lambda *_, _output=output, **__: _output))
+            return self.model(**self.batches[number], use_cache=False)
 
     def kept(self, tensor: Tensor) -> Tensor:
         """A tensor to keep: as it is, or a copy in a mapped file.
@@ -212,90 +208,83 @@ class Stream:
 
     Args:
         walk: what it walks through.
-        recorded: what enters the first stack on each batch.
+        recorded: what enters the first stack on each batch, and what its layers are called with.
     """
 
-    def __init__(self, walk: LayerWalk, recorded: Sequence[Recorded]) -> None:
+    def __init__(self, walk: LayerWalk, recorded: Sequence[tuple[Tensor, dict[str, Arguments]]]) -> None:
         self._walk = walk
         self._hidden: list[dict[str, Tensor]] = [{} for _ in recorded]
         """Of each batch by stack: what leaves the finished ones, and where it is in the last."""
         self._start(walk.stacks[0], recorded)
 
-    def _start(self, stack: str, recorded: Sequence[Recorded]) -> None:
+    def _start(self, stack: str, recorded: Sequence[tuple[Tensor, dict[str, Arguments]]]) -> None:
         for states, (hidden, _) in zip(self._hidden, recorded, strict=True):
             states[stack] = self._walk.kept(hidden)
-        self._arguments = [_with_own_states(arguments) for _, arguments in recorded]
-
-    def _enter(self, layer: WalkedLayer) -> None:
-        """Go on to the stack of a layer."""
-        if layer.stack not in self._hidden[0]:
-            self._start(layer.stack, [self._walk.record(*each) for each in enumerate(self._hidden)])
+        self._arguments = [_with_own_mappings(arguments) for _, arguments in recorded]
 
     def advance(
-        self, layer: WalkedLayer, parameters: Mapping[str, Parameters] = NONE, watch: Sequence[str] = ()
+        self, layer: WalkedLayer, weights: Weights = SOURCE, watch: Sequence[str] = ()
     ) -> dict[str, list[Tensor]]:
         """Run a layer on every batch.
 
         Args:
             layer: the next one.
-            parameters: of a student's attention modules in it, by their names in the checkpoint.
+            weights: of a student's attention modules in it.
             watch: names of attention modules in it, as the checkpoint has them.
 
         Returns:
             By the names of `watch`, for each batch the residual stream with attention's contribution; the contribution
             alone where it becomes no part of the stream.
         """
-        self._enter(layer)
         walk = self._walk
+        if layer.stack not in self._hidden[0]:
+            self._start(layer.stack, [walk.record(*each) for each in enumerate(self._hidden)])
         streams: dict[str, list[Tensor]] = {name: [] for name in watch}
-        for number in range(len(self._hidden)):
+        for number, states in enumerate(self._hidden):
             walk.on_batch(number, len(self._hidden))
-            with walk.running() as context:
+            with ExitStack() as context:
                 passages = [_Passage(context, walk, name) for name in watch]
-                output = self._run(context, layer, number, parameters)
-            self._hidden[number][layer.stack] = walk.kept(first_tensor(output))
+                states[layer.stack] = walk.kept(first_tensor(self._run(layer, number, weights)))
             for name, passage in zip(watch, passages, strict=True):
                 streams[name].append(walk.kept(passage.stream))
         return streams
 
     def attention(
-        self,
-        layer: WalkedLayer,
-        name: str,
-        parameters: Mapping[str, Parameters] = NONE,
-        streams: Sequence[Tensor] | None = None,
+        self, layer: WalkedLayer, name: str, weights: Weights = SOURCE, streams: Sequence[Tensor] | None = None
     ) -> CapturedAttention:
         """Run a layer on every batch up to the end of an attention module, with the source's weights in it.
 
         Args:
             layer: the next one.
             name: of the attention module in the checkpoint.
-            parameters: of the attention modules before it in the layer, which replace the source's.
+            weights: of the attention modules before it in the layer.
             streams: what `advance` returned for the source; by default this stream is the source.
         """
-        self._enter(layer)
         walk = self._walk
+        if layer.stack not in self._hidden[0]:
+            self._start(layer.stack, [walk.record(*each) for each in enumerate(self._hidden)])
         calls = []
-        for number in range(len(self._hidden)):
-            with walk.running() as context:
+        for number, batch in enumerate(walk.batches):
+            with ExitStack() as context:
                 passage = _Passage(context, walk, name, ends=True)
-                self._run(context, layer, number, parameters)
+                context.enter_context(suppress(_Reached))
+                self._run(layer, number, weights)
             hidden, (args, kwargs) = passage.arguments
             output = target = walk.kept(passage.output.reshape(*hidden.shape[:-1], -1))
             if streams is not None:
                 missed = (streams[number] - passage.stream).reshape(output.shape)
                 target = walk.kept(output + missed / walk.places[name].factor)
             call = AttentionCall(walk.kept(hidden), args, kwargs, output, target)
-            is_pair = walk.model.config.is_encoder_decoder
-            call.find_padding(walk.batches[number], walk.modules[name], encoder_decoder=is_pair)
+            call.find_padding(batch, walk.modules[name], encoder_decoder=walk.model.config.is_encoder_decoder)
             calls.append(call)
         return CapturedAttention(name, walk.module(name), walk.projection, calls)
 
-    def _run(self, context: ExitStack, layer: WalkedLayer, number: int, parameters: Mapping[str, Parameters]) -> Any:
-        for name, own in parameters.items():
-            context.enter_context(replaced(self._walk.module(name), own))
+    def _run(self, layer: WalkedLayer, number: int, weights: Weights) -> Any:
         args, kwargs = self._arguments[number][layer.name]
-        return layer.module(self._hidden[number][layer.stack], *args, **kwargs)
+        with torch.no_grad(), self._walk.precision(), ExitStack() as context:
+            for installed in weights.values():
+                context.enter_context(installed())
+            return layer.module(self._hidden[number][layer.stack], *args, **kwargs)
 
     def logits(self, number: int) -> Tensor:
         """The logits [B, L, vocabulary] of a batch, once all layers are passed."""
@@ -320,13 +309,11 @@ class _Passage:
         """The residual stream with the contribution; `output` where that becomes no part of the stream."""
         self._ends = ends
         place, module = walk.places[name], walk.module(name)
-        home = walk.model.get_submodule(place.module)
-        hooks = [
+        for hook in (
             module.register_forward_pre_hook(self._enter, with_kwargs=True),
-            on_leaving(module.get_submodule(walk.projection), self._project),
-            on_entering(home, self._arrive) if place.enters else on_leaving(home, self._arrive),
-        ]
-        for hook in hooks:
+            on_passing(module.get_submodule(walk.projection), False, self._project),
+            on_passing(walk.model.get_submodule(place.module), place.enters, self._arrive),
+        ):
             context.callback(hook.remove)
 
     def _enter(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -351,18 +338,18 @@ def hidden_first(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tens
     return args[0], (args[1:], others)
 
 
-def _with_own_states(recorded: Mapping[str, Arguments]) -> dict[str, Arguments]:
-    """Arguments of a stream's own: where layers pass keys and values to later layers in a mapping, one that no other
-    stream writes to.
+def _with_own_mappings(recorded: Mapping[str, Arguments]) -> dict[str, Arguments]:
+    """Arguments of a stream's own: where layers pass keys and values to later layers in a mapping, one that no other stream
+    writes to.
     """
-    copies: dict[int, Any] = {}
-
-    def own(value: Any) -> Any:
-        return copies.setdefault(id(value), copy(value)) if isinstance(value, MutableMapping) else value
-
+    own: dict[int, Any] = {}
     found = {}
     for layer, (args, kwargs) in recorded.items():
-        found[layer] = tuple(map(own, args)), {name: own(value) for name, value in kwargs.items()}
+        named = dict(kwargs)
+        for name, value in kwargs.items():
+            if isinstance(value, MutableMapping):
+                named[name] = own.setdefault(id(value), copy(value))
+        found[layer] = args, named
     return found
 
 
@@ -392,21 +379,8 @@ def parts_of(batch: Batch) -> list[Batch]:
     return [{name: tensor[row : row + together] for name, tensor in batch.items()} for row in rows]
 
 
-@contextmanager
-def weights_in_memory(module: Any) -> Iterator[None]:
-    """A context in which weights of a module that accelerate has offloaded are on its device, read once."""
-    with ExitStack() as stack:
-        for inner in module.modules():
-            hook = getattr(inner, "_hf_hook", None)
-            if hook is not None:
-                hook.pre_forward(inner)
-                stack.callback(hook.post_forward, inner, None)
-                stack.enter_context(wrapped_forward(inner, inner._old_forward))
-        yield
-
-
-def running_device(model: Any) -> torch.device:
-    """The device on which a model computes, wherever accelerate has put its weights."""
-    hook = getattr(model, "_hf_hook", None)
-    device = getattr(hook, "execution_device", None)
-    return torch.device(model.device if device is None else device)
+def _beginning(batch: Batch) -> Batch:
+    """The first tokens of the first sequence; a batch that holds more than text, whole."""
+    if not batch.keys() <= _BY_SEQUENCE:
+        return batch
+    return {name: tensor[:1, :_SURVEYED] for name, tensor in batch.items()}

@@ -76,11 +76,10 @@ def estimate_needs(plan: Plan, options: CalibrationOptions) -> Needs:
             if options.device is not None or has_gpu_driver():
                 device = chosen_device(options.device)
             memory = _running_bytes(plan, options, tokens, device)
-            waiting = KEPT_BYTES * tokens * hidden_size
-            if waiting > free_memory("cpu") / 4:
-                disk += waiting
+            if waits_on_disk(plan, tokens):
+                disk += waiting_bytes(plan, tokens)
             else:
-                memory += waiting
+                memory += waiting_bytes(plan, tokens)
     return Needs(
         work=work,
         layers=len(plan.merged_layers),
@@ -108,6 +107,16 @@ def _running_bytes(plan: Plan, options: CalibrationOptions, tokens: int, device:
             work = max(work, last_stage_bytes(plan, block))
     base = _TORCH_BASE if device == "cpu" else 0
     return base + min(weights + plan.checkpoint.weight_bytes, _WEIGHTS_SHARE * free) + work
+
+
+def waiting_bytes(plan: Plan, tokens: int) -> int:
+    """What waits between layers of some tokens."""
+    return KEPT_BYTES * tokens * hidden_size_of(plan)
+
+
+def waits_on_disk(plan: Plan, tokens: int) -> bool:
+    """Whether that would take more than a quarter of the free memory."""
+    return waiting_bytes(plan, tokens) > free_memory("cpu") / 4
 
 
 def free_memory(device: str) -> float:

@@ -1,6 +1,9 @@
-"""Loads a source model for calibration; weights that do not fit on its device are offloaded by accelerate."""
+"""The loaded source: where its weights are, how its modules are found, and in which precision it multiplies."""
 
 import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -10,11 +13,22 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from gqa_convert.checkpoint.machine import available_memory
 from gqa_convert.checkpoint.source import open_checkpoint
+from gqa_convert.conversion.plan import Plan
+from gqa_convert.errors import ConfigError
+from gqa_convert.families.config_sizes import HIDDEN_SIZE_KEYS
+from gqa_convert.families.context_length import stated_count
 from gqa_convert.families.loading import check_complete, load_model
+from gqa_convert.families.table import family_of
+from gqa_convert.families.wrappers import is_wrapper
 
 _HEAD = "calibration compares its predictions; merge its heads without text"
 _SHARE = 0.7
 """The share of free memory that weights may take; the rest is for activations."""
+_WIDE = 256
+"""The hidden_size from which on products take longer in float32 than the conversions between types."""
+
+Precision = Callable[[], AbstractContextManager[Any]]
+"""Returns a context in which torch multiplies matrices in one precision."""
 
 
 def open_model(folder: Path, *, device: str = "cpu", memory_limit: int | None = None) -> Any:
@@ -24,7 +38,7 @@ def open_model(folder: Path, *, device: str = "cpu", memory_limit: int | None = 
         folder: a local checkpoint.
         device: the device to run it on.
         memory_limit: the bytes that its weights may take on the device; None for 70% of the free memory. What does not
-            fit stays in the machine's memory or on the disk, and each module's weights are read when it runs.
+            fit is offloaded by accelerate: it stays in the machine's memory or on the disk until its module runs.
 
     Raises:
         CorruptCheckpointError: parameters are missing in the folder.
@@ -70,3 +84,95 @@ def _take_encoder_outputs(model: Any, args: Any, inputs: dict[str, Any]) -> tupl
 def is_offloaded(model: Any) -> bool:
     """Whether some weights are elsewhere than where the model runs."""
     return any(parameter.is_meta for parameter in model.parameters())
+
+
+def running_device(model: Any) -> torch.device:
+    """The device on which a model computes, wherever accelerate has put its weights."""
+    hook = getattr(model, "_hf_hook", None)
+    device = getattr(hook, "execution_device", None)
+    return torch.device(model.device if device is None else device)
+
+
+@contextmanager
+def weights_in_memory(module: Any) -> Iterator[None]:
+    """A context in which weights of a module that accelerate has offloaded are on its device, read once."""
+    with ExitStack() as stack:
+        for inner in module.modules():
+            hook = getattr(inner, "_hf_hook", None)
+            if hook is not None:
+                hook.pre_forward(inner)
+                stack.callback(hook.post_forward, inner, None)
+                stack.enter_context(wrapped_forward(inner, inner._old_forward))
+        yield
+
+
+@contextmanager
+def wrapped_forward(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
+    """A context in which a module's `forward` is replaced."""
+    own = module.__dict__.get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        if own is None:
+            del module.forward
+        else:
+            module.forward = own
+
+
+def find_modules(model: Any, names: Sequence[str]) -> dict[str, str]:
+    """The name of each module in the loaded model.
+
+    Prefixes differ between files and memory (`h.0.attn` is loaded as `transformer.h.0.attn`). Therefore, the module
+    whose name shares the longest end with the given one, including the layer's number, is the match. In a wrapper, only
+    modules of the decoder inside count.
+
+    Args:
+        model: a loaded model.
+        names: the modules' names in the checkpoint.
+
+    Returns:
+        The names in the loaded model by those in the checkpoint, in the given order.
+
+    Raises:
+        ConfigError: a name matches no module or several, or two names match the same module.
+    """
+    loaded = [name for name, _ in model.named_modules()]
+    config = model.config.to_dict()
+    if is_wrapper(config):
+        family = family_of(config)
+        loaded = [name for name in loaded if family.owns(name)]
+    found: dict[str, str] = {}
+    for name in names:
+        matches: list[str] = []
+        end = name
+        while not matches and any(part.isdecimal() for part in end.split(".")):
+            matches = [module for module in loaded if f".{module}".endswith(f".{end}")]
+            end = end.partition(".")[2]
+        if len(matches) != 1 or matches[0] in found.values():
+            raise ConfigError(f"{name} is not one module of the loaded {type(model).__name__}")
+        found[name] = matches[0]
+    return found
+
+
+def precision_of(plan: Plan, device: torch.device) -> Precision:
+    """bfloat16 where it is faster on this device, the merged layers of the source have 16 bits, and their products are
+    large enough to gain by it; otherwise the precision of the loaded model, float32.
+
+    Args:
+        plan: of the conversion.
+        device: where the model runs.
+    """
+    changed = {change.name for change in plan.changes}
+    dtypes = {entry.dtype for _, name, entry in plan.checkpoint.tensors() if name in changed}
+    hidden_size = stated_count(plan.checkpoint.config, HIDDEN_SIZE_KEYS) or 0
+    if dtypes <= {"F16", "BF16"} and hidden_size >= _WIDE and _multiplies_bfloat16(device):
+        return partial(torch.autocast, device.type, torch.bfloat16)
+    return nullcontext
+
+
+def _multiplies_bfloat16(device: torch.device) -> bool:
+    """Whether the device has instructions for it."""
+    if device.type == "cpu":
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return device.type == "cuda" and bool(torch.cuda.is_bf16_supported(including_emulation=False))

@@ -5,6 +5,7 @@ merged. `fit` then trains the merged projections to yield what the source's atte
 lets the output projection repair as much of what the student's residual stream misses as held-out text confirms.
 """
 
+import functools
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -14,34 +15,32 @@ import torch
 from torch import Tensor
 
 from gqa_convert.checkpoint.heap import kept_heap
-from gqa_convert.conversion.fit.attention_calls import (
-    AttentionCall,
-    CapturedAttention,
-    Parameters,
-    fitting_parameters,
-)
-from gqa_convert.conversion.fit.head_parameters import Assembly, Parts, as_heads, as_parts
-from gqa_convert.conversion.fit.layer_store import LayerRecord, recorded_order
+from gqa_convert.conversion.fit.attention_calls import AttentionCall, CapturedAttention
+from gqa_convert.conversion.fit.layer_store import LayerRecord
+from gqa_convert.conversion.fit.merged_attention import MergedAttention, check_holds
+from gqa_convert.conversion.fit.model_loading import Precision
 from gqa_convert.conversion.fit.optimizer import RelativeAdam, batch_order
-from gqa_convert.conversion.fit.options import LOW_FREQUENCY_TOKENS
-from gqa_convert.conversion.fit.precision import Precision, is_reduced
-from gqa_convert.conversion.fit.progress import LayerReport
-from gqa_convert.conversion.fit.source_layer import SourceLayer
-from gqa_convert.conversion.fit.statistics import Regression, best_change, moments_of
+from gqa_convert.conversion.fit.source_layers import SourceLayer
+from gqa_convert.conversion.fit.statistics import Regression, best_strength, moments_of
 from gqa_convert.conversion.fit.training_attention import TrainingAttention
-from gqa_convert.merging.attention_heads import Heads, regroup_heads
+from gqa_convert.merging.attention_heads import Heads, Tensors, regroup_heads, rows_first
 from gqa_convert.merging.head_grouping import find_head_order, reorder_heads
 from gqa_convert.merging.merge_layer import Moments, merge_layer
 from gqa_convert.merging.methods import MergeMethod
 
 RATE = 0.03
 """Of the gradient stage's `RelativeAdam`."""
+LOW_FREQUENCY_TOKENS = 8192
+"""How many tokens, at most, decide which rotary pairs of a layer count as low-frequency."""
 _EXACT, _EXACT_REDUCED = 1e-5, 5e-3
 """The errors below which training would only add noise, in float32 and in bfloat16."""
 _HELD_OUT = 8
 """One batch in this many decides between candidates, and nothing is trained on it."""
 _DENT = 2
 """The number of rotary pairs over which the error may rise before it falls further."""
+
+Weights = dict[str, Tensor]
+"""The projections' weights and biases of a merged layer, in float32."""
 
 
 def judging_batches(count: int) -> range:
@@ -55,8 +54,6 @@ def judging_batches(count: int) -> range:
 class FitOptions:
     """How layers are fitted."""
 
-    groups: int
-    """K/V heads of the result."""
     method: MergeMethod
     """After its closed form, one that trains repairs the errors of the layers below, by refits and the gradient stage."""
     steps: int
@@ -68,173 +65,179 @@ class FitOptions:
 
 
 class OneLayer:
-    """The work on one layer: from `fit` on, its source's heads are in the order in which they are merged.
+    """The work on one layer.
 
     Args:
         attention: the module, with its calls in the student.
         layer: the source's.
+        groups: K/V heads of the result.
         options: how to fit it.
-        report: of the stages; None for none.
+        tell: called with the name of each stage.
 
     Raises:
         UnsupportedFamilyError: the loaded module's parameters are not the checkpoint's tensors.
     """
 
     def __init__(
-        self, attention: CapturedAttention, layer: SourceLayer, options: FitOptions, report: LayerReport | None = None
+        self,
+        attention: CapturedAttention,
+        layer: SourceLayer,
+        groups: int,
+        options: FitOptions,
+        tell: Callable[[str], None] = lambda stage: None,
     ) -> None:
-        self._attention, self._layer, self._options, self._report = attention, layer, options, report
-        self._source = layer.layout.split_heads(layer.tensors)
-        self._device = attention.device
-        self._exact = _EXACT_REDUCED if is_reduced(options.precision) else _EXACT
-        self._assembly = Assembly(layer.layout, layer.tensors, options.groups, self._device)
+        check_holds(attention.module, layer)
+        self._attention, self._layer, self._groups, self._options, self._tell = attention, layer, groups, options, tell
+        self._layout, self._tensors = (
+            layer.layout,
+            {name: each.astype(np.float32) for name, each in layer.tensors.items()},
+        )
+        self._source = self._layout.split_heads(layer.tensors)
+        mean = replace(
+            self._source,
+            keys=regroup_heads(self._source.keys, groups),
+            values=regroup_heads(self._source.values, groups),
+        )
+        tensors = self._layout.merge_heads(mean, self._tensors, groups)
+        self._module = MergedAttention(self._layout, tensors, groups, attention.module)
+        self._exact = _EXACT if options.precision is nullcontext else _EXACT_REDUCED
         judging = judging_batches(len(attention.calls))
         self._judged = [attention.calls[number] for number in judging]
         self._fitted = list(attention.calls[: judging.start]) or self._judged
-        fitting_parameters(attention.name, attention.module, self._assembly(self._parts(self._pooled())))
 
-    def fit(self) -> tuple[Heads, LayerRecord]:
-        """The merged layer, and its record."""
-        options, limits = self._options, self._layer.constraints
+    def fit(self) -> tuple[Tensors, LayerRecord]:
+        """The tensors of the merged layer in the source's types, and its record."""
+        limits, groups = self._layer.limits, self._groups
         self._tell("statistics")
         moments = moments_of(self._attention.calls)
+        [of_mean] = self._errors(self._module.tensors, 0)
         self._tell("head order")
-        order = find_head_order(self._source, options.groups, limits, moments)
-        pooled = self._error(self._pooled(), share=0)  # of neighbours, before heads are reordered
-        self._source = reorder_heads(self._source, order)
+        order = find_head_order(self._source, groups, limits, moments)
+        source = reorder_heads(self._source, order)
         self._tell("low-frequency pairs")
-        first_low = self._first_low_frequency(moments)
-        merged = merge_layer(self._source, options.groups, limits, moments, first_low)
-        if options.method.trains:
-            merged = self._refitted(self._trained(merged))
-        own = self._error(merged, share=0)
-        return merged, LayerRecord(
-            module=self._attention.name,
-            head_order=recorded_order(order),
-            errors={f"{self._attention.name}.output": self._error(merged, share=1)},
-            gap_left=(own / pooled) ** 2 if pooled else 0.0,
-            first_low_frequency_pair=first_low,
-        )
+        first_low = self._first_low_frequency(source, moments)
+        merged = merge_layer(source, groups, limits, moments, first_low)
+        found = self._layout.merge_heads(merged, self._tensors, groups)
+        self._module = MergedAttention(self._layout, found, groups, self._attention.module)
+        weights = self._module.tensors
+        if self._options.method.trains:
+            weights = self._refitted(self._trained(weights))
+        own, whole = self._errors(weights, 0, 1)
+        found |= {name: tensor.cpu().numpy() for name, tensor in self._module.joined(weights).items()}
+        tensors = {name: array.astype(self._layer.tensors[name].dtype) for name, array in found.items()}
+        name = self._attention.name
+        gap_left = (own / of_mean) ** 2 if of_mean else 0.0
+        return tensors, LayerRecord(name, {f"{name}.output": whole}, order.tolist(), gap_left)
 
-    def _tell(self, stage: str, step: int = 0, steps: int = 0) -> None:
-        if self._report is not None:
-            self._report.stage(stage, step, steps)
+    def _run(self, call: AttentionCall, weights: Weights) -> tuple[Tensor, Tensor]:
+        with self._options.precision(), self._module.installed(weights):
+            return self._attention.run(call)
 
-    def _parts(self, heads: Heads) -> dict[str, Tensor]:
-        return as_parts(heads, self._device)
-
-    def _run(self, call: AttentionCall, parameters: Parameters) -> tuple[Tensor, Tensor]:
-        with self._options.precision():
-            return self._attention.run(call, parameters)
-
-    def _error(self, merged: Heads, share: float) -> float:
-        """The part of a target that the layer misses on held-out text, in root mean square; see `AttentionCall.between`
-        for the target.
+    def _errors(self, weights: Weights, *shares: float) -> list[float]:
+        """For each share, the part of the target that the layer misses on held-out text, in root mean square; see
+        `AttentionCall.between` for the target.
         """
-        power = sum(float(call.square(call.between(share).double())) for call in self._judged)
-        missed = self._missed(self._judged, self._assembly(self._parts(merged)), share)
-        return float(np.sqrt(missed / power)) if power else 0.0
+        missed, power = np.zeros(len(shares)), np.zeros(len(shares))
+        for call in self._judged:
+            output, _ = self._run(call, weights)
+            for number, share in enumerate(shares):
+                target = call.between(share)
+                missed[number] += float(call.square(output - target))
+                power[number] += float(call.square(target))
+        errors: list[float] = np.sqrt(missed / np.where(power, power, np.inf)).tolist()
+        return errors
 
-    def _missed(self, calls: Iterable[AttentionCall], parameters: Parameters, share: float) -> float:
-        """The squared error of the layer in some calls."""
-        missed = 0.0
-        for call in calls:
-            output, _ = self._run(call, parameters)
-            missed += float(call.square((output - call.between(share)).double()))
-        return missed
-
-    def _pooled(self) -> Heads:
-        """Mean pooling, to compare with."""
-        source, groups = self._source, self._options.groups
-        return replace(source, keys=regroup_heads(source.keys, groups), values=regroup_heads(source.values, groups))
-
-    def _first_low_frequency(self, moments: Moments) -> int | None:
+    def _first_low_frequency(self, source: Heads, moments: Moments) -> int | None:
         """The first rotary pair that is merged as if it had no positions.
 
         The output of attention with merged keys and the source's values decides, at every distance in the text. Trials
         are merged in float32, which takes half the time.
         """
-        source, limits = self._source, self._layer.constraints
-        if limits.key_constraint or not len(limits.pairs[0]):
+        limits = self._layer.limits
+        if limits.key_constraint or not limits.pairs.size:
             return None
-        first = self._attention.calls[0].hidden
-        calls = self._attention.calls[: max(1, LOW_FREQUENCY_TOKENS // first.shape[:2].numel())]
-        unmerged = Assembly(self._layer.layout, self._layer.tensors, source.groups, self._device)
+        tokens = self._attention.calls[0].hidden.shape[:2].numel()
+        calls = self._attention.calls[: max(1, LOW_FREQUENCY_TOKENS // tokens)]
         keys_alone = replace(limits, value_constraint="values are not looked at")
-        rough = replace(source, queries=source.queries.astype(np.float32), keys=source.keys.astype(np.float32))
+        arrays = {name: each.astype(np.float32) for name, each in vars(source).items() if each is not None}
+        rough = Heads(**{"output_bias": None} | arrays)
         rough_moments = Moments(np.asarray(moments.queries, np.float32), np.asarray(moments.keys, np.float32))
 
         def error(first_low: int) -> float:
-            merged = merge_layer(rough, self._options.groups, keys_alone, rough_moments, first_low)
-            keys = regroup_heads(merged.keys, source.groups)
-            trial = replace(source, queries=merged.queries, keys=keys)
-            return self._missed(calls, unmerged(self._parts(trial)), share=0)
+            merged = merge_layer(rough, self._groups, keys_alone, rough_moments, first_low)
+            trial = replace(rough, queries=merged.queries, keys=merged.keys)
+            tensors = self._layout.merge_heads(trial, self._tensors, source.groups)
+            unmerged = MergedAttention(self._layout, tensors, source.groups, self._attention.module)
+            missed = 0.0
+            with self._options.precision(), unmerged.installed(unmerged.tensors):
+                for call in calls:
+                    output, _ = self._attention.run(call)
+                    missed += float(call.square(output - call.output))
+            return missed
 
-        return least(error, len(limits.pairs[0]))
+        return least(error, limits.pairs.shape[1])
 
-    def _trained(self, merged: Heads) -> Heads:
-        """The heads after the gradient stage; those given where it does not bring them nearer on held-out text.
+    def _trained(self, weights: Weights) -> Weights:
+        """The weights after the gradient stage; those given where it does not bring them nearer on held-out text.
 
         The stage aims at what the source's attention makes of the student's inputs, and at a share of what the
         student's residual stream misses already: the share that the layer can predict on held-out text. In deep models
         it is small, and to fit the rest, which is noise to the layer, would do harm on other text.
         """
-        if not self._options.steps or self._error(merged, share=0) < self._exact:
-            return merged
-        parts = self._parts(merged)
-        _, share = self._repair(parts)
-        found = as_heads(self._after_steps(parts, share))
-        return found if self._error(found, share) < self._error(merged, share) else merged
+        if not self._options.steps:
+            return weights
+        _, share = best_strength(self._regression(weights, self._fitted), self._regression(weights, self._judged))
+        own, before = self._errors(weights, 0, share)
+        if own < self._exact:
+            return weights
+        found = self._after_steps(weights, share)
+        [after] = self._errors(found, share)
+        return found if after < before else weights
 
-    def _after_steps(self, parts: Parts, share: float) -> dict[str, Tensor]:
+    def _after_steps(self, weights: Weights, share: float) -> Weights:
         """Adam on the squared error of attention's output."""
         steps, calls = self._options.steps, self._fitted
-        optimizer = RelativeAdam([parts], RATE, steps)
+        optimizer = RelativeAdam([weights], RATE, steps)
         power = sum(float(call.between(share).double().square().sum()) for call in calls)
         mean_square = power / sum(call.output.numel() for call in calls)
-        with kept_heap(self._device):
+        with kept_heap(calls[0].hidden.device):
             for done, number in enumerate(batch_order(len(calls), steps, self._options.seed)):
-                self._tell("gradient steps", done, steps)
+                self._tell(f"gradient steps {done:,} of {steps:,}")
                 call = calls[number]
                 target = call.between(share)
                 numbers = target.shape[-1] * (target[..., 0].numel() if call.counted is None else call.counted.sum())
                 with torch.enable_grad(), TrainingAttention():
-                    output, _ = self._run(call, self._assembly(optimizer.parts()[0]))
+                    output, _ = self._run(call, optimizer.layers[0])
                     missed = call.square(output.float() - target)
                     torch.autograd.backward(missed / (numbers * mean_square or 1.0))
                 optimizer.step()
         return optimizer.results()[0]
 
-    def _refitted(self, merged: Heads) -> Heads:
-        """The heads with a change of the output projection that brings the student's residual stream nearer to the
+    def _refitted(self, weights: Weights) -> Weights:
+        """The weights with a change of the output projection that brings the student's residual stream nearer to the
         source's, as far as held-out text confirms it.
         """
         self._tell("refit")
-        if self._error(merged, share=1) < self._exact:
-            return merged
-        parts = self._parts(merged)
-        change, _ = self._repair(parts)
-        if change is None:
-            return merged
-        heads, ratio, hidden_size, head_dim = parts["outputs"].shape
-        columns = change[: heads * ratio * head_dim].T
-        parts["outputs"] = parts["outputs"] + columns.reshape(hidden_size, heads, ratio, head_dim).permute(1, 2, 0, 3)
-        if "output_bias" in parts:
-            parts["output_bias"] = parts["output_bias"] + change[-1]
-        return as_heads(parts)
+        [missed] = self._errors(weights, 1)
+        if missed < self._exact:
+            return weights
+        fitted = self._regression(weights, self._fitted)
+        strength, _ = best_strength(fitted, self._regression(weights, self._judged))
+        if strength is None:
+            return weights
+        change = fitted.change(strength)
+        weight, bias = self._layout.output_names
+        columns = rows_first(change[: len(change) - (bias in weights)], not self._layout.transposed)
+        refitted = weights | {weight: (weights[weight] + columns).float()}
+        if bias in weights:
+            refitted[bias] = (weights[bias] + change[-1]).float()
+        return refitted
 
-    def _repair(self, parts: Parts) -> tuple[Tensor | None, float]:
-        """The change of the output projection that repairs most of what the residual stream misses on held-out text, and
-        the share of the squared error that it repairs.
-        """
-        parameters = self._assembly(parts)
-        return best_change(self._regression(parameters, self._fitted), self._regression(parameters, self._judged))
-
-    def _regression(self, parameters: Parameters, calls: Iterable[AttentionCall]) -> Regression:
+    def _regression(self, weights: Weights, calls: Iterable[AttentionCall]) -> Regression:
         """Of what the student's residual stream misses, on what enters the output projection, in some calls."""
-        found = Regression(biased=self._source.output_bias is not None)
+        found = Regression(biased=self._layout.output_names[1] in weights)
         for call in calls:
-            output, entered = self._run(call, parameters)
+            output, entered = self._run(call, weights)
             found.add(entered, call.target - output, call.counted)
         return found
 
@@ -244,12 +247,7 @@ def least(error: Callable[[int], float], count: int) -> int:
 
     The error must fall towards one point and rise behind it, except for dents of up to `_DENT` numbers.
     """
-    seen: dict[int, float] = {}
-
-    def at(number: int) -> float:
-        if number not in seen:
-            seen[number] = error(number)
-        return seen[number]
+    at = functools.cache(error)
 
     def best_of(numbers: Iterable[int]) -> int:
         return min((number for number in numbers if 0 <= number <= count), key=at)

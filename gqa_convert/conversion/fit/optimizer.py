@@ -2,12 +2,10 @@
 own.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
-
-from gqa_convert.conversion.fit.head_parameters import BIASES, Parts
 
 _BETAS = (0.9, 0.95)
 _WARM_UP = 10
@@ -15,33 +13,31 @@ _END = 0.05
 
 
 class RelativeAdam:
-    """Trains merged heads.
+    """Trains the tensors of merged layers.
 
     Args:
-        layers: parts of each layer to start from; they are not changed.
-        rate: step size at its height, relative to the root mean square of each tensor; a bias counts as at least what
-            it belongs to.
+        layers: weights and biases of each layer to start from; they are not changed.
+        rate: step size at its height, relative to the root mean square of each tensor; a bias counts as at least its
+            weight.
         steps: that will be taken: ten to warm up, and a line down to a twentieth of the rate.
+
+    Attributes:
+        layers: what is trained, layer by layer, with gradients.
     """
 
-    def __init__(self, layers: Sequence[Parts], rate: float, steps: int) -> None:
+    def __init__(self, layers: Sequence[Mapping[str, Tensor]], rate: float, steps: int) -> None:
         self._steps, self._taken = steps, 0
-        self._layers: list[dict[str, Tensor]] = []
+        self.layers: list[dict[str, Tensor]] = []
         groups = []
-        for parts in layers:
-            trained = {name: start.detach().clone().requires_grad_() for name, start in parts.items()}
-            scales = {name: float(start.double().square().mean().sqrt()) for name, start in parts.items()}
-            for field, bias in BIASES.items():
-                if bias in parts:
-                    scales[bias] = max(scales[bias], scales[field])
-            for name, weight in trained.items():
-                groups.append({"params": [weight], "height": rate * scales[name]})
-            self._layers.append(trained)
+        for tensors in layers:
+            sizes = {name: float(start.double().square().mean().sqrt()) for name, start in tensors.items()}
+            trained = {name: start.detach().clone().requires_grad_() for name, start in tensors.items()}
+            for name, tensor in trained.items():
+                weight = name.removesuffix(".bias") + ".weight"
+                size = max(sizes[name], sizes.get(weight, 0.0))
+                groups.append({"params": [tensor], "height": rate * size})
+            self.layers.append(trained)
         self._adam = torch.optim.Adam(groups, betas=_BETAS, fused=True)
-
-    def parts(self) -> list[dict[str, Tensor]]:
-        """What is trained, layer by layer, with gradients."""
-        return self._layers
 
     def step(self) -> None:
         """One step down the gradients that backward passes have summed since the last step."""
@@ -55,7 +51,7 @@ class RelativeAdam:
 
     def results(self) -> list[dict[str, Tensor]]:
         """What was trained, layer by layer, without gradients."""
-        return [{name: tensor.detach() for name, tensor in parts.items()} for parts in self._layers]
+        return [{name: tensor.detach() for name, tensor in tensors.items()} for tensors in self.layers]
 
 
 def batch_order(count: int, steps: int, seed: int) -> list[int]:

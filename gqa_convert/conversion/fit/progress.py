@@ -31,26 +31,3 @@ class FitProgress:
 
 
 OnProgress = Callable[[FitProgress], None]
-
-
-class LayerReport:
-    """Reports the work on layers, one after the other.
-
-    Args:
-        on_progress: called with each report.
-        total: the number of layers.
-    """
-
-    def __init__(self, on_progress: OnProgress, total: int) -> None:
-        self._on_progress, self._done, self._total = on_progress, 0, total
-
-    def stage(self, name: str, step: int = 0, steps: int = 0) -> None:
-        """A stage of the next layer, with its steps done and all of them where they are counted."""
-        counted = f" {step:,} of {steps:,}" if steps else ""
-        detail = f"layer {self._done + 1}: {name}{counted}"
-        self._on_progress(FitProgress(MERGING_LAYERS, self._done, self._total, detail))
-
-    def merged(self, record: LayerRecord | None) -> None:
-        """A layer is merged."""
-        self._done += 1
-        self._on_progress(FitProgress(MERGING_LAYERS, self._done, self._total, layer=record))

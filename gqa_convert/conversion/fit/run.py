@@ -1,8 +1,8 @@
 """Merges the layers of a plan, for methods that work on whole layers, so that the writer finds them ready."""
 
-from collections.abc import Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,19 +10,21 @@ from gqa_convert._version import __version__
 from gqa_convert.checkpoint.devices import chosen_device
 from gqa_convert.checkpoint.headers import TensorEntry
 from gqa_convert.checkpoint.provenance import CalibrationRecord, Divergence
+from gqa_convert.checkpoint.resource_errors import is_disk_full, is_out_of_memory
 from gqa_convert.conversion.fit.batches import prepare_calibration
 from gqa_convert.conversion.fit.from_weights import merge_layers
-from gqa_convert.conversion.fit.layer_store import LayerStore, TrainingRecord
+from gqa_convert.conversion.fit.layer_store import LayerStore, layer_key
 from gqa_convert.conversion.fit.memory import free_memory, trains_together
 from gqa_convert.conversion.fit.options import CalibrationOptions, steps_per_layer, steps_together
 from gqa_convert.conversion.fit.progress import ALL_TOGETHER, MERGING_LAYERS, FitProgress, OnProgress
-from gqa_convert.conversion.fit.resource_errors import explained
 from gqa_convert.conversion.plan import Plan
-from gqa_convert.errors import OptionError
+from gqa_convert.errors import DeviceMemoryError, NoSpaceError, OptionError
 
 if TYPE_CHECKING:
     from gqa_convert.conversion.fit.calibration_text import Calibration
-    from gqa_convert.conversion.fit.distillation import DistillationOptions
+
+_TOGETHER = "together"
+"""The name under which the last stage is stored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,33 +90,40 @@ def prepare_layers(
         )
         store = stack.enter_context(LayerStore(out, fingerprint | record.inputs(), keep=True))
         device = chosen_device(options.device)
-        training = fit_checkpoint(plan, store, calibration, options, on_progress)
-        record = replace(record, kl_steps=training.kl_steps, kl=training.kl)
+        kl_steps, kl = fit_checkpoint(plan, store, calibration, options, on_progress)
+        record = replace(record, kl_steps=kl_steps, kl=kl)
+    tensors: dict[str, tuple[Path, TensorEntry]] = {}
     errors: dict[str, float] = {}
     head_order = {}
     for number in range(count):
-        layer = store.record(number)
+        layer = store.layer(number)
         assert layer is not None
+        tensors |= store.locate(layer_key(number))
         errors |= layer.errors
-        if layer.head_order is not None:
+        if layer.head_order != sorted(layer.head_order):
             head_order[layer.module] = layer.head_order
-    return PreparedLayers(store.locate(count), errors, record, head_order, device)
+    together = store.record(_TOGETHER)
+    if together is not None:
+        tensors |= store.locate(_TOGETHER)
+        errors |= together["errors"]
+    return PreparedLayers(tensors, errors, record, head_order, device)
 
 
 def fit_checkpoint(
     plan: Plan, store: LayerStore, calibration: "Calibration", options: CalibrationOptions, on_progress: OnProgress
-) -> TrainingRecord:
+) -> tuple[int, Divergence]:
     """Load the source, fit every layer, then train all layers together where that is possible.
 
     Args:
         plan: of the conversion, of a method that takes calibration data.
-        store: where merged layers go; those that it holds already are not merged again.
+        store: where merged layers go; those that it holds already are not merged again. The last stage is stored whole.
         calibration: the batches. Without held-out ones the last stage is left out.
         options: of calibration.
         on_progress: called as the work goes on.
 
     Returns:
-        What the last stage has done, with no steps where it was left out.
+        The steps of the last stage, 0 where it was left out or the divergence was too small to be worth its time; and the
+        divergence before and after it.
 
     Raises:
         NoSpaceError: the disk cannot hold the activations.
@@ -124,72 +133,93 @@ def fit_checkpoint(
         UnsupportedFamilyError: the loaded modules' parameters are not the checkpoint's tensors.
     """
     from gqa_convert.conversion.fit.calibration_text import digest_of
-    from gqa_convert.conversion.fit.distillation import Student, train_together
-    from gqa_convert.conversion.fit.layer_fitting import LayerFitting
-    from gqa_convert.conversion.fit.model_loading import open_model
+    from gqa_convert.conversion.fit.distillation import WORTHWHILE, Student, train_together
+    from gqa_convert.conversion.fit.layer_fitting import fit_layers
+    from gqa_convert.conversion.fit.model_loading import open_model, precision_of, running_device
+    from gqa_convert.conversion.fit.one_layer import FitOptions
 
     assert plan.checkpoint.folder is not None
-    layers = range(len(plan.merged_layers))
-    with explained(store.path.parent):
-        on_progress(FitProgress(MERGING_LAYERS, 0, len(layers), "loading the source"))
+    count = len(plan.merged_layers)
+    request = {"kl_steps": options.kl_steps, "data": digest_of([], [*calibration.fresh, *calibration.held_out])}
+    finished = store.record(_TOGETHER)
+    is_whole = all(store.layer(number) is not None for number in range(count))
+    if finished is not None and is_whole and finished["request"] == request:
+        return finished["kl_steps"], Divergence(**finished["kl"])
+    store.discard(_TOGETHER)
+    with _explained_errors(store.path.parent):
+        on_progress(FitProgress(MERGING_LAYERS, 0, count, "loading the source"))
         model = open_model(plan.checkpoint.folder, device=chosen_device(options.device))
-        stage = _last_stage(plan, model, calibration, options)
-        further = [*calibration.fresh, *calibration.held_out]
-        request = {"kl_steps": options.kl_steps, "data": digest_of([], further)}
-        finished = store.finished()
-        is_whole = all(store.record(number) is not None for number in layers)
-        if finished is not None and not (is_whole and finished.request == request):
-            store.reopen()
-        fitting = LayerFitting(plan, store, model, on_progress, steps=steps_per_layer(options))
-        divergence = fitting.run(calibration.batches)
-        finished = store.finished()
-        if finished is not None:
-            return finished
-        if stage is None:
-            return TrainingRecord(request=request, kl_steps=0, kl=Divergence(divergence, divergence))
-        student = Student(plan, store, model)
+        steps = _last_stage_steps(plan, model, calibration, options)
+        fitting = FitOptions(
+            method=plan.merge_method,
+            steps=steps_per_layer(options),
+            seed=plan.seed,
+            precision=precision_of(plan, running_device(model)),
+        )
+        divergence = fit_layers(plan, store, model, calibration.batches, fitting, on_progress)
+        if not steps:
+            return 0, Divergence(divergence, divergence)
+        student = Student(plan, store, model, fitting.precision)
         learned = [*calibration.fresh, *calibration.batches]
-        trained, kl = train_together(student, learned, calibration.held_out, stage, on_progress)
-        finished = TrainingRecord(request=request, kl_steps=stage.steps if kl.before >= stage.least else 0, kl=kl)
-        if trained is None:
-            store.finish(finished)
-        else:
-            errors = student.errors(calibration.held_out[0], trained)
-            store.finish(finished, student.tensors(trained), errors)
-        on_progress(FitProgress(ALL_TOGETHER, stage.steps, stage.steps, kl=kl))
-        return finished
+        least = WORTHWHILE if options.kl_steps is None else 0.0
+        trained, kl = train_together(student, learned, calibration.held_out, steps, plan.seed, least, on_progress)
+        if kl.before < least:
+            steps = 0
+        errors = {} if trained is None else student.errors(calibration.held_out[0], trained)
+        record = {"request": request, "kl_steps": steps, "kl": asdict(kl), "errors": errors}
+        store.write(_TOGETHER, {} if trained is None else student.tensors(trained), record)
+        on_progress(FitProgress(ALL_TOGETHER, steps, steps, kl=kl))
+        return steps, kl
 
 
-def _last_stage(
-    plan: Plan, model: Any, calibration: "Calibration", options: CalibrationOptions
-) -> "DistillationOptions | None":
-    """How all layers are trained together; None to leave the stage out.
+def _last_stage_steps(plan: Plan, model: Any, calibration: "Calibration", options: CalibrationOptions) -> int:
+    """How many steps train all layers together; 0 to leave the stage out.
 
     Raises:
         OptionError: `kl_steps` is given, and the stage is impossible.
     """
-    from gqa_convert.conversion.fit.distillation import WORTHWHILE, DistillationOptions
-    from gqa_convert.conversion.fit.layer_walk import running_device
-    from gqa_convert.conversion.fit.model_loading import is_offloaded
-    from gqa_convert.conversion.fit.precision import precision_of
+    from gqa_convert.conversion.fit.model_loading import is_offloaded, running_device
 
-    steps = steps_together(options)
+    steps, is_asked = steps_together(options), options.kl_steps is not None
     if not plan.merge_method.trains or not steps:
-        return None
-    device = running_device(model)
-    precision = precision_of(plan, device)
-    if options.kl_steps is None:
-        free = free_memory(str(device))
-        affordable = trains_together(plan, calibration.sequence_length, free, device.type)
-        if is_offloaded(model) or not calibration.held_out or not affordable:
-            return None
-        return DistillationOptions(steps=steps, seed=plan.seed, least=WORTHWHILE, precision=precision)
+        return 0
+    problem = None
     if is_offloaded(model):
-        raise OptionError(
-            f"--kl-steps {steps} trains all layers together, which needs the model in memory, and this one does not fit: leave the option out"
-        )
-    if not calibration.held_out:
-        raise OptionError(
-            f"--kl-steps {steps} needs held-out text, and the layers use all of the text: lower --calibration-tokens, or name more text"
-        )
-    return DistillationOptions(steps=steps, seed=plan.seed, precision=precision)
+        problem = "the model in memory, and this one does not fit: leave the option out"
+    elif not calibration.held_out:
+        problem = "held-out text, and the layers use all of the text: lower --calibration-tokens, or name more text"
+    if problem and is_asked:
+        raise OptionError(f"--kl-steps {steps} trains all layers together, which needs {problem}")
+    device = running_device(model)
+    length, free = calibration.sequence_length, free_memory(str(device))
+    is_possible = problem is None and (is_asked or trains_together(plan, length, free, device.type))
+    return steps if is_possible else 0
+
+
+@contextmanager
+def _explained_errors(folder: Path) -> Iterator[None]:
+    """Translate a full disk or memory.
+
+    Args:
+        folder: where activations and merged layers are kept.
+
+    Raises:
+        NoSpaceError: the disk is full.
+        DeviceMemoryError: the memory of the GPU or of the machine is full.
+    """
+    again = "and run the same command again, which resumes from the finished layers"
+    try:
+        yield
+    except OSError as problem:
+        if not is_disk_full(problem):
+            raise
+        raise NoSpaceError(
+            f"the disk or quota of {folder} is full, where the activations of the calibration text are stored: make room, or lower "
+            f"--calibration-tokens, {again}"
+        ) from None
+    except (MemoryError, RuntimeError) as problem:
+        if not is_out_of_memory(problem):
+            raise
+        raise DeviceMemoryError(
+            f"out of memory: lower --calibration-length (which fits all layers anew), or leave the last stage out with --kl-steps 0, or stop what else uses the GPU, or hide the GPU with CUDA_VISIBLE_DEVICES=, {again}"
+        ) from None

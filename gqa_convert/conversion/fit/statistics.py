@@ -1,4 +1,7 @@
-"""Sums over calibration text, in float64: second moments of inputs, and ridge regression of an output projection."""
+"""Sums over calibration text: second moments of inputs, and ridge regression of an output projection.
+
+The products of a batch are made in float32, and summed over batches in float64.
+"""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -13,8 +16,6 @@ from gqa_convert.merging.merge_layer import Moments
 
 STRENGTHS = (1e-3, 1e-2, 1e-1, 1.0, 10.0)
 """Of a ridge regression, relative to the mean of the Gram matrix's diagonal."""
-MOST_DOUBLE_COLUMNS = 1024
-"""Products of up to this many columns are made in float64; those of more in float32, and summed in float64."""
 DAMPING = 0.01
 """Added to the diagonal of a moment, relative to the diagonal's mean."""
 
@@ -26,9 +27,7 @@ equations for every column.
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
-    """left^T right in float64, [a, b], of [n, a] and [n, b]."""
-    if left.shape[1] <= MOST_DOUBLE_COLUMNS:
-        return left.double().T @ right.double()
+    """left^T right, [a, b], of [n, a] and [n, b]."""
     return (left.float().T @ right.float()).double()
 
 
@@ -50,12 +49,10 @@ def damped_moment(states: Iterable[tuple[Tensor, Tensor | None]]) -> npt.NDArray
         states: [B, L, d] of each batch, and the positions [B, L] that count; None for all.
     """
     total: Any = 0
-    count = 0
     for tensor, counted in states:
         rows = counted_rows(tensor, counted, constant=True)
         total += product(rows, rows)
-        count += len(rows)
-    found = (total / max(1, count)).cpu().numpy()
+    found = (total / total[-1, -1].clamp(min=1)).cpu().numpy()
     mean = float(np.mean(np.diag(found)[:-1]))
     found[np.diag_indices(len(found) - 1)] += DAMPING * mean if mean > 0 else 1.0
     found[-1, -1] = 1.0
@@ -94,7 +91,7 @@ class Regression:
         wanted = counted_rows(missed, counted, constant=False)
         self._gram += product(rows, rows)
         self._cross += product(rows, wanted)
-        self._power += wanted.double().square().sum(0)
+        self._power += wanted.float().square().sum(0).double()
 
     def sample(self) -> slice:
         """Evenly spaced columns, or all if they are few."""
@@ -121,24 +118,22 @@ class Regression:
         return self.power(columns) - float(repaired.sum())
 
 
-def best_change(fitted: Regression, judged: Regression) -> tuple[Tensor | None, float]:
-    """The ridge regression of one text with the strength that leaves the least error on another text.
+def best_strength(fitted: Regression, judged: Regression) -> tuple[float | None, float]:
+    """The strength of a ridge regression of one text that leaves the least error on another text, in a sample of columns.
 
     Args:
         fitted: of the text to fit.
         judged: of the text to judge by.
 
     Returns:
-        The change of the weight [z, t], and the share of the squared error on the other text that it repairs; None and
-        0 where every strength in `STRENGTHS` does harm.
+        One of `STRENGTHS`, and the share of the squared error on the other text that it repairs; None and 0 where every
+        strength does harm.
     """
     columns = fitted.sample()
-    best, least = None, judged.power(columns)
+    power = judged.power(columns)
+    best, least = None, power
     for strength in STRENGTHS:
         error = judged.error(fitted.change(strength, columns), columns)
         if error < least:
             best, least = strength, error
-    if best is None:
-        return None, 0.0
-    change = fitted.change(best)
-    return change, max(0.0, 1 - judged.error(change) / judged.power())
+    return best, 1 - least / power if power else 0.0

@@ -13,6 +13,7 @@ from gqa_convert.checkpoint.source import Checkpoint, open_local
 from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.conversion.fit.batches import prepare_calibration
 from gqa_convert.conversion.fit.options import CalibrationOptions, check_calibration, check_predicts
+from gqa_convert.conversion.fit.source_layers import open_layers
 from gqa_convert.conversion.plan import Plan, make_plan, merging_counts, spread
 from gqa_convert.errors import GroupsError, OptionError
 from gqa_convert.measuring import Progress
@@ -22,7 +23,6 @@ from gqa_convert.measuring.sensitivity.layer_errors import (
     InspectedLayer,
     describe_layer,
     merge_candidates,
-    open_layers,
 )
 from gqa_convert.merging.merge_layer import Moments
 

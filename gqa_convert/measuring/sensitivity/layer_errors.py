@@ -1,21 +1,12 @@
 """The errors of the closed form in single attention layers. Needs no torch."""
 
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from gqa_convert.checkpoint.source_files import SourceFiles
-from gqa_convert.conversion.fit.source_layer import SourceLayer, attention_of, read_source_layer
-from gqa_convert.conversion.plan import Plan
-from gqa_convert.families.geometry import AttentionLayer
+from gqa_convert.conversion.fit.source_layers import SourceLayer
 from gqa_convert.merging.attention_heads import Heads
 from gqa_convert.merging.merge_layer import Moments, merge_layer
 from gqa_convert.merging.reconstruction_error import reconstruction_errors
-
-ReadLayer = Callable[[AttentionLayer], SourceLayer]
-"""Reads a layer of the source into memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,16 +41,6 @@ class InspectedLayer:
     errors: tuple[MergeErrors, ...]
 
 
-@contextmanager
-def open_layers(plan: Plan) -> Iterator[ReadLayer]:
-    """Open the weight files of a plan's source; yields what reads one layer."""
-    finder = attention_of(plan)
-    with ExitStack() as stack:
-        work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gqa-inspect-")))
-        files = SourceFiles(plan.checkpoint, work, stack)
-        yield lambda layer: read_source_layer(finder, layer, plan.limits_of(layer), files)
-
-
 def merge_candidates(
     layer: SourceLayer, source: Heads, candidates: Sequence[int], moments: Moments
 ) -> Iterator[tuple[Heads, MergeErrors]]:
@@ -72,8 +53,8 @@ def merge_candidates(
         moments: of the layer's inputs.
     """
     for groups in candidates:
-        merged = merge_layer(source, groups, layer.constraints, moments)
-        keys, values = reconstruction_errors(source, merged, layer.constraints, moments)
+        merged = merge_layer(source, groups, layer.limits, moments)
+        keys, values = reconstruction_errors(source, merged, layer.limits, moments)
         yield merged, MergeErrors(groups, keys, values)
 
 

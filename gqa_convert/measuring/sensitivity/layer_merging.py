@@ -1,18 +1,19 @@
 """Merges single layers of copies of the loaded source: by the closed form, or by a short fit."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Final
 
 import numpy as np
-from torch import Tensor
 
 from gqa_convert.conversion.fit.attention_calls import CapturedAttention
-from gqa_convert.conversion.fit.head_parameters import Assembly, as_parts, repeated_parameters
 from gqa_convert.conversion.fit.layer_store import LayerStore
+from gqa_convert.conversion.fit.layer_walk import Installing
+from gqa_convert.conversion.fit.merged_attention import MergedAttention
+from gqa_convert.conversion.fit.model_loading import Precision
 from gqa_convert.conversion.fit.one_layer import FitOptions, OneLayer
-from gqa_convert.conversion.fit.precision import Precision
-from gqa_convert.conversion.fit.source_layer import SourceLayer
+from gqa_convert.conversion.fit.source_layers import SourceLayer
 from gqa_convert.conversion.fit.statistics import moments_of
 from gqa_convert.errors import NonFiniteError
 from gqa_convert.measuring.sensitivity.layer_errors import InspectedLayer, describe_layer, merge_candidates
@@ -37,7 +38,7 @@ class ClosedForm:
 
     def merge(
         self, layer: SourceLayer, attention: CapturedAttention, candidates: Sequence[int]
-    ) -> Iterator[tuple[int, dict[str, Tensor]]]:
+    ) -> Iterator[tuple[int, Installing]]:
         """Merge a layer into each number of K/V heads, one in memory at a time.
 
         Args:
@@ -46,19 +47,20 @@ class ClosedForm:
             candidates: numbers of K/V heads.
 
         Yields:
-            Each number, and the parameters of the source's module with K/V heads repeated.
+            Each number, and a context in which the source's module computes what the merged layer does.
 
         Raises:
             NonFiniteError: the source yields NaN or Inf.
         """
         source = layer.layout.split_heads(layer.tensors)
         moments = _finite_moments(attention)
+        wide = {name: array.astype(np.float32) for name, array in layer.tensors.items()}
         errors = []
-        device = attention.device
         for merged, error in merge_candidates(layer, source, candidates, moments):
             errors.append(error)
-            assembly = Assembly(layer.layout, layer.tensors, error.groups, device)
-            yield error.groups, assembly(as_parts(merged, device))
+            tensors = layer.layout.merge_heads(merged, wide, error.groups)
+            module = MergedAttention(layer.layout, tensors, error.groups, attention.module)
+            yield error.groups, partial(module.installed, module.tensors)
         self.layers[attention.name] = describe_layer(layer, errors)
 
 
@@ -80,23 +82,22 @@ class ShortFits:
 
     def merge(
         self, layer: SourceLayer, attention: CapturedAttention, candidates: Sequence[int]
-    ) -> Iterator[tuple[int, dict[str, Tensor]]]:
+    ) -> Iterator[tuple[int, Installing]]:
         """As `ClosedForm.merge`."""
         for groups in candidates:
-            number = 1000 * layer.layout.layer.number + groups
-            if self.store.record(number) is None:
+            key = f"layer-{layer.layout.layer.number:05d}-{groups}"
+            if self.store.record(key) is None:
                 first = replace(attention, calls=attention.calls[:_BATCHES])
-                self._fit(number, layer, first, groups)
-            yield groups, repeated_parameters(layer.layout, self.store.read(number), groups)
+                self._fit(key, layer, first, groups)
+            module = MergedAttention(layer.layout, self.store.read(key), groups, attention.module)
+            yield groups, partial(module.installed, module.tensors)
 
-    def _fit(self, number: int, layer: SourceLayer, attention: CapturedAttention, groups: int) -> None:
+    def _fit(self, key: str, layer: SourceLayer, attention: CapturedAttention, groups: int) -> None:
         _finite_moments(attention)
         steps = min(self.steps, SHORT_STEPS)
-        options = FitOptions(
-            groups=groups, method=CALIBRATED_DEFAULT, steps=steps, seed=self.seed, precision=self.precision
-        )
-        merged, record = OneLayer(attention, layer, options).fit()
-        self.store.write(number, layer.layout.merge_heads(merged, layer.tensors, groups), record)
+        options = FitOptions(method=CALIBRATED_DEFAULT, steps=steps, seed=self.seed, precision=self.precision)
+        tensors, record = OneLayer(attention, layer, groups, options).fit()
+        self.store.write(key, tensors, asdict(record))
 
 
 Merging = ClosedForm | ShortFits

@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 
 from gqa_convert.checkpoint.devices import chosen_device
-from gqa_convert.conversion.fit.attention_calls import Batch, fitting_parameters
+from gqa_convert.conversion.fit.attention_calls import Batch
 from gqa_convert.conversion.fit.layer_store import LayerStore
-from gqa_convert.conversion.fit.layer_walk import LayerWalk, running_device
-from gqa_convert.conversion.fit.model_loading import open_model
+from gqa_convert.conversion.fit.layer_walk import Installing, LayerWalk
+from gqa_convert.conversion.fit.merged_attention import check_holds
+from gqa_convert.conversion.fit.model_loading import Precision, open_model, precision_of, running_device
 from gqa_convert.conversion.fit.options import CalibrationOptions, steps_per_layer
-from gqa_convert.conversion.fit.precision import Precision, precision_of
+from gqa_convert.conversion.fit.source_layers import ReadLayer, open_layers
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.errors import DataError
 from gqa_convert.families.geometry import AttentionLayer
-from gqa_convert.measuring.sensitivity.layer_errors import ReadLayer, open_layers
 from gqa_convert.measuring.sensitivity.layer_merging import ClosedForm, Merging, ShortFits
 from gqa_convert.text.labels import IGNORED
 from gqa_convert.text.losses import kl_loss
@@ -171,17 +171,17 @@ def score_copies(
     source, *students = on_held_out.streams(1 + len(copies))
     done = 0
     for layer in on_text.layers:
-        merged: list[dict[str, dict[str, Tensor]]] = [{} for _ in copies]
+        merged: list[dict[str, Installing]] = [{} for _ in copies]
         for name in layer.attention:
             wanted = [copy.get(name, 0) for copy in copies]
             if any(wanted):
                 attention = text.attention(layer, name)
                 opened = inputs.read_layer(layers[name])
-                for groups, parameters in inputs.merging.merge(opened, attention, sorted({*wanted} - {0})):
-                    fitting = fitting_parameters(name, attention.module, parameters)
+                check_holds(attention.module, opened)
+                for groups, installed in inputs.merging.merge(opened, attention, sorted({*wanted} - {0})):
                     for number, own in zip(wanted, merged, strict=True):
                         if number == groups:
-                            own[name] = fitting
+                            own[name] = installed
             done += 1
             progress(done, len(layers))
         text.advance(layer)

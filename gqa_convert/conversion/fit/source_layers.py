@@ -1,0 +1,61 @@
+"""Reads the attention layers of the source, one at a time."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+
+from gqa_convert.checkpoint.source_files import SourceFiles
+from gqa_convert.conversion.plan import Plan
+from gqa_convert.errors import NonFiniteError
+from gqa_convert.families.geometry import AttentionFinder, AttentionLayer
+from gqa_convert.merging.absorption_limits import AbsorptionLimits
+from gqa_convert.merging.attention_heads import LayerLayout, Tensors
+
+
+@dataclass(frozen=True, slots=True)
+class SourceLayer:
+    """One attention layer of the source, in memory."""
+
+    layout: LayerLayout
+    tensors: Tensors
+    limits: AbsorptionLimits
+
+
+ReadLayer = Callable[[AttentionLayer], SourceLayer]
+"""Reads a layer of the source. It raises NonFiniteError where a tensor holds NaN or Inf."""
+
+
+@contextmanager
+def open_layers(plan: Plan, work: Path | None = None) -> Iterator[ReadLayer]:
+    """Open the weight files of a plan's source; yields what reads one layer.
+
+    Args:
+        plan: of a local checkpoint.
+        work: an existing folder for temporary files; None for the system's.
+    """
+    finder = attention_of(plan)
+
+    def read(layer: AttentionLayer) -> SourceLayer:
+        layout = LayerLayout(finder, layer)
+        tensors = {name: files.read(name) for name in layout.names}
+        for name, array in tensors.items():
+            if not np.isfinite(array).all():
+                raise NonFiniteError(
+                    f"tensor {name} holds NaN or Inf, which would spread to every merged head: repair the checkpoint first"
+                )
+        return SourceLayer(layout, tensors, plan.limits_of(layer))
+
+    with ExitStack() as stack:
+        folder = stack.enter_context(TemporaryDirectory(prefix="gqa-layers-", dir=work))
+        files = SourceFiles(plan.checkpoint, Path(folder), stack)
+        yield read
+
+
+def attention_of(plan: Plan) -> AttentionFinder:
+    """The finder that a plan was made with."""
+    with_encoder = any(layer.attention_kind == "encoder" for layer in plan.layers)
+    return AttentionFinder(plan.checkpoint, plan.family, encoder=with_encoder)
