@@ -106,10 +106,10 @@ def _held_out_ids(count: int) -> list[int]:
 def _row(name: str, folder: Path, groups: int, kv_bytes_per_token: int, ids: list[int]) -> dict[str, Any]:
     import torch
 
-    from gqa_convert.families.loading import load_causal_lm
+    from gqa_convert.families.loading import load_model
     from gqa_convert.text.scoring.text_loss import text_loss
 
-    model, _ = load_causal_lm(folder, torch.float32)
+    model, _ = load_model(folder, torch.float32)
     return {
         "name": name,
         "model": str(folder),

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gqa_convert.families.table import FAMILIES
+from gqa_convert.families.records import record_of
 from gqa_convert.families.wrappers import decoder_config
 
 LONGEST = 2048
@@ -23,8 +23,7 @@ def is_t5_like(config: Mapping[str, Any]) -> bool:
     """Whether a config.json belongs to T5's architecture, which was trained by span corruption and takes texts of any
     length.
     """
-    family = FAMILIES.get(str(config.get("model_type")))
-    return family is not None and family.is_t5
+    return record_of(config).is_t5
 
 
 def stated_positions(config: Mapping[str, Any]) -> int | None:

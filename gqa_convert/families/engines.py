@@ -1,12 +1,11 @@
 """Where engines compute something else than transformers."""
 
 from gqa_convert.checkpoint.strict_json import Config
-from gqa_convert.families.records import ALL
+from gqa_convert.families.records import record_of
 from gqa_convert.families.wrappers import decoder_config
 
 ENGINES = ("transformers", "vLLM", "llama.cpp")
 """The software that a plan reports on."""
-
 
 # The engine ignores scaled positions other than these, or is not known to heed them.
 _SCALED = {
@@ -18,30 +17,30 @@ _SCALED = {
 
 _ONE_GELU = ("gpt_bigcode", "starcoder2")
 """Model types that llama.cpp runs with one approximation of GELU, whatever the config's activation."""
-_GELUS = ("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh")
+_GELUS = (None, "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh")
 
 
 def run_in(model_type: str) -> frozenset[str]:
     """Engines besides transformers in which the type was run."""
-    return ALL[model_type].run_in if model_type in ALL else frozenset()
+    return record_of({"model_type": model_type}).run_in
 
 
 def listed_in(model_type: str) -> frozenset[str]:
     """Engines that list the type, but in which it was not run."""
-    return ALL[model_type].listed_in if model_type in ALL else frozenset()
+    return record_of({"model_type": model_type}).listed_in
 
 
 def computes_otherwise(engine: str, config: Config) -> bool:
     """Whether a config has scaled positions or an activation that an engine ignores for its type, so that it computes
     something else.
     """
+    model_type = str(config.get("model_type"))
     activation = config.get("hidden_act", config.get("activation_function"))
-    if engine == "llama.cpp" and config.get("model_type") in _ONE_GELU and activation not in (*_GELUS, None):
+    if engine == "llama.cpp" and model_type in _ONE_GELU and activation not in _GELUS:
         return True
-    known = _SCALED.get((engine, str(config.get("model_type"))))
     stated = config.get("rope_scaling") or config.get("rope_parameters")
     scaling = stated.get("rope_type", stated.get("type", "default")) if isinstance(stated, dict) else "default"
-    return known is not None and scaling not in known
+    return scaling not in _SCALED.get((engine, model_type), (scaling,))
 
 
 def same_up_to(engine: str, config: Config) -> int | None:
@@ -53,9 +52,7 @@ def same_up_to(engine: str, config: Config) -> int | None:
     """
     stated = decoder_config(config)
     window, positions = stated.get("sliding_window"), stated.get("max_position_embeddings")
-    family = ALL.get(str(config.get("model_type")))
-    if family is None or engine not in family.beyond_window_in or not isinstance(window, int):
-        return None
-    if stated.get("use_sliding_window") is False:
+    is_wider = engine in record_of(config).beyond_window_in and stated.get("use_sliding_window") is not False
+    if not is_wider or not isinstance(window, int):
         return None
     return None if isinstance(positions, int) and positions <= window else window

@@ -51,22 +51,6 @@ KVHeads = Literal["stated", "heads", "falcon", "blocks", "listed"]
 """
 
 
-SHARE_KEYS = ("rope_parameters.partial_rotary_factor", "partial_rotary_factor", "rotary_pct")
-
-
-@dataclass(frozen=True, slots=True)
-class RotaryShare:
-    """The rotary dimensions of a key head as a share of `head_dim`."""
-
-    default: float
-    """The share where the config states none: the default of transformers' config class."""
-    keys: tuple[str, ...]
-    """Config keys of the share, dotted where nested; the first one that is stated counts. Empty where the class ignores
-    whatever a config states."""
-    count_key: str | None
-    """Config key of the number of rotary dimensions, which counts where no share is stated."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LegacyConfigKeys:
     """What transformers 4 expects in a config of the type; the defaults hold for most types."""
@@ -83,13 +67,11 @@ class LegacyConfigKeys:
     """Whether all layers had one base, and positions were scaled only in layers with full attention."""
     scales_unless_null: bool = False
     """Whether the class scaled positions unless `rope_scaling` was null."""
-    rope_scaling_keys: frozenset[str] = frozenset()
+    rope_scaling_keys: tuple[str, ...] = ()
     """The only keys that the class accepted in `rope_scaling` besides `type`; empty where it accepted any."""
-    scaled_share: float | None = None
-    """The only share of rotary dimensions that the class could combine with `rope_scaling`; None for any."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Modeling:
     """A modelling file of this package, for families whose attention has no K/V-head count in transformers."""
 
@@ -172,7 +154,8 @@ class Family:
     encoder_kv_heads_key: str = "encoder_num_key_value_heads"
     one_kv_head_key: str | None = None
     """Config key that says whether there is one K/V head, for a type that has either one or as many as query heads."""
-    head_dim_key: str | None = "head_dim"
+    head_dim_key: str = "head_dim"
+    """Config key of head_dim; empty where layers differ in it."""
     mlp: MLP = "gated"
     """The matrices of the MLP."""
 
@@ -244,13 +227,6 @@ class Family:
     layerwise: tuple[Modeling, ...] = ()
     """The modelling files of results whose layers differ in their K/V heads, the preferred one first; empty where layers
     may not differ."""
-
-    @property
-    def rotary_dimensions(self) -> RotaryShare | None:
-        """How many dimensions of a key head are rotary where positions are; None for `rotary = "none"`."""
-        if self.rotary == "none":
-            return None
-        return RotaryShare(self.rotary_share, SHARE_KEYS if self.reads_rotary_share else (), self.rotary_count_key)
 
     @property
     def shared_norm_names(self) -> tuple[str, ...]:

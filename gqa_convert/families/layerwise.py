@@ -12,7 +12,7 @@ from gqa_convert.errors import ConfigError
 from gqa_convert.families import decilm
 from gqa_convert.families.family import Family, Modeling
 from gqa_convert.families.legacy_config_keys import legacy_config_keys
-from gqa_convert.families.table import FAMILIES
+from gqa_convert.families.records import DECILM, record_of
 from gqa_convert.families.wrappers import decoder_config
 
 
@@ -26,13 +26,16 @@ def find_form(family: Family, config: Config) -> Modeling | str:
     Returns:
         The form, or a clause that can follow "since".
     """
-    reason = f"all layers of a {family.model_type} have one number"
-    for form in family.layerwise:
-        found = _why_not(form, config)
-        if found is None:
-            return form
-        reason = found
-    return reason
+    if not family.layerwise:
+        return f"all layers of a {family.model_type} have one number"
+    stated = config.get("architectures")
+    if isinstance(stated, list) and stated and not str(stated[0]).endswith("ForCausalLM"):
+        return f"it was saved as {stated[0]}, and layers may differ in a causal language model only"
+    first, last = family.layerwise[0], family.layerwise[-1]
+    reason = decilm.why_not(config) if first.model_type == DECILM else None
+    if reason is None:
+        return first
+    return reason if first is last else last
 
 
 def why_not_decilm(form: Modeling, family: Family, config: Config) -> str | None:
@@ -44,19 +47,8 @@ def why_not_decilm(form: Modeling, family: Family, config: Config) -> str | None
         family: of the source.
         config: of the source.
     """
-    others = [each for each in family.layerwise if _is_decilm(each)]
-    return None if _is_decilm(form) or not others else _why_not(others[0], config)
-
-
-def _why_not(form: Modeling, config: Config) -> str | None:
-    """Why a result of the config can't have a form, in the same words; None if it can."""
-    if _is_decilm(form):
-        return decilm.why_not(config)
-    stated = config.get("architectures")
-    names = {name.removeprefix("GQA") for _, name in form.classes}
-    if isinstance(stated, list) and stated and str(stated[0]).removeprefix("GQA") not in names:
-        return f"it was saved as {stated[0]}, and layers may differ in a causal language model only"
-    return None
+    can_be = family.layerwise[0].model_type == DECILM != form.model_type
+    return decilm.why_not(config) if can_be else None
 
 
 def restate(form: Modeling, config: Config, counts: tuple[int, ...]) -> JsonObject:
@@ -70,7 +62,7 @@ def restate(form: Modeling, config: Config, counts: tuple[int, ...]) -> JsonObje
         counts: K/V heads by layer.
     """
     convention = {"multi_query_attention": True, "multi_query_group_num": list(counts)}
-    if _is_decilm(form):  # engines read the keys of transformers 4
+    if form.model_type == DECILM:  # engines read the keys of transformers 4
         return decilm.restate(config, counts) | legacy_config_keys(config) | convention
     return copy.deepcopy(dict(config)) | {"num_key_value_heads": list(counts)} | convention
 
@@ -83,10 +75,10 @@ def kinds_of_layers(config: Config) -> list[str]:
     """
     kinds = config.get("layer_types")
     if isinstance(kinds, list):
-        return [str(kind) for kind in kinds]
-    every = config["sliding_window_pattern"]
+        return list(map(str, kinds))
+    period = config["sliding_window_pattern"]
     numbers = range(1, config["num_hidden_layers"] + 1)
-    return ["sliding_attention" if number % every else "full_attention" for number in numbers]
+    return ["sliding_attention" if number % period else "full_attention" for number in numbers]
 
 
 def restate_by_kind(config: Config, counts: Sequence[int]) -> JsonObject:
@@ -100,14 +92,14 @@ def restate_by_kind(config: Config, counts: Sequence[int]) -> JsonObject:
         counts: K/V heads of the layers that have keys and values, which are the first ones.
     """
     result = copy.deepcopy(dict(config))
-    stated = decoder_config(config)
-    by_kind = dict(zip(kinds_of_layers(stated), counts, strict=False))
+    kinds = kinds_of_layers(decoder_config(config))
+    by_kind = dict(zip(kinds, counts, strict=False))
     result["num_key_value_heads"] = by_kind["sliding_attention"]
-    entries = result.setdefault("per_layer_config", {})
-    for number, kind in enumerate(kinds_of_layers(stated)):
+    layers = result.setdefault("per_layer_config", {})
+    for number, kind in enumerate(kinds):
         if kind == "full_attention":
-            entry = entries.setdefault(str(number), {"head_dim": config.get("global_head_dim", 512)})
-            entry["num_key_value_heads"] = by_kind[kind]
+            layer = layers.setdefault(str(number), {"head_dim": config.get("global_head_dim", 512)})
+            layer["num_key_value_heads"] = by_kind[kind]
     return result | {"multi_query_attention": True, "multi_query_group_num": list(counts)}
 
 
@@ -120,17 +112,15 @@ def kv_heads_by_layer(config: Config, where: str) -> tuple[int, ...] | None:
 
     Raises:
         ConfigError: the config does not state them.
-        UnsupportedFamilyError: a layer has no attention, or a size that differs from the other layers'.
+        UnsupportedFamilyError: a layer has no attention, or no MLP.
     """
-    family = FAMILIES.get(str(config.get("model_type")))
-    if family is None or not family.is_layerwise:
-        return None
+    family = record_of(config)
     if family.kv_heads == "blocks":
         return decilm.kv_heads_by_layer(config, where)
-    stated, heads, layers = (
-        config.get(key) for key in ("num_key_value_heads", "num_attention_heads", "num_hidden_layers")
-    )
-    if type(heads) is not int or not isinstance(stated, list) or len(stated) != layers:
+    if family.kv_heads != "listed":
+        return None
+    stated, heads = config.get("num_key_value_heads"), config.get("num_attention_heads")
+    if type(heads) is not int or not isinstance(stated, list) or len(stated) != config.get("num_hidden_layers"):
         raise ConfigError(f"{where} has no num_key_value_heads with a number for each layer: repair the config")
     for number, count in enumerate(stated):
         if type(count) is not int or count < 1 or heads % count:
@@ -141,17 +131,6 @@ def kv_heads_by_layer(config: Config, where: str) -> tuple[int, ...] | None:
     return tuple(stated)
 
 
-def sources_of(model_type: str) -> frozenset[str]:
-    """The model types whose layers compute what those of a result of this type compute; empty if its layers don't differ."""
-    return frozenset(
-        name for name, family in FAMILIES.items() if any(form.model_type == model_type for form in family.layerwise)
-    )
-
-
 def is_decilm(config: Config) -> bool:
     """Whether a config is that of a DeciLM, for which engines have code."""
-    return config.get("model_type") == decilm.MODEL_TYPE
-
-
-def _is_decilm(form: Modeling) -> bool:
-    return form.model_type == decilm.MODEL_TYPE
+    return config.get("model_type") == DECILM

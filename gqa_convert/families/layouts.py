@@ -5,7 +5,7 @@ of a section is a run of consecutive rows; layouts differ only in where the runs
 K/V heads, c head_dim, d hidden size. A projection is [rows, d] (Conv1D stores its transpose), its bias [rows].
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -29,8 +29,11 @@ class Section:
     head_rows: int
     """Rows of one head: head_dim for a projection, twice that for queries with a gate, 1 for a gain per head."""
     starts: tuple[int, ...]
-    merged: bool
-    """Whether conversion merges the heads; queries are kept."""
+
+    @property
+    def merged(self) -> bool:
+        """Whether conversion merges the heads."""
+        return self.role in ("key", "value", "key_norm")
 
     @property
     def heads(self) -> int:
@@ -43,7 +46,7 @@ class Section:
 
 def separate(role: Role, heads: int, head_rows: int) -> tuple[Section, ...]:
     """The layout of a separate projection: [heads * head_rows, d]."""
-    return (Section(role, head_rows, tuple(range(0, heads * head_rows, head_rows)), merged=True),)
+    return (Section(role, head_rows, tuple(range(0, heads * head_rows, head_rows))),)
 
 
 def queries(heads: int, head_rows: int, outputs: int) -> tuple[Section, ...]:
@@ -51,11 +54,10 @@ def queries(heads: int, head_rows: int, outputs: int) -> tuple[Section, ...]:
     more outputs than one, follows it.
     """
     starts = range(0, heads * head_rows * outputs, head_rows * outputs)
-    sections = [Section("query", head_rows, tuple(starts), merged=False)]
-    if outputs > 1:
-        gates = tuple(start + head_rows for start in starts)
-        sections.append(Section("gate", head_rows * (outputs - 1), gates, merged=False))
-    return tuple(sections)
+    query = Section("query", head_rows, tuple(starts))
+    if outputs == 1:
+        return (query,)
+    return query, Section("gate", head_rows * (outputs - 1), tuple(start + head_rows for start in starts))
 
 
 def fused(layout: FusedLayout, heads: int, kv_heads: int, head_dim: int) -> tuple[Section, ...]:
@@ -67,24 +69,15 @@ def fused(layout: FusedLayout, heads: int, kv_heads: int, head_dim: int) -> tupl
         kv_heads: K.
         head_dim: c.
     """
-    query: list[Role] = ["query"]
-    key: list[Role] = ["key"]
-    value: list[Role] = ["value"]
-    if layout == "blocks":
-        cells = query * heads + key * kv_heads + value * kv_heads
-    elif layout == "grouped":
-        cells = (query * (heads // kv_heads) + key + value) * kv_heads
-    else:
-        cells = (query * (heads // 4) + value * (kv_heads // 4) + key * (kv_heads // 4)) * 4
-    return tuple(
-        Section(
-            role,
-            head_dim,
-            tuple(cell * head_dim for cell, held in enumerate(cells) if held == role),
-            merged=role != "query",
-        )
-        for [role] in ([query, key, value] if heads else [key, value])
-    )
+    roles: tuple[Role, ...] = ("query", "key", "value")
+    repeats = {"blocks": 1, "grouped": kv_heads, "quarters": 4}[layout]
+    block: list[Role] = []
+    for role in ("query", "value", "key") if layout == "quarters" else roles:
+        block += [role] * ((heads if role == "query" else kv_heads) // repeats)
+    starts: dict[Role, list[int]] = {role: [] for role in roles}
+    for number, role in enumerate(block * repeats):
+        starts[role].append(number * head_dim)
+    return tuple(Section(role, head_dim, tuple(found)) for role, found in starts.items() if found)
 
 
 def regrouped(sections: tuple[Section, ...], groups: int) -> tuple[Section, ...]:
@@ -100,10 +93,9 @@ def regrouped(sections: tuple[Section, ...], groups: int) -> tuple[Section, ...]
     found: list[Section] = []
     first = 0
     for section in sections:
-        heads = groups if section.merged else section.heads
-        starts = tuple(first + head * section.head_rows for head in range(heads))
-        found.append(replace(section, starts=starts))
-        first += found[-1].rows
+        end = first + (groups if section.merged else section.heads) * section.head_rows
+        found.append(Section(section.role, section.head_rows, tuple(range(first, end, section.head_rows))))
+        first = end
     return tuple(found)
 
 
@@ -114,17 +106,16 @@ def split(array: "npt.NDArray[Any]", sections: tuple[Section, ...]) -> "list[npt
     Raises:
         ValueError: the sections do not tile the leading axis.
     """
-    if sum(section.rows for section in sections) != array.shape[0]:
-        raise ValueError(
-            f"sections of {[section.rows for section in sections]} rows do not tile an axis of {array.shape[0]}"
-        )
+    rows = [section.rows for section in sections]
+    if sum(rows) != array.shape[0]:
+        raise ValueError(f"sections of {rows} rows do not tile an axis of {array.shape[0]}")
     import numpy as np  # plans, which need none of this, do without
 
     found = []
     for section in sections:
-        first, last = section.starts[0], section.starts[-1] + section.head_rows
-        if last - first == section.rows:
-            found.append(array[first:last].reshape(section.heads, section.head_rows, *array.shape[1:]))
+        first, end = section.starts[0], section.starts[-1] + section.head_rows
+        if end - first == section.rows:
+            found.append(array[first:end].reshape(section.heads, section.head_rows, *array.shape[1:]))
         else:
             found.append(np.stack([array[start : start + section.head_rows] for start in section.starts]))
     return found

@@ -4,10 +4,7 @@ other software of its time would silently take defaults.
 
 from gqa_convert.checkpoint.strict_json import Config, JsonObject
 from gqa_convert.families.family import LegacyConfigKeys
-from gqa_convert.families.table import FAMILIES
-
-_BASE = "rope_theta"
-_SHARE = "partial_rotary_factor"
+from gqa_convert.families.records import record_of
 
 
 def legacy_config_keys(config: Config) -> JsonObject:
@@ -21,51 +18,35 @@ def legacy_config_keys(config: Config) -> JsonObject:
         the names that the model type had for them, and `rope_scaling` with what belongs beside it; renamed counts such
         as `num_experts`. Nothing that the config has already.
     """
-    family = FAMILIES.get(str(config.get("model_type")))
-    legacy = LegacyConfigKeys() if family is None else family.legacy
-    found: JsonObject = {}
-    if isinstance(config.get("dtype"), str):
-        found["torch_dtype"] = config["dtype"]
-    found |= {old: config[new] for new, old in legacy.renamed if config.get(new) is not None}
-    rotary = config.get("rope_parameters")
-    if isinstance(rotary, dict):
-        local, full = _by_kind(rotary)
-        if local and legacy.local_rotary_base is not None:
-            rotary = full
-            found |= {legacy.local_rotary_base: local[_BASE]} if _BASE in local else {}
-        elif local and legacy.one_rotary_base and local == {"rope_type": "default", _BASE: full.get(_BASE)}:
-            rotary = full
-        if not any(isinstance(value, dict) for value in rotary.values()):  # transformers 4 had no keys for each kind
-            names = {_BASE: legacy.rotary_base, _SHARE: legacy.rotary_share}
-            found |= {old: rotary[new] for new, old in names.items() if rotary.get(new) is not None}
-            found |= _scaling(config, rotary, legacy)
+    legacy = record_of(config).legacy
+    found = _renamed(config, ("dtype", "torch_dtype"), *legacy.renamed)
+    rotary = config.get("rope_parameters") or {}
+    sliding, full = rotary.get("sliding_attention"), rotary.get("full_attention")
+    if not any(isinstance(value, dict) for value in rotary.values()):
+        found |= _rotary_keys(config, rotary, legacy)
+    elif sliding and legacy.local_rotary_base is not None:
+        found |= _renamed(sliding, ("rope_theta", legacy.local_rotary_base)) | _rotary_keys(config, full or {}, legacy)
+    elif legacy.one_rotary_base and sliding == {"rope_type": "default", "rope_theta": (full or {}).get("rope_theta")}:
+        found |= _rotary_keys(config, full, legacy)  # other layers that differ have no keys in transformers 4
     return {key: value for key, value in found.items() if config.get(key) is None}
 
 
-def _by_kind(rotary: JsonObject) -> tuple[JsonObject, JsonObject]:
-    """Rotary parameters of layers with sliding-window attention and of layers with full attention; both empty where the
-    layers do not differ.
-    """
-    local, full = rotary.get("sliding_attention"), rotary.get("full_attention")
-    return (local, full or {}) if isinstance(local, dict) and isinstance(full, dict | None) else ({}, {})
+def _renamed(values: Config, *names: tuple[str, str]) -> JsonObject:
+    """Values that are stated under a name, each under another."""
+    return {old: values[new] for new, old in names if values.get(new) is not None}
 
 
-def _scaling(config: Config, rotary: JsonObject, legacy: LegacyConfigKeys) -> JsonObject:
-    """`rope_scaling` and what belongs beside it, where they are needed: transformers 5 reads `rope_scaling` in place of
-    `rope_parameters`.
+def _rotary_keys(config: Config, rotary: JsonObject, legacy: LegacyConfigKeys) -> JsonObject:
+    """The base and the share of rotary dimensions and, where positions are scaled, `rope_scaling` and what belongs beside
+    it: transformers 5 reads `rope_scaling` in place of `rope_parameters`.
     """
+    found = _renamed(rotary, ("rope_theta", legacy.rotary_base), ("partial_rotary_factor", legacy.rotary_share))
     kind = rotary.get("rope_type", rotary.get("type", "default"))
     if kind == "default":
-        return {"rope_scaling": None} if rotary and legacy.scales_unless_null else {}
-    if legacy.scaled_share is not None and rotary.get(_SHARE) != legacy.scaled_share:
-        return {}
-    stated = {key: value for key, value in rotary.items() if key not in (_BASE, _SHARE)}
-    needed = {
-        key: value for key, value in stated.items() if key not in ("rope_type", "type") and config.get(key) != value
-    }
-    if legacy.rope_scaling_keys and needed.keys() == legacy.rope_scaling_keys:
-        stated = {"type": kind, **needed}
-    trained = {
-        key: value for key, value in rotary.items() if key == "original_max_position_embeddings" and kind == "longrope"
-    }
-    return {"rope_scaling": stated, **trained}
+        return found | ({"rope_scaling": None} if rotary and legacy.scales_unless_null else {})
+    scaling = {key: value for key, value in rotary.items() if key not in ("rope_theta", "partial_rotary_factor")}
+    factors = {key: value for key, value in scaling.items() if not key.endswith("type") and config.get(key) != value}
+    if legacy.rope_scaling_keys and sorted(factors) == sorted(legacy.rope_scaling_keys):
+        scaling = {"type": kind} | factors
+    length = ("original_max_position_embeddings",) * 2
+    return found | {"rope_scaling": scaling} | (_renamed(rotary, length) if kind == "longrope" else {})

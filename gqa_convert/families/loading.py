@@ -15,33 +15,28 @@ from typing import Any
 from gqa_convert.checkpoint.resource_errors import is_out_of_memory
 from gqa_convert.checkpoint.strict_json import Config, JsonObject
 from gqa_convert.errors import CorruptCheckpointError, GQAConvertError, NoLanguageModelError
-from gqa_convert.families.table import FAMILIES, check_per_layer_config
+from gqa_convert.families.records import record_of
+from gqa_convert.families.table import check_per_layer_config
 from gqa_convert.families.wrappers import is_wrapper
-
-TEXT_AS_SUFFIX = frozenset({"paligemma"})
-"""Types whose attention is causal on the suffix of a prompt alone. Without token types, tokens of a text would see those
-behind them, or not, depending on the attention function."""
 
 TASKS = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq", "AutoModelForImageTextToText")
 """transformers' auto classes of models with logits over a vocabulary."""
+_HEADLESS = (
+    "AutoModelForSequenceClassification",
+    "AutoModelForTokenClassification",
+    "AutoModelForQuestionAnswering",
+    "AutoModel",
+)
+"""The auto classes of models without a language-model head."""
+_HEADS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+"""How the names of classes with a language-model head end, almost all of them."""
+
+SOUND_POSITIONS = 50
+"""Positions for which the encoder of a model that hears has an output, for each second of sound."""
 
 for _noisy in ("torchao", "torch.utils._pytree"):
     # transformers and accelerate import torchao where it is installed, which reports kernels that are not used here
     logging.getLogger(_noisy).setLevel(logging.ERROR)
-
-_MAPPINGS = (
-    "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
-    "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
-    "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",
-    "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
-)
-_OTHERS = {
-    "AutoModelForSequenceClassification": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
-    "AutoModelForTokenClassification": "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES",
-    "AutoModelForQuestionAnswering": "MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES",
-    "AutoModel": "MODEL_MAPPING_NAMES",
-}
-"""The auto classes of models without a language-model head, and transformers' tables of their classes."""
 
 
 @contextmanager
@@ -80,8 +75,13 @@ def read_config(folder: Path) -> JsonObject:
     return config if isinstance(config, dict) else {}
 
 
-_HEADS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
-"""How the names of classes with a language-model head end, almost all of them."""
+# What a config.json says about a model's class
+
+
+def is_encoder_decoder(config: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint has an encoder and a decoder, by its config.json or else by its model type."""
+    stated = config.get("is_encoder_decoder")
+    return stated if isinstance(stated, bool) else record_of(config).encoder is not None
 
 
 def auto_class(config: Config) -> str:
@@ -93,23 +93,15 @@ def auto_class(config: Config) -> str:
     Returns:
         One of `TASKS`.
     """
-    from transformers.models.auto import modeling_auto
-
     if is_wrapper(config):
         return TASKS[3]
-    stated = _stated_class(config, dict(zip(TASKS, _MAPPINGS, strict=True)))
-    if stated is not None:
-        return stated
+    stated = _stated_class(config)
+    if stated in TASKS:
+        return str(stated)
     if not is_encoder_decoder(config):
         return TASKS[0]
-    stated_type = str(config.get("model_type"))
-    model_type = FAMILIES[stated_type].stock_type if stated_type in FAMILIES else stated_type
-    text, speech = (getattr(modeling_auto, mapping) for mapping in _MAPPINGS[1:3])
-    return TASKS[2] if model_type in speech and model_type not in text else TASKS[1]
-
-
-SOUND_POSITIONS = 50
-"""Positions for which the encoder of a model that hears has an output, for each second of sound."""
+    stock_type = record_of(config).stock_type
+    return TASKS[2] if stock_type in _classes(TASKS[2]) and stock_type not in _classes(TASKS[1]) else TASKS[1]
 
 
 def hears(config: Config) -> bool:
@@ -126,30 +118,30 @@ def headless_class(config: Config) -> str | None:
     Returns:
         The auto class of a classifier, of a question-answering model or, for the layers without a head, `AutoModel`.
     """
-    stated = config.get("architectures")
-    if isinstance(stated, list) and any(str(name).endswith(_HEADS) for name in stated):
+    if any(name.endswith(_HEADS) for name in _architectures(config)):
         return None  # found without importing transformers
-    return None if _states_language_model(config) else _stated_class(config, _OTHERS)
+    stated = _stated_class(config)
+    return None if stated in TASKS else stated
 
 
-def _states_language_model(config: Config) -> bool:
-    return _stated_class(config, dict(zip(TASKS, _MAPPINGS, strict=True))) is not None
+def _architectures(config: Config) -> list[str]:
+    stated = config.get("architectures")
+    return list(map(str, stated)) if isinstance(stated, list) else []
 
 
-def _stated_class(config: Config, tables: dict[str, str]) -> str | None:
-    """The first auto class of `tables` that one of the stated architectures belongs to."""
+def _stated_class(config: Config) -> str | None:
+    """The first auto class that one of the stated architectures belongs to."""
+    names = {name.removeprefix("GQA") for name in _architectures(config)}
+    autos = (auto for auto in (*TASKS, *_HEADLESS) if not names.isdisjoint(map(str, _classes(auto).values())))
+    return next(autos, None)
+
+
+def _classes(auto: str) -> Mapping[str, Any]:
+    """transformers' table of an auto class: by model type, the names of classes."""
     from transformers.models.auto import modeling_auto
 
-    stated = config.get("architectures")
-    names = {str(name).removeprefix("GQA") for name in stated} if isinstance(stated, list) else set()
-    return next(
-        (
-            auto
-            for auto, table in tables.items()
-            if names & {str(name) for name in getattr(modeling_auto, table).values()}
-        ),
-        None,
-    )
+    table: Mapping[str, Any] = getattr(modeling_auto, auto)._model_mapping._model_mapping
+    return table
 
 
 def check_language_model(name: str, config: Config, advice: str) -> None:
@@ -186,10 +178,11 @@ def check_complete(name: str, folder: Path, model: Any, missing: list[str], advi
     """
     if not missing:
         return
-    config = read_config(folder)
-    if headless_class(config) is not None or (
-        set(missing) <= _head_names(model) and not _states_language_model(config)
-    ):
+    config, head = read_config(folder), model.get_output_embeddings()
+    modules = [each for each, module in model.named_modules() if module is head]
+    in_head = {f"{each}.{kind}" for each in modules for kind in ("weight", "bias")}
+    stated = _stated_class(config)
+    if headless_class(config) is not None or (in_head.issuperset(missing) and stated not in TASKS):
         raise _no_language_model(name, config, advice)
     raise CorruptCheckpointError(
         f"{name} has no fitting tensor for {missing[0]} ({len(missing)} in all): convert or fetch it again"
@@ -197,26 +190,12 @@ def check_complete(name: str, folder: Path, model: Any, missing: list[str], advi
 
 
 def _no_language_model(name: str, config: Config, advice: str) -> NoLanguageModelError:
-    stated = config.get("architectures")
-    saved = (
-        f"was saved as {stated[0]}, which" if isinstance(stated, list) and stated else "was saved without its class and"
-    )
+    stated = _architectures(config)
+    saved = f"was saved as {stated[0]}, which" if stated else "was saved without its class and"
     return NoLanguageModelError(f"{name} {saved} has no language-model head: {advice}")
 
 
-def _head_names(model: Any) -> set[str]:
-    head = model.get_output_embeddings()
-    own = {id(parameter) for parameter in head.parameters()} if head is not None else set()
-    return {name for name, parameter in model.named_parameters(remove_duplicate=False) if id(parameter) in own}
-
-
-def is_encoder_decoder(config: Mapping[str, Any]) -> bool:
-    """Whether a checkpoint has an encoder and a decoder, by its config.json or else by its model type."""
-    stated = config.get("is_encoder_decoder")
-    if isinstance(stated, bool):
-        return stated
-    family = FAMILIES.get(str(config.get("model_type")))
-    return family is not None and family.encoder is not None
+# Loading
 
 
 @contextmanager
@@ -239,25 +218,25 @@ def explained(name: str) -> Iterator[None]:
         ) from problem
 
 
-def _register(folder: Path) -> None:
+def _register(config: Config) -> None:
     """Make the model type of a result with a modelling file known to transformers, so that the checkpoint's copy of the
     file need not run.
     """
-    model_type = read_config(folder).get("model_type")
-    if isinstance(model_type, str) and model_type in FAMILIES and FAMILIES[model_type].is_converted:
+    if record_of(config).is_converted:
         from gqa_convert.families.modeling import register_modeling
 
-        register_modeling(model_type)
+        register_modeling(config["model_type"])
 
 
-def _load(task: str, folder: Path, dtype: Any, *, run_code: bool, **options: Any) -> tuple[Any, list[str]]:
+def _load(auto: str, folder: Path, dtype: Any, *, run_code: bool, **options: Any) -> tuple[Any, list[str]]:
     import transformers
 
-    check_per_layer_config(read_config(folder), f"{folder}/config.json")
+    config = read_config(folder)
+    check_per_layer_config(config, f"{folder}/config.json")
     if not run_code:
-        _register(folder)
+        _register(config)
     with no_bars(), no_warnings():  # missing tensors are returned instead of reported
-        model, info = getattr(transformers, task).from_pretrained(
+        model, info = getattr(transformers, auto).from_pretrained(
             folder,
             dtype=dtype,
             trust_remote_code=run_code,
@@ -266,49 +245,32 @@ def _load(task: str, folder: Path, dtype: Any, *, run_code: bool, **options: Any
             ignore_mismatched_sizes=True,
             **options,
         )
-    return _prepared(model), [*sorted(info["missing_keys"]), *sorted(map(_mismatch, info["mismatched_keys"]))]
+    misfits = [
+        f"{name}, which is {list(stored)} where the model needs {list(expected)}"
+        for name, stored, expected in info["mismatched_keys"]
+    ]
+    return _prepared(model), sorted(info["missing_keys"]) + sorted(misfits)
 
 
 def _prepared(model: Any) -> Any:
     """The model in evaluation mode, in which text is causal."""
-    if model.config.model_type in TEXT_AS_SUFFIX:
+    if model.config.model_type == "paligemma":
         model.register_forward_pre_hook(_read_text_as_suffix, with_kwargs=True)
     return model.eval()
 
 
-def _read_text_as_suffix(model: Any, args: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Add the token types of a suffix to inputs without an image that state none."""
-    del model
+def _read_text_as_suffix(_model: Any, args: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Give text without an image the token types of a suffix. PaliGemma's attention is causal there alone; without token
+    types, tokens would see those behind them, or not, depending on the attention function.
+    """
     ids = options.get("input_ids")
     if ids is not None and options.get("token_type_ids") is None and options.get("pixel_values") is None:
-        options = options | {"token_type_ids": ids.new_ones(ids.shape)}
+        options["token_type_ids"] = ids.new_ones(ids.shape)
     return args, options
 
 
-def _mismatch(entry: tuple[str, Any, Any]) -> str:
-    name, stored, expected = entry
-    return f"{name}, which is {list(stored)} where the model needs {list(expected)}"
-
-
-def load_causal_lm(folder: Path, dtype: Any) -> tuple[Any, list[str]]:
-    """Load a causal language model on the CPU, in evaluation mode.
-
-    Args:
-        folder: a local checkpoint.
-        dtype: a torch type, or "auto" for the type that the checkpoint has.
-
-    Returns:
-        The model, and the parameters for which the folder has no fitting tensor: their names, and both shapes where
-        they differ.
-
-    Raises:
-        Exception: whatever transformers raises.
-    """
-    return _load(TASKS[0], folder, dtype, run_code=False)
-
-
 def load_model(folder: Path, dtype: Any, *, run_code: bool = False, **options: Any) -> tuple[Any, list[str]]:
-    """Load any model with logits, as `load_causal_lm` does; encoder-decoder models too.
+    """Load any model with logits on the CPU, in evaluation mode; encoder-decoder models too.
 
     Args:
         folder: a local checkpoint.
@@ -316,6 +278,10 @@ def load_model(folder: Path, dtype: Any, *, run_code: bool = False, **options: A
         run_code: whether to execute the checkpoint's modelling file, as users without this package do; only for files
             that are known.
         options: further options of `from_pretrained`.
+
+    Returns:
+        The model, and the parameters for which the folder has no fitting tensor: their names, and both shapes where
+        they differ.
 
     Raises:
         Exception: whatever transformers raises.
@@ -350,19 +316,15 @@ def load_any_model(folder: Path, dtype: Any, *, run_code: bool = False) -> AnyMo
         Exception: whatever transformers raises.
     """
     config = read_config(folder)
-    auto = headless_class(config)
-    if auto is None:
-        model, missing = load_model(folder, dtype, run_code=run_code)
-        if not missing or _states_language_model(config):
-            return AnyModel(type(model).__name__, model, missing, has_language_model=True)
-        layers, lost = _load("AutoModel", folder, dtype, run_code=run_code)
-        if lost:
-            return AnyModel(type(model).__name__, model, missing, has_language_model=True)
-        return AnyModel(type(layers).__name__, layers, lost, has_language_model=False)
-    model, missing = _load(auto, folder, dtype, run_code=run_code)
-    name, layers = type(model).__name__, model.base_model
-    if layers is model and auto != "AutoModel" and not missing:  # the class has no separate module for its layers
+    auto = headless_class(config) or auto_class(config)
+    whole, missing = _load(auto, folder, dtype, run_code=run_code)
+    name = type(whole).__name__
+    if auto in TASKS and (not missing or _stated_class(config) in TASKS):
+        return AnyModel(name, whole, missing, has_language_model=True)
+    layers = whole.base_model
+    if auto in TASKS or (layers is whole and auto != "AutoModel" and not missing):
         layers, missing = _load("AutoModel", folder, dtype, run_code=run_code)
+        name = type(layers).__name__ if auto in TASKS else name
     return AnyModel(name, layers, missing, has_language_model=False)
 
 
@@ -383,24 +345,17 @@ def outline_model(folder: Path, dtype: Any) -> Any:
     import torch
     import transformers
 
-    _register(folder)
+    stated = read_config(folder)
+    _register(stated)
     config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    auto = getattr(transformers, auto_class(stated))
     with torch.device("meta"):
-        model = getattr(transformers, auto_class(read_config(folder))).from_config(
-            config, dtype=dtype, trust_remote_code=False
-        )
-    made: dict[int, Any] = {}  # tied parameters stay one
+        model = auto.from_config(config, dtype=dtype, trust_remote_code=False)
     for module in model.modules():
         if any(isinstance(value, torch.Tensor) and value.is_meta for value in vars(module).values()):
             raise ValueError(f"{type(module).__name__} keeps numbers outside its parameters and buffers")
-        for tensors in (module._parameters, module._buffers):
-            for name, tensor in tensors.items():
-                if tensor is not None:
-                    empty = torch.empty_like(tensor, device="cpu")
-                    kind = isinstance(tensor, torch.nn.Parameter)
-                    tensors[name] = made.setdefault(
-                        id(tensor), torch.nn.Parameter(empty, tensor.requires_grad) if kind else empty
-                    )
+    model.to_empty(device="cpu")
+    model.tie_weights()
     return _prepared(model)
 
 

@@ -10,6 +10,9 @@ from gqa_convert.errors import ConfigError
 from gqa_convert.families.family import Family
 from gqa_convert.families.geometry import config_value
 
+_SHARE_KEYS = ("rope_parameters.partial_rotary_factor", "partial_rotary_factor", "rotary_pct")
+"""Config keys of the share of a head that is rotary; the first one that is stated counts."""
+
 
 def rotary_pairs(family: Family, config: Mapping[str, Any], head_dim: int) -> npt.NDArray[Any]:
     """The rotary pairs of a key head.
@@ -36,16 +39,15 @@ def rotary_pairs(family: Family, config: Mapping[str, Any], head_dim: int) -> np
 
 def _rotary_dimensions(family: Family, config: Mapping[str, Any], head_dim: int) -> Any:
     """What the config states, directly or as a share of the head; it may be no number."""
-    dimensions = family.rotary_dimensions
-    if dimensions is None:
+    if family.rotary == "none":
         return 0
     if family.rotary_only_when is not None:
         key, wanted = family.rotary_only_when
         if config.get(key, False) != wanted:
             return 0
-    stated = [config_value(config, key) for key in dimensions.keys]
-    shares = [share for share in stated if share is not None]
-    if not shares and dimensions.count_key and config.get(dimensions.count_key) is not None:
-        return config[dimensions.count_key]
-    share = shares[0] if shares else dimensions.default
-    return int(head_dim * share) if isinstance(share, int | float) else share
+    for key in _SHARE_KEYS if family.reads_rotary_share else ():
+        share = config_value(config, key)
+        if share is not None:
+            return int(head_dim * share) if isinstance(share, int | float) else share
+    count = config.get(family.rotary_count_key) if family.rotary_count_key else None
+    return int(head_dim * family.rotary_share) if count is None else count

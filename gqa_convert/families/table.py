@@ -3,16 +3,7 @@
 from gqa_convert.checkpoint.strict_json import Config
 from gqa_convert.errors import RemoteCodeError, UnsupportedFamilyError
 from gqa_convert.families.family import Family, Modeling
-from gqa_convert.families.records import (
-    ALL,
-    COMPOSITES,
-    FAMILIES,
-    INNER,
-    ONE_OR_ALL_HEADS,
-    REFUSALS,
-    RESTATED,
-    unlisted,
-)
+from gqa_convert.families.records import ALL, COMPOSITES, FAMILIES, INNER, REFUSALS, RESTATED, record_of, unlisted
 from gqa_convert.families.wrappers import decoder_config, is_wrapper, wrapped_family
 
 __all__ = [
@@ -38,36 +29,23 @@ def family_of(config: Config) -> Family:
     Raises:
         UnsupportedFamilyError: the model type, or that of the decoder inside, is unknown or can't be converted.
     """
-    model_type = config.get("model_type")
     check_per_layer_config(config, "config.json")
-    _check_one_number(decoder_config(config))
-    if is_wrapper(config):
-        return _composite(str(model_type), decoder_config(config)["model_type"])
-    if isinstance(model_type, str) and model_type in ONE_OR_ALL_HEADS:
-        family = ONE_OR_ALL_HEADS[model_type]
-        if config.get(str(family.one_kv_head_key)) is False:
-            return family
-    if isinstance(model_type, str) and not _is_known(model_type) and type(config.get("num_key_value_heads")) is int:
-        return unlisted(model_type)
-    return find_family(model_type)
-
-
-def _is_known(model_type: str) -> bool:
-    """Whether a type stands in one of the tables."""
-    return any(model_type in table for table in (FAMILIES, INNER, ONE_OR_ALL_HEADS, COMPOSITES, REFUSALS, RESTATED))
-
-
-def _check_one_number(config: Config) -> None:
-    """Refuse the config of a decoder whose layers differ in their K/V heads by `per_layer_config`."""
-    stated = config.get("num_key_value_heads")
-    if isinstance(stated, list):  # a result of ours, whose own class reads the list
-        return
-    entries = config.get("per_layer_config") or {}
-    counts = {entry.get("num_key_value_heads") for entry in entries.values()} - {None}
-    if counts - {stated}:
+    model_type, decoder = config.get("model_type"), decoder_config(config)
+    stated = decoder.get("num_key_value_heads")
+    layers = (decoder.get("per_layer_config") or {}).values()
+    if any(layer.get("num_key_value_heads") not in (None, stated) for layer in layers):
         raise UnsupportedFamilyError(
             "the layers differ in their number of K/V heads already (per_layer_config): convert the source that they were made of"
         )
+    if is_wrapper(config):
+        return _composite(str(model_type), decoder["model_type"])
+    one_kv_head_key = record_of(config).one_kv_head_key
+    if one_kv_head_key and config.get(one_kv_head_key) is False:
+        return record_of(config)
+    is_known = any(model_type in table for table in (ALL, REFUSALS, RESTATED))
+    if isinstance(model_type, str) and not is_known and type(stated) is int:
+        return unlisted(model_type)
+    return find_family(model_type)
 
 
 def check_per_layer_config(config: Config, where: str) -> None:
@@ -80,23 +58,18 @@ def check_per_layer_config(config: Config, where: str) -> None:
     Raises:
         UnsupportedFamilyError: it has such values.
     """
-    stated = decoder_config(config)
-    family = ALL.get(str(stated.get("model_type")))
-    reads_it = family is not None and family.reads_per_layer_config
-    entries = stated.get("per_layer_config")
-    if entries and not reads_it:
+    decoder = decoder_config(config)
+    if decoder.get("per_layer_config") and not record_of(decoder).reads_per_layer_config:
         raise UnsupportedFamilyError(
-            f"{where} has per_layer_config, which transformers' class of {stated.get('model_type')} ignores, so that all "
+            f"{where} has per_layer_config, which transformers' class of {decoder.get('model_type')} ignores, so that all "
             "layers would have one number of K/V heads: use the folder that it was made from"
         )
 
 
-def _composite(wrapper: str, decoder: object) -> Family:
+def _composite(wrapper: str, decoder: str) -> Family:
     """The record of a wrapper of a decoder."""
-    if isinstance(decoder, str) and decoder in INNER:
-        return wrapped_family(wrapper, INNER[decoder])
     try:
-        found = find_family(decoder)
+        found = INNER.get(decoder) or find_family(decoder)
     except UnsupportedFamilyError as problem:
         raise UnsupportedFamilyError(f"the decoder inside this {wrapper} can't be converted: {problem}") from None
     return wrapped_family(wrapper, found)

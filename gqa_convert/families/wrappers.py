@@ -7,7 +7,7 @@ from typing import Final
 from gqa_convert.checkpoint.strict_json import Config, JsonObject
 from gqa_convert.errors import UnsupportedFamilyError
 from gqa_convert.families.family import Family
-from gqa_convert.families.records import ALL, COMPOSITES
+from gqa_convert.families.records import COMPOSITES, record_of
 
 SECTION: Final = "text_config"
 """The config key of the decoder's own config."""
@@ -26,8 +26,7 @@ PREFIXES: Final = (
 
 def is_wrapper(config: Config) -> bool:
     """Whether a config.json belongs to a model that wraps a decoder of another type."""
-    model_type = config.get("model_type")
-    return isinstance(model_type, str) and model_type in COMPOSITES
+    return str(config.get("model_type")) in COMPOSITES
 
 
 def decoder_section(config: Config) -> str | None:
@@ -45,16 +44,12 @@ def decoder_config(config: Config) -> JsonObject:
     Args:
         config: what config.json holds.
     """
-    stated = dict(config)
+    section = decoder_section(config)
+    stated = dict(config[section] if section else config)
     if is_wrapper(config):
-        section = decoder_section(config)
-        model_type = COMPOSITES[config["model_type"]]
-        if section is None:
-            return stated | {"model_type": model_type}
-        stated = config[section]
-        stated = stated | {"model_type": stated.get("model_type") or model_type}
-    family = ALL.get(str(stated.get("model_type")))
-    return stated if family is None else {**family.defaults, **stated}
+        inside = stated.get("model_type") if section else None
+        stated["model_type"] = inside or COMPOSITES[config["model_type"]]
+    return {**record_of(stated).defaults, **stated}
 
 
 def wrapped_family(wrapper: str, decoder: Family) -> Family:

@@ -15,7 +15,7 @@ import transformers
 from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import OptionError
-from gqa_convert.families.loading import auto_class, load_causal_lm, load_model
+from gqa_convert.families.loading import auto_class, load_model
 from gqa_convert.verify import models, verify_checkpoint
 from gqa_convert.verify.tokenizers import check_tokenizer
 from tests.helpers.chatglm import write_source as write_chatglm
@@ -390,7 +390,7 @@ def test_results_load_through_the_packages_own_copy(made: Conversions, tmp_path:
     """Outside verification, code in a checkpoint never runs, but results load without it."""
     out = shutil.copytree(made("gpt_neox", 4)[0], tmp_path / "out")
     (out / "gqa_gpt_neox.py").write_text("raise AssertionError('this must never run')\n")
-    model, missing = load_causal_lm(out, torch.float32)
+    model, missing = load_model(out, torch.float32)
     assert missing == []
     assert type(model).__module__ == "gqa_convert.families.modeling.gqa_gpt_neox"
     model, missing = load_model(made("bart", 4)[0], torch.float32)

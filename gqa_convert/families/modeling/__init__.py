@@ -22,16 +22,14 @@ def register_modeling(model_type: str | None = None) -> None:
     """
     import transformers
 
-    found = {name: family.modeling for name, family in FAMILIES.items() if family.modeling and family.is_converted}
-    for name, modeling in found.items():
-        if model_type not in (None, name):
+    for name, family in FAMILIES.items():
+        form = family.modeling
+        if form is None or not family.is_converted or model_type not in (None, name):
             continue
-        module = import_module(f"gqa_convert.families.modeling.{modeling.file}")
-        config = getattr(module, dict(modeling.classes)["AutoConfig"])
-        for auto, class_name in modeling.classes:
+        module = import_module(f"gqa_convert.families.modeling.{form.file}")
+        config = getattr(module, form.classes[0][1])
+        for auto, class_name in form.classes:
             registered = getattr(module, class_name)
             registered.register_for_auto_class(auto)  # so that save_pretrained takes the file along
-            if registered is config:
-                transformers.AutoConfig.register(name, config, exist_ok=True)
-            else:
-                getattr(transformers, auto).register(config, registered, exist_ok=True)
+            key = name if registered is config else config
+            getattr(transformers, auto).register(key, registered, exist_ok=True)

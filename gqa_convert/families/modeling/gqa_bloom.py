@@ -6,34 +6,9 @@ that transformers loads the checkpoint without gqa-convert.
 
 from typing import Any
 
-import torch
-from torch import nn
 from transformers.models.bloom.modeling_bloom import dropout_add
 
-from .gqa_common import FusedAttention, attend, class_maker, repeating
-
-
-@repeating
-def eager_attention(
-    module: Any,
-    query: Any,
-    key: Any,
-    value: Any,
-    mask: Any,
-    *,
-    position_bias: Any,
-    scaling: float,
-    dropout: float,
-    **_options: Any,
-) -> tuple[Any, Any]:
-    """BLOOM's attention: the scores are added to ALiBi in one rounding, and their softmax is taken in float32."""
-    scores = position_bias.flatten(0, 1).baddbmm(query.flatten(0, 1), key.flatten(0, 1).transpose(1, 2), alpha=scaling)
-    scores = scores.view(*query.shape[:3], -1)
-    if mask is not None:
-        scores = scores + mask
-    weights = nn.functional.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
-    weights = nn.functional.dropout(weights, p=dropout, training=module.training)
-    return (weights @ value).transpose(1, 2), weights
+from .gqa_common import FusedAttention, attend, class_maker
 
 
 class GroupedBloomAttention(FusedAttention):
@@ -53,7 +28,7 @@ class GroupedBloomAttention(FusedAttention):
             "scaling": self.inv_norm_factor,
             "dropout": self.attention_dropout.p if self.training else 0.0,
         }
-        output, weights = attend(self, query, key, value, attention_mask, eager_attention, **options)
+        output, weights = attend(self, query, key, value, attention_mask, **options)
         return dropout_add(self.dense(output), residual, self.hidden_dropout, self.training), weights
 
 

@@ -47,6 +47,30 @@ def repeating(eager: Eager) -> Eager:
     return attention
 
 
+@repeating
+def eager_attention(
+    module: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    mask: Any,
+    *,
+    scaling: float,
+    dropout: float = 0.0,
+    position_bias: Any = None,
+    **_options: Any,
+) -> tuple[Any, Any]:
+    """Attention whose scores [B, H, L, S] are added to a bias and a mask that broadcast to them, with a softmax in
+    float32.
+    """
+    scores = query @ key.transpose(-1, -2) * scaling
+    for added in (position_bias, mask):
+        scores = scores if added is None else scores + added
+    weights = nn.functional.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype)
+    weights = nn.functional.dropout(weights, p=dropout, training=module.training)
+    return (weights @ value).transpose(1, 2), weights
+
+
 def sdpa(module: Any, query: Any, key: Any, value: Any, mask: Any, **options: Any) -> tuple[Any, Any]:
     """transformers' sdpa function. For a single query, it reads keys and values once for all query heads that share them
     only where there is a mask, so that a CPU gets one: with 16 query and 2 K/V heads, a step of a BART that reads 4,000
@@ -63,7 +87,7 @@ ATTENTION_FUNCTIONS = AttentionInterface()
 ATTENTION_FUNCTIONS["sdpa"] = sdpa
 
 
-def attend(module: Any, query: Any, key: Any, value: Any, mask: Any, eager: Eager, **options: Any) -> tuple[Any, Any]:
+def attend(module: Any, query: Any, key: Any, value: Any, mask: Any, **options: Any) -> tuple[Any, Any]:
     """Attention through the function that the config names.
 
     Args:
@@ -72,13 +96,12 @@ def attend(module: Any, query: Any, key: Any, value: Any, mask: Any, eager: Eage
         key: [B, N, S, c].
         value: [B, N, S, c].
         mask: None, or broadcasting to [B, H, L, S].
-        eager: the family's eager attention function, which repeats keys and values.
         options: further arguments of the function.
 
     Returns:
         The output [B, L, H * c] and, from eager attention, the attention weights [B, H, L, S].
     """
-    function = ATTENTION_FUNCTIONS.get_interface(module.config._attn_implementation, eager)
+    function = ATTENTION_FUNCTIONS.get_interface(module.config._attn_implementation, eager_attention)
     output, weights = function(module, query, key, value, mask, **options)
     return output.flatten(2), weights
 
@@ -148,7 +171,7 @@ def repeating_forward(forward: Any) -> Any:
 def attention_class(stock: Any, grouped: type) -> Any:
     """The class of an attention module of type `stock` with `grouped` added."""
     made: Any = type(PREFIX + stock.__name__, (grouped, stock), {})
-    if made.forward is stock.forward:
+    if made.forward is stock.forward and "eager_attention_forward" in stock.forward.__globals__:
         made.forward = repeating_forward(stock.forward)
     globals()[made.__name__] = made  # where pickle looks for it
     return made

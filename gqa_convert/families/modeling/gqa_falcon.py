@@ -7,25 +7,9 @@ of the config say nothing about K/V heads here: `num_key_value_heads` does.
 
 from typing import Any
 
-import torch
-from torch import nn
 from transformers.models.falcon.modeling_falcon import apply_rotary_pos_emb
 
-from .gqa_common import FusedAttention, attend, class_maker, repeating
-
-
-@repeating
-def eager_attention(
-    module: Any, query: Any, key: Any, value: Any, mask: Any, *, bias: Any, dropout: float, **_options: Any
-) -> tuple[Any, Any]:
-    """Falcon's attention: ALiBi is scaled with the scores, and the softmax is taken in the type of the states."""
-    scores = query @ key.transpose(-1, -2)
-    if bias is not None:
-        half = scores.dtype in (torch.float16, torch.bfloat16)
-        scores = (scores.float() if half else scores) + bias
-    weights = nn.functional.softmax(scores * module.inv_norm_factor + mask, dim=-1, dtype=query.dtype)
-    weights = nn.functional.dropout(weights, p=dropout, training=module.training)
-    return (weights @ value).transpose(1, 2), weights
+from .gqa_common import FusedAttention, attend, class_maker
 
 
 class GroupedFalconAttention(FusedAttention):
@@ -43,18 +27,17 @@ class GroupedFalconAttention(FusedAttention):
     ) -> tuple[Any, Any]:
         kind = self.config._attn_implementation
         query, key, value = self.split(self.query_key_value(hidden_states))
-        options = {"scaling": self.inv_norm_factor, "position_ids": position_ids, "dropout": 0.0}
+        options = {"scaling": self.inv_norm_factor, "position_ids": position_ids}
+        options["dropout"] = self.attention_dropout.p if self.training else 0.0
         if alibi is None:
             query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
-        elif kind not in ("eager", "sdpa"):
+        elif kind == "eager":  # ALiBi is scaled with the scores; sdpa has it in the mask
+            options["position_bias"] = alibi.view(len(query), self.num_heads, 1, -1) * self.inv_norm_factor
+        elif kind != "sdpa":
             raise ValueError(f"Falcon with ALiBi runs with eager or sdpa attention, not {kind}")
         if layer_past is not None:
             key, value = layer_past.update(key, value, self.layer_idx)
-        if self.training and (alibi is not None or kind not in ("eager", "sdpa")):
-            options["dropout"] = self.attention_dropout.p  # rotary Falcon's eager and sdpa attention have none
-        if kind == "eager":  # sdpa has ALiBi in the mask
-            options["bias"] = None if alibi is None else alibi.view(len(query), self.num_heads, 1, -1)
-        output, weights = attend(self, query, key, value, attention_mask, eager_attention, **options)
+        output, weights = attend(self, query, key, value, attention_mask, **options)
         return self.dense(output), weights
 
 

@@ -7,11 +7,9 @@ that transformers loads the checkpoint without gqa-convert.
 from typing import Any
 
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
-from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb, eager_attention_forward
+from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb
 
-from .gqa_common import FusedAttention, attend, class_maker, repeating
-
-eager_attention = repeating(eager_attention_forward)
+from .gqa_common import FusedAttention, attend, class_maker
 
 
 class GroupedGPTNeoXAttention(FusedAttention):
@@ -34,7 +32,7 @@ class GroupedGPTNeoXAttention(FusedAttention):
             key, value = layer_past.update(key, value, self.layer_idx)
         dropout = self.attention_dropout if self.training else 0.0
         options |= {"scaling": self.scaling, "dropout": dropout}
-        output, weights = attend(self, query, key, value, attention_mask, eager_attention, **options)
+        output, weights = attend(self, query, key, value, attention_mask, **options)
         return self.dense(output), weights
 
 

@@ -7,24 +7,12 @@ that transformers loads the checkpoint without gqa-convert.
 from typing import Any
 
 import torch
-from torch import nn
 
-from .gqa_common import FusedAttention, attend, class_maker, repeating
-
-
-@repeating
-def eager_attention(module: Any, query: Any, key: Any, value: Any, mask: Any, *, position_bias: Any) -> tuple[Any, Any]:
-    """MPT's attention. The mask is boolean and true where a query must not look."""
-    scores = query @ key.transpose(-1, -2) * module.softmax_scale + position_bias
-    if mask is not None:
-        scores = scores.masked_fill(mask, torch.finfo(query.dtype).min)
-    weights = nn.functional.softmax(scores.float(), dim=-1).to(value.dtype)
-    weights = nn.functional.dropout(weights, p=module.attn_dropout_p, training=module.training)
-    return (weights @ value).transpose(1, 2), weights
+from .gqa_common import FusedAttention, attend, class_maker
 
 
 class GroupedMptAttention(FusedAttention):
-    """MPT's attention with ALiBi for each query head."""
+    """MPT's attention with ALiBi for each query head. The mask is boolean and true where a query must not look."""
 
     projections = ("Wqkv",)
     heads_name = "n_heads"
@@ -44,7 +32,10 @@ class GroupedMptAttention(FusedAttention):
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
         bias = position_bias[None, :, :, -key.shape[2] :]  # ALiBi [H, 1, longest] counts back from its end
-        output, weights = attend(self, query, key, value, attention_mask, eager_attention, position_bias=bias)
+        if attention_mask is not None:
+            bias = torch.where(attention_mask, torch.finfo(query.dtype).min, bias)
+        options = {"position_bias": bias, "scaling": self.softmax_scale, "dropout": self.attn_dropout_p}
+        output, weights = attend(self, query, key, value, None, **options)
         return self.out_proj(output), weights
 
 

@@ -6,11 +6,7 @@ that transformers loads the checkpoint without gqa-convert.
 
 from typing import Any
 
-from transformers.models.opt.modeling_opt import eager_attention_forward
-
-from .gqa_common import GroupedAttention, attend, class_maker, repeating, split_heads
-
-eager_attention = repeating(eager_attention_forward)
+from .gqa_common import GroupedAttention, attend, class_maker, split_heads
 
 
 class GroupedOPTAttention(GroupedAttention):
@@ -26,7 +22,7 @@ class GroupedOPTAttention(GroupedAttention):
             key, value = past_key_values.update(key, value, self.layer_idx)
         dropout = self.dropout if self.training else 0.0
         options |= {"scaling": 1.0, "dropout": dropout}
-        output, weights = attend(self, query, key, value, attention_mask, eager_attention, **options)
+        output, weights = attend(self, query, key, value, attention_mask, **options)
         return self.out_proj(output), weights
 
 
