@@ -69,6 +69,8 @@ class LegacyConfigKeys:
     """Whether the class scaled positions unless `rope_scaling` was null."""
     rope_scaling_keys: tuple[str, ...] = ()
     """The only keys that the class accepted in `rope_scaling` besides `type`; empty where it accepted any."""
+    scaled_share: float | None = None
+    """The only share of rotary dimensions that the class could combine with `rope_scaling`; None for any."""
 
 
 @dataclass(frozen=True, slots=True)

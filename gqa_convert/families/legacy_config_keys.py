@@ -21,12 +21,12 @@ def legacy_config_keys(config: Config) -> JsonObject:
     legacy = record_of(config).legacy
     found = _renamed(config, ("dtype", "torch_dtype"), *legacy.renamed)
     rotary = config.get("rope_parameters") or {}
-    sliding, full = rotary.get("sliding_attention"), rotary.get("full_attention")
+    sliding, full = rotary.get("sliding_attention"), rotary.get("full_attention") or {}
     if not any(isinstance(value, dict) for value in rotary.values()):
         found |= _rotary_keys(config, rotary, legacy)
     elif sliding and legacy.local_rotary_base is not None:
-        found |= _renamed(sliding, ("rope_theta", legacy.local_rotary_base)) | _rotary_keys(config, full or {}, legacy)
-    elif legacy.one_rotary_base and sliding == {"rope_type": "default", "rope_theta": (full or {}).get("rope_theta")}:
+        found |= _renamed(sliding, ("rope_theta", legacy.local_rotary_base)) | _rotary_keys(config, full, legacy)
+    elif legacy.one_rotary_base and sliding == {"rope_type": "default", "rope_theta": full.get("rope_theta")}:
         found |= _rotary_keys(config, full, legacy)  # other layers that differ have no keys in transformers 4
     return {key: value for key, value in found.items() if config.get(key) is None}
 
@@ -44,6 +44,8 @@ def _rotary_keys(config: Config, rotary: JsonObject, legacy: LegacyConfigKeys) -
     kind = rotary.get("rope_type", rotary.get("type", "default"))
     if kind == "default":
         return found | ({"rope_scaling": None} if rotary and legacy.scales_unless_null else {})
+    if legacy.scaled_share not in (None, rotary.get("partial_rotary_factor")):
+        return found
     scaling = {key: value for key, value in rotary.items() if key not in ("rope_theta", "partial_rotary_factor")}
     factors = {key: value for key, value in scaling.items() if not key.endswith("type") and config.get(key) != value}
     if legacy.rope_scaling_keys and sorted(factors) == sorted(legacy.rope_scaling_keys):

@@ -111,8 +111,8 @@ def with_key_norm(family: Family, shapes: Mapping[str, Sequence[int]], kv_heads:
         rows = shapes.get(f"{match[1]}.{family.key}.weight") if match else None
         if match and rows:
             kinds: dict[tuple[int, ...], Any] = {(kv_heads, rows[0] // kv_heads): "per_head", (rows[0],): "full"}
-            kind = kinds.get(tuple(shape), "shared") if kv_heads > 1 else "shared"
-            return replace(family, key_norm=kind, key_norm_name=match[2])
+            kind = kinds.get(tuple(shape)) if kv_heads > 1 else None
+            return replace(family, key_norm=kind or "shared", key_norm_name=match[2])
     return family
 
 

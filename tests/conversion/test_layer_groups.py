@@ -13,8 +13,8 @@ from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions
 from gqa_convert.conversion.plan import make_plan
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import GroupsError, OptionError
-from gqa_convert.families.records import DECILM as MODEL_TYPE
 from gqa_convert.families.engines import ENGINES, computes_otherwise
+from gqa_convert.families.records import DECILM as MODEL_TYPE
 from gqa_convert.verify import verify_checkpoint
 from tests.helpers.checkpoints import digests, read_weights, same_weights
 from tests.helpers.command_line import assert_mistake, run

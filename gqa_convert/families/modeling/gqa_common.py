@@ -203,9 +203,8 @@ class GroupedModel:
 
     @classmethod
     def _can_set_attn_implementation(cls: Any) -> bool:
-        if cls.eager_constructor:
-            return True  # its attention class here asks for the configured function; the stock one does not
-        return bool(super()._can_set_attn_implementation())
+        """transformers' own class decides, unless its attention is replaced by one that asks for the configured function."""
+        return bool(cls.eager_constructor or cls.__bases__[-1]._can_set_attn_implementation())
 
     def __init__(self: Any, config: Any) -> None:
         requested = config._attn_implementation

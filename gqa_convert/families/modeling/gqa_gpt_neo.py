@@ -23,6 +23,19 @@ class GroupedGPTNeoAttention(GroupedAttention):
         return output, weights
 
 
+def eager_only(_model: Any, implementation: Any, **_options: Any) -> str:
+    """The attention function of a model.
+
+    Raises:
+        ValueError: another one than eager is asked for, which the class would ignore.
+    """
+    if implementation not in (None, "eager"):
+        raise ValueError(f"GPT-Neo runs with eager attention, not {implementation}")
+    return "eager"
+
+
 __getattr__ = class_maker(
-    __name__, attention={"GPTNeoSelfAttention": GroupedGPTNeoAttention}, _supports_flash_attn=False
+    __name__,
+    attention={"GPTNeoSelfAttention": GroupedGPTNeoAttention},
+    _check_and_adjust_attn_implementation=eager_only,
 )
