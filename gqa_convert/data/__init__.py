@@ -1,0 +1,1 @@
+"""Text for training, calibration and evaluation: sources, tokenising, packing and order."""

@@ -1,0 +1,34 @@
+"""The first token of the decoder's input."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from gqa_convert.data.span_corruption import has_sentinels
+from gqa_convert.data.tokenizing import end_of_text
+from gqa_convert.families.table import FAMILIES
+
+
+def decoder_start(folder: Path, config: Mapping[str, Any], tokenizer: Any) -> int:
+    """The first token of the decoder's input: the one that the checkpoint states, else the padding token for T5, else
+    end-of-text.
+
+    Raises:
+        DataError: the checkpoint states none, and the tokenizer has no end-of-text token.
+    """
+    try:
+        generation = json.loads((folder / "generation_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        generation = {}
+    for values in (config, generation):
+        if isinstance(start := values.get("decoder_start_token_id"), int):
+            return start
+    pad = tokenizer.pad_token_id if has_sentinels(tokenizer) else None
+    return end_of_text(tokenizer) if pad is None else int(pad)
+
+
+def starts_with_last(config: Mapping[str, Any]) -> bool:
+    """Whether the decoder's input begins with the last token of its target instead."""
+    family = FAMILIES.get(str(config.get("model_type")))
+    return family is not None and family.decoder_starts_with_last

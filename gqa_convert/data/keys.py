@@ -1,0 +1,191 @@
+"""Keys of a recipe: fields of pydantic dataclasses, which read YAML's scalars, and one line for each mistake in them."""
+
+import difflib
+import json
+from collections.abc import Mapping
+from fractions import Fraction
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
+
+from gqa_convert.checkpoint.paths import expanded
+from gqa_convert.data.scalars import counted, exact, shown
+
+Change = Literal["never", "budget", "bookkeeping", "execution", "recorded"]
+"""When a resumed run may have another value: never; if the budget does not shrink; always, since the trained weights do
+not depend on the key; always, since only rounding, memory and speed depend on it; or always, with a record of the change
+and its step."""
+
+CONFIG = ConfigDict(extra="forbid")
+"""Of all dataclasses of keys: unknown keys are mistakes."""
+_GREATEST = 10**18
+
+
+def _read_count(value: Any) -> int:
+    return _whole(counted(value), " such as 65536, 1e9, 10B or 500M")
+
+
+def _read_whole(value: Any) -> int:
+    return _whole(exact(value), "")
+
+
+def _whole(number: Fraction | None, example: str) -> int:
+    if number is None or number.denominator != 1 or abs(number) > _GREATEST:
+        raise ValueError(f"it must be a whole number{example}")
+    return int(number)
+
+
+def _read_real(value: Any) -> float:
+    number = exact(value)
+    if number is None or abs(number) > 10**300:
+        raise ValueError("it must be a number")
+    return float(number)
+
+
+def _check_text(text: str) -> str:
+    if not text.strip() or "\0" in text:
+        raise ValueError("it must be text")
+    if any("\ud800" <= char <= "\udfff" for char in text):
+        raise ValueError("it is no UTF-8: rename the file or folder")
+    return text
+
+
+Tokens = Annotated[int, BeforeValidator(_read_count, json_schema_input_type=int | str)]
+"""A number of tokens, which may be written 10B, 500M or 64Ki."""
+Whole = Annotated[int, BeforeValidator(_read_whole, json_schema_input_type=int)]
+Real = Annotated[float, BeforeValidator(_read_real, json_schema_input_type=float)]
+Flag = Annotated[bool, Field(strict=True)]
+Text = Annotated[str, Field(strict=True), AfterValidator(_check_text)]
+PathText = Annotated[Text, AfterValidator(expanded)]
+"""A path, in which `~` is the home folder, or a Hub id."""
+
+
+def key(
+    help: str,  # noqa: A002  # as argparse and typer call it
+    *,
+    default: Any = ...,
+    aliases: tuple[str, ...] = (),
+    change: Change = "never",
+    **bounds: Any,
+) -> Any:
+    """A field of a dataclass of keys.
+
+    Args:
+        help: what it means.
+        default: its value where a recipe leaves it out.
+        aliases: what other programs call it, to suggest the name.
+        change: when a resumed run may have another value.
+        bounds: `gt`, `ge`, `lt` and `le` of a number.
+    """
+    notes: dict[str, Any] = {"change": change}
+    if aliases:
+        notes["aliases"] = list(aliases)
+    return Field(default, description=help, json_schema_extra=notes, **bounds)
+
+
+def fields_of(declared: Any) -> dict[str, Any]:
+    """pydantic's fields of a dataclass of keys, by name."""
+    return declared.__pydantic_fields__  # type: ignore[no-any-return]
+
+
+def read_keys(declared: Any, values: Any, nested: Mapping[str, Any], owner: str = "") -> Any:
+    """A dataclass of keys from what YAML holds.
+
+    Args:
+        declared: the dataclass.
+        values: a mapping, or an object of the dataclass.
+        nested: the dataclasses of keys that hold mappings, by key.
+        owner: what the values are called in messages; empty for a whole recipe.
+
+    Raises:
+        ValueError: a key is unknown, missing or not allowed; a line for each mistake.
+    """
+    try:
+        return TypeAdapter(declared).validate_python(values)
+    except ValidationError as problem:
+        errors = sorted(
+            problem.errors(include_url=False), key=lambda error: error["type"] != "unexpected_keyword_argument"
+        )
+        lines = [_line(error, declared, values, nested, owner) for error in errors]
+        raise ValueError("\n".join(dict.fromkeys(lines))) from None
+
+
+def _line(error: Any, declared: Any, values: Any, nested: Mapping[str, Any], owner: str) -> str:
+    """A mistake in one line, with the path of its key."""
+    places, path, inside = list(error["loc"]), owner, values
+    for place in places:
+        if isinstance(place, int) and isinstance(inside, list | tuple):
+            path += f"[{place}]"
+            inside = inside[place]
+        elif isinstance(place, str):
+            path += f".{place}" if path else place
+            inside = inside.get(place) if isinstance(inside, Mapping) else inside
+    name = str(places[-1]) if places else ""
+    above = path.removesuffix(name).rstrip(".")
+    holder = nested[str(places[0])] if len(places) > 1 and places[0] in nested else declared
+    if error["type"] == "unexpected_keyword_argument":
+        subject = f"{above} has an unknown key" if above else "unknown key"
+        return f"{subject} {name!r}: {suggestion(name, holder)}"
+    if error["type"] == "missing":
+        meaning = str(fields_of(holder)[name].description).split(":")[0].split(";")[0].rstrip(".")
+        return f"{above or 'the recipe'} has no key {name!r}: give {meaning[0].lower()}{meaning[1:]}"
+    message = str(error["msg"]).removeprefix("Value error, ").replace("Input should be", "it must be")
+    if error["type"] == "dataclass_type":
+        message = "it must be a mapping"
+    message = message.replace("a valid string", "text").replace("a valid boolean", "true or false")
+    message = message.replace("a valid tuple", "a list").replace("'", "")
+    given = shown(error["input"]).replace("\n", " ") or "empty"
+    return f"{path} is {given}: {message}"
+
+
+def suggestion(name: object, declared: Any) -> str:
+    """Advice about an unknown key: the nearest known one, or all of them."""
+    fields = fields_of(declared)
+    bare = str(name).lower().strip().lstrip("-").replace("-", "_")
+    meant = [known for known, each in fields.items() if bare in each.json_schema_extra.get("aliases", ())]
+    if near := meant or difflib.get_close_matches(bare, fields, 1):
+        return f"did you mean {near[0]!r}?"
+    return f"the keys are {', '.join(fields)}"
+
+
+def keys_table(declared: Any) -> str:
+    """The keys of a dataclass as a Markdown table."""
+    schema = TypeAdapter(declared).json_schema()
+    rows = ["| key | kind | default | meaning |", "|---|---|---|---|"]
+    for name, field in fields_of(declared).items():
+        stated = schema["properties"][name]
+        default = "required"
+        if not field.is_required():
+            default = "none" if field.default in (None, ()) else shown(field.default)
+            if isinstance(field.default, float):
+                default = f"{field.default:g}"
+        rows.append(f"| `{name}` | {_kind(field, stated)} | {default} | {field.description} |")
+    return "\n".join(rows)
+
+
+_KINDS = {"integer": "whole number", "number": "number", "string": "text", "boolean": "true or false", "array": "list"}
+_BOUNDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
+
+
+def _kind(field: Any, stated: Any) -> str:
+    """The kind of value of a field, whose JSON schema is stated, in words."""
+    while "anyOf" in stated:
+        kinds = [each for each in stated["anyOf"] if each.get("type") != "null"]
+        if any(each.get("type") == "array" for each in kinds):
+            return "sources"
+        stated = kinds[0]
+    if "enum" in stated or "const" in stated:
+        return ", ".join(map(str, stated.get("enum", [stated.get("const")])))
+    if "$ref" in stated:
+        return "mapping"
+    bounds = []
+    for limit in field.metadata:
+        for name, word in _BOUNDS.items():
+            if hasattr(limit, name):
+                bounds.append(f"{word} {getattr(limit, name):.10g}")
+    return ", ".join([_KINDS[stated["type"]], *([" and ".join(bounds)] if bounds else [])])
+
+
+def schema_text(declared: Any) -> str:
+    """The JSON schema of a dataclass of keys."""
+    return json.dumps(TypeAdapter(declared).json_schema(), indent=2)

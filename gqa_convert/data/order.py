@@ -1,0 +1,133 @@
+"""Maps sample numbers to sources and blocks by pure integer functions, identical on every machine and in every version
+of NumPy.
+"""
+
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from gqa_convert.errors import DataError
+
+Integers = npt.NDArray[np.int64]
+_LONGEST_PERIOD = 1 << 16
+_ROUNDS = 8
+_GOLDEN = 0x9E3779B97F4A7C15
+_MASK = (1 << 64) - 1
+
+
+def mix(*numbers: int) -> int:
+    """A 64-bit hash of integers (splitmix64, chained)."""
+    state = 0
+    for number in numbers:
+        state = (state ^ (number & _MASK)) + _GOLDEN & _MASK
+        state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & _MASK
+        state = (state ^ state >> 27) * 0x94D049BB133111EB & _MASK
+        state ^= state >> 31
+    return state
+
+
+def permuted(number: int, size: int, key: int) -> int:
+    """The image of a number under a pseudorandom permutation of 0..size-1: a Feistel network over the next power of
+    two, with cycle walking.
+
+    Args:
+        number: 0 <= number < size.
+        size: the size of the permutation.
+        key: selects the permutation.
+    """
+    if size < 2:
+        return number
+    bits = max(2, (size - 1).bit_length())
+    low_bits = bits // 2
+    keys = _round_keys(key)
+    while True:
+        high, low, high_size, low_size = number >> low_bits, number & (1 << low_bits) - 1, bits - low_bits, low_bits
+        for round_key in keys:
+            high, low = low, high ^ mix(round_key, low) & (1 << high_size) - 1
+            high_size, low_size = low_size, high_size
+        number = high << low_size | low
+        if number < size:
+            return number
+
+
+@lru_cache(64)
+def _round_keys(key: int) -> list[int]:
+    return [mix(key, round_number) for round_number in range(_ROUNDS)]
+
+
+class Mixture:
+    """An endless order of sources: for every n, the number of times a source is chosen in n samples differs from n
+    times its weight by less than one.
+
+    The order repeats after as many samples as the weights' common denominator, so that any position is found in
+    constant time. Weights with a denominator above 65536 are rounded to multiples of 1/65536.
+    """
+
+    def __init__(self, weights: Sequence[float]) -> None:
+        for weight in weights:
+            if not (isinstance(weight, (int, float)) and math.isfinite(weight) and weight > 0):
+                raise DataError(
+                    f"the weight of a data source is {weight}, expected a number above 0: remove sources that should not be used"
+                )
+        self.parts = _whole_parts([Fraction(str(weight)) for weight in weights])
+        self.period = sum(self.parts)
+        self._source, self._rank = _spread(self.parts)
+
+    def locate(self, index: int) -> tuple[int, int]:
+        """The source of a sample, and the number of earlier samples from that source."""
+        turns, place = divmod(index, self.period)
+        source = int(self._source[place])
+        return source, turns * self.parts[source] + int(self._rank[place])
+
+    def counts(self, count: int) -> list[int]:
+        """The number of samples of each source among the first `count`."""
+        turns, rest = divmod(count, self.period)
+        found = np.bincount(self._source[:rest], minlength=len(self.parts))
+        return [turns * part + int(more) for part, more in zip(self.parts, found, strict=True)]
+
+    def samples_for(self, source: int, count: int) -> int:
+        """The number of samples after which `count` of them are from a source."""
+        turns, rest = divmod(count, self.parts[source])
+        if not rest:
+            turns, rest = turns - 1, self.parts[source]
+        return turns * self.period + int(np.flatnonzero((self._source == source) & (self._rank == rest - 1))[0]) + 1
+
+
+def _whole_parts(weights: list[Fraction]) -> list[int]:
+    """The smallest whole numbers in the proportion of the weights, with a bounded sum."""
+    total = sum(weights, Fraction(0))
+    shares = [weight / total for weight in weights]
+    denominator = math.lcm(*(share.denominator for share in shares))
+    if denominator <= _LONGEST_PERIOD:
+        return [int(share * denominator) for share in shares]
+    parts = [max(1, int(share * _LONGEST_PERIOD)) for share in shares]
+    by_need = sorted(range(len(shares)), key=lambda place: parts[place] - shares[place] * _LONGEST_PERIOD)
+    for place in by_need[: max(0, _LONGEST_PERIOD - sum(parts))]:
+        parts[place] += 1
+    common = math.gcd(*parts)
+    return [part // common for part in parts]
+
+
+def _spread(parts: list[int]) -> tuple[Integers, Integers]:
+    """One period of the order: the source at each position, and the number of earlier positions with that source.
+
+    Turn m of a source with share w is released at position floor(m / w) and due before ceil((m + 1) / w). Choosing the
+    earliest deadline first meets all deadlines, as in the scheduling of periodic unit tasks on one processor, which
+    bounds the error by one.
+    """
+    period = sum(parts)
+    source, rank = np.zeros(period, np.int64), np.zeros(period, np.int64)
+    turns = [0] * len(parts)
+    deadlines = [-(-period // part) for part in parts]
+    releases = [0] * len(parts)
+    for place in range(period):
+        chosen = min((number for number in range(len(parts)) if releases[number] <= place), key=deadlines.__getitem__)
+        source[place], rank[place] = chosen, turns[chosen]
+        turns[chosen] += 1
+        releases[chosen] = turns[chosen] * period // parts[chosen]
+        deadlines[chosen] = -(-(turns[chosen] + 1) * period // parts[chosen])
+    return source, rank

@@ -1,0 +1,239 @@
+"""Sources of text: local files, Hub datasets, and Python's standard library."""
+
+import glob
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator
+from pydantic.dataclasses import dataclass
+
+from gqa_convert.checkpoint.paths import local_path
+from gqa_convert.data.documents import ChatFields, LossOn, PairFields, TextField
+from gqa_convert.data.files import SUFFIXES, Files, kind_of
+from gqa_convert.data.hub import HubDataset, commit_of
+from gqa_convert.data.keys import CONFIG, PathText, Real, Text, Tokens, Whole, fields_of, key, read_keys
+from gqa_convert.data.stdlib_text import source_files
+from gqa_convert.errors import DataError
+
+STDLIB = "python-stdlib"
+HELD_OUT = "python-stdlib:held-out"
+SELF = "self"
+"""The text that a model writes itself."""
+OWN_TOKENS = 1_000_000
+"""How many tokens a model writes by default."""
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_HUB_KEYS = ("split", "name", "revision")
+
+DatasetCommits = dict[str, str]
+"""Commits by dataset and revision, such as `org/some@main`."""
+
+
+@dataclass(frozen=True, config=CONFIG)
+class Source:
+    """Where text comes from, as a recipe states it."""
+
+    source: PathText = key(
+        "A file, a folder, a pattern with `*`, the id of a Hub dataset, or `python-stdlib` (the sources of this Python; "
+        "`python-stdlib:held-out` is the held-out part), or `self` for [text of the source itself](#text-of-the-model-itself).",
+        aliases=("path",),
+    )
+    weight: Real = key("The share of the samples, relative to the weights of the other sources.", default=1.0, gt=0)
+    text_field: Text = key(
+        "The field or column that holds the text, in JSON lines, JSON arrays, Parquet files and Hub datasets.",
+        default="text",
+        aliases=("column",),
+    )
+    split: Text = key("The split of a Hub dataset.", default="train")
+    name: Text | None = key("The configuration of a Hub dataset.", default=None, aliases=("dataset_config", "subset"))
+    revision: Text | None = key("The branch, tag or commit of a Hub dataset.", default=None)
+    source_field: Text | None = key(
+        "For pairs of texts: the field of what the encoder reads. `translation.en` is the entry `en` of the field "
+        "`translation`.",
+        default=None,
+        aliases=("source_column", "input_field"),
+    )
+    target_field: Text | None = key(
+        "For pairs of texts: the field of what the decoder learns to write.",
+        default=None,
+        aliases=("target_column", "label_field"),
+    )
+    format: Literal["auto", "text", "chat"] = key(
+        "`text` is running text, `chat` conversations; see [conversations](#conversations). `auto` is `chat` for files "
+        "whose first row has `messages_field` and no `text_field`.",
+        default="auto",
+    )
+    messages_field: Text = key(
+        "For conversations: the field of the list of messages, which have `role` and `content`, or `from` and `value`.",
+        default="messages",
+        aliases=("conversations", "messages_column"),
+    )
+    loss_on: LossOn = key(
+        "For conversations: the tokens that are learned, those of the assistant or all.", default="assistant"
+    )
+    tokens: Tokens = key("For `self`: how many tokens the source generates.", default=OWN_TOKENS, ge=1)
+    temperature: Real = key("For `self`: the temperature of the sampling.", default=1.0, gt=0, le=100)
+    seed: Whole = key("For `self`: the seed of the sampling.", default=0, ge=0, le=2**32 - 1)
+
+    @property
+    def is_self(self) -> bool:
+        """Whether this is text of the model itself."""
+        return is_self(self.source)
+
+    @property
+    def holds_pairs(self) -> bool:
+        """Whether the source holds pairs of texts, not running text or conversations."""
+        return self.source_field is not None and self.format != "chat"
+
+    def stated(self) -> dict[str, Any]:
+        """The values that are not the defaults."""
+        fields = fields_of(Source)
+        return {name: value for name, value in asdict(self).items() if value != fields[name].default}
+
+
+def _read_source(item: Any) -> Any:
+    return item if isinstance(item, Source | Mapping) else {"source": item}
+
+
+def _read_list(value: Any) -> Any:
+    if not isinstance(value, list | tuple):
+        return [value]
+    if not value:
+        raise ValueError("it is an empty list: name at least one file, glob or Hub data set")
+    return value
+
+
+Sources = Annotated[
+    tuple[Annotated[Source, BeforeValidator(_read_source)], ...],
+    BeforeValidator(_read_list, json_schema_input_type=str | Source | list[str | Source]),
+]
+"""One source or a list of them, each a text or a mapping."""
+
+
+def as_source(given: object) -> Source:
+    """A source from a `Source`, a string or a mapping.
+
+    Raises:
+        DataError: it is none of these, or a key of it is unknown or not allowed.
+    """
+    if given == "":
+        raise DataError("a data source is empty: name a file, a folder, a pattern or a dataset on the Hub")
+    try:
+        source: Source = read_keys(Source, _read_source(given), {}, "the data source")
+    except ValueError as problem:
+        raise DataError(str(problem)) from None
+    return source
+
+
+def is_self(source: Any) -> bool:
+    """Whether a source, as a user gave it, is the text of the model itself. A file of this name comes first."""
+    return isinstance(source, str) and source == SELF and not local_path(SELF).exists()
+
+
+def open_source(source: Source, memory: Path, *, ask: bool = True) -> Files | HubDataset:
+    """Resolve a source to files or a Hub dataset, without reading it.
+
+    Args:
+        source: the source as the recipe states it.
+        memory: the folder that remembers the commits of Hub datasets.
+        ask: query the Hub for the commit of a dataset even if one is remembered.
+
+    Raises:
+        DataError: the file or dataset does not exist, a pattern matches nothing, or a key that only applies to Hub
+            datasets is given for local files.
+    """
+    given, path = source.source, local_path(source.source)
+    if source.is_self:
+        raise DataError(
+            f"{SELF} is the text that a model writes itself, which a recipe's data and convert --calibration generate; elsewhere, name a file"
+        )
+    if is_on_hub(source):
+        return HubDataset(given, commit_of(given, source.revision, memory, ask=ask), source.name, source.split)
+    is_stdlib = given in (STDLIB, HELD_OUT)
+    if not (is_stdlib or path.exists() or glob.has_magic(given)):
+        raise DataError(
+            f"{given} does not exist: name a file, a folder, a pattern such as 'texts/*.jsonl', or a dataset on the Hub"
+        )
+    stated = source.stated()
+    for name in _HUB_KEYS:
+        if name in stated:
+            raise DataError(
+                f"{given} is a local source, and {name} = {stated[name]!r} only applies to datasets on the Hub: remove {name}"
+            )
+    if is_stdlib:
+        files = source_files(given == HELD_OUT)
+    elif path.is_dir():
+        files = [file for file in sorted(path.rglob("*")) if file.is_file() and kind_of(file) in SUFFIXES]
+    elif path.is_file():
+        files = [path]
+    else:
+        found = sorted(glob.glob(str(path), recursive=True))  # noqa: PTH207  # patterns may begin with /
+        files = [Path(name) for name in found if Path(name).is_file()]
+    if not files:
+        raise DataError(f"{given} holds no text files: name a pattern that matches some, such as 'texts/*.jsonl'")
+    return Files(given, files, lenient=is_stdlib)
+
+
+def text_fields(source: Source, text: Files | HubDataset, *, chats: bool) -> TextField | ChatFields:
+    """The fields of running text or conversations, which a source states or the first row of its files suggests.
+
+    Raises:
+        DataError: the source states conversations, and `chats` is false.
+    """
+    if source.format == "chat":
+        if not chats:
+            raise DataError(
+                f"{source.source} holds conversations, which only decoders are trained and calibrated on: name running text"
+            )
+        pair = None
+        if source.source_field is not None and source.target_field is not None:
+            pair = PairFields(source.source_field, source.target_field)
+        return ChatFields(source.messages_field, pair)
+    if chats and source.format == "auto" and isinstance(text, Files):
+        row = text.first_row()
+        if source.messages_field in row and source.text_field not in row:
+            return ChatFields(source.messages_field)
+    return TextField(source.text_field)
+
+
+def is_on_hub(source: Source) -> bool:
+    """Whether a source is named like a Hub dataset and is no local file."""
+    given = source.source
+    if (
+        given in (STDLIB, HELD_OUT)
+        or source.is_self
+        or given.startswith((".", "/", "~"))
+        or not _HUB_ID.fullmatch(given)
+    ):
+        return False
+    path = local_path(given)
+    return kind_of(path) not in SUFFIXES and not path.exists()
+
+
+def find_commits(sources: Iterable[Source], known: Mapping[str, str], memory: Path) -> DatasetCommits:
+    """The commit of every Hub dataset among the sources, which a run looks up once and keeps, although branches move.
+
+    Args:
+        sources: the sources of text; local ones have no commit.
+        known: commits that are kept; the Hub is queried for the others only.
+        memory: the folder that remembers commits.
+
+    Raises:
+        DataError: a dataset or revision does not exist, or the Hub can't be reached and no commit is known.
+    """
+    return {
+        _reference(source): known.get(_reference(source)) or commit_of(source.source, source.revision, memory)
+        for source in sources
+        if is_on_hub(source)
+    }
+
+
+def pinned(sources: Iterable[Source], commits: Mapping[str, str]) -> tuple[Source, ...]:
+    """The sources with the commits of their Hub datasets as revisions, as far as the commits are known."""
+    return tuple(replace(source, revision=commits.get(_reference(source), source.revision)) for source in sources)
+
+
+def _reference(source: Source) -> str:
+    return f"{source.source}@{source.revision or 'main'}"

@@ -1,0 +1,213 @@
+"""T5's span corruption: spans of a text are removed, each is replaced by a sentinel, and the decoder predicts each span
+after its sentinel (Raffel et al. 2020, section 3.1.4).
+
+15% of the tokens are removed, in spans of three on average. The length of a block is chosen so that the encoder's input
+has exactly `sequence_length` tokens, end-of-text included, and neither side is ever padded.
+
+Shape legend: b blocks, n tokens of a block, s removed spans.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from gqa_convert.data.order import Integers
+from gqa_convert.data.packing import Block, BlockSampler, Keys
+from gqa_convert.data.token_files import TokenFile
+from gqa_convert.data.tokenizing import end_of_text
+from gqa_convert.errors import DataError
+
+_DENSITY: Final = 0.15
+_MEAN_LENGTH: Final = 3.0
+_SHORTEST_INPUT: Final = 3
+"""A token, a sentinel, and end-of-text."""
+
+
+class Shape(NamedTuple):
+    """The sizes of a corrupted block.
+
+    Attributes:
+        raw: the tokens of text.
+        noise: the tokens removed from the text.
+        spans: the number of spans removed.
+    """
+
+    raw: int
+    noise: int
+    spans: int
+
+    @property
+    def input_length(self) -> int:
+        """The tokens of the encoder's input: the rest of the text, a sentinel for each span, and end-of-text."""
+        return self.raw - self.noise + self.spans + 1
+
+    @property
+    def target_length(self) -> int:
+        """The tokens that the decoder predicts: the spans, a sentinel before each, and end-of-text."""
+        return self.noise + self.spans + 1
+
+
+def shape_of(raw: int) -> Shape:
+    """The shape of a block of `raw` tokens of text, at least 2."""
+    noise = min(max(round(raw * _DENSITY), 1), raw - 1)
+    spans = min(max(round(noise / _MEAN_LENGTH), 1), raw - noise)
+    return Shape(raw, noise, spans)
+
+
+def shape_for(length: int) -> Shape:
+    """The shape of the longest block whose encoder input has `length` tokens.
+
+    Raises:
+        DataError: no block has so short an input.
+    """
+    if length < _SHORTEST_INPUT:
+        raise DataError(f"sequence_length is {length}, and span corruption needs {_SHORTEST_INPUT}: make it larger")
+    shapes = (shape_of(raw) for raw in range(2 * length, 1, -1))
+    return next(shape for shape in shapes if shape.input_length == length)
+
+
+def sentinel_ids(tokenizer: Any) -> Integers:
+    """The ids of `<extra_id_0>`, `<extra_id_1>`, ..., as many as the tokenizer has; mT5's begin with its word-boundary
+    mark.
+    """
+    vocabulary = tokenizer.get_vocab()
+    found: list[int] = []
+    while True:
+        names = (f"{mark}<extra_id_{len(found)}>" for mark in ("", "▁"))
+        number = next((vocabulary[name] for name in names if name in vocabulary), None)
+        if number is None:
+            return np.array(found, np.int64)
+        found.append(number)
+
+
+def has_sentinels(tokenizer: Any) -> bool:
+    """Whether the tokenizer has sentinel tokens, as T5's have."""
+    return len(sentinel_ids(tokenizer)) > 0
+
+
+class SpanCorruption:
+    """Corrupts blocks of text.
+
+    Args:
+        tokenizer: a tokenizer with sentinels and an end-of-text token.
+        decoder_start: the first token of the decoder's input.
+
+    Raises:
+        DataError: the tokenizer lacks a token.
+    """
+
+    def __init__(self, tokenizer: Any, decoder_start: int) -> None:
+        self._start, self._eos = decoder_start, end_of_text(tokenizer)
+        self.sentinels = sentinel_ids(tokenizer)
+        if not len(self.sentinels):
+            raise DataError(
+                "the tokenizer has no sentinel tokens <extra_id_0>, <extra_id_1>, ...: use the objective pairs"
+            )
+
+    def shape_for(self, length: int) -> Shape:
+        """As `shape_for`, if the tokenizer has enough sentinels.
+
+        Raises:
+            DataError: no block has so short an input, or the tokenizer has too few sentinels for so long a one.
+        """
+        shape, count = shape_for(length), len(self.sentinels)
+        if shape.spans > count:
+            fits = next(fits for fits in range(length, 0, -1) if shape_for(fits).spans <= count)
+            raise DataError(
+                f"an encoder input of {length} tokens needs {shape.spans} sentinel tokens, the tokenizer has {count}: "
+                f"make sequence_length {fits} or less"
+            )
+        return shape
+
+    def batch(self, raw: Integers, keys: Sequence[tuple[int, int]]) -> dict[str, Integers]:
+        """Corrupted blocks.
+
+        Args:
+            raw: [b, n] tokens of text.
+            keys: [b], which seed the choice of spans.
+
+        Returns:
+            `input_ids` [b, n - noise + s + 1], `labels` [b, noise + s + 1], and `decoder_input_ids`, the labels shifted
+            right by one.
+        """
+        numbers = raw.shape[1] - 2
+        drawn = np.stack([np.random.Philox(key=np.array(key, np.uint64)).random_raw(numbers) for key in keys])
+        removed = _removed(shape_of(raw.shape[1]), drawn)
+        labels = self._marked(raw, ~removed)
+        decoder = np.roll(labels, 1, axis=1)
+        decoder[:, 0] = self._start
+        return {"input_ids": self._marked(raw, removed), "labels": labels, "decoder_input_ids": decoder}
+
+    def _marked(self, raw: Integers, dropped: npt.NDArray[np.bool_]) -> Integers:
+        """Rows in which each run of dropped tokens is replaced by its sentinel, with end-of-text behind them.
+
+        Text and spans alternate, beginning with text, so that the run number i of either has the sentinel i.
+        """
+        begins = dropped.copy()
+        begins[:, 1:] &= ~dropped[:, :-1]
+        numbers = np.cumsum(begins, axis=1) - 1
+        rows = np.where(begins, self.sentinels[numbers], raw)[begins | ~dropped].reshape(len(raw), -1)
+        return np.pad(rows, ((0, 0), (0, 1)), constant_values=self._eos)
+
+
+def _removed(shape: Shape, keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
+    """Which tokens are removed, [b, n]. All divisions into spans are equally likely.
+
+    Args:
+        shape: of the blocks.
+        keys: [b, n - 2] random numbers.
+    """
+    kept = shape.raw - shape.noise
+    texts = segmented(kept, shape.spans, keys[:, : kept - 1])
+    spans = segmented(shape.noise, shape.spans, keys[:, kept - 1 :])
+    lengths = np.stack([texts, spans], axis=2)
+    removed = np.broadcast_to([False, True], lengths.shape)
+    return np.repeat(removed, lengths.ravel()).reshape(len(keys), shape.raw)
+
+
+def segmented(total: int, parts: int, keys: npt.NDArray[np.uint64]) -> Integers:
+    """Rows of positive lengths that sum to `total`, drawn uniformly from all such rows.
+
+    Args:
+        total: the sum of each row.
+        parts: lengths per row.
+        keys: [b, total - 1] random numbers.
+
+    Returns:
+        [b, parts].
+    """
+    cuts = np.full((len(keys), parts + 1), total, np.int64)
+    cuts[:, 0] = 0
+    if parts > 1:
+        cuts[:, 1:-1] = np.sort(np.argpartition(keys, parts - 2, axis=1)[:, : parts - 1], axis=1) + 1
+    return np.diff(cuts, axis=1)
+
+
+class SpanSampler(BlockSampler):
+    """Corrupted blocks of token files, cut one behind the other. The tokens left over in an epoch are fewer than a block.
+
+    Args:
+        length: the tokens of the encoder's input.
+        tokenizer: a tokenizer with sentinels and an end-of-text token.
+        decoder_start: the first token of the decoder's input.
+    """
+
+    def __init__(self, length: int, tokenizer: Any, *, decoder_start: int) -> None:
+        self._corruption = SpanCorruption(tokenizer, decoder_start)
+        super().__init__(self._corruption.shape_for(length).raw, following=0)
+
+    def count(self, tokens: TokenFile) -> int:
+        """The number of samples in an epoch."""
+        return tokens.size // self.length
+
+    def first(self, tokens: TokenFile, limit: int) -> list[Block]:
+        """The whole blocks within the first `limit` tokens."""
+        ends = range(self.length, min(limit, tokens.size) + 1, self.length)
+        return [Block(end - self.length, end - self.length) for end in ends]
+
+    def batch(self, places: Sequence[tuple[TokenFile, Block]], keys: Keys) -> dict[str, Integers]:
+        """See `SpanCorruption.batch`."""
+        raw = np.stack([tokens.read(place.start, self.length) for tokens, place in places]).astype(np.int64)
+        return self._corruption.batch(raw, keys)
