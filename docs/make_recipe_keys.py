@@ -6,8 +6,8 @@ import re
 import sys
 from pathlib import Path
 
-from gqa_convert.text.keys import keys_table
-from gqa_convert.text.sources import Source
+from gqa_convert.data.keys import keys_table
+from gqa_convert.data.sources import Source
 from gqa_convert.training.recipe import Lora, Recipe
 
 DOCUMENT = Path(__file__).with_name("uptraining.md")

@@ -88,8 +88,8 @@ def run_demo(
 
 def _held_out_ids(count: int) -> list[int]:
     """Return the first tokens of the held-out part of the standard library's sources."""
+    from gqa_convert.data.stdlib_text import read_texts, source_files
     from gqa_convert.families.loading import load_tokenizer
-    from gqa_convert.text.stdlib_text import read_texts, source_files
 
     tokenizer = load_tokenizer(CHECKPOINT)
     ids: list[int] = []

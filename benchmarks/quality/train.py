@@ -19,8 +19,8 @@ from typing import Any
 import torch
 import transformers
 
+from gqa_convert.data.samples import open_samples
 from gqa_convert.families.loading import load_tokenizer, no_bars
-from gqa_convert.text.samples import open_samples
 from gqa_convert.training.optimizers import build_optimizer
 from gqa_convert.training.recipe import Recipe, make_recipe
 from gqa_convert.training.schedules import learning_rate

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
+from gqa_convert.data.stdlib_text import is_held_out, read_texts, source_files
 from gqa_convert.families.loading import load_model, load_tokenizer
-from gqa_convert.text.stdlib_text import is_held_out, read_texts, source_files
 
 PACKAGES = {"debian-handbook": "usr/share/doc/debian-handbook/html/en-US", "anarchism": "usr/share/doc/anarchism/html"}
 KINDS = ("prose", "code", "chat")

@@ -84,9 +84,9 @@ def evaluate(
     from gqa_convert.cli.console.evaluation import show_evaluation
     from gqa_convert.cli.console.progress import ProgressScreen
     from gqa_convert.cli.console.screen import print_json
+    from gqa_convert.data.sources import as_source
     from gqa_convert.measuring.evaluation.page import check_drawings, draw
     from gqa_convert.measuring.results import check_result_path, write_result
-    from gqa_convert.text.sources import as_source
 
     files = check_drawings(html, plot, earlier or ())
     if not models and earlier and data is None:

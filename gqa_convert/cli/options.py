@@ -19,7 +19,7 @@ def token_count(text: str) -> int:
     Raises:
         typer.BadParameter: the text is no whole number of tokens.
     """
-    from gqa_convert.text.scalars import counted
+    from gqa_convert.data.scalars import counted
 
     number = counted(text)
     if number is None or number.denominator != 1:
@@ -119,7 +119,7 @@ Quiet = Annotated[bool, hidden_option("--quiet -q", "Print errors only, and the 
 
 def byte_count(text: str | None, option: str) -> int | None:
     """Parse a size of memory such as "5GB", "500 MiB" or "1000" into bytes; None stays None."""
-    from gqa_convert.text.scalars import counted
+    from gqa_convert.data.scalars import counted
 
     if text is None:
         return None
@@ -133,8 +133,8 @@ def cache_budget(text: str | None) -> "KVBudget | None":
     """Parse `--kv-budget`: a share such as "50%", or bytes per token such as "64KiB"; None stays None."""
     if text is None:
         return None
+    from gqa_convert.data.scalars import counted
     from gqa_convert.measuring.sensitivity.kv_budget import KVBudget
-    from gqa_convert.text.scalars import counted
 
     percent = counted(text.partition("%")[0])
     if text.endswith("%") and percent is not None and percent >= 0:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def _print_schema(asked: bool) -> None:
     if asked:
-        from gqa_convert.text.keys import schema_text
+        from gqa_convert.data.keys import schema_text
         from gqa_convert.training.recipe import Recipe
 
         print(schema_text(Recipe))

@@ -3,8 +3,8 @@
 import io
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import IO, Any
@@ -78,8 +78,8 @@ class Files:
         if kind_of(path) not in _WITH_ROWS:
             return {}
         try:
-            with path.open("rb") as handle:
-                return next(_rows(path, handle, ()))[1]
+            with path.open("rb") as handle, closing(_rows(path, handle, ())) as rows:
+                return next(rows)[1]
         except Exception:  # reading the text explains what is wrong with it
             return {}
 
@@ -93,13 +93,14 @@ class Files:
                             yield Piece(document, where=where)
                 elif not isinstance(fields, TextField):
                     raise DataError(
-                        f"{path} is plain text, which has no field {' and '.join(fields.fields)}: name JSON lines, Parquet files or a dataset"
+                        f"{path} is plain text, which has no fields ({' and '.join(fields.fields)}): name JSON lines, Parquet files or a dataset"
                     )
                 elif self.lenient:
                     text = self._handle.read().decode("utf-8-sig")
                     yield from [Piece(text)] if len(text) > _SHORT else []
                 else:
-                    yield from _text_pieces(_decompressed(path, self._handle))
+                    with _decompressed(path, self._handle) as lines:
+                        yield from _text_pieces(lines)
             self._finished += stat.st_size
 
     @contextmanager
@@ -150,7 +151,7 @@ def _text_pieces(text: IO[str]) -> Iterator[Piece]:
         yield Piece(pending, first=first)
 
 
-def _rows(path: Path, handle: io.BufferedReader, fields: Sequence[str]) -> Iterator[tuple[str, Row]]:
+def _rows(path: Path, handle: io.BufferedReader, fields: Sequence[str]) -> Generator[tuple[str, Row], None, None]:
     """The location of each row of a JSON or Parquet file, for messages, and the row.
 
     Args:
@@ -161,12 +162,13 @@ def _rows(path: Path, handle: io.BufferedReader, fields: Sequence[str]) -> Itera
     if kind_of(path) in _PARQUET:
         yield from _parquet_rows(path, handle, fields)
         return
-    for where, row in _json_values(path, _decompressed(path, handle)):
-        if not isinstance(row, dict):
-            raise DataError(
-                f"{where} holds a {type(row).__name__}, expected an object with {' and '.join(map(repr, fields))}"
-            )
-        yield where, row
+    with _decompressed(path, handle) as lines:
+        for where, row in _json_values(path, lines):
+            if not isinstance(row, dict):
+                raise DataError(
+                    f"{where} holds a {type(row).__name__}, expected an object with {' and '.join(map(repr, fields))}"
+                )
+            yield where, row
 
 
 def _json_values(path: Path, lines: Iterable[str]) -> Iterator[tuple[str, Any]]:

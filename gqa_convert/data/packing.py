@@ -17,7 +17,7 @@ import numpy as np
 
 from gqa_convert.data.labels import IGNORED
 from gqa_convert.data.order import Integers, mix, permuted
-from gqa_convert.data.token_files import LAST, UNLEARNED, TokenFile, ids_of
+from gqa_convert.data.token_files import LAST, UNLEARNED, TokenSource, ids_of
 
 SHUFFLE_WINDOW: Final = 1 << 22
 """The default window of a stream, in tokens: thousands of documents, which are tokenised in seconds."""
@@ -54,11 +54,11 @@ class Sampler(ABC):
     longest: tuple[int, int] | None = None
     notes: Sequence[str] = ()
 
-    def measure(self, sources: Sequence[tuple[TokenFile, int]]) -> None:  # noqa: B027
+    def measure(self, sources: Sequence[tuple[TokenSource, int]]) -> None:  # noqa: B027
         """Set what depends on the data, from the tokens of each source and the source's share of the samples."""
 
     @abstractmethod
-    def count(self, tokens: TokenFile) -> int:
+    def count(self, tokens: TokenSource) -> int:
         """The number of samples in an epoch of a source."""
 
     @abstractmethod
@@ -66,7 +66,7 @@ class Sampler(ABC):
         """How many tokens of a stream its first samples are cut from; None for all of them."""
 
     @abstractmethod
-    def cut(self, tokens: TokenFile, number: int, key: int, window: int | None) -> Any:
+    def cut(self, tokens: TokenSource, number: int, key: int, window: int | None) -> Any:
         """The location of a sample in a source.
 
         Args:
@@ -77,11 +77,11 @@ class Sampler(ABC):
         """
 
     @abstractmethod
-    def first(self, tokens: TokenFile, limit: int) -> list[Any]:
+    def first(self, tokens: TokenSource, limit: int) -> list[Any]:
         """The locations of consecutive samples within the first `limit` tokens of a source."""
 
     @abstractmethod
-    def batch(self, places: Sequence[tuple[TokenFile, Any]], keys: Keys) -> dict[str, Integers]:
+    def batch(self, places: Sequence[tuple[TokenSource, Any]], keys: Keys) -> dict[str, Integers]:
         """The samples at these locations."""
 
 
@@ -97,7 +97,7 @@ class BlockSampler(Sampler):
         self.raw_tokens = self.length = length
         self.shortest = length + following
 
-    def count(self, tokens: TokenFile) -> int:
+    def count(self, tokens: TokenSource) -> int:
         """The number of blocks in an epoch; the last one may overlap the first."""
         return -(-tokens.size // self.length)
 
@@ -110,7 +110,7 @@ class BlockSampler(Sampler):
         """The blocks of a window."""
         return max(1, window // self.length)
 
-    def cut(self, tokens: TokenFile, number: int, key: int, window: int | None) -> Block:
+    def cut(self, tokens: TokenSource, number: int, key: int, window: int | None) -> Block:
         """See `Sampler.cut`."""
         blocks = self.count(tokens)
         epoch, place = divmod(number, blocks)
@@ -135,7 +135,7 @@ class CausalSampler(BlockSampler):
         super().__init__(length, following=1)
         self._document_mask = document_mask
 
-    def batch(self, places: Sequence[tuple[TokenFile, Block]], keys: Keys) -> dict[str, Integers]:  # noqa: ARG002
+    def batch(self, places: Sequence[tuple[TokenSource, Block]], keys: Keys) -> dict[str, Integers]:  # noqa: ARG002
         """Blocks of text.
 
         Returns:
@@ -157,7 +157,7 @@ class CausalSampler(BlockSampler):
             batch |= _numbered(ends)
         return batch
 
-    def first(self, tokens: TokenFile, limit: int) -> list[Block]:
+    def first(self, tokens: TokenSource, limit: int) -> list[Block]:
         """Blocks that predict each of the first tokens once, except the very first; the last block may be shorter."""
         scored = min(limit, tokens.size) - 1
         return [Block(start, start + tokens.size - scored) for start in range(0, scored, self.length)]

@@ -14,7 +14,7 @@ from gqa_convert.data.documents import PairFields, Piece
 from gqa_convert.data.labels import IGNORED
 from gqa_convert.data.order import Integers, mix, permuted
 from gqa_convert.data.packing import Keys, Sampler
-from gqa_convert.data.token_files import Marked, TokenFile, packed
+from gqa_convert.data.token_files import Marked, TokenSource, packed
 from gqa_convert.data.tokenizing import tokenizer_state
 from gqa_convert.errors import DataError
 
@@ -186,7 +186,7 @@ class PairSampler(Sampler):
         self._closing = [len(frame.after) for frame in frames_of(tokenizer)]
         self.raw_tokens = Fraction(2 * length)
 
-    def measure(self, sources: Sequence[tuple[TokenFile, int]]) -> None:
+    def measure(self, sources: Sequence[tuple[TokenSource, int]]) -> None:
         """See `Sampler.measure`."""
         shares = sum(share for _, share in sources)
         self.raw_tokens, notes, longest = Fraction(0), list[str](), np.zeros(2, np.int64)
@@ -205,32 +205,32 @@ class PairSampler(Sampler):
         """Pairs are few compared with running text, and are read completely."""
         return
 
-    def count(self, tokens: TokenFile) -> int:
+    def count(self, tokens: TokenSource) -> int:
         """The number of pairs."""
         return len(tokens.ends) // 2
 
-    def cut(self, tokens: TokenFile, number: int, key: int, window: int | None) -> int:  # noqa: ARG002
+    def cut(self, tokens: TokenSource, number: int, key: int, window: int | None) -> int:  # noqa: ARG002
         """The number of a pair; see `Sampler.cut`."""
         epoch, place = divmod(number, self.count(tokens))
         return permuted(place, self.count(tokens), mix(key, epoch, 2))
 
-    def first(self, tokens: TokenFile, limit: int) -> list[int]:
+    def first(self, tokens: TokenSource, limit: int) -> list[int]:
         """The first pairs whose tokens add up to the limit, and at least one."""
         sums = np.cumsum(np.minimum(_lengths(tokens), self._length).sum(axis=1))
         return list(range(max(1, int(np.searchsorted(sums, limit, side="right")))))
 
-    def batch(self, places: Sequence[tuple[TokenFile, int]], keys: Keys) -> dict[str, Integers]:  # noqa: ARG002
+    def batch(self, places: Sequence[tuple[TokenSource, int]], keys: Keys) -> dict[str, Integers]:  # noqa: ARG002
         """A batch of pairs; see `collated`."""
         sides = [[self._text(tokens, 2 * number + side) for tokens, number in places] for side in (0, 1)]
         return collated(sides[0], sides[1], self._decoder)
 
-    def _text(self, tokens: TokenFile, number: int) -> Integers:
+    def _text(self, tokens: TokenSource, number: int) -> Integers:
         """Text `number` of a source, truncated; the special tokens at the end are kept."""
         start = int(tokens.ends[number - 1]) if number else 0
         text = tokens.read(start, int(tokens.ends[number]) - start)
         return shortened(text, self._length, self._closing[number % 2])
 
 
-def _lengths(pairs: TokenFile) -> Integers:
+def _lengths(pairs: TokenSource) -> Integers:
     """The tokens of each source and target, special tokens included: [pairs, 2]."""
     return np.diff(pairs.ends, prepend=0).reshape(-1, 2)

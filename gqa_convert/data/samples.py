@@ -10,7 +10,7 @@ from gqa_convert.data.objectives import OBJECTIVES, SampleSettings, make_sampler
 from gqa_convert.data.order import Integers, Mixture, mix
 from gqa_convert.data.packing import SHUFFLE_WINDOW, Sampler
 from gqa_convert.data.sources import Source, as_source, open_source
-from gqa_convert.data.token_files import Progress, TokenFile, default_cache, open_tokens, tokenize
+from gqa_convert.data.token_files import Progress, TokenSource, default_cache, open_tokens, tokenize
 from gqa_convert.errors import DataError
 
 
@@ -29,7 +29,7 @@ class Samples:
 
     def __init__(
         self,
-        sources: Sequence[tuple[TokenFile, float]],
+        sources: Sequence[tuple[TokenSource, float]],
         sampler: Sampler,
         seed: int,
         settings: str,
@@ -90,7 +90,7 @@ class EvaluationBlocks:
         fingerprint: a hash of the tokens and settings.
     """
 
-    def __init__(self, sources: Sequence[tuple[TokenFile, int]], sampler: Sampler, settings: str) -> None:
+    def __init__(self, sources: Sequence[tuple[TokenSource, int]], sampler: Sampler, settings: str) -> None:
         self._sampler = sampler
         self._places = [(tokens, place) for tokens, limit in sources for place in sampler.first(tokens, limit)]
         parts = [settings, *(tokens.fingerprint for tokens, _ in sources)]
@@ -213,10 +213,10 @@ def _tokenized(
     processes: int = 1,
     wait: Callable[[], None] = lambda: None,
     progress: Progress = lambda label, done, total: None,
-) -> list[TokenFile]:
+) -> list[TokenSource]:
     """The tokens of each source, as many as needed; see `Tokenizing`."""
     folder = default_cache() if cache is None else cache
-    files: list[TokenFile] = []
+    files: list[TokenSource] = []
     if not is_local_main:
         wait()
     try:
@@ -236,7 +236,7 @@ def _tokenized(
     return files
 
 
-def _check(tokens: TokenFile, shortest: int) -> None:
+def _check(tokens: TokenSource, shortest: int) -> None:
     if tokens.size < shortest:
         raise DataError(
             f"{tokens.label} has {tokens.size} tokens, fewer than one sample of {shortest}: add text, or make sequence_length smaller"

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from gqa_convert.data.order import Integers
 from gqa_convert.data.packing import Block, BlockSampler, Keys
-from gqa_convert.data.token_files import TokenFile
+from gqa_convert.data.token_files import TokenSource
 from gqa_convert.data.tokenizing import end_of_text
 from gqa_convert.errors import DataError
 
@@ -198,16 +198,16 @@ class SpanSampler(BlockSampler):
         self._corruption = SpanCorruption(tokenizer, decoder_start)
         super().__init__(self._corruption.shape_for(length).raw, following=0)
 
-    def count(self, tokens: TokenFile) -> int:
+    def count(self, tokens: TokenSource) -> int:
         """The number of samples in an epoch."""
         return tokens.size // self.length
 
-    def first(self, tokens: TokenFile, limit: int) -> list[Block]:
+    def first(self, tokens: TokenSource, limit: int) -> list[Block]:
         """The whole blocks within the first `limit` tokens."""
         ends = range(self.length, min(limit, tokens.size) + 1, self.length)
         return [Block(end - self.length, end - self.length) for end in ends]
 
-    def batch(self, places: Sequence[tuple[TokenFile, Block]], keys: Keys) -> dict[str, Integers]:
+    def batch(self, places: Sequence[tuple[TokenSource, Block]], keys: Keys) -> dict[str, Integers]:
         """See `SpanCorruption.batch`."""
         raw = np.stack([tokens.read(place.start, self.length) for tokens, place in places]).astype(np.int64)
         return self._corruption.batch(raw, keys)

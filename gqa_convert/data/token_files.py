@@ -14,7 +14,7 @@ import multiprocessing
 import os
 import signal
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, replace
@@ -30,7 +30,7 @@ from gqa_convert.checkpoint.atomic_files import write_whole
 from gqa_convert.checkpoint.locks import wait_for_lock
 from gqa_convert.checkpoint.paths import cache_folder
 from gqa_convert.checkpoint.resource_errors import is_disk_full
-from gqa_convert.data.documents import Fields, Piece
+from gqa_convert.data.documents import Piece
 from gqa_convert.data.files import Files
 from gqa_convert.data.hub import HubDataset
 from gqa_convert.data.order import Integers
@@ -72,7 +72,8 @@ def packed(parts: Sequence[Sequence[int]], ends: Sequence[bool]) -> Marked:
     [tokens].
     """
     flat = np.fromiter(chain.from_iterable(parts), np.uint32, sum(map(len, parts)))
-    last = np.cumsum([len(part) for part in parts])[np.array(ends, bool)] - 1
+    stops = np.cumsum([len(part) for part in parts], dtype=np.int64)
+    last = stops[np.array(ends, bool)] - 1
     flat[last[last >= 0]] |= LAST
     return flat
 
@@ -101,23 +102,31 @@ class _Record:
     position: Any = None
 
 
-class TokenFile:
+class TokenSource:
     """The tokens of a source.
 
-    Attributes:
+    Args:
+        marked: [tokens], with their marks; usually a mapped file.
         label: the source as the user names it.
-        size: the number of tokens.
-        pieces: the pieces that they were made of.
+        pieces: the pieces that the tokens were made of.
         complete: whether they are all of the source.
         is_stream: whether the source may never end, so that its first epoch is shuffled within windows.
         fingerprint: a hash that identifies the tokens; for a stream also those that are still to come.
     """
 
-    def __init__(self, path: Path, record: _Record, label: str, *, is_stream: bool) -> None:
-        self.label, self.is_stream = label, is_stream
-        self.size, self.pieces, self.complete = record.tokens, record.pieces, record.complete
-        self.fingerprint = path.stem if is_stream else record.digest
-        self._tokens: Marked = np.asarray(np.memmap(path, "<u4", "r", shape=(record.tokens,)))
+    def __init__(
+        self,
+        marked: Marked,
+        *,
+        label: str = "",
+        pieces: int = 0,
+        complete: bool = True,
+        is_stream: bool = False,
+        fingerprint: str = "",
+    ) -> None:
+        self._tokens, self.size = marked, len(marked)
+        self.label, self.pieces, self.complete, self.is_stream = label, pieces, complete, is_stream
+        self.fingerprint = fingerprint
 
     def marked(self, start: int, count: int) -> Marked:
         """Tokens from a position on with their marks, continuing with the first token after the last: [count]."""
@@ -151,7 +160,7 @@ def tokenize(
     needed: int | None = None,
     progress: Progress = lambda label, done, total: None,
     processes: int = 1,
-) -> TokenFile:
+) -> TokenSource:
     """The tokens of a source, which is tokenised as far as the cache doesn't have it. If several processes call this at
     once, one tokenises and the others wait.
 
@@ -182,7 +191,7 @@ def tokenize(
     return open_tokens(text, encoder, cache)
 
 
-def open_tokens(text: Files | HubDataset, encoder: Encoder, cache: Path) -> TokenFile:
+def open_tokens(text: Files | HubDataset, encoder: Encoder, cache: Path) -> TokenSource:
     """The tokens of a source that another process has tokenised.
 
     Raises:
@@ -194,7 +203,14 @@ def open_tokens(text: Files | HubDataset, encoder: Encoder, cache: Path) -> Toke
         raise DataError(
             f"{text.label} was not tokenised into {cache} by the first process of this machine: see its message"
         )
-    return TokenFile(path, record, text.label, is_stream=text.is_stream)
+    return TokenSource(
+        np.asarray(np.memmap(path, "<u4", "r", shape=(record.tokens,))),
+        label=text.label,
+        pieces=record.pieces,
+        complete=record.complete,
+        is_stream=text.is_stream,
+        fingerprint=path.stem if text.is_stream else record.digest,
+    )
 
 
 def _path(text: Files | HubDataset, encoder: Encoder, cache: Path) -> Path:
@@ -214,7 +230,8 @@ def _append(
     """Append the tokens of the documents after those of a record until they suffice or the source ends."""
     if not record.tokens:
         path.unlink(missing_ok=True)  # another run may have mapped it
-    batches = _batches(text, encoder.fields, record)
+    left = text.pieces(encoder.fields, record.pieces, record.position)
+    batches = ((batch, text.position()) for batch in batched(left))
     with path.open("ab") as file:
         file.truncate(record.tokens * LAST.itemsize)  # what was written after the last record
         for tokens, pieces, position in _encoded(encoder, batches, processes):
@@ -237,24 +254,23 @@ def _append(
                 return
     if not record.tokens:
         path.unlink()
-        raise DataError(f"{text.label} holds no text: name another source, or another field of it")
+        path.with_suffix(".json").unlink(missing_ok=True)
+        raise DataError(f"{text.label} holds no text: name another source, or other fields")
     _write_record(path, replace(record, complete=True, position=None))
 
 
-def _batches(text: Files | HubDataset, fields: Fields, record: _Record) -> Iterator[tuple[list[Piece], Any]]:
-    """The pieces after those of a record in batches, large enough for several threads and small enough for memory, and
-    the position behind each batch.
-    """
+def batched(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    """Pieces in batches, large enough for several threads and small enough for memory."""
     batch: list[Piece] = []
     characters = 0
-    for piece in text.pieces(fields, record.pieces, record.position):
+    for piece in pieces:
         batch.append(piece)
         characters += len(str(piece.text))
         if characters >= _BATCH_CHARACTERS or len(batch) >= _BATCH_PIECES:
-            yield batch, text.position()
+            yield batch
             batch, characters = [], 0
     if batch:
-        yield batch, text.position()
+        yield batch
 
 
 def _encoded(

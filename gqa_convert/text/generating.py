@@ -10,11 +10,11 @@ from typing import Any
 from gqa_convert.checkpoint.devices import chosen_device
 from gqa_convert.checkpoint.resource_errors import is_out_of_memory
 from gqa_convert.checkpoint.source import Checkpoint
+from gqa_convert.data.order import mix
 from gqa_convert.errors import DataError, DeviceMemoryError, InterruptedRunError, OptionError, StoppedError
 from gqa_convert.families import loading
 from gqa_convert.families.context_length import stated_positions
 from gqa_convert.text.generated_rows import GeneratedRows
-from gqa_convert.text.order import mix
 
 GENERATING = "generating text"
 """The label of progress."""

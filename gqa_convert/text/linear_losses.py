@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gqa_convert.text.labels import IGNORED
+from gqa_convert.data.labels import IGNORED
 from gqa_convert.text.loss_terms import (
     CombinedLoss,
     Found,

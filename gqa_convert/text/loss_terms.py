@@ -10,8 +10,8 @@ from typing import Final, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from gqa_convert.data.labels import IGNORED
 from gqa_convert.errors import OptionError
-from gqa_convert.text.labels import IGNORED
 
 CHUNK: Final = 1 << 18
 """The number of logits in a CPU thread's chunk: 1 MiB in float32."""

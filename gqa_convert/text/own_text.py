@@ -8,15 +8,10 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from gqa_convert.checkpoint.paths import local_path
 from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.text.generating import GenerationOptions, generate_text, generation_settings
-
-SELF = "self"
-TOKENS = 1_000_000
-"""How many tokens a source of a recipe generates by default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +25,6 @@ class OwnText:
 
     file: Path
     label: str
-
-
-def is_self(source: Any) -> bool:
-    """Whether a source, as a user gave it, is the text of the model itself. A file of this name comes first."""
-    return isinstance(source, str) and source == SELF and not local_path(SELF).exists()
 
 
 def own_text(

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from gqa_convert.checkpoint.machine import available_memory
 from gqa_convert.checkpoint.mapped_tensors import mapped
+from gqa_convert.data.order import mix, permuted
 from gqa_convert.errors import DataError
 from gqa_convert.families.loading import SOUND_POSITIONS, load_tokenizer, no_warnings
 from gqa_convert.text.audio_files import AudioFile, Samples, read_audio
-from gqa_convert.text.order import mix, permuted
 
 _PER_HIDDEN = 12
 _AT_ONCE = 16

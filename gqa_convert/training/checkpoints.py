@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, Self
 from gqa_convert.checkpoint.atomic_files import sync
 from gqa_convert.checkpoint.resource_errors import is_disk_full
 from gqa_convert.checkpoint.strict_json import JsonObject
+from gqa_convert.data.sources import DatasetCommits
 from gqa_convert.errors import GQAConvertError, NoSpaceError, ResumeError
-from gqa_convert.text.dataset_commits import DatasetCommits
 from gqa_convert.training.distributed import waiting_group
 
 if TYPE_CHECKING:

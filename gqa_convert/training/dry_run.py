@@ -13,9 +13,9 @@ from pathlib import Path
 
 from gqa_convert.checkpoint.results import Result
 from gqa_convert.checkpoint.source import Checkpoint, open_checkpoint
+from gqa_convert.data.objectives import OBJECTIVES, SampleSettings
 from gqa_convert.errors import RecipeError
 from gqa_convert.families.loading import no_bars
-from gqa_convert.text.objectives import OBJECTIVES, SampleSettings
 from gqa_convert.training import memory
 from gqa_convert.training.architecture import Architecture, read_architecture
 from gqa_convert.training.flops import Flops, sample_flops

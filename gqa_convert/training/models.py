@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
+from gqa_convert.data.samples import Samples
 from gqa_convert.families.loading import check_complete
 from gqa_convert.text.output_layers import remove_output_layer
-from gqa_convert.text.samples import Samples
 from gqa_convert.training import memory, sharding
 from gqa_convert.training.documents import check_apart
 from gqa_convert.training.lora import add_adapters, loading_options

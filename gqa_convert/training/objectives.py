@@ -1,13 +1,13 @@
 """Chooses the objective and the sample length of a model by its config and its tokenizer."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from gqa_convert.checkpoint.strict_json import Config
+from gqa_convert.data.objectives import OBJECTIVES
 from gqa_convert.errors import RecipeError
 from gqa_convert.families.context_length import SPAN_LENGTH, block_length, stated_positions
 from gqa_convert.families.loading import TASKS, auto_class, is_encoder_decoder
-from gqa_convert.text.objectives import CAUSAL, OBJECTIVES, PAIRS
 from gqa_convert.training.recipe import Recipe
 
 _FIELDS = "source_field and target_field in data"
@@ -39,52 +39,46 @@ def possible_objectives(config: Mapping[str, Any], tokenizer: Any) -> tuple[str,
 
 
 def choose_objective(recipe: Recipe, config: Mapping[str, Any], tokenizer: Any) -> str:
-    """The objective that a recipe names, or the default if it names none.
+    """The objective that a recipe names, or the first that suits the model and the data if it names none.
 
     Raises:
         RecipeError: the objective does not suit the model or its tokenizer; the message names the alternatives.
     """
-    possible, pairs = possible_objectives(config, tokenizer), recipe.data[0].holds_pairs
-    if recipe.document_mask and possible != (CAUSAL,):
+    model, encoder_decoder = recipe.model, is_encoder_decoder(config)
+    if recipe.document_mask and encoder_decoder:
         raise RecipeError(
-            f"document_mask needs a decoder-only model, and {recipe.model} is an encoder-decoder: remove document_mask"
+            f"document_mask needs a decoder-only model, and {model} is an encoder-decoder: remove document_mask"
         )
+    possible = possible_objectives(config, tokenizer)
     if recipe.objective != "auto":
         if recipe.objective not in possible:
-            raise RecipeError(_refusal(recipe, possible))
+            raise RecipeError(_refusal(recipe, possible, encoder_decoder=encoder_decoder))
         return recipe.objective
-    if possible == (CAUSAL,):
-        if pairs:
-            raise RecipeError(
-                f"data names source_field and target_field, and {recipe.model} is a decoder-only model: add `format: chat` if they are a prompt and its response, or name the text with text_field"
-            )
-        return CAUSAL
-    if any(source.format == "chat" for source in (*recipe.data, *(recipe.evaluation_data or ()))):
+    if encoder_decoder and any(source.format == "chat" for source in (*recipe.data, *(recipe.evaluation_data or ()))):
         raise RecipeError(
-            f"data has format chat, and {recipe.model} is an encoder-decoder, which is trained on {_FIELDS}: name pairs of texts"
+            f"data has format chat, and {model} is an encoder-decoder, which is trained on {_FIELDS}: name pairs of texts"
         )
+    pairs = recipe.data[0].holds_pairs
+    for name in possible:
+        if OBJECTIVES[name].reads_pairs == pairs:
+            return name
     if pairs:
-        return PAIRS
-    if possible == (PAIRS,):
         raise RecipeError(
-            f"{recipe.model} is an encoder-decoder whose tokenizer has no sentinel tokens, which training on running text needs: "
-            f"use the objective pairs, with {_FIELDS}"
+            f"data names source_field and target_field, and {model} is a decoder-only model: add `format: chat` if they are a prompt and its response, or name the text with text_field"
         )
-    return possible[0]
+    raise RecipeError(
+        f"{model} is an encoder-decoder whose tokenizer has no sentinel tokens, which training on running text needs: "
+        f"use the objective pairs, with {_FIELDS}"
+    )
 
 
-def _refusal(recipe: Recipe, possible: Sequence[str]) -> str:
-    objective, named = recipe.objective, f"objective is {recipe.objective} and {recipe.model}"
-    if possible == (CAUSAL,):
-        return f"{named} is a decoder-only model: use the objective causal, or remove objective"
-    instead = f"use {_either([*possible[:-1], f'{PAIRS} (with {_FIELDS})'])}"
-    if objective == CAUSAL:
-        return f"{named} is an encoder-decoder: {instead}"
-    return f"{named} has no {OBJECTIVES[objective].needs} in its tokenizer: {instead}"
-
-
-def _either(choices: Sequence[str]) -> str:
-    return " or ".join([", ".join(choices[:-1]), choices[-1]]) if len(choices) > 1 else choices[0]
+def _refusal(recipe: Recipe, possible: tuple[str, ...], *, encoder_decoder: bool) -> str:
+    stated = OBJECTIVES[recipe.objective]
+    reason = f"has no {stated.needs} in its tokenizer"
+    if stated.encoder_decoder != encoder_decoder:
+        reason = "is an encoder-decoder" if encoder_decoder else "is a decoder-only model"
+    choices = [f"{name} (with {_FIELDS})" if OBJECTIVES[name].reads_pairs else name for name in possible]
+    return f"objective is {recipe.objective} and {recipe.model} {reason}: use the objective {' or '.join(choices)}"
 
 
 def sample_length(recipe: Recipe, config: Mapping[str, Any]) -> int:
@@ -94,11 +88,7 @@ def sample_length(recipe: Recipe, config: Mapping[str, Any]) -> int:
     Raises:
         RecipeError: the recipe states more than the model has positions for.
     """
-    context = stated_positions(config)
-    if recipe.sequence_length is not None and context is not None and recipe.sequence_length > context:
-        raise RecipeError(
-            f"sequence_length is {recipe.sequence_length} and {recipe.model} has positions for {context}: lower it"
-        )
-    return recipe.sequence_length or min(
-        block_length(config), SPAN_LENGTH if is_encoder_decoder(config) else block_length(config)
-    )
+    stated, context, usual = recipe.sequence_length, stated_positions(config), block_length(config)
+    if stated is not None and context is not None and stated > context:
+        raise RecipeError(f"sequence_length is {stated} and {recipe.model} has positions for {context}: lower it")
+    return stated or (min(usual, SPAN_LENGTH) if is_encoder_decoder(config) else usual)

@@ -10,9 +10,9 @@ from typing import Any
 
 from gqa_convert.checkpoint.resource_errors import is_out_of_memory
 from gqa_convert.checkpoint.source import Checkpoint, open_checkpoint
+from gqa_convert.data.decoder_start import decoder_start, starts_with_last
 from gqa_convert.errors import DeviceMemoryError, MissingExtraError
 from gqa_convert.families import loading
-from gqa_convert.text.decoder_start import decoder_start, starts_with_last
 from gqa_convert.training.documents import refuse_mixing
 from gqa_convert.training.objectives import check_input, choose_objective, sample_length
 from gqa_convert.training.recipe import Recipe

@@ -20,9 +20,7 @@ from pydantic import TypeAdapter
 from pydantic.dataclasses import dataclass
 
 from gqa_convert.checkpoint.paths import local_path
-from gqa_convert.errors import LaunchError, MissingExtraError, RecipeError
-from gqa_convert.text.dataset_commits import pinned
-from gqa_convert.text.keys import (
+from gqa_convert.data.keys import (
     CONFIG,
     Change,
     Flag,
@@ -36,9 +34,10 @@ from gqa_convert.text.keys import (
     read_keys,
     suggestion,
 )
-from gqa_convert.text.objectives import CAUSAL, OBJECTIVES, ObjectiveName
-from gqa_convert.text.scalars import shown
-from gqa_convert.text.sources import Source, Sources
+from gqa_convert.data.objectives import CAUSAL, OBJECTIVES, ObjectiveName
+from gqa_convert.data.scalars import shown
+from gqa_convert.data.sources import Source, Sources, pinned
+from gqa_convert.errors import LaunchError, MissingExtraError, RecipeError
 
 Schedule = Literal["constant", "cosine", "wsd"]
 OptimizerName = Literal["adamw", "adafactor"]

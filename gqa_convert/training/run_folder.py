@@ -9,8 +9,8 @@ import yaml
 
 from gqa_convert.checkpoint.atomic_files import write_json, write_whole
 from gqa_convert.checkpoint.locks import try_lock
+from gqa_convert.data.sources import DatasetCommits
 from gqa_convert.errors import LaunchError, OutputError, ResumeError
-from gqa_convert.text.dataset_commits import DatasetCommits
 from gqa_convert.training.recipe import Recipe, make_recipe
 from gqa_convert.training.summary import RunSummary
 

@@ -1,7 +1,6 @@
 """Tokenises the text of a recipe ahead of its run, for which no GPU is needed."""
 
 import os
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,18 +8,17 @@ from typing import Any
 
 from gqa_convert.checkpoint.results import Result
 from gqa_convert.checkpoint.source import open_checkpoint
+from gqa_convert.data.decoder_start import decoder_start, starts_with_last
+from gqa_convert.data.objectives import OBJECTIVES
+from gqa_convert.data.samples import evaluation_blocks
+from gqa_convert.data.sources import find_commits
+from gqa_convert.data.token_files import default_cache
 from gqa_convert.errors import InterruptedRunError, StoppedError
 from gqa_convert.families import loading
-from gqa_convert.text.dataset_commits import find_commits
-from gqa_convert.text.decoder_start import decoder_start, starts_with_last
-from gqa_convert.text.objectives import PAIRS
-from gqa_convert.text.samples import evaluation_blocks, open_samples
-from gqa_convert.text.sources import Source
-from gqa_convert.text.token_files import default_cache
 from gqa_convert.training.objectives import check_input, choose_objective, sample_length
 from gqa_convert.training.opening import explained, source_folder
 from gqa_convert.training.recipe import Recipe, read_recipe
-from gqa_convert.training.run_text import with_own_text
+from gqa_convert.training.run_text import open_run_samples, with_own_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +28,14 @@ class TokenizedSource:
     Attributes:
         source: as the recipe names it.
         revision: the commit of a Hub dataset; None for files.
-        tokens: the tokens that are ready; None for pairs.
-        pairs: the pairs that are ready; None for running text.
+        tokens: the tokens that are ready.
+        pairs: the pairs that they are; None for running text.
         complete: whether they are all of the source; a stream is tokenised as far as the run needs it.
     """
 
     source: str
     revision: str | None
-    tokens: int | None
+    tokens: int
     pairs: int | None
     complete: bool
 
@@ -51,8 +49,6 @@ class TokenizedRecipe(Result):
         sources: the training text.
         evaluation_sources: the held-out text, if there is any.
         steps, samples: of the run, for its whole budget.
-        processes: how many processes tokenised files.
-        seconds: how long it took.
     """
 
     cache: str
@@ -60,8 +56,6 @@ class TokenizedRecipe(Result):
     evaluation_sources: tuple[str, ...]
     steps: int
     samples: int
-    processes: int
-    seconds: float
 
 
 def tokenize_recipe(
@@ -71,80 +65,50 @@ def tokenize_recipe(
     processes: int | None = None,
     on_tokenize: Callable[[str, int, int], None] = lambda label, done, total: None,
 ) -> TokenizedRecipe:
-    """Tokenise the text of a recipe into the cache in which its run looks for it.
-
-    Files are tokenised by many processes, and a call that was stopped is continued by the next one. Hub datasets are
-    streams, which one process tokenises, with threads, as far as the budget of the run needs them.
+    """Tokenise the text of a recipe into the cache in which its run looks for it. A call that was stopped is continued
+    by the next one. Hub datasets are streams, which are tokenised as far as the budget of the run needs them.
 
     Args:
         path: the path of the recipe.
         overrides: `key=value` pairs that replace values of the recipe.
-        processes: how many processes tokenise files; by default one for each core that may be used.
-        on_tokenize: called with a source, what is done and the total: bytes of files, samples of streams.
+        processes: how many processes tokenise; by default one for each core that may be used.
+        on_tokenize: called with a source, what is tokenised and the total: bytes of files, tokens of streams.
 
     Raises:
         RecipeError: the recipe is wrong, or its objective does not suit the model.
         DataError: the text can't be used.
-        StoppedError: a signal asked to stop; the parts that are ready are kept.
+        StoppedError: a signal asked to stop; what is ready is kept.
     """
-    began = time.monotonic()
-    count = processes or len(os.sched_getaffinity(0))
     recipe = read_recipe(path, overrides)
     try:
-        return _tokenized(recipe, count, on_tokenize, began)
+        return _tokenized(recipe, processes or len(os.sched_getaffinity(0)), on_tokenize)
     except InterruptedRunError as stopped:
         reason = str(stopped).split(":")[0]
-        raise StoppedError(
-            f"{reason}: the parts that are ready are kept, run the same command again to resume"
-        ) from None
+        raise StoppedError(f"{reason}: what is ready is kept, run the same command again to resume") from None
 
 
-def _tokenized(
-    recipe: Recipe, processes: int, on_tokenize: Callable[[str, int, int], None], began: float
-) -> TokenizedRecipe:
-    settings = text_settings(recipe)
-    named = (*recipe.data, *(recipe.evaluation_data or ()))
-    pinned = recipe.pinned(find_commits(named, {}, default_cache()))
-    samples = open_samples(
-        with_own_text(pinned.data, recipe.model, source_folder(recipe), on_tokenize),
-        seed=recipe.seed,
-        processes=processes,
-        progress=on_tokenize,
-        **settings,
-    )
-    try:
-        steps = recipe.steps(samples.tokens_per_sample)
-        number = steps * recipe.samples_per_step(samples.tokens_per_sample)
-        samples.fetch(number, on_tokenize)
-        sizes = samples.sizes()
-    finally:
-        samples.close()
-    if pinned.evaluation_data is not None:
-        evaluation_blocks(
-            pinned.evaluation_data,
-            tokens=recipe.evaluation_tokens,
-            processes=processes,
-            progress=on_tokenize,
-            **settings,
-        )
-    holds_pairs = settings["objective"] == PAIRS
+def _tokenized(recipe: Recipe, processes: int, on_tokenize: Callable[[str, int, int], None]) -> TokenizedRecipe:
+    settings = text_settings(recipe) | {"processes": processes, "progress": on_tokenize}
+    tokenizer = settings.pop("tokenizer")
+    pinned = recipe.pinned(find_commits((*recipe.data, *(recipe.evaluation_data or ())), {}, default_cache()))
+    writer = source_folder(recipe)
+    data = [with_own_text(source, recipe.model, writer, on_tokenize) for source in pinned.data]
+    samples = open_run_samples(pinned, data, tokenizer, settings)
+    held_out = pinned.evaluation_data or ()
+    if held_out:
+        evaluation_blocks(held_out, tokenizer, tokens=recipe.evaluation_tokens, **settings)
+    sources = []
+    for stated, tokens in zip(pinned.data, samples.files, strict=True):
+        pairs = len(tokens.ends) // 2 if OBJECTIVES[settings["objective"]].reads_pairs else None
+        sources.append(TokenizedSource(stated.source, stated.revision, tokens.size, pairs, tokens.complete))
+    steps = recipe.steps(samples.tokens_per_sample)
     return TokenizedRecipe(
         cache=str(default_cache()),
-        sources=tuple(
-            _source(stated, size, complete, holds_pairs)
-            for stated, (size, complete) in zip(pinned.data, sizes, strict=True)
-        ),
-        evaluation_sources=tuple(source.source for source in pinned.evaluation_data or ()),
+        sources=tuple(sources),
+        evaluation_sources=tuple(source.source for source in held_out),
         steps=steps,
-        samples=number,
-        processes=processes,
-        seconds=round(time.monotonic() - began, 1),
+        samples=steps * recipe.samples_per_step(samples.tokens_per_sample),
     )
-
-
-def _source(stated: Source, size: int, complete: bool, holds_pairs: bool) -> TokenizedSource:
-    tokens, pairs = (None, size) if holds_pairs else (size, None)
-    return TokenizedSource(stated.source, stated.revision, tokens, pairs, complete)
 
 
 def text_settings(recipe: Recipe) -> dict[str, Any]:

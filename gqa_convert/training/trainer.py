@@ -12,14 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gqa_convert.data.labels import IGNORED
+from gqa_convert.data.order import mix
+from gqa_convert.data.samples import Samples
 from gqa_convert.errors import DivergedError, InterruptedRunError, StoppedError
-from gqa_convert.text.labels import IGNORED
 from gqa_convert.text.linear_losses import labelled_positions, linear_loss
 from gqa_convert.text.loss_terms import CombinedLoss
 from gqa_convert.text.losses import combined_loss
-from gqa_convert.text.order import mix
 from gqa_convert.text.output_layers import removed_output_layer
-from gqa_convert.text.samples import Samples
 from gqa_convert.training import sharding
 from gqa_convert.training.checkpoints import Checkpoints, Progress, state_of
 from gqa_convert.training.distributed import summed

@@ -19,7 +19,7 @@ from gqa_convert.families.loading import no_bars
 from gqa_convert.training.recipe import CHANGEABLE, RECORDED, Recipe, conversion_command, make_recipe, read_recipe
 
 if TYPE_CHECKING:  # these import torch
-    from gqa_convert.text.samples import Samples
+    from gqa_convert.data.samples import Samples
     from gqa_convert.training.checkpoints import Checkpoints, Progress, RunRecord
     from gqa_convert.training.metrics import OnStep, StepReport
     from gqa_convert.training.models import RunModels
@@ -173,7 +173,6 @@ def _run(
         train(context, trainer, text, checkpoints, log, stops)
     finally:
         log.close()
-        text.samples.close()
     pace = Pace(steps - first_step, time.monotonic() - began, progress.tokens - first_token)
     return _finish(context, models, opened, checkpoints, progress, pace, text.pinned, command)
 
@@ -242,7 +241,7 @@ def _open_models(context: "RunContext") -> "Opened":
 def _say_memory(context: "RunContext", opened: "Opened", samples: "Samples") -> None:
     """Report the estimated memory of this run, if the model's sizes are known."""
     from gqa_convert.checkpoint.machine import available_memory
-    from gqa_convert.text.objectives import OBJECTIVES
+    from gqa_convert.data.objectives import OBJECTIVES
     from gqa_convert.training import memory
     from gqa_convert.training.architecture import read_architecture
     from gqa_convert.training.distributed import local_processes

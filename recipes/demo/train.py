@@ -18,8 +18,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from gqa_convert.data.stdlib_text import read_texts, source_files
 from gqa_convert.text.scoring.text_loss import text_loss
-from gqa_convert.text.stdlib_text import read_texts, source_files
 
 END, PAD = "<|endoftext|>", "<|pad|>"
 VOCABULARY = 2048

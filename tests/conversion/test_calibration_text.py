@@ -15,12 +15,11 @@ from transformers.models.bart.modeling_bart import shift_tokens_right
 
 from gqa_convert.conversion.fit import calibration_text
 from gqa_convert.conversion.fit.calibration_text import Calibration, calibration_batches, calibration_tokens_for
+from gqa_convert.data import sources
+from gqa_convert.data.hub import HubDataset
+from gqa_convert.data.sources import Source
 from gqa_convert.errors import ConfigError, DataError, GQAConvertError, OptionError
 from gqa_convert.families.loading import load_tokenizer
-from gqa_convert.text import sources
-from gqa_convert.text import token_streams as streams
-from gqa_convert.text.hub_rows import HubText
-from gqa_convert.text.sources import Source
 from tests.helpers.data_helpers import DEMO, EOS, PAD, WORDS, span_tokenizer
 
 LENGTH = 12
@@ -291,7 +290,7 @@ def test_a_large_text_is_thinned_evenly(tmp_path: Path, monkeypatch: pytest.Monk
     path.write_text("".join(json.dumps({"other": filler * "x", "text": words(*each)}) + "\n" for each in found))
     monkeypatch.setattr(calibration_text, "_WHOLE", 1000)
     tokenised: list[str] = []
-    monkeypatch.setattr(calibration_text, "batches", lambda pieces: [watched(list(pieces), tokenised)])
+    monkeypatch.setattr(calibration_text, "batched", lambda pieces: [watched(list(pieces), tokenised)])
     made = calibration_batches(model, path, 20 * LENGTH, seed=1, sequence_length=LENGTH)
     assert (made.tokens, made.warning) == (20 * LENGTH, None)
     numbers = sorted(found.index([int(word[1:]) for word in text.split()]) for text in set(tokenised))
@@ -313,7 +312,7 @@ def test_parts_of_a_long_document_are_not_joined(tmp_path: Path, monkeypatch: py
     )
     path.write_text(words(*state).replace(" ", "\n"))
     monkeypatch.setattr(calibration_text, "_WHOLE", 1000)
-    monkeypatch.setattr("gqa_convert.text.text_files.PIECE", 300)
+    monkeypatch.setattr("gqa_convert.data.files.PIECE", 300)
     tokens = [3 + number for number in state]
     rows = rows_of(calibration_batches(model, path, 20 * LENGTH, seed=1, sequence_length=LENGTH))
     parts = [part for row in rows for part in " ".join(map(str, row)).split(f" {EOS} ")]
@@ -333,16 +332,14 @@ def watched(pieces: list[Any], seen: list[str]) -> list[Any]:
 def test_a_hub_dataset_is_streamed_as_far_as_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found, read = documents(4000), []
 
-    def rows(_: HubText) -> Iterator[dict[str, str]]:
+    def rows(_: HubDataset) -> Iterator[dict[str, str]]:
         for number, each in enumerate(found):
             read.append(number)
             yield {"body": words(*each)}
 
     monkeypatch.setattr(sources, "commit_of", lambda *_, **__: "5" * 40)
-    monkeypatch.setattr(HubText, "rows", rows)
-    monkeypatch.setattr(streams, "_AHEAD", 0)
-    monkeypatch.setattr(streams, "_POLL", 0.002)
-    monkeypatch.setattr("gqa_convert.text.tokenizing._BATCH_PIECES", 50)
+    monkeypatch.setattr(HubDataset, "open_rows", rows)
+    monkeypatch.setattr("gqa_convert.data.token_files._BATCH_PIECES", 50)
     model, source = (
         model_of(tmp_path / "model", CAUSAL),
         {"source": "org/some", "text_field": "body", "split": "validation"},

@@ -11,9 +11,9 @@ from gqa_convert.conversion.fit import defaults
 from gqa_convert.conversion.fit.defaults import BUILT_IN_TOKENS, plan_conversion, why_no_text
 from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions
 from gqa_convert.conversion.run import convert_checkpoint
+from gqa_convert.data import sources
+from gqa_convert.data.stdlib_text import source_files
 from gqa_convert.demo import CHECKPOINT
-from gqa_convert.text import sources
-from gqa_convert.text.stdlib_text import source_files
 from gqa_convert.verify import verify_checkpoint
 from tests.helpers.checkpoints import HEADS, same_weights, write_llama
 from tests.helpers.command_line import run

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import gqa_convert
-from gqa_convert.text.token_files import circular
+from gqa_convert.data.token_files import LAST, TokenSource
 
 DEMO = Path(gqa_convert.__file__).parent / "demo_checkpoint"
 WORDS = 500
@@ -29,25 +29,8 @@ def span_tokenizer(sentinels: int = 100, eos: str | None = "</s>") -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=eos, pad_token="<pad>", unk_token="<unk>")
 
 
-class ArrayTokens:
-    """Tokens in memory; with `growing`, they come as they are asked for, and their end is seen only when it is
-    reached.
-    """
-
-    fingerprint = "array"
-    grows = False
-
-    def __init__(self, tokens: npt.ArrayLike, *, growing: bool = False) -> None:
-        self.tokens = np.asarray(tokens)
-        self.seen = 0 if growing else len(self.tokens)
-
-    def size(self, needed: int | None = None) -> tuple[int, bool]:
-        self.seen = min(len(self.tokens), max(self.seen, needed or 0))
-        return self.seen, self.seen == len(self.tokens)
-
-    def read(self, start: int, count: int) -> npt.NDArray[Any]:
-        assert start + count <= self.seen or self.seen == len(self.tokens)
-        return circular(self.tokens, start, count)
-
-    def close(self) -> None:
-        pass
+def array_tokens(tokens: npt.ArrayLike, *, is_stream: bool = False, complete: bool = True) -> TokenSource:
+    """Tokens in memory; the end-of-text token ends documents."""
+    marked = np.array(tokens, np.uint32)
+    marked[marked == EOS] |= LAST
+    return TokenSource(marked, is_stream=is_stream, complete=complete)

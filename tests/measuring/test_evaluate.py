@@ -10,11 +10,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
+from gqa_convert.data.documents import Piece
+from gqa_convert.data.sources import Source
 from gqa_convert.errors import DataError
 from gqa_convert.measuring.evaluation.run import EvaluationOptions, evaluate
-from gqa_convert.text.documents import Piece
 from gqa_convert.text.scoring.examples import span_material
-from gqa_convert.text.sources import Source
 from tests.helpers.data_helpers import demo_tokenizer
 from tests.helpers.evaluate_models import POSITIONS, bart, causal, constant, t5, write_rows
 

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from gqa_convert.checkpoint.machine import measurement
 from gqa_convert.cli.console.evaluation import show_evaluation
+from gqa_convert.data.hub import HubDataset
 from gqa_convert.measuring.results import EvaluationFile, ModelScores, ScoredText
-from gqa_convert.text.hub_rows import HubText
 from tests.helpers.data_helpers import demo_tokenizer
 from tests.helpers.evaluate_models import POSITIONS, bart, causal, command_line, t5, write_rows
 
@@ -201,7 +201,7 @@ def test_the_commit_of_a_hub_dataset_is_recorded(ask: Any, monkeypatch: pytest.M
     """A model card names the dataset by it."""
     answer = SimpleNamespace(sha="a" * 40)
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *_, **__: answer)
-    monkeypatch.setattr(HubText, "rows", lambda *_: [{"text": TEXT}] * 3)
+    monkeypatch.setattr(HubDataset, "open_rows", lambda *_: [{"text": TEXT}] * 3)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     code, out, err = ask("one", "--data", "org/some", "--tokens", "64", "--json")
     assert code == 0, err

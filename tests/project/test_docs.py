@@ -19,8 +19,8 @@ from typer.main import get_command
 import gqa_convert
 from gqa_convert.cli import app, main
 from gqa_convert.conversion.fit import calibration_text, defaults
-from gqa_convert.text import sources
-from gqa_convert.text.stdlib_text import source_files
+from gqa_convert.data import sources
+from gqa_convert.data.stdlib_text import source_files
 from tests.helpers.document_workplace import INSTEAD, NOT_EXECUTED, NOT_RUN, furnish, needed, reason, shortened
 from tests.helpers.documents import DOCUMENTS, ROOT, Block, Command, blocks, commands, example_commands, recipe_commands
 

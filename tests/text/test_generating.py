@@ -9,10 +9,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gqa_convert.checkpoint.source import open_checkpoint
+from gqa_convert.data.sources import Source, open_source
 from gqa_convert.errors import DataError, InterruptedRunError, OptionError, StoppedError
 from gqa_convert.text import generating
 from gqa_convert.text.generating import GenerationOptions, generate_text
-from gqa_convert.text.sources import Source, open_source
 from tests.helpers.uptrain_runs import DEMO
 
 SMALL: dict[str, Any] = {"tokens": 60, "length": 8, "batch": 2}

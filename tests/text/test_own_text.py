@@ -11,12 +11,12 @@ from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.conversion.fit.batches import prepare_calibration
 from gqa_convert.conversion.fit.options import CalibrationOptions
 from gqa_convert.conversion.plan import make_plan
+from gqa_convert.data.sources import Source, is_on_hub
 from gqa_convert.errors import DataError, InterruptedRunError, OptionError, RecipeError, StoppedError
 from gqa_convert.text import generating
 from gqa_convert.text import own_text as module
 from gqa_convert.text.generating import GenerationOptions, generate_text
 from gqa_convert.text.own_text import own_text
-from gqa_convert.text.sources import Source, is_on_hub
 from gqa_convert.training.recipe import make_recipe
 from gqa_convert.training.run_text import with_own_text
 from tests.helpers.uptrain_runs import DEMO, losses, make_student, run, weights
@@ -125,7 +125,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
 
 def test_a_run_needs_to_know_the_source() -> None:
     with pytest.raises(RecipeError, match="that m was converted from is not on this machine: name it as teacher"):
-        with_own_text([Source("self")], "m", None, lambda *_: None)
+        with_own_text(Source("self"), "m", None, lambda *_: None)
 
 
 def test_a_source_that_cannot_write_says_how_to_go_on(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from gqa_convert.text.documents import Piece
+from gqa_convert.data.documents import Piece
 from gqa_convert.text.scoring.texts import byte_ends, encode, text_material
 from gqa_convert.text.scoring.windows import cut_windows, longest_first
 from tests.helpers.data_helpers import demo_tokenizer, span_tokenizer

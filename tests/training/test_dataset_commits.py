@@ -7,8 +7,8 @@ from typing import Any
 import huggingface_hub
 import pytest
 
+from gqa_convert.data.hub import HubDataset
 from gqa_convert.errors import ResumeError
-from gqa_convert.text.hub_rows import HubText
 from tests.helpers.uptrain_runs import make_student, run
 
 OLD, NEW = "a" * 40, "b" * 40
@@ -38,7 +38,7 @@ class Hub:
         return type("Answer", (), {"sha": self.commit})
 
     @staticmethod
-    def rows(text: HubText) -> list[dict[str, str]]:
+    def rows(text: HubDataset) -> list[dict[str, str]]:
         """Other documents at another commit."""
         return [{"text": f"{text.commit[0]} = {number}\n" * 20} for number in range(60)]
 
@@ -47,7 +47,7 @@ class Hub:
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Hub:
     hub = Hub()
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", hub.dataset_info)
-    monkeypatch.setattr(HubText, "rows", hub.rows)
+    monkeypatch.setattr(HubDataset, "open_rows", hub.rows)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return hub
 

@@ -15,10 +15,10 @@ from torch.nn.functional import cross_entropy
 
 from gqa_convert import convert_checkpoint
 from gqa_convert.conversion.options import ConversionOptions
+from gqa_convert.data.samples import evaluation_blocks
 from gqa_convert.errors import RecipeError
 from gqa_convert.families.loading import load_model, load_tokenizer
 from gqa_convert.families.table import FAMILIES
-from gqa_convert.text.samples import evaluation_blocks
 from gqa_convert.training.documents import check_apart, refuse_mixing
 from gqa_convert.training.masks import model_inputs, packed_attention_mask
 from gqa_convert.training.teacher import load_teacher, teacher_logits

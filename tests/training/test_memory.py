@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from gqa_convert.checkpoint.machine import available_memory
+from gqa_convert.data.objectives import OBJECTIVES
+from gqa_convert.data.span_corruption import shape_for
 from gqa_convert.families.table import FAMILIES
-from gqa_convert.text.objectives import OBJECTIVES
-from gqa_convert.text.span_corruption import shape_for
 from gqa_convert.training import memory
 from gqa_convert.training.architecture import Architecture, read_architecture
 from gqa_convert.training.dry_run import Hardware

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from gqa_convert.cli import app
+from gqa_convert.data import objectives
+from gqa_convert.data.keys import fields_of, keys_table, schema_text
+from gqa_convert.data.objectives import OBJECTIVES
+from gqa_convert.data.sources import Source
 from gqa_convert.errors import RecipeError, SourceNotFoundError
-from gqa_convert.text import objectives
-from gqa_convert.text.keys import fields_of, keys_table, schema_text
-from gqa_convert.text.objectives import OBJECTIVES
-from gqa_convert.text.sources import Source
 from gqa_convert.training.recipe import (
     BUDGET,
     CHANGEABLE,

@@ -3,19 +3,18 @@
 import itertools
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import huggingface_hub
 import pytest
 
+from gqa_convert.data import samples, token_files
+from gqa_convert.data.documents import Piece
+from gqa_convert.data.hub import HubDataset
+from gqa_convert.data.tokenizing import TextEncoder
 from gqa_convert.errors import InterruptedRunError, RecipeError, StoppedError
-from gqa_convert.text import file_parts, samples, tokenizing_parts
-from gqa_convert.text import token_streams as streams
-from gqa_convert.text.file_parts import parts_of
-from gqa_convert.text.hub_rows import HubText
-from gqa_convert.text.text_files import FileText
 from gqa_convert.training.tokenizing import tokenize_recipe
 from gqa_convert.training.uptrain import uptrain_checkpoint
 from tests.helpers.command_line import run as run_command
@@ -30,8 +29,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(file_parts, "PART_BYTES", 3000)
-    monkeypatch.setattr("gqa_convert.text.text_files.PIECE", 3500)
+    monkeypatch.setattr("gqa_convert.data.files.PIECE", 3500)
+    monkeypatch.setattr(token_files, "_BATCH_PIECES", 2)
     return tmp_path / "cache" / "gqa-convert" / "tokens"
 
 
@@ -41,7 +40,7 @@ class Stream:
     def __init__(self) -> None:
         self.read = 0
 
-    def rows(self, _: HubText) -> Iterator[dict[str, str]]:
+    def rows(self, _: HubDataset) -> Iterator[dict[str, str]]:
         for self.read in itertools.count(1):
             yield {"text": f"def f{self.read}(x):\n    return x + {self.read}\n"}
 
@@ -51,11 +50,9 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> Stream:
     found = Stream()
     answer = type("Answer", (), {"sha": "a" * 40})
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *_, **__: answer)
-    monkeypatch.setattr(HubText, "rows", lambda text: found.rows(text))
+    monkeypatch.setattr(HubDataset, "open_rows", lambda dataset: found.rows(dataset))
     monkeypatch.setitem(samples.open_samples.__kwdefaults__, "shuffle_window", 1000)
-    monkeypatch.setattr(streams, "_AHEAD", 400)
-    monkeypatch.setattr(streams, "_POLL", 0.002)
-    monkeypatch.setattr("gqa_convert.text.tokenizing._BATCH_PIECES", 50)
+    monkeypatch.setattr(token_files, "_BATCH_PIECES", 50)
     return found
 
 
@@ -66,7 +63,7 @@ def test_the_run_finds_the_tokens(home: Path, tmp_path: Path, cache: Path) -> No
     assert {label for label, _, _ in seen} == {str(home / "text.txt"), str(home / "other.txt")}
     (source,) = found.sources
     assert (source.source, source.complete, source.revision) == (str(home / "text.txt"), True, None)
-    assert (found.steps, found.samples, found.processes) == (2, 4, 2)
+    assert (found.steps, found.samples) == (2, 4)
     assert found.cache == str(cache)
     assert len(list(cache.glob("*.tokens"))) == 2
     seen.clear()
@@ -83,37 +80,34 @@ def test_a_stream_is_tokenised_as_far_as_the_run_needs_it(
     found = tokenize_recipe(path, on_tokenize=lambda *report: seen.append(report))
     (source,) = found.sources
     assert (source.revision, source.complete, found.samples) == ("a" * 40, False, 200)
-    assert source.tokens is not None
     assert 6400 <= source.tokens < 9000
-    assert seen[-1] == ("org/some", 200, 200)
+    assert {label for label, _, _ in seen} == {"org/some"}
+    assert seen[-1][1] == seen[-1][2] >= 6400
 
-    def unreachable(_: HubText) -> None:
+    def unreachable(_: HubDataset) -> None:
         raise ConnectionError("no route to host")
 
-    monkeypatch.setattr(HubText, "rows", unreachable)
-    monkeypatch.setattr(streams, "_AHEAD", 0)
+    monkeypatch.setattr(HubDataset, "open_rows", unreachable)
     assert uptrain_checkpoint(path, ["tokens=128"]).steps == 2  # type: ignore[union-attr]
 
 
-def test_a_stopped_command_continues(home: Path, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_command_continues(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, made = recipe(home, tmp_path / "run"), [0]
-    tokenize = tokenizing_parts._tokenize
+    encode = TextEncoder.encode
 
-    def counted(*arguments: Any) -> int:
+    def counted(self: TextEncoder, pieces: Sequence[Piece]) -> Any:
         made[0] += 1
         if made[0] == stops_at:
             raise InterruptedRunError("stopped by SIGTERM: no partial result was written")
-        return tokenize(*arguments)
+        return encode(self, pieces)
 
-    monkeypatch.setattr(tokenizing_parts, "_tokenize", counted)
+    monkeypatch.setattr(TextEncoder, "encode", counted)
     stops_at = 4
-    with pytest.raises(StoppedError, match=r"stopped by SIGTERM: the parts that are ready are kept, run the same"):
+    with pytest.raises(StoppedError, match=r"stopped by SIGTERM: what is ready is kept, run the same command again"):
         tokenize_recipe(path, processes=1)
-    assert len(list(cache.glob("*.parts/*.tokens"))) == 3
     made[0], stops_at = 0, 0
     tokenize_recipe(path, processes=1)
-    assert made[0] == len(parts_of(FileText("", [home / "text.txt"], "text"))) - 3 > 3
-    assert not list(cache.glob("*.parts"))
+    assert made[0] == 6 - 3  # 40,000 characters in twelve pieces
 
 
 def test_the_command(home: Path, tmp_path: Path) -> None:

@@ -143,7 +143,7 @@ def test_a_broken_record_of_the_conversion_is_found_before_training(home: Path, 
 
 def test_the_loss_is_that_of_transformers(home: Path, tmp_path: Path) -> None:
     """On the same tokens; the first step's, before any change."""
-    from gqa_convert.text.samples import open_samples
+    from gqa_convert.data.samples import open_samples
 
     run(home, tmp_path / "run", tokens=64)
     tokenizer = AutoTokenizer.from_pretrained(home / "student")

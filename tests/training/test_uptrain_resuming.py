@@ -338,8 +338,8 @@ def test_a_refused_run_leaves_an_empty_folder_empty(home: Path, tmp_path: Path) 
 def test_text_that_fails_on_the_way_costs_no_step(
     home: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from gqa_convert.data.samples import Samples
     from gqa_convert.errors import DataError
-    from gqa_convert.text.samples import Samples
 
     original = Samples.batch
 

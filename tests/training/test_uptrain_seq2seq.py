@@ -14,11 +14,11 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from gqa_convert import convert_checkpoint
 from gqa_convert.conversion.options import ConversionOptions
+from gqa_convert.data.objectives import OBJECTIVES
+from gqa_convert.data.samples import open_samples
 from gqa_convert.errors import RecipeError
 from gqa_convert.families.loading import load_model
 from gqa_convert.families.table import FAMILIES
-from gqa_convert.text.objectives import OBJECTIVES
-from gqa_convert.text.samples import open_samples
 from gqa_convert.training.objectives import check_input, choose_objective, possible_objectives, sample_length
 from gqa_convert.training.recipe import make_recipe
 from tests.helpers.data_helpers import span_tokenizer

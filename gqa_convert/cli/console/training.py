@@ -60,9 +60,9 @@ def show_tokenized(found: "TokenizedRecipe") -> None:
     """Print the tokens of each source and where they are."""
     rows = []
     for source in found.sources:
-        ready = f"{source.pairs} pairs"
-        if source.tokens is not None:
-            ready = f"{tokens_text(source.tokens)} tokens"
+        ready = f"{tokens_text(source.tokens)} tokens"
+        if source.pairs is not None:
+            ready = f"{source.pairs} pairs"
         rows.append(("text", f"{source.source}: {ready}"))
     rows.append(("cache", found.cache))
     show_done(f"text for {found.samples:,} samples in {found.steps:,} steps", rows)

@@ -194,8 +194,9 @@ def _as_tensors(given: Mapping[str, Any], number: int, ids: str) -> "dict[str, T
 
 def _with_own_text(folder: Path, options: CalibrationOptions, tokens: int, progress: Progress) -> Any:
     """The texts of the options, in which the source has written what `self` stands for."""
-    from gqa_convert.text.own_text import is_self, own_text
-    from gqa_convert.text.token_files import default_cache
+    from gqa_convert.data.sources import is_self
+    from gqa_convert.data.token_files import default_cache
+    from gqa_convert.text.own_text import own_text
 
     source = options.source
     texts = list(source) if isinstance(source, Sequence) and not isinstance(source, str) else [source]

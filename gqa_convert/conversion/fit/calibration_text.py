@@ -18,25 +18,20 @@ import numpy.typing as npt
 
 from gqa_convert.checkpoint.strict_json import Config
 from gqa_convert.conversion.fit.stretched_blocks import stretched, stretches
+from gqa_convert.data.decoder_start import decoder_start
+from gqa_convert.data.documents import Piece
+from gqa_convert.data.encoders import text_encoder
+from gqa_convert.data.files import Files
+from gqa_convert.data.order import Integers, mix, permuted
+from gqa_convert.data.sources import as_source, open_source
+from gqa_convert.data.span_corruption import SpanCorruption, has_sentinels, shape_for
+from gqa_convert.data.token_files import Encoder, batched, default_cache, ids_of, tokenize
 from gqa_convert.errors import ConfigError, DataError, OptionError
 from gqa_convert.families.config_sizes import HIDDEN_SIZE_KEYS
 from gqa_convert.families.context_length import SPAN_LENGTH, block_length, is_t5_like, stated_count, stated_positions
 from gqa_convert.families.loading import is_encoder_decoder, read_config
-from gqa_convert.text.chat_encoding import ChatEncoder
-from gqa_convert.text.chats import ChatColumns
-from gqa_convert.text.decoder_start import decoder_start
-from gqa_convert.text.documents import Piece
-from gqa_convert.text.hub_rows import HubText
-from gqa_convert.text.marked_tokens import ids_of
 from gqa_convert.text.model_tokenizer import check_vocabulary, usable_tokenizer
-from gqa_convert.text.order import Integers, mix, permuted
 from gqa_convert.text.own_text import OwnText
-from gqa_convert.text.sources import as_source, open_source
-from gqa_convert.text.span_corruption import SpanCorruption, has_sentinels, shape_for
-from gqa_convert.text.text_files import FileText
-from gqa_convert.text.token_files import default_cache
-from gqa_convert.text.token_streams import GrowingFile
-from gqa_convert.text.tokenizing import Encoder, TextEncoder, batches
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -321,25 +316,22 @@ def _read(source: Any, tokenizer: Any, count: int, *, closed: bool) -> tuple[str
     """The label of the source, and at least `count` of its tokens, or all if it has fewer."""
     given = source.file if isinstance(source, OwnText) else source
     stated = as_source(str(given) if isinstance(given, Path) else given)
-    text = open_source(stated, default_cache(), chats=True)
-    label = source.label if isinstance(source, OwnText) else text.label
-    chats = isinstance(text.columns, ChatColumns)
-    encoder: Encoder = ChatEncoder(tokenizer, "all") if chats else TextEncoder(tokenizer, closed=closed)
-    if isinstance(text, FileText):
-        return label, ids_of(_file_tokens(text, encoder, count))
-    assert isinstance(text, HubText)
-    stream = GrowingFile(text, encoder, default_cache(), writes=True)
-    try:
-        size, _ = stream.size(_OVERSAMPLING * count)
-        return f"{label}@{text.commit[:12]}", ids_of(stream.read(0, min(size, _OVERSAMPLING * count)))
-    finally:
-        stream.close()
+    text = open_source(stated, default_cache())
+    encoder = text_encoder(stated, text, tokenizer, closed=closed, chats=True, loss_on="all")
+    if isinstance(text, Files):
+        label = source.label if isinstance(source, OwnText) else text.label
+        return label, _file_tokens(text, encoder, count)
+    most = _OVERSAMPLING * count
+    tokens = tokenize(text, encoder, default_cache(), needed=most)
+    return f"{text.label}@{text.commit[:12]}", tokens.read(0, min(tokens.size, most))
 
 
-def _file_tokens(text: FileText, encoder: Encoder, count: int) -> npt.NDArray[Any]:
+def _file_tokens(text: Files, encoder: Encoder, count: int) -> npt.NDArray[Any]:
     share = min(1.0, max(_WHOLE, _OVERSAMPLING * _CHARACTERS * count) / max(1, text.total_bytes))
     while True:
-        tokens = _encoded(text if share == 1 else _thinned(text, share), encoder)
+        pieces = text.pieces(encoder.fields)
+        batches = batched(pieces if share == 1 else _thinned(pieces, share))
+        tokens = np.concatenate([np.empty(0, np.int64), *(ids_of(encoder.encode(batch)) for batch in batches)])
         if share == 1 or len(tokens) >= count:
             return tokens
         share = min(1.0, 8 * share)  # most of the bytes belonged to other fields of the rows
@@ -352,17 +344,9 @@ def _thinned(pieces: Iterable[Piece], share: float) -> Iterator[Piece]:
     seen = kept = 0
     for piece in pieces:
         if kept <= share * seen:
-            kept += len(piece.text)
-            yield piece._replace(last=True)
-        seen += len(piece.text)
-
-
-def _encoded(pieces: Iterable[Piece], encoder: Encoder) -> npt.NDArray[Any]:
-    parts, begins = [np.empty(0, encoder.dtype)], True
-    for batch in batches(pieces):
-        parts.append(encoder.encode(batch, begins=begins)[0])
-        begins = batch[-1].last
-    return np.concatenate(parts)
+            kept += len(str(piece.text))
+            yield piece._replace(first=True, last=True)
+        seen += len(str(piece.text))
 
 
 def digest_of(settings: Sequence[Any], batches: "Iterable[Mapping[str, Tensor]]") -> str:

@@ -53,7 +53,7 @@ def plan_conversion(
                 method = MEAN.name
                 calibration = replace(calibration, device=None)  # nothing runs on it
             else:
-                from gqa_convert.text.sources import STDLIB  # imports numpy
+                from gqa_convert.data.sources import STDLIB  # imports numpy
 
                 calibration = replace(calibration, source=STDLIB, tokens=BUILT_IN_TOKENS)
     plan = make_plan(

@@ -12,7 +12,7 @@ import random
 
 import numpy as np
 
-from gqa_convert.text.order import Integers, mix
+from gqa_convert.data.order import Integers, mix
 
 SPAN = 32
 """Tokens of a copied span."""

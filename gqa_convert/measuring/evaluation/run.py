@@ -11,6 +11,10 @@ from typing import Any
 from gqa_convert.checkpoint.devices import chosen_device
 from gqa_convert.checkpoint.machine import measurement
 from gqa_convert.checkpoint.paths import local_path
+from gqa_convert.data.decoder_start import decoder_start, starts_with_last
+from gqa_convert.data.hub import commit_of
+from gqa_convert.data.sources import Source, is_on_hub
+from gqa_convert.data.token_files import default_cache
 from gqa_convert.errors import OptionError
 from gqa_convert.families.loading import no_bars
 from gqa_convert.measuring import Progress
@@ -21,8 +25,6 @@ from gqa_convert.measuring.evaluation.word_errors import word_errors
 from gqa_convert.measuring.out_of_memory import memory_explained
 from gqa_convert.measuring.results import EvaluationFile, ScoredText
 from gqa_convert.text.audio_files import AudioFile, list_audio_files
-from gqa_convert.text.decoder_start import decoder_start, starts_with_last
-from gqa_convert.text.hub_rows import commit_of
 from gqa_convert.text.model_tokenizer import check_vocabulary
 from gqa_convert.text.scoring.examples import pair_material, span_material
 from gqa_convert.text.scoring.forward import score
@@ -30,9 +32,7 @@ from gqa_convert.text.scoring.material import Material
 from gqa_convert.text.scoring.speech_examples import hear
 from gqa_convert.text.scoring.text_to_score import read_pairs, read_pieces
 from gqa_convert.text.scoring.texts import text_material
-from gqa_convert.text.sources import Source, is_on_hub
 from gqa_convert.text.speech import SpeechModel
-from gqa_convert.text.token_files import default_cache
 
 _LESS = "lower --batch or --window, use --dtype bfloat16, or a device with more memory"
 _SEED = 0

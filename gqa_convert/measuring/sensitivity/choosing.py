@@ -24,6 +24,7 @@ from gqa_convert.conversion.fit.layer_store import LayerStore
 from gqa_convert.conversion.fit.options import CalibrationOptions, steps_per_layer
 from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.plan import Plan, make_plan, merging_counts
+from gqa_convert.data.sources import STDLIB
 from gqa_convert.errors import OptionError
 from gqa_convert.measuring import Progress
 from gqa_convert.measuring.sensitivity.choice import BudgetChoice, HeadAllocation, choose_candidate
@@ -36,7 +37,6 @@ from gqa_convert.measuring.sensitivity.merged_copies import (
     tokens_of,
 )
 from gqa_convert.merging.methods import DEFAULT
-from gqa_convert.text.sources import STDLIB
 
 FIT_MARGIN: Final = 0.95
 """What a list's divergence after short fits must be, as a share of the uniform number's, to be chosen: a short fit is not

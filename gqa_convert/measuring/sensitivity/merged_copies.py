@@ -22,10 +22,10 @@ from gqa_convert.conversion.fit.model_loading import Precision, open_model, prec
 from gqa_convert.conversion.fit.options import CalibrationOptions, steps_per_layer
 from gqa_convert.conversion.fit.source_layers import ReadLayer, open_layers
 from gqa_convert.conversion.plan import Plan
+from gqa_convert.data.labels import IGNORED
 from gqa_convert.errors import DataError
 from gqa_convert.families.geometry import AttentionLayer
 from gqa_convert.measuring.sensitivity.layer_merging import ClosedForm, Merging, ShortFits
-from gqa_convert.text.labels import IGNORED
 from gqa_convert.text.losses import kl_loss
 
 Copy = Mapping[str, int]

@@ -6,16 +6,16 @@ from typing import Any
 
 import numpy as np
 
+from gqa_convert.data.documents import Piece, TextField
+from gqa_convert.data.order import mix
+from gqa_convert.data.pairs import frame_around, shortened
+from gqa_convert.data.span_corruption import SpanCorruption
+from gqa_convert.data.token_files import batched, ids_of
+from gqa_convert.data.tokenizing import TextEncoder
 from gqa_convert.errors import DataError
-from gqa_convert.text.documents import Piece
-from gqa_convert.text.framing import frame_around
-from gqa_convert.text.order import mix
-from gqa_convert.text.pair_files import shortened
 from gqa_convert.text.scoring.material import Batch, Integers, Material
 from gqa_convert.text.scoring.texts import byte_ends, encode
 from gqa_convert.text.scoring.windows import longest_first
-from gqa_convert.text.span_corruption import SpanCorruption
-from gqa_convert.text.tokenizing import TextEncoder, batches
 
 
 def span_material(
@@ -41,8 +41,8 @@ def span_material(
         raw = corruption.shape_for(length).raw
     except DataError as problem:  # in the words of a recipe
         raise DataError(str(problem).replace("sequence_length", "--window")) from None
-    encoder = TextEncoder(tokenizer, closed=False)
-    ids = np.concatenate([encoder.encode(some, begins=True)[0] for some in batches(pieces)]).astype(np.int64)
+    encoder = TextEncoder(tokenizer, TextField(), closed=False)
+    ids = np.concatenate([ids_of(encoder.encode(some)) for some in batched(pieces)])
     count = len(ids) // raw
     if not count:
         raise DataError(

@@ -1,18 +1,15 @@
 """Reads the text to score once, so that all models get the same text."""
 
 from collections.abc import Callable, Iterator
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from gqa_convert.data.documents import PAIR_KEYS, PairFields, Piece, TextField
+from gqa_convert.data.files import Files
+from gqa_convert.data.sources import Source, open_source
+from gqa_convert.data.token_files import default_cache
 from gqa_convert.errors import DataError
-from gqa_convert.text.documents import PAIR_KEYS, Piece, well_formed
-from gqa_convert.text.hub_rows import HubText, numbered_rows
-from gqa_convert.text.pairs import Pair, pairs_of
 from gqa_convert.text.scoring.texts import encode
-from gqa_convert.text.sources import Source, open_source
-from gqa_convert.text.text_files import FileText
-from gqa_convert.text.token_files import default_cache
 
 STREAM_TOKENS = 1_000_000
 """The default number of tokens read from a Hub dataset, because some datasets never end."""
@@ -35,12 +32,11 @@ def read_pieces(
         DataError: the text can't be found or read, or is empty.
     """
     text = open_source(source, default_cache())
-    if isinstance(text, HubText):
-        limit, stream = tokens or STREAM_TOKENS, _hub_pieces(text)
-        found = list(_limited(stream, tokenizer, limit, progress))
+    pieces = text.pieces(TextField(source.text_field))
+    if isinstance(text, Files) and tokens is None:
+        found = list(_counted(text, pieces, progress))
     else:
-        files = _counted(text, (lambda done, total: None) if tokens else progress)
-        found = list(files if tokens is None else _limited(files, tokenizer, tokens, progress))
+        found = list(_limited(pieces, tokenizer, tokens or STREAM_TOKENS, progress))
     if not found:
         raise DataError(f"{text.label} holds no text: name another source or --text-field")
     return found
@@ -56,13 +52,14 @@ def read_file(path: Path, text_field: str = "text") -> str:
     Raises:
         DataError: the file can't be read, or a row has no such field.
     """
-    parts = (piece.text + ("\n\n" if piece.last else "") for piece in FileText(str(path), [path], text_field))
+    pieces = Files(str(path), [path]).pieces(TextField(text_field))
+    parts = (piece.text + ("\n\n" if piece.last else "") for piece in pieces)
     return "".join(parts).removesuffix("\n\n")
 
 
 def read_pairs(
     source: Source, fields: tuple[str, str], count: int | None, progress: Progress = lambda done, total: None
-) -> list[Pair]:
+) -> list[tuple[str, str]]:
     """Pairs of texts: two fields of each row of JSON lines, Parquet files or a Hub dataset.
 
     Args:
@@ -75,16 +72,16 @@ def read_pairs(
         DataError: the rows can't be found or read, lack a field, or have no text in it.
     """
     text = open_source(source, default_cache())
-    pairs: list[Pair] = []
+    pairs: list[tuple[str, str]] = []
     try:
-        for where, pair in pairs_of(text, fields):
-            for field, side in zip(fields, pair, strict=True):
+        for piece in text.pieces(PairFields(*fields)):
+            for field, side in zip(fields, piece.text, strict=True):
                 if not side:
                     raise DataError(
-                        f"{where}: {field!r} is empty, expected text: remove the row, or name another field"
+                        f"{piece.where}: {field!r} is empty, expected text: remove the row, or name another field"
                     )
-            pairs.append(pair)
-            if isinstance(text, FileText):
+            pairs.append(piece.text)
+            if isinstance(text, Files):
                 progress(text.bytes_read(), text.total_bytes)
             elif count:
                 progress(len(pairs), count)
@@ -97,15 +94,10 @@ def read_pairs(
     return pairs
 
 
-def _counted(text: FileText, progress: Progress) -> Iterator[Piece]:
-    for piece in text:
+def _counted(text: Files, pieces: Iterator[Piece], progress: Progress) -> Iterator[Piece]:
+    for piece in pieces:
         progress(text.bytes_read(), text.total_bytes)
-        yield piece._replace(text=well_formed(piece.text))
-
-
-def _hub_pieces(text: HubText) -> Iterator[Piece]:
-    pieces = (text.columns.pieces(row, where) for where, row in numbered_rows(text))
-    return (piece._replace(text=well_formed(piece.text)) for piece in chain.from_iterable(pieces))
+        yield piece
 
 
 def _limited(pieces: Iterator[Piece], tokenizer: Any, limit: int, progress: Progress) -> Iterator[Piece]:

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from gqa_convert.data.documents import Piece
 from gqa_convert.errors import DataError
-from gqa_convert.text.documents import Piece
 from gqa_convert.text.scoring.material import Batch, Integers, Material
 from gqa_convert.text.scoring.windows import Window, cut_windows, longest_first
 

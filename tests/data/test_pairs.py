@@ -12,12 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gqa_convert.data.hub import HubDataset
+from gqa_convert.data.pairs import Frame, frames_of, shortened
+from gqa_convert.data.samples import Samples, evaluation_blocks, open_samples
+from gqa_convert.data.tokenizing import tokenizer_state
 from gqa_convert.errors import DataError
-from gqa_convert.text.framing import Frame, frames_of
-from gqa_convert.text.hub_rows import HubText
-from gqa_convert.text.pair_files import shortened
-from gqa_convert.text.samples import Samples, evaluation_blocks, open_samples
-from gqa_convert.text.tokenizing import tokenizer_state
 from tests.helpers.seq2seq import BOS, EOS, MASK, PAD, bart_tokenizer, language_tokenizer, write_pairs
 
 PAIRS = {"source_field": "a", "target_field": "b"}
@@ -55,7 +54,7 @@ def test_every_pair_comes_once_in_an_epoch(tmp_path: Path, kind: str, monkeypatc
         pq.write_table(pa.Table.from_pylist(rows), path)
     if kind == "hub":
         path, keys = "some/pairs", keys | {"revision": "0" * 40}
-        monkeypatch.setattr(HubText, "rows", lambda text, fields: iter(rows))
+        monkeypatch.setattr(HubDataset, "open_rows", lambda _: iter(rows))
     made = opened({"source": path, **keys}, bart_tokenizer(), tmp_path / "cache")
     assert made.epoch_samples == 23
     epochs = [made.batch(range(first, first + 23)) for first in (0, 23)]
@@ -147,7 +146,7 @@ def test_frames_are_the_tokenizers_own() -> None:
         ({"a": "x"}, PAIRS, r"line 1 has no 'b', found a: name the fields with `source_field` and `target_field`"),
         ({"a": "x", "b": 3}, PAIRS, r"line 1: 'b' holds a int, expected text: name another field"),
         ({"t": {"a": "x"}}, {"source_field": "t.a", "target_field": "t.b"}, r"line 1: 't' has no 'b', found a"),
-        ({"a": "", "b": ""}, PAIRS, r"holds no pair with text on both sides \(1 rows\)"),
+        ({"a": "", "b": ""}, PAIRS, r"holds no text: name another source, or other fields"),
         ({"a": "x", "b": "y"}, {}, r"does not name their fields: add `source_field` and `target_field`"),
     ],
 )
@@ -155,14 +154,12 @@ def test_what_is_no_pair(tmp_path: Path, row: dict[str, Any], keys: dict[str, An
     (tmp_path / "p.jsonl").write_text(json.dumps(row) + "\n")
     with pytest.raises(DataError, match=message):
         opened({"source": str(tmp_path / "p.jsonl"), **keys}, bart_tokenizer(), tmp_path / "cache")
-    assert not list((tmp_path / "cache").glob("*.pairs")) + list((tmp_path / "cache").glob("*.part"))
+    assert not list((tmp_path / "cache").glob("*.json"))
 
 
 def test_plain_text_and_columns_that_are_missing(tmp_path: Path) -> None:
     (tmp_path / "p.txt").write_text("w1")
-    with pytest.raises(
-        DataError, match=r"is plain text, which has no fields a and b: .* remove `source_field` and `target_field`"
-    ):
+    with pytest.raises(DataError, match=r"is plain text, which has no fields \(a and b\): name JSON lines"):
         opened({"source": str(tmp_path / "p.txt"), **PAIRS}, bart_tokenizer(), tmp_path)
     pq.write_table(pa.table({"a": ["x"]}), tmp_path / "p.parquet")
     with pytest.raises(DataError, match=r"has no 'b', found a: name the fields with `source_field` and `target_field`"):

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gqa_convert.data.order import Mixture, mix, permuted
 from gqa_convert.errors import DataError
-from gqa_convert.text.order import Mixture, mix, permuted
 
 
 @given(size=st.integers(1, 700), key=st.integers(0, 2**64 - 1))

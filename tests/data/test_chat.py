@@ -10,11 +10,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from gqa_convert.conversion.fit.calibration_text import calibration_batches
+from gqa_convert.data.documents import TextField
+from gqa_convert.data.hub import HubDataset
+from gqa_convert.data.labels import IGNORED
+from gqa_convert.data.samples import evaluation_blocks, open_samples
+from gqa_convert.data.sources import Source, open_source, text_fields
 from gqa_convert.errors import DataError, RecipeError
-from gqa_convert.text.hub_rows import HubText
-from gqa_convert.text.labels import IGNORED
-from gqa_convert.text.samples import evaluation_blocks, open_samples
-from gqa_convert.text.sources import Source, open_source
 from gqa_convert.training.recipe import make_recipe
 from tests.helpers.data_helpers import demo_tokenizer
 from tests.helpers.uptrain_runs import DEMO
@@ -228,13 +229,14 @@ def test_forgetful_templates_can_be_learned_whole(chats: Path, tmp_path: Path) -
 
 def test_plain_text_is_no_conversation(tmp_path: Path) -> None:
     (tmp_path / "words.txt").write_text("one two three " * 100)
-    with pytest.raises(DataError, match="plain text, which holds no conversations"):
+    with pytest.raises(DataError, match="plain text, which has no fields .messages"):
         packed({"source": str(tmp_path / "words.txt"), "format": "chat"}, tokenizer_with(PLAIN), tmp_path / "cache")
 
 
 def test_a_text_field_beside_the_messages_stays_text(tmp_path: Path) -> None:
     path = rows_file(tmp_path, [{"messages": CHATS[0], "text": "plain"}])
-    assert [piece.text for piece in open_source(Source(str(path)), tmp_path, chats=True)] == ["plain"]  # type: ignore[union-attr]
+    source = Source(str(path))
+    assert text_fields(source, open_source(source, tmp_path), chats=True) == TextField()
 
 
 @pytest.mark.parametrize(
@@ -255,8 +257,8 @@ def test_contradicting_keys(keys: dict[str, Any], message: str) -> None:
 
 
 def test_a_stream_of_conversations(chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gqa_convert.text.sources.commit_of", lambda *_, **__: "0" * 40)
-    monkeypatch.setattr(HubText, "rows", lambda _: [{"messages": chat} for chat in CHATS])
+    monkeypatch.setattr("gqa_convert.data.sources.commit_of", lambda *_, **__: "0" * 40)
+    monkeypatch.setattr(HubDataset, "open_rows", lambda _: [{"messages": chat} for chat in CHATS])
     tokenizer = tokenizer_with(PLAIN)
     stream, file = (
         packed({"source": source, "format": "chat"}, tokenizer, tmp_path / "cache")
@@ -264,3 +266,10 @@ def test_a_stream_of_conversations(chats: Path, tmp_path: Path, monkeypatch: pyt
     )
     for name in file:
         np.testing.assert_array_equal(stream[name], file[name])
+
+
+def test_a_stream_without_an_answer_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gqa_convert.data.sources.commit_of", lambda *_, **__: "0" * 40)
+    monkeypatch.setattr(HubDataset, "open_rows", lambda _: [{"messages": said(TEXTS[0])}] * 9)
+    with pytest.raises(DataError, match="org/some has no message of the assistant"):
+        packed({"source": "org/some", "format": "chat"}, tokenizer_with(PLAIN), tmp_path / "cache")

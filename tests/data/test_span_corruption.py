@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gqa_convert.errors import DataError
-from gqa_convert.text.labels import IGNORED
-from gqa_convert.text.samples import EvaluationBlocks, Samples, make_sampler
-from gqa_convert.text.span_corruption import (
+from gqa_convert.data.labels import IGNORED
+from gqa_convert.data.objectives import SampleSettings, make_sampler
+from gqa_convert.data.samples import EvaluationBlocks, Samples
+from gqa_convert.data.span_corruption import (
     Shape,
     SpanCorruption,
     SpanSampler,
@@ -17,7 +17,8 @@ from gqa_convert.text.span_corruption import (
     sentinel_ids,
     shape_for,
 )
-from tests.helpers.data_helpers import EOS, PAD, ArrayTokens, span_tokenizer
+from gqa_convert.errors import DataError
+from tests.helpers.data_helpers import EOS, PAD, array_tokens, span_tokenizer
 
 TOKENIZER = span_tokenizer()
 SENTINELS = sentinel_ids(TOKENIZER)
@@ -51,8 +52,8 @@ def sampler_for(length: int) -> SpanSampler:
     return SpanSampler(length, TOKENIZER, decoder_start=PAD)
 
 
-def samples_of(words: np.ndarray, length: int, seed: int = 3, *, growing: bool = False) -> Samples:
-    return Samples([(ArrayTokens(words, growing=growing), 1.0)], sampler_for(length), seed, "")
+def samples_of(words: np.ndarray, length: int, seed: int = 3) -> Samples:
+    return Samples([(array_tokens(words), 1.0)], sampler_for(length), seed, "")
 
 
 def random_words(count: int, seed: int = 0) -> np.ndarray:
@@ -152,17 +153,19 @@ def test_the_seed_alone_decides() -> None:
 
 @pytest.mark.parametrize("window", [1, 700])
 def test_a_stream_gives_the_same_samples_as_what_became_of_it(window: int) -> None:
-    words = random_words(9000)
-    growing, grown = samples_of(words, 48, growing=True), samples_of(words, 48)
-    growing._windows = grown._windows = [window]
-    for index in range(250):
-        assert (growing.batch([index])["input_ids"] == grown.batch([index])["input_ids"]).all()
+    words, sampler = random_words(9000), sampler_for(48)
+    known = array_tokens(words[: sampler.tokens_for(100, window)], is_stream=True, complete=False)
+    part, whole = (
+        Samples([(tokens, 1.0)], sampler, 3, "", window) for tokens in (known, array_tokens(words, is_stream=True))
+    )
+    for index in range(100):
+        assert (part.batch([index])["input_ids"] == whole.batch([index])["input_ids"]).all()
 
 
 def test_evaluation_uses_whole_blocks_in_order() -> None:
     words = np.arange(1000, 3000)
     sampler = sampler_for(48)
-    blocks = EvaluationBlocks([(ArrayTokens(words), 1.0)], sampler, 500, "")
+    blocks = EvaluationBlocks([(array_tokens(words), 500)], sampler, "")
     batch = blocks.batch(range(len(blocks)))
     rows = zip(batch["input_ids"].tolist(), batch["labels"].tolist(), strict=True)
     found = [token for inputs, targets in rows for token in put_together(inputs, targets)]
@@ -194,11 +197,11 @@ def test_missing_sentinels() -> None:
 
 
 def test_lengths_without_sense() -> None:
-    with pytest.raises(DataError, match="sequence_length is 2, and span corruption needs 3"):
-        make_sampler(TOKENIZER, "span_corruption", 2, document_mask=False, decoder_start=None)
-    with pytest.raises(DataError, match="document_mask"):
-        make_sampler(TOKENIZER, "span_corruption", 64, document_mask=True, decoder_start=None)
-    with pytest.raises(DataError, match="choose one of"):
-        make_sampler(TOKENIZER, "spans", 64, document_mask=False, decoder_start=None)
-    with pytest.raises(DataError, match="above 0"):
-        make_sampler(TOKENIZER, "causal", 0, document_mask=False, decoder_start=None)
+    for objective, length, mask, message in (
+        ("span_corruption", 2, False, "sequence_length is 2, and span corruption needs 3"),
+        ("span_corruption", 64, True, "document_mask"),
+        ("spans", 64, False, "choose one of"),
+        ("causal", 0, False, "above 0"),
+    ):
+        with pytest.raises(DataError, match=message):
+            make_sampler(objective, SampleSettings(TOKENIZER, length, mask))

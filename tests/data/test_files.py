@@ -1,0 +1,252 @@
+"""Sources of text: what is read of them, and what is refused."""
+
+import dataclasses
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from tokenizers import processors
+
+from gqa_convert.data import files, stdlib_text
+from gqa_convert.data.documents import TextField
+from gqa_convert.data.encoders import text_encoder
+from gqa_convert.data.files import Files
+from gqa_convert.data.samples import open_samples
+from gqa_convert.data.sources import Source, as_source, open_source
+from gqa_convert.data.token_files import tokenize
+from gqa_convert.errors import DataError
+from tests.helpers.data_helpers import EOS, span_tokenizer
+
+TOKENIZER = span_tokenizer()
+TEXTS = ["w1 w2 w3", "w4", "w5 w6 w7 w8"]
+IDS = [4, 5, 6, EOS, 7, EOS, 8, 9, 10, 11, EOS]
+
+
+def tokens_of(source: Any, cache: Path, *, closed: bool = True, tokenizer: Any = TOKENIZER) -> list[int]:
+    stated = as_source(source)
+    text = open_source(stated, cache)
+    tokens = tokenize(text, text_encoder(stated, text, tokenizer, closed=closed, chats=False, loss_on="all"), cache)
+    found: list[int] = tokens.read(0, tokens.size).tolist()
+    return found
+
+
+def written(folder: Path, name: str, content: str | bytes) -> Path:
+    path = folder / name
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return path
+
+
+def json_lines(*texts: Any, field: str = "text") -> str:
+    return "".join(json.dumps({"id": 1, field: text}) + "\n" for text in texts)
+
+
+@pytest.mark.parametrize("kind", ["txt", "txt.gz", "txt.zst", "jsonl", "jsonl.gz", "jsonl.zst", "parquet"])
+def test_files_of_every_kind(tmp_path: Path, kind: str) -> None:
+    content = (TEXTS[0] if kind.startswith("txt") else json_lines(*TEXTS, "", None)).encode()
+    path = tmp_path / f"some.{kind}"
+    if kind == "parquet":
+        pq.write_table(pa.table({"text": [*TEXTS, "", None], "other": [1, 2, 3, 4, 5]}), path)
+    elif kind.endswith("zst"):
+        path.write_bytes(pa.compress(content, "zstd", asbytes=True))
+    else:
+        path.write_bytes(gzip.compress(content) if kind.endswith("gz") else content)
+    assert tokens_of(str(path), tmp_path / "cache") == (IDS[:4] if kind.startswith("txt") else IDS)
+
+
+def test_patterns_and_folders_are_read_in_order(tmp_path: Path) -> None:
+    (tmp_path / "texts" / "below").mkdir(parents=True)
+    for number, name in enumerate(("b.txt", "a.txt", "below/c.md"), 1):
+        written(tmp_path / "texts", name, f"w{number}")
+    written(tmp_path / "texts", "image.png", b"\xff\xfe")
+    cache = tmp_path / "cache"
+    assert tokens_of(str(tmp_path / "texts" / "*.txt"), cache) == [5, EOS, 4, EOS]
+    assert tokens_of(str(tmp_path / "texts"), cache) == [5, EOS, 4, EOS, 6, EOS]
+    assert tokens_of(str(tmp_path / "texts" / "**" / "*.md"), cache) == [6, EOS]
+    assert tokens_of({"source": str(tmp_path / "texts" / "**" / "*.md")}, cache, closed=False) == [6]
+
+
+def test_long_files_are_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "".join(f"w{number % 400}\n" if number % 7 else f"w{number % 400} " for number in range(3000))
+    path = written(tmp_path, "long.txt", "\ufeff" + text)
+    monkeypatch.setattr(files, "PIECE", 100)
+    pieces = list(Files("long", [path]).pieces(TextField()))
+    assert "".join(piece.text for piece in pieces) == text
+    assert len(pieces) > 50
+    assert [piece.last for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+    assert [piece.first for piece in pieces] == [True] + [False] * (len(pieces) - 1)
+    assert tokens_of(str(path), tmp_path / "cache") == [3 + number % 400 for number in range(3000)] + [EOS]
+
+
+def test_the_standard_library_is_there() -> None:
+    train, held_out = (open_source(Source(name), Path()) for name in ("python-stdlib", "python-stdlib:held-out"))
+    assert isinstance(train, Files)
+    assert isinstance(held_out, Files)
+    assert len(train.files) > 10 * len(held_out.files) > 0
+    assert not set(train.files) & set(held_out.files)
+    assert sum(len(piece.text) for piece in held_out.pieces(TextField())) > 10**5
+
+
+def test_the_standard_library_is_listed_in_order_without_what_is_installed_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ["a/b.py", "a/sub/c.py", "a-b.py", "a.py"]
+    tests = ["a/sub/tests/e.py", "test/d.py"]
+    for name in (*names, *tests, "site-packages/f.py", "a/__pycache__/g.py", "a/h.txt", "tests.txt/i"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        written(tmp_path, name, "x")
+    monkeypatch.setattr(stdlib_text.sysconfig, "get_path", lambda _: str(tmp_path))
+
+    def listed(**options: bool) -> list[str]:
+        parts = [stdlib_text.source_files(held_out, **options) for held_out in (False, True)]
+        assert all(stdlib_text.is_held_out(path.relative_to(tmp_path).as_posix()) for path in parts[1])
+        assert all(part == sorted(part) for part in parts)
+        return sorted(path.relative_to(tmp_path).as_posix() for part in parts for path in part)
+
+    assert listed() == sorted(names)
+    assert listed(with_tests=True) == sorted([*names, *tests])
+
+
+def test_the_beginning_of_text_is_written_where_the_tokenizer_writes_it(tmp_path: Path) -> None:
+    tokenizer = span_tokenizer()
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    bos = tokenizer.bos_token_id
+    path = written(tmp_path, "some.jsonl", json_lines("w1 w2", "w3"))
+    assert tokens_of(str(path), tmp_path, tokenizer=tokenizer) == [4, 5, EOS, 6, EOS]
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", bos)]
+    )
+    assert tokens_of(str(path), tmp_path, tokenizer=tokenizer) == [bos, 4, 5, EOS, bos, 6, EOS]
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+@pytest.mark.parametrize("name", ["some.json", "some.jsonl", "some.json.gz"])
+def test_an_array_is_read_as_its_items(name: str, indent: int | None, tmp_path: Path) -> None:
+    text = json.dumps([{"id": 1, "text": "w1 w2"}, {"text": ""}, {"text": "w3"}], indent=indent)
+    path = written(tmp_path, name, gzip.compress(text.encode()) if name.endswith(".gz") else text)
+    assert tokens_of(str(path), tmp_path) == [4, 5, EOS, 6, EOS]
+
+
+def test_half_a_surrogate_pair_is_replaced(tmp_path: Path) -> None:
+    path = written(tmp_path, "some.jsonl", '{"text": "w1 \\ud800"}\n')
+    assert tokens_of(str(path), tmp_path) == [4, TOKENIZER.unk_token_id, EOS]
+
+
+BAD: dict[str, tuple[str, str | bytes, str]] = {
+    "not UTF-8": ("some.txt", b"w1 \xff\xfe", "is not UTF-8"),
+    "JSON lines that are not UTF-8": ("some.jsonl", b'{"text": "\xe9"}', "is not UTF-8"),
+    "no JSON": ("some.jsonl", '{"text": "w1"}\n{"text"', "line 2 is not JSON"),
+    "no object": ("some.jsonl", '"w1"\n', "line 1 holds a str"),
+    "an array of texts": ("some.json", '["w1"]\n', "item 1 holds a str, expected an object with 'text'"),
+    "an array that is cut off": ("some.json", '[{"text": "w1"},', "begins like a JSON array but is not one"),
+    "several arrays": ("some.jsonl", '["w1"]\n["w2"]\n', "one array of objects, or one object per line"),
+    "an object over several lines": (
+        "some.json",
+        '{\n"text": "w1"\n}',
+        "line 1 is not JSON.*one object per line, or one array",
+    ),
+    "no such field": (
+        "some.jsonl",
+        json_lines("w1", field="content"),
+        r"line 1 has no 'text', found id, content.*text_field",
+    ),
+    "no text": ("some.jsonl", json_lines(5), "line 1: 'text' holds a int"),
+    "empty": ("some.txt", "", "holds no text"),
+    "empty rows": ("some.jsonl", json_lines("", None), "holds no text"),
+    "cut off": ("some.txt.gz", gzip.compress(b"w1 w2 " * 1000)[:40], "some.txt.gz can't be read .Truncated"),
+    "no gzip": ("some.txt.gz", b"w1", "some.txt.gz can't be read .*incorrect header"),
+    "no zstd": ("some.txt.zst", b"w1", "some.txt.zst can't be read"),
+    "no Parquet": ("some.parquet", b"w1", "is not a readable Parquet file"),
+    "too short": ("some.txt", "w1 w2", "has 3 tokens, fewer than one sample of 5"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_files(tmp_path: Path, name: str) -> None:
+    file, content, message = BAD[name]
+    path = written(tmp_path, file, content)
+    waits: list[int] = []
+    with pytest.raises(DataError, match=message):
+        open_samples(
+            str(path),
+            TOKENIZER,
+            objective="causal",
+            sequence_length=4,
+            cache=tmp_path / "cache",
+            wait=lambda: waits.append(1),
+        )
+    assert waits == [1]
+    assert (list((tmp_path / "cache").glob("*.json")) != []) == (name == "too short")
+
+
+def test_bad_sources(tmp_path: Path) -> None:
+    for source, message in {
+        str(tmp_path / "none.txt"): "does not exist",
+        "none.jsonl": "does not exist",
+        str(tmp_path / "*.txt"): "holds no text files",
+        str(tmp_path): "holds no text files",
+        "": "is empty",
+        "what is this?": "holds no text files",
+        "what is this": "does not exist",
+    }.items():
+        with pytest.raises(DataError, match=message):
+            open_source(as_source(source), tmp_path)
+    pq.write_table(pa.table({"content": ["w1"]}), tmp_path / "some.parquet")
+    with pytest.raises(DataError, match=r"has no 'text', found content"):
+        tokens_of(str(tmp_path / "some.parquet"), tmp_path)
+    assert tokens_of({"source": str(tmp_path / "some.parquet"), "text_field": "content"}, tmp_path) == [
+        4,
+        EOS,
+    ]
+    with pytest.raises(DataError, match="the data source has an unknown key 'wieght': did you mean 'weight'"):
+        as_source({"source": "some.txt", "wieght": 2})
+    with pytest.raises(DataError, match="no key 'source'"):
+        as_source({"weight": 2})
+    with pytest.raises(DataError, match="at least one source"):
+        open_samples([], TOKENIZER, objective="causal", sequence_length=4, cache=tmp_path)
+
+
+@pytest.mark.parametrize("key", ["split", "name", "revision"])
+@pytest.mark.parametrize("place", ["text.txt", ".", "*.txt", "python-stdlib"])
+def test_local_text_has_no_keys_of_the_hub(tmp_path: Path, key: str, place: str) -> None:
+    (tmp_path / "text.txt").write_text("some text")
+    source = place if place == "python-stdlib" else str(tmp_path / place)
+    open_source(as_source({"source": source, "split": "train"}), tmp_path)  # the default, which splits nothing off
+    with pytest.raises(DataError, match=f"{key} = 'other' only applies to datasets on the Hub: remove {key}") as caught:
+        open_source(as_source({"source": source, key: "other"}), tmp_path)
+    assert str(caught.value).startswith(source)
+
+
+def test_sources_as_mappings() -> None:
+    given = Source(source="org/some", weight=2.0, text_field="content", split="train[:1%]", name="en", revision="v1")
+    assert as_source(given) is given
+    assert as_source(dataclasses.asdict(given)) == given
+    assert as_source({"source": "org/some", "weight": 2}) == Source("org/some", 2)
+
+
+def test_a_tokenizer_without_end_of_text(tmp_path: Path) -> None:
+    path = written(tmp_path, "some.txt", "w1")
+    with pytest.raises(DataError, match="no end-of-text token"):
+        open_samples(str(path), span_tokenizer(eos=None), objective="causal", sequence_length=4, cache=tmp_path)
+
+
+def test_other_separators_of_lines_end_no_row(tmp_path: Path) -> None:
+    """JSON may hold the line separators of Unicode as they are."""
+    texts = ["w1\u2028w2", "w3\u2029w4\x85w5\x0cw6"]
+    rows = [json.dumps({"text": text}, ensure_ascii=False) for text in texts]
+    path = written(tmp_path, "some.jsonl", "\r\n".join(rows))
+    assert [piece.text for piece in Files("some", [path]).pieces(TextField())] == texts
+
+
+@pytest.mark.parametrize("suffix", ["gz", "zst"])
+def test_a_compressed_file_with_changed_bytes(tmp_path: Path, suffix: str) -> None:
+    plain = b"".join(b'{"text": "w%d"}\n' % (number % 7) for number in range(500))
+    packed = bytearray(gzip.compress(plain, mtime=0) if suffix == "gz" else pa.compress(plain, "zstd", asbytes=True))
+    packed[20:28] = b"\xff" * 8
+    path = tmp_path / f"text.jsonl.{suffix}"
+    path.write_bytes(packed)
+    with pytest.raises(DataError, match=r"text\.jsonl\..* can't be read"):
+        tokens_of(str(path), tmp_path / "cache")

@@ -1,0 +1,226 @@
+"""Streams: tokenised as far as a run needs them, and further when a longer one does."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets
+import huggingface_hub
+import pytest
+
+from gqa_convert.data import hub, sources, token_files
+from gqa_convert.data.hub import HubDataset
+from gqa_convert.data.labels import IGNORED
+from gqa_convert.data.samples import Samples, evaluation_blocks, open_samples
+from gqa_convert.errors import DataError
+from tests.helpers.data_helpers import span_tokenizer
+
+TOKENIZER = span_tokenizer()
+DOCUMENTS = 4000
+LENGTH = 16
+
+
+def text_of(number: int) -> str:
+    return " ".join(f"w{(number * 7 + place) % 500}" for place in range(1 + number % 5))
+
+
+class Rows:
+    """A dataset of texts; what is read of it is counted."""
+
+    def __init__(self, fails_at: int | None = None) -> None:
+        self.read, self.fails_at, self.opened = 0, fails_at, 0
+
+    def __call__(self, _: HubDataset) -> Any:
+        self.opened += 1
+        return self
+
+    def __iter__(self) -> Iterator[dict[str, str]]:
+        for number in range(DOCUMENTS):
+            if number == self.fails_at:
+                raise ConnectionError("the line went dead")
+            self.read += 1
+            yield {"text": text_of(number)}
+
+
+@pytest.fixture(autouse=True)
+def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches of 50 documents, and no questions to the Hub."""
+    monkeypatch.setattr(sources, "commit_of", lambda *_, **__: "0" * 40)
+    monkeypatch.setattr(token_files, "_BATCH_PIECES", 50)
+
+
+@pytest.fixture
+def from_rows(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
+    """Replaces what the Hub would send."""
+    return lambda rows: monkeypatch.setattr(HubDataset, "open_rows", lambda dataset: rows(dataset))
+
+
+def opened(cache: Path, tokens: int | None, **settings: Any) -> Samples:
+    given = {"objective": "causal", "sequence_length": LENGTH, "seed": 3, "shuffle_window": 1}  # in order
+    return open_samples("org/some", TOKENIZER, tokens=tokens, cache=cache, **given | settings)
+
+
+def expected_tokens() -> list[int]:
+    return [
+        token
+        for number in range(DOCUMENTS)
+        for token in (*TOKENIZER(text_of(number), add_special_tokens=False)["input_ids"], TOKENIZER.eos_token_id)
+    ]
+
+
+def test_a_stream_is_read_as_far_as_it_is_needed(tmp_path: Path, from_rows: Callable[[Any], None]) -> None:
+    rows = Rows()
+    from_rows(rows)
+    samples = opened(tmp_path, 10 * LENGTH)
+    assert samples.epoch_samples is None
+    first = samples.batch(range(10))["input_ids"]
+    assert first.ravel().tolist() == expected_tokens()[: 10 * LENGTH]
+    assert rows.read <= 50 + 50
+    with pytest.raises(IndexError, match="sample 300 is cut from tokens of org/some that are not there yet"):
+        samples.batch([300])
+    longer = opened(tmp_path, 300 * LENGTH)
+    assert rows.opened == 2
+    assert longer.fingerprint == samples.fingerprint
+    assert longer.batch(range(300))["input_ids"].ravel().tolist() == expected_tokens()[: 300 * LENGTH]
+    assert opened(tmp_path, 200 * LENGTH).batch([0])["input_ids"].tolist() == first[:1].tolist()
+    assert rows.opened == 2
+
+
+@pytest.mark.parametrize("window", [1, 100 * LENGTH, 10**6])
+def test_every_token_of_a_stream_is_predicted_once(
+    tmp_path: Path, from_rows: Callable[[Any], None], window: int
+) -> None:
+    from_rows(Rows())
+    samples, tokens = opened(tmp_path, None, shuffle_window=window), expected_tokens()
+    blocks = -(-len(tokens) // LENGTH)
+    assert samples.epoch_samples == blocks
+    epochs = [samples.batch(range(first, first + blocks))["labels"] for first in (0, blocks)]
+    found = [labels[labels != IGNORED].tolist() for labels in epochs]
+    assert sorted(found[0]) == sorted(found[1]) == sorted(tokens[1:])
+    assert (found[0] == tokens[1:]) == (window == 1)
+    assert found[0] != found[1]
+
+
+@pytest.mark.parametrize("objective", ["causal", "span_corruption"])
+def test_shuffled_samples_do_not_depend_on_how_much_of_the_stream_is_known(
+    tmp_path: Path, from_rows: Callable[[Any], None], objective: str
+) -> None:
+    """A resumed run may find the whole stream on disk, and must read what it would have read."""
+    from_rows(Rows())
+    settings: dict[str, Any] = {"objective": objective, "sequence_length": 32, "shuffle_window": 1500}
+    early, late, other = (
+        opened(tmp_path, tokens, **settings, seed=seed).batch(range(30))["labels"].tolist()
+        for tokens, seed in ((960, 3), (None, 3), (None, 4))
+    )
+    assert early == late != other
+
+
+def test_a_broken_stream_continues_where_it_ended(tmp_path: Path, from_rows: Callable[[Any], None]) -> None:
+    from_rows(Rows(fails_at=777))
+    with pytest.raises(
+        DataError, match=r"org/some was interrupted after 777 rows \(the line went dead\): check the net"
+    ):
+        opened(tmp_path, None)
+    (record,) = tmp_path.glob("*.json")
+    assert json.loads(record.read_text())["record"]["pieces"] == 750
+    from_rows(Rows())
+    again = opened(tmp_path, None)
+    assert again.batch(range(600))["input_ids"].ravel().tolist() == expected_tokens()[: 600 * LENGTH]
+    rows = Rows()
+    from_rows(rows)
+    assert opened(tmp_path, None).epoch_samples == again.epoch_samples
+    assert rows.opened == 0
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"content": "w1"}, "org/some row 1 has no 'text', found content"),
+        ({"text": 3}, "holds a int"),
+        ({"text": ""}, "holds no text"),
+        ({"text": "w1 w2"}, "has 3 tokens, fewer than one sample of 17"),
+    ],
+)
+def test_bad_rows(tmp_path: Path, from_rows: Callable[[Any], None], row: dict[str, Any], message: str) -> None:
+    from_rows(lambda _: [row])
+    with pytest.raises(DataError, match=message):
+        opened(tmp_path, None)
+
+
+def test_a_stream_beside_files(tmp_path: Path, from_rows: Callable[[Any], None]) -> None:
+    rows = Rows()
+    from_rows(rows)
+    path = tmp_path / "some.txt"
+    path.write_text(" ".join(["w499"] * 100), encoding="utf-8")
+    samples = open_samples(
+        ["org/some", {"source": str(path), "weight": 3}],
+        TOKENIZER,
+        objective="causal",
+        sequence_length=LENGTH,
+        tokens=40 * LENGTH,
+        shuffle_window=LENGTH,
+        cache=tmp_path,
+    )
+    inputs = samples.batch(range(40))["input_ids"]
+    assert ((inputs == 502).mean(axis=1) > 0.9).sum() == 30
+    assert rows.read <= 100
+
+
+@pytest.mark.parametrize("objective", ["causal", "span_corruption"])
+def test_evaluation_reads_the_beginning(tmp_path: Path, from_rows: Callable[[Any], None], objective: str) -> None:
+    rows = Rows()
+    from_rows(rows)
+    blocks = evaluation_blocks(
+        "org/some", TOKENIZER, objective=objective, sequence_length=32, tokens=1000, cache=tmp_path
+    )
+    batch = blocks.batch(range(len(blocks)))
+    if objective == "causal":
+        assert batch["labels"][batch["labels"] >= 0].tolist() == expected_tokens()[1:1000]
+    assert batch["input_ids"].shape == (len(blocks), 32)
+    assert rows.read < 500
+
+
+def test_datasets_streams_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "some.jsonl"
+    rows = ({"text": text_of(number), "other": number} for number in range(DOCUMENTS))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    load, calls = datasets.load_dataset, []
+
+    def local(dataset: str, **settings: Any) -> Any:
+        calls.append((dataset, settings))
+        hub_cache = str(tmp_path / "hub")
+        return load("json", data_files=str(path), split=settings["split"], streaming=True, cache_dir=hub_cache)
+
+    monkeypatch.setattr(datasets, "load_dataset", local)
+    opened(tmp_path / "cache", 100 * LENGTH)
+    (record,) = (tmp_path / "cache").glob("*.json")
+    pieces, (row, state) = (json.loads(record.read_text())["record"][name] for name in ("pieces", "position"))
+    assert row == pieces
+    assert state is not None
+    again = opened(tmp_path / "cache", 700 * LENGTH)
+    assert again.batch(range(700))["input_ids"].ravel().tolist() == expected_tokens()[: 700 * LENGTH]
+    assert calls[0] == ("org/some", {"name": None, "split": "train", "revision": "0" * 40, "streaming": True})
+    other = [{"source": "org/some", "text_field": "content"}]
+    with pytest.raises(DataError, match="has no 'content', found text, other"):
+        open_samples(other, TOKENIZER, objective="causal", sequence_length=LENGTH, cache=tmp_path / "cache")
+
+
+def test_commits_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Answer:
+        sha = "a" * 40
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *_, **__: Answer)
+    assert hub.commit_of("org/some", "b" * 40, tmp_path) == "b" * 40
+    assert hub.commit_of("org/some", None, tmp_path) == "a" * 40
+
+    def unreachable(*_: Any, **__: Any) -> None:
+        raise ConnectionError("no route to host")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", unreachable)
+    assert hub.commit_of("org/some", None, tmp_path) == "a" * 40
+    assert hub.commit_of("org/some", None, tmp_path, ask=False) == "a" * 40
+    with pytest.raises(
+        DataError, match=r"the Hub could not be reached to look for a dataset of this name \(no route to host\)"
+    ):
+        hub.commit_of("org/other", None, tmp_path)

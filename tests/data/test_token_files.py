@@ -1,0 +1,260 @@
+"""Token files: found again by what determines them, the same by any number of processes, and continued after a kill."""
+
+import errno
+import fcntl
+import gzip
+import json
+import os
+import signal
+import time
+from collections.abc import Sequence
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from gqa_convert.data import files, token_files
+from gqa_convert.data.documents import Piece, TextField
+from gqa_convert.data.files import Files
+from gqa_convert.data.samples import Samples, open_samples
+from gqa_convert.data.token_files import TokenSource, tokenize
+from gqa_convert.data.tokenizing import TextEncoder
+from gqa_convert.errors import DataError
+from tests.helpers.data_helpers import EOS, demo_tokenizer, span_tokenizer
+
+TOKENIZER = span_tokenizer()
+
+
+def words(number: int, count: int = 40) -> str:
+    return " ".join(f"w{(number * 7 + place * place) % 500}é" for place in range(count))
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> list[Path]:
+    """Files of all kinds, some of them empty or compressed."""
+    rows = [{"text": words(number)} for number in range(120)]
+    found = [tmp_path / name for name in ("some.txt", "some.jsonl", "some.json", "some.parquet", "some.txt.gz")]
+    found[0].write_text("\ufeff" + "\n".join(row["text"] for row in rows), encoding="utf-8")
+    found[1].write_bytes(b"\r\n".join(json.dumps(row).encode() for row in rows))
+    found[2].write_text(json.dumps(rows, indent=1), encoding="utf-8")
+    pq.write_table(pa.Table.from_pylist(rows), found[3], row_group_size=20)
+    found[4].write_bytes(gzip.compress(found[0].read_bytes()))
+    for number in range(6):
+        found.append(tmp_path / f"{number}.txt")
+        found[-1].write_text("" if number % 5 == 0 else words(number, 5), encoding="utf-8")
+    return found
+
+
+@pytest.fixture(autouse=True)
+def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "PIECE", 700)
+    monkeypatch.setattr(token_files, "_BATCH_PIECES", 20)
+
+
+def made(paths: Sequence[Path], cache: Path, tokenizer: Any = TOKENIZER, **settings: Any) -> TokenSource:
+    return tokenize(Files("label", paths), TextEncoder(tokenizer, TextField(), closed=True), cache, **settings)
+
+
+def ids(tokens: TokenSource) -> list[int]:
+    found: list[int] = tokens.read(0, tokens.size).tolist()
+    return found
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_the_file_holds_the_tokens_of_the_documents(closed: bool, paths: list[Path], tmp_path: Path) -> None:
+    expected, ends = [], []
+    for piece in Files("label", paths).pieces(TextField()):
+        expected += TOKENIZER(piece.text)["input_ids"]
+        if piece.last:
+            expected += [EOS] * closed
+            ends.append(len(expected))
+    seen: list[tuple[str, int, int]] = []
+    text, encoder = Files("label", paths), TextEncoder(TOKENIZER, TextField(), closed=closed)
+    found = tokenize(text, encoder, tmp_path / "cache", progress=lambda *report: seen.append(report))
+    assert ids(found) == expected
+    assert found.ends.tolist() == ends
+    assert found.complete
+    assert [done for _, done, _ in seen] == sorted(done for _, done, _ in seen)
+    assert seen[-1] == ("label", text.total_bytes, text.total_bytes)
+
+
+def test_several_processes_make_the_same_file(paths: list[Path], tmp_path: Path) -> None:
+    one, several = (made(paths, tmp_path / str(count), demo_tokenizer(), processes=count) for count in (1, 2))
+    assert ids(one) == ids(several)
+    assert (one.fingerprint, one.ends.tolist()) == (several.fingerprint, several.ends.tolist())
+    assert os.environ.get("TOKENIZERS_PARALLELISM") != "false"
+
+
+def test_a_killed_process_continues(paths: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = made(paths, tmp_path / "whole")
+    encode, calls = TextEncoder.encode, [0]
+
+    def counted(self: TextEncoder, pieces: Sequence[Piece]) -> Any:
+        calls[0] += 1
+        if calls[0] == dies_at:
+            raise KeyboardInterrupt
+        return encode(self, pieces)
+
+    monkeypatch.setattr(TextEncoder, "encode", counted)
+    dies_at = 0
+    made(paths, tmp_path / "counted")
+    batches, calls[0], dies_at = calls[0], 0, 7
+    with pytest.raises(KeyboardInterrupt):
+        made(paths, tmp_path / "cache")
+    (file,) = (tmp_path / "cache").glob("*.tokens")
+    with file.open("ab") as handle:
+        handle.write(b"half a batch that no record knows")
+    calls[0], dies_at = 0, 0
+    again = made(paths, tmp_path / "cache")
+    assert calls[0] == batches - 6
+    assert (ids(again), again.fingerprint) == (ids(whole), whole.fingerprint)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_errors_of_a_row_name_the_file_and_the_line(processes: int, paths: list[Path], tmp_path: Path) -> None:
+    paths[1].write_bytes(paths[1].read_bytes() + b"\r\nno JSON")
+    with pytest.raises(DataError, match=r"some\.jsonl line 121 is not JSON"):
+        made([paths[1]], tmp_path / "cache", processes=processes)
+
+
+def test_tokens_are_those_of_their_text_and_tokenizer(tmp_path: Path) -> None:
+    path, cache = tmp_path / "some.txt", tmp_path / "cache"
+    path.write_text("w1 w2")
+    assert ids(made([path], cache)) == ids(made([path], cache)) == [4, 5, EOS]
+    assert len(list(cache.glob("*.tokens"))) == 1
+    before = path.stat()
+    path.write_text("w3 w4")
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
+    assert ids(made([path], cache)) == [6, 7, EOS]
+    other = span_tokenizer()
+    other.add_tokens(["w3 w4"])
+    assert ids(made([path], cache, other)) == [other.convert_tokens_to_ids("w3 w4"), EOS]
+    demo = demo_tokenizer()
+    assert demo.decode(ids(made([path], cache, demo))) == "w3 w4<|endoftext|>"
+    demo(["some text"], truncation=True, padding=True, max_length=1)  # leaves its mark on the tokenizer alone
+    count = len(list(cache.glob("*.tokens")))
+    assert made([path], cache, demo).size > 2
+    assert len(list(cache.glob("*.tokens"))) == count
+
+
+@pytest.mark.parametrize("damage", ["truncated tokens", "no tokens", "no record", "broken record"])
+def test_damaged_files_are_made_again(paths: list[Path], tmp_path: Path, damage: str) -> None:
+    expected = made(paths, tmp_path / "cache")
+    (tokens,), (record,) = (tmp_path / "cache").glob("*.tokens"), (tmp_path / "cache").glob("*.json")
+    if damage == "truncated tokens":
+        content = tokens.read_bytes()
+        tokens.unlink()  # the file before it stays mapped
+        tokens.write_bytes(content[:-1])
+    elif damage == "broken record":
+        record.write_text("{")
+    else:
+        (tokens if damage == "no tokens" else record).unlink()
+    again = made(paths, tmp_path / "cache")
+    assert (ids(again), again.fingerprint) == (ids(expected), expected.fingerprint)
+
+
+def test_a_full_disk(paths: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(token_files.os, "fsync", full)
+        with pytest.raises(DataError, match=r"the disk or quota of the token cache .* is full: make room"):
+            made(paths, tmp_path / "cache")
+    assert ids(made(paths, tmp_path / "cache")) == ids(made(paths, tmp_path / "other"))
+
+
+def test_caches_that_cannot_be_used(paths: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(DataError, match="can't be used"):
+        made(paths, tmp_path / "file" / "cache")
+
+    def no_locks(*_: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    with pytest.raises(DataError, match="has no locks: set XDG_CACHE_HOME to a folder on a local disk"):
+        made(paths, tmp_path / "cache")
+
+
+def opened(path: Path, cache: Path, **settings: Any) -> Samples:
+    return open_samples(
+        str(path), span_tokenizer(), objective="causal", sequence_length=16, seed=3, cache=cache, **settings
+    )
+
+
+def build(said: Connection, path: Path, cache: Path, pause: float) -> None:
+    """Open samples; say "tokenised" at every step of the work, wait, and at the end say which samples they are."""
+
+    def progress(*_: Any) -> None:
+        said.send("tokenised")
+        time.sleep(pause)
+
+    samples = opened(path, cache, progress=progress)
+    said.send(f"{samples.fingerprint} {samples.batch([5])['input_ids'].tolist()}")
+
+
+@pytest.mark.slow
+def test_two_at_once_and_one_that_is_killed(tmp_path: Path) -> None:
+    path, cache = tmp_path / "some.jsonl", tmp_path / "cache"
+    path.write_text("".join(json.dumps({"text": words(number)}) + "\n" for number in range(60)))
+    context = get_context("fork")
+
+    def elsewhere(pause: float) -> tuple[Any, Connection]:
+        heard, said = context.Pipe(duplex=False)
+        process = context.Process(target=build, args=(said, path, cache, pause))
+        process.start()
+        said.close()
+        return process, heard
+
+    killed, heard = elsewhere(60)
+    assert heard.recv() == "tokenised"
+    killed.kill()
+    killed.join()
+    assert killed.exitcode == -signal.SIGKILL
+    said = []
+    for process, heard in [elsewhere(0.5), elsewhere(0.5)]:
+        lines = []
+        while not (lines and " " in lines[-1]) and heard.poll(120):
+            lines.append(heard.recv())
+        process.join()
+        said.append(lines)
+    assert said[0][-1] == said[1][-1]
+    assert sorted(len(lines) for lines in said) == [1, 1 + 2]  # one of them has tokenised the batches that were left
+    fresh = opened(path, tmp_path / "other")
+    assert said[0][-1] == f"{fresh.fingerprint} {fresh.batch([5])['input_ids'].tolist()}"
+
+
+def test_the_other_processes_wait_and_read(paths: list[Path], tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    with pytest.raises(DataError, match="first process of this machine"):
+        opened(paths[0], cache, is_local_main=False)
+    assert not cache.exists()
+    main: list[Samples] = []
+    other = opened(paths[0], cache, is_local_main=False, wait=lambda: main.append(opened(paths[0], cache)))
+    assert other.fingerprint == main[0].fingerprint
+    assert (other.batch([7, 2])["input_ids"] == main[0].batch([7, 2])["input_ids"]).all()
+
+
+def test_a_batch_is_quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bound is generous: what it would catch is work per token in Python."""
+    monkeypatch.undo()
+    rng = np.random.default_rng(0)
+    path = tmp_path / "some.txt"
+    path.write_text(" ".join(f"w{number}" for number in rng.integers(0, 500, 60000)))
+    for objective, length in (("causal", 2048), ("span_corruption", 512)):
+        samples = open_samples(
+            str(path), span_tokenizer(200), objective=objective, sequence_length=length, cache=tmp_path
+        )
+        samples.batch(range(8))
+        times = []
+        for turn in range(20):
+            before = time.perf_counter()
+            samples.batch(range(8 * turn, 8 * turn + 8))
+            times.append(time.perf_counter() - before)
+        assert min(times) < 0.01
