@@ -229,7 +229,7 @@ def test_forgetful_templates_can_be_learned_whole(chats: Path, tmp_path: Path) -
 
 def test_plain_text_is_no_conversation(tmp_path: Path) -> None:
     (tmp_path / "words.txt").write_text("one two three " * 100)
-    with pytest.raises(DataError, match="plain text, which has no fields .messages"):
+    with pytest.raises(DataError, match="plain text, which has no fields"):
         packed({"source": str(tmp_path / "words.txt"), "format": "chat"}, tokenizer_with(PLAIN), tmp_path / "cache")
 
 

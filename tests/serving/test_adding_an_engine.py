@@ -11,7 +11,11 @@ from gqa_convert.families import engines as plan
 from gqa_convert.serving.engines import ENGINES, Engine
 
 ROOT = Path(__file__).resolve().parents[2]
-ENTRIES, GUIDE, TYPES = Path("gqa_convert/serving/engines.py"), Path("docs/serving-and-publishing.md"), Path("pyproject.toml")
+ENTRIES, GUIDE, TYPES = (
+    Path("gqa_convert/serving/engines.py"),
+    Path("docs/serving-and-publishing.md"),
+    Path("pyproject.toml"),
+)
 HELP = [Path("gqa_convert/cli/check_serving.py"), Path("gqa_convert/cli/benchmark.py")]
 
 
