@@ -24,8 +24,8 @@ from gqa_convert.conversion.fit.progress import ALL_TOGETHER, FitProgress, OnPro
 from gqa_convert.conversion.fit.source_layers import attention_of
 from gqa_convert.conversion.fit.training_attention import TrainingAttention
 from gqa_convert.conversion.plan import Plan
+from gqa_convert.data.labels import IGNORED
 from gqa_convert.merging.attention_heads import LayerLayout, Tensors
-from gqa_convert.text.labels import IGNORED
 from gqa_convert.text.losses import kl_loss
 
 RATE = 0.005
