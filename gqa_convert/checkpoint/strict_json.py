@@ -2,7 +2,7 @@
 
 import codecs
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from gqa_convert.errors import CorruptCheckpointError, GQAConvertError
@@ -28,7 +28,6 @@ def parse_object(
     raw: bytes,
     where: str,
     error: type[GQAConvertError] = CorruptCheckpointError,
-    parse_int: Callable[[str], int] | None = None,
 ) -> JsonObject:
     """Parse the JSON object in `raw`.
 
@@ -36,7 +35,6 @@ def parse_object(
         raw: UTF-8 text.
         where: the name of the file in error messages.
         error: the exception class to raise.
-        parse_int: turns a number's digits into an integer, or raises ValueError.
 
     Raises:
         error: the text is not UTF-8, not JSON, not an object, nested too deeply, or repeats a key.
@@ -46,7 +44,7 @@ def parse_object(
             f"{where} begins with a byte order mark, which transformers cannot read: save it as UTF-8 without the mark"
         )
     try:
-        value = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique_keys, parse_int=parse_int)
+        value = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique_keys)
     except (ValueError, RecursionError) as problem:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
         raise error(f"{where} is not valid JSON ({problem}): download or copy the file again") from None
     if not isinstance(value, dict):

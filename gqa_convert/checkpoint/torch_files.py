@@ -8,6 +8,7 @@ transposed tensors) are spilled: written out as plain bytes.
 
 import sys
 import zipfile
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -32,35 +33,38 @@ _NAMES = {
     "torch.float8_e4m3fn": "F8_E4M3",
     "torch.float8_e5m2": "F8_E5M2",
 }
+"""The safetensors name of each dtype."""
 
 
 def _load(path: Path, **options: Any) -> dict[str, Any]:
+    """The tensors of a file by name."""
     import torch
 
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, **options)
     except Exception as problem:  # torch raises its own, pickle's, zip's and OSError alike
-        lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
-        detail = next(
-            (line for line in lines if "Unsupported" in line or "GLOBAL" in line), lines[0] if lines else repr(problem)
-        )
+        lines = [line.strip() for line in str(problem).splitlines() if line.strip()] or [repr(problem)]
+        telling = [line for line in lines if "Unsupported" in line or "GLOBAL" in line]
         raise CorruptCheckpointError(
-            f"{path} cannot be read as plain tensors ({detail[:160]}): the file is damaged or holds code, which is never run"
+            f"{path} cannot be read as plain tensors ({(telling or lines)[0][:160]}): the file is damaged or holds code, which is never run"
         ) from None
     if not isinstance(state, dict):
         raise UnsupportedFormatError(
             f"{path} holds a {type(state).__name__} instead of a map of tensors: save model.state_dict()"
         )
     for name, tensor in state.items():
+        holds = f"{path} holds {name!r}, a"
         if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
             raise UnsupportedFormatError(
-                f"{path} holds {name!r}, a {type(tensor).__name__} instead of a tensor: save only model.state_dict()"
+                f"{holds} {type(tensor).__name__} instead of a tensor: save only model.state_dict()"
             )
         if name == "__metadata__" or not name.isprintable():
             raise CorruptCheckpointError(f"{path} holds a tensor with the invalid name {name!r}: do not trust the file")
         if tensor.layout is not torch.strided:
+            raise UnsupportedFormatError(f"{holds} sparse tensor: save the model with dense tensors first")
+        if str(tensor.dtype) not in _NAMES:
             raise UnsupportedFormatError(
-                f"{path} holds {name!r}, a sparse tensor: save the model with dense tensors first"
+                f"{path} holds tensor {name!r} of type {tensor.dtype}: save the model unquantised first"
             )
     return state
 
@@ -79,24 +83,28 @@ def read_torch_header(path: Path) -> tuple[Header, bool]:
     _refuse_unusual_zip(path)
     with FakeTensorMode():
         state = _load(path)
+    starts = [_offset(tensor) for tensor in state.values()]
+    spilled = None in starts
+    if spilled:
+        starts = list(accumulate((tensor.nbytes for tensor in state.values()), initial=0))
     size = path.stat().st_size
-    tensors: dict[str, TensorEntry] = {}
-    for name, tensor in state.items():
-        if str(tensor.dtype) not in _NAMES:
-            raise UnsupportedFormatError(
-                f"{path} holds tensor {name!r} of type {tensor.dtype}: save the model unquantised first"
-            )
-        base = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
-        nbytes = tensor.numel() * tensor.element_size()
-        if base is None or not tensor.is_contiguous():
-            return _spill_header(state), True
-        start = base + tensor.storage_offset() * tensor.element_size()
-        if start + nbytes > size:
+    entries = {}
+    for (name, tensor), start in zip(state.items(), starts, strict=False):
+        assert start is not None
+        if not spilled and start + tensor.nbytes > size:
             raise CorruptCheckpointError(
                 f"{path} is truncated: tensor {name!r} extends past the end of the file; download or copy it again"
             )
-        tensors[name] = TensorEntry(_NAMES[str(tensor.dtype)], tuple(tensor.shape), start, nbytes)
-    return Header(dict(sorted(tensors.items(), key=lambda item: item[1].start)), {}, 0), False
+        entries[name] = TensorEntry(_NAMES[str(tensor.dtype)], tuple(tensor.shape), start, tensor.nbytes)
+    return Header(dict(sorted(entries.items(), key=lambda item: item[1].start)), {}, 0), spilled
+
+
+def _offset(tensor: Any) -> int | None:
+    """Where a tensor's bytes lie in its file; None if they are not there, or not in the order of its elements."""
+    storage = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
+    if storage is None or not tensor.is_contiguous():
+        return None
+    return int(storage + tensor.storage_offset() * tensor.element_size())
 
 
 def _refuse_unusual_zip(path: Path) -> None:
@@ -104,11 +112,7 @@ def _refuse_unusual_zip(path: Path) -> None:
     try:
         with zipfile.ZipFile(path) as archive:
             records = archive.infolist()
-            orders = [
-                archive.read(record)
-                for record in records
-                if record.filename.endswith("/byteorder") and record.file_size < 99
-            ]
+            orders = [archive.read(record) for record in records if record.filename.endswith("/byteorder")]
     except (OSError, ValueError, zipfile.BadZipFile, NotImplementedError):
         return  # the older format or a damaged file, which torch.load tells apart
     if any(record.compress_type != zipfile.ZIP_STORED for record in records):
@@ -117,16 +121,6 @@ def _refuse_unusual_zip(path: Path) -> None:
         raise UnsupportedFormatError(
             f"{path} has a different byte order than this machine: load it with torch.load and save it again with torch.save"
         )
-
-
-def _spill_header(state: dict[str, Any]) -> Header:
-    tensors: dict[str, TensorEntry] = {}
-    offset = 0
-    for name, tensor in state.items():
-        nbytes = tensor.numel() * tensor.element_size()
-        tensors[name] = TensorEntry(_NAMES[str(tensor.dtype)], tuple(tensor.shape), offset, nbytes)
-        offset += nbytes
-    return Header(tensors, {}, 0)
 
 
 def spill(path: Path, destination: Path) -> None:

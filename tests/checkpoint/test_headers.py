@@ -1,4 +1,4 @@
-"""The safetensors header: nothing but whole, gapless tilings get through, and the safetensors library agrees."""
+"""The safetensors header: nothing but whole, gapless tilings get through."""
 
 import json
 import math
@@ -11,7 +11,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
-from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as save_numpy
 from safetensors.torch import save as save_torch
 
@@ -45,56 +44,26 @@ def as_file(header: bytes | dict[str, Any] | str, data: bytes = b"") -> bytes:
 
 
 def outcome(raw: bytes) -> Header | str:
-    """The header of a whole file, checked, or the message with which it is refused."""
+    """The header of a whole file, whose tensors follow one another up to the end, or the line with which it is refused."""
     try:
         header = parse_file(raw)
     except CorruptCheckpointError as problem:
-        message = str(problem)
-    else:
-        check_tiling(header, len(raw))
-        return header
-    assert message.isprintable()
-    assert len(message) < 2000
-    return message
-
-
-def refused(raw: bytes) -> str:
-    message = outcome(raw)
-    assert isinstance(message, str)
-    return message
-
-
-def check_tiling(header: Header, size: int) -> None:
-    """The tensors lie one behind the other from the header's end to the file's end."""
+        return str(problem)
     at = header.data_start
     for entry in header.tensors.values():
         assert entry.start == at
         assert entry.nbytes * 8 == math.prod(entry.shape) * DTYPE_BITS[entry.dtype]
         at += entry.nbytes
-    assert at == size
+    assert at == len(raw)
+    return header
 
 
-def library_reads(path: Path, raw: bytes) -> dict[str, tuple[str, tuple[int, ...]]] | None:
-    """What safetensors lists of a file, or None if it refuses it."""
-    path.write_bytes(raw)
-    try:
-        with safe_open(path, "np") as file:
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-            return {name: (piece.get_dtype(), tuple(piece.get_shape())) for name, piece in slices.items()}
-    except SafetensorError:
-        return None
-
-
-def agree(path: Path, raw: bytes) -> bool:
-    """Check that both readers say the same of a file; returns whether they accept it."""
-    theirs = library_reads(path, raw)
-    if theirs is None:
-        refused(raw)
-        return False
-    header = parse_file(raw)
-    check_tiling(header, len(raw))
-    assert {name: (entry.dtype, entry.shape) for name, entry in header.tensors.items()} == theirs
-    return True
+def refused(raw: bytes) -> str:
+    message = outcome(raw)
+    assert isinstance(message, str)
+    assert message.isprintable()
+    assert len(message) < 2000
+    return message
 
 
 words = st.text(st.characters(codec="utf-8"), max_size=8)
@@ -129,47 +98,32 @@ class TestFuzz:
     @example(b"\xff" * 8)
     @example((1 << 63).to_bytes(8, "little") + b"{}")
     def test_any_bytes_are_a_tiling_or_refused(self, raw: bytes) -> None:
-        outcome(raw)
+        assert isinstance(outcome(raw), Header) or refused(raw)
 
     @fuzz
     @given(json_values)
     def test_any_json_is_a_tiling_or_refused(self, value: Any) -> None:
-        outcome(as_file(json.dumps(value)))
+        raw = as_file(json.dumps(value))
+        assert isinstance(outcome(raw), Header) or refused(raw)
 
     @fuzz
     @given(files(), st.integers(0, 20), st.booleans())
-    def test_valid_files_agree_with_the_library(
-        self, tmp_path: Path, file: tuple[dict[str, Any], bytes], padding: int, ascii_only: bool
+    def test_valid_files_are_read_as_they_are(
+        self, file: tuple[dict[str, Any], bytes], padding: int, ascii_only: bool
     ) -> None:
         header, data = file
-        raw = as_file(json.dumps(header, ensure_ascii=ascii_only).encode() + b" " * padding, data)
-        assert agree(tmp_path / "file", raw)
-        assert parse_file(raw).metadata == (header.get("__metadata__") or {})
-
-    @fuzz
-    @given(files(), st.data())
-    def test_mutated_files_agree_with_the_library(
-        self, tmp_path: Path, file: tuple[dict[str, Any], bytes], data: st.DataObject
-    ) -> None:
-        raw = bytearray(as_file(file[0], file[1]))
-        for _ in range(data.draw(st.integers(1, 3))):
-            at = data.draw(st.integers(0, len(raw) - 1))
-            kind = data.draw(st.sampled_from(["set", "flip", "cut", "insert", "end"]))
-            if kind == "set":
-                raw[at] = data.draw(st.sampled_from(b'0123456789-+.eE[]{}:,"\\ \t\0\xff'))
-            elif kind == "flip":
-                raw[at] ^= 1 << data.draw(st.integers(0, 7))
-            elif kind == "insert":
-                raw[at:at] = data.draw(st.sampled_from([b"0", b"-", b" ", b'"', b",", b"[", b"{", b"1", b"\\ud800"]))
-            elif at:
-                del raw[at : at + 1 if kind == "cut" else len(raw)]
-        theirs = library_reads(tmp_path / "file", bytes(raw))
-        ours = outcome(bytes(raw))
-        if isinstance(ours, Header):
-            assert theirs == {name: (entry.dtype, entry.shape) for name, entry in ours.tensors.items()}
-        else:  # refused here and not there: see TestStricterThanTheLibrary
-            stricter = ("does not have exactly the keys", "occurs twice", "does not begin with")
-            assert theirs is None or any(text in ours for text in stricter)
+        parsed = outcome(as_file(json.dumps(header, ensure_ascii=ascii_only).encode() + b" " * padding, data))
+        assert isinstance(parsed, Header)
+        assert parsed.metadata == (header.pop("__metadata__", None) or {})
+        found = {
+            name: {
+                "dtype": entry.dtype,
+                "shape": list(entry.shape),
+                "data_offsets": [entry.start - parsed.data_start, entry.start - parsed.data_start + entry.nbytes],
+            }
+            for name, entry in parsed.tensors.items()
+        }
+        assert found == header
 
     @fuzz
     @given(
@@ -199,108 +153,33 @@ def one(**changes: Any) -> dict[str, Any]:
     return {"a": F32 | changes}
 
 
-class TestAgreement:
-    """Hand-picked headers: the library accepts the first kind and refuses the second."""
-
-    @pytest.mark.parametrize(
-        ("header", "data"),
-        [
-            ({}, b""),
-            ({"a": F32}, b"1234"),
-            ({"": F32}, b"1234"),
-            ({"__metadata__": None, "a": F32}, b"1234"),
-            ({"__metadata__": {}, "a": F32}, b"1234"),
-            ({"a": F32, "z": one(shape=[0], data_offsets=[4, 4])["a"]}, b"1234"),
-            ({"a": one(data_offsets=[4, 8])["a"], "b": F32}, b"12345678"),
-            (one(shape=[0, 2**63], data_offsets=[0, 0]), b""),
-            (one(shape=[], data_offsets=[0, 4]), b"1234"),
-            (one(shape=[1] * 64), b"1234"),
-            (one(dtype="F4", shape=[2], data_offsets=[0, 1]), b"1"),
-            (json.dumps({"a": F32}) + " \n\t\r", b"1234"),
-        ],
-    )
-    def test_accepted_by_both(self, tmp_path: Path, header: Any, data: bytes) -> None:
-        assert agree(tmp_path / "file", as_file(header, data))
-
-    @pytest.mark.parametrize(
-        ("header", "data"),
-        [
-            ("", b""),
-            ("[]", b""),
-            ("null", b""),
-            ("{}", b"1"),
-            ({"a": F32}, b"123"),
-            ({"a": F32}, b"12345"),
-            (one(data_offsets=[1, 5]), b"12345"),
-            ({"a": F32, "b": F32}, b"1234"),
-            ({"a": F32, "b": one(data_offsets=[2, 6])["a"]}, b"123456"),
-            ({"a": F32, "z": one(shape=[0], data_offsets=[2, 2])["a"]}, b"1234"),
-            ({"a": F32, "__metadata__": {"n": 1}}, b"1234"),
-            ({"a": F32, "__metadata__": {"n": None}}, b"1234"),
-            ({"a": F32, "__metadata__": ["n"]}, b"1234"),
-            (one(dtype="F128"), b"1234"),
-            (one(dtype=None), b"1234"),
-            (one(dtype=["F32"]), b"1234"),
-            (one(dtype="F4", shape=[1], data_offsets=[0, 1]), b"1"),
-            (one(shape=[1.0]), b"1234"),
-            (one(shape=[True]), b"1234"),
-            (one(shape=["1"]), b"1234"),
-            (one(shape=1), b"1234"),
-            (one(shape=[-1]), b"1234"),
-            (one(shape=[2**32, 2**32]), b"1234"),
-            (one(shape=[2**63, 2, 0], data_offsets=[0, 0]), b""),
-            (one(shape=[2**64]), b"1234"),
-            (one(data_offsets=[0.0, 4.0]), b"1234"),
-            (one(data_offsets=[False, 4]), b"1234"),
-            (one(data_offsets=[0]), b"1234"),
-            (one(data_offsets=[0, 4, 8]), b"1234"),
-            (one(data_offsets=[4, 0]), b"1234"),
-            (one(data_offsets=[-4, 0]), b"1234"),
-            (one(data_offsets=[0, 2**70]), b"1234"),
-            (one(data_offsets=[0, float("nan")]), b"1234"),
-            (one(data_offsets=[0, float("inf")]), b"1234"),
-            ({"a": None}, b""),
-            ({"a": {"dtype": "F32", "shape": [1]}}, b"1234"),
-            (json.dumps(one(data_offsets=["N", 4])).replace('"N"', "-0"), b"1234"),
-            (json.dumps(one(data_offsets=[0, "N"])).replace('"N"', "4e0"), b"1234"),
-            (json.dumps(one(data_offsets=[0, "N"])).replace('"N"', "9" * 5000), b"1234"),
-            ('{"a\\ud800":' + json.dumps(F32) + "}", b"1234"),
-            ('{"__metadata__":{"a":"\\udc00"}}', b""),
-            (b'{"\xff":' + json.dumps(F32).encode() + b"}", b"1234"),
-            (b"\xef\xbb\xbf" + json.dumps({"a": F32}).encode(), b"1234"),
-            (json.dumps({"a": F32}) + "\0", b"1234"),
-            ('{"a":' * 3000 + "1" + "}" * 3000, b""),
-            ("{" + '"a":' + "[" * 100_000 + "]" * 100_000 + "}", b""),
-        ],
-    )
-    def test_refused_by_both(self, tmp_path: Path, header: Any, data: bytes) -> None:
-        assert not agree(tmp_path / "file", as_file(header, data))
-
-    def test_the_length_field(self, tmp_path: Path) -> None:
-        raw = as_file({"a": F32}, b"1234")
-        for length in (0, 1, len(raw) - 7, MAX_HEADER_BYTES, MAX_HEADER_BYTES + 1, 1 << 63, (1 << 64) - 1):
-            assert not agree(tmp_path / "file", length.to_bytes(8, "little") + raw[8:])
-        for size in range(len(raw)):
-            assert not agree(tmp_path / "file", raw[:size])
+@pytest.mark.parametrize(
+    ("header", "data", "words"),
+    [
+        ("[]", b"", "damaged header (invalid JSON in header"),
+        ("{}", b"1", "damaged header (incomplete metadata, file not fully covered)"),
+        ({"a": F32}, b"123", "is truncated: its tensors end at byte 73 and the file has 72 bytes"),
+        ({"a": F32}, b"12345", "damaged header (incomplete metadata, file not fully covered)"),
+        (one(data_offsets=[1, 5]), b"12345", "invalid offset for tensor `a`"),
+        ({"a": F32, "b": F32}, b"1234", "invalid offset for tensor `b`"),
+        (one(dtype="F128"), b"1234", "unknown variant `F128`"),
+        (one(shape=[2]), b"1234", "invalid shape, data type, or offset"),
+        (one(shape=[-1]), b"1234", "invalid value: integer `-1`"),
+        (one(shape=[2**63, 2, 0], data_offsets=[0, 0]), b"", "overflow"),
+        ({"a": F32, "__metadata__": {"n": 1}}, b"1234", "expected a string"),
+        ('{"a":' * 3000 + "1" + "}" * 3000, b"", "damaged header"),
+    ],
+)
+def test_refused(header: Any, data: bytes, words: str) -> None:
+    assert words in refused(as_file(header, data))
 
 
-class TestStricterThanTheLibrary:
-    """What safetensors 0.8 lets pass and a converter had better not: it would have to guess, or lose something."""
-
-    @pytest.mark.parametrize(
-        "header",
-        [
-            '{"a":%s,"a":%s}',
-            '{"__metadata__":{"n":"1","n":"2"},"a":%s}',
-            '  {"a":%s}',
-            '{"a":["F32",[1],[0,4]]}',
-            '{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4],"strides":[1]}}',
-        ],
-    )
-    def test_refused(self, tmp_path: Path, header: str) -> None:
-        raw = as_file(header.replace("%s", json.dumps(F32)), b"1234")
-        assert library_reads(tmp_path / "file", raw) is not None
-        refused(raw)
+def test_the_length_field() -> None:
+    raw = as_file({"a": F32}, b"1234")
+    for length in (0, 1, len(raw) - 7, MAX_HEADER_BYTES, MAX_HEADER_BYTES + 1, 1 << 63, (1 << 64) - 1):
+        refused(length.to_bytes(8, "little") + raw[8:])
+    for size in range(len(raw)):
+        refused(raw[:size])
 
 
 class TestCost:
@@ -339,9 +218,7 @@ class TestBuild:
 
     @given(files(), st.sampled_from([8, 64, 4096]), st.data())
     @fuzz
-    def test_round_trip(
-        self, tmp_path: Path, file: tuple[dict[str, Any], bytes], modulus: int, data: st.DataObject
-    ) -> None:
+    def test_round_trip(self, file: tuple[dict[str, Any], bytes], modulus: int, data: st.DataObject) -> None:
         remainder = data.draw(st.integers(0, modulus - 1))
         header = parse_file(as_file(*file))
         described = [(name, entry.dtype, entry.shape, entry.nbytes) for name, entry in header.tensors.items()]
@@ -350,7 +227,6 @@ class TestBuild:
         again = parse_file(built + file[1])
         assert list(again.tensors) == list(header.tensors)
         assert again.metadata == header.metadata
-        assert agree(tmp_path / "file", built + file[1])
 
 
 @pytest.fixture(scope="module")
