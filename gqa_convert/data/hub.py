@@ -94,14 +94,13 @@ class HubDataset:
         return [self._number, self._rows.state_dict()]
 
 
-def commit_of(dataset: str, revision: str | None, memory: Path, *, ask: bool = True) -> str:
+def commit_of(dataset: str, revision: str | None, memory: Path) -> str:
     """The commit of a dataset's revision, or the last known one if the Hub can't be reached.
 
     Args:
         dataset: its id.
         revision: branch, tag or commit.
         memory: the folder that remembers commits.
-        ask: query the Hub even if a commit is remembered.
 
     Raises:
         DataError: the dataset or revision does not exist, or the Hub can't be reached and no commit is known.
@@ -113,8 +112,6 @@ def commit_of(dataset: str, revision: str | None, memory: Path, *, ask: bool = T
 
     name = f"{dataset}@{revision or 'main'}".replace("/", "--")
     known = memory / f"{name}.commit"
-    if not ask and known.is_file():
-        return known.read_text(encoding="utf-8").strip()
     try:
         commit = str(huggingface_hub.HfApi().dataset_info(dataset, revision=revision, timeout=30).sha)
     except RevisionNotFoundError:

@@ -106,7 +106,7 @@ def read_keys(declared: Any, values: Any, nested: Mapping[str, Any], owner: str 
         errors = sorted(
             problem.errors(include_url=False), key=lambda error: error["type"] != "unexpected_keyword_argument"
         )
-        lines = [_line(error, declared, values, nested, owner) for error in errors]
+        lines = [" ".join(_line(error, declared, values, nested, owner).split()) for error in errors]
         raise ValueError("\n".join(dict.fromkeys(lines))) from None
 
 
@@ -134,8 +134,7 @@ def _line(error: Any, declared: Any, values: Any, nested: Mapping[str, Any], own
         message = "it must be a mapping"
     message = message.replace("a valid string", "text").replace("a valid boolean", "true or false")
     message = message.replace("a valid tuple", "a list").replace("'", "")
-    given = shown(error["input"]).replace("\n", " ") or "empty"
-    return f"{path} is {given}: {message}"
+    return f"{path} is {shown(error['input']) or 'empty'}: {message}"
 
 
 def suggestion(name: object, declared: Any) -> str:
@@ -146,44 +145,6 @@ def suggestion(name: object, declared: Any) -> str:
     if near := meant or difflib.get_close_matches(bare, fields, 1):
         return f"did you mean {near[0]!r}?"
     return f"the keys are {', '.join(fields)}"
-
-
-def keys_table(declared: Any) -> str:
-    """The keys of a dataclass as a Markdown table."""
-    schema = TypeAdapter(declared).json_schema()
-    rows = ["| key | kind | default | meaning |", "|---|---|---|---|"]
-    for name, field in fields_of(declared).items():
-        stated = schema["properties"][name]
-        default = "required"
-        if not field.is_required():
-            default = "none" if field.default in (None, ()) else shown(field.default)
-            if isinstance(field.default, float):
-                default = f"{field.default:g}"
-        rows.append(f"| `{name}` | {_kind(field, stated)} | {default} | {field.description} |")
-    return "\n".join(rows)
-
-
-_KINDS = {"integer": "whole number", "number": "number", "string": "text", "boolean": "true or false", "array": "list"}
-_BOUNDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
-
-
-def _kind(field: Any, stated: Any) -> str:
-    """The kind of value of a field, whose JSON schema is stated, in words."""
-    while "anyOf" in stated:
-        kinds = [each for each in stated["anyOf"] if each.get("type") != "null"]
-        if any(each.get("type") == "array" for each in kinds):
-            return "sources"
-        stated = kinds[0]
-    if "enum" in stated or "const" in stated:
-        return ", ".join(map(str, stated.get("enum", [stated.get("const")])))
-    if "$ref" in stated:
-        return "mapping"
-    bounds = []
-    for limit in field.metadata:
-        for name, word in _BOUNDS.items():
-            if hasattr(limit, name):
-                bounds.append(f"{word} {getattr(limit, name):.10g}")
-    return ", ".join([_KINDS[stated["type"]], *([" and ".join(bounds)] if bounds else [])])
 
 
 def schema_text(declared: Any) -> str:

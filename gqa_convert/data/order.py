@@ -101,13 +101,8 @@ def _whole_parts(weights: list[Fraction]) -> list[int]:
     """The smallest whole numbers in the proportion of the weights, with a bounded sum."""
     total = sum(weights, Fraction(0))
     shares = [weight / total for weight in weights]
-    denominator = math.lcm(*(share.denominator for share in shares))
-    if denominator <= _LONGEST_PERIOD:
-        return [int(share * denominator) for share in shares]
-    parts = [max(1, int(share * _LONGEST_PERIOD)) for share in shares]
-    by_need = sorted(range(len(shares)), key=lambda place: parts[place] - shares[place] * _LONGEST_PERIOD)
-    for place in by_need[: max(0, _LONGEST_PERIOD - sum(parts))]:
-        parts[place] += 1
+    period = min(math.lcm(*(share.denominator for share in shares)), _LONGEST_PERIOD)
+    parts = [max(1, round(share * period)) for share in shares]
     common = math.gcd(*parts)
     return [part // common for part in parts]
 

@@ -221,7 +221,7 @@ def _tokenized(
         wait()
     try:
         for source, count in zip(sources, needed, strict=True):
-            text = open_source(source, folder, ask=is_local_main)
+            text = open_source(source, folder)
             encoder = encoder_for(OBJECTIVES[objective], source, text, tokenizer)
             if is_local_main:
                 least = None if count is None or not text.is_stream else max(count, shortest)

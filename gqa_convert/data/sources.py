@@ -123,7 +123,7 @@ def as_source(given: object) -> Source:
     try:
         source: Source = read_keys(Source, _read_source(given), {}, "the data source")
     except ValueError as problem:
-        raise DataError(str(problem)) from None
+        raise DataError(str(problem).replace("\n", "; ")) from None
     return source
 
 
@@ -132,13 +132,12 @@ def is_self(source: Any) -> bool:
     return isinstance(source, str) and source == SELF and not local_path(SELF).exists()
 
 
-def open_source(source: Source, memory: Path, *, ask: bool = True) -> Files | HubDataset:
+def open_source(source: Source, memory: Path) -> Files | HubDataset:
     """Resolve a source to files or a Hub dataset, without reading it.
 
     Args:
         source: the source as the recipe states it.
         memory: the folder that remembers the commits of Hub datasets.
-        ask: query the Hub for the commit of a dataset even if one is remembered.
 
     Raises:
         DataError: the file or dataset does not exist, a pattern matches nothing, or a key that only applies to Hub
@@ -150,7 +149,7 @@ def open_source(source: Source, memory: Path, *, ask: bool = True) -> Files | Hu
             f"{SELF} is the text that a model writes itself, which a recipe's data and convert --calibration generate; elsewhere, name a file"
         )
     if is_on_hub(source):
-        return HubDataset(given, commit_of(given, source.revision, memory, ask=ask), source.name, source.split)
+        return HubDataset(given, commit_of(given, source.revision, memory), source.name, source.split)
     is_stdlib = given in (STDLIB, HELD_OUT)
     if not (is_stdlib or path.exists() or glob.has_magic(given)):
         raise DataError(

@@ -57,7 +57,7 @@ def _audio_files(folder: Path) -> Iterator[Path]:
 
 
 def _json_rows(path: Path) -> Iterator[Any]:
-    for number, line in enumerate(_text(path).splitlines(), 1):
+    for number, line in enumerate(_text(path).split("\n"), 1):
         try:
             if line.strip():
                 yield json.loads(line)

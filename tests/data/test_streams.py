@@ -219,7 +219,6 @@ def test_commits_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", unreachable)
     assert hub.commit_of("org/some", None, tmp_path) == "a" * 40
-    assert hub.commit_of("org/some", None, tmp_path, ask=False) == "a" * 40
     with pytest.raises(
         DataError, match=r"the Hub could not be reached to look for a dataset of this name \(no route to host\)"
     ):

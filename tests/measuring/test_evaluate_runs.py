@@ -115,7 +115,7 @@ def test_results_are_overwritten_only_when_asked(ask: Any, tmp_path: Path) -> No
         (("one", "t5", "--data", "text.txt"), "encoder-decoder"),
         (("one", "--data", "text.txt", "--reference", "t5"), "encoder-decoder"),
         (("t5", "--data", "rows.jsonl"), "name more text"),
-        (("t5", "--data", "text.txt", "--window", "2"), "--window leaves room for only 2 tokens of text"),
+        (("t5", "--data", "text.txt", "--window", "2"), "--window is 2, and span corruption needs 3"),
         (("t5", "--data", "text.txt", "--window", "5000"), "--window"),
         (("bart", "--data", "text.txt"), "--source-field"),
         (("one", "--data", "rows.jsonl", "--source-field", "a", "--target-field", "b"), "is a decoder"),

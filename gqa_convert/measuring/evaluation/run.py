@@ -12,8 +12,7 @@ from gqa_convert.checkpoint.devices import chosen_device
 from gqa_convert.checkpoint.machine import measurement
 from gqa_convert.checkpoint.paths import local_path
 from gqa_convert.data.decoder_start import decoder_start, starts_with_last
-from gqa_convert.data.hub import commit_of
-from gqa_convert.data.sources import Source, is_on_hub
+from gqa_convert.data.sources import Source, find_commits, pinned
 from gqa_convert.data.token_files import default_cache
 from gqa_convert.errors import OptionError
 from gqa_convert.families.loading import no_bars
@@ -87,6 +86,7 @@ def evaluate(
         GQAConvertError: one of its subclasses for models, text or options that can't be evaluated.
     """
     _check(data, options)
+    (data,) = pinned([data], find_commits([data], {}, default_cache()))
     names = list(models)
     if options.reference is not None:
         names.insert(0, options.reference)
@@ -147,10 +147,8 @@ def _read(data: Source, tokenizer: Any, tokens: int | None, progress: Callable[[
 def _described(data: Source, options: EvaluationOptions, text: Any) -> ScoredText:
     digest = hashlib.sha256()
     for part in text:
-        digest.update(repr(tuple(part)).encode())
+        digest.update(repr(tuple(part[:2])).encode())
     read = asdict(data) | {"tokens_limit": options.tokens, "sha256": digest.hexdigest()}
-    if is_on_hub(data):
-        read["revision"] = commit_of(data.source, data.revision, default_cache(), ask=False)
     return ScoredText.model_validate(read)
 
 
