@@ -11,7 +11,7 @@ from gqa_convert.families.legacy_config_keys import legacy_config_keys
 from gqa_convert.families.wrappers import SECTION
 from gqa_convert.verify.report import Failure
 from gqa_convert.verify.result import Result
-from gqa_convert.verify.weights import CONFIG, read_object
+from gqa_convert.verify.weights import CONFIG
 
 
 def same_json(a: Any, b: Any) -> bool:
@@ -19,18 +19,24 @@ def same_json(a: Any, b: Any) -> bool:
     return json.dumps(a, sort_keys=True) == json.dumps(b, sort_keys=True)
 
 
+def compare_json(where: str, found: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Compare two JSON objects key by key.
+
+    Raises:
+        Failure: they differ.
+    """
+    for key in sorted(found.keys() | expected.keys()):
+        if key not in found or key not in expected or not same_json(found[key], expected[key]):
+            stated, wanted = (repr(each[key]) if key in each else "nothing" for each in (found, expected))
+            raise Failure(f"{where} states {key} = {stated}, expected {wanted}")
+
+
 def check_config(result: Result) -> str:
     """OUT's config is SOURCE's, except for the number of K/V heads, which is that of the tensors, and for the keys that
     lead to a modelling file.
     """
-    original, found, expected = result.inputs.config, read_object(result.inputs.out / CONFIG), _expected_config(result)
-    for key in sorted(found.keys() | expected.keys()):
-        if key not in found:
-            raise Failure(f"{CONFIG} lacks {key}, expected {expected[key]!r}")
-        if key not in expected:
-            raise Failure(f"{CONFIG} has {key} = {found[key]!r}, which SOURCE does not have")
-        if not same_json(found[key], expected[key]):
-            raise Failure(f"{CONFIG} has {key} = {found[key]!r}, expected {expected[key]!r}")
+    original, expected = result.inputs.config, _expected_config(result)
+    compare_json(CONFIG, result.inputs.out_config, expected)
     changed = [key for key in expected if not same_json(expected[key], original.get(key))]
     return f"SOURCE's, except for {', '.join(changed)} ({result.geometry.groups} K/V heads)"
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from gqa_convert.errors import ConfigError
 from gqa_convert.families.family import Family
@@ -21,10 +22,10 @@ Role = Literal["query", "gate", "key", "value", "key_norm", "output", "output_bi
 MERGED: tuple[Role, ...] = ("key", "value", "key_norm")
 """The roles whose heads a conversion merges."""
 Shapes = Mapping[str, tuple[int, ...]]
-Tensors = Mapping[str, torch.Tensor]
-Rows = dict[Role, torch.Tensor]
+Tensors = Mapping[str, Tensor]
+Rows = dict[Role, Tensor]
 """By role, the numbers of the rows of each head: [heads, width]."""
-Heads = dict[Role, torch.Tensor]
+Heads = dict[Role, Tensor]
 """By role, the heads [heads, width, ...]."""
 
 
@@ -54,24 +55,24 @@ class HeadTensor:
         upright = self._upright(_joined(tensors, names))
         return {role: _heads_in(upright, each) for role, each in rows.items()}
 
-    def replace(self, tensors: Tensors, heads: Heads) -> dict[str, torch.Tensor]:
+    def replace(self, tensors: Tensors, heads: Heads) -> dict[str, Tensor]:
         """Copies of SOURCE's tensors with other heads of some roles."""
         whole = _joined(tensors, self.names).clone()
         for role, each in heads.items():
             self._upright(whole)[self.before[role]] = each.to(whole.dtype)
         return dict(zip(self.names, whole.chunk(len(self.names)), strict=True))
 
-    def _upright(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _upright(self, tensor: Tensor) -> Tensor:
         """A view in which heads lie along the first axis."""
         return tensor.T if self.transposed else tensor
 
 
-def _joined(tensors: Tensors, names: tuple[str, ...]) -> torch.Tensor:
+def _joined(tensors: Tensors, names: tuple[str, ...]) -> Tensor:
     found = [tensors[name].detach() for name in names]
     return found[0] if len(found) == 1 else torch.cat(found)
 
 
-def _heads_in(upright: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+def _heads_in(upright: Tensor, rows: Tensor) -> Tensor:
     first, count = int(rows[0, 0]), rows.numel()
     if torch.equal(rows.reshape(-1), torch.arange(first, first + count)):
         return upright[first : first + count].unflatten(0, tuple(rows.shape))
@@ -143,7 +144,7 @@ class Geometry:
 
     def change(self) -> str:
         """The K/V heads before and after, as "12 -> 3" or, where layers differ, "12 -> 1 to 4"."""
-        return f"{_span([module.before for module in self.decoder])} -> {_span(self.counts)}"
+        return f"{span_of([module.before for module in self.decoder])} -> {span_of(self.counts)}"
 
     def describe(self) -> str:
         """Heads and layers in one line."""
@@ -153,7 +154,8 @@ class Geometry:
         return f"{self.heads} query heads, {self.change()} K/V heads in {layers}"
 
 
-def _span(counts: list[int]) -> str:
+def span_of(counts: list[int]) -> str:
+    """Numbers as "3" or, where they differ, "1 to 4"."""
     return f"{min(counts)} to {max(counts)}" if len(set(counts)) > 1 else str(counts[0])
 
 
@@ -228,38 +230,33 @@ def config_value(config: dict[str, Any], dotted: str) -> Any:
 
 def _read_module(name: str, kind: Kind, family: Family, config: dict[str, Any], source: Shapes, out: Shapes) -> Module:
     key = (family.encoder_heads_key or family.heads_key) if kind == "encoder" else family.heads_key
-    heads = config_value(config, key) or config.get("num_attention_heads")
-    output = f"{name}.{family.output}.weight"
-    if type(heads) is not int or heads < 1 or len(source.get(output, ())) != 2:
-        raise ConfigError(
-            f"SOURCE has {heads!r} query heads and no matrix {output}: copy it again, or repair its config"
-        )
-    width = source[output][0 if family.transposed else 1] // heads
+    heads: Any = config_value(config, key) or config.get("num_attention_heads")
+    output = source.get(f"{name}.{family.output}.weight", (0, 0))
     projection = f"{name}.{family.fused or family.value}.weight"
     if projection not in source:
         projection = f"{name}.{family.key}.weight"  # keys that serve as values too
-    if projection not in out:
-        raise Failure(f"{projection} is missing, from which OUT's number of K/V heads follows")
+    width = output[0 if family.transposed else 1] // heads if type(heads) is int and heads > 0 else 0
 
     def count(shape: tuple[int, ...]) -> int:
         """The K/V heads in the projection; 0 where it does not consist of heads."""
-        rows = shape[-1 if family.transposed else 0] if shape else 0
-        if not width or rows % width:
+        rows = shape[-1 if family.transposed else 0] if shape and width else 0
+        if not rows or rows % width:
             return 0
         if not family.fused:
             return rows // width
         both, odd = divmod(rows // width - (0 if kind == "cross" else heads), 2)
         return 0 if odd else max(both, 0)
 
-    before, after = count(source[projection]), count(out[projection])
+    before, after = count(source[projection]), count(out.get(projection, ()))
     if not before or heads % before:
         raise ConfigError(
-            f"{projection} of SOURCE has shape {list(source[projection])}, which are no heads of {width} rows"
+            f"{projection} of SOURCE has shape {list(source[projection])}, which does not suit {heads!r} query heads and "
+            f"an output of {list(output)}: copy SOURCE again, or repair its config"
         )
     if not after or (before % after and (after % before or heads % after)):
         raise Failure(
-            f"{projection} is {list(out[projection])} in OUT and {list(source[projection])} in SOURCE: {before} K/V heads "
-            "cannot be grouped or repeated to that shape"
+            f"{projection} is {list(out.get(projection, ()))} in OUT and {list(source[projection])} in SOURCE: {before} "
+            "K/V heads cannot be grouped or repeated to that shape"
         )
     tensors = _head_tensors(name, kind, family, heads, before, after, source)
     return Module(name, kind, heads, before, after, tuple(tensors))

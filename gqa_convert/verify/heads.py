@@ -8,12 +8,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from gqa_convert.families.family import Family
 from gqa_convert.verify.geometry import MERGED, Geometry, Heads, HeadTensor, Kind, Module, Tensors, find_modules
 
 
-def attention_parameters(model: Any, family: Family, *, folds: bool) -> dict[str, torch.Tensor]:
+def attention_parameters(model: Any, family: Family, *, folds: bool) -> dict[str, Tensor]:
     """The parameters of a loaded model's attention that hold heads which a conversion changes.
 
     Args:
@@ -32,7 +33,7 @@ def attention_parameters(model: Any, family: Family, *, folds: bool) -> dict[str
     }
 
 
-def repeated_heads(geometry: Geometry, model: Any, out: Tensors, *, folds: bool) -> dict[str, torch.Tensor]:
+def repeated_heads(geometry: Geometry, model: Any, out: Tensors, *, folds: bool) -> dict[str, Tensor]:
     """SOURCE's parameters with OUT's heads, each K/V head repeated for its group.
 
     Args:
@@ -50,7 +51,7 @@ def repeated_heads(geometry: Geometry, model: Any, out: Tensors, *, folds: bool)
     return _changed(geometry, model, make)
 
 
-def pooled_heads(geometry: Geometry, model: Any) -> dict[str, torch.Tensor]:
+def pooled_heads(geometry: Geometry, model: Any) -> dict[str, Tensor]:
     """SOURCE's parameters with the mean of each group in place of its K/V heads."""
 
     def make(module: Module, _: HeadTensor, heads: Heads) -> Heads:
@@ -61,9 +62,7 @@ def pooled_heads(geometry: Geometry, model: Any) -> dict[str, torch.Tensor]:
     return _changed(geometry, model, make)
 
 
-def reordered_heads(
-    geometry: Geometry, model: Any, orders: Mapping[tuple[Kind, int], list[int]]
-) -> dict[str, torch.Tensor]:
+def reordered_heads(geometry: Geometry, model: Any, orders: Mapping[tuple[Kind, int], list[int]]) -> dict[str, Tensor]:
     """SOURCE's parameters with its own K/V heads, and the query heads that read them, in other orders.
 
     Args:
@@ -83,12 +82,10 @@ def reordered_heads(
     return _changed(geometry, model, make)
 
 
-def _changed(
-    geometry: Geometry, model: Any, make: Callable[[Module, HeadTensor, Heads], Heads]
-) -> dict[str, torch.Tensor]:
+def _changed(geometry: Geometry, model: Any, make: Callable[[Module, HeadTensor, Heads], Heads]) -> dict[str, Tensor]:
     """SOURCE's parameters with the heads that `make` returns for those of a tensor."""
     parameters = dict(model.named_parameters())
-    found: dict[str, torch.Tensor] = {}
+    found: dict[str, Tensor] = {}
     for module in geometry.merged:
         for tensor in module.tensors:
             if heads := make(module, tensor, tensor.read(parameters, converted=False)):
@@ -110,9 +107,9 @@ def replaced(model: Any, parameters: Tensors) -> Iterator[None]:
             own[name].data = tensor
 
 
-def output_errors(
+def compare_modules(
     geometry: Geometry, model: Any, run: Callable[[], object], *others: Tensors
-) -> dict[str, tuple[float, ...]]:
+) -> dict[str, list[float]]:
     """How far the outputs of attention modules are from SOURCE's on SOURCE's own inputs, relative to its outputs.
 
     Args:
@@ -124,37 +121,28 @@ def output_errors(
     Returns:
         By module, the error with each of the others.
     """
-    squares = {module.name: [0.0] * (1 + len(others)) for module in geometry.merged}
-    names = {model.get_submodule(name): name for name in squares}
-    busy = False
+    squares = {module.name: torch.zeros(1 + len(others), dtype=torch.float64) for module in geometry.merged}
 
-    def compare(module: Any, args: Any, options: Any, output: Any) -> None:
-        nonlocal busy
-        if busy:  # a call of this function's
-            return
-        busy = True
-        prefix = f"{names[module]}."
-        sums = squares[names[module]]
-        expected = _states(output)
-        sums[0] += float(expected.square().sum())
-        for number, other in enumerate(others, 1):
-            own = {key.removeprefix(prefix): each for key, each in other.items() if key.startswith(prefix)}
-            found = _states(torch.func.functional_call(module, own, args, options))
-            sums[number] += float((found - expected).square().sum())
-        busy = False
+    def watch(name: str, module: Any) -> Any:
+        def compare(_: Any, args: Any, options: Any, output: Any) -> None:
+            expected = _states(output)
+            found = [torch.zeros_like(expected)]
+            for parameters in others:
+                with replaced(model, parameters):
+                    found.append(_states(module.forward(*args, **options)))
+            squares[name] += torch.stack([(each - expected).square().sum() for each in found])
 
-    handles = [module.register_forward_hook(compare, with_kwargs=True) for module in names]
+        return module.register_forward_hook(compare, with_kwargs=True)
+
+    handles = [watch(name, model.get_submodule(name)) for name in squares]
     try:
         with torch.no_grad():
             run()
     finally:
         for handle in handles:
             handle.remove()
-    return {
-        name: tuple((each / total) ** 0.5 if total else 0.0 for each in rest)
-        for name, (total, *rest) in squares.items()
-    }
+    return {name: (each[1:] / each[0].clamp(min=1e-30)).sqrt().tolist() for name, each in squares.items()}
 
 
-def _states(output: Any) -> torch.Tensor:
+def _states(output: Any) -> Tensor:
     return (output[0] if isinstance(output, tuple) else output).double()

@@ -13,14 +13,14 @@ from gqa_convert.checkpoint.quantised import quantisation_method
 from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.conversion.rewriting.folder import rewritten_folder
 from gqa_convert.conversion.rewriting.planning import needs_rewriting, plan_rewriting
-from gqa_convert.errors import ConfigError, CorruptCheckpointError, GQAConvertError, OptionError, SourceNotFoundError
+from gqa_convert.errors import CorruptCheckpointError, GQAConvertError, OptionError, SourceNotFoundError
 from gqa_convert.families.family import Family, Modeling
 from gqa_convert.families.records import with_key_norm
 from gqa_convert.families.table import RESTATED, family_of
 from gqa_convert.families.wrappers import decoder_config
 from gqa_convert.verify.probe import STEPS
 from gqa_convert.verify.report import first_line
-from gqa_convert.verify.weights import CONFIG, Weights, read_object
+from gqa_convert.verify.weights import CONFIG, Weights, read_object, readable_object
 
 Progress = Callable[[str, int, int], None]
 """Called with a stage (tensors or logits), the amount done and the total: bytes or steps."""
@@ -35,7 +35,7 @@ class Inputs:
 
     out: Path
     out_config: dict[str, Any]
-    """Empty if it cannot be read, which the check on the config reports."""
+    """Empty if it cannot be read."""
     source: Weights
     """SOURCE's tensors, in the form in which it was converted."""
     config: dict[str, Any]
@@ -110,16 +110,15 @@ def read_inputs(
     out = local_path(out)
     if not out.is_dir():
         raise SourceNotFoundError(f"{out} is not a folder: name the converted checkpoint")
-    folder = _source_folder(source, revision)
-    config = original_config = _read_config(folder)
-    try:
-        out_config = read_object(out / CONFIG)
-    except (OSError, ValueError):
-        out_config = {}
-    home, dtypes = folder, {}
+    checkpoint = open_checkpoint(source, revision=revision, download=True, quantised=True)
+    assert checkpoint.folder is not None
+    folder = home = checkpoint.folder
+    config = original_config = read_object(folder / CONFIG)
+    out_config = readable_object(out / CONFIG)
+    dtypes: dict[str, torch.dtype] = {}
     with ExitStack() as stack:
         if needs_rewriting(config, out_config.get("model_type")):
-            planned = plan_rewriting(open_checkpoint(folder, quantised=True), native=True)
+            planned = plan_rewriting(checkpoint, native=True)
             for note in planned.rewriting_notes:
                 on_note(note)
             rewritten = stack.enter_context(rewritten_folder(planned, out))
@@ -137,29 +136,6 @@ def read_inputs(
 
 def _source_error(problem: str) -> CorruptCheckpointError:
     return CorruptCheckpointError(f"{problem}: download or copy the source again")
-
-
-def _source_folder(source: str | Path, revision: str | None) -> Path:
-    path = local_path(source)
-    if path.is_dir():
-        if revision is not None:
-            raise SourceNotFoundError(
-                f"{source} is a local folder, which has no revision {revision!r}: leave --revision out"
-            )
-        return path
-    folder = open_checkpoint(source, revision=revision, download=True, quantised=True).folder
-    assert folder is not None
-    return folder
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    path = folder / CONFIG
-    if not path.is_file():
-        raise SourceNotFoundError(f"{folder} has no {CONFIG}: name the folder that OUT was made from")
-    try:
-        return read_object(path)
-    except (OSError, ValueError) as problem:
-        raise ConfigError(f"{path} cannot be read ({first_line(problem)}): download or copy it again") from None
 
 
 def _read_tokens(text: Path, source: Path, config: dict[str, Any]) -> list[int]:

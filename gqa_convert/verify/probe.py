@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from gqa_convert.verify.report import Failure, first_line
 
@@ -30,7 +31,7 @@ Shapes = list[tuple[tuple[int, ...], tuple[int, ...]]]
 class Decoding:
     """What a model does with a cache."""
 
-    output: torch.Tensor | None = None
+    output: Tensor | None = None
     """The outputs [rows, STEPS, n] of steps on the cache of a prefill."""
     problem: str = ""
     """Why the model cannot decode, if it cannot."""
@@ -47,7 +48,7 @@ class Probe:
         tokens: the rows [rows, length] of a text; random ones if None.
     """
 
-    def __init__(self, model: Any, *, cross: bool, tokens: torch.Tensor | None = None) -> None:
+    def __init__(self, model: Any, *, cross: bool, tokens: Tensor | None = None) -> None:
         config = model.config.get_text_config()
         self._generator = torch.Generator().manual_seed(0)
         self._pairs = bool(config.is_encoder_decoder)
@@ -61,8 +62,6 @@ class Probe:
         self.tolerance = TOLERANCE if self._exact else HALF_TOLERANCE
         self._memory: dict[str, Any] = {}
         """The inputs besides the decoder's tokens."""
-        known = inspect.signature(model.forward).parameters
-        states = len(tokens), _ENCODER_LENGTH, config.hidden_size
         if self._pairs and model.main_input_name == "input_features":
             shape = len(tokens), config.num_mel_bins, 2 * config.max_source_positions
             self._memory = {"input_features": self._noise(model, *shape)}
@@ -70,14 +69,14 @@ class Probe:
         elif self._pairs:
             self._memory = {"input_ids": self._tokens(config, _ENCODER_LENGTH, config.vocab_size)}
             self.description += ", random tokens of the encoder"
-        elif cross and "encoder_hidden_states" in known:
-            self._memory = {"encoder_hidden_states": self._noise(model, *states)}
-            self.description += ", random states of an encoder"
-        elif cross and "encoder_outputs" in known:
-            self._memory = {"encoder_outputs": (self._noise(model, *states),)}
-            self.description += ", random states of an encoder"
+        elif cross:
+            states = self._noise(model, len(tokens), _ENCODER_LENGTH, config.hidden_size)
+            known = inspect.signature(model.forward).parameters
+            offered = {"encoder_hidden_states": states, "encoder_outputs": (states,)}
+            self._memory = dict([(name, each) for name, each in offered.items() if name in known][:1])
+            self.description += ", random states of an encoder" if self._memory else ""
 
-    def _tokens(self, config: Any, length: int, vocabulary: int) -> torch.Tensor:
+    def _tokens(self, config: Any, length: int, vocabulary: int) -> Tensor:
         """Random ids [rows, length] without the padding token, by which some models count positions."""
         for key in ("max_target_positions", "max_position_embeddings"):
             longest = getattr(config, key, None)
@@ -87,14 +86,14 @@ class Probe:
         padding = getattr(config, "pad_token_id", None)
         return ids if padding is None else torch.where(ids == padding, (ids + 1) % vocabulary, ids)
 
-    def _noise(self, model: Any, *shape: int) -> torch.Tensor:
+    def _noise(self, model: Any, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self._generator).to(model.dtype)
 
-    def output(self, model: Any) -> torch.Tensor:
+    def output(self, model: Any) -> Tensor:
         """The logits or hidden states [rows, length, n] of every token, computed without a cache."""
         return self._forward(model, self._ids, self._memory, use_cache=False)[0]
 
-    def difference(self, ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    def difference(self, ours: Tensor, theirs: Tensor) -> float:
         """The distance of two outputs, relative to the standard deviation of the second; infinite if it is not finite."""
         if ours.shape != theirs.shape:
             return math.inf
@@ -126,9 +125,7 @@ class Probe:
             found.problem = first_line(problem)
         return found
 
-    def _forward(
-        self, model: Any, ids: torch.Tensor, memory: dict[str, Any], **options: Any
-    ) -> tuple[torch.Tensor, Any]:
+    def _forward(self, model: Any, ids: Tensor, memory: dict[str, Any], **options: Any) -> tuple[Tensor, Any]:
         """The outputs, and the cache, which later steps update in place."""
         options["decoder_input_ids" if self._pairs else "input_ids"] = ids
         with torch.no_grad():

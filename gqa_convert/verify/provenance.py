@@ -2,12 +2,12 @@
 
 from typing import Any
 
-from gqa_convert.verify.config import same_json
+from gqa_convert.verify.config import compare_json
 from gqa_convert.verify.files import file_sha256
 from gqa_convert.verify.geometry import Kind
 from gqa_convert.verify.inputs import Inputs
 from gqa_convert.verify.report import Failure
-from gqa_convert.verify.result import FACTORED, FITTED, Result, read_claims
+from gqa_convert.verify.result import FACTORED, FITTED, Result
 from gqa_convert.verify.weights import CONFIG, PROVENANCE
 
 
@@ -18,7 +18,7 @@ def check_provenance(result: Result, errors: dict[str, float] | None) -> str:
         result: OUT.
         errors: the recomputed merge errors; None if other checks judge them or the tensors did not pass.
     """
-    claims, geometry, inputs = read_claims(result.inputs.out), result.geometry, result.inputs
+    claims, geometry, inputs = result.claims, result.geometry, result.inputs
     if claims.get("uptraining_tokens"):
         raise Failure(
             f"OUT was trained on {claims['uptraining_tokens']} tokens after its conversion, which changed its tensors: "
@@ -37,44 +37,38 @@ def check_provenance(result: Result, errors: dict[str, float] | None) -> str:
         "kv_bytes_per_token": _cache_bytes(result, "decoder"),
         "cross_kv_bytes_per_encoder_token": _cache_bytes(result, "cross"),
     }
-    for key, value in truth.items():
-        if not same_json(claims.get(key), value):
-            raise Failure(f"{PROVENANCE} claims {key} = {claims.get(key)!r}, expected {value!r}")
+    compare_json(PROVENANCE, {key: claims.get(key) for key in truth}, truth)
     text = claims.get("calibration")
     named = isinstance(text, dict) and type(text.get("tokens")) is int and text["tokens"] > 0
     if not (named if method == FITTED else text is None or (named and method == FACTORED)):
         raise Failure(f"{PROVENANCE} claims calibration = {text!r} for method {method}")
-    _check_source(claims.get("source"), inputs)
+    _check_source(claims["source"], inputs)
     if errors is not None:
-        _check_errors(claims.get("merge_error"), errors)
+        compare_json(f"{PROVENANCE}: merge_error", dict.fromkeys(claims["merge_error"]), dict.fromkeys(errors))
+        for name, found in errors.items():
+            if not abs(claims["merge_error"][name] - found) <= 0.01 * found + 1e-6:
+                raise Failure(
+                    f"{PROVENANCE} claims a merge error of {claims['merge_error'][name]} for {name}, the tensors show "
+                    f"{found:.6f}"
+                )
     return f"{method}, {geometry.change()} K/V heads"
 
 
-def _check_source(origin: Any, inputs: Inputs) -> None:
+def _check_source(origin: dict[str, Any], inputs: Inputs) -> None:
     """The recorded type, sizes and hashes are those of SOURCE as the user named it."""
     source, model_type = inputs.original, inputs.original_config.get("model_type")
-    if not isinstance(origin, dict) or not isinstance(origin.get("files"), dict):
-        raise Failure(f"{PROVENANCE} does not list the files of its source")
-    files = origin["files"]
-    if origin.get("model_type") != model_type:
-        raise Failure(f"{PROVENANCE} claims a {origin.get('model_type')} as its source, which is a {model_type}")
+    if origin["model_type"] != model_type:
+        raise Failure(f"{PROVENANCE} claims a {origin['model_type']} as its source, which is a {model_type}")
     for name in (CONFIG, *source.files):
-        stated = files.get(name) if isinstance(files.get(name), dict) else {}
-        size = (source.folder / name).stat().st_size
-        if name != CONFIG and stated.get("bytes") != size:
-            raise Failure(f"{PROVENANCE} claims {stated!r} for {name}, which has {size} bytes in this SOURCE")
-        recorded = stated.get("sha256")
-        if recorded is not None and recorded != file_sha256(source.folder / name):
-            raise Failure(f"{PROVENANCE} claims SHA-256 {recorded} for {name}, which has another hash in this SOURCE")
-
-
-def _check_errors(claimed: Any, errors: dict[str, float]) -> None:
-    if not isinstance(claimed, dict) or set(claimed) != set(errors):
-        raise Failure(f"{PROVENANCE} must have a merge_error for each of the {len(errors)} merged tensors and no other")
-    for name, found in errors.items():
-        stated = claimed[name]
-        if not isinstance(stated, float | int) or not abs(stated - found) <= 0.01 * found + 1e-6:
-            raise Failure(f"{PROVENANCE} claims a merge error of {stated!r} for {name}, the tensors show {found:.6f}")
+        file, stated = source.folder / name, origin["files"].get(name, {})
+        if name != CONFIG and stated.get("bytes") != file.stat().st_size:
+            raise Failure(
+                f"{PROVENANCE} claims {stated} for {name}, which has {file.stat().st_size} bytes in this SOURCE"
+            )
+        if stated.get("sha256") not in (None, found := file_sha256(file)):
+            raise Failure(
+                f"{PROVENANCE} claims SHA-256 {stated['sha256']} for {name}, which has {found} in this SOURCE"
+            )
 
 
 def _cache_bytes(result: Result, kind: Kind) -> dict[str, int] | None:

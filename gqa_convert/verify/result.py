@@ -2,14 +2,12 @@
 
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Final
 
 from gqa_convert.families.family import Modeling
 from gqa_convert.verify.geometry import Geometry, Role, config_value, read_geometry
 from gqa_convert.verify.inputs import Inputs
-from gqa_convert.verify.report import Failure, first_line
-from gqa_convert.verify.weights import PROVENANCE, Weights, read_object
+from gqa_convert.verify.weights import Weights
 
 PLAIN: Final = ("mean", "first")
 """Methods whose K/V heads are computed from SOURCE's K/V heads alone and are proven bit for bit."""
@@ -95,15 +93,3 @@ def read_result(inputs: Inputs, weights: Weights, claims: dict[str, Any]) -> Res
     if modeling is family.modeling and not geometry.changed and not family.is_converted:
         modeling = None  # stock classes load it
     return Result(inputs, weights, geometry, claims, modeling)
-
-
-def read_claims(out: Path) -> dict[str, Any]:
-    """OUT's provenance record.
-
-    Raises:
-        Failure: it is missing or damaged.
-    """
-    try:
-        return read_object(out / PROVENANCE)
-    except (OSError, ValueError) as problem:
-        raise Failure(f"{PROVENANCE} cannot be read ({first_line(problem)})") from None

@@ -14,10 +14,10 @@ from gqa_convert.verify.models import check_models
 from gqa_convert.verify.optimum import check_functions
 from gqa_convert.verify.provenance import check_provenance
 from gqa_convert.verify.report import Check, Failure, VerificationReport
-from gqa_convert.verify.result import Result, read_claims, read_result
+from gqa_convert.verify.result import Result, read_result
 from gqa_convert.verify.tensors import TensorChecks
 from gqa_convert.verify.tokenizers import check_tokenizer
-from gqa_convert.verify.weights import Weights
+from gqa_convert.verify.weights import PROVENANCE, Weights, readable_object
 
 
 def verify_checkpoint(
@@ -85,7 +85,7 @@ def _check_stored(report: VerificationReport, inputs: Inputs, progress: Progress
     Returns:
         OUT, or None if it is too damaged; and whether its modelling files, if it must have any, are the package's own.
     """
-    result, claims = None, _readable_claims(inputs.out)
+    result, claims = None, readable_object(inputs.out / PROVENANCE)
     try:
         weights = Weights(inputs.out, Failure)
     except Failure as failure:
@@ -108,14 +108,6 @@ def _check_stored(report: VerificationReport, inputs: Inputs, progress: Progress
         required = result is not None and result.folds
         report.check("hashes", lambda: check_hashes(inputs.out, claims, required=required))
     return result, is_own_code
-
-
-def _readable_claims(out: Path) -> dict[str, Any]:
-    """OUT's claims; empty if the record cannot be read, which the check on provenance reports."""
-    try:
-        return read_claims(out)
-    except Failure:
-        return {}
 
 
 def _find_heads(inputs: Inputs, weights: Weights, claims: dict[str, Any]) -> tuple[Result, str]:

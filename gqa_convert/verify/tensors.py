@@ -7,6 +7,7 @@ import math
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from gqa_convert.verify.geometry import MERGED, HeadTensor, Module
 from gqa_convert.verify.inputs import Progress
@@ -16,7 +17,7 @@ from gqa_convert.verify.weights import same_bits
 
 
 class TensorChecks:
-    """The checks on tensors.
+    """The checks on tensors; each ends at the first tensor that differs.
 
     Args:
         result: OUT.
@@ -51,7 +52,11 @@ class TensorChecks:
         """Every tensor that the conversion leaves alone has SOURCE's type, shape and bytes."""
         touched = {name for _, tensor in self._touched for name in tensor.names}
         names = [name for name in self._source.tensors if name not in touched]
-        _judge([self._compare_whole(name) for name in names])
+        for name in names:
+            theirs = self._source.tensors[name].to(self._source.result_dtype(name))
+            self._check_header(name, theirs.shape)
+            if not same_bits(self._out.tensors[name], theirs):
+                raise Failure(f"{name} has other numbers than SOURCE's")
         return f"{len(names)} tensors, bit for bit"
 
     def merged(self) -> str:
@@ -61,67 +66,50 @@ class TensorChecks:
         result, known = self._result, (*PLAIN, FACTORED, FITTED)
         if result.geometry.merged and result.method not in known:
             raise Failure(f"method {result.method!r} is none of {', '.join(known)}")
-        _judge([self._compare_heads(module, tensor) for module, tensor in self._touched])
+        for module, tensor in self._touched:
+            self._check_heads(module, tensor)
         how = "each of the right shape and finite" if result.folds else "bit for bit"
         found = f"{len(self._touched)} tensors, {result.geometry.change()} K/V heads, {how}"
         for what, role in (("keys", "key"), ("values", "value")):
-            count = sum(role not in roles for roles in result.foldable.values())
-            if count:
+            if count := sum(role not in roles for roles in result.foldable.values()):
                 found += f"; {what} of {count} modules are means"
         return found
 
-    def _header_problem(self, name: str, shape: tuple[int, ...]) -> str:
-        """What is wrong with the type or shape of OUT's tensor; empty if nothing is."""
+    def _check_header(self, name: str, shape: tuple[int, ...]) -> None:
         if name not in self._out.tensors:
-            return f"{name} is missing"
+            raise Failure(f"{name} is missing")
         tensor, dtype = self._out.tensors[name], self._source.result_dtype(name)
         self._done += tensor.nbytes
         self._progress("tensors", self._done, self._total)
-        if tensor.dtype != dtype:
-            return f"{name} has type {tensor.dtype}, expected {dtype}"
-        return "" if tensor.shape == shape else f"{name} has shape {list(tensor.shape)}, expected {list(shape)}"
+        if tensor.dtype != dtype or tensor.shape != shape:
+            found, expected = (f"{kind} {list(size)}" for kind, size in ((tensor.dtype, tensor.shape), (dtype, shape)))
+            raise Failure(f"{name} is {found}, expected {expected}")
 
-    def _compare_whole(self, name: str) -> str:
-        theirs = self._source.tensors[name]
-        problem = self._header_problem(name, theirs.shape)
-        if problem or same_bits(self._out.tensors[name], theirs.to(self._source.result_dtype(name))):
-            return problem
-        return f"{name} has other numbers than SOURCE's"
-
-    def _compare_heads(self, module: Module, tensor: HeadTensor) -> str:
+    def _check_heads(self, module: Module, tensor: HeadTensor) -> None:
         """Compare a tensor role by role, head by head."""
         for name in tensor.names_after:
-            if problem := self._header_problem(name, tensor.shape_after(self._source.tensors[name].shape)):
-                return problem
+            self._check_header(name, tensor.shape_after(self._source.tensors[name].shape))
         theirs = tensor.read(self._source.tensors, converted=False)
-        foldable = self._result.foldable.get(module.name, frozenset())
         squares: dict[str, list[tuple[float, float]]] = {}
         for role, ours in tensor.read(self._out.tensors, converted=True).items():
             size = max(1, len(theirs[role]) // len(ours))
             for head, found in enumerate(ours):
                 first = head * len(theirs[role]) // len(ours)
                 group = theirs[role][first : first + size]
-                place = tensor.names_after[head if len(tensor.names) > 1 else 0]
-                if role in foldable:
+                name = tensor.names_after[head if len(tensor.names) > 1 else 0]
+                if role in self._result.foldable.get(module.name, ()):
                     if not bool(found.isfinite().all()):
-                        return f"{place} has NaN or Inf in {role} head {head}"
+                        raise Failure(f"{name} has NaN or Inf in {role} head {head}")
                 elif not _is_merge(group, found, self._result.method):
-                    return f"{place} has other numbers than it must in {role} head {head}"
+                    raise Failure(f"{name} has other numbers than it must in {role} head {head}")
                 elif size > 1:
-                    squares.setdefault(place, []).append(_squared_error(group, found))
-        for place, each in squares.items():
+                    squares.setdefault(name, []).append(_squared_error(group, found))
+        for name, each in squares.items():
             lost, total = map(sum, zip(*each, strict=True))
-            self.errors[place] = math.sqrt(lost / total) if total else 0.0
-        return ""
+            self.errors[name] = math.sqrt(lost / total) if total else 0.0
 
 
-def _judge(problems: list[str]) -> None:
-    found = [problem for problem in problems if problem]
-    if found:
-        raise Failure(f"{len(found)} of {len(problems)} tensors differ: {found[0]}")
-
-
-def _is_merge(group: torch.Tensor, ours: torch.Tensor, method: Any) -> bool:
+def _is_merge(group: Tensor, ours: Tensor, method: Any) -> bool:
     """Whether a head [width, ...] is what the method makes of the heads of its group [m, width, ...]: bit for bit or,
     where keys or values are means because they may not be folded, the rounded mean.
     """
@@ -139,13 +127,13 @@ def _is_merge(group: torch.Tensor, ours: torch.Tensor, method: Any) -> bool:
     return bool(((ours.double() - mean).abs() <= half_unit + 1e-12 * mean.abs()).all())
 
 
-def _squared_error(group: torch.Tensor, ours: torch.Tensor) -> tuple[float, float]:
+def _squared_error(group: Tensor, ours: Tensor) -> tuple[float, float]:
     """|heads - merged head|^2 and |heads|^2."""
     wide = group.to(_sum_type(ours))
     lost, total = (each.flatten().dot(each.flatten()) for each in (wide - ours, wide))
     return float(lost), float(total)
 
 
-def _sum_type(tensor: torch.Tensor) -> torch.dtype:
+def _sum_type(tensor: Tensor) -> torch.dtype:
     """The type that the heads of a group are summed in."""
     return torch.float32 if tensor.itemsize == 2 else torch.float64

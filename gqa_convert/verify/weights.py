@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from torch import Tensor
 
 from gqa_convert.verify.report import first_line
 
@@ -32,6 +33,14 @@ def read_object(path: Path) -> dict[str, Any]:
     return value
 
 
+def readable_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file of OUT; empty if it cannot be read, so that what it should hold is found missing."""
+    try:
+        return read_object(path)
+    except (OSError, ValueError):
+        return {}
+
+
 class Weights:
     """The tensors of a checkpoint folder, mapped into memory: reading one reads the file.
 
@@ -49,7 +58,7 @@ class Weights:
     ) -> None:
         self.folder = folder
         self.result_dtypes = result_dtypes
-        self.tensors: dict[str, torch.Tensor] = {}
+        self.tensors: dict[str, Tensor] = {}
         """Every tensor in the files, whatever the index says."""
         self.file_of: dict[str, str] = {}
         """By tensor."""
@@ -94,7 +103,7 @@ class Weights:
             raise self._error(f"{path} does not map tensors to files of its folder")
         return index
 
-    def _map_file(self, file: str) -> dict[str, torch.Tensor]:
+    def _map_file(self, file: str) -> dict[str, Tensor]:
         path = self.folder / file
         if file.endswith(".safetensors"):
             with safe_open(path, framework="pt") as opened:
@@ -104,10 +113,10 @@ class Weights:
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except RuntimeError:  # files from before torch 1.6 cannot be memory-mapped
             state = torch.load(path, map_location="cpu", weights_only=True)
-        return {name: tensor for name, tensor in state.items() if isinstance(tensor, torch.Tensor)}
+        return {name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
 
 
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+def same_bits(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors have the same type, shape and bytes. NaN equals itself, and -0.0 differs from 0.0."""
     if a.dtype != b.dtype or a.shape != b.shape:
         return False

@@ -392,6 +392,7 @@ def test_mistakes_of_the_user_are_errors(made: Conversions, tmp_path: Path) -> N
     truncate(damaged)
     with pytest.raises(CorruptCheckpointError):
         verify_checkpoint(out, damaged, logits=False)
-    edit_json(damaged / "config.json", model_type="deepseek_v3")
+    other = shutil.copytree(source, tmp_path / "other")
+    edit_json(other / "config.json", model_type="deepseek_v3")
     with pytest.raises(UnsupportedFamilyError):
-        verify_checkpoint(out, damaged, logits=False)
+        verify_checkpoint(out, other, logits=False)

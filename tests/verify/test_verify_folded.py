@@ -22,7 +22,7 @@ from gqa_convert.verify.geometry import Heads
 from gqa_convert.verify.inputs import read_inputs
 from gqa_convert.verify.optimum import Loss, group_products, module_losses, read_orders, shared_loss
 from gqa_convert.verify.report import Failure
-from gqa_convert.verify.result import read_claims, read_result
+from gqa_convert.verify.result import read_result
 from gqa_convert.verify.weights import Weights
 from tests.helpers.own_files import SIZES as OWN_SIZES
 from tests.helpers.own_files import make_source
@@ -395,7 +395,7 @@ DAMAGE: dict[str, tuple[Damage, set[str]]] = {
 
 def claim_what_is_true(out: Path, source: Path) -> None:
     """Let the provenance claim the errors that the damaged tensors have: the claims alone must not save them."""
-    claimed = read_claims(out)
+    claimed = json.loads((out / "gqa_conversion.json").read_text())
     with read_inputs(out, source, None, None, lambda _: None) as inputs:
         result = read_result(inputs, Weights(out, Failure), claimed)
         for module in result.geometry.modules:
