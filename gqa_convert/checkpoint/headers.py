@@ -55,43 +55,29 @@ class Header:
     data_start: int
 
 
-def header_length(first_bytes: bytes, file_size: int, where: str) -> int:
-    """Return the length in bytes of the JSON header, read from the first 8 bytes of a file.
+def header_bytes(first_bytes: bytes, file_size: int) -> int:
+    """How many bytes of a file are its length field and its header; fewer where the file or the format ends before.
 
-    Raises:
-        CorruptCheckpointError: the file is shorter than the stated length, or the length exceeds the format's limit.
+    Args:
+        first_bytes: the first 8 of the file.
+        file_size: in bytes.
     """
-    if len(first_bytes) < LENGTH_BYTES:
-        raise CorruptCheckpointError(
-            f"{where} has {file_size} bytes, too few for a safetensors file: download or copy it again"
-        )
-    length = int.from_bytes(first_bytes[:LENGTH_BYTES], "little")
-    if length > MAX_HEADER_BYTES:
-        raise CorruptCheckpointError(
-            f"{where} states a header of {length:,} bytes, over the format's limit of {MAX_HEADER_BYTES:,}: "
-            "the file is damaged or not a safetensors file, download or copy it again"
-        )
-    if LENGTH_BYTES + length > file_size:
-        raise CorruptCheckpointError(
-            f"{where} is truncated: the header alone needs {LENGTH_BYTES + length:,} bytes and the file has {file_size:,}; "
-            "download or copy it again"
-        )
-    return length
+    return min(LENGTH_BYTES + int.from_bytes(first_bytes, "little"), file_size, MAX_HEADER_BYTES)
 
 
 def parse_header(raw: bytes, file_size: int, where: str) -> Header:
-    """Read a JSON header, without its 8 length bytes, by the safetensors library: a result holds what it sees in a file.
+    """Read a header by the safetensors library, so that a result holds what others see in the file.
 
     Args:
-        raw: the bytes of the header.
+        raw: the length field and the header.
         file_size: size of the whole file in bytes.
         where: the name of the file in error messages.
 
     Raises:
         CorruptCheckpointError: the header is malformed, or its tensors do not tile the rest of the file exactly.
     """
-    with os.fdopen(os.memfd_create("header"), "wb") as file:  # the header of a file with a hole in place of the tensors
-        file.write(len(raw).to_bytes(LENGTH_BYTES, "little") + raw)
+    with os.fdopen(os.memfd_create("header"), "wb") as file:  # with a hole in place of the tensors
+        file.write(raw)
         file.truncate(file_size)
         try:
             with safe_open(f"/proc/self/fd/{file.fileno()}", "np") as opened:
@@ -101,7 +87,7 @@ def parse_header(raw: bytes, file_size: int, where: str) -> Header:
         except SafetensorError as problem:
             raise _explained(problem, raw, file_size, where) from None
     tensors = {}
-    start = data_start = LENGTH_BYTES + len(raw)
+    start = data_start = len(raw)
     for name, dtype, shape in fields:
         nbytes = math.prod(shape) * DTYPE_BITS[dtype] // 8
         tensors[name] = TensorEntry(dtype, shape, start, nbytes)
@@ -114,9 +100,9 @@ def parse_header(raw: bytes, file_size: int, where: str) -> Header:
 def _explained(problem: SafetensorError, raw: bytes, file_size: int, where: str) -> CorruptCheckpointError:
     """Turn an error of the library into one line."""
     with suppress(ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError):
-        fields = json.loads(raw)
+        fields = json.loads(raw[LENGTH_BYTES:])
         ends = [field["data_offsets"][1] for name, field in fields.items() if name != "__metadata__"]
-        end = LENGTH_BYTES + len(raw) + max(ends)
+        end = len(raw) + max(ends)
         if end > file_size:
             return CorruptCheckpointError(
                 f"{where} is truncated: its tensors end at byte {end:,} and the file has {file_size:,} bytes; download or copy it again"

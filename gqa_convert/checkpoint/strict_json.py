@@ -1,6 +1,5 @@
 """Strict JSON parsing: duplicate keys and unexpected top-level types are errors, and every error names the file."""
 
-import codecs
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -39,10 +38,6 @@ def parse_object(
     Raises:
         error: the text is not UTF-8, not JSON, not an object, nested too deeply, or repeats a key.
     """
-    if raw.startswith(codecs.BOM_UTF8):
-        raise error(
-            f"{where} begins with a byte order mark, which transformers cannot read: save it as UTF-8 without the mark"
-        )
     try:
         value = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique_keys)
     except (ValueError, RecursionError) as problem:  # UnicodeDecodeError and JSONDecodeError are ValueErrors

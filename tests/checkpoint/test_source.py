@@ -186,34 +186,16 @@ class TestCarriedFiles:
 
 class TestIndex:
     @pytest.mark.parametrize(
-        "file",
-        [
-            "../x.safetensors",
-            "/etc/x.safetensors",
-            "a/b.safetensors",
-            "a\\b.safetensors",
-            "x\0.safetensors",
-            "",
-            ".",
-            "..",
-        ],
+        "file", ["../x.safetensors", "/etc/x.safetensors", "a/x.safetensors", "", None, 3, ["x"], "config.json", INDEX]
     )
-    def test_ways_out_of_the_folder(self, sharded: Path, file: str) -> None:
-        shutil.copy(sharded / FIRST, sharded.parent / "x.safetensors")
-        edit_index(sharded, **{"model.norm.weight": file})
-        refused(sharded, CorruptCheckpointError, "model.norm.weight", "not a file name in this folder")
-
-    @pytest.mark.parametrize("file", [None, 3, ["x"], {"a": 1}, True])
-    def test_files_that_are_no_names(self, sharded: Path, file: Any) -> None:
+    def test_what_is_no_weight_file_of_the_folder(self, sharded: Path, file: Any) -> None:
+        (sharded / "a").mkdir()
+        for folder in (sharded.parent, sharded / "a"):
+            shutil.copy(sharded / FIRST, folder / "x.safetensors")
         index = json.loads((sharded / INDEX).read_bytes())
         index["weight_map"]["model.norm.weight"] = file
         (sharded / INDEX).write_text(json.dumps(index))
-        refused(sharded, CorruptCheckpointError, "not a file name in this folder")
-
-    @pytest.mark.parametrize("file", ["config.json", "tokenizer.json", INDEX, "pytorch_model.bin"])
-    def test_files_of_another_kind(self, sharded: Path, file: str) -> None:
-        edit_index(sharded, **{"model.norm.weight": file})
-        refused(sharded, CorruptCheckpointError, "not a .safetensors file")
+        refused(sharded, CorruptCheckpointError, "model.norm.weight", "not a .safetensors file in this folder")
 
     def test_a_missing_shard(self, sharded: Path) -> None:
         (sharded / SECOND).unlink()
@@ -261,13 +243,13 @@ class TestIndex:
 
     def test_a_promise_that_is_not_kept(self, sharded: Path) -> None:
         edit_index(sharded, **{"lm_head.extra": FIRST})
-        refused(sharded, CorruptCheckpointError, "lm_head.extra", "lists tensor")
+        refused(sharded, CorruptCheckpointError, "lm_head.extra", "disagree")
         edit_index(sharded, **{"lm_head.extra": None, "lm_head.weight": FIRST})
-        refused(sharded, CorruptCheckpointError, "lm_head.weight", "lists tensor")
+        refused(sharded, CorruptCheckpointError, "lm_head.weight", "disagree")
 
     def test_a_stray_tensor(self, sharded: Path) -> None:
         edit_index(sharded, **{"lm_head.weight": None})
-        refused(sharded, CorruptCheckpointError, "lm_head.weight", "does not list")
+        refused(sharded, CorruptCheckpointError, "lm_head.weight", "disagree")
 
     @pytest.mark.parametrize(
         "raw",
@@ -291,10 +273,6 @@ class TestIndex:
     def test_a_damaged_index(self, sharded: Path, raw: bytes) -> None:
         (sharded / INDEX).write_bytes(raw)
         refused(sharded, CorruptCheckpointError, "sharded/")
-
-    def test_a_gigantic_index(self, sharded: Path) -> None:
-        os.truncate(sharded / INDEX, 300_000_000)
-        refused(sharded, CorruptCheckpointError, "over the limit")
 
 
 class TestRefusals:
@@ -506,7 +484,7 @@ class TestRefusals:
     def test_a_byte_order_mark(self, single: Path) -> None:
         raw = (single / "config.json").read_bytes()
         (single / "config.json").write_bytes(codecs.BOM_UTF8 + raw)
-        refused(single, ConfigError, "byte order mark", "without the mark")
+        refused(single, ConfigError, "BOM")
 
     def test_no_weights(self, single: Path) -> None:
         (single / "model.safetensors").unlink()

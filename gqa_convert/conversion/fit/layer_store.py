@@ -19,7 +19,7 @@ from safetensors.numpy import save
 
 from gqa_convert.checkpoint.atomic_files import write_whole
 from gqa_convert.checkpoint.dtypes import DTYPES
-from gqa_convert.checkpoint.headers import LENGTH_BYTES, Header, TensorEntry, header_length, parse_header
+from gqa_convert.checkpoint.headers import LENGTH_BYTES, Header, TensorEntry, header_bytes, parse_header
 from gqa_convert.checkpoint.locks import try_lock
 from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.errors import CorruptCheckpointError, InterruptedRunError, OutputError
@@ -154,7 +154,8 @@ class LayerStore:
         try:
             with path.open("rb") as file:
                 size = path.stat().st_size
-                length = header_length(file.read(LENGTH_BYTES), size, path.name)
+                length = header_bytes(file.read(LENGTH_BYTES), size)
+                file.seek(0)
                 return parse_header(file.read(length), size, path.name)
         except (FileNotFoundError, CorruptCheckpointError):
             return None
