@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gqa_convert.checkpoint.heap import kept_heap
 from gqa_convert.checkpoint.provenance import Divergence
 from gqa_convert.conversion.fit.attention_calls import Batch
 from gqa_convert.conversion.fit.layer_store import LayerStore, layer_key
@@ -149,13 +148,12 @@ def train_together(
     optimizer = RelativeAdam(student.start, RATE, steps)
     curve: list[tuple[int, float]] = []
     every = max(1, steps // _MEASURED)
-    with kept_heap(student.model.device):
-        for done, number in enumerate(batch_order(len(batches), steps, seed), start=1):
-            _learn(student, batches[number], optimizer)
-            if done < steps and done % every == 0:
-                latest = student.divergence(held_out, optimizer.layers)
-                curve.append((done, latest))
-            on_progress(FitProgress(ALL_TOGETHER, done, steps, f"step {done:,} of {steps:,}, KL {latest:.3f}"))
+    for done, number in enumerate(batch_order(len(batches), steps, seed), start=1):
+        _learn(student, batches[number], optimizer)
+        if done < steps and done % every == 0:
+            latest = student.divergence(held_out, optimizer.layers)
+            curve.append((done, latest))
+        on_progress(FitProgress(ALL_TOGETHER, done, steps, f"step {done:,} of {steps:,}, KL {latest:.3f}"))
     after = student.divergence(held_out, optimizer.layers)
     if not after < before:
         return None, Divergence(before, before)

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gqa_convert.checkpoint.heap import kept_heap
 from gqa_convert.conversion.fit.attention_calls import AttentionCall, CapturedAttention
 from gqa_convert.conversion.fit.layer_store import LayerRecord
 from gqa_convert.conversion.fit.merged_attention import MergedAttention, check_holds
@@ -200,17 +199,16 @@ class OneLayer:
         optimizer = RelativeAdam([weights], RATE, steps)
         power = sum(float(call.between(share).double().square().sum()) for call in calls)
         mean_square = power / sum(call.output.numel() for call in calls)
-        with kept_heap(calls[0].hidden.device):
-            for done, number in enumerate(batch_order(len(calls), steps, self._options.seed)):
-                self._tell(f"gradient steps {done:,} of {steps:,}")
-                call = calls[number]
-                target = call.between(share)
-                numbers = target.shape[-1] * (target[..., 0].numel() if call.counted is None else call.counted.sum())
-                with torch.enable_grad(), TrainingAttention():
-                    output, _ = self._run(call, optimizer.layers[0])
-                    missed = call.square(output.float() - target)
-                    torch.autograd.backward(missed / (numbers * mean_square or 1.0))
-                optimizer.step()
+        for done, number in enumerate(batch_order(len(calls), steps, self._options.seed)):
+            self._tell(f"gradient steps {done:,} of {steps:,}")
+            call = calls[number]
+            target = call.between(share)
+            numbers = target.shape[-1] * (target[..., 0].numel() if call.counted is None else call.counted.sum())
+            with torch.enable_grad(), TrainingAttention():
+                output, _ = self._run(call, optimizer.layers[0])
+                missed = call.square(output.float() - target)
+                torch.autograd.backward(missed / (numbers * mean_square or 1.0))
+            optimizer.step()
         return optimizer.results()[0]
 
     def _refitted(self, weights: Weights) -> Weights:
