@@ -41,6 +41,11 @@ class TensorEntry:
     start: int
     nbytes: int
 
+    @classmethod
+    def planned(cls, dtype: str, shape: tuple[int, ...]) -> "TensorEntry":
+        """The entry of a tensor that has no place in a file yet."""
+        return cls(dtype, shape, 0, math.prod(shape) * DTYPE_BITS[dtype] // 8)
+
     @property
     def elements(self) -> int:
         return math.prod(self.shape)

@@ -14,7 +14,7 @@ from gqa_convert.checkpoint.copying import BLOCK, LARGE, SourceFile, WrittenFile
 from gqa_convert.checkpoint.dtypes import DTYPES
 from gqa_convert.checkpoint.headers import TensorEntry, build_header
 from gqa_convert.checkpoint.source_files import SourceFiles, read_tensor
-from gqa_convert.conversion.plan import OutputFile, OutputTensor, Plan, Regrouping
+from gqa_convert.conversion.plan import OutputFile, Plan, RegroupedTensor
 from gqa_convert.errors import NonFiniteError, NoSpaceError
 from gqa_convert.families import layouts
 from gqa_convert.merging.pooling import pool_groups
@@ -43,7 +43,12 @@ def write_weights(plan: Plan, folder: Path, merged: MergedTensors, progress: Pro
         NonFiniteError: a tensor that is merged holds NaN or Inf.
         CorruptCheckpointError: a source file changed during the conversion.
     """
-    _check_space(plan, folder)
+    needed = plan.disk_bytes + sum(shard.size for shard in plan.checkpoint.stored.shards if shard.spilled)
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise NoSpaceError(
+            f"the result needs {needed:,} bytes, and the disk of {folder.parent} has {free:,} free: make room, or name a folder on another disk"
+        )
     with ExitStack() as stack:
         sources = SourceFiles(plan.checkpoint, folder, stack)
         stored = {path: stack.enter_context(SourceFile(path)) for path in {path for path, _ in merged.values()}}
@@ -52,15 +57,6 @@ def write_weights(plan: Plan, folder: Path, merged: MergedTensors, progress: Pro
             writer.write_file(file, folder / file.file, progress)
         sources.check_unchanged()
     return writer.errors
-
-
-def _check_space(plan: Plan, folder: Path) -> None:
-    needed = plan.disk_bytes + sum(shard.size for shard in plan.checkpoint.stored.shards if shard.spilled)
-    free = shutil.disk_usage(folder).free
-    if needed > free:
-        raise NoSpaceError(
-            f"the result needs {needed:,} bytes, and the disk of {folder.parent} has {free:,} free: make room, or name a folder on another disk"
-        )
 
 
 class _Writer:
@@ -78,75 +74,76 @@ class _Writer:
         self._plan = plan
         self._sources = sources
         self._merged = merged
+        self._touched = plan.regrouped.keys() | merged.keys()
 
     def write_file(self, file: OutputFile, path: Path, progress: Progress) -> None:
-        """Write a whole file: the header, then the tensors."""
-        if file.copy_of is not None and self._merged.keys().isdisjoint(file.names):
-            source = self._sources[file.copy_of]
+        """Write a whole file: the source's, or the header and then the tensors."""
+        if file.shard is not None and self._touched.isdisjoint(file.names):
+            source = self._sources[file.shard]
             with WrittenFile(path, source.size, progress) as out:
                 out.copy(source, 0, source.size)
             return
-        described = [tensor.described for tensor in self._plan.tensors(file)]
-        nbytes = sum(nbytes for *_, nbytes in described)
+        tensors = list(self._plan.tensors(file))
+        nbytes = sum(entry.nbytes for _, entry in tensors)
         alignment = (0, 8)
         if nbytes >= LARGE:
             # whole blocks can be copied where tensors begin at the same place of a block as in the source
-            start = self._plan.checkpoint.entries[described[0][0]].start
+            start = self._plan.checkpoint.entries[tensors[0][0]].start
             alignment = (start % BLOCK, BLOCK)
+        described = [(name, entry.dtype, entry.shape, entry.nbytes) for name, entry in tensors]
         header = build_header(described, {"format": "pt"} | dict(file.metadata), data_start_modulo=alignment)
         with WrittenFile(path, len(header) + nbytes, progress) as out:
             out.write(header)
-            for tensor in self._plan.tensors(file):
-                self._write_tensor(tensor, out)
+            for name, entry in tensors:
+                self._write_tensor(name, entry.dtype, out)
 
-    def _write_tensor(self, tensor: OutputTensor, out: WrittenFile) -> None:
-        if tensor.regrouping and tensor.name not in self._merged:
-            array = self._regroup(tensor, tensor.regrouping)
+    def _write_tensor(self, name: str, dtype: str, out: WrittenFile) -> None:
+        if name in self._plan.regrouped and name not in self._merged:
+            array = self._regroup(self._plan.regrouped[name])
         else:
-            located = self._merged.get(tensor.name) or self._sources.locate(tensor.name)
-            if located is not None and located[1].dtype == tensor.dtype:
+            located = self._merged.get(name) or self._sources.locate(name)
+            if located is not None and located[1].dtype == dtype:
                 source, entry = located
                 out.copy(source, entry.start, entry.nbytes)
                 return
-            array = _rounded(read_tensor(*located) if located else self._sources.read(tensor.name), tensor)
+            array = _rounded(read_tensor(*located) if located else self._sources.read(name), name, dtype)
         out.write(array.reshape(-1).view(np.uint8).data)
 
-    def _regroup(self, tensor: OutputTensor, regrouping: Regrouping) -> Array:
+    def _regroup(self, tensor: RegroupedTensor) -> Array:
         """The tensor's array: heads of the source merged into groups, or repeated."""
-        array = np.concatenate([self._sources.read(name) for name in regrouping.sources])
-        rows = array.T if regrouping.transposed else array
-        heads = layouts.split(np.ascontiguousarray(rows), regrouping.sections)
+        array = np.concatenate([self._sources.read(name) for name in tensor.sources])
+        rows = array.T if tensor.transposed else array
+        heads = layouts.split(np.ascontiguousarray(rows), tensor.sections)
+        groups, dtype = tensor.groups, tensor.entry.dtype
         squared_error = squared_norm = 0.0
-        for number, section in enumerate(regrouping.sections):
+        for number, section in enumerate(tensor.sections):
             if not section.merged:
                 continue
-            if regrouping.groups > section.heads:
-                heads[number] = heads[number].repeat(regrouping.groups // section.heads, axis=0)
+            if groups > section.heads:
+                heads[number] = heads[number].repeat(groups // section.heads, axis=0)
                 continue
-            assert regrouping.pooling is not None, f"{tensor.name} belongs to a layer that is not merged yet"
-            heads[number], error, norm = pool_groups(
-                heads[number], regrouping.groups, regrouping.pooling, DTYPES[tensor.dtype], tensor.name
-            )
+            assert tensor.pooling is not None, f"{tensor.name} belongs to a layer that is not merged yet"
+            heads[number], error, norm = pool_groups(heads[number], groups, tensor.pooling, DTYPES[dtype], tensor.name)
             squared_error += error
             squared_norm += norm
             self.errors[tensor.name] = math.sqrt(squared_error / squared_norm) if squared_norm else 0.0
-        joined = _rounded(layouts.join(heads, layouts.regrouped(regrouping.sections, regrouping.groups)), tensor)
-        return np.ascontiguousarray(joined.T) if regrouping.transposed else joined
+        joined = layouts.join(heads, layouts.regrouped(tensor.sections, groups))
+        joined = _rounded(joined, tensor.name, dtype)
+        return np.ascontiguousarray(joined.T) if tensor.transposed else joined
 
 
-def _rounded(array: Array, tensor: OutputTensor) -> Array:
+def _rounded(array: Array, name: str, dtype: str) -> Array:
     """An array in the type of the result.
 
     Raises:
         NonFiniteError: a number is too large for it.
     """
-    dtype = DTYPES[tensor.dtype]
-    if array.dtype == dtype:
+    if array.dtype == DTYPES[dtype]:
         return array
     with np.errstate(over="ignore"):
-        rounded = array.astype(dtype)
+        rounded = array.astype(DTYPES[dtype])
     if np.isfinite(array).all() and not np.isfinite(rounded).all():
         raise NonFiniteError(
-            f"tensor {tensor.name} would hold numbers too large for {tensor.dtype}: save the model as bfloat16 or float32 first"
+            f"tensor {name} would hold numbers too large for {dtype}: save the model as bfloat16 or float32 first"
         )
     return rounded

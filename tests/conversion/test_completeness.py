@@ -167,3 +167,16 @@ def test_plan_refuses_what_transformers_misses(change: str, case: Case, tmp_path
         assert str(caught.value).isprintable()
     else:
         make_plan(open_checkpoint(tmp_path), 3, method="mean", native=native)
+
+
+def test_a_config_without_a_number_of_layers(tmp_path: Path) -> None:
+    make_checkpoint("llama", tmp_path, shards="50GB", num_hidden_layers=3)
+    tensors, config = load_file(tmp_path / "model.safetensors"), json.loads((tmp_path / "config.json").read_bytes())
+    kept = {name: tensor for name, tensor in tensors.items() if ".layers.1." not in name}
+    save_file(kept, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    config["num_hidden_layers"] = None
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(
+        ConfigError, match="states no num_hidden_layers, and the weights hold 2 of layers and none of la"
+    ):
+        make_plan(open_checkpoint(tmp_path), 3)

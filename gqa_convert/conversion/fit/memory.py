@@ -64,7 +64,7 @@ def estimate_needs(plan: Plan, options: CalibrationOptions) -> Needs:
     hidden_size = hidden_size_of(plan)
     if plan.merge_method.merges_layers:
         # merged layers lie beside the result until it is written
-        disk += sum(tensor.nbytes for tensor in plan.changed.values())
+        disk += sum(tensor.entry.nbytes for tensor in plan.regrouped.values())
         widths = [(layer.heads + layer.kv_heads) * (layer.key_head_dim + layer.value_head_dim) for layer in plan.layers]
         memory += 6 * 8 * max(widths) * hidden_size  # float64 copies of a layer's rows
         if options.has_data:

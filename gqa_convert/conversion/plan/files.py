@@ -1,27 +1,22 @@
 """Which file of the result each tensor belongs to."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Set
 
 from gqa_convert.checkpoint.formats import SAFETENSORS_SINGLE
 from gqa_convert.checkpoint.source import Checkpoint
 from gqa_convert.conversion.plan.model import OutputFile, Plan
 
 
-def keep_files(checkpoint: Checkpoint, touched: Collection[str], dropped: Collection[str]) -> Iterator[OutputFile]:
-    """A file of the result for each of the source's, of the same name.
-
-    Args:
-        checkpoint: the source.
-        touched: names of tensors that are not copied.
-        dropped: those of them that the result has no more.
-    """
+def keep_files(checkpoint: Checkpoint, dropped: Set[str]) -> Iterator[OutputFile]:
+    """A file of the result for each of the source's, of the same name, without the tensors that the result has no more."""
+    is_stored = checkpoint.weights_format == "safetensors" and checkpoint.rewritten_from is None
     for number, shard in enumerate(checkpoint.shards):
         names: Collection[str] = shard.header.tensors.keys()
-        changes = any(name in touched for name in names)
-        if changes and dropped:
+        is_whole = dropped.isdisjoint(names)
+        if not is_whole:
             names = [name for name in names if name not in dropped]
-        copied = checkpoint.stored.weights_format == "safetensors" and not checkpoint.recipes and not changes
-        yield OutputFile(safetensors_name(shard.file), names, shard.header.metadata, number if copied else None)
+        copied = number if is_stored and is_whole else None
+        yield OutputFile(safetensors_name(shard.file), names, shard.header.metadata, copied)
 
 
 def safetensors_name(file: str) -> str:
@@ -35,12 +30,12 @@ def divide_files(plan: Plan, limit: int) -> list[OutputFile]:
     """Files of at most `limit` bytes of tensors; a larger tensor has a file to itself."""
     runs: list[list[str]] = [[]]
     filled = 0
-    for tensor in plan.all_tensors():
-        if runs[-1] and filled + tensor.nbytes > limit:
+    for name, entry in plan.all_tensors():
+        if runs[-1] and filled + entry.nbytes > limit:
             runs.append([])
             filled = 0
-        runs[-1].append(tensor.name)
-        filled += tensor.nbytes
+        runs[-1].append(name)
+        filled += entry.nbytes
     found = []
     for number, names in enumerate(runs, 1):
         file = f"model-{number:05d}-of-{len(runs):05d}.safetensors" if len(runs) > 1 else SAFETENSORS_SINGLE

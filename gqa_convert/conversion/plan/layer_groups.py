@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from math import gcd
 
 from gqa_convert.errors import GroupsError
-from gqa_convert.families.geometry import AttentionFinder, AttentionLayer
+from gqa_convert.families.geometry import AttentionFinder
 from gqa_convert.families.layerwise import find_form, kinds_of_layers
 
 
@@ -33,13 +33,37 @@ def layer_groups(finder: AttentionFinder, groups: int | Sequence[int]) -> tuple[
     Raises:
         GroupsError: a number does not fit its layer, or their count that of the layers.
     """
-    family, layers = finder.family, finder.layers
-    if isinstance(groups, int) and not family.is_layerwise:
-        for layer in layers:
-            _check_for_all(finder, layer, groups)
+    layers = finder.layers
+    if isinstance(groups, int) and not finder.family.is_layerwise:
+        _check_one_number(finder, groups)
         return (groups,) * len(layers)
-    if isinstance(groups, int):
-        groups = [groups] * len(layers)
+    listed = [groups] * len(layers) if isinstance(groups, int) else groups
+    _check_list(finder, listed)
+    return tuple(listed[layer.number] for layer in layers)
+
+
+def _check_one_number(finder: AttentionFinder, groups: int) -> None:
+    """Check that every layer can have so many K/V heads."""
+    for layer in finder.layers:
+        fewer = merging_counts(layer.kv_heads)
+        if finder.family.one_kv_head_key is not None:
+            fewer = sorted({1, layer.kv_heads})
+        repeated = range(2 * layer.kv_heads, layer.heads + 1, layer.kv_heads)
+        more = [count for count in repeated if layer.heads % count == 0]
+        if groups in fewer or groups in more:
+            continue
+        choices = ", ".join(map(str, fewer))
+        if more:
+            choices += f"; or, to repeat heads for tensor parallelism, {', '.join(map(str, more))}"
+        raise GroupsError(
+            f"--groups {groups} does not fit this {finder.family.model_type} checkpoint with {layer.kv_heads} K/V heads and "
+            f"{layer.heads} query heads: choose one of {choices}"
+        )
+
+
+def _check_list(finder: AttentionFinder, groups: Sequence[int]) -> None:
+    """Check that the layers can have their numbers of K/V heads, and that the result has a form."""
+    family, layers = finder.family, finder.layers
     if not family.layerwise and not family.reads_per_layer_config:
         raise GroupsError(
             f"--groups: all layers of a {family.model_type} have one number of K/V heads: give one; docs/families.md names the "
@@ -58,7 +82,13 @@ def layer_groups(finder: AttentionFinder, groups: int | Sequence[int]) -> tuple[
                 f"{layer.kv_heads} K/V heads: choose one of {', '.join(map(str, possible))}"
             )
     if family.reads_per_layer_config:
-        _check_kinds(finder, groups)
+        by_kind: dict[str, int] = {}
+        for number, (kind, count) in enumerate(zip(kinds_of_layers(finder.config), groups, strict=False)):
+            if by_kind.setdefault(kind, count) != count:
+                raise GroupsError(
+                    f"--groups: all layers of a {family.model_type} with {kind.replace('_', ' ')} have one number of K/V heads: "
+                    f"layer {number} states {count}, and one before it {by_kind[kind]}"
+                )
     elif len(set(groups)) > 1 or family.is_layerwise:
         reason = find_form(family, finder.config)
         if isinstance(reason, str):
@@ -66,34 +96,3 @@ def layer_groups(finder: AttentionFinder, groups: int | Sequence[int]) -> tuple[
                 f"--groups: the layers of this {family.model_type} can't differ in their number of K/V heads, since {reason}; "
                 "give one number for all layers"
             )
-    return tuple(groups[layer.number] for layer in layers)
-
-
-def _check_kinds(finder: AttentionFinder, groups: Sequence[int]) -> None:
-    """Check that all layers of a kind have one number, as transformers' class reads them."""
-    kinds = kinds_of_layers(finder.config)
-    by_kind: dict[str, int] = {}
-    for number, count in enumerate(groups):
-        if by_kind.setdefault(kinds[number], count) != count:
-            raise GroupsError(
-                f"--groups: all layers of a {finder.family.model_type} with {kinds[number].replace('_', ' ')} have one number "
-                f"of K/V heads: layer {number} states {count}, and one before it {by_kind[kinds[number]]}"
-            )
-
-
-def _check_for_all(finder: AttentionFinder, layer: AttentionLayer, groups: int) -> None:
-    """Check that a layer can have so many K/V heads where all layers have as many."""
-    fewer = merging_counts(layer.kv_heads)
-    if finder.family.one_kv_head_key is not None:
-        fewer = [count for count in fewer if count in (1, layer.kv_heads)]
-    repeated = range(2 * layer.kv_heads, layer.heads + 1, layer.kv_heads)
-    more = [count for count in repeated if layer.heads % count == 0]
-    if groups in fewer or groups in more:
-        return
-    choices = ", ".join(map(str, fewer))
-    if more:
-        choices += f"; or, to repeat heads for tensor parallelism, {', '.join(map(str, more))}"
-    raise GroupsError(
-        f"--groups {groups} does not fit this {finder.family.model_type} checkpoint with {layer.kv_heads} K/V heads and "
-        f"{layer.heads} query heads: choose one of {choices}"
-    )

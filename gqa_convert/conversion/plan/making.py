@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from gqa_convert.checkpoint.ownership import some
 from gqa_convert.checkpoint.source import Checkpoint
@@ -12,15 +11,13 @@ from gqa_convert.conversion.plan.configs import by_kind_config, converted_config
 from gqa_convert.conversion.plan.files import divide_files, keep_files
 from gqa_convert.conversion.plan.layer_changes import constraint_notes, layer_changes
 from gqa_convert.conversion.plan.layer_groups import layer_groups
-from gqa_convert.conversion.plan.model import OutputTensor, Plan, TensorChange
+from gqa_convert.conversion.plan.model import Plan, TensorChange
 from gqa_convert.errors import OptionError
 from gqa_convert.families.geometry import AttentionFinder
 from gqa_convert.families.layerwise import find_form, why_not_decilm
 from gqa_convert.families.table import Family, Modeling, family_of
-from gqa_convert.merging.methods import choose_method
-
-if TYPE_CHECKING:
-    from gqa_convert.merging.absorption_limits import AbsorptionLimits
+from gqa_convert.merging.absorption_limits import find_absorption_limits
+from gqa_convert.merging.methods import COPY, choose_method
 
 
 def make_plan(
@@ -61,42 +58,36 @@ def make_plan(
     finder = AttentionFinder(checkpoint, family, encoder=encoder)
     check_layers(checkpoint, finder)
     counts = layer_groups(finder, groups)
-    limits = _limits(finder) if merge_method.merges_layers else ()
+    limits = [find_absorption_limits(finder, layer) if merge_method.merges_layers else None for layer in finder.layers]
     changes: list[TensorChange] = []
-    changed: dict[str, OutputTensor] = {}
-    dropped: set[str] = set()
-    for number in sorted(range(len(counts)), key=lambda number: finder.layers[number].number):
-        layer, count = finder.layers[number], counts[number]
-        for change in layer_changes(finder, layer, count, merge_method, limits[number] if limits else None):
-            changes.append(change)
-            if count != layer.kv_heads:
-                changed |= {tensor.name: tensor for tensor in change.tensors}
-        for names in finder.head_lists(layer):
-            dropped.update(names[count:])
+    for layer, count, limit in sorted(zip(finder.layers, counts, limits, strict=True), key=lambda each: each[0].number):
+        changes += layer_changes(finder, layer, count, merge_method, limit)
+    regrouped = {tensor.name: tensor for change in changes if change.method != COPY.name for tensor in change.tensors}
+    dropped = {name for tensor in regrouped.values() for name in tensor.sources} - regrouped.keys()
     modeling, config, notes = _form(checkpoint, finder, counts, encoder=encoder)
+    known_limits = tuple(limit for limit in limits if limit is not None)
     if any(count < layer.kv_heads for layer, count in zip(finder.layers, counts, strict=True)):
-        notes = [*constraint_notes(limits, merge_method), *notes]
-    touched = changed.keys() | checkpoint.result_dtypes.keys() | dropped
+        notes = [*constraint_notes(known_limits, merge_method), *notes]
     plan = Plan(
         checkpoint=checkpoint,
         family=family,
         modeling=modeling,
         layers=finder.layers,
         layer_groups=counts,
-        limits=limits,
+        limits=known_limits,
         method=method,
         seed=seed,
         heads=finder.heads,
         source_kv_heads=finder.kv_heads,
         changes=tuple(changes),
-        changed=changed,
-        files=tuple(keep_files(checkpoint, touched, dropped)),
+        regrouped=regrouped,
+        files=tuple(keep_files(checkpoint, dropped)),
         config=config,
         warnings=(*notes, *_warnings(checkpoint, family, modeling)),
     )
-    if max_shard_size is not None:
-        plan = replace(plan, files=tuple(divide_files(plan, max_shard_size)))
-    return plan
+    if max_shard_size is None:
+        return plan
+    return replace(plan, files=tuple(divide_files(plan, max_shard_size)))
 
 
 def _check_route(family: Family, native: bool | None) -> None:
@@ -110,21 +101,15 @@ def _check_route(family: Family, native: bool | None) -> None:
         )
 
 
-def _limits(finder: AttentionFinder) -> tuple["AbsorptionLimits", ...]:
-    """What may be absorbed in each layer."""
-    from gqa_convert.merging.absorption_limits import find_absorption_limits  # imports numpy
-
-    return tuple(find_absorption_limits(finder, layer) for layer in finder.layers)
-
-
 def _form(
     checkpoint: Checkpoint, finder: AttentionFinder, counts: tuple[int, ...], *, encoder: bool
 ) -> tuple[Modeling | None, JsonObject, list[str]]:
     """The modelling file of the result, if it needs one; its config; and notes."""
     family = finder.family
-    if len(set(counts)) > 1 and family.reads_per_layer_config:
+    differ = len(set(counts)) > 1
+    if differ and family.reads_per_layer_config:
         return None, by_kind_config(checkpoint.config, finder, counts), []
-    if len(set(counts)) > 1 or family.is_layerwise:
+    if differ or family.is_layerwise:
         form = find_form(family, finder.config)
         assert not isinstance(form, str), form  # layer_groups has refused it
         reason = why_not_decilm(form, family, finder.config)

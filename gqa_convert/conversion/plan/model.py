@@ -2,10 +2,10 @@
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from math import prod
-from typing import TYPE_CHECKING, Final
+from itertools import chain
+from typing import Final
 
-from gqa_convert.checkpoint.headers import DTYPE_BITS
+from gqa_convert.checkpoint.headers import TensorEntry
 from gqa_convert.checkpoint.item_bytes import ITEM_BYTES
 from gqa_convert.checkpoint.provenance import BeforeAfter
 from gqa_convert.checkpoint.source import Checkpoint
@@ -16,10 +16,8 @@ from gqa_convert.families.layouts import Section
 from gqa_convert.families.table import Family, Modeling
 from gqa_convert.families.tensor_parallel import ParallelDegrees, parallel_degrees
 from gqa_convert.families.windows import window_of
+from gqa_convert.merging.absorption_limits import AbsorptionLimits
 from gqa_convert.merging.methods import COPY, METHODS, REPEAT, MergeMethod, Pooling
-
-if TYPE_CHECKING:
-    from gqa_convert.merging.absorption_limits import AbsorptionLimits
 
 _ENTRY_BYTES: Final = 120
 """Of a tensor in a file's header beside its name, at most."""
@@ -32,9 +30,12 @@ _CACHES: Final[Mapping[str, AttentionKind]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Regrouping:
-    """How the heads of one output tensor come from heads of the source."""
+class RegroupedTensor:
+    """A tensor of the result whose heads come from heads of the source: merged or repeated here, or in its layer's file."""
 
+    name: str
+    entry: TensorEntry
+    """Its type and shape in the result."""
     sources: tuple[str, ...]
     """The source's tensors, joined along their first axis; more than one where each head has a tensor of its own."""
     sections: tuple[Section, ...]
@@ -42,42 +43,9 @@ class Regrouping:
     groups: int
     """Heads of each section of the output whose heads are merged."""
     pooling: Pooling | None
-    """How several heads become one; None where heads are only repeated."""
+    """How several heads become one; None where heads are repeated, or merged with their whole layer."""
     transposed: bool = False
     """Whether heads lie along the second axis (Conv1D)."""
-
-
-@dataclass(frozen=True, slots=True)
-class DescribedTensor:
-    """A tensor that will be written, as its file's header describes it."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def elements(self) -> int:
-        return prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        return self.elements * DTYPE_BITS[self.dtype] // 8
-
-    @property
-    def described(self) -> tuple[str, str, tuple[int, ...], int]:
-        """As `build_header` takes it."""
-        return self.name, self.dtype, self.shape, self.nbytes
-
-
-@dataclass(frozen=True, slots=True)
-class OutputTensor(DescribedTensor):
-    """A tensor of the result.
-
-    Its numbers are those of the source's tensor of the same name, or are regrouped from heads. A tensor of a layer that
-    a method merges as a whole has neither: its layer's file has it.
-    """
-
-    regrouping: Regrouping | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +60,8 @@ class OutputFile:
     names: Collection[str]
     """Of the tensors, in the order of their bytes."""
     metadata: Mapping[str, str]
-    copy_of: int | None = None
-    """The number of the source's file that this one equals byte for byte; None if it equals none."""
+    shard: int | None = None
+    """The number of the source's file that has these tensors and no others, in the form in which they are written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +75,9 @@ class TensorChange:
     before: tuple[int, ...]
     after: tuple[int, ...]
     method: str
-    """The method that merges its heads, or whose maps it absorbs; `repeat`; or `copy`."""
-    tensors: tuple[OutputTensor, ...] = ()
+    """The method that merges its heads, or whose maps it absorbs; `repeat`; or `copy`. Heads whose maps nothing can absorb
+    are averaged under any method, and a warning says so."""
+    tensors: tuple[RegroupedTensor, ...] = ()
     """What the result has in its place, if it holds K/V heads."""
 
     def as_json(self) -> JsonObject:
@@ -128,7 +97,7 @@ class Plan:
     layers: tuple[AttentionLayer, ...]
     layer_groups: tuple[int, ...]
     """N of each layer."""
-    limits: tuple["AbsorptionLimits", ...]
+    limits: tuple[AbsorptionLimits, ...]
     """What may be absorbed in each layer; empty for methods that do not merge whole layers."""
     method: str
     seed: int
@@ -137,27 +106,27 @@ class Plan:
     """Where the source's layers differ, of the one with the most."""
     changes: tuple[TensorChange, ...]
     """In the order of the layers' numbers."""
-    changed: Mapping[str, OutputTensor]
-    """By name, the tensors of the result that are not tensors of the source as they are."""
+    regrouped: Mapping[str, RegroupedTensor]
+    """By name, the tensors of the result whose heads change in number."""
     files: tuple[OutputFile, ...]
     config: JsonObject
     """The result's config.json."""
     warnings: tuple[str, ...]
 
-    def tensors(self, file: OutputFile) -> Iterator[OutputTensor]:
-        """The tensors of a file of the result, in the order of their bytes."""
+    def tensors(self, file: OutputFile) -> Iterator[tuple[str, TensorEntry]]:
+        """The names, types and shapes of the tensors of a file of the result, in the order of their bytes."""
         entries, dtypes = self.checkpoint.entries, self.checkpoint.result_dtypes
         for name in file.names:
-            if name in self.changed:
-                yield self.changed[name]
+            if name in self.regrouped:
+                yield name, self.regrouped[name].entry
+            elif name in dtypes:
+                yield name, TensorEntry.planned(dtypes[name], entries[name].shape)
             else:
-                entry = entries[name]
-                yield OutputTensor(name, dtypes.get(name, entry.dtype), entry.shape)
+                yield name, entries[name]
 
-    def all_tensors(self) -> Iterator[OutputTensor]:
-        """The tensors of all files."""
-        for file in self.files:
-            yield from self.tensors(file)
+    def all_tensors(self) -> Iterator[tuple[str, TensorEntry]]:
+        """The same of all files."""
+        return chain.from_iterable(map(self.tensors, self.files))
 
     @property
     def _pairs(self) -> list[tuple[AttentionLayer, int]]:
@@ -175,7 +144,7 @@ class Plan:
         """The layers whose K/V heads become fewer, each with its N."""
         return tuple((layer, groups) for layer, groups in self._pairs if groups < layer.kv_heads)
 
-    def limits_of(self, layer: AttentionLayer) -> "AbsorptionLimits":
+    def limits_of(self, layer: AttentionLayer) -> AbsorptionLimits:
         """What may be absorbed in one of the layers, for methods that merge whole layers."""
         return self.limits[self.layers.index(layer)]
 
@@ -220,15 +189,15 @@ class Plan:
 
     @property
     def weight_bytes_after(self) -> int:
-        return sum(tensor.nbytes for tensor in self.all_tensors())
+        return sum(entry.nbytes for _, entry in self.all_tensors())
 
     @property
     def parameters_before(self) -> int:
-        return sum(entry.elements for _, _, entry in self.checkpoint.tensors())
+        return sum(entry.elements for *_, entry in self.checkpoint.tensors())
 
     @property
     def parameters_after(self) -> int:
-        return sum(tensor.elements for tensor in self.all_tensors())
+        return sum(entry.elements for _, entry in self.all_tensors())
 
     @property
     def disk_bytes(self) -> int:

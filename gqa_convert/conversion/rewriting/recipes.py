@@ -2,10 +2,9 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from math import prod
 from typing import Any
 
-from gqa_convert.checkpoint.headers import DTYPE_BITS, Header, TensorEntry
+from gqa_convert.checkpoint.headers import Header, TensorEntry
 from gqa_convert.checkpoint.source import Checkpoint, Recipe, Shard
 from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.conversion.plan.files import safetensors_name
@@ -44,8 +43,7 @@ def in_another_form(
     files: list[dict[str, TensorEntry]] = [{} for _ in source.shards]
     recipes = {}
     for tensor in tensors:
-        nbytes = prod(tensor.shape) * DTYPE_BITS[tensor.dtype] // 8
-        files[tensor.shard][tensor.name] = TensorEntry(tensor.dtype, tensor.shape, 0, nbytes)
+        files[tensor.shard][tensor.name] = TensorEntry.planned(tensor.dtype, tensor.shape)
         recipes[tensor.name] = Recipe(tensor.sources, tensor.compute)
     shards = []
     for shard, entries in zip(source.shards, files, strict=True):
