@@ -107,7 +107,7 @@ def _row(name: str, folder: Path, groups: int, kv_bytes_per_token: int, ids: lis
     import torch
 
     from gqa_convert.families.loading import load_model
-    from gqa_convert.text.scoring.text_loss import text_loss
+    from gqa_convert.losses.text_loss import text_loss
 
     model, _ = load_model(folder, torch.float32)
     return {

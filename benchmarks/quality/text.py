@@ -12,7 +12,7 @@ import torch
 from gqa_convert.data.samples import evaluation_blocks
 from gqa_convert.data.sources import HELD_OUT
 from gqa_convert.data.stdlib_text import read_texts, source_files
-from gqa_convert.text.scoring.text_loss import text_loss
+from gqa_convert.losses.text_loss import text_loss
 
 HELD_OUT_TOKENS = 100_000
 SEEN_TOKENS = 100_000

@@ -15,8 +15,7 @@ from gqa_convert.errors import UnsupportedFamilyError
 from gqa_convert.families.config_sizes import VOCABULARY_KEYS
 from gqa_convert.families.context_length import stated_count
 from gqa_convert.families.table import family_of
-from gqa_convert.text.linear_losses import positions_at_once
-from gqa_convert.text.loss_terms import CHUNK, CHUNK_ON_ACCELERATOR
+from gqa_convert.losses.distillation import CHUNK, CHUNK_ON_ACCELERATOR, positions_at_once
 from gqa_convert.training.adafactor import LEAST_FACTORED
 from gqa_convert.training.architecture import Architecture
 from gqa_convert.training.recipe import Recipe

@@ -7,7 +7,7 @@ import torch
 
 from gqa_convert.data.samples import Samples
 from gqa_convert.families.loading import check_complete
-from gqa_convert.text.output_layers import remove_output_layer
+from gqa_convert.losses.output_layer import remove_output_layer
 from gqa_convert.training import memory, sharding
 from gqa_convert.training.documents import check_apart
 from gqa_convert.training.lora import add_adapters, loading_options

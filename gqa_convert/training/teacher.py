@@ -11,7 +11,7 @@ from gqa_convert.errors import ConfigError, OptionError, RecipeError
 from gqa_convert.families.config_sizes import VOCABULARY_KEYS
 from gqa_convert.families.loading import check_complete, load_tokenizer, read_config
 from gqa_convert.families.wrappers import decoder_config
-from gqa_convert.text.losses import kl_loss
+from gqa_convert.losses.distillation import kl_loss
 from gqa_convert.training import sharding
 
 _DTYPES: dict[str, Any] = {"bf16": torch.bfloat16, "float32": torch.float32, "auto": "auto"}

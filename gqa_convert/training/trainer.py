@@ -16,10 +16,8 @@ from gqa_convert.data.labels import IGNORED
 from gqa_convert.data.order import mix
 from gqa_convert.data.samples import Samples
 from gqa_convert.errors import DivergedError, InterruptedRunError, StoppedError
-from gqa_convert.text.linear_losses import labelled_positions, linear_loss
-from gqa_convert.text.loss_terms import CombinedLoss
-from gqa_convert.text.losses import combined_loss
-from gqa_convert.text.output_layers import removed_output_layer
+from gqa_convert.losses.distillation import CombinedLoss, combined_loss, labelled_positions
+from gqa_convert.losses.output_layer import removed_output_layer
 from gqa_convert.training import sharding
 from gqa_convert.training.checkpoints import Checkpoints, Progress, state_of
 from gqa_convert.training.distributed import summed
@@ -310,11 +308,11 @@ class Trainer:
     ) -> CombinedLoss:
         """The loss of what a model and the teacher returned: logits, or states if their output layers were removed."""
         layer = removed_output_layer(_unwrapped(model))
-        if layer is None:
-            return combined_loss(output, labels, theirs, overwrite=True, **terms)
+        their_layer = None if theirs is None else removed_output_layer(self.teacher)
         with self._precision():
-            their_layer = None if theirs is None else removed_output_layer(self.teacher)
-            return linear_loss(output, layer, labels, theirs, their_layer, labelled=labelled, **terms)
+            return combined_loss(
+                output, labels, theirs, layer=layer, teacher_layer=their_layer, labelled=labelled, **terms
+            )
 
     def evaluate(self, model: Any, batches: Sequence[Batch]) -> float:
         """The mean loss in nats per token over fixed batches, which the processes share, in the precision of training."""

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from gqa_convert.families import loading
+from gqa_convert.families.context_length import block_length
 from gqa_convert.families.family import Modeling
-from gqa_convert.text.scoring.text_loss import context_length
 from gqa_convert.verify import heads
 from gqa_convert.verify.geometry import read_geometry, span_of
 from gqa_convert.verify.inputs import Progress
@@ -55,7 +55,7 @@ class ModelChecks:
         loaded = load_model(inputs.out, inputs.numbers, self.result.modeling)
         model, tokens = loaded.model, None
         if inputs.tokens is not None:
-            length = min(len(inputs.tokens), context_length(model))
+            length = min(len(inputs.tokens), block_length(model.config.to_dict()))
             tokens = torch.tensor(inputs.tokens[: len(inputs.tokens) // length * length]).unflatten(0, (-1, length))
         cross = any(module.kind == "cross" for module in self.result.geometry.modules)
         self.probe = Probe(model, cross=cross, tokens=tokens)

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from gqa_convert.data.stdlib_text import read_texts, source_files
-from gqa_convert.text.scoring.text_loss import text_loss
+from gqa_convert.losses.text_loss import text_loss
 
 END, PAD = "<|endoftext|>", "<|pad|>"
 VOCABULARY = 2048

@@ -7,7 +7,7 @@ import transformers
 
 from gqa_convert.families.context_length import LONGEST, block_length, stated_positions
 from gqa_convert.families.windows import has_window, window_of
-from gqa_convert.text.scoring.text_loss import text_loss
+from gqa_convert.losses.text_loss import text_loss
 from tests.helpers.own_files import make_source_model
 
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.errors import GQAConvertError, LaunchError, MissingExtraError, RecipeError
-from gqa_convert.text.output_layers import restore_output_layer
+from gqa_convert.losses.output_layer import restore_output_layer
 from gqa_convert.training import lora as adapters
 from gqa_convert.training import memory
 from gqa_convert.training.architecture import read_architecture

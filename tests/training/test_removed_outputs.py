@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from gqa_convert.text import linear_losses
+from gqa_convert.losses import distillation
 from gqa_convert.training import models
 from gqa_convert.training.uptrain import uptrain_checkpoint
 from tests.helpers.largest import LargestWith
@@ -67,7 +67,7 @@ def in_parts(layer: Any, states: Tensor) -> Tensor:
 def test_steps_are_those_of_whole_logits(
     keys: dict[str, Any], home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(linear_losses, "_POSITIONS", PART)
+    monkeypatch.setattr(distillation, "_POSITIONS", PART)
     run(home, tmp_path / "parts", **few_steps(home, **keys))
     monkeypatch.setattr(models, "remove_output_layer", lambda model, inputs: False)
     monkeypatch.setattr(torch.nn.Linear, "forward", in_parts)
@@ -85,7 +85,7 @@ def test_steps_are_those_of_whole_logits(
 
 def test_no_logits_of_a_whole_micro_batch(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither in training nor in evaluation, of the student or of the teacher."""
-    monkeypatch.setattr(linear_losses, "_POSITIONS", PART)
+    monkeypatch.setattr(distillation, "_POSITIONS", PART)
     with LargestWith(VOCABULARY, HIDDEN_SIZE) as largest:
         run(home, tmp_path / "run", **few_steps(home, **DISTILLED))
     assert largest.rows == PART

@@ -24,8 +24,8 @@ from gqa_convert.conversion.fit.source_layers import attention_of
 from gqa_convert.conversion.fit.training_attention import TrainingAttention
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.data.labels import IGNORED
+from gqa_convert.losses.distillation import kl_loss
 from gqa_convert.merging.attention_heads import LayerLayout, Tensors
-from gqa_convert.text.losses import kl_loss
 
 RATE = 0.005
 """Of `RelativeAdam`."""
@@ -183,7 +183,7 @@ def summed_divergence(student: Tensor, source: Tensor, batch: Batch) -> tuple[Te
     mask = batch.get("decoder_attention_mask" if "decoder_input_ids" in batch else "attention_mask")
     if mask is not None:
         labels = labels.masked_fill(~mask.to(labels.device).bool(), IGNORED)
-    return kl_loss(student, source, labels, overwrite=True)
+    return kl_loss(student, source, labels)
 
 
 def tokens_of(batch: Batch) -> Tensor:

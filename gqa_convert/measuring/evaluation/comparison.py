@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from gqa_convert.measuring.evaluation.candidates import Candidate
+from gqa_convert.measuring.evaluation.forward import Scores
 from gqa_convert.measuring.results import Difference, ModelScores
-from gqa_convert.text.scoring.forward import Scores
 from gqa_convert.text.scoring.material import Material
 
 Doubles = npt.NDArray[np.float64]

@@ -20,13 +20,13 @@ from gqa_convert.measuring import Progress
 from gqa_convert.measuring.evaluation import candidates
 from gqa_convert.measuring.evaluation.candidates import CAUSAL, SPANS, SPEECH, Candidate
 from gqa_convert.measuring.evaluation.comparison import Measured, incomparable, mean, model_scores
+from gqa_convert.measuring.evaluation.forward import score
 from gqa_convert.measuring.evaluation.word_errors import word_errors
 from gqa_convert.measuring.out_of_memory import memory_explained
 from gqa_convert.measuring.results import EvaluationFile, ScoredText
 from gqa_convert.text.audio_files import AudioFile, list_audio_files
 from gqa_convert.text.model_tokenizer import check_vocabulary
 from gqa_convert.text.scoring.examples import pair_material, span_material
-from gqa_convert.text.scoring.forward import score
 from gqa_convert.text.scoring.material import Material
 from gqa_convert.text.scoring.speech_examples import hear
 from gqa_convert.text.scoring.text_to_score import read_pairs, read_pieces

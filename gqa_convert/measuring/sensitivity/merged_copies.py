@@ -25,8 +25,8 @@ from gqa_convert.conversion.plan import Plan
 from gqa_convert.data.labels import IGNORED
 from gqa_convert.errors import DataError
 from gqa_convert.families.geometry import AttentionLayer
+from gqa_convert.losses.distillation import kl_loss
 from gqa_convert.measuring.sensitivity.layer_merging import ClosedForm, Merging, ShortFits
-from gqa_convert.text.losses import kl_loss
 
 Copy = Mapping[str, int]
 """The number of K/V heads of each merged layer, by the layer's module; other layers are the source's."""

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gqa_convert.text.output_layers import OutputLayer, without_output_layer
+from gqa_convert.losses.output_layer import OutputLayer, without_output_layer
 from gqa_convert.text.scoring.material import Batches
 
 _CHUNK = 1 << 20

@@ -2,16 +2,16 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-_CAP = "final_logit_softcapping"
-_TRIED = 8
+_CAP: Final = "final_logit_softcapping"
+_TRIED: Final = 8
 """Positions on which a model is tried."""
-_TRIAL = (1000.0, -1.0, 0.001, -300.0)
+_TRIAL: Final = (1000.0, -1.0, 0.001, -300.0)
 """Numbers that a model must multiply by one factor: caps and clamps change large ones, sums change small ones."""
 
 
@@ -37,23 +37,16 @@ def capped(logits: Tensor, cap: float) -> Tensor:
 
 
 class _Removed(torch.nn.Linear):  # type: ignore[misc]
-    """Takes the place of an output layer and returns the states that it is given."""
+    """Takes the place of an output layer and returns the states that it is given.
 
-    _capped: tuple[Any, ...]
-    _cap: float | None
+    Attributes:
+        cap: the model's cap, which is applied where the logits are made.
+    """
+
+    cap: float | None
 
     def forward(self, states: Tensor) -> Tensor:
         return states
-
-
-class _Tried(torch.nn.Linear):  # type: ignore[misc]
-    """Takes the place of an output layer during a trial."""
-
-    _calls: list[torch.Size]
-
-    def forward(self, states: Tensor) -> Tensor:
-        self._calls.append(states.shape)
-        return _trial(states)
 
 
 def remove_output_layer(model: Any, inputs: Mapping[str, Tensor]) -> bool:
@@ -73,39 +66,28 @@ def remove_output_layer(model: Any, inputs: Mapping[str, Tensor]) -> bool:
     layer = _layer_of(model)
     if type(layer) is not torch.nn.Linear:
         return False
-    holders = _capping(model)
-    cap = getattr(holders[0], _CAP) if holders else None
-    _set_cap(holders, None)
-    layer.__class__, layer._calls = _Tried, []
-    few = {name: value[:1, :_TRIED] for name, value in inputs.items()}
-    was_training = model.training
-    try:
-        with torch.no_grad():
-            logits = model.eval()(**few, use_cache=False).logits
-        fits = len(layer._calls) == 1 and logits.shape == layer._calls[0] and _is_multiple(logits)
-    except (RuntimeError, TypeError, ValueError, IndexError):  # the model needs logits of V tokens
-        fits = False
-    model.train(was_training)
-    del layer._calls
-    layer.__class__, layer._capped, layer._cap = _Removed, holders, cap
-    if not fits:
-        restore_output_layer(model)
-    return fits
+    layer.cap = getattr(model.config.get_text_config(), _CAP, None)
+    _set_cap(model, None)
+    layer.__class__ = _Removed
+    if _only_scales(model, layer, inputs):
+        return True
+    restore_output_layer(model)
+    return False
 
 
 def restore_output_layer(model: Any) -> None:
     """Undo `remove_output_layer`."""
     layer = _layer_of(model)
     if isinstance(layer, _Removed):
-        _set_cap(layer._capped, layer._cap)
-        del layer._capped, layer._cap
         layer.__class__ = torch.nn.Linear
+        _set_cap(model, layer.cap)
+        del layer.cap
 
 
 def removed_output_layer(model: Any) -> OutputLayer | None:
     """The output layer that `remove_output_layer` took out of a model; None if the model makes logits itself."""
     layer = _layer_of(model)
-    return OutputLayer(layer.weight, layer.bias, layer._cap) if isinstance(layer, _Removed) else None
+    return OutputLayer(layer.weight, layer.bias, layer.cap) if isinstance(layer, _Removed) else None
 
 
 @contextmanager
@@ -122,28 +104,34 @@ def _layer_of(model: Any) -> Any:
     return model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
 
 
-def _capping(model: Any) -> tuple[Any, ...]:
-    """The objects by whose attribute a model caps its logits."""
-    config = model.config
-    every = (model, config, config.get_text_config() if hasattr(config, "get_text_config") else config)
-    found = {id(each): each for each in every if getattr(each, _CAP, None) is not None}
-    return tuple(found.values())
+def _set_cap(model: Any, cap: float | None) -> None:
+    config = model.config.get_text_config()
+    if hasattr(config, _CAP):
+        object.__setattr__(config, _CAP, cap)  # past the checks of configs that want a number
 
 
-def _set_cap(holders: tuple[Any, ...], cap: float | None) -> None:
-    for holder in holders:
-        object.__setattr__(holder, _CAP, cap)  # past the checks of configs that want a number
+def _only_scales(model: Any, layer: Any, inputs: Mapping[str, Tensor]) -> bool:
+    """Whether a model multiplies what its output layer returns by one number, and does nothing else with it."""
+    made: list[Tensor] = []
 
+    def substitute(_: Any, __: Any, states: Tensor) -> Tensor:
+        made.append(
+            torch.tensor(_TRIAL, dtype=states.dtype, device=states.device).repeat(states.numel())[: states.numel()]
+        )
+        return made[-1].view(states.shape)
 
-def _trial(states: Tensor) -> Tensor:
-    """Numbers of the shape of states."""
-    values = torch.tensor(_TRIAL, dtype=states.dtype, device=states.device)
-    return values.repeat(-(-states.numel() // len(_TRIAL)))[: states.numel()].view(states.shape)
-
-
-def _is_multiple(logits: Tensor) -> bool:
-    """Whether logits are the trial's numbers times one factor."""
-    logits = logits.float()
-    ratios = logits / _trial(logits)
-    factor = ratios.flatten()[0]
+    few = {name: value[:1, :_TRIED] for name, value in inputs.items()}
+    was_training, hook = model.training, layer.register_forward_hook(substitute)
+    try:
+        with torch.no_grad():
+            logits = model.eval()(**few, use_cache=False).logits.float()
+    except (RuntimeError, TypeError, ValueError, IndexError):  # the model needs logits of V tokens
+        return False
+    finally:
+        hook.remove()
+        model.train(was_training)
+    if len(made) != 1 or logits.numel() != made[0].numel():
+        return False
+    ratios = logits.flatten() / made[0].float()
+    factor = ratios[0]
     return bool(factor.isfinite() and factor != 0 and torch.allclose(ratios, factor.expand_as(ratios), rtol=0.01))

@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
-from gqa_convert.text.output_layers import remove_output_layer, removed_output_layer, without_output_layer
-from gqa_convert.text.scoring import forward
-from gqa_convert.text.scoring.forward import score
+from gqa_convert.losses.output_layer import remove_output_layer, removed_output_layer, without_output_layer
+from gqa_convert.measuring.evaluation import forward
+from gqa_convert.measuring.evaluation.forward import score
 from gqa_convert.text.scoring.texts import WindowBatches
 from gqa_convert.text.scoring.windows import cut_windows
 from tests.helpers.largest import LargestWith

@@ -1,0 +1,302 @@
+"""The losses of uptraining and of fit: cross-entropy with the text, and the divergence from a teacher.
+
+Logits are a batch's largest tensor by far. They are made for some positions at a time where the output layer was taken
+out of the model (`output_layer`), and each part's gradient is computed at once, in the forward pass, so that no logits
+are kept, as in Liger (Hsu et al. 2024, section 3.2). Computing them again in the backward pass instead would cost a
+third more of the output layer's time.
+
+Shape legend: n positions, V tokens of the vocabulary, d hidden_size.
+"""
+
+from itertools import repeat
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import linear, nll_loss
+
+from gqa_convert.data.labels import IGNORED
+from gqa_convert.errors import OptionError
+from gqa_convert.losses.output_layer import OutputLayer, capped
+
+CHUNK: Final = 1 << 18
+"""The number of logits whose losses a CPU thread computes at a time: 1 MiB in float32, which fits its cache."""
+CHUNK_ON_ACCELERATOR: Final = 1 << 24
+_POSITIONS: Final = 1024
+_PARTS: Final = 8
+"""Positions whose logits are made at a time, and into how many parts a batch is divided at most: with more of them,
+reading the layer and adding to its gradient would take longer than the products.
+"""
+
+
+class CombinedLoss(NamedTuple):
+    """A weighted loss and its parts, each a sum over positions, which is summed over micro-batches and processes before
+    it is divided by the count; a part with weight 0 is not computed.
+    """
+
+    sum: Tensor
+    count: Tensor
+    lm: Tensor | None
+    """The cross-entropy part. Like `kl` it has no gradient and is only logged."""
+    kl: Tensor | None
+
+
+class _Terms(NamedTuple):
+    weight: float
+    z_loss: float
+    cap: float | None
+
+
+def kl_loss(student: Tensor, teacher: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Forward KL(teacher || student) (Hinton et al. 2015), summed over the labelled positions, and their number.
+
+    Args:
+        student: [..., V], logits; see `combined_loss`.
+        teacher: [..., V], logits; receives no gradient.
+        labels: [...]; positions with -100 are ignored.
+    """
+    loss = combined_loss(student, labels, teacher, weight=1.0)
+    return loss.sum, loss.count
+
+
+def combined_loss(
+    output: Tensor,
+    labels: Tensor,
+    teacher: Tensor | None = None,
+    *,
+    layer: OutputLayer | None = None,
+    teacher_layer: OutputLayer | None = None,
+    labelled: Tensor | None = None,
+    weight: float = 0.0,
+    z_loss: float = 0.0,
+) -> CombinedLoss:
+    """Compute (1 - weight) * cross-entropy + weight * KL(teacher || student) in one pass over the logits.
+
+    Vocabularies padded to different sizes are compared in the part that they share; both distributions are conditioned
+    on it. Sums and softmaxes are float32 (float64 for float64 logits). Where a gradient is needed, it overwrites logits
+    that are given, and only one backward pass is possible. Products of a layer are computed in its dtype, or that of
+    autocasting; its gradient has its dtype.
+
+    Args:
+        output: [..., V], the student's logits, or [..., d], the input of its output layer.
+        labels: [...], next tokens, or -100 for positions to ignore.
+        teacher: [..., V'], the teacher's logits, or [..., d'], the input of its output layer; receives no gradient.
+        layer: the student's output layer; None if `output` contains logits.
+        teacher_layer: the teacher's output layer; None if `teacher` contains logits.
+        labelled: [k], the numbers of the positions that have labels, which alone get logits; by default all do.
+        weight: the weight of the divergence, from 0 (cross-entropy only) to 1 (divergence only).
+        z_loss: the weight of log(Z)^2, which is added; Z is the sum of the exponentials of a position's logits. T5 and PaLM
+            were pretrained with 1e-4, which keeps the logits from drifting.
+
+    Returns:
+        The sums over the labelled positions and their number, in float32.
+
+    Raises:
+        OptionError: the weight is out of range or has no teacher, or the shapes do not match.
+    """
+    if not 0.0 <= weight <= 1.0:
+        raise OptionError(
+            f"the weight of the divergence is {weight}, expected 0 to 1 (the rest of 1 weights the language-model loss)"
+        )
+    if weight and teacher is None:
+        raise OptionError(f"a divergence with weight {weight} needs the logits of a teacher")
+    if not weight:
+        teacher = None
+    shapes = [list(each.shape[:-1]) for each in (output, labels[..., None], teacher) if each is not None]
+    if any(shape != shapes[0] for shape in shapes):
+        raise OptionError(
+            f"logits, labels and teacher are for {', '.join(map(str, shapes))} positions: they must be equal"
+        )
+    output, labels = output.flatten(0, -2), labels.flatten()
+    teacher = None if teacher is None else teacher.detach().flatten(0, -2)
+    if labelled is not None and layer is not None:
+        output, labels = output[labelled], labels[labelled]
+        teacher = None if teacher is None else teacher[labelled]
+    weights, bias, cap = (None, None, None) if layer is None else layer
+    terms, differentiable = _Terms(weight, z_loss, cap), torch.is_grad_enabled()
+    total, lm, kl = _Loss.apply(output, weights, bias, labels, teacher, teacher_layer, terms, differentiable)
+    count = (labels != IGNORED).sum().to(total.dtype)
+    return CombinedLoss(total, count, lm if weight < 1 else None, kl if weight else None)
+
+
+def labelled_positions(labels: npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | None:
+    """The numbers of the positions that have a label; None if all have.
+
+    Args:
+        labels: [b, L], with -100 at positions to ignore.
+    """
+    found = np.flatnonzero(labels != IGNORED)
+    return None if len(found) == labels.size else found
+
+
+def positions_at_once(positions: int) -> int:
+    """The number of positions, of a batch, whose logits are made and held together."""
+    return min(positions, max(_POSITIONS, -(-positions // _PARTS)))
+
+
+def token_losses(logits: Tensor, labels: Tensor, teacher: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    """The cross-entropy of each position, [n], and its divergence from a teacher, [n]; positions with the label -100 have
+    losses of 0.
+
+    Args:
+        logits: [n, V].
+        labels: [n].
+        teacher: [n, V'], logits.
+    """
+    probabilities = _Probabilities.of(logits, teacher)
+    return probabilities.lm(labels), probabilities.kl(labels)
+
+
+class _Probabilities(NamedTuple):
+    """The logarithms of predicted probabilities: the student's, [n, V], and where there is a teacher, the student's and
+    the teacher's over the tokens that they share.
+    """
+
+    all: Tensor
+    shared: Tensor | None = None
+    teacher: Tensor | None = None
+
+    @classmethod
+    def of(cls, logits: Tensor, teacher: Tensor | None) -> "_Probabilities":
+        exact = torch.float64 if logits.dtype == torch.float64 else torch.float32
+        every = logits.log_softmax(-1, dtype=exact)
+        if teacher is None:
+            return cls(every)
+        count = min(logits.shape[-1], teacher.shape[-1])
+        shared = every if count == logits.shape[-1] else logits[:, :count].log_softmax(-1, dtype=exact)
+        return cls(every, shared, teacher[:, :count].log_softmax(-1, dtype=exact))
+
+    def lm(self, labels: Tensor) -> Tensor:
+        return nll_loss(self.all, labels, ignore_index=IGNORED, reduction="none")
+
+    def kl(self, labels: Tensor) -> Tensor | None:
+        if self.shared is None or self.teacher is None:
+            return None
+        least = torch.finfo(self.teacher.dtype).min / 2  # tokens with probability 0 contribute 0 * (log 0 - log 0) = 0
+        terms = self.teacher.clamp(min=least).sub_(self.shared.clamp(min=least)).mul_(self.teacher.exp())
+        return terms.sum(-1).masked_fill_(labels == IGNORED, 0.0)
+
+
+class _Loss(torch.autograd.Function):  # type: ignore[misc]
+    """The weighted sum of the losses of positions, and the sums of their cross-entropy and divergence."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        states: Tensor,
+        weights: Tensor | None,
+        bias: Tensor | None,
+        labels: Tensor,
+        teacher: Tensor | None,
+        teacher_layer: OutputLayer | None,
+        terms: _Terms,
+        differentiable: bool,
+    ) -> tuple[Tensor, ...]:
+        """See `combined_loss`: states [n, d] and weights [V, d], or logits [n, V] and None."""
+        states, kind = states.detach(), states.device.type
+        needed = [differentiable and asked for asked in ctx.needs_input_grad[:3]]
+        if weights is not None:
+            dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weights.dtype
+            matrix, offset = weights.detach().to(dtype), None if bias is None else bias.detach().to(dtype)
+        # given logits are overwritten by their gradient
+        of_states = (states if weights is None else torch.empty_like(states)) if needed[0] else None
+        of_weights = torch.zeros_like(weights) if needed[1] else None
+        of_bias = torch.zeros_like(bias) if needed[2] else None
+        totals = torch.zeros(3, dtype=torch.float32, device=states.device)
+        size = max(1, positions_at_once(len(states)))
+        with torch.autocast(kind, enabled=False):
+            for start in range(0, len(states), size):
+                part = slice(start, start + size)
+                theirs = None if teacher is None else teacher[part]
+                if theirs is not None and teacher_layer is not None:
+                    theirs = teacher_layer.logits(theirs)
+                if weights is None:
+                    totals = totals + _evaluate(states[part], labels[part], theirs, terms, differentiable=needed[0])
+                    continue
+                inputs = states[part].to(dtype)
+                logits = linear(inputs, matrix, offset)
+                totals = totals + _evaluate(logits, labels[part], theirs, terms, differentiable=any(needed))
+                if of_states is not None:
+                    of_states[part] = logits @ matrix
+                if of_weights is not None and of_weights.dtype == dtype:
+                    of_weights.addmm_(logits.T, inputs)
+                elif of_weights is not None:
+                    of_weights += logits.T @ inputs
+                if of_bias is not None:
+                    of_bias += logits.sum(0, dtype=of_bias.dtype)
+                del theirs, logits, inputs  # before the next ones are made
+        ctx.save_for_backward(of_states, of_weights, of_bias)
+        found: tuple[Tensor, ...] = totals.unbind()
+        ctx.mark_non_differentiable(*found[1:])
+        return found
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, scale: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        gradients = ctx.saved_tensors
+        for gradient in gradients:
+            for rows in () if gradient is None else gradient.split(_rows_at_once(gradient)):
+                # rounding the scale to the gradient's dtype would put the same error into all numbers
+                rows.copy_(rows.to(scale.dtype) * scale)
+        return *gradients, *[None] * 5
+
+
+def _evaluate(logits: Tensor, labels: Tensor, teacher: Tensor | None, terms: _Terms, *, differentiable: bool) -> Tensor:
+    """The sums of the weighted losses, the cross-entropies and the divergences of positions, [3].
+
+    Args:
+        logits: [n, V], before they are capped; overwritten by the gradient of the weighted sum if it is `differentiable`.
+        labels: [n].
+        teacher: [n, V'], logits.
+        terms: of the loss.
+        differentiable: whether a gradient is asked for.
+    """
+    size, totals = _rows_at_once(logits), []
+    theirs = repeat(None) if teacher is None else teacher.split(size)
+    for rows, wanted, their_rows in zip(logits.split(size), labels.split(size), theirs, strict=False):
+        ours = rows if terms.cap is None else capped(rows, terms.cap)
+        found = _Probabilities.of(ours, their_rows)
+        lm, kl = found.lm(wanted), found.kl(wanted)
+        total = (1 - terms.weight) * lm
+        if kl is not None:
+            total = total + terms.weight * kl
+        log_z = torch.zeros_like(lm)
+        if terms.z_loss:
+            log_z = (ours.amax(-1) - found.all.amax(-1)).masked_fill_(wanted == IGNORED, 0.0)
+            total = total + terms.z_loss * log_z.square()
+        totals.append(torch.stack([total.sum(), lm.sum(), lm.new_zeros(()) if kl is None else kl.sum()]))
+        if differentiable:
+            slope = _gradient(found, wanted, terms, log_z)
+            rows.copy_(slope if terms.cap is None else slope.mul_(1 - (ours / terms.cap).square_()))
+    return torch.stack(totals).sum(0)
+
+
+def _gradient(found: _Probabilities, labels: Tensor, terms: _Terms, log_z: Tensor) -> Tensor:
+    """The gradient of the weighted loss with respect to the logits, [n, V]: what is predicted less what is wanted.
+
+    Args:
+        found: the predictions; overwritten.
+        labels: [n].
+        terms: of the loss.
+        log_z: [n], the logarithms of the sums of exponentials; 0 where they have no weight.
+    """
+    shares_all = found.shared is found.all
+    lm_weight = 1 - terms.weight
+    slope = found.all.exp_()
+    slope *= ((1.0 if shares_all else lm_weight) + 2 * terms.z_loss * log_z)[:, None]
+    slope.scatter_add_(1, labels.clamp(min=0)[:, None], slope.new_full((len(slope), 1), -lm_weight))
+    if found.shared is not None and found.teacher is not None:
+        part = slope[:, : found.shared.shape[1]]
+        if not shares_all:
+            part += found.shared.exp_().mul_(terms.weight)
+        part -= found.teacher.exp_().mul_(terms.weight)
+    return slope.masked_fill_((labels == IGNORED)[:, None], 0.0)
+
+
+def _rows_at_once(logits: Tensor) -> int:
+    """The number of rows of logits [n, V] in a chunk."""
+    size = CHUNK * torch.get_num_threads() if logits.is_cpu else CHUNK_ON_ACCELERATOR
+    return max(1, size // int(logits.shape[-1]))

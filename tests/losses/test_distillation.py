@@ -1,0 +1,348 @@
+"""Losses of whole logits and of the input of an output layer, against the plain formulas in float64."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from transformers import T5Config, T5ForConditionalGeneration
+
+from gqa_convert.errors import OptionError
+from gqa_convert.losses import distillation
+from gqa_convert.losses.distillation import combined_loss, kl_loss, labelled_positions, token_losses
+from gqa_convert.losses.output_layer import OutputLayer, remove_output_layer, removed_output_layer
+from tests.helpers.largest import LargestWith
+from tests.helpers.tiny import make_config, make_model
+
+BATCH, LENGTH, SIZE, VOCAB = 3, 7, 11, 37
+
+
+@pytest.fixture(autouse=True)
+def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits of five positions at a time, three rows of them at once; the last ones are fewer."""
+    monkeypatch.setattr(distillation, "_POSITIONS", 5)
+    monkeypatch.setattr(distillation, "_rows_at_once", lambda logits: 3)
+
+
+def numbers(*shape: int, seed: int, dtype: torch.dtype = torch.float64, scale: float = 1.0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (scale * torch.randn(*shape, generator=generator, dtype=torch.float64)).to(dtype)
+
+
+def made(dtype: torch.dtype = torch.float64, *, vocab: int = VOCAB, seed: int = 0, scale: float = 2.0) -> Tensor:
+    return numbers(BATCH, LENGTH, vocab, seed=seed, dtype=dtype, scale=scale)
+
+
+def made_labels(vocab: int = VOCAB) -> Tensor:
+    labels = torch.randint(vocab, (BATCH, LENGTH), generator=torch.Generator().manual_seed(1))
+    labels[0, 2] = labels[2, 5:] = -100
+    return labels
+
+
+def plain(logits: Tensor, labels: Tensor, teacher: Tensor | None, weight: float, z_loss: float) -> Tensor:
+    """The formula, in torch's own terms."""
+    lm = cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    z = logits.logsumexp(-1).square()[labels != -100].sum()
+    total = (1 - weight) * lm + z_loss * z
+    if teacher is None:
+        return total
+    shared = min(logits.shape[-1], teacher.shape[-1])
+    p, log_q = teacher[..., :shared].softmax(-1), logits[..., :shared].log_softmax(-1)
+    return total + weight * (p * (p.log() - log_q)).sum(-1)[labels != -100].sum()
+
+
+def value_and_gradients(loss: Callable[..., Tensor], *leaves: Tensor) -> list[Tensor]:
+    leaves = tuple(leaf.clone().requires_grad_() for leaf in leaves)
+    value = 3.7 * loss(leaves[0] * 1.0, *leaves[1:])  # not a leaf, as the logits of a model
+    return [value.detach(), *torch.autograd.grad(value, leaves)]
+
+
+@pytest.mark.parametrize("z_loss", [0.0, 0.02])
+@pytest.mark.parametrize(
+    ("weight", "vocab"),
+    [(0.0, VOCAB), (0.3, VOCAB), (1.0, VOCAB), (0.4, VOCAB - 4), (0.4, VOCAB + 3), (1.0, VOCAB - 4)],
+)
+def test_losses_of_logits_are_the_plain_formula(weight: float, vocab: int, z_loss: float) -> None:
+    """Vocabularies padded to different sizes are compared where both have tokens."""
+    labels, teacher = made_labels(VOCAB - 4), made(vocab=vocab, seed=2)
+    ours = value_and_gradients(lambda x: combined_loss(x, labels, teacher, weight=weight, z_loss=z_loss).sum, made())
+    wanted = value_and_gradients(lambda x: plain(x, labels, teacher, weight, z_loss), made())
+    torch.testing.assert_close(ours, wanted, rtol=1e-10, atol=1e-10)
+    found = combined_loss(made(), labels, teacher, weight=weight)
+    assert found.count == (labels != -100).sum()
+    assert (found.lm is None, found.kl is None) == (weight == 1, weight == 0)
+    for part, part_weight in ((found.lm, 0.0), (found.kl, 1.0)):
+        if part is not None:
+            torch.testing.assert_close(part, plain(made(), labels, teacher, part_weight, 0.0))
+
+
+@pytest.mark.parametrize("z_loss", [0.0, 0.02])
+@pytest.mark.parametrize("weight", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("cap", [None, 2.0])
+@pytest.mark.parametrize("kind", ["states", "logits", "capped", "labelled"])
+def test_losses_of_states_are_those_of_logits(kind: str, cap: float | None, weight: float, z_loss: float) -> None:
+    """With biases, and a teacher of another size and a smaller vocabulary."""
+    labels = made_labels()
+    labelled = torch.from_numpy(labelled_positions(labels.numpy())) if kind == "labelled" else None
+    leaves = [numbers(BATCH, LENGTH, SIZE, seed=0), numbers(VOCAB, SIZE, seed=1), numbers(VOCAB, seed=2)]
+    theirs = numbers(BATCH, LENGTH, SIZE + 2, seed=5)
+    their_layer = OutputLayer(numbers(VOCAB - 4, SIZE + 2, seed=6), None, 3.0 if kind == "capped" else None)
+    logits = their_layer.logits(theirs)
+    teacher = (logits, None) if kind == "logits" else (theirs, their_layer)
+
+    def ours(states: Tensor, matrix: Tensor, bias: Tensor) -> Tensor:
+        layers = {"layer": OutputLayer(matrix, bias, cap), "teacher_layer": teacher[1]}
+        found = combined_loss(states, labels, teacher[0], labelled=labelled, weight=weight, z_loss=z_loss, **layers)
+        return found.sum
+
+    def wanted(states: Tensor, matrix: Tensor, bias: Tensor) -> Tensor:
+        return plain(OutputLayer(matrix, bias, cap).logits(states), labels, logits, weight, z_loss)
+
+    torch.testing.assert_close(value_and_gradients(ours, *leaves), value_and_gradients(wanted, *leaves))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_student_equal_to_its_teacher_has_nothing_to_learn(dtype: torch.dtype) -> None:
+    logits, labels = made(dtype), made_labels()
+    value, gradient = value_and_gradients(lambda x: kl_loss(x, logits, labels)[0], logits)
+    assert abs(value) < 1e-5
+    assert gradient.abs().max() < 1e-6
+
+
+def test_tokens_without_probability() -> None:
+    student, teacher, labels = made(), made(seed=2), made_labels(VOCAB - 4)
+    for logits in (student, teacher):
+        logits[..., -4:] = -torch.inf
+    value, gradient = value_and_gradients(lambda x: combined_loss(x, labels, teacher, weight=0.5).sum, student)
+    short, target = student[..., :-4], teacher[..., :-4]
+    torch.testing.assert_close(value, 3.7 * plain(short, labels, target, 0.5, 0.0))
+    assert gradient.isfinite().all()
+
+
+@pytest.mark.parametrize("with_layer", [False, True])
+def test_no_labels_no_loss(with_layer: bool) -> None:
+    labels = torch.full((BATCH, LENGTH), -100)
+    output = numbers(BATCH, LENGTH, SIZE if with_layer else VOCAB, seed=0).requires_grad_()
+    layer = OutputLayer(numbers(VOCAB, SIZE, seed=1)) if with_layer else None
+    labelled = torch.from_numpy(labelled_positions(labels.numpy()))
+    loss = combined_loss(output * 1, labels, made(seed=2), layer=layer, labelled=labelled, weight=0.5)
+    loss.sum.backward()
+    assert (float(loss.sum.detach()), float(loss.count)) == (0.0, 0.0)
+    assert output.grad is not None
+    assert not output.grad.any()
+
+
+def test_half_precision_is_summed_in_float32() -> None:
+    labels, teacher = made_labels(), made(torch.bfloat16, seed=2, scale=4.0)
+    logits = made(torch.bfloat16, scale=4.0)
+    for weight in (0.0, 0.5, 1.0):
+        loss = combined_loss(logits, labels, teacher, weight=weight)
+        assert loss.sum.dtype == loss.count.dtype == torch.float32
+        ours = value_and_gradients(lambda x: combined_loss(x, labels, teacher, weight=weight).sum, logits)  # noqa: B023
+        exact = value_and_gradients(lambda x: plain(x, labels, teacher.double(), weight, 0.0), logits.double())  # noqa: B023
+        torch.testing.assert_close(ours[0].double(), exact[0], rtol=2e-6, atol=1e-6)
+        assert ours[1].dtype == torch.bfloat16
+        torch.testing.assert_close(ours[1].double(), exact[1], rtol=2**-7, atol=1e-8)
+
+
+def test_logits_are_overwritten_where_they_are_differentiated() -> None:
+    labels, logits = made_labels(), made().requires_grad_()
+    hidden = logits * 1.0
+    loss = combined_loss(hidden, labels).sum
+    assert not torch.equal(hidden, logits)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    hidden = torch.tanh(logits)  # whose gradient needs its result: torch notices
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        combined_loss(hidden, labels).sum.backward()
+    kept = made()
+    combined_loss(kept, labels)
+    with torch.no_grad():
+        combined_loss(kept.requires_grad_(), labels)
+    assert torch.equal(kept, made())  # nothing to learn: nothing is overwritten
+
+
+def test_logits_that_are_views() -> None:
+    labels = made_labels()
+    ours = value_and_gradients(lambda x: combined_loss(x[:, 1:], labels[:, 1:]).sum, made())
+    wanted = value_and_gradients(lambda x: plain(x[:, 1:], labels[:, 1:], None, 0.0, 0.0), made())
+    torch.testing.assert_close(ours, wanted)
+
+
+def test_the_teacher_gets_no_gradient() -> None:
+    teacher = made(seed=2).requires_grad_()
+    kl_loss(made().requires_grad_() * 1, teacher, made_labels())[0].backward()
+    assert teacher.grad is None
+
+
+@pytest.mark.parametrize("trained", [(0,), (1,), (0, 1)], ids=["states", "weights", "both"])
+def test_only_what_is_trained_gets_gradients(trained: tuple[int, ...]) -> None:
+    leaves = [numbers(BATCH, LENGTH, SIZE, seed=0), numbers(VOCAB, SIZE, seed=1)]
+    for at in trained:
+        leaves[at].requires_grad_()
+    combined_loss(leaves[0], made_labels(), layer=OutputLayer(leaves[1])).sum.backward()
+    assert [each.grad is not None for each in leaves] == [at in trained for at in range(2)]
+
+
+def test_positions_without_a_label_are_left_out() -> None:
+    """A state without a label may hold anything, and no logits are made of it."""
+    states, layer = numbers(BATCH, LENGTH, SIZE, seed=0), OutputLayer(numbers(VOCAB, SIZE, seed=1))
+    targets = torch.full((BATCH, LENGTH), -100)
+    targets[1, 3] = 5
+    found = labelled_positions(targets.numpy())
+    assert found is not None
+    assert found.tolist() == [LENGTH + 3]
+    assert labelled_positions(np.zeros((2, 3), np.int64)) is None
+    states[targets == -100] = torch.nan
+    states.requires_grad_()
+    with LargestWith(VOCAB, SIZE) as largest:
+        loss = combined_loss(states, targets, layer=layer, labelled=torch.from_numpy(found))
+        loss.sum.backward()
+    assert largest.rows == 1
+    assert loss.sum.isfinite()
+    assert states.grad is not None
+    assert (states.grad != 0).any(-1).nonzero().tolist() == [[1, 3]]
+
+
+def test_in_bfloat16_under_autocasting() -> None:
+    """Products of float32 weights in bfloat16, gradients in float32, as near to exact ones as those of whole logits."""
+    exact = [numbers(BATCH, LENGTH, SIZE, seed=0), numbers(VOCAB, SIZE, seed=1)]
+
+    def gradients(dtype: torch.dtype, *, whole: bool) -> list[Tensor]:
+        leaves = [each.to(dtype).requires_grad_() for each in exact]
+        layer = OutputLayer(leaves[1])
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
+            if whole:
+                found = combined_loss(layer.logits(leaves[0]), made_labels())
+            else:
+                found = combined_loss(leaves[0], made_labels(), layer=layer)
+        assert found.sum.dtype == dtype
+        return list(torch.autograd.grad(0.1 * found.sum, leaves))
+
+    wanted = gradients(torch.float64, whole=True)
+    ours, theirs = gradients(torch.float32, whole=False), gradients(torch.float32, whole=True)
+    for mine, other, right in zip(ours, theirs, wanted, strict=True):
+        assert mine.dtype == torch.float32
+        error, allowed = ((each - right).norm() / right.norm() for each in (mine, other))
+        assert 0 < error < 1.2 * allowed
+
+
+def test_losses_of_each_token() -> None:
+    labels, teacher = made_labels().flatten(), made(seed=2).flatten(0, 1)
+    lm, kl = token_losses(made().flatten(0, 1), labels, teacher)
+    assert kl is not None
+    torch.testing.assert_close(lm.sum(), plain(made(), made_labels(), None, 0.0, 0.0))
+    torch.testing.assert_close(kl.sum(), plain(made(), made_labels(), made(seed=2), 1.0, 0.0))
+    assert not lm[labels == -100].any()
+    assert not kl[labels == -100].any()
+
+
+def test_senseless_options() -> None:
+    logits, labels = made(), made_labels()
+    states, layer = numbers(BATCH, LENGTH, SIZE, seed=0), OutputLayer(numbers(VOCAB, SIZE, seed=1))
+    for call in (
+        lambda: combined_loss(logits, labels, weight=0.5),
+        lambda: combined_loss(logits, labels, logits, weight=1.5),
+        lambda: combined_loss(logits, labels[:, 1:]),
+        lambda: kl_loss(logits, logits[:1], labels),
+        lambda: combined_loss(states, labels, states[:1], layer=layer, weight=1.0),
+    ):
+        with pytest.raises(OptionError):
+            call()
+
+
+def test_as_transformers_computes_it() -> None:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCAB, "d_model": 32, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 4}
+    model = T5ForConditionalGeneration(T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0))
+    labels, ids = made_labels(), made_labels().abs() % VOCAB
+    expected = model(input_ids=ids, labels=labels).loss
+    expected.backward()
+    gradients = [each.grad.clone() for each in model.parameters()]
+    model.zero_grad()
+    found = combined_loss(model(input_ids=ids, decoder_input_ids=model._shift_right(labels)).logits, labels)
+    torch.testing.assert_close(found.sum / found.count, expected)
+    (found.sum / found.count).backward()
+    for each, gradient in zip(model.parameters(), gradients, strict=True):
+        torch.testing.assert_close(each.grad, gradient, rtol=1e-4, atol=1e-6)
+
+
+@pytest.fixture
+def models(request: pytest.FixtureRequest) -> tuple[Any, ...]:
+    changed = {"vocab_size": 83} | ({"final_logit_softcapping": 2.0} if request.param == "gemma2" else {})
+    return tuple(make_model(make_config(request.param, **changed), seed=seed).double() for seed in (0, 1))
+
+
+@pytest.mark.parametrize("models", ["llama", "gemma2", "phi"], indirect=True)
+def test_gradients_of_models(models: tuple[Any, Any]) -> None:
+    """All parameters, tied embeddings among them, from student and teacher; and never more logits than of a chunk."""
+    student, teacher = models
+    vocabulary = student.config.vocab_size
+    ids = torch.randint(3, vocabulary, (2, 13), generator=torch.Generator().manual_seed(0))
+    targets = ids.roll(-1, 1)
+    with torch.no_grad():
+        theirs = teacher(input_ids=ids).logits
+    combined_loss(student(input_ids=ids).logits, targets, theirs, weight=0.6).sum.backward()
+    wanted = {name: parameter.grad for name, parameter in student.named_parameters()}
+    student.zero_grad()
+    for model in models:
+        assert remove_output_layer(model, {"input_ids": ids})
+    with LargestWith(vocabulary, student.config.hidden_size) as largest:
+        with torch.no_grad():
+            theirs = teacher(input_ids=ids).logits
+        states, layers = student(input_ids=ids).logits, [removed_output_layer(model) for model in models]
+        combined_loss(states, targets, theirs, layer=layers[0], teacher_layer=layers[1], weight=0.6).sum.backward()
+    assert largest.rows == 5
+    for name, parameter in student.named_parameters():
+        torch.testing.assert_close(parameter.grad, wanted[name], rtol=1e-5, atol=1e-7)
+
+
+_MEMORY = """
+import sys, torch
+from gqa_convert.losses.distillation import combined_loss
+torch.set_num_threads(1)
+dtype = getattr(torch, sys.argv[1])
+rows, vocab = 2048 // dtype.itemsize, 32000  # 65 MB: malloc keeps freed blocks of up to 32 MiB, and then the peak is a matter of luck
+labels = torch.randint(vocab, (1, rows))
+peak = lambda: 1024 * int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0])  # ru_maxrss starts at the parent's
+def logits():
+    return torch.empty(1, rows, vocab, dtype=dtype).normal_()
+teacher = logits()
+def ours():
+    x = logits().requires_grad_()
+    combined_loss(x * 1, labels, teacher, weight=0.5).sum.backward()
+def naive():
+    x = logits().requires_grad_()
+    y = (x * 1).float()
+    loss = torch.nn.functional.cross_entropy(y[0], labels[0], reduction="sum")
+    p = teacher.float().log_softmax(-1)
+    (loss + torch.nn.functional.kl_div(y.log_softmax(-1), p, log_target=True, reduction="sum")).backward()
+x = logits().requires_grad_()
+y = x * 1
+del x, y
+unit, before, found = rows * vocab * dtype.itemsize, peak(), []
+for run in (ours, naive):
+    run()
+    found.append((peak() - before) / unit)
+print(*found)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="peak memory is read where Linux has it")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_peak_memory(dtype: str) -> None:
+    """In units of the logits' size, beyond the logits and the tensor that they are made of, whose gradient is one
+    more.
+    """
+    result = subprocess.run([sys.executable, "-c", _MEMORY, dtype], capture_output=True, text=True, check=True)
+    ours, naive = map(float, result.stdout.split())
+    assert ours < 1.9
+    assert naive > 3 * ours
