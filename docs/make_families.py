@@ -82,7 +82,7 @@ An attention function of your own reads a mask with four axes in all of them but
 
 ## Rewritten first
 
-These load by code in the checkpoint, which gqa-convert does not run. With the source's own number of K/V heads, the result is the rewritten source. The ALiBi of Baichuan 13B, the experts and the sparse attention of MiniCPM and the stable embedding of open_llama are refused; a Qwen is the same up to `seq_length` tokens.
+These load by code in the checkpoint, which gqa-convert does not run. With the source's own number of K/V heads, the result is the rewritten source. The ALiBi of Baichuan 13B and the experts and the sparse attention of MiniCPM are refused; a Qwen is the same up to `seq_length` tokens.
 
 {restated}
 

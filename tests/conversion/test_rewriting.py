@@ -405,18 +405,14 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "InternLM2ForRewardModel",
     ),
     "Baichuan, either version": ("baichuan", {"architectures": None}, "architectures"),
-    "Yi, scaled": ("Yi", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling"),
     "MiniCPM with experts": ("minicpm", {"num_experts": 8}, "experts"),
     "MiniCPM, sparse": ("minicpm", {"sparse_config": {"topk": 4}}, "sparse"),
     "MiniCPM, no counts": ("minicpm", {"num_hidden_layers": None}, "num_hidden_layers"),
-    "open_llama, stable embedding": ("open_llama", {"use_stable_embedding": True}, "use_stable_embedding"),
     "Qwen, other biases": ("qwen", {"no_bias": False}, "no_bias"),
     "Qwen, other widths": ("qwen", {"kv_channels": 16}, "kv_channels"),
-    "StableLM, parallel": ("stablelm_epoch", {"use_parallel_residual": True}, "use_parallel_residual"),
     "InternLM, unknown positions": ("internlm", {"rotary": {"base": 1e4, "type": "yarn"}}, "rotary"),
     "fewer layers": ("internlm2", {"num_hidden_layers": 1}, "model.layers.1"),
-    "more layers": ("Yi", {"num_hidden_layers": 3}, "model.layers.2"),
-    "other heads": ("phi-msft", {"n_head_kv": 6}, "Wqkv"),
+    "more layers": ("baichuan", {"num_hidden_layers": 3}, "model.layers.2"),
 }
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.nn.functional import gelu, layer_norm, linear, normalize, silu
+from torch.nn.functional import linear, normalize, silu
 from transformers import FalconConfig, FalconForCausalLM
 
 from tests.helpers.tiny import randomise
@@ -130,24 +130,20 @@ def _llama_shapes(
     kv_heads: int,
     *,
     biases: str = "",
-    norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm"),
-    norm_bias: bool = False,
 ) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (VOCABULARY, HIDDEN),
         "model.norm.weight": (HIDDEN,),
     }
-    shapes |= {"lm_head.weight": (VOCABULARY, HIDDEN)} | ({"model.norm.bias": (HIDDEN,)} if norm_bias else {})
+    shapes["lm_head.weight"] = (VOCABULARY, HIDDEN)
     for layer in range(LAYERS):
         base = f"model.layers.{layer}."
         for part, rows in (("q", HIDDEN), ("k", kv_heads * WIDTH), ("v", kv_heads * WIDTH), ("o", HIDDEN)):
             shapes[f"{base}self_attn.{part}_proj.weight"] = (rows, HIDDEN)
             if part in biases:
                 shapes[f"{base}self_attn.{part}_proj.bias"] = (rows,)
-        for norm in norms:
+        for norm in ("input_layernorm", "post_attention_layernorm"):
             shapes[f"{base}{norm}.weight"] = (HIDDEN,)
-            if norm_bias:
-                shapes[f"{base}{norm}.bias"] = (HIDDEN,)
         shapes |= {f"{base}mlp.gate_proj.weight": (INNER, HIDDEN), f"{base}mlp.up_proj.weight": (INNER, HIDDEN)}
         shapes[f"{base}mlp.down_proj.weight"] = (HIDDEN, INNER)
     return shapes
@@ -192,25 +188,6 @@ def _llama(kv_heads: int, theta: float, names: dict[str, str] = LLAMA) -> Callab
         return linear(rms(x, whole("model.norm"), model.config["rms_norm_eps"]), whole("lm_head"))
 
     return forward
-
-
-def yi() -> Reference:
-    shapes = _llama_shapes(4, norms=("ln1", "ln2"))
-    config = _common("Yi", "YiForCausalLM", num_key_value_heads=4, rope_theta=5000000.0)
-    return Reference(config, shapes, _llama(4, 5000000.0, LLAMA | {"norm": "ln1", "norm2": "ln2"}))
-
-
-def open_llama() -> Reference:
-    config = _common(
-        "open_llama",
-        "OpenLlamaForCausalLM",
-        use_stable_embedding=False,
-        shared_input_output_embedding=False,
-        rms_norm_eps=1e-6,
-        attention_dropout_prob=0.1,
-        hidden_dropout_prob=0.1,
-    )
-    return Reference(config, _llama_shapes(HEADS), _llama(HEADS, 10000.0))
 
 
 def internlm() -> Reference:
@@ -363,39 +340,6 @@ def qwen() -> Reference:
     return Reference(config, shapes, forward)
 
 
-def stablelm_epoch() -> Reference:
-    config = _common(
-        "stablelm_epoch",
-        "StableLMEpochForCausalLM",
-        num_key_value_heads=4,
-        rope_pct=0.5,
-        rope_theta=10000,
-        norm_eps=1e-5,
-        num_heads=HEADS,
-        rotary_scaling_factor=1.0,
-    )
-    del config["rms_norm_eps"]
-
-    def forward(model: Reference, ids: Tensor) -> Tensor:
-        whole = model.at("")
-        x = whole("model.embed_tokens")[ids]
-        for layer in range(LAYERS):
-            w = model.at(f"model.layers.{layer}.")
-            q, k, v = _separate(w, 4)(
-                layer_norm(x, (HIDDEN,), w("input_layernorm"), w("input_layernorm", "bias"), 1e-5)
-            )
-            x = x + linear(
-                attend(turned(q, 10000.0, WIDTH // 2), turned(k, 10000.0, WIDTH // 2), v), w("self_attn.o_proj")
-            )
-            h = layer_norm(x, (HIDDEN,), w("post_attention_layernorm"), w("post_attention_layernorm", "bias"), 1e-5)
-            x = x + linear(silu(linear(h, w("mlp.gate_proj"))) * linear(h, w("mlp.up_proj")), w("mlp.down_proj"))
-        return linear(
-            layer_norm(x, (HIDDEN,), whole("model.norm"), whole("model.norm", "bias"), 1e-5), whole("lm_head")
-        )
-
-    return Reference(config, _llama_shapes(4, biases="qkv", norm_bias=True), forward)
-
-
 def minicpm() -> Reference:
     config = _common(
         "minicpm",
@@ -419,82 +363,13 @@ def minicpm() -> Reference:
     return Reference(config, shapes, forward)
 
 
-def phi_msft() -> Reference:
-    groups = 4
-    config = {
-        "model_type": "phi-msft",
-        "architectures": ["PhiForCausalLM"],
-        "n_embd": HIDDEN,
-        "n_head": HEADS,
-        "n_head_kv": groups,
-        "n_inner": None,
-        "n_layer": LAYERS,
-        "n_positions": 64,
-        "rotary_dim": 6,
-        "activation_function": "gelu_new",
-        "attn_pdrop": 0.0,
-        "embd_pdrop": 0.0,
-        "resid_pdrop": 0.1,
-        "layer_norm_epsilon": 1e-5,
-        "vocab_size": VOCABULARY,
-        "tie_word_embeddings": False,
-        "flash_attn": False,
-        "auto_map": {
-            "AutoConfig": "configuration_phi.PhiConfig",
-            "AutoModelForCausalLM": "modeling_phi.PhiForCausalLM",
-        },
-    }
-    rows = (HEADS + 2 * groups) * WIDTH
-    shapes: dict[str, tuple[int, ...]] = {
-        "transformer.embd.wte.weight": (VOCABULARY, HIDDEN),
-        "lm_head.ln.weight": (HIDDEN,),
-        "lm_head.ln.bias": (HIDDEN,),
-        "lm_head.linear.weight": (VOCABULARY, HIDDEN),
-        "lm_head.linear.bias": (VOCABULARY,),
-    }
-    for layer in range(LAYERS):
-        base = f"transformer.h.{layer}."
-        for name, out, into in (
-            ("mixer.Wqkv", rows, HIDDEN),
-            ("mixer.out_proj", HIDDEN, HIDDEN),
-            ("mlp.fc1", 4 * HIDDEN, HIDDEN),
-            ("mlp.fc2", HIDDEN, 4 * HIDDEN),
-        ):
-            shapes |= {f"{base}{name}.weight": (out, into), f"{base}{name}.bias": (out,)}
-        shapes |= {f"{base}ln.weight": (HIDDEN,), f"{base}ln.bias": (HIDDEN,)}
-
-    def forward(model: Reference, ids: Tensor) -> Tensor:
-        whole = model.at("")
-        x = whole("transformer.embd.wte")[ids]
-        for layer in range(LAYERS):
-            w = model.at(f"transformer.h.{layer}.")
-            h = layer_norm(x, (HIDDEN,), w("ln"), w("ln", "bias"), 1e-5)
-            qkv = linear(h, w("mixer.Wqkv"), w("mixer.Wqkv", "bias"))
-            q, k, v = qkv.split([HIDDEN, groups * WIDTH, groups * WIDTH], -1)
-            attended = attend(turned(cut(q, HEADS), 10000.0, 6), turned(cut(k, groups), 10000.0, 6), cut(v, groups))
-            inner = gelu(linear(h, w("mlp.fc1"), w("mlp.fc1", "bias")), approximate="tanh")
-            x = (
-                x
-                + linear(attended, w("mixer.out_proj"), w("mixer.out_proj", "bias"))
-                + linear(inner, w("mlp.fc2"), w("mlp.fc2", "bias"))
-            )
-        x = layer_norm(x, (HIDDEN,), whole("lm_head.ln"), whole("lm_head.ln", "bias"), 1e-5)
-        return linear(x, whole("lm_head.linear"), whole("lm_head.linear", "bias"))
-
-    return Reference(config, shapes, forward)
-
-
 REFERENCES: dict[str, Callable[[], Reference]] = {
-    "Yi": yi,
-    "open_llama": open_llama,
     "internlm": internlm,
     "internlm2": internlm2,
     "baichuan": baichuan,
     "baichuan, second version": baichuan2,
     "qwen": qwen,
-    "stablelm_epoch": stablelm_epoch,
     "minicpm": minicpm,
-    "phi-msft": phi_msft,
 }
 
 

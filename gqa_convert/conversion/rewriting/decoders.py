@@ -94,7 +94,7 @@ _GPT = """
     eos_token_id       eos_token_id       50256
     pad_token_id       pad_token_id       null
 """
-PHI_FROM_GPT: Final = """
+_PHI_FROM_GPT = """
     tie_word_embeddings      tie_word_embeddings  false
     hidden_act               activation_function  "gelu_new"
     attention_dropout        attn_pdrop           0.0
@@ -182,7 +182,7 @@ PHI_FROM_GPTJ: Final = StockForm(
     stock="phi",
     classes={"GPTJForCausalLM": "PhiForCausalLM", "GPTJModel": "PhiModel"},
     tokenizer="GPT2Tokenizer",
-    config=_GPT + PHI_FROM_GPT,
+    config=_GPT + _PHI_FROM_GPT,
     further=_phi_from_gptj,
     modules=modules(_GPTJ_MODULES),
     prefix="transformer.",

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any, Final
 
 from gqa_convert.checkpoint.strict_json import Config, JsonObject
-from gqa_convert.conversion.rewriting.decoders import PHI_FROM_GPT, partial_factor
 from gqa_convert.conversion.rewriting.stock_form import NoStockClassError, StockForm, modules, refused_value
 from gqa_convert.families.records import RESTATED as STOCK_TYPES
 
@@ -61,13 +60,6 @@ def _minicpm(config: Config, stock: JsonObject) -> JsonObject:
         "attention_multiplier": 1 / math.sqrt(hidden // stock["num_attention_heads"]),
         "logits_scaling": hidden / config.get("dim_model_base", 1),
     }
-
-
-def _phi_msft(config: Config, stock: JsonObject) -> JsonObject:
-    head_dim = stock["hidden_size"] // stock["num_attention_heads"]
-    rotated = min(config.get("rotary_dim", 32), head_dim)
-    inner = stock["intermediate_size"] or 4 * stock["hidden_size"]
-    return {"intermediate_size": inner, "partial_rotary_factor": partial_factor(rotated, head_dim)}
 
 
 _LLAMA = """
@@ -146,26 +138,6 @@ _REFINED_WEB_MODEL = StockForm(
 )
 
 _FORMS: Final = (
-    _like_llama(
-        "Yi",
-        "YiForCausalLM",
-        keys="""
-        rms_norm_eps             rms_norm_eps             1e-05
-        max_position_embeddings  max_position_embeddings  4096
-        rope_theta               rope_theta               5000000.0
-        """,
-        only=_UNSCALED,
-        renamed="""
-        .input_layernorm           ln1|input_layernorm
-        .post_attention_layernorm  ln2|post_attention_layernorm
-        """,
-    ),
-    _like_llama(
-        "open_llama",
-        "OpenLlamaForCausalLM",
-        keys=_ALL_HEADS + "tie_word_embeddings shared_input_output_embedding true",
-        only=_UNSCALED + "use_stable_embedding false true",
-    ),
     _like_llama("internlm", "InternLMForCausalLM", keys=_ALL_HEADS, only=_UNSCALED, further=_internlm),
     _like_llama(
         "internlm2",
@@ -226,26 +198,6 @@ _FORMS: Final = (
         same_up_to="seq_length",
     ),
     _like_llama(
-        "stablelm_epoch",
-        "StableLMEpochForCausalLM",
-        "StableLmForCausalLM",
-        keys="""
-        max_position_embeddings  max_position_embeddings  4096
-        partial_rotary_factor    rope_pct                 0.25
-        layer_norm_eps           norm_eps                 1e-05
-        qk_layernorm             -                        false
-        use_parallel_residual    -                        false
-        """,
-        only=_UNSCALED + "qk_layernorm null\nuse_parallel_residual null\nrotary_scaling_factor 1.0",
-        renamed="""
-        .self_attn.o_proj          self_attn.o_proj
-        .input_layernorm           input_layernorm
-        .post_attention_layernorm  post_attention_layernorm
-        model.norm                 model.norm
-        """,
-        bias_key="use_qkv_bias",
-    ),
-    _like_llama(
         "minicpm",
         "MiniCPMForCausalLM",
         "GraniteForCausalLM",
@@ -256,25 +208,6 @@ _FORMS: Final = (
         """,
         only="num_experts null\nsparse_config null",
         further=_minicpm,
-    ),
-    StockForm(
-        model_type="phi-msft",
-        stock="phi",
-        classes={"PhiForCausalLM": "PhiForCausalLM"},
-        config=PHI_FROM_GPT + "vocab_size vocab_size count\nnum_key_value_heads n_head_kv count=num_attention_heads",
-        further=_phi_msft,
-        modules=modules("""
-        model.embed_tokens       transformer.embd.wte
-        .self_attn.{q,k,v}_proj  mixer.Wqkv
-        .self_attn.dense         mixer.out_proj
-        .mlp.fc1                 mlp.fc1
-        .mlp.fc2                 mlp.fc2
-        .input_layernorm         ln
-        model.final_layernorm    lm_head.ln
-        lm_head                  lm_head.linear
-        """),
-        layers=("transformer.h", "model.layers"),
-        fused_layout="blocks",
     ),
     _REFINED_WEB_MODEL,
     replace(
