@@ -11,7 +11,6 @@ import os
 import re
 import secrets
 import shutil
-import weakref
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -130,11 +129,9 @@ class StagedFolder:
         self.path = self.out.with_name(f".{self.out.name}.gqa-convert-{secrets.token_hex(4)}")
         self._lock = self.path.with_name(f"{self.path.name}.lock")
         self._handle: int | None = None
+        self._new_parents = [parent for parent in self.out.parents if not parent.exists()]
 
     def __enter__(self) -> "StagedFolder":
-        made = [self.path, *(parent for parent in self.out.parents if not parent.exists())]
-        # cleans up after signals that no other code can catch, at the latest when the interpreter exits
-        self._cleanup = weakref.finalize(self, _discard, self._lock, made, os.getpid())
         try:
             self.out.parent.mkdir(parents=True, exist_ok=True)
             sweep(self.out.parent)
@@ -150,9 +147,12 @@ class StagedFolder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if pending := self._cleanup.peek():
-            _discard(*pending[2])
-            self._cleanup.detach()
+        shutil.rmtree(self.path, ignore_errors=True)
+        with suppress(OSError):
+            self._lock.unlink()
+        with suppress(OSError):  # they hold the result
+            for parent in self._new_parents:
+                parent.rmdir()
         if self._handle is not None:
             os.close(self._handle)
             self._handle = None
@@ -214,18 +214,6 @@ class StagedFolder:
             raise OutputError(
                 f"{self.out} is complete, but the disk has not confirmed its name ({problem.strerror}): check the disk"
             ) from None
-
-
-def _discard(lock: Path, made: list[Path], process: int) -> None:
-    """Remove what a run made, unless it was published: its folder, the parents that were made for it, and its lock."""
-    if os.getpid() != process:
-        return
-    shutil.rmtree(made[0], ignore_errors=True)
-    with suppress(OSError):
-        lock.unlink()
-    with suppress(OSError):  # they hold the result
-        for parent in made[1:]:
-            parent.rmdir()
 
 
 def _explained(problem: OSError, out: Path) -> GQAConvertError:

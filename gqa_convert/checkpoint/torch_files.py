@@ -115,11 +115,9 @@ def _refuse_unusual_zip(path: Path) -> None:
             orders = [archive.read(record) for record in records if record.filename.endswith("/byteorder")]
     except (OSError, ValueError, zipfile.BadZipFile, NotImplementedError):
         return  # the older format or a damaged file, which torch.load tells apart
-    if any(record.compress_type != zipfile.ZIP_STORED for record in records):
-        raise UnsupportedFormatError(f"{path} is compressed: load it with torch.load and save it again with torch.save")
-    if any(order != sys.byteorder.encode() for order in orders):
+    if any(order != sys.byteorder.encode() for order in orders) or any(each.compress_type for each in records):
         raise UnsupportedFormatError(
-            f"{path} has a different byte order than this machine: load it with torch.load and save it again with torch.save"
+            f"{path} is compressed or has another machine's byte order: load it with torch.load and save it again with torch.save"
         )
 
 
