@@ -193,7 +193,7 @@ def stock(arguments: argparse.Namespace, recipe: Recipe, accelerator: Any) -> Tu
         learning_rate=recipe.learning_rate,
         lr_scheduler_type="constant",
         optim="adamw_torch_fused",
-        adam_beta2=recipe.beta2,
+        adam_beta2=0.95,
         weight_decay=0.0,
         max_grad_norm=1.0,
         bf16=recipe.precision == "bf16",

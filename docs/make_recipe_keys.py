@@ -1,4 +1,4 @@
-"""Writes the tables of recipe keys in uptraining.md from the keys' declarations. With --check: says whether they are
+"""Writes the tables of recipe keys in uptraining-reference.md from the keys' declarations. With --check: says whether they are
 up to date.
 """
 
@@ -14,7 +14,7 @@ from gqa_convert.data.scalars import shown
 from gqa_convert.data.sources import Source
 from gqa_convert.training.recipe import Lora, Recipe
 
-DOCUMENT = Path(__file__).with_name("uptraining.md")
+DOCUMENT = Path(__file__).with_name("uptraining-reference.md")
 _KINDS = {"integer": "whole number", "number": "number", "string": "text", "boolean": "true or false", "array": "list"}
 _BOUNDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
 
@@ -47,7 +47,7 @@ def _kind(field: Any, stated: Any) -> str:
     """The kind of value of a field, whose JSON schema is stated, in words."""
     while "anyOf" in stated:
         kinds = [each for each in stated["anyOf"] if each.get("type") != "null"]
-        if any(each.get("type") == "array" for each in kinds):
+        if any("$ref" in each for each in kinds) and len(kinds) > 1:
             return "sources"
         stated = kinds[0]
     if "enum" in stated or "const" in stated:

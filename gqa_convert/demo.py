@@ -145,9 +145,7 @@ def _uptrain(path: Path, progress: Progress) -> Path:
     from gqa_convert.training.uptrain import uptrain_checkpoint
 
     try:
-        run = uptrain_checkpoint(
-            path, [], on_step=lambda report: progress("uptraining", report.line.step, report.steps)
-        )
+        run = uptrain_checkpoint(path, [], on_step=lambda metrics, steps: progress("uptraining", metrics.step, steps))
     except StoppedError:
         raise InterruptedRunError(
             f"stopped while uptraining: the same command, or gqa-convert uptrain {path}, continues"

@@ -80,7 +80,7 @@ def uptrained(job: Job, folder: Path, rate: float | None) -> tuple[Path, dict[st
     times, path = output.with_suffix(".json"), output.with_suffix(".yaml")
     path.write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
     watch = Stopwatch(times)
-    result = uptrain_checkpoint(path, [], on_step=lambda report: watch.save())
+    result = uptrain_checkpoint(path, [], on_step=lambda metrics, steps: watch.save())
     watch.save()
     assert result is not None
     minutes, core_minutes = (round(each, 2) for each in watch.minutes)

@@ -11,7 +11,7 @@ from gqa_convert.errors import OptionError
 from .options import Json, Quiet, argument, byte_count, command_line, option
 
 if TYPE_CHECKING:
-    from gqa_convert.training.dry_run import Hardware
+    from gqa_convert.training.estimate import Hardware
 
 
 def _print_schema(asked: bool) -> None:
@@ -50,13 +50,13 @@ def uptrain(
 ) -> None:
     """Train a converted checkpoint to recover quality, with its source as teacher.
 
-    RECIPE.yaml names at least a model, text and an output folder; docs/uptraining.md lists all keys with their
+    RECIPE.yaml names at least a model, text and an output folder; docs/uptraining-reference.md lists all keys with their
     defaults. The same command resumes an interrupted run. Exit code 75 means that a signal (TERM, USR1, INT, HUP)
     stopped the run after its state was saved.
 
-    With --dry-run, the run is estimated from the recipe, the configs and the headers of the weight files. With
-    --tokenize-only, the tokens go into the cache in which the run looks for them, $XDG_CACHE_HOME/gqa-convert or
-    ~/.cache/gqa-convert; the same command continues after it was stopped.
+    With --dry-run, the run is estimated on models without numbers: no weights are read. With --tokenize-only, the
+    tokens go into the cache in which the run looks for them, $XDG_CACHE_HOME/gqa-convert or ~/.cache/gqa-convert; the
+    same command continues after it was stopped.
 
       gqa-convert uptrain recipe.yaml tokens=500M learning_rate=1e-4
       gqa-convert uptrain recipe.yaml --dry-run --hardware 8xh100
@@ -67,17 +67,17 @@ def uptrain(
         raise OptionError("--hardware describes GPUs to estimate for: add --dry-run, or remove --hardware")
     from .console.progress import ProgressScreen
     from .console.screen import print_json
-    from .console.training import TrainingScreen, show_dry_run, show_tokenized, show_training
+    from .console.training import TrainingScreen, show_estimate, show_tokenized, show_training
 
     result: Any
     show: Any
     with ProgressScreen(quiet=quiet) as progress:
         screen = TrainingScreen(progress)
         if dry_run:
-            from gqa_convert.training.dry_run import dry_run as estimate
+            from gqa_convert.training.estimate import estimate
 
             result = estimate(recipe, overrides or [], _hardware(hardware or ""))
-            show = show_dry_run
+            show = show_estimate
         elif tokenize_only:
             from gqa_convert.training.tokenizing import tokenize_recipe
 
@@ -109,15 +109,12 @@ def _hardware(text: str) -> "Hardware":
     Raises:
         OptionError: the type of the GPU is not known.
     """
-    from gqa_convert.training.dry_run import Hardware, launched_gpus
-    from gqa_convert.training.gpus import named_gpu
+    from gqa_convert.training.estimate import Hardware, launched_gpus, named_gpus
 
     gpus = launched_gpus()
     if number := re.match(r"([1-9]\d{0,5}) ?x ?", text, re.IGNORECASE):
         gpus = int(number[1])
         text = text[number.end() :]
     if text[:1].isdigit():
-        return Hardware(gpus=gpus, memory=byte_count(text, "--hardware"))
-    if text:
-        return Hardware(gpus=gpus, gpu=named_gpu(text))
-    return Hardware(gpus=gpus)
+        return Hardware(gpus, memory=byte_count(text, "--hardware"))
+    return named_gpus(gpus, text) if text else Hardware(gpus)

@@ -328,6 +328,24 @@ def load_any_model(folder: Path, dtype: Any, *, run_code: bool = False) -> AnyMo
     return AnyModel(name, layers, missing, has_language_model=False)
 
 
+def model_of_config(folder: Path, dtype: Any) -> Any:
+    """The model of `load_model` with the numbers that its class begins with.
+
+    Args:
+        folder: a local checkpoint, whose weights are not read.
+        dtype: a torch type.
+
+    Raises:
+        Exception: whatever transformers raises.
+    """
+    import transformers
+
+    stated = read_config(folder)
+    _register(stated)
+    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    return getattr(transformers, auto_class(stated)).from_config(config, dtype=dtype, trust_remote_code=False)
+
+
 def outline_model(folder: Path, dtype: Any) -> Any:
     """The model of `load_model` with uninitialised parameters and buffers, for a process that receives them from
     another.
@@ -343,14 +361,9 @@ def outline_model(folder: Path, dtype: Any) -> Any:
         Exception: whatever transformers raises.
     """
     import torch
-    import transformers
 
-    stated = read_config(folder)
-    _register(stated)
-    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    auto = getattr(transformers, auto_class(stated))
     with torch.device("meta"):
-        model = auto.from_config(config, dtype=dtype, trust_remote_code=False)
+        model = model_of_config(folder, dtype)
     for module in model.modules():
         if any(isinstance(value, torch.Tensor) and value.is_meta for value in vars(module).values()):
             raise ValueError(f"{type(module).__name__} keeps numbers outside its parameters and buffers")

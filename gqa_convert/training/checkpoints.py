@@ -1,4 +1,5 @@
-"""Checkpoints of a run. Each is published atomically, the newest few are kept, and a run resumes from the newest.
+"""Checkpoints of a run. Each is published atomically, the newest few are kept, and a run resumes from the newest whole
+one.
 
 A checkpoint is a folder `checkpoints/step-000123`. It holds the sharded state of model and optimizer, of which every
 process writes its own part (torch.distributed.checkpoint), and `run.json`, which is written last and lists every file's
@@ -6,13 +7,12 @@ size.
 """
 
 import json
-import re
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from gqa_convert.checkpoint.atomic_files import sync
 from gqa_convert.checkpoint.resource_errors import is_disk_full
@@ -24,7 +24,6 @@ from gqa_convert.training.distributed import waiting_group
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-_NAME = re.compile(r"step-(\d{6,})")
 _UNFINISHED = ".unfinished-"
 _RECORD = "run.json"
 
@@ -52,16 +51,15 @@ class Progress:
     """What trackers know the run by."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(kw_only=True)
 class RunRecord:
-    """The content of `run.json` in a checkpoint.
+    """What `run.json` holds beside the size of every file.
 
     Attributes:
         progress: the progress of the run.
         recipe: the resolved recipe, which is compared when the run resumes.
         processes: the number of processes that wrote the checkpoint.
         samples: the fingerprint of the training data, which is compared too.
-        files: the size of every file, by name.
         dataset_commits: the commits of Hub datasets, which the run keeps.
     """
 
@@ -69,17 +67,7 @@ class RunRecord:
     recipe: JsonObject
     processes: int
     samples: str
-    files: dict[str, int]
-    dataset_commits: DatasetCommits
-
-    @classmethod
-    def from_json(cls, content: JsonObject) -> Self:
-        """The record in a file.
-
-        Raises:
-            KeyError, TypeError: a key is missing or unknown.
-        """
-        return cls(**content | {"progress": Progress(**content["progress"])})
+    dataset_commits: DatasetCommits = field(default_factory=dict)
 
 
 class Checkpoints:
@@ -102,18 +90,20 @@ class Checkpoints:
     ) -> None:
         self.folder, self._kept, self._main, self._together = folder, kept, main, together
 
-    def steps(self) -> list[int]:
-        """Steps of the complete checkpoints, oldest first."""
-        if not self.folder.is_dir():
-            return []
-        found = [(int(match[1]), path) for path in self.folder.iterdir() if (match := _NAME.fullmatch(path.name))]
-        return sorted(step for step, path in found if (path / _RECORD).is_file())
-
     def path(self, step: int) -> Path:
         return self.folder / f"step-{step:06d}"
 
+    def _all(self) -> list[Path]:
+        """The checkpoints, newest first."""
+        found = [path for path in self.folder.glob("step-*") if path.name.removeprefix("step-").isdecimal()]
+        return sorted(found, key=_step, reverse=True)
+
+    def whole(self) -> list[Path]:
+        """The checkpoints with a record and all files in the sizes that it states, newest first."""
+        return [path for path in self._all() if _is_whole(path)]
+
     def newest(self, say: Callable[[str], None] = lambda _: None) -> RunRecord | None:
-        """The record of the newest checkpoint whose files have the sizes that were recorded.
+        """The record of the newest checkpoint that is whole; None if there is no checkpoint.
 
         Args:
             say: called with a message about each later checkpoint, which is damaged.
@@ -121,105 +111,53 @@ class Checkpoints:
         Raises:
             ResumeError: there are checkpoints, and all of them are damaged.
         """
-        problem = ""
-        for step in reversed(self.steps()):
+        problem = None
+        for path in self._all():
             try:
-                record = self._record(step)
+                return _read(path)
             except (OSError, ValueError, KeyError, TypeError) as raised:
-                problem = problem or str(raised)
-                say(f"{self.path(step)} is damaged ({raised}): resuming from the checkpoint before it")
-                continue
-            return record
-        if problem:
+                problem = problem or raised
+                say(f"{path} is damaged ({raised}): resuming from the checkpoint before it")
+        if problem is not None:
             raise ResumeError(
                 f"every checkpoint in {self.folder} is damaged ({problem}): remove the folder to start over"
             )
         return None
 
-    def _record(self, step: int) -> RunRecord:
-        """The record that `save` wrote beside the tensors, whose files are checked to exist with their sizes.
-
-        Raises:
-            OSError, ValueError, KeyError, TypeError: something is missing or cut short.
-        """
-        folder = self.path(step)
-        record = RunRecord.from_json(json.loads((folder / _RECORD).read_text(encoding="utf-8")))
-        for name, size in record.files.items():
-            if (found := _size(folder / name)) != size:
-                raise ValueError(f"{folder / name} has {found} bytes, expected {size}")
-        return record
-
-    def save(
-        self,
-        state: StateDict,
-        progress: Progress,
-        recipe: JsonObject,
-        processes: int,
-        samples: str,
-        dataset_commits: DatasetCommits | None = None,
-    ) -> None:
+    def save(self, state: StateDict, record: RunRecord) -> None:
         """Write a checkpoint, publish it, and remove those that need not be kept. Every process calls this.
 
         While steps are being skipped nothing is removed, because an earlier checkpoint may be needed to recover.
 
         Args:
             state: whole or sharded tensors, in the form that torch.distributed.checkpoint accepts.
-            progress: the progress of the run.
-            recipe: the resolved recipe, which is compared when the run resumes.
-            processes: the number of processes.
-            samples: the fingerprint of the training data, which is compared too.
-            dataset_commits: the commits of Hub datasets, which the run keeps.
+            record: what is needed to resume.
 
         Raises:
             NoSpaceError: the disk is full; older checkpoints are intact.
         """
         import torch.distributed.checkpoint as dcp
-        from torch.distributed.checkpoint.api import CheckpointException  # not a subclass of Exception
 
-        final = self.path(progress.step)
+        final = self.path(record.progress.step)
         work = self.folder / f"{_UNFINISHED}{final.name}"
-        with self._together():
+        with self._together(), self._explained(work):
             if self._main:
-                try:
-                    shutil.rmtree(work, ignore_errors=True)
-                    work.mkdir(parents=True)
-                except OSError as raised:
-                    raise self._explained(raised) from None
-        try:
-            dcp.save(state, checkpoint_id=work, no_dist=processes == 1, process_group=waiting_group())
-        except (Exception, CheckpointException) as raised:
-            shutil.rmtree(work, ignore_errors=True)
-            raise self._explained(raised) from None
-        record = RunRecord(
-            progress=progress,
-            recipe=recipe,
-            processes=processes,
-            samples=samples,
-            files={},
-            dataset_commits=dataset_commits or {},
-        )
-        with self._together():
+                shutil.rmtree(work, ignore_errors=True)
+                work.mkdir(parents=True)
+        with self._explained(work):  # DCP raises an error of one process on all
+            dcp.save(state, checkpoint_id=work, no_dist=record.processes == 1, process_group=waiting_group())
+        with self._together(), self._explained(work):
             if self._main:
-                try:
-                    self._publish(work, final, record)
-                    if not progress.skipped_in_a_row:
-                        self.prune(progress.step)
-                except OSError as raised:
-                    shutil.rmtree(work, ignore_errors=True)
-                    raise self._explained(raised) from None
-
-    def _publish(self, work: Path, final: Path, record: RunRecord) -> None:
-        """Give a finished checkpoint its final name and its record."""
-        files = {path.name: _size(path) for path in work.iterdir()}
-        content = asdict(record) | {"files": files}
-        (work / _RECORD).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        for path in work.iterdir():
-            sync(path)
-        sync(work)
-        if final.exists():  # a damaged one
-            self._remove(record.progress.step)
-        work.rename(final)
-        sync(self.folder)
+                files = {path.name: _size(path) for path in work.iterdir()}
+                (work / _RECORD).write_text(json.dumps(asdict(record) | {"files": files}, indent=2) + "\n")
+                for path in work.iterdir():
+                    sync(path)
+                sync(work)
+                self._remove(final)  # a damaged one
+                work.rename(final)
+                sync(self.folder)
+                if not record.progress.skipped_in_a_row:
+                    self.prune()
 
     def load(self, step: int, state: StateDict, processes: int) -> None:
         """Fill `state` in place.
@@ -233,47 +171,77 @@ class Checkpoints:
         try:
             dcp.load(state, checkpoint_id=self.path(step), no_dist=processes == 1, process_group=waiting_group())
         except (Exception, CheckpointException) as raised:
-            problem = _inner(raised)
+            problem = _cause(raised)
             first = next((line for line in str(problem).splitlines() if line.strip()), "")
             raise ResumeError(
                 f"{self.path(step)} cannot be loaded ({type(problem).__name__}: {first[:200]}): remove it to resume from the checkpoint before it"
             ) from None
 
-    def prune(self, newest: int) -> None:
-        """Remove the checkpoints that need not be kept; one process calls this.
-
-        Args:
-            newest: the step of the newest one that is whole; later ones are damaged.
-        """
-        whole = [step for step in self.steps() if step <= newest]
-        for step in whole[: -self._kept]:
-            self._remove(step)
+    def prune(self) -> None:
+        """Remove the checkpoints before the newest whole ones that are kept; one process calls this."""
+        kept = self.whole()[: self._kept]
+        for path in self._all():
+            if kept and _step(path) < _step(kept[-1]):
+                self._remove(path)
 
     def sweep(self) -> None:
         """Remove unfinished files of a killed run."""
-        if self.folder.is_dir():
-            for path in self.folder.glob(f"{_UNFINISHED}*"):
-                shutil.rmtree(path, ignore_errors=True)
+        for path in self.folder.glob(f"{_UNFINISHED}*"):
+            shutil.rmtree(path, ignore_errors=True)
 
-    def _remove(self, step: int) -> None:
-        """Remove a checkpoint, after renaming it so that a partly removed one is never taken for a checkpoint."""
-        doomed = self.folder / f"{_UNFINISHED}removed-{step:06d}"
-        shutil.rmtree(doomed, ignore_errors=True)
-        self.path(step).rename(doomed)
-        shutil.rmtree(doomed, ignore_errors=True)
+    def _remove(self, path: Path) -> None:
+        """Remove a checkpoint, if it is there; first its name, so that a part of one is never taken for a checkpoint."""
+        if path.exists():
+            doomed = self.folder / f"{_UNFINISHED}removed-{path.name}"
+            shutil.rmtree(doomed, ignore_errors=True)
+            path.rename(doomed)
+            shutil.rmtree(doomed, ignore_errors=True)
 
-    def _explained(self, problem: BaseException) -> BaseException:
-        cause = _inner(problem)
-        if isinstance(cause, GQAConvertError):  # a second Ctrl-C
-            return cause
-        if any(is_disk_full(each) for each in (cause, cause.__cause__, cause.__context__) if each is not None):
-            return NoSpaceError(
-                f"the disk of {self.folder} is full: make room and run the same command again; older checkpoints are intact"
-            )
-        return cause
+    @contextmanager
+    def _explained(self, work: Path) -> Iterator[None]:
+        """Remove what was written where writing fails, and say why it did."""
+        from torch.distributed.checkpoint.api import CheckpointException  # not a subclass of Exception
+
+        try:
+            yield
+        except (Exception, CheckpointException) as raised:
+            shutil.rmtree(work, ignore_errors=True)
+            cause = _cause(raised)
+            if isinstance(cause, GQAConvertError):  # a second Ctrl-C
+                raise cause from None
+            if any(each is not None and is_disk_full(each) for each in (cause, cause.__cause__, cause.__context__)):
+                raise NoSpaceError(
+                    f"the disk of {self.folder} is full: make room and run the same command again; older checkpoints are intact"
+                ) from None
+            raise cause from None
 
 
-def _inner(problem: BaseException) -> BaseException:
+def _step(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        _read(path)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    return True
+
+
+def _read(path: Path) -> RunRecord:
+    """The record of a checkpoint, whose files are checked to exist with their sizes.
+
+    Raises:
+        OSError, ValueError, KeyError, TypeError: something is missing or cut short.
+    """
+    content = json.loads((path / _RECORD).read_bytes())
+    for name, size in content.pop("files").items():
+        if (found := _size(path / name)) != size:
+            raise ValueError(f"{path / name} has {found} bytes, expected {size}")
+    return RunRecord(**content | {"progress": Progress(**content["progress"])})
+
+
+def _cause(problem: BaseException) -> BaseException:
     """The error of the first process that failed."""
     failures = getattr(problem, "failures", None)
     return next(iter(failures.values()))[0] if failures else problem
@@ -299,29 +267,19 @@ def state_of(model: Any, optimizer: "Optimizer", *, trained_only: bool = False) 
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
     if not optimizer.state:  # all steps so far were skipped, or none has been taken
-        get_optimizer_state_dict(
-            model, optimizer
-        )  # creates the moments by a step with zero gradients, which must not count
+        # creates the moments by a step with zero gradients, which must not count
+        get_optimizer_state_dict(model, optimizer)
         for moments in optimizer.state.values():
-            if "step" in moments:
-                moments["step"].zero_()
-    if trained_only:
-        tensors = {name: each.detach() for name, each in _trained(model)}
-    else:
-        tensors = get_model_state_dict(model)
+            moments["step"].zero_()
+    tensors = _trained(model) if trained_only else get_model_state_dict(model)
     return {"model": tensors, "optimizer": get_optimizer_state_dict(model, optimizer)}
 
 
 def set_state(model: Any, optimizer: "Optimizer", state: StateDict, *, trained_only: bool = False) -> None:
-    """Restore a state that `state_of` returned."""
-    import torch
+    """Restore a state that `state_of` returned; loading has filled the trained parameters of adapters in place."""
     from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_optimizer_state_dict
 
-    if trained_only:
-        with torch.no_grad():
-            for name, parameter in _trained(model):
-                parameter.copy_(state["model"][name])
-    else:
+    if not trained_only:
         set_model_state_dict(model, state["model"])
     set_optimizer_state_dict(model, optimizer, state["optimizer"])
 
@@ -334,6 +292,6 @@ def whole_model(model: Any) -> StateDict:
     return tensors
 
 
-def _trained(model: Any) -> Iterator[tuple[str, Any]]:
+def _trained(model: Any) -> StateDict:
     inner = model.module if hasattr(model, "module") else model
-    return ((name, each) for name, each in inner.named_parameters() if each.requires_grad)
+    return {name: each.detach() for name, each in inner.named_parameters() if each.requires_grad}

@@ -16,7 +16,8 @@ from gqa_convert.errors import GQAConvertError, LaunchError
 
 _TASK_COUNTS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 """Environment variables in which srun and MPI launchers state how many tasks they started."""
-
+_LAUNCHER = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+"""What torchrun and `accelerate launch` set for each of several processes."""
 _REFUSED = {
     "ACCELERATE_USE_DEEPSPEED": "this program does not use the optimizer and checkpoints of DeepSpeed",
     "ACCELERATE_USE_MEGATRON_LM": "this program does not use the models of Megatron-LM",
@@ -25,21 +26,12 @@ _REFUSED = {
     "FSDP_ACTIVATION_CHECKPOINTING": "the recipe's gradient_checkpointing does this",
 }
 """Switches of accelerate that would have no effect or a different one, and the reason."""
-
 _LONGEST_WAIT = timedelta(days=7)
 """The time limit of waits, long enough for tokenising. A process that ends is noticed immediately regardless."""
-
 _ADVICE = (
     "launch with torchrun --nproc_per_node N -m gqa_convert COMMAND ... (without a GPU, set ACCELERATE_USE_CPU=true)"
 )
-
-_BROKEN = (
-    "DistBackendError",
-    "DistNetworkError",
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "gloo/transport",
-)
+_BROKEN = ("DistBackendError", "DistNetworkError", "Connection closed by peer", "Connection reset by peer", "gloo/")
 """Texts in torch's errors when another process has ended."""
 
 _waiting_group: Any = None
@@ -55,18 +47,26 @@ def join(**options: Any) -> Any:
         LaunchError: the launcher did not start the requested processes.
     """
     check_environment(os.environ)
-    import torch
     from accelerate import Accelerator
 
-    accelerator = Accelerator(mixed_precision="no", **options)
+    accelerator = Accelerator(
+        mixed_precision="no", **options
+    )  # the recipe's precision decides, in trainer and sharding
     check_launch(os.environ, accelerator.num_processes)
     # otherwise transformers would leave the weights uninitialised on all processes but the first, for accelerate to
     # broadcast them
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     if accelerator.num_processes > 1:
+        import torch
+
         global _waiting_group
         _waiting_group = torch.distributed.new_group(backend="gloo", timeout=_LONGEST_WAIT)
     return accelerator
+
+
+def is_set(environment: Mapping[str, str], name: str) -> bool:
+    """Whether a switch of accelerate is on."""
+    return environment.get(name, "false").lower() in ("1", "true", "yes", "on")
 
 
 def check_environment(environment: Mapping[str, str]) -> None:
@@ -76,59 +76,24 @@ def check_environment(environment: Mapping[str, str]) -> None:
         LaunchError: variables of a launcher or a user contradict one another, or are not supported.
     """
     for name, reason in _REFUSED.items():
-        if environment.get(name, "false").lower() in ("1", "true", "yes", "on"):
+        if is_set(environment, name):
             raise LaunchError(
                 f"{name} is set, perhaps by accelerate's configuration, but {reason}: use recipes/accelerate/fsdp2.yaml, or remove that key"
             )
-    stated, rank, local = (_number(environment, name) for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"))
-    processes = stated or 1
-    tasks, counter = max((_number(environment, name) or 1, name) for name in _TASK_COUNTS)
-    knows = processes if stated is None else _number(environment, "GROUP_WORLD_SIZE") or processes
-    if tasks > knows:
-        raise LaunchError(
-            f"{tasks} tasks were started ({counter}) and this one knows of {knows}, so each would train separately: start one task per node, "
-            "and in each torchrun with --nnodes and --rdzv_endpoint, as recipes/slurm/uptrain.sbatch does"
-        )
-    if "MASTER_ADDR" in environment and stated is None:
-        raise LaunchError(
-            "MASTER_ADDR is set, as for several processes, and WORLD_SIZE is not, as when accelerate starts one process with --cpu or MULTI_CPU: "
-            f"{_ADVICE}, or unset MASTER_ADDR"
-        )
-    if stated is None and rank is None and local is None:
-        return
-    needed = ["WORLD_SIZE", "RANK", "LOCAL_RANK"] + (["MASTER_ADDR", "MASTER_PORT"] if processes > 1 else [])
+    # torchrun, started once on each node, knows of as many groups as there are tasks
+    known = _number(environment, "GROUP_WORLD_SIZE") or _number(environment, "WORLD_SIZE") or 1
+    for name in _TASK_COUNTS:
+        tasks = _number(environment, name) or 1
+        if tasks > known:
+            raise LaunchError(
+                f"{tasks} tasks were started ({name}) and this one knows of {known}, so each would train separately: start one task per node, "
+                "and in each torchrun with --nnodes and --rdzv_endpoint, as recipes/slurm/uptrain.sbatch does"
+            )
+    needed = _LAUNCHER[:3] if _number(environment, "WORLD_SIZE") == 1 else _LAUNCHER
+    present = [name for name in needed if environment.get(name)]
     missing = [name for name in needed if not environment.get(name)]
-    if missing:
-        present = next(name for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK") if environment.get(name))
-        raise LaunchError(f"{present} is set and {missing[0]} is not: {_ADVICE}, or unset {present}")
-    assert rank is not None
-    assert local is not None
-    if not (0 <= rank < processes and 0 <= local <= rank):
-        raise LaunchError(
-            f"WORLD_SIZE is {processes}, RANK {rank} and LOCAL_RANK {local}, which is impossible: {_ADVICE}"
-        )
-
-
-def _number(environment: Mapping[str, str], name: str) -> int | None:
-    text = environment.get(name)
-    if not text:
-        return None
-    try:
-        return int(text)
-    except ValueError:
-        raise LaunchError(f"{name} is {text!r}, expected a whole number: {_ADVICE}") from None
-
-
-def waiting_group() -> Any:
-    """A process group on CPUs with a long timeout, so that a slow disk does not trigger NCCL's; None for a single
-    process.
-    """
-    return _waiting_group
-
-
-def local_processes() -> int:
-    """The number of the run's processes on this machine."""
-    return _number(os.environ, "LOCAL_WORLD_SIZE") or 1
+    if present and missing:  # as when accelerate starts one process with --cpu or MULTI_CPU
+        raise LaunchError(f"{present[0]} is set and {missing[0]} is not: {_ADVICE}, or unset {present[0]}")
 
 
 def check_launch(environment: Mapping[str, str], processes: int) -> None:
@@ -146,6 +111,25 @@ def check_launch(environment: Mapping[str, str], processes: int) -> None:
         raise LaunchError(f"the launcher started {stated} processes and this run has {processes}: {_ADVICE}")
 
 
+def _number(environment: Mapping[str, str], name: str) -> int | None:
+    text = environment.get(name) or None
+    if text is not None and not text.isdecimal():
+        raise LaunchError(f"{name} is {text!r}, expected a whole number: {_ADVICE}")
+    return None if text is None else int(text)
+
+
+def waiting_group() -> Any:
+    """A process group on CPUs with a long timeout, so that a slow disk does not trigger NCCL's ten minutes; None for a
+    single process.
+    """
+    return _waiting_group
+
+
+def local_processes() -> int:
+    """The number of the run's processes on this machine."""
+    return _number(os.environ, "LOCAL_WORLD_SIZE") or 1
+
+
 @contextmanager
 def together(accelerator: Any) -> Iterator[None]:
     """A context for independent work of every process or of one. An error of any process is raised on all of them when
@@ -161,31 +145,14 @@ def together(accelerator: Any) -> Iterator[None]:
         yield
     except Exception as raised:
         problem = raised
-    if accelerator.num_processes == 1:
-        if problem is not None:
-            raise problem
-        return
     stated = None if problem is None else (type(problem).__name__, str(problem))
-    found: list[tuple[str, str] | None] = gathered(accelerator, stated)
-    first = next((number for number, each in enumerate(found) if each is not None), None)
-    if first is None:
-        return
-    error = problem or _error(first, *(found[first] or ("", "")))
-    if isinstance(error, GQAConvertError):
-        error.reported_elsewhere = first != accelerator.process_index
-    raise error
-
-
-def gathered(accelerator: Any, value: Any) -> list[Any]:
-    """The value of every process, in the order of their numbers; for small Python objects. Every process calls this."""
-    if accelerator.num_processes == 1:
-        return [value]
-    import torch
-
-    found: list[Any] = [None] * accelerator.num_processes
-    with _partners():
-        torch.distributed.all_gather_object(found, value, group=_waiting_group)
-    return found
+    for process, found in enumerate(gathered(accelerator, stated)):
+        if found is None:
+            continue
+        error = problem or _error(process, *found)
+        if isinstance(error, GQAConvertError):
+            error.reported_elsewhere = process != accelerator.process_index
+        raise error
 
 
 def _error(process: int, name: str, text: str) -> GQAConvertError:
@@ -194,6 +161,35 @@ def _error(process: int, name: str, text: str) -> GQAConvertError:
     if isinstance(known, type) and issubclass(known, GQAConvertError):
         return known(text)
     return LaunchError(f"process {process} failed: {name}: {text}")
+
+
+def gathered(accelerator: Any, value: Any) -> list[Any]:
+    """The value of every process, in the order of their numbers; for small Python objects. Every process calls this,
+    and waits for the others without a time limit; accelerate's gather_object would end the job after ten minutes.
+    """
+    if accelerator.num_processes == 1:
+        return [value]
+    import torch
+
+    found: list[Any] = [None] * accelerator.num_processes
+    try:
+        torch.distributed.all_gather_object(found, value, group=_waiting_group)
+    except RuntimeError as problem:
+        raise _ended(problem) from None
+    return found
+
+
+def wait(accelerator: Any) -> None:
+    """Wait until all processes have arrived, without a time limit; raises an error if one of them has ended."""
+    gathered(accelerator, None)
+
+
+def summed(accelerator: Any, numbers: list[float]) -> list[float]:
+    """The sum of each number over all processes, in float64."""
+    import torch
+
+    tensor = torch.tensor(numbers, dtype=torch.float64, device=accelerator.device)
+    return [float(number) for number in accelerator.reduce(tensor, "sum").tolist()]
 
 
 @contextmanager
@@ -221,44 +217,7 @@ def _leave() -> None:
         torch.distributed.destroy_process_group()
 
 
-def wait(accelerator: Any) -> None:
-    """Wait until all processes have arrived, without a timeout; raises an error if one of them has ended."""
-    if accelerator.num_processes > 1:
-        import torch
-
-        with _partners():
-            torch.distributed.barrier(group=_waiting_group)
-
-
-@contextmanager
-def _partners() -> Iterator[None]:
-    """Turn torch's errors about a process that has ended into one line."""
-    try:
-        yield
-    except RuntimeError as problem:
-        raise _ended(problem) from None
-
-
 def _ended(problem: RuntimeError) -> LaunchError:
     return LaunchError(
         f"another process of this run has ended or can't be reached: see its message ({' '.join(str(problem).split())[:200]})"
     )
-
-
-def summed(accelerator: Any, numbers: list[float], *, patiently: bool = False) -> list[float]:
-    """The sum of each number over all processes, in float64.
-
-    Args:
-        accelerator: accelerate's Accelerator.
-        numbers: of this process.
-        patiently: wait without a time limit, for a process that may still wait for text. NCCL's collectives end the job
-            after ten minutes.
-    """
-    if accelerator.num_processes == 1:
-        return numbers
-    import torch
-
-    tensor = torch.tensor(numbers, dtype=torch.float64, device="cpu" if patiently else accelerator.device)
-    with _partners():
-        torch.distributed.all_reduce(tensor, group=_waiting_group if patiently else None)
-        return [float(number) for number in tensor.tolist()]

@@ -1,5 +1,6 @@
 """Trains low-rank adapters on fixed weights, with PEFT, and merges them for the export."""
 
+import importlib.util
 import logging
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gqa_convert.errors import RecipeError, UnsupportedFamilyError
+from gqa_convert.errors import LaunchError, MissingExtraError, RecipeError, UnsupportedFamilyError
 from gqa_convert.families.loading import load_model
 from gqa_convert.families.table import family_of
 from gqa_convert.training.checkpoints import StateDict
@@ -18,11 +19,39 @@ _ADAPTER = "default"
 """PEFT's name of the adapter, as in the names of its parameters."""
 
 
+def check_lora(lora: Lora | None, *, sharded: bool) -> None:
+    """Refuse adapters that can't be trained, before anything is loaded.
+
+    Args:
+        lora: the settings; None is not refused.
+        sharded: whether the model would be sharded.
+
+    Raises:
+        MissingExtraError: PEFT is not installed.
+        LaunchError: weights in 4 bits would be sharded.
+    """
+    if lora is not None and importlib.util.find_spec("peft") is None:
+        raise MissingExtraError("lora needs PEFT, which is not installed: pip install 'gqa-convert[lora]'")
+    if lora is not None and lora.quantize is not None and sharded:
+        raise LaunchError(
+            f"lora.quantize is {lora.quantize}, whose weights can't be sharded, and the launch asks for FSDP: launch with "
+            "recipes/accelerate/multi_gpu.yaml, or remove quantize"
+        )
+
+
 def loading_options(recipe: Recipe) -> dict[str, Any]:
-    """How the fixed weights are loaded: in bfloat16, in 4 bits, or with `precision: no` in float32."""
+    """How the fixed weights are loaded: in bfloat16, in 4 bits, or with `precision: no` in float32.
+
+    Raises:
+        MissingExtraError: bitsandbytes is not installed.
+    """
     dtype = torch.bfloat16 if recipe.precision == "bf16" else torch.float32
     if recipe.lora is None or recipe.lora.quantize is None:
         return {"dtype": dtype}
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise MissingExtraError(
+            f"lora.quantize is {recipe.lora.quantize}, which needs bitsandbytes: pip install 'gqa-convert[qlora]', or remove quantize"
+        )
     from transformers import BitsAndBytesConfig
 
     quantization = BitsAndBytesConfig(

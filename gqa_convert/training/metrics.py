@@ -1,30 +1,29 @@
-"""`metrics.jsonl`, one JSON object per optimizer step, and the trackers that receive the same numbers."""
+"""The numbers of a run: `metrics.jsonl`, one JSON object per optimizer step; the trackers that receive the same; and
+`summary.json`.
+"""
 
-import dataclasses
 import json
 import math
 import os
 import resource
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import Any, Final
 
 from gqa_convert.checkpoint.atomic_files import write_whole
+from gqa_convert.checkpoint.results import Result
 from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.training.recipe import Recipe
-
-if TYPE_CHECKING:
-    from gqa_convert.training.trainer import StepResult
 
 LM_LOSS: Final = "language-model loss"
 KL_LOSS: Final = "KL divergence from the teacher"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MetricsLine:
-    """One line of the file. Its JSON object omits fields that are None; numbers that are not finite are stored as None.
+@dataclass(slots=True, kw_only=True)
+class StepMetrics:
+    """One optimizer step, over all processes. Its JSON object omits what is None, false or not finite.
 
     Attributes:
         step: the number of the optimizer step, from 1 on.
@@ -34,22 +33,22 @@ class MetricsLine:
         learning_rate: the learning rate of the step.
         gradient_norm: the norm of the gradients before clipping.
         tokens_per_second: the rate of the step over all processes.
+        skipped: whether the loss or a gradient was not finite, so that nothing was updated.
         peak_memory_gb: the most memory that the main process has used, on its GPU or else in RAM; 10^9 bytes.
         evaluation_loss: the loss on the held-out text in nats per token, if it was measured.
-        skipped: True where the loss or a gradient was not finite, so that nothing was updated.
     """
 
     step: int
     tokens: int
-    loss: float | None = None
+    loss: float
     lm: float | None = None
     kl: float | None = None
     learning_rate: float
-    gradient_norm: float | None = None
+    gradient_norm: float
     tokens_per_second: float
+    skipped: bool = False
     peak_memory_gb: float | None = None
     evaluation_loss: float | None = None
-    skipped: bool | None = None
 
     @property
     def objective(self) -> str:
@@ -60,30 +59,16 @@ class MetricsLine:
 
     def as_json(self) -> JsonObject:
         """The line's JSON object."""
-        return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
-
-    @classmethod
-    def from_json(cls, content: JsonObject) -> Self:
-        """The line of an object in a file, whose missing keys are None."""
-        values: JsonObject = {field.name: content.get(field.name) for field in dataclasses.fields(cls)}
-        return cls(**values)
-
-
-@dataclass(frozen=True, slots=True)
-class StepReport:
-    """The report that a caller of `uptrain_checkpoint` receives after a step.
-
-    Attributes:
-        line: the line of the metrics file.
-        steps: how many steps the whole run has.
-    """
-
-    line: MetricsLine
-    steps: int
+        values = asdict(self)
+        return {
+            name: value
+            for name, value in values.items()
+            if value is not None and value is not False and math.isfinite(value)
+        }
 
 
-OnStep = Callable[[StepReport], None]
-"""Called on the main process after every step that is logged."""
+OnStep = Callable[[StepMetrics, int], None]
+"""Called on the main process after every step that is logged, with the number of steps in the whole run."""
 
 
 class RunLog:
@@ -105,31 +90,19 @@ class RunLog:
             write_whole(path, "".join(json.dumps(line) + "\n" for line in kept).encode())
             self._file = path.open("ab", buffering=0)
 
-    def write(self, result: "StepResult", evaluated: float | None) -> None:
+    def write(self, metrics: StepMetrics) -> None:
         """Log a step."""
         if self._file is None:
             return
-        line = MetricsLine(
-            step=result.step,
-            tokens=result.tokens,
-            loss=_finite(result.loss),
-            lm=_finite(result.lm),
-            kl=_finite(result.kl),
-            learning_rate=result.learning_rate,
-            gradient_norm=_finite(result.gradient_norm),
-            tokens_per_second=round(result.tokens_per_second, 1),
-            peak_memory_gb=round(_peak_memory(self._accelerator.device) / 1e9, 3),
-            evaluation_loss=_finite(evaluated),
-            skipped=True if result.skipped else None,
-        )
-        rest = memoryview((json.dumps(line.as_json()) + "\n").encode())
+        metrics.peak_memory_gb = round(_peak_memory(self._accelerator.device) / 1e9, 3)
+        numbers = metrics.as_json()
+        rest = memoryview((json.dumps(numbers) + "\n").encode())
         while rest:
             rest = rest[self._file.write(rest) :]
-        self._on_step(StepReport(line, self._steps))
+        self._on_step(metrics, self._steps)
         if self._accelerator.trackers:
-            numbers = line.as_json()
             del numbers["step"]
-            self._accelerator.log(numbers, step=line.step)
+            self._accelerator.log(numbers, step=metrics.step)
 
     def sync(self) -> None:
         """Wait until all lines are on disk."""
@@ -144,45 +117,34 @@ class RunLog:
                 self._file.close()
 
 
-def start_trackers(accelerator: Any, recipe: Recipe, run_id: str) -> None:
+def start_trackers(accelerator: Any, recipe: Recipe, run_id: str, folder: Path) -> None:
     """Start reporting to the recipe's trackers. Weights & Biases continues a run of the same id; TensorBoard appends.
 
     Args:
         accelerator: accelerate's Accelerator.
         recipe: the recipe of the run.
         run_id: what the run is known by, however often it resumes.
+        folder: for trackers that write files.
     """
     if not recipe.trackers:
         return
     settings = {}
     for name, value in recipe.resolved().items():
         settings[name] = value if isinstance(value, int | float | str | bool) else str(value)
-    options = {"wandb": {"id": run_id, "resume": "allow", "name": Path(recipe.output).name}}
-    accelerator.init_trackers(
-        recipe.tracker_project,
-        config=settings,
-        init_kwargs={name: options.get(name, {}) for name in recipe.trackers},
-    )
+    options: dict[str, dict[str, Any]] = {name: {} for name in recipe.trackers}
+    if "wandb" in options:
+        options["wandb"] = {"id": run_id, "resume": "allow", "name": Path(recipe.output).name}
+    if "dvclive" in options:  # which by default writes into the current folder and its git repository
+        options["dvclive"] = {"dir": str(folder / "dvclive"), "dvcyaml": None, "save_dvc_exp": False, "resume": True}
+    accelerator.init_trackers(recipe.tracker_project, config=settings, init_kwargs=options)
 
 
 def read_metrics(path: Path) -> list[JsonObject]:
     """The objects of a metrics file up to the first incomplete line; empty if there is no file."""
     lines: list[JsonObject] = []
-    if path.is_file():
-        for text in path.read_bytes().split(b"\n")[:-1]:
-            try:
-                line = json.loads(text)
-            except ValueError:
-                break
-            if not isinstance(line, dict) or not isinstance(line.get("step"), int):
-                break
-            lines.append(line)
+    with suppress(FileNotFoundError, ValueError):  # what stands before a broken line remains
+        lines.extend(json.loads(text) for text in path.read_bytes().split(b"\n")[:-1])
     return lines
-
-
-def _finite(value: float | None) -> float | None:
-    """The value, or None where it is not finite."""
-    return value if value is not None and math.isfinite(value) else None
 
 
 def _peak_memory(device: Any) -> int:
@@ -192,3 +154,90 @@ def _peak_memory(device: Any) -> int:
 
         return int(torch.cuda.max_memory_allocated(device))
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """Losses on the held-out text, in nats per token.
+
+    Attributes:
+        start: the loss of the converted checkpoint.
+        source: the loss of its source; None if it was not measured.
+        final: the loss of the trained model.
+        recovered_share: the share of the gap between start and source that training closed; None without a gap.
+    """
+
+    start: float
+    source: float | None
+    final: float
+    recovered_share: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSummary(Result):
+    """The content of `summary.json`.
+
+    Attributes:
+        kind, created, command, machine: as in every measurement.
+        processes: the number of processes.
+        model: the folder of the trained model.
+        steps, tokens, skipped_steps: of the whole run.
+        alpha: `tokens` as a share of the source's pretraining tokens, if those are known.
+        changes: changes of the recipe when the run was resumed.
+        final_loss: the last training loss, in nats per token.
+        evaluation: losses on the held-out text, if they were measured.
+        steps_since_resumption, seconds_since_resumption, tokens_per_second: the pace since the run resumed.
+        adapters: the adapters that were trained and merged, in words; None if the weights were trained.
+    """
+
+    kind: str
+    created: str
+    command: list[str] | None
+    machine: JsonObject
+    processes: int
+    model: str
+    steps: int
+    tokens: int
+    alpha: float | None
+    skipped_steps: int
+    changes: list[str]
+    final_loss: float | None
+    evaluation: Recovery | None
+    steps_since_resumption: int
+    seconds_since_resumption: float
+    tokens_per_second: int
+    adapters: str | None = None
+
+    def provenance(self, recipe: Recipe) -> JsonObject:
+        """The entry for the trained model's provenance."""
+        values = self.as_json()
+        names = ["kind", "created", "command", "machine", "processes", "tokens", "evaluation", "changes"]
+        if self.adapters is not None:
+            names.append("adapters")
+        return {name: values[name] for name in names} | {"recipe": recipe.resolved()}
+
+
+def read_summary(path: Path) -> RunSummary:
+    """The summary in a file.
+
+    Raises:
+        OSError, ValueError, TypeError: it can't be read, or is not of this form.
+    """
+    content = json.loads(path.read_bytes())
+    if content["evaluation"] is not None:
+        content["evaluation"] = Recovery(**content["evaluation"])
+    return RunSummary(**content)
+
+
+def recovery(evaluations: dict[str, float], final: float | None) -> Recovery | None:
+    """The losses on the held-out text and the share of the gap that was closed; None if they were not measured.
+
+    Args:
+        evaluations: at the `start` and of the `source`, as far as they were measured.
+        final: the loss at the end.
+    """
+    if "start" not in evaluations or final is None:
+        return None
+    start, source = evaluations["start"], evaluations.get("source")
+    share = None if source is None or start <= source else (start - final) / (start - source)
+    return Recovery(start, source, final, share)

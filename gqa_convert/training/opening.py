@@ -8,19 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gqa_convert.checkpoint.paths import local_path
 from gqa_convert.checkpoint.resource_errors import is_out_of_memory
 from gqa_convert.checkpoint.source import Checkpoint, open_checkpoint
 from gqa_convert.data.decoder_start import decoder_start, starts_with_last
-from gqa_convert.errors import DeviceMemoryError, MissingExtraError
+from gqa_convert.errors import DeviceMemoryError, MissingExtraError, SourceNotFoundError
 from gqa_convert.families import loading
-from gqa_convert.training.documents import refuse_mixing
 from gqa_convert.training.objectives import check_input, choose_objective, sample_length
 from gqa_convert.training.recipe import Recipe
+from gqa_convert.training.recipe_files import conversion_command
 
 NEEDS_HEAD = "uptraining trains the predictions of one; name the language model that the checkpoint was made from"
 """Advice for a checkpoint that was saved without its language-model head."""
-_PACKAGES = {"tensorboard": ("tensorboard", "tensorboardX")}
-"""The packages of trackers whose name differs from the tracker's; one of the packages suffices."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +29,6 @@ class Opened:
     student: Checkpoint
     student_folder: Path
     tokenizer: Any
-    teacher: Checkpoint | None
     teacher_folder: Path | None
     source_folder: Path | None
     """The checkpoint that the student was converted from, if it is on this machine."""
@@ -50,39 +48,32 @@ def open_recipe(recipe: Recipe) -> Opened:
         GQAConvertError: a checkpoint can't be used.
     """
     student = open_checkpoint(recipe.model, download=True)
-    assert student.folder is not None
-    check_input(recipe.model, student.config)
-    opened = None if recipe.teacher is None else open_checkpoint(recipe.teacher, download=True)
-    teacher = None if opened is None else opened.folder
-    for name, checkpoint in ((recipe.model, student), (str(recipe.teacher), opened)):
-        if checkpoint is not None:
-            loading.check_language_model(name, checkpoint.config, NEEDS_HEAD)
-    with explained(recipe.model, "the tokenizer of"):
-        tokenizer = loading.load_tokenizer(student.folder)
-    if teacher is not None:
-        from gqa_convert.training.teacher import shared_vocabulary
+    config, folder, teacher_folder = student.config, student.folder, None
+    assert folder is not None
+    check_input(recipe.model, config)
+    loading.check_language_model(recipe.model, config, NEEDS_HEAD)
+    with explained(f"the tokenizer of {recipe.model}"):
+        tokenizer = loading.load_tokenizer(folder)
+    if recipe.teacher is not None:
+        from gqa_convert.training.teacher import check_vocabularies
 
-        with explained(str(recipe.teacher), "the tokenizer of"):
-            shared_vocabulary(student.folder, teacher)
-    objective, length = choose_objective(recipe, student.config, tokenizer), sample_length(recipe, student.config)
-    if recipe.document_mask:
-        refuse_mixing(recipe.model, student.config, length)
-        if opened is not None:
-            refuse_mixing(str(recipe.teacher), opened.config, length)
-    start = (
-        decoder_start(student.folder, student.config, tokenizer) if loading.is_encoder_decoder(student.config) else None
-    )
+        teacher = open_checkpoint(recipe.teacher, download=True)
+        loading.check_language_model(recipe.teacher, teacher.config, NEEDS_HEAD)
+        teacher_folder = teacher.folder
+        assert teacher_folder is not None
+        with explained(f"the tokenizer of {recipe.teacher}"):
+            check_vocabularies(folder, teacher_folder)
+    encoder_decoder = loading.is_encoder_decoder(config)
     return Opened(
-        student,
-        student.folder,
-        tokenizer,
-        opened,
-        teacher,
-        teacher or _source_of(student.folder),
-        objective,
-        length,
-        start,
-        starts_with_last(student.config),
+        student=student,
+        student_folder=folder,
+        tokenizer=tokenizer,
+        teacher_folder=teacher_folder,
+        source_folder=teacher_folder or _source_of(folder),
+        objective=choose_objective(recipe, config, tokenizer),
+        sequence_length=sample_length(recipe, config),
+        decoder_start=decoder_start(folder, config, tokenizer) if encoder_decoder else None,
+        starts_with_last=starts_with_last(config),
     )
 
 
@@ -99,10 +90,9 @@ def source_folder(recipe: Recipe) -> Path | None:
 def _source_of(student: Path) -> Path | None:
     """The source that the student's provenance names, if it is a folder on this machine."""
     try:
-        stated = json.loads((student / "gqa_conversion.json").read_bytes())["source"]["id"]
+        folder = Path(json.loads((student / "gqa_conversion.json").read_bytes())["source"]["id"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    folder = Path(str(stated))
     return folder if (folder / "config.json").is_file() else None
 
 
@@ -113,18 +103,30 @@ def check_trackers(recipe: Recipe) -> None:
         MissingExtraError: a tracker is not installed.
     """
     for tracker in recipe.trackers:
-        packages = _PACKAGES.get(tracker, (tracker,))
+        packages = ("tensorboard", "tensorboardX") if tracker == "tensorboard" else (tracker,)
         if not any(importlib.util.find_spec(package) for package in packages):
             raise MissingExtraError(
-                f"trackers names {tracker}, which is not installed: pip install {packages[0]}, or remove it from trackers"
+                f"trackers names {tracker}, which is not installed: pip install {tracker}, or remove it from trackers"
             )
 
 
 @contextmanager
-def explained(name: str, what: str = "") -> Iterator[None]:
+def naming_conversion(path: str | Path, model: str) -> Iterator[None]:
+    """Name the command that makes a missing converted model, if the recipe's comments have it."""
+    try:
+        yield
+    except SourceNotFoundError:
+        command = None if local_path(model).exists() else conversion_command(path, model)
+        if command is None:
+            raise
+        raise SourceNotFoundError(f"the converted model {model} does not exist: make it with {command}") from None
+
+
+@contextmanager
+def explained(name: str) -> Iterator[None]:
     """Turn transformers' errors about a checkpoint, and out-of-memory errors, into one line."""
     try:
-        with loading.explained(f"{what} {name}".strip()):
+        with loading.explained(name):
             yield
     except Exception as problem:
         explain_memory(problem)

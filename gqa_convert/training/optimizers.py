@@ -12,8 +12,6 @@ from gqa_convert.families.table import Family, family_of
 from gqa_convert.training.adafactor import Adafactor
 from gqa_convert.training.recipe import Recipe, Trainable
 
-Groups = list[dict[str, Any]]
-
 
 def trained_names(family: Family, names: Iterable[str], trainable: Trainable) -> list[str]:
     """The parameter names that the recipe's `trainable` selects, in their order.
@@ -24,10 +22,10 @@ def trained_names(family: Family, names: Iterable[str], trainable: Trainable) ->
     """
     if trainable == "all":
         return list(names)
-    keys_values = [family.key, family.value] if family.fused is None else [family.fused]
-    if family.fused is None or trainable == "attention":
-        keys_values += [] if trainable == "kv" else [family.query, family.output]
-    pattern = re.compile(rf"(?:.*\.)?(?:{_either(family.attention)})\.(?:{_either(keys_values)})\.(?:weight|bias)")
+    projections = [family.key, family.value] if family.fused is None else [family.fused]
+    if trainable == "attention":
+        projections += [family.query, family.output]
+    pattern = re.compile(rf"(?:.*\.)?(?:{_either(family.attention)})\.(?:{_either(projections)})\.(?:weight|bias)")
     return [name for name in names if pattern.fullmatch(name) and family.owns(name)]
 
 
@@ -35,7 +33,7 @@ def _either(names: Iterable[str]) -> str:
     return "|".join(re.escape(name) for name in names)
 
 
-def choose_trained(model: nn.Module, trainable: Trainable) -> list[str]:
+def choose_trained(model: Any, trainable: Trainable) -> list[str]:
     """Enable gradients only for the parameters that `trainable` selects; parameters that the model itself freezes stay
     frozen.
 
@@ -45,50 +43,33 @@ def choose_trained(model: nn.Module, trainable: Trainable) -> list[str]:
     Raises:
         RecipeError: no parameter is selected, or the attention modules of the model's type are unknown.
     """
-    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    model_type = getattr(getattr(model, "config", None), "model_type", None)
+    chosen = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     if trainable != "all":
         try:
-            to_dict = getattr(getattr(model, "config", None), "to_dict", dict)
-            names = trained_names(family_of(to_dict()), names, trainable)
+            chosen = trained_names(family_of(model.config.to_dict()), chosen, trainable)
         except UnsupportedFamilyError:
-            raise RecipeError(
-                f"trainable is {trainable}, and the attention modules of model type {model_type!r} are unknown: use all"
-            ) from None
-    if not names:
+            chosen = []
+    if not chosen:
+        model_type = getattr(getattr(model, "config", None), "model_type", None)
         raise RecipeError(
-            f"trainable is {trainable}, and model type {model_type!r} has no parameter of that kind to train: use all"
+            f"trainable is {trainable}, and model type {model_type!r} has no parameters that are known to be of that kind: use all"
         )
-    chosen = set(names)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in chosen)
-    return names
+    return chosen
 
 
 def build_optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
-    """Build the recipe's optimizer for the parameters with gradients; call `choose_trained` first."""
+    """The recipe's optimizer of the parameters with gradients: matrices with weight decay, vectors without."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if not trained:
-        raise RecipeError(
-            f"trainable is {recipe.trainable}, and no parameter of the model has gradients enabled: use all"
-        )
+    matrices = [parameter for parameter in trained if parameter.ndim >= 2]
+    vectors = [parameter for parameter in trained if parameter.ndim < 2]
+    groups: list[dict[str, Any]] = []
+    if matrices:
+        groups.append({"params": matrices, "weight_decay": recipe.weight_decay})
+    if vectors:
+        groups.append({"params": vectors, "weight_decay": 0.0})
     if recipe.optimizer == "adafactor":
-        return Adafactor(_decay_groups(trained, recipe.weight_decay), lr=recipe.learning_rate)
-    return _adamw(trained, recipe)
-
-
-def _decay_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> Groups:
-    """Two parameter groups: matrices with weight decay, and vectors (biases, gains) without."""
-    parameters = list(parameters)
-    groups: Groups = [
-        {"params": [parameter for parameter in parameters if parameter.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [parameter for parameter in parameters if parameter.ndim < 2], "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
-
-
-def _adamw(parameters: list[nn.Parameter], recipe: Recipe) -> torch.optim.AdamW:
-    """Build AdamW (Loshchilov & Hutter 2019), with the fused kernel if every parameter's device supports it."""
-    fused = all(parameter.device.type in ("cuda", "cpu") and parameter.is_floating_point() for parameter in parameters)
-    groups = _decay_groups(parameters, recipe.weight_decay)
-    return torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=(recipe.beta1, recipe.beta2), eps=1e-8, fused=fused)
+        return Adafactor(groups, lr=recipe.learning_rate)
+    fused = all(parameter.device.type in ("cuda", "cpu") for parameter in trained)
+    return torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=(0.9, 0.95), eps=1e-8, fused=fused)

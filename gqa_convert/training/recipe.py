@@ -1,25 +1,17 @@
-"""Recipes of uptraining: a flat YAML file with `key=value` overrides, read into a validated, frozen `Recipe`.
+"""The recipe of an uptraining run: a validated, frozen `Recipe`; `recipe_files` reads it from a file.
 
-Everything that can be refused without loading a model or a text is refused here, in one line for each mistake. Plain YAML
-scalars stay text until the key's type converts them, so that 1e9, 10B and 2e-4 are read as numbers and `no` as text (YAML
-1.1 reads 1e9 as text and `no` as false).
+Everything that can be refused without loading a model or a text is refused here, in one line for each mistake.
 """
 
 import dataclasses
-import importlib.util
 import os
-import re
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
-from decimal import ROUND_HALF_UP, Decimal
+from collections.abc import Collection, Iterator, Mapping
 from fractions import Fraction
-from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-import yaml
-from pydantic import TypeAdapter
+from pydantic import AfterValidator, BeforeValidator, TypeAdapter
 from pydantic.dataclasses import dataclass
 
-from gqa_convert.checkpoint.paths import local_path
 from gqa_convert.data.keys import (
     CONFIG,
     Change,
@@ -32,26 +24,39 @@ from gqa_convert.data.keys import (
     fields_of,
     key,
     read_keys,
-    suggestion,
 )
-from gqa_convert.data.objectives import CAUSAL, OBJECTIVES, ObjectiveName
+from gqa_convert.data.objectives import CAUSAL, OBJECTIVES, PAIRS, ObjectiveName
 from gqa_convert.data.scalars import shown
 from gqa_convert.data.sources import Source, Sources, pinned
-from gqa_convert.errors import LaunchError, MissingExtraError, RecipeError
+from gqa_convert.errors import RecipeError
 
 Schedule = Literal["constant", "cosine", "wsd"]
 OptimizerName = Literal["adamw", "adafactor"]
 Precision = Literal["bf16", "no"]
 Trainable = Literal["all", "attention", "kv"]
-Sharding = Literal["auto", "replicate", "full", "hybrid"]
-TeacherDtype = Literal["bf16", "float32", "auto"]
+Sharding = Literal["auto", "replicate", "full"]
 LoraTargets = Literal["attention", "all-linear"]
 Tracker = Literal["aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb"]
 """The experiment trackers that accelerate supports."""
 
-_LONGEST_FILE = 1_000_000  # bytes
-_NEED_TEACHER = ("distillation_weight", "teacher_dtype")
-"""Keys that make sense with a teacher only."""
+
+def _read_trackers(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+def _check_trackers(trackers: tuple[str, ...]) -> tuple[str, ...]:
+    for name in trackers:
+        if trackers.count(name) > 1:
+            raise ValueError(f"{name} is named twice")
+    return trackers
+
+
+Trackers = Annotated[
+    tuple[Tracker, ...],
+    BeforeValidator(_read_trackers, json_schema_input_type=Tracker | list[Tracker]),
+    AfterValidator(_check_trackers),
+]
+"""One tracker or a list of them."""
 
 
 @dataclass(frozen=True, kw_only=True, config=CONFIG)
@@ -157,8 +162,6 @@ class Recipe:
     decay_share: Real = key("The share of the steps in which `wsd` decays.", default=0.2, gt=0, le=1)
     optimizer: OptimizerName = key("The optimizer; see [optimizers](#optimizers).", default="adamw")
     weight_decay: Real = key("Decoupled weight decay, of matrices only.", default=0.0, ge=0, le=10)
-    beta1: Real = key("The first beta of AdamW.", default=0.9, ge=0, lt=1)
-    beta2: Real = key("The second beta of AdamW.", default=0.95, ge=0, lt=1)
     gradient_clipping: Real | None = key(
         "The largest norm of all gradients together; `null` for none.",
         default=1.0,
@@ -182,13 +185,6 @@ class Recipe:
         change="execution",
         aliases=("fsdp", "sharding_strategy"),
     )
-    shard_size: Whole | None = key(
-        "With `sharding: hybrid`, how many processes share one copy of the model. The default is those of a machine.",
-        default=None,
-        ge=2,
-        change="execution",
-        aliases=("hsdp_shard_size", "dp_shard_size", "fsdp_size", "data_parallel_shard_degree"),
-    )
     trainable: Trainable = key(
         "Which parameters are trained; see [trained parameters](#what-is-trained).", default="all"
     )
@@ -196,13 +192,6 @@ class Recipe:
         "Train low-rank adapters instead of the weights; see [adapters](#adapters).",
         default=None,
         aliases=("peft", "adapter", "qlora"),
-    )
-    dropout: Real = key(
-        "The probability of every dropout of the model, in place of its config's. Uptraining continues pretraining, "
-        "which T5 1.1 and most decoders did without dropout.",
-        default=0.0,
-        ge=0,
-        lt=1,
     )
     seed: Whole = key("The seed of the order of samples, of corruption and of dropout.", default=0, ge=0, le=2**32 - 1)
     save_every: Whole = key("The interval between checkpoints.", default=500, ge=1, change="bookkeeping")
@@ -237,17 +226,12 @@ class Recipe:
         ge=0,
         le=1,
     )
-    teacher_dtype: TeacherDtype = key(
-        "The type of the teacher's weights: `auto` is that of its checkpoint, and on a GPU bf16 instead of float32, whose "
-        "effect on the teacher's predictions is measured and reported.",
-        default="auto",
-    )
     document_mask: Flag = key(
         "Tokens attend to their own document only, in training and in evaluation; see "
         "[documents in one row](#documents-in-one-row).",
         default=False,
     )
-    trackers: tuple[Tracker, ...] = key(
+    trackers: Trackers = key(
         "Experiment trackers of accelerate to report to, besides the log file.",
         default=(),
         change="bookkeeping",
@@ -263,8 +247,7 @@ class Recipe:
             return self.tokens
         assert self.alpha is not None
         assert self.pretraining_tokens is not None
-        share = Decimal(repr(self.alpha)) * self.pretraining_tokens
-        return int(share.to_integral_value(ROUND_HALF_UP))
+        return round(Fraction(repr(self.alpha)) * self.pretraining_tokens)
 
     def pinned(self, commits: Mapping[str, str]) -> "Recipe":
         """The recipe with the commits of Hub datasets as their revisions.
@@ -353,122 +336,6 @@ CHANGEABLE = RECORDED | _that_change("bookkeeping", "execution")
 """The keys that a resumed run may change."""
 
 
-# Reading
-
-
-class _Loader(yaml.SafeLoader):
-    """A strict YAML loader: scalars are text, true, false or null; duplicate keys, aliases and tags are refused."""
-
-    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        event = self.peek_event()  # type: ignore[no-untyped-call]
-        if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None) is not None:
-            raise yaml.MarkedYAMLError(problem="anchors and aliases are not supported", problem_mark=event.start_mark)
-        if getattr(event, "tag", None) is not None:
-            raise yaml.MarkedYAMLError(
-                problem=f"tags such as {event.tag} are not supported", problem_mark=event.start_mark
-            )
-        return super().compose_node(parent, index)
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Hashable, Any]:
-        seen: dict[Hashable, int] = {}
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            line = key_node.start_mark.line + 1
-            if not isinstance(key, str):
-                raise yaml.MarkedYAMLError(
-                    problem=f"a key must be a word, not {shown(key)}", problem_mark=key_node.start_mark
-                )
-            if key in seen:
-                raise yaml.MarkedYAMLError(
-                    problem=f"{key!r} is given twice, first in line {seen[key]}", problem_mark=key_node.start_mark
-                )
-            seen[key] = line
-        return super().construct_mapping(node, deep=deep)
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:bool", re.compile("(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")
-)
-_Loader.add_implicit_resolver("tag:yaml.org,2002:null", re.compile("(?:~|null|Null|NULL|)$"), ["~", "n", "N", ""])
-
-
-def _load(text: str, where: str) -> Any:
-    try:
-        return yaml.load(text, _Loader)
-    except yaml.MarkedYAMLError as problem:
-        mark = problem.problem_mark or problem.context_mark
-        line = f", line {mark.line + 1}" if mark is not None and "\n" in text else ""
-        raise RecipeError(f"{where}{line}: {problem.problem or problem.context}: correct it") from None
-    except yaml.YAMLError as problem:  # characters that YAML does not allow
-        raise RecipeError(f"{where} is not valid YAML: {str(problem).splitlines()[0]}") from None
-    except RecursionError:
-        raise RecipeError(f"{where} is nested too deeply: a recipe is a flat list of keys") from None
-
-
-def _read_file(path: Path) -> Any:
-    try:
-        raw = path.read_bytes()
-    except FileNotFoundError:
-        raise RecipeError(f"there is no recipe {path}: give the path of a YAML file") from None
-    except OSError as problem:
-        raise RecipeError(f"the recipe {path} can't be read: {problem.strerror or problem}") from None
-    if len(raw) > _LONGEST_FILE:
-        raise RecipeError(f"{path} has {len(raw)} bytes, too many for a recipe: give the path of a YAML file")
-    try:
-        text = raw.decode("utf-8-sig")
-    except UnicodeDecodeError as problem:
-        raise RecipeError(f"{path} is not UTF-8 text (byte {problem.start}): give the path of a YAML file") from None
-    loaded = _load(text + "\n", str(path))
-    if loaded is None or loaded == "":
-        raise RecipeError(f"{path} is empty: a recipe has at least the keys model, output, data and tokens")
-    if not isinstance(loaded, dict):
-        raise RecipeError(
-            f"{path} holds {'a list' if isinstance(loaded, list) else 'text'}: a recipe is a list of lines `key: value`"
-        )
-    return loaded
-
-
-def read_recipe(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> Recipe:
-    """Read the recipe in a YAML file.
-
-    Args:
-        path: the path of the file.
-        overrides: `key=value` pairs that replace values of the file. A budget stated here replaces the file's budget,
-            whichever keys state it.
-
-    Raises:
-        RecipeError: the file or an override can't be read, or the recipe is inconsistent.
-    """
-    values = dict(_read_file(local_path(path)))
-    changes = _read_overrides(overrides)
-    if changes.get("tokens") is not None:
-        values = {name: value for name, value in values.items() if name not in ("alpha", "pretraining_tokens")}
-    elif changes.get("alpha") is not None and "pretraining_tokens" in values | changes:
-        values.pop("tokens", None)
-    try:
-        return make_recipe(values | changes)
-    except RecipeError as mistake:
-        lines = str(mistake).splitlines()
-        raise RecipeError("\n".join(f"{path}: {line}" for line in lines)) from None
-
-
-def _read_overrides(overrides: Iterable[str]) -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    for override in overrides:
-        name, sign, text = override.partition("=")
-        name = name.strip()
-        if not sign or not name:
-            raise RecipeError(f"the override {override!r} has no key and value: write it as key=value")
-        if name not in KEYS:
-            raise RecipeError(f"the override {override!r} has an unknown key {name!r}: {suggestion(name, Recipe)}")
-        if name in values:
-            raise RecipeError(f"the override {name} is given twice: give it once")
-        values[name] = _load(text, f"the override {override!r}")
-    return values
-
-
 def make_recipe(values: Mapping[str, Any]) -> Recipe:
     """A recipe from plain data, such as `Recipe.resolved()` returns.
 
@@ -479,6 +346,10 @@ def make_recipe(values: Mapping[str, Any]) -> Recipe:
         recipe: Recipe = read_keys(Recipe, dict(values), NESTED)
     except ValueError as problem:
         raise RecipeError(str(problem)) from None
+    if recipe.teacher is None and recipe.distillation_weight is not None:
+        raise RecipeError(
+            "distillation_weight is given without a teacher: name the source checkpoint as teacher, or remove distillation_weight"
+        )
     if recipe.teacher is not None and recipe.distillation_weight is None:
         recipe = dataclasses.replace(recipe, distillation_weight=1.0)
     mistakes = [*_budget_mistakes(recipe), *_folder_mistakes(recipe), *_key_mistakes(recipe), *_source_mistakes(recipe)]
@@ -488,17 +359,13 @@ def make_recipe(values: Mapping[str, Any]) -> Recipe:
 
 
 def _budget_mistakes(recipe: Recipe) -> Iterator[str]:
-    alpha, pretraining = recipe.alpha, recipe.pretraining_tokens
-    if recipe.tokens is not None and (alpha is not None or pretraining is not None):
-        second = "alpha" if alpha is not None else "pretraining_tokens"
+    shares = (recipe.alpha, recipe.pretraining_tokens)
+    if recipe.tokens is not None and shares != (None, None):
+        second = "pretraining_tokens" if recipe.alpha is None else "alpha"
         yield f"tokens and {second} both state the budget: keep tokens, or alpha with pretraining_tokens"
         return
-    if recipe.tokens is None and alpha is None and pretraining is None:
+    if recipe.tokens is None and None in shares:
         yield "the recipe states no budget: give tokens (such as 2B), or alpha with pretraining_tokens"
-        return
-    if recipe.tokens is None and (alpha is None or pretraining is None):
-        given, missing = ("pretraining_tokens", "alpha") if alpha is None else ("alpha", "pretraining_tokens")
-        yield f"{given} is given without {missing}: give both, or tokens alone"
         return
     if recipe.sequence_length is not None and recipe.tokens_per_step < recipe.sequence_length:
         yield (
@@ -513,16 +380,15 @@ def _budget_mistakes(recipe: Recipe) -> Iterator[str]:
 
 
 def _folder_mistakes(recipe: Recipe) -> Iterator[str]:
-    output = _resolved("output", recipe.output)
-    for name, value in (("model", recipe.model), ("teacher", recipe.teacher)):
-        if value is None:
-            continue
-        folder = _resolved(name, value)
+    output = os.path.realpath(recipe.output)
+    models = {"model": recipe.model} | ({} if recipe.teacher is None else {"teacher": recipe.teacher})
+    for name, value in models.items():
+        folder = os.path.realpath(value)
         if folder == output:
             yield f"output and {name} are the same folder {value}: name another folder for output"
-        elif folder.is_dir() and (folder in output.parents or output in folder.parents):
+        elif os.path.isdir(folder) and os.path.commonpath([folder, output]) in (folder, output):  # noqa: PTH112
             yield f"output {recipe.output} and {name} {value} are nested: name a separate folder for output"
-    if output.exists() and not output.is_dir():
+    if os.path.isfile(output):  # noqa: PTH113
         yield f"output {recipe.output} is a file: name a folder"
     if recipe.teacher is not None and os.path.normpath(recipe.teacher) == os.path.normpath(recipe.model):
         yield (
@@ -530,111 +396,52 @@ def _folder_mistakes(recipe: Recipe) -> Iterator[str]:
         )
 
 
-def _resolved(name: str, path: str) -> Path:
-    try:
-        found = Path(path).resolve()
-        found.exists()
-    except (OSError, RuntimeError) as problem:  # a name that is too long, a loop of links
-        reason = getattr(problem, "strerror", None) or problem
-        raise RecipeError(f"{name} {shown(path)} is not a path: {reason}") from None
-    return found
-
-
 def _key_mistakes(recipe: Recipe) -> Iterator[str]:
-    if recipe.teacher is None:
-        for name in _NEED_TEACHER:
-            if getattr(recipe, name) != fields_of(Recipe)[name].default:
-                yield f"{name} is given without a teacher: name the source checkpoint as teacher, or remove {name}"
     if recipe.lora is not None and recipe.trainable != "all":
         yield f"lora trains adapters alone, and trainable is {recipe.trainable}: remove trainable, and choose with lora.targets"
     if recipe.document_mask and recipe.objective != "auto" and not OBJECTIVES[recipe.objective].masks_documents:
         yield f"document_mask belongs to the causal objective, and objective is {recipe.objective}: remove one of them"
-    if recipe.shard_size is not None and recipe.sharding != "hybrid":
-        yield f"shard_size is {recipe.shard_size} and sharding is {recipe.sharding}: set sharding to hybrid, or remove shard_size"
     if recipe.evaluate_every is not None and recipe.evaluation_data is None:
         yield f"evaluate_every is {recipe.evaluate_every} and there is no evaluation_data: name text to evaluate on"
 
 
 def _source_mistakes(recipe: Recipe) -> Iterator[str]:
     """Sources whose keys contradict one another, the other sources or the objective."""
-    if any(source.is_self for source in recipe.evaluation_data or ()):
-        yield "evaluation_data is self, text that the source writes: name real text, on which a loss means something"
-    named = [*_named("data", recipe.data), *_named("evaluation_data", recipe.evaluation_data or ())]
-    for name, source in named:
-        yield from _keys_of_source_mistakes(name, source)
+    named: list[tuple[str, Source]] = []
+    for key_name, sources in (("data", recipe.data), ("evaluation_data", recipe.evaluation_data or ())):
+        for number, source in enumerate(sources):
+            name = key_name if len(sources) == 1 else f"{key_name}[{number}]"
+            named.append((name, source))
+            for mistake in _contradictions(source):
+                yield f"{name} {mistake}"
+            if source.is_self and key_name == "evaluation_data":
+                yield "evaluation_data is self, text that the source writes: name real text, on which a loss means something"
     objective = recipe.objective
-    chats = [name for name, source in named if source.format == "chat"]
-    if objective not in ("auto", CAUSAL) and chats:
-        yield f"objective is {objective} and {chats[0]} has format chat, which only the objective causal reads: remove one of them"
     pairs = [name for name, source in named if source.holds_pairs]
     texts = [name for name, source in named if not source.holds_pairs]
-    if objective == "pairs" and texts:
+    chats = [name for name, source in named if source.format == "chat"]
+    if chats and objective not in ("auto", CAUSAL):
+        yield f"objective is {objective} and {chats[0]} has format chat, which only the objective causal reads: remove one of them"
+    if texts and objective == PAIRS:
         yield f"objective is pairs and {texts[0]} does not name their fields: give it source_field and target_field"
-    if objective not in ("auto", "pairs") and pairs:
+    if pairs and objective not in ("auto", PAIRS):
         yield f"objective is {objective} and {pairs[0]} names source_field and target_field: remove objective, or name the text with text_field"
     if pairs and texts:
         yield f"{pairs[0]} holds pairs and {texts[0]} running text: give all sources source_field and target_field, or none"
 
 
-def _named(name: str, sources: Collection[Source]) -> list[tuple[str, Source]]:
-    if len(sources) == 1:
-        return [(name, source) for source in sources]
-    return [(f"{name}[{number}]", source) for number, source in enumerate(sources)]
-
-
-def _keys_of_source_mistakes(name: str, source: Source) -> Iterator[str]:
+def _contradictions(source: Source) -> Iterator[str]:
+    """What is wrong with the keys of one source; phrases that follow its name."""
     stated = source.stated()
-    if ("source_field" in stated) != ("target_field" in stated):
-        one, other = ("source_field", "target_field") if "source_field" in stated else ("target_field", "source_field")
-        yield f"{name} names {one} without {other}: give both, or neither"
-    if source.format == "text":
-        for each in ("messages_field", "loss_on"):
-            if each in stated:
-                yield f"{name} has format text and names {each}, which belongs to conversations: remove one of them"
+    if "source_field" in stated and "target_field" not in stated:
+        yield "names source_field without target_field: give both, or neither"
+    if "target_field" in stated and "source_field" not in stated:
+        yield "names target_field without source_field: give both, or neither"
     if source.holds_pairs and "text_field" in stated:
-        yield f"{name} names text_field and source_field: keep text_field for running text, or source_field and target_field for pairs"
-    if not source.is_self:
-        for each in ("tokens", "temperature", "seed"):
-            if each in stated:
-                yield f"{name} has {each}, which only text of the source itself has: name self as its source, or remove {each}"
-
-
-def check_lora(lora: Lora | None, *, sharded: bool, installed: bool = True) -> None:
-    """Refuse adapters that can't be trained, before anything is loaded.
-
-    Args:
-        lora: the settings; None is not refused.
-        sharded: whether the model would be sharded.
-        installed: whether the packages have to be installed.
-
-    Raises:
-        MissingExtraError: PEFT or bitsandbytes is not installed.
-        LaunchError: weights in 4 bits would be sharded.
-    """
-    if lora is None:
-        return
-    if installed and importlib.util.find_spec("peft") is None:
-        raise MissingExtraError("lora needs PEFT, which is not installed: pip install 'gqa-convert[lora]'")
-    if installed and lora.quantize is not None and importlib.util.find_spec("bitsandbytes") is None:
-        raise MissingExtraError(
-            f"lora.quantize is {lora.quantize}, which needs bitsandbytes: pip install 'gqa-convert[qlora]', or remove quantize"
-        )
-    if sharded and lora.quantize is not None:
-        raise LaunchError(
-            f"lora.quantize is {lora.quantize}, whose weights can't be sharded, and the launch asks for FSDP: launch with "
-            "recipes/accelerate/multi_gpu.yaml, or remove quantize"
-        )
-
-
-def conversion_command(path: str | os.PathLike[str], model: str) -> str | None:
-    """Return the command in the comments of a recipe that makes its converted model; None if they have none.
-
-    Args:
-        path: the path of the recipe, which `read_recipe` accepts.
-        model: the folder that the command must name.
-    """
-    for line in local_path(path).read_text(encoding="utf-8-sig").splitlines():
-        found = re.match(r"#\s+convert\s+(\S.*)", line)
-        if found and model in found[1].split():
-            return found[1]
-    return None
+        yield "names text_field and source_field: keep text_field for running text, or source_field and target_field for pairs"
+    for name in ("messages_field", "loss_on"):
+        if source.format == "text" and name in stated:
+            yield f"has format text and names {name}, which belongs to conversations: remove one of them"
+    for name in ("tokens", "temperature", "seed"):
+        if name in stated and not source.is_self:
+            yield f"has {name}, which only text of the source itself has: name self as its source, or remove {name}"

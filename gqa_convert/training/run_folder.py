@@ -11,8 +11,8 @@ from gqa_convert.checkpoint.atomic_files import write_json, write_whole
 from gqa_convert.checkpoint.locks import try_lock
 from gqa_convert.data.sources import DatasetCommits
 from gqa_convert.errors import LaunchError, OutputError, ResumeError
+from gqa_convert.training.metrics import RunSummary, read_summary
 from gqa_convert.training.recipe import Recipe, make_recipe
-from gqa_convert.training.summary import RunSummary
 
 LOCK = ".lock"
 """The file in the output folder that a run holds locked."""
@@ -44,11 +44,9 @@ class RunFolder:
         Raises:
             OutputError: there are such files.
         """
-        if self.recipe.exists():
-            return
         written = (self.checkpoints, self.model, self.trackers, self.metrics, self.summary, self.dataset_commits)
         for path in written:
-            if path.exists() or path.is_symlink():
+            if not self.recipe.exists() and os.path.lexists(path):
                 raise OutputError(
                     f"{path} exists and was not written by a run of this program: name another output, or move it away"
                 )
@@ -69,10 +67,8 @@ class RunFolder:
     def begin(self, recipe: Recipe, commits: DatasetCommits) -> None:
         """Write the first files of a run, after which the folder belongs to it."""
         text = yaml.safe_dump(recipe.resolved(), sort_keys=False, allow_unicode=True)
-        write_whole(
-            self.recipe,
-            f"# The recipe of this run, with all defaults; written by gqa-convert uptrain.\n{text}".encode(),
-        )
+        head = "# The recipe of this run, with all defaults; written by gqa-convert uptrain.\n"
+        write_whole(self.recipe, (head + text).encode())
         if commits:
             write_json(self.dataset_commits, commits)
         self.summary.unlink(missing_ok=True)
@@ -80,20 +76,17 @@ class RunFolder:
     def read_commits(self) -> DatasetCommits:
         """The commits of Hub datasets that the run keeps; empty if none are recorded."""
         try:
-            content = json.loads(self.dataset_commits.read_bytes())
+            commits: DatasetCommits = json.loads(self.dataset_commits.read_bytes())
         except (OSError, ValueError):
             return {}
-        return {str(name): str(commit) for name, commit in content.items()} if isinstance(content, dict) else {}
+        return commits
 
     def finished(self) -> RunSummary | None:
         """The summary of a complete run; None if the run is not complete."""
-        try:
-            content = json.loads(self.summary.read_bytes())
-            if not isinstance(content, dict) or not (self.model / "config.json").is_file():
-                return None
-            return RunSummary.from_json(content)
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            if (self.model / "config.json").is_file():
+                return read_summary(self.summary)
+        return None
 
 
 class OutputLock:

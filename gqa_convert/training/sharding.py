@@ -1,73 +1,33 @@
 """Distributes a model over processes: as a copy on each (DDP), or with parameters, gradients and moments sharded layer
-by layer (FSDP2), over all processes or over groups of them that each hold a whole model (HSDP).
+by layer (FSDP2).
 
-accelerate's own FSDP switch silently becomes DDP on CPUs, so the sharding is done here, from the same configuration.
+accelerate's own FSDP switch silently becomes DDP on CPUs, and its `no_sync` keeps whole gradients on every process, so
+this is done here, from the same configuration.
 """
 
 import os
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gqa_convert.errors import CorruptCheckpointError, LaunchError
 from gqa_convert.families.loading import load_model, outline_model, read_config
+from gqa_convert.training.distributed import is_set
 from gqa_convert.training.recipe import Sharding
 
-_TRUE = ("1", "true", "yes", "on")
 
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """How a model is distributed over the processes of a run.
-
-    Attributes:
-        processes: the number of processes.
-        shards: over how many of them each parameter is sharded; 1 if every process holds whole parameters.
-    """
-
-    processes: int = 1
-    shards: int = 1
-
-    @property
-    def sharded(self) -> bool:
-        """Whether parameters are sharded."""
-        return self.shards > 1
-
-    @property
-    def copies(self) -> int:
-        """How many copies of the model the processes hold together."""
-        return self.processes // self.shards
-
-
-def layout_of(sharding: Sharding, shard_size: int | None, processes: int, machine: int) -> Layout:
-    """The layout that a recipe or its launcher asks for.
+def number_of_shards(sharding: Sharding, processes: int) -> int:
+    """Over how many processes each parameter is sharded; 1 if every process holds whole parameters.
 
     Args:
-        sharding: the recipe's `sharding`; `auto` is what the launcher's configuration asks for.
-        shard_size: the recipe's `shard_size`; by default the processes of a machine.
+        sharding: the recipe's `sharding`; `auto` is what the launcher's configuration asks for (`distributed_type: FSDP`
+            of accelerate).
         processes: the number of processes.
-        machine: how many of them run on one machine.
-
-    Raises:
-        LaunchError: the processes can't be divided into groups of this size.
     """
-    if sharding == "auto":
-        return Layout(processes, processes if _launcher_shards() else 1)
-    if sharding != "hybrid":
-        return Layout(processes, processes if sharding == "full" else 1)
-    size = min(shard_size or machine, processes)
-    if processes % size:
-        raise LaunchError(
-            f"sharding is hybrid with a shard_size of {size}, and the run has {processes} processes: choose a divisor of {processes}"
-        )
-    return Layout(processes, size)
-
-
-def _launcher_shards() -> bool:
-    """Whether the launcher's configuration requests FSDP (`distributed_type: FSDP` of accelerate)."""
-    return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in _TRUE
+    if sharding == "full" or (sharding == "auto" and is_set(os.environ, "ACCELERATE_USE_FSDP")):
+        return processes
+    return 1
 
 
 def is_sharded(model: Any) -> bool:
@@ -91,14 +51,11 @@ def load(folder: Path, dtype: Any, *, by_first: bool = False, **options: Any) ->
 
     if by_first and torch.distributed.get_rank():
         config = read_config(folder)
-        stated = (
-            getattr(torch, str(config.get("dtype") or config.get("torch_dtype")), None) if dtype == "auto" else dtype
-        )
-        if isinstance(stated, torch.dtype):
-            with suppress(
-                Exception
-            ):  # a class that can't be built without its weights, or an error that the first process reports
-                return outline_model(folder, stated), []
+        if dtype == "auto":
+            dtype = getattr(torch, str(config.get("dtype") or config.get("torch_dtype")), "auto")
+        # a class that can't be built without its weights, or an error that the first process reports
+        with suppress(Exception):
+            return outline_model(folder, dtype), []
     return load_model(folder, dtype, **options)
 
 
@@ -112,17 +69,14 @@ def replicate(model: Any, device: Any) -> Any:
     )
 
 
-def shard(model: Any, device: Any, layout: Layout, *, bf16: bool) -> Any:
-    """Shard a model in place. Matrix products are computed in bfloat16 if `bf16`, and gradients are summed in float32.
-
-    Neighbouring processes, which are on one machine, hold the shards of one copy. With several copies, gradients are
-    reduced over the shards of a copy first, and then averaged over the copies.
+def shard(model: Any, device: Any, *, bf16: bool) -> Any:
+    """Shard a model in place over all processes. Matrix products are computed in bfloat16 if `bf16`, and gradients are
+    summed in float32.
 
     Args:
         model: the model on the CPU, so that the device holds one whole layer at a time. The first process's numbers are
             used.
         device: the device of this process.
-        layout: the number of processes and of shards.
         bf16: compute in bfloat16; parameters and optimizer state keep their dtype.
 
     Raises:
@@ -137,17 +91,12 @@ def shard(model: Any, device: Any, layout: Layout, *, bf16: bool) -> Any:
     _take_types_of_the_first(model)
     names = {name for name, _ in model.named_parameters()}
     numbers = model.state_dict() if torch.distributed.get_rank() == 0 else {}
-    mesh = (
-        init_device_mesh(device.type, (layout.processes,))
-        if layout.copies == 1
-        else init_device_mesh(device.type, (layout.copies, layout.shards), mesh_dim_names=("copies", "shards"))
-    )
-    policy = (
-        MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if bf16 else MixedPrecisionPolicy()
-    )
-    frees = os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() in (*_TRUE, "full_shard")
+    mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
+    policy = MixedPrecisionPolicy()
+    if bf16:
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for layer in layers(model):
-        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=frees)
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
     # parameters outside the layers are needed again immediately, by the loss and in a backward pass
     model = fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     if apart := [name for name, _ in model.named_parameters() if name not in names]:
@@ -165,8 +114,8 @@ def reshard(model: Any) -> None:
     """Reshard the parameters that a forward pass without a backward pass leaves unsharded, because the optimizer needs
     shards. A model that is not sharded stays as it is.
     """
-    for module in model.modules() if is_sharded(model) else ():
-        if hasattr(module, "reshard"):
+    for module in model.modules():
+        if is_sharded(module):
             module.reshard()
 
 
@@ -179,15 +128,16 @@ def _take_types_of_the_first(model: Any) -> None:
     """
     import torch
 
-    own = {name: tensor for tensors in (model.named_parameters(), model.named_buffers()) for name, tensor in tensors}
-    layouts: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(layouts, {name: (tensor.shape, tensor.dtype) for name, tensor in own.items()})
-    shapes = [{name: shape for name, (shape, _) in layout.items()} for layout in layouts]
+    own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    stated = {name: (tensor.shape, tensor.dtype) for name, tensor in own.items()}
+    found: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(found, stated)
+    shapes = [{name: shape for name, (shape, _) in each.items()} for each in found]
     if any(each != shapes[0] for each in shapes):
         raise CorruptCheckpointError(
             "the processes of this run have different models: install the same files and packages for all of them"
         )
-    for name, (_, dtype) in layouts[0].items():
+    for name, (_, dtype) in found[0].items():
         if own[name].dtype != dtype:  # the values are replaced immediately
             own[name].data = torch.empty_like(own[name], dtype=dtype)
 
@@ -203,11 +153,8 @@ def layers(model: Any) -> Iterator[Any]:
 
 
 def set_gradient_sync(model: Any, sync: bool) -> None:
-    """Set whether the next forward and backward pass averages the gradients of all copies of the model.
-
-    The shards of a copy always reduce them; otherwise each process would hold whole gradients.
+    """Set whether the next forward and backward pass averages the gradients of all copies of the model. The shards of a
+    model always reduce theirs; otherwise each process would hold whole gradients.
     """
-    if hasattr(model, "require_backward_grad_sync"):
+    if hasattr(model, "require_backward_grad_sync"):  # DDP
         model.require_backward_grad_sync = sync
-    elif is_sharded(model):
-        model.set_requires_all_reduce(sync)

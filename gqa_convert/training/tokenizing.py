@@ -17,7 +17,8 @@ from gqa_convert.errors import InterruptedRunError, StoppedError
 from gqa_convert.families import loading
 from gqa_convert.training.objectives import check_input, choose_objective, sample_length
 from gqa_convert.training.opening import explained, source_folder
-from gqa_convert.training.recipe import Recipe, read_recipe
+from gqa_convert.training.recipe import Recipe
+from gqa_convert.training.recipe_files import read_recipe
 from gqa_convert.training.run_text import open_run_samples, with_own_text
 
 
@@ -116,7 +117,7 @@ def text_settings(recipe: Recipe) -> dict[str, Any]:
     student = open_checkpoint(recipe.model, download=True)
     assert student.folder is not None
     check_input(recipe.model, student.config)
-    with explained(recipe.model, "the tokenizer of"):
+    with explained(f"the tokenizer of {recipe.model}"):
         tokenizer = loading.load_tokenizer(student.folder)
     encoder_decoder = loading.is_encoder_decoder(student.config)
     return {

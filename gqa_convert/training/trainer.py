@@ -1,11 +1,13 @@
 """The training loop. A step is a pure function of the state before it, and samples and random numbers depend only on
 the number of the step. A resumed run therefore computes exactly what an uninterrupted one does.
+
+accelerate's `accumulate` is not used: with FSDP2 it keeps whole gradients on every process (see `sharding`), and it
+averages over batches, not over labels.
 """
 
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,10 +21,9 @@ from gqa_convert.errors import DivergedError, InterruptedRunError, StoppedError
 from gqa_convert.losses.distillation import CombinedLoss, combined_loss, labelled_positions
 from gqa_convert.losses.output_layer import removed_output_layer
 from gqa_convert.training import sharding
-from gqa_convert.training.checkpoints import Checkpoints, Progress, state_of
+from gqa_convert.training.checkpoints import Checkpoints, Progress, RunRecord, state_of
 from gqa_convert.training.distributed import summed
-from gqa_convert.training.masks import model_inputs
-from gqa_convert.training.metrics import RunLog
+from gqa_convert.training.metrics import RunLog, StepMetrics
 from gqa_convert.training.recipe import Recipe
 from gqa_convert.training.run_context import RunContext
 from gqa_convert.training.run_text import Batch, RunText
@@ -50,39 +51,39 @@ def train(
         Exception: the text for the next step can't be read.
     """
     recipe, progress, steps = context.recipe, trainer.progress, trainer.steps
+    processes = context.accelerator.num_processes
+    record = RunRecord(
+        progress=progress,
+        recipe=recipe.resolved(),
+        processes=processes,
+        samples=text.samples.fingerprint,
+        dataset_commits=text.dataset_commits,
+    )
     saved = progress.step
 
     def save() -> None:
         log.sync()
-        checkpoints.save(
-            state_of(trainer.model, trainer.optimizer, trained_only=context.adapters_only),
-            progress,
-            recipe=recipe.resolved(),
-            processes=context.accelerator.num_processes,
-            samples=text.samples.fingerprint,
-            dataset_commits=text.dataset_commits,
-        )
+        checkpoints.save(state_of(trainer.model, trainer.optimizer, trained_only=recipe.lora is not None), record)
 
     context.say(
-        f"{steps:,} steps of {round(trainer.tokens_per_step):,} tokens on {context.accelerator.num_processes} process(es), "
-        f"from step {progress.step + 1:,}"
+        f"{steps:,} steps of {round(trainer.tokens_per_step):,} tokens on {processes} process(es), from step {saved + 1:,}"
     )
     with stops.at_boundaries():
-        for result in trainer.run(lambda: bool(stops)):
-            last = result.step == steps
-            due = recipe.evaluate_every is not None and result.step % recipe.evaluate_every == 0
-            evaluated = None
-            if text.held_out and (last or due):
-                evaluated = trainer.evaluate(trainer.model, text.held_out)
-            if last or due or result.skipped or result.step % recipe.log_every == 0:
-                log.write(result, evaluated)
-            if result.skipped:
-                context.say(f"step {result.step}: the loss or a gradient is not finite; no update")
+        for metrics in trainer.run(lambda: bool(stops)):
+            step = metrics.step
+            last = step == steps
+            due = last or (recipe.evaluate_every is not None and step % recipe.evaluate_every == 0)
+            if due and text.held_out:
+                metrics.evaluation_loss = trainer.evaluate(trainer.model, text.held_out)
+            if due or metrics.skipped or step % recipe.log_every == 0:
+                log.write(metrics)
+            if metrics.skipped:
+                context.say(f"step {step}: the loss or a gradient is not finite; no update")
             if progress.skipped_in_a_row >= _LONGEST_STREAK:
                 raise _diverged(progress, checkpoints)
-            if last or result.step % recipe.save_every == 0:
+            if last or step % recipe.save_every == 0:
                 save()
-                saved = progress.step
+                saved = step
         if progress.step < steps:
             if saved != progress.step:
                 save()
@@ -90,9 +91,8 @@ def train(
 
 
 def _diverged(progress: Progress, checkpoints: Checkpoints) -> DivergedError:
-    where = "there is no checkpoint yet"
-    if steps := checkpoints.steps():
-        where = f"{checkpoints.path(steps[-1])} is intact"
+    whole = checkpoints.whole()
+    where = f"{whole[0]} is intact" if whole else "there is no checkpoint yet"
     return DivergedError(
         f"{progress.skipped_in_a_row} consecutive steps up to step {progress.step} had a loss or a gradient that is not finite; {where}: run "
         "again with a lower learning_rate, a lower gradient_clipping or precision=no"
@@ -102,9 +102,7 @@ def _diverged(progress: Progress, checkpoints: Checkpoints) -> DivergedError:
 def _stop(context: RunContext, trainer: "Trainer", stops: StopRequests) -> None:
     """End an incomplete run on all processes, with the reason of the first process that has one."""
     step = trainer.progress.step
-    done = "before the first step"
-    if step:
-        done = f"after step {step} of {trainer.steps}, which is saved"
+    done = f"after step {step} of {trainer.steps}, which is saved" if step else "before the first step"
     with context.together():
         if trainer.problem is not None:
             context.say(f"step {step} is saved, and the text for the next one can't be read")
@@ -112,24 +110,6 @@ def _stop(context: RunContext, trainer: "Trainer", stops: StopRequests) -> None:
         if stops:
             raise StoppedError(f"stopped by {stops.names[0]} {done}: run the same command again to resume")
     raise StoppedError(f"stopped {done}: run the same command again to resume")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepResult:
-    """The result of one optimizer step, over all processes."""
-
-    step: int
-    tokens: int
-    """Tokens of text since the beginning of the run."""
-    loss: float
-    """The minimised loss, in nats per token."""
-    lm: float | None
-    kl: float | None
-    learning_rate: float
-    gradient_norm: float
-    tokens_per_second: float
-    skipped: bool
-    """The loss or a gradient was not finite, and nothing was changed."""
 
 
 class Trainer:
@@ -140,7 +120,7 @@ class Trainer:
         model: the model or its wrapper for several processes, in training mode.
         optimizer: the optimizer of its trained parameters.
         samples: the training data.
-        accelerator: accelerate's Accelerator, of which only the processes and devices are used.
+        accelerator: accelerate's Accelerator.
         steps: the number of steps in the whole run.
         teacher: the model to distil from.
         progress: the progress of the run, which is kept up to date.
@@ -166,13 +146,16 @@ class Trainer:
         self.problem: Exception | None = None
         self.samples_per_step = recipe.samples_per_step(samples.tokens_per_sample)
         self.tokens_per_step = float(self.samples_per_step * samples.tokens_per_sample)
-        self._weight = 0.0
-        if teacher is not None:
-            self._weight = 1.0 if recipe.distillation_weight is None else recipe.distillation_weight
+        self._weight = 0.0 if teacher is None else recipe.distillation_weight or 0.0
         self._trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self._autocast = recipe.precision == "bf16" and not sharding.is_sharded(model)
 
-    def run(self, stop: Callable[[], bool]) -> Iterator[StepResult]:
+    @property
+    def unwrapped(self) -> Any:
+        """The student as transformers made it."""
+        return _unwrapped(self.model)
+
+    def run(self, stop: Callable[[], bool]) -> Iterator[StepMetrics]:
         """Take the remaining steps one by one. The generator ends early, between two steps, if `stop` returns true or
         reading text fails on any process.
         """
@@ -186,11 +169,12 @@ class Trainer:
             except Exception as problem:
                 self.problem = problem
             labels = sum(int((batch["labels"] != IGNORED).sum()) for batch in batches)
-            ends = not batches or stop()
-            count, stops = summed(self.accelerator, [float(labels), float(ends)], patiently=True)
+            count, stops = summed(self.accelerator, [float(labels), float(not batches or stop())])
             if stops:
                 return
-            yield self._step(step, batches, max(count, 1.0), began)
+            metrics = self._step(step, batches, max(count, 1.0))
+            metrics.tokens_per_second = round(self.tokens_per_step / (time.perf_counter() - began), 1)
+            yield metrics
 
     def micro_batches(self, step: int) -> list[Batch]:
         """This process's share of a step's samples, the same number of batches on every process; surplus samples have
@@ -207,8 +191,9 @@ class Trainer:
             batches.append(filler)
         return batches
 
-    def _step(self, step: int, batches: list[Batch], count: float, began: float) -> StepResult:
-        torch.manual_seed(mix(self.recipe.seed, step, self.accelerator.process_index))  # dropout
+    def _step(self, step: int, batches: list[Batch], count: float) -> StepMetrics:
+        """One optimizer step on a process's batches, which hold `count` labels on all processes together."""
+        torch.manual_seed(mix(self.recipe.seed, step, self.accelerator.process_index))  # dropout of adapters
         rate = learning_rate(self.recipe, step, self.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -219,66 +204,47 @@ class Trainer:
             loss, found = self.losses(batch)
             # turns the mean over processes, which DDP and FSDP compute, into the sum over all tokens divided by their
             # number
-            (loss * (self.accelerator.num_processes / count)).backward()
+            self.accelerator.backward(loss * (self.accelerator.num_processes / count))
             parts += found
-        norm = self._clip()
+        limit = self.recipe.gradient_clipping
+        norm = self.accelerator.clip_grad_norm_(self._trained, math.inf if limit is None else limit)
+        norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
         total, lm, kl = (value / count for value in summed(self.accelerator, parts.tolist()))
         finite = math.isfinite(total) and math.isfinite(norm)
         if finite:
-            self._update()
+            for parameter in self._trained:  # an expert without a token too, so that its moments exist from the start
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+            self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        self._advance(step, finite=finite)
-        return StepResult(
+        progress = self.progress
+        progress.step = step
+        progress.tokens = int(step * self.samples_per_step * self.samples.tokens_per_sample)
+        progress.skipped += not finite
+        progress.skipped_in_a_row = 0 if finite else progress.skipped_in_a_row + 1
+        return StepMetrics(
             step=step,
-            tokens=self.progress.tokens,
+            tokens=progress.tokens,
             loss=total,
             lm=lm if self._weight < 1 else None,
             kl=kl if self._weight > 0 else None,
             learning_rate=rate,
             gradient_norm=norm,
-            tokens_per_second=self.tokens_per_step / (time.perf_counter() - began),
+            tokens_per_second=0.0,
             skipped=not finite,
         )
 
-    def _clip(self) -> float:
-        """Clip the gradients and return their joint norm before clipping."""
-        limit = math.inf if self.recipe.gradient_clipping is None else self.recipe.gradient_clipping
-        norm = torch.nn.utils.clip_grad_norm_(self._trained, limit)
-        return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
-
-    def _update(self) -> None:
-        """Take the optimizer's step. An expert that received no token gets zero gradients, so that its moments exist from
-        the first step on.
-        """
-        for parameter in self._trained:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        self.optimizer.step()
-
-    def _advance(self, step: int, *, finite: bool) -> None:
-        progress = self.progress
-        progress.step = step
-        progress.tokens = int(step * self.samples_per_step * self.samples.tokens_per_sample)
-        if finite:
-            progress.skipped_in_a_row = 0
-        else:
-            progress.skipped += 1
-            progress.skipped_in_a_row += 1
-
     def losses(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """The loss of a micro-batch, summed over its tokens; and its parts [loss, lm, kl] without gradient."""
-        tensors = self._on_device(batch)
-        labels, labelled = tensors.pop("labels"), labelled_positions(batch["labels"])
+        inputs, labels = self._on_device(batch)
+        labelled = labelled_positions(batch["labels"])
         with self._precision():
-            output = self.model(**model_inputs(_unwrapped(self.model), tensors), use_cache=False).logits
-        theirs = None
-        if self._weight > 0:
-            theirs = teacher_logits(self.teacher, model_inputs(self.teacher, tensors))
+            output = self.model(**inputs, use_cache=False).logits
         found = self._loss(
             self.model,
             output,
             labels,
-            theirs,
+            teacher_logits(self.teacher, inputs) if self._weight > 0 else None,
             labelled=None if labelled is None else torch.from_numpy(labelled).to(labels.device),
             weight=self._weight,
             z_loss=self.recipe.z_loss,
@@ -289,9 +255,12 @@ class Trainer:
         parts = [found.sum, nothing if found.lm is None else found.lm, nothing if found.kl is None else found.kl]
         return found.sum, torch.stack([part.detach().double() for part in parts])
 
-    def _on_device(self, batch: Batch) -> dict[str, Tensor]:
+    def _on_device(self, batch: Batch) -> tuple[dict[str, Tensor], Tensor]:
+        """The inputs of a model, and the labels."""
         device = self.accelerator.device
-        return {name: torch.from_numpy(np.ascontiguousarray(array)).to(device) for name, array in batch.items()}
+        inputs = {name: torch.from_numpy(np.ascontiguousarray(array)).to(device) for name, array in batch.items()}
+        inputs.pop("document_ids", None)  # position_ids begin anew with each document
+        return inputs, inputs.pop("labels")
 
     def _precision(self) -> torch.autocast:
         return torch.autocast(self.accelerator.device.type, torch.bfloat16, enabled=self._autocast)
@@ -322,9 +291,7 @@ class Trainer:
         total, count = 0.0, 0.0
         # every process runs the same number of forward passes, because those of a sharded model are collective
         for at in range(0, len(batches), processes):
-            tensors = self._on_device(batches[min(at + rank, len(batches) - 1)])
-            labels = tensors.pop("labels")
-            inputs = model_inputs(_unwrapped(model), tensors)
+            inputs, labels = self._on_device(batches[min(at + rank, len(batches) - 1)])
             with torch.no_grad(), self._precision():
                 found = self._loss(model, model(**inputs, use_cache=False).logits, labels)
             if at + rank < len(batches):

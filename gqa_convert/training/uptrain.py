@@ -12,23 +12,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gqa_convert.checkpoint.paths import local_path
 from gqa_convert.checkpoint.resource_errors import is_disk_full
-from gqa_convert.errors import GQAConvertError, NoSpaceError, OutputError, ResumeError, SourceNotFoundError
+from gqa_convert.errors import GQAConvertError, NoSpaceError, OutputError, ResumeError
 from gqa_convert.families.loading import no_bars
-from gqa_convert.training.recipe import CHANGEABLE, RECORDED, Recipe, conversion_command, make_recipe, read_recipe
+from gqa_convert.training.recipe import CHANGEABLE, RECORDED, Recipe, make_recipe
+from gqa_convert.training.recipe_files import read_recipe
 
 if TYPE_CHECKING:  # these import torch
-    from gqa_convert.data.samples import Samples
     from gqa_convert.training.checkpoints import Checkpoints, Progress, RunRecord
-    from gqa_convert.training.metrics import OnStep, StepReport
-    from gqa_convert.training.models import RunModels
+    from gqa_convert.training.metrics import OnStep, RunSummary
     from gqa_convert.training.opening import Opened
     from gqa_convert.training.run_context import RunContext
-    from gqa_convert.training.run_folder import RunFolder
     from gqa_convert.training.run_text import OnTokenize, RunText
     from gqa_convert.training.stopping import StopRequests
-    from gqa_convert.training.summary import Pace, RunSummary
     from gqa_convert.training.trainer import Trainer
 
 
@@ -37,7 +33,7 @@ def uptrain_checkpoint(
     overrides: list[str],
     *,
     on_message: Callable[[str], None] = lambda _: None,
-    on_step: "Callable[[StepReport], None]" = lambda _: None,
+    on_step: "OnStep" = lambda metrics, steps: None,
     on_tokenize: Callable[[str, int, int], None] = lambda label, done, total: None,
     command: list[str] | None = None,
 ) -> "RunSummary | None":
@@ -47,7 +43,8 @@ def uptrain_checkpoint(
         path: the path of the recipe.
         overrides: `key=value` pairs that replace values of the recipe.
         on_message: called with messages about events between the steps.
-        on_step: called on the main process with every line of the metrics file and the number of steps in the run.
+        on_step: called on the main process with the metrics of every step that is logged, and the number of steps in the
+            run.
         on_tokenize: called with a source of text, the bytes tokenised and their total.
         command: the command line, for the records.
 
@@ -69,22 +66,14 @@ def uptrain_checkpoint(
     recipe = read_recipe(path, overrides)
     from gqa_convert.training.stopping import StopRequests
 
-    with (
-        StopRequests() as stops,
-        _explained(Path(recipe.output)),
-        naming_conversion(path, recipe.model),
-        warnings.catch_warnings(),
-    ):
+    with StopRequests() as stops, _explained(Path(recipe.output)), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # warnings of torch and transformers for developers
         from gqa_convert.training.distributed import taking_part
-        from gqa_convert.training.run_folder import OutputLock, RunFolder
+        from gqa_convert.training.opening import naming_conversion
+        from gqa_convert.training.run_folder import OutputLock
 
-        with taking_part(), no_bars():
-            from gqa_convert.training.opening import check_trackers
-            from gqa_convert.training.run_context import join_run
-
-            check_trackers(recipe)
-            context = join_run(recipe, RunFolder(Path(recipe.output)), on_message)
+        with taking_part(), no_bars(), naming_conversion(path, recipe.model):
+            context = _join(recipe, on_message)
             lock: OutputLock | None = None
             try:
                 with context.together():
@@ -95,6 +84,34 @@ def uptrain_checkpoint(
             finally:
                 if lock is not None:
                     lock.release()
+
+
+def _join(recipe: Recipe, on_message: Callable[[str], None]) -> "RunContext":
+    """Join the processes of a run.
+
+    Raises:
+        LaunchError: the launcher did not start the requested processes.
+        MissingExtraError: a package that the recipe needs is not installed.
+    """
+    from gqa_convert.training.distributed import join, together
+    from gqa_convert.training.lora import check_lora
+    from gqa_convert.training.opening import check_trackers
+    from gqa_convert.training.run_context import RunContext
+    from gqa_convert.training.run_folder import RunFolder
+    from gqa_convert.training.sharding import number_of_shards
+
+    check_trackers(recipe)
+    folder = RunFolder(Path(recipe.output))
+    options: dict[str, Any] = {}
+    if recipe.trackers:
+        options = {"log_with": list(recipe.trackers), "project_dir": str(folder.trackers)}
+    accelerator = join(**options)
+    sharded = number_of_shards(recipe.sharding, accelerator.num_processes) > 1
+    with together(accelerator):
+        check_lora(recipe.lora, sharded=sharded)
+    return RunContext(
+        recipe, folder, accelerator, sharded, on_message if accelerator.is_main_process else lambda _: None
+    )
 
 
 def _run(
@@ -110,9 +127,9 @@ def _run(
     from gqa_convert.checkpoint.publication import check_destination, sweep
     from gqa_convert.training.checkpoints import Checkpoints, Progress, set_state, state_of
     from gqa_convert.training.metrics import RunLog, start_trackers
-    from gqa_convert.training.models import RunModels
+    from gqa_convert.training.models import check_documents, load_frozen, load_student, place_student, remove_output
+    from gqa_convert.training.optimizers import build_optimizer
     from gqa_convert.training.run_text import open_text
-    from gqa_convert.training.summary import Pace
     from gqa_convert.training.trainer import Trainer, train
 
     recipe, folder, accelerator = context.recipe, context.folder, context.accelerator
@@ -122,7 +139,7 @@ def _run(
             sweep(folder.path)
             checkpoints.sweep()
     with context.together():
-        finished, record = _look_back(recipe, folder, checkpoints, context.say)
+        finished, record = _find_resume_point(context, checkpoints)
     if finished is not None:
         context.say(f"{recipe.output} is already complete: raise the budget to continue it, or name another output")
         return finished if context.main else None
@@ -131,7 +148,7 @@ def _run(
     progress = Progress(run_id=secrets.token_hex(8))
     if record is not None:
         context.say(f"resuming from {checkpoints.path(record.progress.step)}")
-        progress = _take_up(record, context)
+        progress = _resume_progress(record, context)
 
     opened = _open_models(context)
     text = open_text(context, opened, record.dataset_commits if record else folder.read_commits(), on_tokenize)
@@ -141,54 +158,62 @@ def _run(
         )
     steps = recipe.steps(text.samples.tokens_per_sample)
     recipe.warmup(steps)  # raises an error if the warm-up is longer than the run
-    _say_memory(context, opened, text.samples)
 
     torch.manual_seed(recipe.seed)
-    models = RunModels(context, opened)
+    with context.together():
+        model = load_student(recipe, opened.student_folder, sharded=context.sharded)
+    student = place_student(model, accelerator, sharded=context.sharded, bf16=recipe.precision == "bf16")
+    check_documents(context, recipe.model, model, opened.sequence_length)
+    optimizer, teacher = build_optimizer(model, recipe), None
+    if opened.teacher_folder is not None:
+        teacher = load_frozen(context, str(recipe.teacher), opened.teacher_folder)
+        check_documents(context, str(recipe.teacher), teacher, opened.sequence_length)
+    # the losses of student and teacher are computed of logits, or of the states before them
+    if remove_output(context, recipe.model, model) and teacher is not None:
+        remove_output(context, str(recipe.teacher), teacher)
     trainer = Trainer(
-        recipe,
-        models.student,
-        models.optimizer,
-        text.samples,
-        accelerator,
-        steps=steps,
-        teacher=models.load_teacher(text.samples),
-        progress=progress,
+        recipe, student, optimizer, text.samples, accelerator, steps=steps, teacher=teacher, progress=progress
     )
     with context.together():
         if context.main:  # the first files, after which the folder belongs to the run
             folder.begin(recipe, text.dataset_commits)
-    _evaluate_start_and_source(context, models, opened, trainer, text)
+    _evaluate_start_and_source(context, opened, trainer, text)
     if record is not None:
         with stops.at_boundaries():
-            state = state_of(models.student, models.optimizer, trained_only=context.adapters_only)
+            state = state_of(student, optimizer, trained_only=recipe.lora is not None)
             checkpoints.load(progress.step, state, accelerator.num_processes)
-            set_state(models.student, models.optimizer, state, trained_only=context.adapters_only)
+            set_state(student, optimizer, state, trained_only=recipe.lora is not None)
     with context.together():
         log = RunLog(folder.metrics, progress.step, steps, accelerator, on_step)
-    start_trackers(accelerator, recipe, progress.run_id)
+    start_trackers(accelerator, recipe, progress.run_id, folder.trackers)
 
     began, first_step, first_token = time.monotonic(), progress.step, progress.tokens
     try:
         train(context, trainer, text, checkpoints, log, stops)
     finally:
         log.close()
-    pace = Pace(steps - first_step, time.monotonic() - began, progress.tokens - first_token)
-    return _finish(context, models, opened, checkpoints, progress, pace, text.pinned, command)
+    seconds = time.monotonic() - began
+    pace = {
+        "steps_since_resumption": steps - first_step,
+        "seconds_since_resumption": round(seconds, 1),
+        "tokens_per_second": round((progress.tokens - first_token) / max(seconds, 1e-3)),
+    }
+    return _finish(context, trainer, opened, checkpoints, pace, text.pinned, command)
 
 
 # Before training: read the output folder and open what the recipe names
 
 
-def _look_back(
-    recipe: Recipe, folder: "RunFolder", checkpoints: "Checkpoints", say: Callable[[str], None]
+def _find_resume_point(
+    context: "RunContext", checkpoints: "Checkpoints"
 ) -> "tuple[RunSummary | None, RunRecord | None]":
     """The summary of a complete run, or the record of the checkpoint to resume from.
 
     Raises:
         ResumeError: the output folder holds a run that this recipe can't resume.
     """
-    finished, newest = folder.finished(), checkpoints.newest(say)
+    recipe, folder = context.recipe, context.folder
+    finished, newest = folder.finished(), checkpoints.newest(context.say)
     if finished is None and newest is None:
         return None, None
     earlier = make_recipe(newest.recipe) if newest else folder.read_recipe()
@@ -207,7 +232,7 @@ def _look_back(
     return None, newest
 
 
-def _take_up(record: "RunRecord", context: "RunContext") -> "Progress":
+def _resume_progress(record: "RunRecord", context: "RunContext") -> "Progress":
     """The progress that a run resumes with. Differences from the run that saved the checkpoint are reported."""
     progress, processes = copy.deepcopy(record.progress), context.accelerator.num_processes
     if record.processes != processes:
@@ -238,45 +263,23 @@ def _open_models(context: "RunContext") -> "Opened":
     return opened
 
 
-def _say_memory(context: "RunContext", opened: "Opened", samples: "Samples") -> None:
-    """Report the estimated memory of this run, if the model's sizes are known."""
-    from gqa_convert.checkpoint.machine import available_memory
-    from gqa_convert.data.objectives import OBJECTIVES
-    from gqa_convert.training import memory
-    from gqa_convert.training.architecture import read_architecture
-    from gqa_convert.training.distributed import local_processes
-
-    architecture, device = read_architecture(opened.student.config), context.accelerator.device
-    if architecture is None or not context.main:
-        return
-    target = OBJECTIVES[opened.objective].target_length(opened.sequence_length)
-    length, target = samples.longest or (opened.sequence_length, target)
-    setting = memory.setting_of(
-        context.recipe,
-        **memory.parameters_of(opened.student, opened.teacher, context.recipe, device.type),
-        sequence_length=length,
-        target_length=target,
-        shards=context.layout.shards,
-        device=device.type,
-    )
-    context.say(memory.shown(memory.plan(architecture, setting), available_memory(device, local_processes())))
-
-
-def _evaluate_start_and_source(
-    context: "RunContext", models: "RunModels", opened: "Opened", trainer: "Trainer", text: "RunText"
-) -> None:
+def _evaluate_start_and_source(context: "RunContext", opened: "Opened", trainer: "Trainer", text: "RunText") -> None:
     """Measure the losses at the start and of the source, relative to which recovery is stated, unless they are
     recorded.
     """
-    progress = trainer.progress
+    from gqa_convert.training.models import check_documents, load_frozen, remove_output
+
+    progress, source = trainer.progress, trainer.teacher
     if not text.held_out or progress.evaluated_on == text.held_out_fingerprint:
         return
-    start = trainer.evaluate(models.student, text.held_out)
+    start = trainer.evaluate(trainer.model, text.held_out)
     progress.evaluations = {"start": start}
     context.say(f"language-model loss at the start: {start:.4f} nats per token of the evaluation data")
-    source: Any = trainer.teacher
     if source is None and opened.source_folder is not None:
-        source = models.load_source(opened.source_folder)
+        name = str(opened.source_folder)
+        source = load_frozen(context, name, opened.source_folder)
+        check_documents(context, name, source, opened.sequence_length)
+        remove_output(context, name, source)
     if source is not None:
         progress.evaluations["source"] = trainer.evaluate(source, text.held_out)
         context.say(f"language-model loss of the source: {progress.evaluations['source']:.4f} nats per token")
@@ -288,11 +291,10 @@ def _evaluate_start_and_source(
 
 def _finish(
     context: "RunContext",
-    models: "RunModels",
+    trainer: "Trainer",
     opened: "Opened",
     checkpoints: "Checkpoints",
-    progress: "Progress",
-    pace: "Pace",
+    pace: dict[str, Any],
     pinned: Recipe,
     command: list[str] | None,
 ) -> "RunSummary | None":
@@ -302,13 +304,13 @@ def _finish(
     from gqa_convert.training.checkpoints import whole_model
     from gqa_convert.training.export import export_model
     from gqa_convert.training.lora import gather_adapters, merged_model
-    from gqa_convert.training.metrics import MetricsLine, read_metrics
-    from gqa_convert.training.summary import summarise
+    from gqa_convert.training.metrics import RunSummary, read_metrics, recovery
 
-    recipe, folder = context.recipe, context.folder
-    model, state, summary = models.inner, dict[str, Any](), None
+    recipe, folder, progress, summary = context.recipe, context.folder, trainer.progress, None
+    model = trainer.unwrapped
+    state = {}
     if recipe.lora is None:
-        state = whole_model(models.student)
+        state = whole_model(trainer.model)
     else:
         gather_adapters(model)
     with context.together():
@@ -316,33 +318,27 @@ def _finish(
             if recipe.lora is not None:
                 model, state = merged_model(model, opened.student_folder)
             lines = read_metrics(folder.metrics)
-            summary = summarise(
-                recipe,
-                progress,
-                MetricsLine.from_json(lines[-1]) if lines else None,
-                pace,
-                measurement=measurement("uptrain", command, str(context.accelerator.device)),
+            last = lines[-1] if lines else {}
+            summary = RunSummary(
+                **measurement("uptrain", command, str(context.accelerator.device)).as_json(),
                 processes=context.accelerator.num_processes,
                 model=str(folder.model),
+                steps=progress.step,
+                tokens=progress.tokens,
+                alpha=progress.tokens / recipe.pretraining_tokens if recipe.pretraining_tokens else None,
+                skipped_steps=progress.skipped,
+                changes=progress.changes,
+                final_loss=last.get("loss"),
+                evaluation=recovery(progress.evaluations, last.get("evaluation_loss")),
+                **pace,
+                adapters=None if recipe.lora is None else str(recipe.lora),
             )
             export_model(model, state, opened.student, folder.model, summary.provenance(pinned))
-            checkpoints.prune(progress.step)  # a run may have been killed between its last checkpoint and this point
+            checkpoints.prune()  # a run may have been killed between its last checkpoint and this point
             write_json(folder.summary, summary.as_json())
     if recipe.trackers:
         context.accelerator.end_training()
     return summary
-
-
-@contextmanager
-def naming_conversion(path: str | Path, model: str) -> Iterator[None]:
-    """Name the command that makes a missing converted model, if the recipe's comments have it."""
-    try:
-        yield
-    except SourceNotFoundError:
-        command = None if local_path(model).exists() else conversion_command(path, model)
-        if command is None:
-            raise
-        raise SourceNotFoundError(f"the converted model {model} does not exist: make it with {command}") from None
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from gqa_convert.cli.console.training import TrainingScreen
 from gqa_convert.cli.options import token_count, token_counts
 from gqa_convert.conversion.fit.layer_store import LayerRecord
 from gqa_convert.conversion.fit.progress import ALL_TOGETHER, MERGING_LAYERS, OWN_TEXT, FitProgress
-from gqa_convert.training.metrics import MetricsLine, StepReport
+from gqa_convert.training.metrics import StepMetrics
 
 LOSS, KL = "language-model loss", "KL divergence from the teacher"
 
@@ -169,9 +169,9 @@ def test_the_stages_of_a_conversion(clock: Clock, capsys: pytest.CaptureFixture[
 def test_the_objective_and_the_held_out_loss_have_names(
     parts: dict[str, float], said: str, clock: Clock, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    values = {"tokens": 100, "learning_rate": 1e-4, "tokens_per_second": 1000.0, **parts}
-    report = StepReport(MetricsLine(step=3, loss=2.5, evaluation_loss=3.25, **values), 4)  # type: ignore[arg-type]
-    shown = shown_by(TrainingScreen, clock, capsys, ("show", ("a.txt", 1, 4)), ("step", (report,)))
+    values = {"tokens": 100, "learning_rate": 1e-4, "gradient_norm": 1.0, "tokens_per_second": 1000.0, **parts}
+    metrics = StepMetrics(step=3, loss=2.5, evaluation_loss=3.25, **values)  # type: ignore[arg-type]
+    shown = shown_by(TrainingScreen, clock, capsys, ("show", ("a.txt", 1, 4)), ("step", (metrics, 4)))
     assert shown.splitlines() == [
         "a.txt: 25.0%",
         "step 3: language-model loss on held-out text 3.2500 nats per token",

@@ -4,14 +4,12 @@ from collections import Counter
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gqa_convert.data.labels import IGNORED
 from gqa_convert.data.packing import CausalSampler
 from gqa_convert.data.samples import EvaluationBlocks, Samples
-from gqa_convert.training.masks import packed_attention_mask
 from tests.helpers.data_helpers import EOS, array_tokens
 
 SIZES = st.integers(2, 60)
@@ -105,21 +103,6 @@ def test_document_mask() -> None:
     assert batch["document_ids"] == [0, 0, 0, 1, 1, 2, 3, 3, 3, 3]
     assert batch["position_ids"] == [0, 1, 2, 0, 1, 0, 0, 1, 2, 3]
     assert batch["labels"] == [6, EOS, IGNORED, EOS, IGNORED, IGNORED, 9, 10, EOS, IGNORED]
-
-
-def test_packed_attention_mask() -> None:
-    mask = packed_attention_mask(torch.tensor([[0, 0, 1, 1]]))
-    assert mask.dtype == torch.bool
-    assert mask.tolist() == [
-        [
-            [
-                [True, False, False, False],
-                [True, True, False, False],
-                [False, False, True, False],
-                [False, False, True, True],
-            ]
-        ]
-    ]
 
 
 @given(size=SIZES, length=LENGTHS, tokens=st.integers(1, 80))

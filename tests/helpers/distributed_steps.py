@@ -1,22 +1,16 @@
 """Optimizer steps of small models on a number of processes, for comparison: what each process runs."""
 
-import time
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 LENGTH = 16
 VOCABULARY = 96
-HYBRID_CASES = ("llama", "adafactor", "teacher", "t5", "bf16")
-"""The cases that run on two copies of a model, each sharded over two processes; one shape of each kind is enough."""
-KINDS = {"single": 1, "ddp": 2, "fsdp": 2, "hybrid": 4}
+KINDS = {"single": 1, "ddp": 2, "fsdp": 2}
 """The processes of each way to share a model."""
-SHARDING = {"single": "auto", "ddp": "replicate", "fsdp": "full", "hybrid": "hybrid"}
+SHARDING = {"single": "auto", "ddp": "replicate", "fsdp": "full"}
 
 CASES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -37,7 +31,6 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 SHARED = [(kind, case) for kind in ("ddp", "fsdp") for case in CASES]
-SHARED += [("hybrid", case) for case in HYBRID_CASES]
 """The kinds and cases that are compared with a single process."""
 ADAPTED: dict[str, dict[str, Any]] = {"exact": {}, "rounded": {"precision": "bf16"}}
 """The runs with adapters that load, train, save, restore and merge; with fixed weights in bfloat16 if rounded."""
@@ -74,39 +67,6 @@ class RaggedSamples:
                 row["decoder_input_ids"] = rng.integers(2, VOCABULARY, LENGTH)
             rows.append(row)
         return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
-
-
-class LateSamples(RaggedSamples):
-    """The same samples, of which the second process receives those of the first step late."""
-
-    def __init__(self, process: int) -> None:
-        super().__init__(seq2seq=False)
-        self.delay = 1.5 * process
-
-    def batch(self, indices: list[int]) -> dict[str, np.ndarray]:
-        time.sleep(self.delay)
-        self.delay = 0.0
-        return super().batch(indices)
-
-
-class Collectives(TorchDispatchMode):
-    """Counts the collectives that run inside it.
-
-    Attributes:
-        seen: how many there were.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
-        if isinstance(arguments[0] if arguments else None, DTensor):
-            return NotImplemented  # what it consists of is counted
-        name = str(function).split(".")[1].strip("_")
-        if function.namespace in ("c10d", "_c10d_functional") and not name.startswith(("wait", "wrap")):
-            self.seen += 1
-        return function(*arguments, **(options or {}))
 
 
 def small_model(kind: str, seed: int = 0) -> Any:
@@ -163,14 +123,12 @@ def run_cases(target: str) -> None:
     with taking_part():
         accelerator = join()
         for kind in (kind for kind, processes in KINDS.items() if processes == accelerator.num_processes):
-            layout = {"sharding": SHARDING[kind]} | ({"shard_size": 2} if kind == "hybrid" else {})
+            layout = {"sharding": SHARDING[kind]}
             found: dict[str, Any] = {}
             for name, keys in CASES.items():
                 if (kind, name) in SHARED or kind == "single":
                     steps = take_steps(accelerator, keys | layout)
                     found |= {f"{name}/{key}": value for key, value in steps.items()}
-            if kind == "ddp":
-                found |= {f"late data/{key}": value for key, value in late_data(accelerator).items()}
             if kind in ("single", "fsdp"):
                 for name, keys in ADAPTED.items():
                     tensors = adapt(accelerator, Path(f"{target}-{kind}-{name}"), keys | layout)
@@ -195,10 +153,10 @@ def adapt(accelerator: Any, folder: Path, keys: dict[str, Any]) -> dict[str, Any
     if accelerator.is_main_process:
         small_model("llama").save_pretrained(folder)
     accelerator.wait_for_everyone()
-    layout = sharding.layout_of(recipe.sharding, recipe.shard_size, accelerator.num_processes, 1)
+    sharded = sharding.number_of_shards(recipe.sharding, accelerator.num_processes) > 1
     torch.manual_seed(0)
-    model = load_student(recipe, folder, layout)
-    placed = place_student(model, accelerator, layout, bf16=recipe.precision == "bf16")
+    model = load_student(recipe, folder, sharded=sharded)
+    placed = place_student(model, accelerator, sharded=sharded, bf16=recipe.precision == "bf16")
     optimizer = build_optimizer(model, recipe)
     types = {str(each.dtype) for each in model.parameters() if each.requires_grad}
     options: dict[str, Any] = {"steps": 2, "teacher": None, "progress": Progress()}
@@ -223,17 +181,6 @@ def adapt(accelerator: Any, folder: Path, keys: dict[str, Any]) -> dict[str, Any
     return found | {"types": np.array(sorted(types))}
 
 
-def late_data(accelerator: Any) -> dict[str, Any]:
-    """Steps for which one process waits for its text longer than collectives may take."""
-    from torch.distributed.distributed_c10d import _set_pg_timeout
-
-    _set_pg_timeout(timedelta(seconds=0.7))
-    try:
-        return take_steps(accelerator, {}, samples=LateSamples(accelerator.process_index))
-    finally:
-        _set_pg_timeout(timedelta(minutes=10))
-
-
 def choose_parameters(model: Any, recipe: Any) -> None:
     """Let the recipe's parameters or adapters learn."""
     from gqa_convert.training.lora import add_adapters
@@ -245,9 +192,7 @@ def choose_parameters(model: Any, recipe: Any) -> None:
         add_adapters(model, recipe.lora)
 
 
-def take_steps(
-    accelerator: Any, keys: dict[str, Any], steps: int = 2, samples: RaggedSamples | None = None
-) -> dict[str, Any]:
+def take_steps(accelerator: Any, keys: dict[str, Any], steps: int = 2) -> dict[str, Any]:
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
     from gqa_convert.training import sharding
@@ -264,10 +209,9 @@ def take_steps(
         recompute(model)
     choose_parameters(model, recipe)
     placed, teacher = model, small_model(kind, seed=1).eval().requires_grad_(False) if recipe.teacher else None
-    layout = sharding.layout_of(recipe.sharding, recipe.shard_size, accelerator.num_processes, 1)
-    if layout.sharded:
-        placed = sharding.shard(model, accelerator.device, layout, bf16=recipe.precision == "bf16")
-        teacher = teacher and sharding.shard(teacher, accelerator.device, layout, bf16=False)
+    if sharding.number_of_shards(recipe.sharding, accelerator.num_processes) > 1:
+        placed = sharding.shard(model, accelerator.device, bf16=recipe.precision == "bf16")
+        teacher = teacher and sharding.shard(teacher, accelerator.device, bf16=False)
     elif accelerator.num_processes > 1:
         placed = sharding.replicate(model, accelerator.device)
     optimizer = build_optimizer(model, recipe)
@@ -284,22 +228,13 @@ def take_steps(
         recipe,
         placed,
         optimizer,
-        samples or RaggedSamples(kind == "t5"),
+        RaggedSamples(kind == "t5"),
         accelerator,
         steps=steps,
         teacher=teacher,
         progress=Progress(),
     )
-    counts = Collectives()
-
-    def counted(step: Any = optimizer.step) -> None:
-        counts.seen = 0  # those of the last step remain, in which no gradient is noted
-        with counts:
-            step()
-
-    optimizer.step = counted
     results = list(trainer.run(lambda: False))
-    found["collectives"] = np.array(counts.seen)
     for name in ("loss", "gradient_norm"):
         found[name] = np.array([getattr(result, name) for result in results])
     found["skipped"] = np.array([result.skipped for result in results])

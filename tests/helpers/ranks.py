@@ -34,7 +34,6 @@ _CONTEXT.set_forkserver_preload(
         "gqa_convert.cli.console.progress",
         "gqa_convert.cli.console.training",
         "gqa_convert.data.samples",
-        "gqa_convert.training.architecture",
         "gqa_convert.training.models",
         "gqa_convert.training.uptrain",
         "gqa_convert.training.trainer",
@@ -157,10 +156,10 @@ def uptrain(*arguments: str) -> None:
 
 def uptrain_on_a_full_disk(*arguments: str) -> None:
     """The same, where the first process finds no room for a checkpoint's record, which the others don't write."""
-    from gqa_convert.training.checkpoints import Checkpoints
+    from gqa_convert.training import checkpoints
 
-    def publish(*_: Any) -> None:
+    def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    Checkpoints._publish = publish  # type: ignore[assignment, method-assign]
+    checkpoints.sync = full  # type: ignore[assignment]
     uptrain(*arguments)

@@ -17,6 +17,7 @@ from typing import Any, Never
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file, save_file
 
 import gqa_convert
 from gqa_convert import convert_checkpoint
@@ -46,6 +47,16 @@ def make_student(folder: Path) -> Path:
     (folder / "text.txt").write_text(inspect.getsource(argparse)[:40_000], encoding="utf-8")
     (folder / "other.txt").write_text(inspect.getsource(json.decoder)[:10_000], encoding="utf-8")
     return folder
+
+
+def in_float32(folder: Path) -> None:
+    """Store a checkpoint in float32, so that merging adapters and asking a teacher round nothing."""
+    tensors = load_file(folder / "model.safetensors")
+    save_file(
+        {name: each.float() for name, each in tensors.items()}, folder / "model.safetensors", metadata={"format": "pt"}
+    )
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"dtype": "float32"}))
 
 
 @contextmanager

@@ -7,7 +7,6 @@ import pytest
 
 from tests.helpers.distributed_steps import (
     ADAPTED,
-    HYBRID_CASES,
     KINDS,
     SHARED,
     read,
@@ -36,7 +35,6 @@ def test_processes_share_the_work_and_change_nothing(found: dict[str, dict[str, 
     assert alone.keys() == shared.keys()
     assert sum("/gradient " in name for name in alone) >= 6
     assert not alone[f"{case}/skipped"].any()
-    alone.pop(f"{case}/collectives")
     for name, value in alone.items():
         off = (
             np.abs(value - shared[name].astype(value.dtype)).max()
@@ -68,23 +66,6 @@ def test_sharded_adapters_are_merged_as_whole_ones(found: dict[str, dict[str, An
     for key, value in alone.items():
         tolerance = 1e-6 if name == "exact" else 2e-2
         np.testing.assert_allclose(shared[key], value, rtol=tolerance, atol=tolerance, err_msg=key)
-
-
-def test_a_process_whose_text_is_late_ends_no_collective(found: dict[str, dict[str, Any]]) -> None:
-    """Processes wait for one another's text without a time limit, unlike in the collectives of a step."""
-    late = {name.removeprefix("late data/"): value for name, value in found["ddp"].items() if "late data/" in name}
-    assert len(late["loss"]) == 2
-    for name, value in late.items():
-        np.testing.assert_array_equal(value, found["ddp"][f"llama/{name}"])
-
-
-@pytest.mark.parametrize("case", ["llama", "adafactor", "t5 with adafactor"])
-def test_optimizers_need_few_collectives(found: dict[str, dict[str, Any]], case: str) -> None:
-    """Of sharded parameters, whatever their number."""
-    assert found["fsdp"][f"{case}/collectives"] <= (0 if case == "llama" else 2)
-    assert found["ddp"][f"{case}/collectives"] == 0
-    if case in HYBRID_CASES:
-        assert found["hybrid"][f"{case}/collectives"] == found["fsdp"][f"{case}/collectives"]
 
 
 def test_micro_batches_change_nothing(found: dict[str, dict[str, Any]]) -> None:

@@ -20,7 +20,7 @@ from gqa_convert.demo import CHECKPOINT
 from gqa_convert.errors import LaunchError
 from gqa_convert.training.distributed import check_environment, check_launch
 from tests.helpers.ranks import Job, free_port, uptrain, uptrain_on_a_full_disk
-from tests.helpers.uptrain_runs import MEASURED
+from tests.helpers.uptrain_runs import MEASURED, in_float32
 
 pytestmark = pytest.mark.slow
 
@@ -128,12 +128,12 @@ def test_documents_are_kept_apart_on_any_number_of_processes(place: Path, tmp_pa
     """The models are run once to see that they do so, which must leave parameters split as they were."""
     documents = [f"def f{number}(x):\n    return {'x + ' * (number % 7)}{number}\n" for number in range(200)]
     (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": document}) + "\n" for document in documents))
-    (tmp_path / "teacher").symlink_to(place / "model")
+    teacher = shutil.copytree(place / "model", tmp_path / "teacher")
+    in_float32(teacher)
     text = f"{tmp_path / 'text.jsonl'}"
     keys = (
         "document_mask=true",
-        f"teacher={tmp_path / 'teacher'}",
-        "teacher_dtype=float32",
+        f"teacher={teacher}",
         "distillation_weight=0.5",
         f"data={text}",
         f"evaluation_data={text}",
@@ -212,16 +212,14 @@ def test_a_changed_recipe_ends_all(place: Path, whole: tuple[str, dict[str, str]
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"WORLD_SIZE": "2"}, "RANK is not"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE is set and RANK is not"),
         ({"RANK": "0"}, "WORLD_SIZE is not"),
         ({"LOCAL_RANK": "0", "RANK": "0"}, "WORLD_SIZE is not"),
         ({"WORLD_SIZE": "two"}, "expected a whole number"),
-        ({"MASTER_ADDR": "127.0.0.1"}, "as when accelerate starts one process with --cpu"),
+        ({"MASTER_ADDR": "127.0.0.1"}, "MASTER_ADDR is set and WORLD_SIZE is not"),
         ({"OMPI_COMM_WORLD_SIZE": "2"}, "2 tasks were started"),
         ({"SLURM_STEP_NUM_TASKS": "4"}, "4 tasks were started"),
         (BY_TORCHRUN | {"SLURM_STEP_NUM_TASKS": "2"}, "2 tasks were started"),
-        (BY_TORCHRUN | {"RANK": "2"}, "which is impossible"),
-        (BY_TORCHRUN | {"LOCAL_RANK": "2"}, "which is impossible"),
         (BY_TORCHRUN | {"MASTER_PORT": ""}, "MASTER_PORT is not"),
         (BY_TORCHRUN | {"ACCELERATE_USE_DEEPSPEED": "true"}, "does not use the optimizer and checkpoints of DeepSpeed"),
         (BY_TORCHRUN | FSDP | {"FSDP_OFFLOAD_PARAMS": "true"}, "keeps parameters on the GPUs"),

@@ -7,20 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.errors import GQAConvertError, LaunchError, MissingExtraError, RecipeError
 from gqa_convert.losses.output_layer import restore_output_layer
 from gqa_convert.training import lora as adapters
-from gqa_convert.training import memory
-from gqa_convert.training.architecture import read_architecture
 from gqa_convert.training.models import load_student
-from gqa_convert.training.recipe import Lora, check_lora, make_recipe, read_recipe
-from gqa_convert.training.sharding import layout_of
+from gqa_convert.training.recipe import Lora, make_recipe
+from gqa_convert.training.recipe_files import read_recipe
 from tests.helpers.distributed_steps import small_model
-from tests.helpers.uptrain_runs import leftovers, losses, make_student, recipe, run, weights
+from tests.helpers.uptrain_runs import in_float32, leftovers, losses, make_student, recipe, run, weights
 
 IDS = torch.arange(24).reshape(2, 12)
 KEYS: dict[str, Any] = {"lora": {"rank": 4, "dropout": 0.1}, "schedule": "constant", "warmup_steps": 0, "tokens": 256}
@@ -34,16 +31,6 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
         yield folder
-
-
-def in_float32(folder: Path) -> None:
-    """Store a checkpoint in float32, so that merging rounds nothing."""
-    tensors = load_file(folder / "model.safetensors")
-    save_file(
-        {name: each.float() for name, each in tensors.items()}, folder / "model.safetensors", metadata={"format": "pt"}
-    )
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"dtype": "float32"}))
 
 
 class Trained:
@@ -86,7 +73,7 @@ def start_of(home: Path) -> dict[str, torch.Tensor]:
 def test_training_begins_at_the_converted_model(home: Path, tmp_path: Path) -> None:
     """Its logits are the same, and adapters alone are trained."""
     stated = read_recipe(recipe(home, tmp_path / "run", **KEYS))
-    model = load_student(stated, home / "student", layout_of("auto", None, 1, 1))
+    model = load_student(stated, home / "student")
     torch.testing.assert_close(
         logits(model), logits(AutoModelForCausalLM.from_pretrained(home / "student")), rtol=0, atol=0
     )
@@ -167,32 +154,6 @@ def test_merging_changes_no_logits(kind: str, targets: Any, tmp_path: Path) -> N
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("targets", ["attention", "all-linear"])
-def test_the_estimate_counts_the_states_of_adapters_alone(home: Path, targets: str, tmp_path: Path) -> None:
-    stated = read_recipe(recipe(home, tmp_path / "run", **KEYS | {"lora": {"rank": 4, "targets": targets}}))
-    checkpoint = open_checkpoint(str(home / "student"))
-    counts = memory.parameters_of(checkpoint, None, stated)
-    model = load_student(stated, home / "student", layout_of("auto", None, 1, 1))
-    own = sum(each.numel() for each in model.parameters() if each.requires_grad)
-    assert counts["trained"] == counts["adapters"] == own
-    architecture = read_architecture(checkpoint.config)
-    assert architecture is not None
-    parts = memory.plan(architecture, memory.setting_of(stated, **counts, sequence_length=32))
-    assert parts["moments"] == 8 * own
-    assert parts["gradients"] == parts["adapters"] == 4 * own
-    sharded = memory.plan(architecture, memory.setting_of(stated, **counts, sequence_length=32, shards=2))
-    assert sharded["moments"] == parts["moments"] / 2
-    everything = counts | {"trained": counts["parameters"], "adapters": 0}
-    whole = memory.plan(architecture, memory.setting_of(stated, **everything, sequence_length=32, shards=2))
-    # gradients of the embedding and of a layer do without, and the adapters of two layers are gathered
-    layer = (counts["parameters"] - architecture.outer_parameters) / architecture.layers
-    less = 4 * (architecture.outer_parameters + layer) - 4 * own / architecture.layers * (1 + 2)
-    assert whole["gathered layers"] - sharded["gathered layers"] == pytest.approx(less, abs=1)
-    quantized = {"lora": {"rank": 4, "targets": targets, "quantize": "nf4"}, "precision": "bf16"}
-    in_bits = memory.setting_of(make_recipe(stated.resolved() | quantized), **counts, sequence_length=32)
-    assert memory.plan(architecture, in_bits)["weights"] < parts["weights"] / 6
-
-
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
@@ -221,8 +182,14 @@ def test_what_adapters_need(
     missing: str | None, sharded: bool, error: type[GQAConvertError], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == missing else object())
+    stated = make_recipe({"model": "m", "output": "o", "data": "d", "tokens": 10**6, "lora": {"quantize": "nf4"}})
+
+    def begin() -> None:
+        adapters.check_lora(stated.lora, sharded=sharded)
+        adapters.loading_options(stated)
+
     with pytest.raises(error, match=message):
-        check_lora(Lora(quantize="nf4"), sharded=sharded)
+        begin()
 
 
 def test_the_attention_of_an_unknown_type_needs_all_linear() -> None:

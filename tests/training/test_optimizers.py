@@ -18,6 +18,7 @@ from transformers import (
     LlamaForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
+    PretrainedConfig,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -25,7 +26,8 @@ from transformers.optimization import Adafactor as TransformersAdafactor
 
 import gqa_convert
 from gqa_convert.errors import RecipeError
-from gqa_convert.families.table import find_family
+from gqa_convert.families.table import FAMILIES, find_family
+from gqa_convert.training import adafactor
 from gqa_convert.training.optimizers import Adafactor, build_optimizer, choose_trained, trained_names
 from gqa_convert.training.recipe import Recipe, make_recipe
 
@@ -141,18 +143,22 @@ def test_names_count_with_any_prefix_and_only_as_a_whole() -> None:
     assert trained_names(family, [*names, *others], "kv") == names
 
 
+def test_every_family_names_its_attention() -> None:
+    assert all(family.attention and family.output and (family.fused or family.key) for family in FAMILIES.values())
+
+
 def test_nothing_to_train_is_refused() -> None:
-    model = nn.Module()
-    model.layer = nn.Linear(2, 2)
-    with pytest.raises(RecipeError, match="the attention modules of model type None are unknown: use all"):
+    model = nn.ModuleDict({"layer": nn.Linear(2, 2)})
+    model.config = PretrainedConfig()
+    with pytest.raises(RecipeError, match="has no parameters that are known to be of that kind: use all"):
         choose_trained(model, "kv")
     assert len(choose_trained(model, "all")) == 2
     headless = nn.ModuleDict({"mlp": nn.Linear(2, 2)})
     headless.config = LlamaConfig(**LLAMA)
-    with pytest.raises(RecipeError, match="has no parameter of that kind"):
+    with pytest.raises(RecipeError, match="model type 'llama' has no parameters that are known to be of that kind"):
         choose_trained(headless, "attention")
-    with pytest.raises(RecipeError, match="has gradients enabled"):
-        build_optimizer(llama().requires_grad_(False), recipe())
+    with pytest.raises(RecipeError, match="trainable is all"):
+        choose_trained(llama().requires_grad_(False), "all")
 
 
 def test_frozen_parameters_are_in_no_group() -> None:
@@ -173,9 +179,9 @@ def test_every_parameter_is_in_one_group_and_only_matrices_decay(name: str) -> N
         assert {parameter.ndim >= 2 for parameter in group["params"]} == {group["weight_decay"] == 0.1}
 
 
-def test_adamw_has_the_recipes_numbers() -> None:
-    optimizer = build_optimizer(llama(), recipe(beta1=0.8, beta2=0.99))
-    assert optimizer.param_groups[0]["betas"] == (0.8, 0.99)
+def test_adamw_has_its_numbers() -> None:
+    optimizer = build_optimizer(llama(), recipe())
+    assert optimizer.param_groups[0]["betas"] == (0.9, 0.95)
     assert optimizer.param_groups[0]["fused"] is True
 
 
@@ -267,12 +273,15 @@ def paper_steps(weight: torch.Tensor, gradients: list[torch.Tensor], rate: float
 
 
 @pytest.mark.parametrize(("shape", "factored"), [((5, 7), True), ((5, 7), False), ((9,), False)])
-def test_adafactor_takes_the_papers_steps(shape: tuple[int, ...], factored: bool) -> None:
+def test_adafactor_takes_the_papers_steps(
+    shape: tuple[int, ...], factored: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adafactor, "LEAST_FACTORED", 2 if factored else 128)
     random = torch.Generator().manual_seed(1)
     parameter = nn.Parameter(torch.randn(shape, generator=random) * 3)
     start = parameter.detach().clone()
     gradients = [torch.randn(shape, generator=random) * 10.0**exponent for exponent in (-3, 0, 1, -6)]
-    optimizer = Adafactor([parameter], lr=0.05, least_factored=2 if factored else 128)
+    optimizer = Adafactor([parameter], lr=0.05)
     for gradient in gradients:
         parameter.grad = gradient.clone()
         optimizer.step()

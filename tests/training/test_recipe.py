@@ -26,10 +26,9 @@ from gqa_convert.training.recipe import (
     RECORDED,
     Lora,
     Recipe,
-    conversion_command,
     make_recipe,
-    read_recipe,
 )
+from gqa_convert.training.recipe_files import conversion_command, read_recipe
 from gqa_convert.training.uptrain import uptrain_checkpoint
 from tests.helpers.documents import ROOT, SHIPPED_RECIPES
 
@@ -60,7 +59,7 @@ def test_defaults() -> None:
     recipe = make()
     assert recipe.data == (Source("d"),)
     assert recipe.budget_tokens == 10_000_000
-    assert (recipe.learning_rate, recipe.beta1, recipe.beta2, recipe.gradient_clipping) == (2e-4, 0.9, 0.95, 1.0)
+    assert (recipe.learning_rate, recipe.gradient_clipping) == (2e-4, 1.0)
     assert (recipe.objective, recipe.schedule, recipe.optimizer, recipe.precision, recipe.trainable) == (
         "auto",
         "cosine",
@@ -94,7 +93,6 @@ def test_which_keys_a_resumed_run_may_change() -> None:
         "micro_batch_size",
         "gradient_checkpointing",
         "sharding",
-        "shard_size",
     } == CHANGEABLE - RECORDED
 
 
@@ -161,6 +159,10 @@ def test_plain_words_stay_words(tmp_path: Path) -> None:
     assert (recipe.model, recipe.output, recipe.data[0].source, recipe.precision) == ("123", "on", "2024-01-01", "no")
 
 
+def test_one_tracker_needs_no_list(tmp_path: Path) -> None:
+    assert read_recipe(write(tmp_path, f"{LINES}trackers: wandb\n")).trackers == ("wandb",)
+
+
 def test_data_in_all_its_forms(tmp_path: Path) -> None:
     text = LINES.replace(
         "data: d",
@@ -206,16 +208,16 @@ BADKEYS = {
     "document_mask: 1": "document_mask is 1: it must be true or false",
     "decay_share: 0": "decay_share is 0.0: it must be greater than 0",
     "final_learning_rate: 1.1": "final_learning_rate is 1.1: it must be less than or equal to 1",
-    "beta2: 1": "beta2 is 1.0: it must be less than 1",
+    "beta2: 1": "unknown key 'beta2'",
     "gradient_clipping: 1e999": "gradient_clipping is 1e999: it must be a number",
     "learning_rate: 1e-999": "learning_rate is 0.0: it must be greater than 0",
     f"seed: {'9' * 5000}": "seed is 999",
     "gradient_clipping: 0": "gradient_clipping is 0: it must be greater than 0",
     "trackers: [wandb, wnadb]": "trackers[1] is wnadb: it must be aim, clearml",
     "trackers: {wandb: 1}": "trackers is {'wandb': '1'}: it must be a list",
+    "trackers: [wandb, aim, wandb]": "trackers is ['wandb', 'aim', 'wandb']: wandb is named twice",
     "distillation_weight: 1.5\nteacher: t": "distillation_weight is 1.5: it must be less than or equal to 1",
     "distillation_weight: 0.5": "distillation_weight is given without a teacher: name the source checkpoint as teacher, or remove distillation_weight",
-    "teacher_dtype: bf16": "teacher_dtype is given without a teacher",
     "alpha: 0.05": "tokens and alpha both state the budget: keep tokens, or alpha with pretraining_tokens",
     "pretraining_tokens: 1T": "tokens and pretraining_tokens both state the budget",
     "alpha: 1.5": "alpha is 1.5: it must be less than or equal to 1",
@@ -287,17 +289,16 @@ BAD_YAML = {
     "# nothing\n": "is empty",
     "- a\n- b\n": "holds a list",
     "words\n": "holds text",
-    f"{LINES}seed: 1\nseed: 2\n": "line 6: 'seed' is given twice, first in line 5",
-    f"{LINES[:-1]}\ndata: {{source: a, source: b}}\n": "line 5: 'data' is given twice, first in line 3",
-    "model: m\ndata: {source: a, source: b}\n": "line 2: 'source' is given twice, first in line 2",
+    f"{LINES}seed: 1\nseed: 2\n": "line 6: 'seed' is given twice",
+    f"{LINES[:-1]}\ndata: {{source: a, source: b}}\n": "line 5: 'data' is given twice",
+    "model: m\ndata: {source: a, source: b}\n": "line 2: 'source' is given twice",
     "model: m\n  output: o\n": "line 2: mapping values are not allowed here",
     "model: [m\noutput: o\n": "line 2: expected ',' or ']'",
     "model: m\n\toutput: o\n": "line 2: found character '\\t'",
-    "model: &a m\noutput: *a\n": "line 1: anchors and aliases are not supported",
-    "model: !!python/name:os.system m\n": "line 1: tags such as tag:yaml.org,2002:python/name:os.system are not supported",
+    "model: !!python/name:os.system m\n": "line 1: could not determine a constructor for the tag",
     "<<: {model: m}\n": "unknown key '<<'",
     "model: m\n---\nmodel: n\n": "line 2: but found another document",
-    "null: m\n": "line 1: a key must be a word, not null",
+    "null: m\n": "line 1: a key must be a word, not None",
     "[a]: m\n": "line 1: a key must be a word, not ['a']",
     "model: m\x07\n": "is not valid YAML: unacceptable character",
     "data: " + "[" * 5000: "is nested too deeply",
@@ -318,8 +319,8 @@ def test_missing_keys(key: str) -> None:
 def test_missing_budgets() -> None:
     for keys, message in (
         ({}, "states no budget"),
-        ({"alpha": 0.1}, "alpha is given without pretraining_tokens"),
-        ({"pretraining_tokens": "1T"}, "pretraining_tokens is given without alpha"),
+        ({"alpha": 0.1}, "states no budget"),
+        ({"pretraining_tokens": "1T"}, "states no budget"),
         ({"tokens": None}, "states no budget"),
     ):
         with pytest.raises(RecipeError, match=message):
@@ -328,12 +329,10 @@ def test_missing_budgets() -> None:
 
 def test_files_that_are_no_recipes(tmp_path: Path) -> None:
     (tmp_path / "latin.yaml").write_bytes(b"model: caf\xe9\n")
-    (tmp_path / "big.yaml").write_bytes(b"#" * 2_000_000)
     for path, message in (
         (tmp_path / "none.yaml", "there is no recipe"),
         (tmp_path, "can't be read: Is a directory"),
         (tmp_path / "latin.yaml", "is not UTF-8 text"),
-        (tmp_path / "big.yaml", "too many for a recipe"),
     ):
         with pytest.raises(RecipeError, match=message):
             read_recipe(path)
@@ -362,12 +361,6 @@ def test_home_folders(monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = make(model="~/m", output="~/o", data=["~/d*.txt", {"source": "~/e"}], teacher="org/name")
     assert (recipe.model, recipe.output, recipe.teacher) == ("/home/somebody/m", "/home/somebody/o", "org/name")
     assert [source.source for source in recipe.data] == ["/home/somebody/d*.txt", "/home/somebody/e"]
-
-
-def test_paths_that_are_none() -> None:
-    for key in ("output", "model", "teacher"):
-        with pytest.raises(RecipeError, match=f"{key} x*[.][.][.] is not a path"):
-            make(**{key: "x" * 5000})
 
 
 def test_overrides(tmp_path: Path) -> None:
@@ -417,7 +410,7 @@ def test_a_budget_on_the_command_line_replaces_the_files(tmp_path: Path) -> None
     assert "both state the budget" in refusal(tmp_path, path.read_text(), "tokens=1M", "alpha=0.1")
     path = write(tmp_path, LINES)
     assert read_recipe(path, ["alpha=0.1", "pretraining_tokens=1B"]).budget_tokens == 10**8
-    assert "without pretraining_tokens" in refusal(tmp_path, LINES, "alpha=0.1", "tokens=null")
+    assert "states no budget" in refusal(tmp_path, LINES, "alpha=0.1", "tokens=null")
 
 
 def test_alpha_is_taken_as_it_is_written() -> None:
@@ -488,17 +481,17 @@ def test_only_a_smaller_budget_is_a_difference() -> None:
 
 
 def test_each_mistake_has_a_line(tmp_path: Path) -> None:
-    path = write(tmp_path, "model: m\nlr: 1\ndata: [a, {source: b, weight: x}]\nsharding: full\nshard_size: 1\n")
+    path = write(tmp_path, "model: m\nlr: 1\ndata: [a, {source: b, weight: x}]\nmicro_batch_size: 0\n")
     with pytest.raises(RecipeError) as caught:
         read_recipe(path)
     assert {line.removeprefix(f"{path}: ") for line in str(caught.value).splitlines()} == {
         "the recipe has no key 'output': give the folder of the run",
         "unknown key 'lr': did you mean 'learning_rate'?",
         "data[1].weight is x: it must be a number",
-        "shard_size is 1: it must be greater than or equal to 2",
+        "micro_batch_size is 0: it must be greater than or equal to 1",
     }
     with pytest.raises(RecipeError) as caught:
-        make(tokens="absent", shard_size=4, evaluate_every=2)
+        make(tokens="absent", output="m", evaluate_every=2)
     assert len(str(caught.value).splitlines()) == 3
 
 
@@ -616,11 +609,11 @@ def test_the_page_has_every_key_as_it_is_declared() -> None:
 
 
 def test_every_objective_has_a_record_and_a_row() -> None:
-    page = (ROOT / "docs" / "uptraining.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "uptraining-reference.md").read_text(encoding="utf-8")
     where = f"ObjectiveName and OBJECTIVES in {objectives.__file__}"
     assert get_args(objectives.ObjectiveName) == tuple(OBJECTIVES), f"{where} name different objectives"
     for name in OBJECTIVES:
-        assert f"\n| `{name}` |" in page, f"docs/uptraining.md: the table of objectives has no row for {name}"
+        assert f"\n| `{name}` |" in page, f"docs/uptraining-reference.md: the table of objectives has no row for {name}"
 
 
 def test_the_page_names_the_recipes_and_the_launch_configurations() -> None:

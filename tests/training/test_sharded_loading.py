@@ -55,7 +55,7 @@ def load_all(record: str, *folders: str) -> None:
                 if accelerator.process_index:
                     sharding.load_model = refused  # type: ignore[attr-defined]
                 model, missing = sharding.load(folder, dtype, by_first=True)
-                sharded = sharding.shard(model, accelerator.device, sharding.Layout(2, 2), bf16=False)
+                sharded = sharding.shard(model, accelerator.device, bf16=False)
                 expected, _ = load_model(folder, dtype)
                 found[f"{folder.name} {dtype}"] = [*missing, *_differences(sharded, expected)]
         Path(f"{record}-{accelerator.process_index}.json").write_text(json.dumps(found))
@@ -100,7 +100,7 @@ def share(folder: str) -> None:
         accelerator = join()
         model, _ = sharding.load(Path(folder), torch.float32, by_first=True)
         with pytest.raises(LaunchError, match="is shared with another layer, and FSDP2 would train the two separately"):
-            sharding.shard(model, accelerator.device, sharding.Layout(2, 2), bf16=False)
+            sharding.shard(model, accelerator.device, bf16=False)
 
 
 def test_layers_that_share_parameters_are_not_trained_apart(tmp_path: Path) -> None:

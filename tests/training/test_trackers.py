@@ -25,11 +25,13 @@ class Accelerator:
 
 def test_wandb_continues_its_run() -> None:
     accelerator = Accelerator()
-    start_trackers(accelerator, make_recipe(BASE | {"trackers": ["wandb", "tensorboard"]}), "0123456789abcdef")
+    stated = make_recipe(BASE | {"trackers": ["wandb", "tensorboard", "dvclive"]})
+    start_trackers(accelerator, stated, "0123456789abcdef", Path("runs/trial/trackers"))
     ((project, config, options),) = accelerator.started
     assert (project, config["learning_rate"]) == ("gqa-convert", 2e-4)
     assert options["wandb"] == {"id": "0123456789abcdef", "resume": "allow", "name": "trial"}
-    start_trackers(accelerator, make_recipe(BASE), "0123456789abcdef")
+    assert options["dvclive"]["dir"] == "runs/trial/trackers/dvclive"
+    start_trackers(accelerator, make_recipe(BASE), "0123456789abcdef", Path("runs/trial/trackers"))
     assert len(accelerator.started) == 1
 
 

@@ -18,11 +18,10 @@ from gqa_convert import convert_checkpoint
 from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.errors import CorruptCheckpointError, DeviceMemoryError, MissingExtraError, RecipeError
 from gqa_convert.families.loading import load_model
-from gqa_convert.training.summary import Recovery, recovery
+from gqa_convert.training.metrics import Recovery, recovery
 from gqa_convert.training.trainer import Trainer
-from gqa_convert.training.uptrain import uptrain_checkpoint
 from tests.helpers.data_helpers import span_tokenizer
-from tests.helpers.uptrain_runs import DEMO, STEPS, leftovers, losses, metrics, recipe, run, student_home, weights
+from tests.helpers.uptrain_runs import DEMO, STEPS, in_float32, leftovers, losses, metrics, run, student_home, weights
 
 
 @pytest.fixture(scope="module")
@@ -169,9 +168,10 @@ def test_micro_batches_do_not_matter(home: Path, tmp_path: Path) -> None:
 
 
 def test_a_student_that_is_its_teacher_learns_nothing(home: Path, tmp_path: Path) -> None:
-    student = home / "student"
+    student = shutil.copytree(home / "student", tmp_path / "student")
+    in_float32(student)
     (tmp_path / "teacher").symlink_to(student)
-    run(home, tmp_path / "run", teacher=str(tmp_path / "teacher"), teacher_dtype="float32")
+    run(home, tmp_path / "run", model=str(student), teacher=str(tmp_path / "teacher"))
     for line in metrics(tmp_path / "run"):
         assert line["loss"] == line["kl"] == pytest.approx(0, abs=1e-6)
         assert line["gradient_norm"] < 1e-6
@@ -269,17 +269,6 @@ def test_an_encoder_decoder_learns_from_its_source(home: Path, t5: Path, tmp_pat
         teacher=str(home / "t5"),
     )
     assert all(line["kl"] > 0 for line in metrics(tmp_path / "run"))
-
-
-def test_the_cost_of_a_rounded_teacher_is_reported(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU."""
-    monkeypatch.setattr("gqa_convert.training.models.rounds_teacher", lambda *_: True)
-    said: list[str] = []
-    path = recipe(home, tmp_path / "run", teacher=str(DEMO), tokens=64)
-    uptrain_checkpoint(path, [], on_message=said.append)
-    (line,) = [line for line in said if "bfloat16" in line]
-    assert line.startswith("the teacher runs in bfloat16, with a KL of ")
-    assert 0 < float(line.split(" KL of ")[1].split()[0]) < 0.01
 
 
 def test_mistakes_are_found_before_anything_is_trained(

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from gqa_convert.errors import NoSpaceError, OutputError
-from gqa_convert.training.metrics import StepReport
+from gqa_convert.training.metrics import StepMetrics
 from tests.helpers.command_line import run as run_command
 from tests.helpers.uptrain_runs import in_child, leftovers, metrics, recipe, run, student_home, wait_for, weights
 
@@ -73,8 +73,8 @@ def test_a_disk_that_fills_up_at_the_end(home: Path, whole: Path, disk: Path) ->
     keys = {"keep_checkpoints": 1, "save_every": 100}
     filler = disk / "filler"
 
-    def fill(report: StepReport) -> None:
-        if report.line.step == 6:
+    def fill(metrics: StepMetrics, _: int) -> None:
+        if metrics.step == 6:
             filler.write_bytes(bytes((200 - CHECKPOINT - 3) << 20))
 
     from gqa_convert.training.uptrain import uptrain_checkpoint

@@ -9,9 +9,8 @@ from .screen import print_note, tokens_text
 from .tables import show_done
 
 if TYPE_CHECKING:
-    from gqa_convert.training.dry_run import DryRun
-    from gqa_convert.training.metrics import StepReport
-    from gqa_convert.training.summary import RunSummary
+    from gqa_convert.training.estimate import Estimate
+    from gqa_convert.training.metrics import RunSummary, StepMetrics
     from gqa_convert.training.tokenizing import TokenizedRecipe
 
 
@@ -25,18 +24,17 @@ class TrainingScreen:
     def __init__(self, progress: ProgressScreen) -> None:
         self.say, self.show = progress.say, progress.show
 
-    def step(self, report: "StepReport") -> None:
+    def step(self, metrics: "StepMetrics", steps: int) -> None:
         """Show a step that was logged."""
         from gqa_convert.training.metrics import LM_LOSS
 
-        line = report.line
-        detail = f"step {line.step:,} of {report.steps:,}"
-        if line.loss is not None:
-            detail += f"  {line.objective} {line.loss:.4f} nats per token"
-        detail += f"  {line.tokens_per_second:,.0f} tokens/s"
-        if line.evaluation_loss is not None:
-            self.say(f"step {line.step:,}: {LM_LOSS} on held-out text {line.evaluation_loss:.4f} nats per token")
-        self.show("uptraining", line.step, report.steps, detail)
+        detail = f"step {metrics.step:,} of {steps:,}"
+        if not metrics.skipped:
+            detail += f"  {metrics.objective} {metrics.loss:.4f} nats per token"
+        detail += f"  {metrics.tokens_per_second:,.0f} tokens/s"
+        if metrics.evaluation_loss is not None:
+            self.say(f"step {metrics.step:,}: {LM_LOSS} on held-out text {metrics.evaluation_loss:.4f} nats per token")
+        self.show("uptraining", metrics.step, steps, detail)
 
 
 def show_training(summary: "RunSummary") -> None:
@@ -68,7 +66,7 @@ def show_tokenized(found: "TokenizedRecipe") -> None:
     show_done(f"text for {found.samples:,} samples in {found.steps:,} steps", rows)
 
 
-def show_dry_run(found: "DryRun") -> None:
+def show_estimate(found: "Estimate") -> None:
     """Print the estimate of a run."""
     trained, whole = tokens_text(found.parameters["trained"]), tokens_text(found.parameters["all"])
     step = f"{found.samples_per_step:,} samples ({tokens_text(round(found.tokens_per_step))} tokens)"

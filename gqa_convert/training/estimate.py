@@ -1,0 +1,354 @@
+"""Estimates a run on a number of GPUs, without starting it: memory and hours.
+
+The models of the recipe are made without numbers (torch's FakeTensorMode) and take one micro-batch forwards and
+backwards, in which torch counts the operations and the bytes that autograd saves. So experts that are not active,
+frozen weights, adapters and recomputed activations count as they do in the run. No weights are read. The estimate
+leaves out the program itself, the memory of CUDA and NCCL, fragmentation, temporary buffers and masks of documents.
+"""
+
+import json
+import math
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from gqa_convert.checkpoint.results import Result
+from gqa_convert.checkpoint.source import Checkpoint, open_checkpoint
+from gqa_convert.data.objectives import OBJECTIVES, SampleSettings
+from gqa_convert.errors import GQAConvertError, OptionError, RecipeError
+from gqa_convert.families.loading import model_of_config, no_bars
+from gqa_convert.losses.distillation import positions_at_once
+from gqa_convert.training.adafactor import LEAST_FACTORED
+from gqa_convert.training.lora import check_lora, target_modules
+from gqa_convert.training.models import recompute, turn_dropout_off
+from gqa_convert.training.opening import naming_conversion
+from gqa_convert.training.optimizers import choose_trained
+from gqa_convert.training.recipe import Lora, Recipe
+from gqa_convert.training.recipe_files import read_recipe
+from gqa_convert.training.sharding import layers, number_of_shards
+from gqa_convert.training.tokenizing import text_settings
+
+UTILISATION = 0.35
+"""The assumed share of a GPU's peak."""
+_NF4 = 0.6
+"""The bytes of a parameter in 4 bits with its scales, and the share of the embeddings, which stay in bfloat16."""
+GPUS = {
+    "B200": (2250, 180),
+    "H200": (989, 141),
+    "GH200": (989, 96),
+    "H100 PCIe": (756, 80),
+    "H100": (989, 80),
+    "H800": (989, 80),
+    "H20": (148, 96),
+    "A100": (312, 80),
+    "A800": (312, 80),
+    "A40": (150, 48),
+    "A30": (165, 24),
+    "A10G": (70, 24),
+    "A10": (125, 24),
+    "L40S": (362, 48),
+    "L40": (181, 48),
+    "L4": (121, 24),
+    "RTX 4090": (165, 24),
+    "RTX 3090": (71, 24),
+    "MI300X": (1307, 192),
+    "MI250": (383, 128),
+}
+"""Dense bfloat16 teraflops and gigabytes of GPUs, from their manufacturers' data sheets."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """The GPUs that a run is estimated for: their number, and of each the name, the memory in bytes and the peak in
+    bfloat16 operations per second, as far as they are known.
+    """
+
+    gpus: int
+    name: str | None = None
+    memory: int | None = None
+    peak: float | None = None
+
+
+def named_gpus(gpus: int, name: str) -> Hardware:
+    """A number of GPUs of the type that a user names, such as `h100`.
+
+    Raises:
+        OptionError: it is not known.
+    """
+    known = {_bare(each): each for each in GPUS}
+    if _bare(name) not in known:
+        raise OptionError(
+            f"--hardware names {name!r}, which is not known: name one of {', '.join(known)}, or the memory of a GPU (8x80GB), which estimates no hours"
+        )
+    teraflops, gigabytes = GPUS[known[_bare(name)]]
+    return Hardware(gpus, known[_bare(name)], gigabytes * 10**9, teraflops * 1e12)
+
+
+def _bare(name: str) -> str:
+    return name.lower().replace(" ", "").replace("-", "").replace("_", "")
+
+
+def launched_gpus() -> int:
+    """The number of processes that a launcher has started; 1 without a launcher."""
+    stated = os.environ.get("WORLD_SIZE", "")
+    return int(stated) if stated.isdecimal() and int(stated) else 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate(Result):
+    """The estimate of a run.
+
+    Attributes:
+        model, teacher: as the recipe names them.
+        gpus, gpu: how many GPUs of which type; None if the type is not known.
+        shards: over how many of them each parameter is sharded.
+        parameters: how many numbers are `trained`, in `all` of the model, and in the `teacher`.
+        steps: of the whole run.
+        samples_per_step, tokens_per_step: of all GPUs together; the tokens are those of text.
+        micro_batches: forward passes of each GPU in a step.
+        memory: bytes per GPU, by part.
+        memory_needed, memory_of_gpu: bytes per GPU; None if what it has is not known.
+        fits: whether the memory suffices, if it is known.
+        flops: floating-point operations of a step.
+        utilisation: the assumed share of the peak.
+        hours: of the whole run, of arithmetic alone; None if the type of the GPUs is not known.
+        tokens_needed: tokens of text that the whole run reads.
+    """
+
+    model: str
+    teacher: str | None
+    gpus: int
+    gpu: str | None
+    shards: int
+    parameters: Mapping[str, int]
+    steps: int
+    samples_per_step: int
+    tokens_per_step: float
+    micro_batches: int
+    memory: Mapping[str, int]
+    memory_needed: int
+    memory_of_gpu: int | None
+    fits: bool | None
+    flops: int
+    utilisation: float
+    hours: float | None
+    tokens_needed: int
+
+
+def estimate(path: str | Path, overrides: Sequence[str], hardware: Hardware) -> Estimate:
+    """Estimate the run of a recipe.
+
+    Args:
+        path: the path of the recipe.
+        overrides: `key=value` pairs that replace values of the recipe.
+        hardware: the GPUs to estimate for.
+
+    Raises:
+        RecipeError: the recipe is wrong, or its model can't be made without its numbers.
+        LaunchError: weights in 4 bits would be sharded.
+        DataError: the tokenizer lacks a token that the objective needs.
+    """
+    recipe = read_recipe(path, overrides)
+    shards = number_of_shards(recipe.sharding, hardware.gpus)
+    check_lora(recipe.lora, sharded=shards > 1)
+    with no_bars(), naming_conversion(path, recipe.model):
+        settings = text_settings(recipe)
+        objective, length = settings.pop("objective"), settings.pop("sequence_length")
+        student = open_checkpoint(recipe.model)
+        teacher = None if recipe.teacher is None else open_checkpoint(recipe.teacher)
+    # the texts of pairs are taken to be as long as they may be
+    tokens_per_sample = Fraction(OBJECTIVES[objective].sampler(SampleSettings(length=length, **settings)).raw_tokens)
+    sizes = (recipe.micro_batch_size, length, OBJECTIVES[objective].target_length(length))
+    try:
+        parts, parameters, flops = _costs(recipe, student, teacher, sizes, shards)
+    except GQAConvertError:
+        raise
+    except Exception as problem:  # whatever a class does with numbers that are not there
+        first = str(problem).partition("\n")[0][:200]
+        raise RecipeError(
+            f"{recipe.model} (model type {student.config.get('model_type')!r}) can be trained, but not estimated: {type(problem).__name__}: {first}"
+        ) from None
+    per_step, steps = recipe.samples_per_step(tokens_per_sample), recipe.steps(tokens_per_sample)
+    memory = {name: round(size) for name, size in parts.items() if size}
+    needed = sum(memory.values())
+    flops = round(flops * per_step / recipe.micro_batch_size)
+    hours = None
+    if hardware.peak is not None:
+        hours = steps * flops / (hardware.gpus * hardware.peak * UTILISATION) / 3600
+    return Estimate(
+        model=recipe.model,
+        teacher=recipe.teacher,
+        gpus=hardware.gpus,
+        gpu=hardware.name,
+        shards=shards,
+        parameters=parameters,
+        steps=steps,
+        samples_per_step=per_step,
+        tokens_per_step=float(per_step * tokens_per_sample),
+        micro_batches=math.ceil(math.ceil(per_step / hardware.gpus) / recipe.micro_batch_size),
+        memory=memory,
+        memory_needed=needed,
+        memory_of_gpu=hardware.memory,
+        fits=None if hardware.memory is None else needed <= hardware.memory,
+        flops=flops,
+        utilisation=UTILISATION,
+        hours=hours,
+        tokens_needed=int(steps * per_step * tokens_per_sample),
+    )
+
+
+def _costs(
+    recipe: Recipe, student: Checkpoint, teacher: Checkpoint | None, sizes: tuple[int, int, int], shards: int
+) -> tuple[dict[str, float], dict[str, int], int]:
+    """The bytes on each GPU by part; the numbers of parameters; and the operations for a micro-batch.
+
+    Args:
+        recipe: the recipe of the run.
+        student, teacher: the checkpoints of the run.
+        sizes: the samples of a micro-batch, their length, and that of their targets; 0 without an encoder.
+        shards: over how many GPUs each parameter is sharded.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    in_bf16 = recipe.precision == "bf16"
+    size = 2 if in_bf16 else 4
+    with FakeTensorMode():
+        # FSDP2 computes in bfloat16 weights, and adapters are on such; otherwise autocasting does
+        model = _outline(student, in_bf16 and (shards > 1 or recipe.lora is not None))
+        if recipe.lora is None:
+            choose_trained(model, recipe.trainable)
+        else:
+            _add_adapters(model, recipe.lora)
+        count = sum(parameter.numel() for parameter in model.parameters())
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        learning = sum(parameter.numel() for parameter in trained)
+        blocks = [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers(model)]
+        flops, saved = _pass(model, sizes, in_bf16)
+        logits = positions_at_once(sizes[0] * (sizes[2] or sizes[1])) * model.get_input_embeddings().weight.shape[0]
+        loss = logits * (size + 8)  # the logits, and distributions and gradients in float32 of a part
+        if recipe.gradient_checkpointing:  # the inputs of all layers; then one layer at a time, without the logits
+            one_layer = saved // max(1, len(blocks))
+            recompute(model)
+            flops, saved = _pass(model, sizes, in_bf16)
+            saved += max(0, one_layer - loss)
+        parts = {
+            "weights": 4 * count / shards,
+            "gradients": 4 * learning / shards,
+            "moments": sum(_moments(parameter, recipe) for parameter in trained) / shards,
+            "activations": saved,
+            "logits": loss,
+        }
+        if recipe.lora is not None and in_bf16:
+            fixed = 2.0 if recipe.lora.quantize is None else _NF4
+            parts["weights"] = (fixed * (count - learning) + 4 * learning) / shards
+        if shards > 1:  # two layers, what is outside the layers, and the gradients of one layer and of that
+            outside = count - sum(blocks)
+            parts["gathered layers"] = size * (2 * max(blocks) + outside)
+            if recipe.lora is None:
+                parts["gathered layers"] += (size + 4) * (max(blocks) + outside)
+        taught = 0
+        if teacher is not None:
+            model = _outline(teacher, in_bf16=True)
+            taught = sum(parameter.numel() for parameter in model.parameters())
+            with torch.no_grad():
+                flops += _pass(model, sizes, False)[0]
+            parts["teacher"] = 2 * taught / shards + 2 * logits
+    return parts, {"trained": learning, "all": count, "teacher": taught}, flops
+
+
+def _outline(checkpoint: Checkpoint, in_bf16: bool) -> Any:
+    """A checkpoint's model without numbers, in training mode."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = checkpoint.folder
+        if folder is None:  # on the Hub
+            folder = Path(temporary)
+            (folder / "config.json").write_text(json.dumps(checkpoint.config), encoding="utf-8")
+        model = model_of_config(folder, torch.bfloat16 if in_bf16 else torch.float32)
+        if any(".experts." in name for name, _ in model.named_parameters()):
+            model = model_of_config(folder, torch.bfloat16)  # the only type in which torch knows their products' shapes
+    turn_dropout_off(model)
+    return model.train()
+
+
+def _add_adapters(model: Any, lora: Lora) -> None:
+    """Fix a model's parameters, and add products of adapters to its layers' outputs; PEFT needs numbers to do so."""
+    model.requires_grad_(False)
+    for name in target_modules(model, lora):
+        module = model.get_submodule(name)
+        rows, columns = module.weight.shape if isinstance(module, nn.Linear) else module.weight.shape[::-1]
+        module.adapter_down, module.adapter_up = (
+            nn.Parameter(torch.empty(lora.rank, columns)),
+            nn.Parameter(torch.empty(rows, lora.rank)),
+        )
+        module.register_forward_hook(_with_adapter)
+
+
+def _with_adapter(module: Any, inputs: Any, output: Tensor) -> Tensor:
+    return output + linear(linear(inputs[0].float(), module.adapter_down), module.adapter_up)
+
+
+def _moments(parameter: Tensor, recipe: Recipe) -> int:
+    """The bytes of a parameter's moments."""
+    count: int = parameter.numel()
+    if recipe.optimizer == "adamw":
+        return 8 * count
+    if parameter.ndim >= 2 and min(parameter.shape[-2:]) >= LEAST_FACTORED:
+        return 4 * int(count // parameter.shape[-1] + count // parameter.shape[-2])
+    return 4 * count
+
+
+def _pass(model: Any, sizes: tuple[int, int, int], in_bf16: bool) -> tuple[int, int]:
+    """The operations of a micro-batch, forwards and (if gradients are enabled) backwards, and the bytes that the forward
+    pass saves.
+    """
+    from torch.utils.flop_counter import FlopCounterMode
+
+    batch, length, target = sizes
+    inputs = {"input_ids": torch.zeros(batch, length, dtype=torch.long)}
+    if target:
+        inputs["decoder_input_ids"] = torch.zeros(batch, target, dtype=torch.long)
+    fixed = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
+    saved: dict[int, Any] = {}
+
+    def save(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in fixed:
+            saved[storage._cdata] = storage
+        return tensor
+
+    autocast = torch.autocast("cpu", torch.bfloat16) if in_bf16 else nullcontext()
+    with FlopCounterMode(display=False, custom_mapping=_UNCOUNTED) as counter:
+        with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor), autocast:
+            logits = model(**inputs, use_cache=False).logits
+        if logits.requires_grad:
+            logits.sum().backward()
+    return counter.get_total_flops(), sum(storage.nbytes() for storage in saved.values())
+
+
+def _attention(query: Sequence[int], key: Sequence[int], *_: Any, **__: Any) -> int:
+    return int(4 * math.prod(query) * key[-2])
+
+
+def _attention_backward(_: Sequence[int], query: Sequence[int], key: Sequence[int], *__: Any, **___: Any) -> int:
+    return int(8 * math.prod(query) * key[-2])
+
+
+def _product(left: Sequence[int], right: Sequence[int], *_: Any, **__: Any) -> int:
+    return int(2 * math.prod(left) * right[-1])
+
+
+_UNCOUNTED = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    torch.ops.aten._grouped_mm: _product,
+}
+"""Operations that torch's counter leaves out: attention on CPUs, all pairs of positions, and the products of experts."""

@@ -1,0 +1,223 @@
+"""Estimates of a run, against what torch counts on small models and against what a run takes."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from typer.testing import CliRunner
+
+from gqa_convert.cli import app
+from gqa_convert.errors import OptionError
+from gqa_convert.training.estimate import Estimate, Hardware, estimate, named_gpus
+from gqa_convert.training.recipe_files import read_recipe
+from gqa_convert.training.sharding import number_of_shards
+from tests.helpers import tiny
+from tests.helpers.data_helpers import span_tokenizer
+from tests.helpers.documents import ROOT
+from tests.helpers.heap import LARGE_TENSORS_MAPPED
+from tests.helpers.seq2seq import model as encoder_decoder
+from tests.helpers.uptrain_runs import DEMO, recipe, run, student_home
+
+LENGTH = 32
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    with student_home(tmp_path_factory.mktemp("estimates")) as folder:
+        (folder / "text.txt").write_text((folder / "text.txt").read_text() * 4)
+        yield folder
+
+
+def estimated(home: Path, output: Path, **keys: Any) -> Estimate:
+    return estimate(recipe(home, output, **keys), [], Hardware(1))
+
+
+def counted(model: Any, target: int = 0) -> int:
+    """The operations that torch counts for one sample on a real model, forwards and backwards."""
+    model.set_attn_implementation("eager")  # the counter does not know the CPU's fused attention
+    inputs = {"input_ids": torch.ones(1, LENGTH, dtype=torch.long)}
+    if target:
+        inputs["decoder_input_ids"] = torch.ones(1, target, dtype=torch.long)
+    with FlopCounterMode(display=False) as counter:
+        model.train()(**inputs, use_cache=False).logits.sum().backward()
+    return counter.get_total_flops()
+
+
+def load(folder: Path) -> Any:
+    from gqa_convert.families.loading import load_model
+
+    return load_model(folder, torch.float32)[0]
+
+
+def test_operations_are_those_that_torch_counts(home: Path, tmp_path: Path) -> None:
+    model = load(home / "student")
+    whole = counted(model)
+    # two samples in a step; torch's attention takes one product more in all than the eager one does
+    assert estimated(home, tmp_path / "run").flops == pytest.approx(2 * whole, rel=0.005)
+    keys = {"gradient_checkpointing": True, "teacher": str(DEMO)}
+    assert 2 * whole * 4 / 3 < estimated(home, tmp_path / "run", **keys).flops < 2 * whole * 5 / 3
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("k_proj" in name or "v_proj" in name)
+    frozen = estimated(home, tmp_path / "run", trainable="kv")
+    assert frozen.flops == pytest.approx(2 * counted(model), rel=0.02)
+    assert frozen.flops < 1.8 * whole
+    assert 0 < frozen.parameters["trained"] < frozen.parameters["all"] / 4
+
+
+def test_operations_of_encoder_decoders(home: Path, tmp_path: Path) -> None:
+    folder = encoder_decoder(tmp_path / "t5", "t5", span_tokenizer())
+    pairs = {"source": str(home / "pairs.jsonl"), "source_field": "a", "target_field": "b"}
+    found = estimated(home, tmp_path / "run", model=str(folder), data=pairs)
+    assert found.flops == pytest.approx(counted(load(folder), LENGTH), rel=0.005)
+
+
+def test_experts_that_are_not_active_are_not_counted(home: Path, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    flops = {}
+    for experts in (4, 8):
+        folder = tmp_path / str(experts)
+        config = tiny.make_config("mixtral", kv_heads=3, num_local_experts=experts, vocab_size=2048)
+        tiny.make_model(config).save_pretrained(folder)
+        AutoTokenizer.from_pretrained(home / "student").save_pretrained(folder)
+        flops[experts] = estimated(home, tmp_path / "run", model=str(folder), precision="bf16").flops
+    assert flops[4] < flops[8] < 1.02 * flops[4]  # which has a larger router
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adafactor"])
+def test_bytes_of_weights_gradients_and_moments_are_those_of_tensors(
+    home: Path, optimizer: str, tmp_path: Path
+) -> None:
+    from gqa_convert.training.optimizers import build_optimizer
+
+    path = recipe(home, tmp_path / "run", optimizer=optimizer, sharding="full")
+    alone, shared = (estimate(path, [], Hardware(gpus)).memory for gpus in (1, 2))
+    model = load(home / "student")
+    steps = build_optimizer(model, read_recipe(path))
+    model(input_ids=torch.ones(1, 4, dtype=torch.long)).logits.sum().backward()
+    steps.step()
+    sizes = {
+        "weights": sum(each.nbytes for each in model.parameters()),
+        "gradients": sum(each.grad.nbytes for each in model.parameters()),
+        "moments": sum(each.nbytes for state in steps.state.values() for name, each in state.items() if name != "step"),
+    }
+    for name, size in sizes.items():
+        assert alone[name] == size
+        assert shared[name] == size / 2
+    assert "gathered layers" in shared.keys() - alone.keys()
+
+
+def test_adapters_and_weights_in_four_bits(home: Path, tmp_path: Path) -> None:
+    keys = {"precision": "bf16", "lora": {"rank": 4}}
+    plain = estimated(home, tmp_path / "run", precision="bf16")
+    adapted = estimated(home, tmp_path / "run", **keys)
+    in_bits = estimated(home, tmp_path / "run", **keys | {"lora": {"rank": 4, "quantize": "nf4"}})
+    own = adapted.parameters["trained"]
+    assert adapted.memory["gradients"] == 4 * own
+    assert adapted.memory["weights"] == 2 * (adapted.parameters["all"] - own) + 4 * own
+    assert in_bits.memory["weights"] < 0.5 * adapted.memory["weights"] < 0.4 * plain.memory["weights"]
+    assert adapted.flops < plain.flops
+
+
+def test_what_saves_memory_does(home: Path, tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"sequence_length": 256, "tokens_per_step": 1024, "tokens": 4096, "micro_batch_size": 4}
+    plain = estimated(home, tmp_path / "run", **keys)
+    recomputed = estimated(home, tmp_path / "run", **keys, gradient_checkpointing=True)
+    assert recomputed.memory["activations"] < plain.memory["activations"] / 2
+    smaller = estimated(home, tmp_path / "run", **keys | {"micro_batch_size": 2})
+    assert smaller.memory["activations"] == pytest.approx(plain.memory["activations"] / 2, rel=0.02)
+
+
+def _status(key: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
+
+
+LARGER = {"sequence_length": 512, "micro_batch_size": 8, "tokens_per_step": 4096, "tokens": 8192}
+MEASURED: dict[str, dict[str, Any]] = {
+    "distilled": {"teacher": str(DEMO)},
+    "bf16": {"precision": "bf16"},
+    "checkpointed": {
+        "gradient_checkpointing": True,
+        "micro_batch_size": 16,
+        "tokens_per_step": 8192,
+        "tokens": 16384,
+    },
+}
+
+
+def measure(kind: str, home: Path, folder: Path) -> None:
+    """Write the growth of this process during a run, in bytes, to found.json in `folder`."""
+    run(home, folder / "imports everything", teacher=str(DEMO), tokens=64)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = _status("VmRSS")
+    run(home, folder / "run", **(LARGER | MEASURED[kind]))
+    (folder / "found.json").write_text(json.dumps(_status("VmHWM") - before))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", MEASURED)
+def test_a_run_takes_about_what_is_estimated(kind: str, home: Path, tmp_path: Path) -> None:
+    # A fresh interpreter: a fork would serve the run from memory that earlier tests freed.
+    code = f"from pathlib import Path\nfrom tests.training.test_estimate import measure\nmeasure({kind!r}, Path({str(home)!r}), Path({str(tmp_path)!r}))"
+    command = [sys.executable, "-c", code]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, env=os.environ | LARGE_TENSORS_MAPPED)
+    growth = json.loads((tmp_path / "found.json").read_text())
+    found = estimated(home, tmp_path / "run", **(LARGER | MEASURED[kind]))
+    assert 0.7 < growth / found.memory_needed < 1.35
+
+
+def test_gpus_are_found_by_the_names_of_users() -> None:
+    assert named_gpus(8, "h100") == Hardware(8, "H100", 80 * 10**9, 989e12)
+    assert named_gpus(1, "RTX-4090").peak == 165e12
+    assert named_gpus(1, "gh200").memory == 96 * 10**9
+    for name in ("h1000", "rtx a1000", "a1000"):
+        with pytest.raises(OptionError, match=f"--hardware names '{name}', which is not known: name one of b200, h200"):
+            named_gpus(1, name)
+
+
+def test_an_estimate_writes_nothing_and_adds_up(home: Path, tmp_path: Path) -> None:
+    path = recipe(home, tmp_path / "run", teacher=str(DEMO), sharding="full")
+    before = sorted(home.rglob("*"))
+    found = estimate(path, [], named_gpus(2, "a100"))
+    assert (found.gpus, found.shards, found.steps, found.samples_per_step, found.micro_batches) == (2, 2, 6, 2, 1)
+    assert found.tokens_needed == 6 * 64
+    assert found.hours == pytest.approx(6 * found.flops / (2 * 312e12 * 0.35 * 3600))
+    assert found.memory_needed == sum(found.memory.values())
+    assert found.fits is True
+    assert sorted(home.rglob("*")) == before
+    assert not (tmp_path / "run").exists()
+    assert estimate(path, [], Hardware(2, memory=10**6)).fits is False
+
+
+def test_the_command_line(home: Path, tmp_path: Path) -> None:
+    path = recipe(home, tmp_path / "run", teacher=str(DEMO))
+    command = ["uptrain", str(path), "sharding=full", "--dry-run", "--hardware", "8xh100"]
+    shown = CliRunner().invoke(app, command, env={"COLUMNS": "120"})
+    assert shown.exit_code == 0
+    for words in (
+        "each parameter over 8 of 8 GPU(s)",
+        "memory per GPU",
+        "under 0.1 hours at 35% of the peak",
+        "tokens are needed",
+    ):
+        assert words in shown.stdout
+    stated = json.loads(CliRunner().invoke(app, [*command, "--json"]).stdout)
+    assert stated["memory_needed"] == sum(stated["memory"].values())
+
+
+def test_options_of_an_estimate_need_it(home: Path, tmp_path: Path) -> None:
+    path = recipe(home, tmp_path / "run")
+    found = CliRunner().invoke(app, ["uptrain", str(path), "--hardware", "8x80GiB"])
+    assert isinstance(found.exception, OptionError)
+    assert str(found.exception) == "--hardware describes GPUs to estimate for: add --dry-run, or remove --hardware"
+
+
+def test_what_shards() -> None:
+    assert [number_of_shards(sharding, 8) for sharding in ("replicate", "full", "auto")] == [1, 8, 1]  # type: ignore[arg-type]
