@@ -1,6 +1,5 @@
 """Plans how the tensors of a stock class come from those of a source."""
 
-from collections.abc import Mapping
 from functools import partial
 from itertools import groupby
 
@@ -15,6 +14,8 @@ from gqa_convert.errors import ConfigError, UnsupportedFormatError
 from gqa_convert.families import layouts
 
 Shape = tuple[int, ...]
+Sources = dict[str, Shape | None]
+"""The tensors that one is computed from, with the shapes that they must have, where these are known."""
 
 _OWN_CODE = ("modeling_", "configuration_")
 """What the names of Python files begin with that the stock checkpoint does not need. A tokenizer's stay."""
@@ -143,36 +144,37 @@ class _StockTensors:
         form, own = self._form, self._name(module, layer)
         stock = f"{form.layers[1]}.{layer}.{module.stock}" if module.in_layer else module.stock
         weight, bias = f"{own}.weight", f"{own}.bias"
-        is_tied = weight not in self._entries and module is form.modules[-1] and self._config.get("tie_word_embeddings")
+        is_head = module is form.modules[-1]
+        is_tied = is_head and weight not in self._entries and self._config.get("tie_word_embeddings")
         if is_tied:
             weight = f"{self._name(form.modules[0], 0)}.weight"
         shape = self._entry(weight).shape
         is_transposed = form.transposed and module.in_layer and len(shape) == 2
         count, *inputs = shape[::-1] if is_transposed else shape
         taken = count if rows is None else len(rows)
-        biases: dict[str, Shape | None] = {bias: (count,)} if bias in self._entries else {}
         if module.norm == FOLDED:
-            for kind, value in (("weight", 1.0), ("bias", 0.0)):
+            for name, value in (("weight", 1.0), ("bias", 0.0)):
                 fill = partial(arrays.fill, count=count, value=value)
-                self._add(f"{stock}.{kind}", (count,), {f"{own}.{kind}": (count,)}, fill)
+                self._add(f"{stock}.{name}", (count,), {f"{own}.{name}": (count,)}, fill)
             return
+        weights: Sources = {weight: stored}
+        biases: Sources = {bias: (count,)} if bias in self._entries else {}
+        compute: Compute | None = None
+        compute_bias: Compute | None = None
         if module.norm:
             norm = own.removesuffix(module.own[0]) + module.norm
-            gain, shift = f"{norm}.weight", f"{norm}.bias"
-            fold_gain, fold_bias = partial(arrays.fold_gain, rows=rows), partial(arrays.fold_bias, rows=rows)
-            self._add(f"{stock}.weight", (taken, *inputs), {weight: stored, gain: (*inputs,)}, fold_gain, wide=True)
-            biases = {weight: None, shift: (*inputs,)} | biases
-            self._add(f"{stock}.bias", (taken,), biases, fold_bias, like=[*biases][-1], wide=True)
-            return
-        compute: Compute | None = None
-        if module is form.modules[-1] and self._is_unit_head:
+            weights |= {f"{norm}.weight": (*inputs,)}
+            biases = {weight: None, f"{norm}.bias": (*inputs,)} | biases
+            compute, compute_bias = partial(arrays.fold_gain, rows=rows), partial(arrays.fold_bias, rows=rows)
+        elif is_head and self._is_unit_head:
             compute = arrays.unit_rows
         elif rows is not None or is_transposed:
             compute = partial(arrays.move, rows=rows, is_transposed=is_transposed)
+            compute_bias = partial(arrays.move, rows=rows)
         if not is_tied:
-            self._add(f"{stock}.weight", (taken, *inputs), {weight: stored}, compute)
+            self._add(f"{stock}.weight", (taken, *inputs), weights, compute, wide=bool(module.norm))
         if biases:
-            self._add(f"{stock}.bias", (taken,), biases, None if rows is None else partial(arrays.move, rows=rows))
+            self._add(f"{stock}.bias", (taken,), biases, compute_bias, like=[*biases][-1], wide=bool(module.norm))
         elif module.has_bias:
             self._add(f"{stock}.bias", (taken,), {}, partial(arrays.fill, count=taken, value=0.0), like=weight)
 
@@ -185,7 +187,7 @@ class _StockTensors:
         self,
         name: str,
         shape: Shape,
-        sources: Mapping[str, Shape | None],
+        sources: Sources,
         compute: Compute | None = None,
         *,
         like: str = "",
@@ -197,7 +199,7 @@ class _StockTensors:
         Args:
             name: in the stock checkpoint.
             shape: there.
-            sources: the tensors that it is computed from, with the shapes that they must have, where these are known.
+            sources: tensors of the source.
             compute: as in `Recipe`.
             like: one of the source's tensors.
             wide: whether numbers are multiplied.
