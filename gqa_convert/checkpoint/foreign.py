@@ -73,11 +73,11 @@ _FORMATS: Final[tuple[tuple[tuple[str, ...], str], ...]] = (
 """Patterns of file names, and what a folder with such files and without others holds."""
 
 
-def refuse_foreign_weights(names: Iterable[str], where: str, *, parts: Sequence[str] = ()) -> None:
+def refuse_foreign_weights(names: Sequence[str], where: str, *, parts: Sequence[str] = ()) -> None:
     """Raise an error if a folder without weights holds checkpoints in subfolders, or files of another format.
 
     Args:
-        names: paths relative to the folder.
+        names: paths relative to the folder, sorted.
         where: the folder in messages.
         parts: its subfolders that hold weights.
 
@@ -85,26 +85,19 @@ def refuse_foreign_weights(names: Iterable[str], where: str, *, parts: Sequence[
         UnsupportedFormatError: they are files of another format.
         SourceNotFoundError: the weights are in subfolders.
     """
-    names = sorted(names)
     if _RUN in names:
         raise UnsupportedFormatError(
             f"{where} holds a run of gqa-convert uptrain: name its subfolder model/, which exists once the run is complete (found {_RUN})"
         )
     if parts:
-        several = (
-            f"one of its {len(parts)} subfolders with weights, such as {parts[-1]}"
-            if len(parts) > 1
-            else f"its subfolder {parts[0]}, which does"
-        )
-        raise SourceNotFoundError(f"{where} holds no weights itself: name {several}")
+        several = f"one of its {len(parts)} subfolders with weights, such as {parts[-1]}"
+        one = f"its subfolder {parts[0]}, which does"
+        raise SourceNotFoundError(f"{where} holds no weights itself: name {several if len(parts) > 1 else one}")
     for patterns, text in _FORMATS:
-        found = next((name for name in names if any(_matches(name, pattern) for pattern in patterns)), None)
-        if found is not None:
-            raise UnsupportedFormatError(f"{where} holds {text} (found {found})")
-
-
-def _matches(name: str, pattern: str) -> bool:
-    return fnmatch(name, pattern) or fnmatch(name, f"*/{pattern}")
+        anywhere = (*patterns, *(f"*/{pattern}" for pattern in patterns))
+        for name in names:
+            if any(fnmatch(name, pattern) for pattern in anywhere):
+                raise UnsupportedFormatError(f"{where} holds {text} (found {name})")
 
 
 def refuse_adapter(files: "CheckpointFiles", *, model: bool) -> None:

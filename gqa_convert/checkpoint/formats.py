@@ -82,32 +82,21 @@ def choose_weights(files: Iterable[str], where: str) -> str:
         UnsupportedFormatError: only an adapter, a training checkpoint or a foreign format was found.
         SourceNotFoundError: there are no weights at all.
     """
-    names = set(files)
+    names = sorted(files)
     for name in PREFERENCE:
         if name in names:
             return name
-    if variant := _variant(names):
+    for found in filter(None, map(_VARIANT.fullmatch, names)):
+        variant = found["single"] or found["bin"] or found["index"]
         raise UnsupportedFormatError(
-            f"{where} holds only weights of the variant {variant[1]!r} (found {variant[0]}), which transformers does not load by default: "
-            f"load it with from_pretrained(..., variant={variant[1]!r}), save it with save_pretrained without a variant, and name that folder"
+            f"{where} holds only weights of the variant {variant!r} (found {found[0]}), which transformers does not load by default: "
+            f"load it with from_pretrained(..., variant={variant!r}), save it with save_pretrained without a variant, and name that folder"
         )
-    refuse_foreign_weights(names, where, parts=_parts_with_weights(names))
+    parts = [name.rpartition("/")[0] for name in names if "/" in name and name.rpartition("/")[2] in PREFERENCE]
+    refuse_foreign_weights(names, where, parts=parts)
     raise SourceNotFoundError(
         f"{where} holds no weights (none of {', '.join(PREFERENCE)}): name the folder that save_pretrained wrote"
     )
-
-
-def _parts_with_weights(names: set[str]) -> list[str]:
-    """The subfolders that hold weights of a whole model."""
-    return sorted(name.rpartition("/")[0] for name in names if "/" in name and name.rpartition("/")[2] in PREFERENCE)
-
-
-def _variant(names: set[str]) -> tuple[str, str] | None:
-    """Return a weight file that transformers loads only with `variant=`, and the name of the variant."""
-    for name in sorted(names):
-        if found := _VARIANT.fullmatch(name):
-            return name, found["single"] or found["bin"] or found["index"]
-    return None
 
 
 def refuse_wrapped_tensor(name: str, where: str) -> None:

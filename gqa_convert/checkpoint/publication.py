@@ -55,7 +55,7 @@ def check_destination(out: Path, source: Path | None, *, overwrite: bool) -> Non
 
 def _check_apart(out: Path, real: Path, source: Path) -> None:
     origin = source.resolve()
-    if real == origin or (real.exists() and real.samefile(origin)):
+    if real == origin:
         raise OutputError(f"{out} is the source itself: name another folder")
     if real.is_relative_to(origin):
         raise OutputError(f"{out} lies inside the source {source}: name a folder outside it")
