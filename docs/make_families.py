@@ -76,7 +76,7 @@ An attention function of your own reads a mask with four axes in all of them but
 
 ## Layers that differ
 
-[A number of K/V heads for each layer](methods.md#a-number-for-each-layer) is possible in {count} types. The result carries `gqa_by_layer.py`, and only transformers runs it. {decilm} become a DeciLM (`nemotron-nas`) where they can, which vLLM and llama.cpp [run](serving-and-publishing.md#layers-that-differ).
+[A number of K/V heads for each layer](methods.md#a-number-for-each-layer) is possible in {count} types. The result carries `gqa_by_layer.py`, and only transformers runs it. {decilm} become a DeciLM (`nemotron-nas`) where they can, which vLLM and llama.cpp [run](serving-and-publishing.md#which-engines-load-which-types).
 
 {listed}
 

@@ -33,9 +33,7 @@ def stated_positions(config: Mapping[str, Any]) -> int | None:
     Args:
         config: what config.json holds.
     """
-    if is_t5_like(config):  # some of these configs state an `n_positions`, which has no effect
-        return None
-    return stated_count(config, _POSITIONS)
+    return None if is_t5_like(config) else stated_count(config, _POSITIONS)  # a T5's `n_positions` has no effect
 
 
 def stated_encoder_positions(config: Mapping[str, Any]) -> int | None:
@@ -55,11 +53,10 @@ def has_fixed_source(config: Mapping[str, Any]) -> bool:
 
 def stated_count(config: Mapping[str, Any], names: Sequence[str]) -> int | None:
     """The first of these keys with a positive number, in the config of the decoder, or in the config or its `text_config`."""
-    inner = config.get("text_config")
-    for values in (decoder_config(config), config, inner if isinstance(inner, Mapping) else {}):
+    for values in (decoder_config(config), config, config.get("text_config") or {}):
         for name in names:
             stated = values.get(name)
-            if isinstance(stated, int) and not isinstance(stated, bool) and stated > 0:
+            if type(stated) is int and stated > 0:
                 return stated
     return None
 

@@ -1,7 +1,6 @@
 """The records of all model types, made from two files: what transformers' classes state, and what no class states."""
 
 import json
-import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -105,14 +104,12 @@ def with_key_norm(family: Family, shapes: Mapping[str, Sequence[int]], kv_heads:
         shapes: the shapes of the checkpoint's tensors.
         kv_heads: K/V heads of a layer.
     """
-    norm = re.compile(rf"(.*\b{family.attention[0]})\.((?:k|key)_\w*norm)\.weight")
     for name, shape in shapes.items():
-        match = norm.fullmatch(name)
-        rows = shapes.get(f"{match[1]}.{family.key}.weight") if match else None
-        if match and rows:
-            kinds: dict[tuple[int, ...], Any] = {(kv_heads, rows[0] // kv_heads): "per_head", (rows[0],): "full"}
-            kind = kinds.get(tuple(shape)) if kv_heads > 1 else None
-            return replace(family, key_norm=kind or "shared", key_norm_name=match[2])
+        module, _, part = name.removesuffix(".weight").rpartition(".")
+        rows = shapes.get(f"{module}.{family.key}.weight", (0,))[0]
+        if rows and part.startswith(("k_", "key_")) and part.endswith("norm"):
+            kinds: Any = {(kv_heads, rows // kv_heads): "per_head", (rows,): "full"} if kv_heads > 1 else {}
+            return replace(family, key_norm=kinds.get(tuple(shape), "shared"), key_norm_name=part)
     return family
 
 

@@ -4,7 +4,7 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 from gqa_convert.families.engines import listed_in, run_in
-from gqa_convert.families.table import FAMILIES
+from gqa_convert.families.records import record_of
 
 _COPIES = "vLLM"
 """The engine that keeps copies of K/V heads."""
@@ -37,11 +37,9 @@ def parallel_degrees(heads: int, kv_heads: Collection[int], model_type: str) -> 
         model_type: of the checkpoint. Those of modelling files are unknown to vLLM unless its tables name them.
     """
     degrees = [degree for degree in range(1, heads + 1) if heads % degree == 0]
-    split = [degree for degree in degrees if all(groups % degree == 0 for groups in kv_heads)]
-    family = FAMILIES.get(model_type)
-    if family is not None and family.modeling is not None and _COPIES not in run_in(model_type) | listed_in(model_type):
+    split = [degree for degree in degrees if not any(groups % degree for groups in kv_heads)]
+    known = run_in(model_type) | listed_in(model_type)
+    if record_of({"model_type": model_type}).modeling and _COPIES not in known:
         return ParallelDegrees(split, [])
-    possible = [
-        degree for degree in degrees if all(groups % degree == 0 or degree % groups == 0 for groups in kv_heads)
-    ]
+    possible = [degree for degree in degrees if not any(groups % degree and degree % groups for groups in kv_heads)]
     return ParallelDegrees(split, [degree for degree in possible if degree not in split])

@@ -13,10 +13,6 @@ def has_window(config: Config) -> bool:
     return not isinstance(kinds, list) or "sliding_attention" in kinds
 
 
-_FULL_EVERY = {"gemma2": 2, "gemma3_text": 6}
-"""Where a config.json says nothing more: every how many layers one attends to the whole text."""
-
-
 def window_of(config: Config, layer: int) -> int | None:
     """Return the tokens of the sliding window of a decoder layer; None if it attends to the whole text.
 
@@ -34,7 +30,7 @@ def window_of(config: Config, layer: int) -> int | None:
     first = config.get("max_window_layers")
     if isinstance(first, int) and layer < first:
         return None
-    every = config.get("sliding_window_pattern", _FULL_EVERY.get(str(config.get("model_type"))))
+    every = config.get("sliding_window_pattern")
     if isinstance(every, str):  # such as LLLG, where G is a layer that attends to the whole text
         every = len(every)
     return None if every and (layer + 1) % every == 0 else window

@@ -92,6 +92,7 @@ NORMED_IF = {
     "glm4_moe": "use_qk_norm",
     "llama4_text": "use_qk_norm",
     "phi": "qk_layernorm",
+    "persimmon": "qk_layernorm",
     "stablelm": "qk_layernorm",
 }
 
@@ -143,6 +144,7 @@ FUSED = {
     "gpt2": "blocks",
     "codegen": "quarters",
     "gpt_neox": "grouped",
+    "persimmon": "grouped",
     "bloom": "grouped",
     "falcon": "grouped",
 }

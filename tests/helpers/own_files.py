@@ -97,6 +97,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "gptj": _GPT2 | {"rotary_dim": 4},
     "codegen": _GPT2 | {"rotary_dim": 4, "n_ctx": 64},
     "gpt_neox": _NAMES | {"intermediate_size": 40},
+    "persimmon": _NAMES | {"intermediate_size": 40},
     "bloom": _TOKENS
     | {
         "hidden_size": 96,

@@ -28,26 +28,9 @@ from transformers.modeling_utils import AttentionInterface
 
 PREFIX = "GQA"
 
-Eager = Callable[..., tuple[Any, Any]]
-
-
 # Attention
 
 
-def repeating(eager: Eager) -> Eager:
-    """An eager attention function that repeats keys and values [B, N, S, c] for `eager`, which needs as many as query
-    heads.
-    """
-
-    @functools.wraps(eager)
-    def attention(module: nn.Module, query: Any, key: Any, value: Any, mask: Any, **options: Any) -> tuple[Any, Any]:
-        size = query.shape[1] // key.shape[1]
-        return eager(module, query, key.repeat_interleave(size, 1), value.repeat_interleave(size, 1), mask, **options)
-
-    return attention
-
-
-@repeating
 def eager_attention(
     module: Any,
     query: Any,
@@ -63,6 +46,8 @@ def eager_attention(
     """Attention whose scores [B, H, L, S] are added to a bias and a mask that broadcast to them, with a softmax in
     float32.
     """
+    size = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(size, 1), value.repeat_interleave(size, 1)
     scores = query @ key.transpose(-1, -2) * scaling
     for added in (position_bias, mask):
         scores = scores if added is None else scores + added
@@ -149,20 +134,18 @@ class FusedAttention(GroupedAttention):
         return [split_heads(part, head_dim) for part in states.split(self.widths, dim=-1)]
 
 
-def repeating_forward(forward: Any) -> Any:
-    """The forward function of a stock attention class, whose eager attention repeats keys and values.
+def grouped_forward(forward: Any) -> Any:
+    """The forward function of a stock attention class with the attention functions of this file.
 
     It is the same compiled code, with two names of its module bound anew. Without the module's own name, torch.compile
     reads these names here and not in the module.
     """
-    names = forward.__globals__
-    attention = {
-        "eager_attention_forward": repeating(names["eager_attention_forward"]),
+    names = forward.__globals__ | {
+        "eager_attention_forward": eager_attention,
         "ALL_ATTENTION_FUNCTIONS": ATTENTION_FUNCTIONS,
     }
-    own_names = names | attention
-    del own_names["__name__"]
-    made = FunctionType(forward.__code__, own_names, forward.__name__, forward.__defaults__, forward.__closure__)
+    del names["__name__"]
+    made = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
     made.__module__ = forward.__module__
     return made
 
@@ -171,8 +154,8 @@ def repeating_forward(forward: Any) -> Any:
 def attention_class(stock: Any, grouped: type) -> Any:
     """The class of an attention module of type `stock` with `grouped` added."""
     made: Any = type(PREFIX + stock.__name__, (grouped, stock), {})
-    if made.forward is stock.forward and "eager_attention_forward" in stock.forward.__globals__:
-        made.forward = repeating_forward(stock.forward)
+    if made.forward is stock.forward:
+        made.forward = grouped_forward(stock.forward)
     globals()[made.__name__] = made  # where pickle looks for it
     return made
 

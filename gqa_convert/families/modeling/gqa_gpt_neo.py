@@ -6,6 +6,8 @@ that transformers loads the checkpoint without gqa-convert.
 
 from typing import Any
 
+from transformers import PreTrainedModel
+
 from .gqa_common import GroupedAttention, class_maker, split_heads
 
 
@@ -23,15 +25,16 @@ class GroupedGPTNeoAttention(GroupedAttention):
         return output, weights
 
 
-def eager_only(_model: Any, implementation: Any, **_options: Any) -> str:
+def eager_only(model: Any, implementation: Any, **options: Any) -> str:
     """The attention function of a model.
 
     Raises:
         ValueError: another one than eager is asked for, which the class would ignore.
     """
-    if implementation not in (None, "eager"):
-        raise ValueError(f"GPT-Neo runs with eager attention, not {implementation}")
-    return "eager"
+    found: str = PreTrainedModel._check_and_adjust_attn_implementation(model, implementation, **options)
+    if found != "eager":
+        raise ValueError(f"GPT-Neo runs with eager attention, not {found}")
+    return found
 
 
 __getattr__ = class_maker(

@@ -7,7 +7,7 @@ families, so that transformers loads the checkpoint without gqa-convert.
 import functools
 from typing import Any
 
-from .gqa_common import GroupedAttention, class_maker, repeating_forward
+from .gqa_common import GroupedAttention, class_maker, grouped_forward
 
 
 class GroupedT5Attention(GroupedAttention):
@@ -20,7 +20,7 @@ def t5_forward() -> Any:
     """The forward function of T5's attention."""
     from transformers.models.t5.modeling_t5 import T5Attention
 
-    return repeating_forward(T5Attention.forward)
+    return grouped_forward(T5Attention.forward)
 
 
 class GroupedUMT5Attention(GroupedT5Attention):
