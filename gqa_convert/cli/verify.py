@@ -1,6 +1,5 @@
 """`gqa-convert verify`."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -16,9 +15,6 @@ def verify(
     ],
     revision: Revision = None,
     logits: Annotated[bool, option("--logits/--no-logits", "Load both models and compare their outputs.")] = True,
-    text: Annotated[
-        Path | None, option("--text FILE", "Text whose first 1,024 tokens both models run on, in place of random ones.")
-    ] = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -46,7 +42,6 @@ def verify(
             source,
             revision=revision,
             logits=logits,
-            text=text,
             on_note=lambda note: screen.say(f"note: {note}"),
             progress=screen.show,
         )

@@ -104,17 +104,7 @@ def _auto_map(config: dict[str, Any], *, models: bool) -> dict[str, Any]:
 def check_modelling_file(out: Path, config: dict[str, Any], modeling: Modeling) -> str:
     """OUT's modelling files are the package's, byte for byte, and the only code that its config leads to."""
     for file in modeling.files:
-        if not (out / file.name).is_file():
-            raise Failure(f"{file.name} is missing, and transformers cannot load OUT without it")
-        found, own = (out / file.name).read_bytes(), file.read_bytes()
-        if found != own:
-            same = [a == b for a, b in zip(found, own, strict=False)]
-            at = same.index(False) if False in same else len(same)
-            raise Failure(
-                f"{file.name} differs from the package's own file from byte {at} on: its code is not executed"
-            )
-    leads = _auto_map(config, models=True)
-    for auto in {**leads, **modeling.auto_map}:
-        if leads.get(auto) != modeling.auto_map.get(auto):
-            raise Failure(f"{CONFIG} maps {auto} to {leads.get(auto)}, expected {modeling.auto_map.get(auto)}")
+        if (out / file.name).read_bytes() != file.read_bytes():
+            raise Failure(f"{file.name} differs from the package's own file: its code is not executed")
+    compare_json(f"{CONFIG}: auto_map", _auto_map(config, models=True), modeling.auto_map)
     return f"{' and '.join(file.name for file in modeling.files)}, the package's own files"

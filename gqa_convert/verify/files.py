@@ -12,6 +12,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+from gqa_convert.families.family import Modeling
 from gqa_convert.verify.config import compare_json, same_json
 from gqa_convert.verify.report import Failure
 from gqa_convert.verify.weights import CONFIG, INDEX, PROVENANCE, SINGLE, Weights, read_object
@@ -63,7 +64,7 @@ def check_index(out: Weights, source: Weights) -> str:
     return f"total_size {expected['total_size']:,}, total_parameters {expected['total_parameters']:,}"
 
 
-def check_carried(out: Path, source: Path, checked_elsewhere: list[str]) -> str:
+def check_carried(out: Path, source: Path, modeling: Modeling | None) -> str:
     """OUT has every other file of SOURCE, byte for byte, and no new file that software reads.
 
     Links that lead out of SOURCE do not count as files of it.
@@ -71,9 +72,9 @@ def check_carried(out: Path, source: Path, checked_elsewhere: list[str]) -> str:
     Args:
         out: OUT's folder.
         source: SOURCE's folder.
-        checked_elsewhere: names of files that other checks compare.
+        modeling: whose files another check compares.
     """
-    own = {CONFIG, PROVENANCE, *checked_elsewhere}
+    own = {CONFIG, PROVENANCE, *(file.name for file in (modeling.files if modeling else ()))}
     modules = _module_folders(source)
 
     def compared(folder: Path) -> list[str]:

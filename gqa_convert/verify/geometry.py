@@ -37,8 +37,8 @@ class HeadTensor:
     """One name, or one for each K/V head of SOURCE."""
     names_after: tuple[str, ...]
     """Those that OUT has."""
-    transposed: bool
-    """Whether the heads lie along the second axis."""
+    axis: int
+    """Along which the heads lie."""
     before: Rows
     after: Rows
 
@@ -46,25 +46,20 @@ class HeadTensor:
         """The shape in OUT of a tensor that has `shape` in SOURCE."""
         if len(self.names) > 1:
             return shape
-        length = sum(rows.numel() for rows in self.after.values())
-        return (shape[0], length) if self.transposed else (length, *shape[1:])
+        return *shape[: self.axis], sum(rows.numel() for rows in self.after.values()), *shape[self.axis + 1 :]
 
     def read(self, tensors: Tensors, *, converted: bool) -> Heads:
         """The heads in SOURCE's tensors, or in OUT's: views where they follow one another."""
         names, rows = (self.names_after, self.after) if converted else (self.names, self.before)
-        upright = self._upright(_joined(tensors, names))
+        upright = _joined(tensors, names).movedim(self.axis, 0)
         return {role: _heads_in(upright, each) for role, each in rows.items()}
 
     def replace(self, tensors: Tensors, heads: Heads) -> dict[str, Tensor]:
         """Copies of SOURCE's tensors with other heads of some roles."""
         whole = _joined(tensors, self.names).clone()
         for role, each in heads.items():
-            self._upright(whole)[self.before[role]] = each.to(whole.dtype)
+            whole.movedim(self.axis, 0)[self.before[role]] = each.to(whole.dtype)
         return dict(zip(self.names, whole.chunk(len(self.names)), strict=True))
-
-    def _upright(self, tensor: Tensor) -> Tensor:
-        """A view in which heads lie along the first axis."""
-        return tensor.T if self.transposed else tensor
 
 
 def _joined(tensors: Tensors, names: tuple[str, ...]) -> Tensor:
@@ -272,8 +267,6 @@ def _head_tensors(
         parts = {family.key: ({"key": before}, 1), family.value: ({"value": before}, 1)}
     elif kind == "cross":
         parts[family.fused] = kv_heads, 1
-    elif family.fused_layout == "quarters":
-        parts[family.fused] = {"query": heads, "value": before, "key": before}, 4
     else:
         parts[family.fused] = {"query": heads, **kv_heads}, before if family.fused_layout == "grouped" else 1
     if not family.fused or kind == "cross":
@@ -288,13 +281,13 @@ def _head_tensors(
         name = f"{module}.{part}"
         if name not in source:
             return
-        transposed = across and len(source[name]) == 2
-        rows = rows_after = _rows(heads_of, blocks, source[name][1 if transposed else 0], module)
+        axis = 1 if across and len(source[name]) == 2 else 0
+        rows = rows_after = _rows(heads_of, blocks, source[name][axis], module)
         if before != after and any(role in MERGED for role in heads_of):
             counts = {role: after if role in MERGED else heads_of[role] for role in _IN_OUT if role in heads_of}
             width = next(iter(rows.values())).shape[1]
             rows_after = _rows(counts, 1, sum(counts.values()) * width, module)
-        found.append(HeadTensor((name,), (name,), transposed, rows, rows_after))
+        found.append(HeadTensor((name,), (name,), axis, rows, rows_after))
 
     for ending in ("weight", "bias"):
         for part, (heads_of, blocks) in parts.items():
@@ -302,7 +295,7 @@ def _head_tensors(
         names = tuple(f"{module}.{family.key_norm_name}.{head}.{ending}" for head in range(before))
         if family.key_norm == "per_head_list" and names[0] in source:
             norms = _rows({"key_norm": before}, 1, before * source[names[0]][0], module)["key_norm"]
-            found.append(HeadTensor(names, names[:after], False, {"key_norm": norms}, {"key_norm": norms[:after]}))
+            found.append(HeadTensor(names, names[:after], 0, {"key_norm": norms}, {"key_norm": norms[:after]}))
     add(f"{family.output}.weight", {"output": heads}, 1, across=not family.transposed)
     add(f"{family.output}.bias", {"output_bias": 1}, 1, across=False)
     return found

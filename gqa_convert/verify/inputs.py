@@ -1,4 +1,4 @@
-"""Reads what the user named: OUT, SOURCE and the text. A mistake in one of them is an error, not a failed check."""
+"""Reads what the user named: OUT and SOURCE. A mistake in one of them is an error, not a failed check."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -13,19 +13,16 @@ from gqa_convert.checkpoint.quantised import quantisation_method
 from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.conversion.rewriting.folder import rewritten_folder
 from gqa_convert.conversion.rewriting.planning import needs_rewriting, plan_rewriting
-from gqa_convert.errors import CorruptCheckpointError, GQAConvertError, OptionError, SourceNotFoundError
+from gqa_convert.errors import CorruptCheckpointError, SourceNotFoundError
 from gqa_convert.families.family import Family, Modeling
 from gqa_convert.families.records import with_key_norm
 from gqa_convert.families.table import RESTATED, family_of
 from gqa_convert.families.wrappers import decoder_config
-from gqa_convert.verify.probe import STEPS
 from gqa_convert.verify.report import first_line
 from gqa_convert.verify.weights import CONFIG, Weights, read_object, readable_object
 
 Progress = Callable[[str, int, int], None]
 """Called with a stage (tensors or logits), the amount done and the total: bytes or steps."""
-TEXT_TOKENS = 1024
-"""Tokens of a text that the models run on, since the logits of all of them are kept."""
 _TORCH = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 
 
@@ -44,8 +41,6 @@ class Inputs:
     original: Weights
     """The tensors of SOURCE as the user named it: `source`, unless it is rewritten before it is converted."""
     original_config: dict[str, Any]
-    tokens: list[int] | None
-    """The first tokens of the text to run the models on."""
 
     @property
     def is_rewritten(self) -> bool:
@@ -88,16 +83,15 @@ class Inputs:
 
 @contextmanager
 def read_inputs(
-    out: str | Path, source: str | Path, revision: str | None, text: Path | None, on_note: Callable[[str], None]
+    out: str | Path, source: str | Path, revision: str | None, on_note: Callable[[str], None]
 ) -> Iterator[Inputs]:
-    """Open both checkpoints and read the text. Remote checkpoints are downloaded. A SOURCE that a conversion to OUT
+    """Open both checkpoints. Remote checkpoints are downloaded. A SOURCE that a conversion to OUT
     rewrites first is rewritten in a folder beside OUT, which goes at the end of the context.
 
     Args:
         out: the converted folder.
         source: the folder or the Hub id that it was made from.
         revision: branch, tag or commit on the Hub.
-        text: a file, or None.
         on_note: called with sentences on what is rewritten.
 
     Raises:
@@ -105,7 +99,7 @@ def read_inputs(
         ConfigError: SOURCE's config is damaged.
         CorruptCheckpointError: SOURCE's weights cannot be opened.
         UnsupportedFamilyError: SOURCE's model type cannot be converted.
-        OptionError: the text cannot be read or tokenised, or SOURCE cannot be rewritten as OUT's type.
+        OptionError: SOURCE cannot be rewritten as OUT's type.
     """
     out = local_path(out)
     if not out.is_dir():
@@ -126,36 +120,17 @@ def read_inputs(
             config, home = rewritten.config, rewritten.folder
             dtypes = {name: _TORCH[dtype] for name, dtype in rewritten.result_dtypes.items()}
         family = family_of(config)
-        weights = Weights(home, _source_error, dtypes)
-        original = weights if home is folder else Weights(folder, _source_error)
+        weights = _open_source(home, dtypes)
+        original = weights if home is folder else _open_source(folder, {})
         if not family.listed:
             family = with_key_norm(family, weights.shapes, config["num_key_value_heads"])
-        tokens = None if text is None else _read_tokens(local_path(text), folder, original_config)
-        yield Inputs(out, out_config, weights, config, family, original, original_config, tokens)
+        yield Inputs(out, out_config, weights, config, family, original, original_config)
 
 
-def _source_error(problem: str) -> CorruptCheckpointError:
-    return CorruptCheckpointError(f"{problem}: download or copy the source again")
-
-
-def _read_tokens(text: Path, source: Path, config: dict[str, Any]) -> list[int]:
-    from gqa_convert.families.loading import TASKS, auto_class, check_language_model, load_tokenizer
-    from gqa_convert.text.scoring.text_to_score import read_file
-
-    if config.get("model_type") in RESTATED or auto_class(config) not in (TASKS[0], TASKS[3]):
-        raise OptionError(
-            "--text is run on a causal language model in transformers, which "
-            f"{config.get('model_type')} is not: leave the text out"
-        )
-    check_language_model("SOURCE", config, "--text is run on one; leave the text out")
+def _open_source(folder: Path, result_dtypes: dict[str, torch.dtype]) -> Weights:
     try:
-        content = read_file(text)
-    except GQAConvertError as problem:
-        raise OptionError(str(problem)) from None
-    try:
-        tokens: list[int] = load_tokenizer(source)(content, verbose=False)["input_ids"][:TEXT_TOKENS]
+        return Weights(folder, result_dtypes)
     except Exception as problem:
-        raise OptionError(f"SOURCE has no tokenizer for --text ({first_line(problem)}): leave the text out") from None
-    if len(tokens) < 2 * STEPS:
-        raise OptionError(f"{text} has {len(tokens)} tokens, and --text needs at least {2 * STEPS}: name a longer text")
-    return tokens
+        raise CorruptCheckpointError(
+            f"{folder} cannot be read ({first_line(problem)}): download or copy the source again"
+        ) from None

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from gqa_convert.families import loading
-from gqa_convert.families.context_length import block_length
 from gqa_convert.families.family import Modeling
 from gqa_convert.verify import heads
 from gqa_convert.verify.geometry import read_geometry, span_of
@@ -53,12 +52,9 @@ class ModelChecks:
 
         inputs = self.inputs
         loaded = load_model(inputs.out, inputs.numbers, self.result.modeling)
-        model, tokens = loaded.model, None
-        if inputs.tokens is not None:
-            length = min(len(inputs.tokens), block_length(model.config.to_dict()))
-            tokens = torch.tensor(inputs.tokens[: len(inputs.tokens) // length * length]).unflatten(0, (-1, length))
+        model = loaded.model
         cross = any(module.kind == "cross" for module in self.result.geometry.modules)
-        self.probe = Probe(model, cross=cross, tokens=tokens)
+        self.probe = Probe(model, cross=cross)
         self.has_head = loaded.has_language_model
         self.outputs = "logits" if self.has_head else "hidden states"
         self.output, self.decoding = self.probe.output(model), self.probe.decode(model)

@@ -188,9 +188,9 @@ def group_products(
 def shared_loss(source: Products, merged: Products, limits: torch.finfo, what: str | None) -> Loss:
     """What the heads of a group lose by sharing one.
 
-    The criterion for scores is their own error. The criterion for values ignores how strongly the output reads them: the
-    rows of the shared head span the leading right singular vectors of all heads stacked (Eckart and Young 1936), and the
-    output is that of the heads projected on them.
+    The rows of the shared head must span the leading right singular vectors of all heads stacked (Eckart and Young 1936),
+    of keys each as strong as its queries read it, of values as they are; and what reads them must be what reads the heads
+    projected on that space.
 
     Args:
         source: the products of SOURCE's heads.
@@ -216,23 +216,20 @@ def shared_loss(source: Products, merged: Products, limits: torch.finfo, what: s
     )
     noise = 2 * (limits.eps / 2) ** 2 * float((rows * columns).sum())
     loss = Loss(total - _square(kept) + moved, total, noise)
-    if what and what.startswith("keys"):
-        values, vectors = torch.linalg.eigh(between)
-        roots = values.clamp(min=0).sqrt()[..., :, None] * vectors.mH  # R with R^H R = left^H left, [..., m, c, c]
-        best = math.sqrt(_least_loss(roots.to(source.right.dtype) @ source.right))
-        found = math.sqrt(max(loss.lost, 0.0))
-        if not found <= best + loss.allowance:
-            whole = math.sqrt(total or 1.0)
-            raise Failure(f"{what} lose {found / whole:.4f} of the scores, the least possible is {best / whole:.4f}")
-    elif what:
-        whole, best = _square(source.right) or 1.0, _least_loss(source.right)
-        unseen = whole - _square(seen)
-        rounding = (limits.eps / 2) ** 2 * float((rows / shared.square().sum(-1).clamp(min=1e-300)).max())
+    if what:
+        heads = source.right
+        if what.startswith("keys"):
+            values, vectors = torch.linalg.eigh(between)
+            roots = values.clamp(min=0).sqrt()[..., :, None] * vectors.mH  # R with R^H R = left^H left, [..., m, c, c]
+            heads = roots.to(heads.dtype) @ heads
+        whole = _square(heads)
+        unseen, best = whole - _square(heads @ basis), _least_loss(heads)
+        rounding = (limits.eps / 2) ** 2 * float((rows / shared.abs().square().sum(-1).clamp(min=1e-300)).max())
         if not unseen <= best + (SLACK**2 * rounding + 1e-10) * whole:
-            share, least = (math.sqrt(max(each, 0.0) / whole) for each in (unseen, best))
-            raise Failure(f"{what} lose {share:.4f} of their heads, the least possible is {least:.4f}")
+            share, least = (math.sqrt(max(each, 0.0) / (whole or 1.0)) for each in (unseen, best))
+            raise Failure(f"{what} lose {share:.4f}, the least possible is {least:.4f}")
         if not math.sqrt(moved) <= loss.allowance:
-            raise Failure(f"outputs for the {what} are not those of the heads projected on the shared head")
+            raise Failure(f"what reads the {what} is not what reads their heads, projected on the shared head")
     # over all distances, a rotary pair has half of its product's square on average
     weight = 0.5 if source.right.is_complex() else 1.0
     return Loss(weight * loss.lost, weight * loss.total, weight * loss.noise)

@@ -40,37 +40,33 @@ class Decoding:
 
 
 class Probe:
-    """Rows of tokens, and an encoder's input where there is one.
+    """Rows of random tokens, and an encoder's input where there is one.
 
     Args:
         model: a loaded model. An encoder-decoder model gets random tokens or audio for its encoder too.
         cross: whether the model has cross-attention. A decoder without its encoder then gets random encoder states.
-        tokens: the rows [rows, length] of a text; random ones if None.
     """
 
-    def __init__(self, model: Any, *, cross: bool, tokens: Tensor | None = None) -> None:
+    def __init__(self, model: Any, *, cross: bool) -> None:
         config = model.config.get_text_config()
         self._generator = torch.Generator().manual_seed(0)
         self._pairs = bool(config.is_encoder_decoder)
-        if tokens is None:
-            tokens = self._tokens(config, _LENGTH, getattr(config, "decoder_vocab_size", None) or config.vocab_size)
-            self.description = f"{tokens.numel()} random tokens"
-        else:
-            self.description = f"{tokens.numel():,} tokens of the text"
-        self._ids = tokens
+        vocabulary = getattr(config, "decoder_vocab_size", None) or config.vocab_size
+        self._ids = self._tokens(config, _LENGTH, vocabulary)
+        self.description = f"{self._ids.numel()} random tokens"
         self._exact = model.dtype in (torch.float32, torch.float64)
         self.tolerance = TOLERANCE if self._exact else HALF_TOLERANCE
         self._memory: dict[str, Any] = {}
         """The inputs besides the decoder's tokens."""
         if self._pairs and model.main_input_name == "input_features":
-            shape = len(tokens), config.num_mel_bins, 2 * config.max_source_positions
+            shape = _ROWS, config.num_mel_bins, 2 * config.max_source_positions
             self._memory = {"input_features": self._noise(model, *shape)}
             self.description += ", random audio"
         elif self._pairs:
             self._memory = {"input_ids": self._tokens(config, _ENCODER_LENGTH, config.vocab_size)}
             self.description += ", random tokens of the encoder"
         elif cross:
-            states = self._noise(model, len(tokens), _ENCODER_LENGTH, config.hidden_size)
+            states = self._noise(model, _ROWS, _ENCODER_LENGTH, config.hidden_size)
             known = inspect.signature(model.forward).parameters
             offered = {"encoder_hidden_states": states, "encoder_outputs": (states,)}
             self._memory = dict([(name, each) for name, each in offered.items() if name in known][:1])

@@ -6,14 +6,13 @@ from typing import Any
 
 import torch
 
-from gqa_convert.errors import OptionError
 from gqa_convert.verify.config import check_config, check_modelling_file
 from gqa_convert.verify.files import check_carried, check_files, check_hashes, check_index
 from gqa_convert.verify.inputs import Inputs, Progress, read_inputs
 from gqa_convert.verify.models import check_models
 from gqa_convert.verify.optimum import check_functions
 from gqa_convert.verify.provenance import check_provenance
-from gqa_convert.verify.report import Check, Failure, VerificationReport
+from gqa_convert.verify.report import Check, VerificationReport
 from gqa_convert.verify.result import Result, read_result
 from gqa_convert.verify.tensors import TensorChecks
 from gqa_convert.verify.tokenizers import check_tokenizer
@@ -26,7 +25,6 @@ def verify_checkpoint(
     *,
     revision: str | None = None,
     logits: bool = True,
-    text: Path | None = None,
     on_note: Callable[[str], None] = lambda _: None,
     progress: Progress = lambda *_: None,
 ) -> VerificationReport:
@@ -37,7 +35,6 @@ def verify_checkpoint(
         source: the folder or the Hub id that it was made from.
         revision: branch, tag or commit on the Hub.
         logits: also load and run both models.
-        text: a UTF-8 file on whose first tokens both models run, in place of random tokens; needs `logits`.
         on_note: called with sentences about a SOURCE that is rewritten first.
         progress: called with the progress of the work.
 
@@ -49,11 +46,9 @@ def verify_checkpoint(
         ConfigError: the config of `source` is damaged.
         CorruptCheckpointError: a tensor of `source` cannot be read.
         UnsupportedFamilyError: the model type of `source` cannot be converted.
-        OptionError: the text cannot be read or tokenised, or `logits` is off; or no stock class computes what SOURCE does.
+        OptionError: no stock class computes what SOURCE does.
     """
-    if text is not None and not logits:
-        raise OptionError("--text needs both models to run: leave out --text or --no-logits")
-    with read_inputs(out, source, revision, text, on_note) as inputs:
+    with read_inputs(out, source, revision, on_note) as inputs:
         report = VerificationReport(str(inputs.out), str(source))
         result, is_own_code = _check_stored(report, inputs, progress)
         if not logits:
@@ -72,8 +67,7 @@ def verify_checkpoint(
             why = "OUT's modelling file did not pass its check, and other code is not executed"
             if result is None:
                 why = "OUT's tensors did not pass their checks"
-            for name in ("loads", "logits", "cache heads", "cached decoding"):
-                report.checks.append(Check(name, False, f"not run: {why}"))
+            report.checks.append(Check("loads", False, f"not run: {why}"))
             return report
         check_models(report, result, progress)
         return report
@@ -85,29 +79,28 @@ def _check_stored(report: VerificationReport, inputs: Inputs, progress: Progress
     Returns:
         OUT, or None if it is too damaged; and whether its modelling files, if it must have any, are the package's own.
     """
-    result, claims = None, readable_object(inputs.out / PROVENANCE)
-    try:
-        weights = Weights(inputs.out, Failure)
-    except Failure as failure:
-        report.checks.append(Check("files", False, str(failure)))
-    else:
-        report.check("files", lambda: check_files(weights, inputs.source))
+    claims = readable_object(inputs.out / PROVENANCE)
+    weights = report.find("files", lambda: _open_out(inputs))
+    result, modeling, is_own_code = None, inputs.modeling, True
+    if weights is not None:
         result = report.find("heads", lambda: _find_heads(inputs, weights, claims))
     if result is not None:
+        modeling = result.modeling
         _check_contents(report, result, progress)
-    modeling = inputs.modeling if result is None else result.modeling
-    is_own_code = True
-    shipped: list[str] = []
-    if modeling is not None and (result is not None or (inputs.out / modeling.files[0].name).is_file()):
-        shipped = [file.name for file in modeling.files]
-        is_own_code = report.check(
-            "modelling file", lambda: check_modelling_file(inputs.out, inputs.out_config, modeling)
-        )
-    report.check("carried files", lambda: check_carried(inputs.out, inputs.source.folder, shipped))
+        if modeling is not None:
+            is_own_code = report.check(
+                "modelling file", lambda: check_modelling_file(inputs.out, inputs.out_config, modeling)
+            )
+    report.check("carried files", lambda: check_carried(inputs.out, inputs.source.folder, modeling))
     if claims:
         required = result is not None and result.folds
         report.check("hashes", lambda: check_hashes(inputs.out, claims, required=required))
     return result, is_own_code
+
+
+def _open_out(inputs: Inputs) -> tuple[Weights, str]:
+    weights = Weights(inputs.out)
+    return weights, check_files(weights, inputs.source)
 
 
 def _find_heads(inputs: Inputs, weights: Weights, claims: dict[str, Any]) -> tuple[Result, str]:

@@ -15,7 +15,7 @@ from gqa_convert.cli import app
 from gqa_convert.conversion.fit.model_loading import open_model
 from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.run import convert_checkpoint
-from gqa_convert.errors import CorruptCheckpointError, NoLanguageModelError, OptionError
+from gqa_convert.errors import CorruptCheckpointError, NoLanguageModelError
 from gqa_convert.families.loading import headless_class, load_any_model
 from gqa_convert.measuring.sensitivity.inspection import inspect_checkpoint
 from gqa_convert.verify import verify_checkpoint
@@ -177,15 +177,11 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("auto", [LAYERS, CLASSIFIER, READER])
-@pytest.mark.parametrize(
-    "command", ["evaluate", "benchmark", "fit", "factor", "inspect", "uptrain", "check-serving", "verify"]
-)
+@pytest.mark.parametrize("command", ["evaluate", "benchmark", "fit", "factor", "inspect", "uptrain", "check-serving"])
 def test_what_needs_a_head_says_so(sources: dict[str, Path], tmp_path: Path, command: str, auto: str) -> None:
     """One line, exit code 2, nothing half-written, and no word of damage."""
     source, out = sources[auto], tmp_path / "out"
     text = str(source.parent / "text.txt")
-    if command == "verify":
-        convert_checkpoint(source, tmp_path / "made", 3, ConversionOptions(method="mean"))
     recipe = tmp_path / "recipe.yaml"
     run_of_one_step = "tokens: 64\ntokens_per_step: 64\nsequence_length: 32\nprecision: 'no'\n"
     recipe.write_text(f"model: {source}\noutput: {out}\ndata: [{{source: {text}}}]\n{run_of_one_step}")
@@ -197,7 +193,6 @@ def test_what_needs_a_head_says_so(sources: dict[str, Path], tmp_path: Path, com
         "inspect": ["inspect", str(source), "--calibration", text],
         "uptrain": ["uptrain", str(recipe)],
         "check-serving": ["check-serving", str(source), "--engine", "llama.cpp"],
-        "verify": ["verify", str(tmp_path / "made"), "--source", str(source), "--text", text],
     }[command]
     with pytest.raises(NoLanguageModelError, match="has no language-model head: ") as mistake:
         app(arguments, standalone_mode=False)
@@ -219,8 +214,6 @@ def test_what_needs_no_head_works(sources: dict[str, Path], tmp_path: Path) -> N
     assert inspect_checkpoint(source).layers
     convert_checkpoint(source, tmp_path / "out", 3, ConversionOptions(method="factor"))
     assert failed(verify_checkpoint(tmp_path / "out", source)) == {}
-    with pytest.raises(OptionError, match="text"):
-        verify_checkpoint(tmp_path / "out", source, logits=False, text=tmp_path / "none.txt")
 
 
 def test_files_without_the_prefix_of_the_layers(tmp_path: Path) -> None:

@@ -13,8 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.run import convert_checkpoint
-from gqa_convert.errors import CorruptCheckpointError, OptionError, SourceNotFoundError, UnsupportedFamilyError
-from gqa_convert.text.scoring.text_to_score import read_file
+from gqa_convert.errors import CorruptCheckpointError, SourceNotFoundError, UnsupportedFamilyError
 from gqa_convert.verify import verify_checkpoint
 from tests.helpers.verification import (
     Conversions,
@@ -23,7 +22,6 @@ from tests.helpers.verification import (
     claim,
     claims,
     config,
-    details,
     edit,
     edit_json,
     failed,
@@ -95,17 +93,6 @@ def test_progress_goes_to_the_end(made: Conversions) -> None:
         steps = [(done, of) for name, done, of in stages if name == stage]
         assert steps == sorted(steps)
         assert steps[-1][0] == steps[-1][1]
-
-
-def test_both_models_run_on_a_text(made: Conversions, tmp_path: Path) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text(" ".join(f"w{number % 47}" for number in range(150)))
-    report = verify_checkpoint(*made("llama", 3), text=text)
-    assert failed(report) == {}
-    assert ": 128 tokens of the text," in details(report)["logits"]  # two blocks of 64, the context length
-    text.write_text("w1 w2")
-    with pytest.raises(OptionError, match="has 2 tokens"):
-        verify_checkpoint(*made("llama", 3), text=text)
 
 
 ATTENTION = "model.layers.1.self_attn"
@@ -212,10 +199,10 @@ BYTES = {"before": 1, "after": 1}
 DAMAGE: dict[str, tuple[Damage, str]] = {
     "swapped heads": (change(KEY, swap_heads), "merged tensors"),
     "strided groups": (strided, "merged tensors"),
-    "missing tensor": (remove(NORM), "tensor names"),
-    "missing key": (remove(KEY), "tensor names"),
-    "missing value": (remove(VALUE), "heads"),
-    "extra tensor": (extra_tensor, "tensor names"),
+    "missing tensor": (remove(NORM), "files"),
+    "missing key": (remove(KEY), "files"),
+    "missing value": (remove(VALUE), "files"),
+    "extra tensor": (extra_tensor, "files"),
     "one layer with all heads": (change(KEY, lambda t: t.repeat_interleave(4, dim=0)), "merged tensors"),
     "negative zero": (change(NORM, lambda t: t * -0.0), "untouched tensors"),
     "other type": (change(NORM, lambda t: t.float()), "untouched tensors"),
@@ -331,7 +318,11 @@ def test_what_transformers_cannot_load_fails(made: Conversions, tmp_path: Path) 
 def test_missing_norms_of_heads_fail_to_load(made: Conversions, tmp_path: Path) -> None:
     good, source = made("stablelm", 4)
     out = shutil.copytree(good, tmp_path / "out")
-    edit(out, f"{ATTENTION}.k_layernorm.norms.2.weight", lambda _: None)
+    name = f"{ATTENTION}.k_layernorm.norms.2.weight"
+    edit(out, name, lambda _: None)
+    stated = json.loads((out / "model.safetensors.index.json").read_text())
+    del stated["weight_map"][name]
+    (out / "model.safetensors.index.json").write_text(json.dumps(stated))
     assert {"tensor names", "merged tensors", "loads"} <= set(failed(verify_checkpoint(out, source)))
 
 
@@ -363,21 +354,6 @@ def test_a_cache_of_all_heads_fails(made: Conversions, monkeypatch: pytest.Monke
     assert set(failed(verify_checkpoint(out, source))) == {"cache heads"}
 
 
-def test_text_in_json_is_its_text(made: Conversions, tmp_path: Path) -> None:
-    documents = ["first text", "second text"]
-    files = {
-        "plain.txt": "first text\n\nsecond text",
-        "lines.jsonl": "".join(json.dumps({"text": text}) + "\n" for text in documents),
-        "array.json": json.dumps([{"text": text} for text in documents], indent=1),
-    }
-    for name, content in files.items():
-        (tmp_path / name).write_text(content)
-        assert read_file(tmp_path / name) == files["plain.txt"]
-    (tmp_path / "rows.json").write_text('[{"content": "w1"}]')
-    with pytest.raises(OptionError, match="has no 'text', found content"):
-        verify_checkpoint(*made("llama", 3), text=tmp_path / "rows.json")
-
-
 def test_mistakes_of_the_user_are_errors(made: Conversions, tmp_path: Path) -> None:
     out, source = made("llama", 3)
     with pytest.raises(SourceNotFoundError, match="not a folder"):
@@ -386,8 +362,6 @@ def test_mistakes_of_the_user_are_errors(made: Conversions, tmp_path: Path) -> N
         verify_checkpoint(out, tmp_path)
     with pytest.raises(SourceNotFoundError, match="revision"):
         verify_checkpoint(out, source, revision="main")
-    with pytest.raises(OptionError):
-        verify_checkpoint(out, source, text=tmp_path / "no.txt")
     damaged = shutil.copytree(source, tmp_path / "damaged")
     truncate(damaged)
     with pytest.raises(CorruptCheckpointError):

@@ -14,7 +14,6 @@ SHARED = {
     "gqa_convert.checkpoint.quantised": "whether a config says that weights are quantised",
     "gqa_convert.conversion.rewriting.planning": "whether a source is rewritten first",
     "gqa_convert.conversion.rewriting.folder": "rewriting it again",
-    "gqa_convert.families.context_length": "how many tokens a model reads",
     "gqa_convert.families.family": "the families' records",
     "gqa_convert.families.layerwise": "the forms of configs whose layers differ",
     "gqa_convert.families.legacy_config_keys": "the config keys of transformers 4",
@@ -23,7 +22,6 @@ SHARED = {
     "gqa_convert.families.records": "the norm of keys of a type on no list",
     "gqa_convert.families.wrappers": "the config of the decoder inside a wrapper",
     "gqa_convert.families.loading": "loading models and tokenizers with transformers",
-    "gqa_convert.text.scoring.text_to_score": "reading a text",
 }
 """Modules outside the room that verify may import, and what for."""
 

@@ -14,7 +14,6 @@ import transformers
 
 from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.run import convert_checkpoint
-from gqa_convert.errors import OptionError
 from gqa_convert.families.loading import auto_class, load_model
 from gqa_convert.verify import models, verify_checkpoint
 from gqa_convert.verify.tokenizers import check_tokenizer
@@ -145,10 +144,6 @@ def test_chatglm_is_proven_by_its_data_alone(tmp_path: Path) -> None:
     found = details(report)
     assert "no class of type chatglm" in found["behaviour"]
     assert not {"loads", "logits", "cached decoding", "cache heads"} & set(found)
-    text = tmp_path / "text.txt"
-    text.write_text("w1 w2")
-    with pytest.raises(OptionError, match="leave the text out"):
-        verify_checkpoint(out, source, text=text)
     name = "transformer.encoder.layers.1.self_attention.query_key_value"
     for tensor, row in ((f"{name}.weight", 3), (f"{name}.weight", -1), (f"{name}.bias", 12 * 16)):
         bad = shutil.copytree(out, tmp_path / "bad", dirs_exist_ok=True)
@@ -318,10 +313,9 @@ def test_a_modelling_file_that_was_edited_never_runs(made: Conversions, tmp_path
     file = out / "gqa_opt.py"
     code = file.read_text()
     file.write_text(code + EVIL.format(str(marker)))
-    needing = {"loads", "logits", "cache heads", "cached decoding"}
     findings = failed(verify_checkpoint(out, source))
-    assert set(findings) == {"modelling file", *needing}
-    assert all("not executed" in findings[name] for name in needing)
+    assert set(findings) == {"modelling file", "loads"}
+    assert "not executed" in findings["loads"]
     assert not marker.exists()
     with pytest.MonkeyPatch.context() as patch:  # the same code does run where it is vouched for
         patch.setattr(transformers.models.auto.configuration_auto.CONFIG_MAPPING, "_extra_content", {})
@@ -329,9 +323,7 @@ def test_a_modelling_file_that_was_edited_never_runs(made: Conversions, tmp_path
     assert marker.exists()
     copies = set(modules_cache.rglob("gqa_opt.py"))
     file.write_text(code.replace("OPT", "0PT", 1))  # one byte of a comment
-    findings = failed(verify_checkpoint(out, source))
-    assert set(findings) == {"modelling file", *needing}
-    assert f"from byte {code.encode().index(b'OPT')} on" in findings["modelling file"]
+    assert set(failed(verify_checkpoint(out, source))) == {"modelling file", "loads"}
     assert set(modules_cache.rglob("gqa_opt.py")) == copies
 
 
@@ -376,14 +368,6 @@ def test_the_tokenizer_of_a_whisper_is_found_by_its_class(tmp_path: Path) -> Non
     assert set(failed(verify_checkpoint(out, source))) == {"config", "tokenizer"}
     edit_json(out / "config.json", tokenizer_class="WhisperTokenizer", model_type="whisper")
     assert set(failed(verify_checkpoint(out, source))) == {"config"}
-
-
-def test_a_text_is_for_causal_language_models(made: Conversions, tmp_path: Path) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text(" ".join(f"w{number % 47}" for number in range(70)))
-    assert failed(verify_checkpoint(*made("gpt_neox", 4), text=text)) == {}
-    with pytest.raises(OptionError, match="leave the text out"):
-        verify_checkpoint(*made("t5", 3), text=text)
 
 
 def test_results_load_through_the_packages_own_copy(made: Conversions, tmp_path: Path) -> None:
