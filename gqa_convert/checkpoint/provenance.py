@@ -30,8 +30,6 @@ class Divergence:
 
     before: float
     after: float
-    curve: tuple[tuple[int, float], ...] = ()
-    """Steps of that stage, and the divergence after them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gqa_convert.checkpoint.source import open_checkpoint
-from gqa_convert.conversion.fit.batches import prepare_calibration, ready_calibration
+from gqa_convert.conversion.fit.batches import divide_batches, prepare_calibration
 from gqa_convert.conversion.fit.options import CalibrationOptions, check_calibration
 from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.plan import make_plan
@@ -23,6 +23,10 @@ from tests.helpers.verification import edit_json
 from tests.helpers.wrappers import image_batches, make_wrapper
 
 CONTEXT, LENGTH = 4096, 512
+
+
+def ids(tokens: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(3, 60, (1, tokens), generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.fixture(scope="module")
@@ -53,10 +57,6 @@ def test_positions_that_end_with_the_block_are_not_stretched(far: Path, tmp_path
     assert all(batch.keys() == {"input_ids"} for batch in text.batches)
 
 
-def ids(tokens: int, seed: int = 0) -> torch.Tensor:
-    return torch.randint(3, 60, (1, tokens), generator=torch.Generator().manual_seed(seed))
-
-
 def test_ready_batches_are_divided() -> None:
     """No more are taken than are needed; with too few, the last ones are held out."""
     taken = []
@@ -66,22 +66,22 @@ def test_ready_batches_are_divided() -> None:
             taken.append(number)
             yield {"input_ids": ids(10, number), "pixels": torch.full((2, 3), float(number), dtype=torch.float16)}
 
-    found = ready_calibration(endless(), 45, held_out=15, fresh=3)
+    found = divide_batches(endless(), 45, held_out=15, fresh=3)
     parts = [found.batches, found.held_out, found.fresh]
     assert [[int(batch["pixels"][0, 0]) for batch in part] for part in parts] == [[0, 1, 2, 3, 4], [5, 6], [7, 8, 9]]
-    assert taken == list(range(11))
+    assert taken == list(range(10))
     assert (found.tokens, found.sequence_length) == (50, 10)
     assert found.description == "5 ready batches of input_ids, pixels with 50 tokens"
     assert found.batches[0]["pixels"].dtype == torch.float32
-    assert ready_calibration(endless(), 45).digest == found.digest != ready_calibration(endless(), 35).digest
+    assert divide_batches(endless(), 45).digest == found.digest != divide_batches(endless(), 35).digest
     for count, held_out in ((1, 0), (2, 1), (8, 1), (20, 2)):
-        few = ready_calibration(itertools.islice(endless(), count), 1000, held_out=100, fresh=3)
+        few = divide_batches(itertools.islice(endless(), count), 1000, held_out=100, fresh=3)
         assert (len(few.batches), len(few.held_out), few.tokens) == (
             count - held_out,
             held_out,
             10 * (count - held_out),
         )
-    assert not ready_calibration(itertools.islice(endless(), 8), 1000).held_out
+    assert not divide_batches(itertools.islice(endless(), 8), 1000).held_out
 
 
 @pytest.mark.parametrize(
@@ -89,12 +89,16 @@ def test_ready_batches_are_divided() -> None:
     [
         ([], "no batch"),
         ([{"input_ids": [1, 2]}], "batch 0 holds input_ids as list: give tensors"),
+        (
+            [{"input_ids": ids(2), "attention_mask": torch.tensor([[0, 1]])}],
+            "batch 0 is padded .attention_mask has zeros.",
+        ),
         ([{"input_features": torch.zeros(1)}], "batch 0 holds input_features: give input_ids too"),
     ],
 )
 def test_batches_that_no_model_takes(batches: Any, message: str) -> None:
     with pytest.raises(DataError, match=message):
-        ready_calibration(batches, 10)
+        divide_batches(batches, 10)
     with pytest.raises(OptionError, match="take the place of text"):
         check_calibration("fit", CalibrationOptions("text.txt", batches=batches))
 

@@ -16,7 +16,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from gqa_convert.checkpoint.source import open_checkpoint
-from gqa_convert.conversion.fit import memory, model_loading, statistics, stretched_blocks
+from gqa_convert.conversion.fit import model_loading, statistics, stretched_blocks
 from gqa_convert.conversion.fit.calibration_text import Calibration
 from gqa_convert.conversion.fit.layer_store import LayerRecord, LayerStore
 from gqa_convert.conversion.fit.merged_attention import MergedAttention
@@ -157,27 +157,23 @@ def _stored(found: dict[str, Any], name: str) -> Any:
 def test_moments_and_ridge_are_what_they_say() -> None:
     generator = np.random.default_rng(0)
     rows, targets = generator.standard_normal((30, 5)), generator.standard_normal((30, 4))
-    kept = np.arange(30) % 3 > 0
-    counted = torch.from_numpy(kept).view(2, 15)
-    moment = damped_moment([(torch.from_numpy(rows).view(2, 15, 5), counted)])
-    extended = np.concatenate([rows, np.ones((30, 1))], axis=1)[kept]
-    expected = extended.T @ extended / kept.sum()
+    moment = damped_moment([torch.from_numpy(rows).view(2, 15, 5)])
+    extended = np.concatenate([rows, np.ones((30, 1))], axis=1)
+    expected = extended.T @ extended / 30
     expected[np.diag_indices(5)] += DAMPING * np.diag(expected)[:5].mean()
     np.testing.assert_allclose(moment, expected, atol=1e-6)  # products are made in float32
 
     regression = Regression(biased=True)
-    regression.add(torch.from_numpy(rows).view(2, 15, 5), torch.from_numpy(targets).view(2, 15, 4), counted)
+    regression.add(torch.from_numpy(rows).view(2, 15, 5), torch.from_numpy(targets).view(2, 15, 4))
     change = regression.change(0.3)
     # the same as least squares with rows that keep the change small
     penalty = np.sqrt(0.3 * np.mean(np.diag(extended.T @ extended)[:5])) * np.eye(6)
     zeros = np.zeros((6, 4))
-    solution = np.linalg.lstsq(np.concatenate([extended, penalty]), np.concatenate([targets[kept], zeros]), rcond=None)[
-        0
-    ]
+    solution = np.linalg.lstsq(np.concatenate([extended, penalty]), np.concatenate([targets, zeros]), rcond=None)[0]
     np.testing.assert_allclose(change.numpy(), solution, atol=1e-5)
-    left = np.square(targets[kept] - extended @ solution).sum()
+    left = np.square(targets - extended @ solution).sum()
     assert regression.error(change) == pytest.approx(left)
-    assert regression.power() == pytest.approx(np.square(targets[kept]).sum())
+    assert regression.power() == pytest.approx(np.square(targets).sum())
 
 
 @pytest.mark.parametrize("sampled", [512, 4])
@@ -195,7 +191,7 @@ def test_held_out_text_decides_how_much_is_repaired(
     for _ in range(2):
         inputs = normal(1, 30, 20)
         texts.append(Regression(biased=False))
-        texts[-1].add(inputs, inputs @ weight + noise * normal(1, 30, 8), None)
+        texts[-1].add(inputs, inputs @ weight + noise * normal(1, 30, 8))
     strength, share = best_strength(*texts)
     columns = texts[0].sample()
     assert columns.step == (1 if sampled == 512 else 2)
@@ -287,9 +283,7 @@ def test_precision_is_reduced_for_wide_sources_of_16_bits(tmp_path: Path, monkey
 
 
 @pytest.mark.parametrize("reduced", [False, True])
-def test_weights_on_the_disk_and_spilled_activations_change_nothing(
-    reduced: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_on_the_disk_change_nothing(reduced: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
     def precision(_: Any, device: torch.device) -> Any:
@@ -300,7 +294,6 @@ def test_weights_on_the_disk_and_spilled_activations_change_nothing(
     source = folded.build("qwen2").save(tmp_path / "source")
     batches = batches_for(open_model(source))
     fitted(source, tmp_path / "memory")
-    monkeypatch.setattr(memory, "KEPT_BYTES", 1 << 60)
     monkeypatch.setattr(model_loading, "open_model", partial(open_model, memory_limit=0))
     fitted(source, tmp_path / "disk", batches=batches)
     assert (tmp_path / "memory" / "model.safetensors").read_bytes() == (

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gqa_convert.conversion.fit.attention_calls import AttentionCall
-from gqa_convert.conversion.fit.layer_walk import LayerWalk, parts_of
+from gqa_convert.conversion.fit.attention_calls import AttentionCall, parts_of
+from gqa_convert.conversion.fit.layer_walk import LayerWalk
 from gqa_convert.conversion.fit.merged_attention import replaced
 from gqa_convert.families.table import FAMILIES
 from tests.helpers import native, own_files
@@ -191,23 +191,8 @@ def test_batches_of_text_are_divided_and_those_with_images_are_not() -> None:
     assert [len(part["input_ids"]) for part in parts_of({"input_ids": long, "pixel_values": torch.ones(2, 3)})] == [2]
 
 
-def test_padding_is_told_on_both_sides_of_cross_attention() -> None:
-    model = build("t5").model.requires_grad_(False)
-    batches = batches_for(model)
-    walk = LayerWalk(model, batches, attention_of(model, "o"), "o")
-    [source] = walk.streams(1)
-    own, crossing = walk.layers[0].attention
-    assert source.attention(walk.layers[0], own).calls[0].states_counted is None
-    call = source.attention(walk.layers[0], crossing).calls[0]
-    assert call.counted is None
-    assert call.states_counted is not None
-    assert torch.equal(call.states_counted, batches[0]["attention_mask"].bool())
-
-
 def test_a_target_lies_between_both_kinds() -> None:
     zeros, ones = torch.zeros(1, 2, 3), torch.ones(1, 2, 3)
     call = AttentionCall(zeros, (), {}, output=zeros, target=ones)
     assert torch.equal(call.between(0), zeros)
     assert torch.equal(call.between(0.25), 0.25 * ones)
-    call.counted = torch.tensor([[True, False]])
-    assert call.square(2 * ones) == 12

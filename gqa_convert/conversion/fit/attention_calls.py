@@ -1,8 +1,8 @@
-"""The calls of an attention module on text, which can be repeated with any weights."""
+"""Batches of a model's inputs, and the calls of an attention module on them, which can be repeated with any weights."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from torch import Tensor
 
@@ -11,11 +11,47 @@ Batch = Mapping[str, Tensor]
 
 _STATES = ("key_value_states", "encoder_hidden_states")
 """Keyword arguments for the states that keys and values are projected from, in cross-attention."""
+_BY_SEQUENCE: Final = frozenset(
+    [
+        "input_ids",
+        "attention_mask",
+        "position_ids",
+        "decoder_input_ids",
+        "decoder_attention_mask",
+        "labels",
+        "encoder_outputs",
+    ]
+)
+"""Inputs with a row for each sequence; rows of others may be images or parts of them."""
+_TOKENS_TOGETHER = 512
+"""Of short sequences that are run together."""
 
 
-@dataclass(slots=True)
+def tokens_of(batch: Batch) -> Tensor:
+    """[B, L], the tokens at whose positions the model predicts."""
+    return batch["decoder_input_ids"] if "decoder_input_ids" in batch else batch["input_ids"]
+
+
+def parts_of(batch: Batch) -> list[Batch]:
+    """A batch in parts of one sequence, or of some short ones; one that holds more than text, whole."""
+    if not batch.keys() <= _BY_SEQUENCE:
+        return [batch]
+    length = max(tensor.shape[1] for tensor in batch.values() if not tensor.is_floating_point())
+    together = max(1, _TOKENS_TOGETHER // length)
+    rows = range(0, len(tokens_of(batch)), together)
+    return [{name: tensor[row : row + together] for name, tensor in batch.items()} for row in rows]
+
+
+def beginning(batch: Batch, tokens: int) -> Batch:
+    """The first tokens of a batch's first sequence; one that holds more than text, whole."""
+    if not batch.keys() <= _BY_SEQUENCE:
+        return batch
+    return {name: tensor[:1, :tokens] for name, tensor in batch.items()}
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """One call of an attention module: B sequences of L positions, d numbers each."""
+    """One call of an attention module: B sequences of L positions, d numbers each, none of them padding."""
 
     hidden: Tensor
     """[B, L, d], the states that queries are projected from: the first argument."""
@@ -25,10 +61,6 @@ class AttentionCall:
     """[B, L, d], the contribution to the residual stream that the source's weights yield."""
     target: Tensor
     """[B, L, d], the contribution that would bring the residual stream to the source's."""
-    counted: Tensor | None = None
-    """[B, L] bool: the positions that are not padding; None if there is no padding."""
-    states_counted: Tensor | None = None
-    """[B, S] bool: the positions of `states` that are not padding; None if there is no padding."""
 
     @property
     def states(self) -> Tensor:
@@ -36,28 +68,9 @@ class AttentionCall:
         found = [self.kwargs[name] for name in _STATES if isinstance(self.kwargs.get(name), Tensor)]
         return found[0] if found else self.hidden
 
-    def find_padding(self, batch: Batch, module: str, *, encoder_decoder: bool) -> None:
-        """Set `counted` and `states_counted`.
-
-        Args:
-            batch: the inputs of the model.
-            module: the module's name in the loaded model.
-            encoder_decoder: whether the model is an encoder-decoder.
-        """
-        decodes = encoder_decoder and "encoder" not in module.split(".")
-        self.counted = _counted(batch.get("decoder_attention_mask" if decodes else "attention_mask"), self.hidden)
-        self.states_counted = self.counted
-        if self.states is not self.hidden:
-            self.states_counted = _counted(batch.get("attention_mask"), self.states)
-
     def between(self, share: float) -> Tensor:
         """[B, L, d], float32, from `output` at a share of 0 to `target` at 1."""
         return self.output.float().lerp(self.target.float(), share)
-
-    def square(self, tensor: Tensor) -> Tensor:
-        """The sum of the squares of a tensor [B, L, d], without padding, in float64."""
-        squares = tensor.square().sum(-1).double()
-        return squares.sum() if self.counted is None else squares[self.counted].sum()
 
 
 @dataclass(slots=True)
@@ -90,9 +103,3 @@ class CapturedAttention:
         contribution, entered = seen
         sizes = call.hidden.shape[:-1]
         return contribution.reshape(*sizes, -1), entered.reshape(*sizes, -1)
-
-
-def _counted(mask: Tensor | None, states: Tensor) -> Tensor | None:
-    if mask is None or mask.shape != states.shape[:2] or bool(mask.all()):
-        return None
-    return mask.bool()

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from gqa_convert.checkpoint.provenance import Divergence
-from gqa_convert.conversion.fit.attention_calls import Batch
+from gqa_convert.conversion.fit.attention_calls import Batch, parts_of, tokens_of
 from gqa_convert.conversion.fit.layer_store import LayerStore, layer_key
-from gqa_convert.conversion.fit.layer_walk import parts_of
 from gqa_convert.conversion.fit.merged_attention import MergedAttention
 from gqa_convert.conversion.fit.model_loading import Precision, find_modules
 from gqa_convert.conversion.fit.optimizer import RelativeAdam, batch_order
@@ -23,7 +22,6 @@ from gqa_convert.conversion.fit.progress import ALL_TOGETHER, FitProgress, OnPro
 from gqa_convert.conversion.fit.source_layers import attention_of
 from gqa_convert.conversion.fit.training_attention import TrainingAttention
 from gqa_convert.conversion.plan import Plan
-from gqa_convert.data.labels import IGNORED
 from gqa_convert.losses.distillation import kl_loss
 from gqa_convert.merging.attention_heads import LayerLayout, Tensors
 
@@ -31,9 +29,6 @@ RATE = 0.005
 """Of `RelativeAdam`."""
 WORTHWHILE = 0.02
 """Nats per token: where the divergence after the layers is smaller, the stage gains too little for its time."""
-_MEASURED = 4
-"""In so many parts of the stage the divergence is measured."""
-
 AllWeights = Sequence[Mapping[str, Tensor]]
 """Weights and biases of each merged layer."""
 
@@ -82,32 +77,14 @@ class Student:
 
     def divergence(self, batches: Sequence[Batch], weights: AllWeights) -> float:
         """KL(source || student), in nats per token."""
-        total = count = 0.0
+        total = 0.0
         with torch.no_grad():
             for batch in batches:
                 wanted = self.logits(batch)
                 with self.installed(weights):
-                    summed, counted = summed_divergence(self.logits(batch), wanted, batch)
-                total += float(summed.double())
-                count += float(counted)
+                    total += float(summed_divergence(self.logits(batch), wanted))
+        count: int = sum(tokens_of(batch).numel() for batch in batches)
         return total / count
-
-    def errors(self, batch: Batch, weights: AllWeights) -> dict[str, float]:
-        """How far the output of each layer's attention is from the source's on a batch, relative to it, by its name in
-        `gqa_conversion.json`.
-        """
-        seen: dict[str, list[Tensor]] = {name: [] for name in self._projections}
-        with torch.no_grad(), ExitStack() as stack:
-            for name, projection in self._projections.items():
-                hook = projection.register_forward_hook(lambda _, __, output, name=name: seen[name].append(output))
-                stack.callback(hook.remove)
-            self.logits(batch)
-            with self.installed(weights):
-                self.logits(batch)
-        errors = {}
-        for name, (wanted, found) in seen.items():
-            errors[f"{name}.output"] = float((found - wanted).norm() / wanted.norm().clamp(min=1e-30))
-        return errors
 
     def tensors(self, weights: AllWeights) -> Tensors:
         """Weights as the result has them."""
@@ -142,22 +119,17 @@ def train_together(
         Trained weights, None if they predict no better than those at the start; and the divergence before and after.
     """
     on_progress(FitProgress(ALL_TOGETHER, 0, steps, f"step 0 of {steps:,}"))
-    before = latest = student.divergence(held_out, student.start)
+    before = student.divergence(held_out, student.start)
     if before < least:
         return None, Divergence(before, before)
     optimizer = RelativeAdam(student.start, RATE, steps)
-    curve: list[tuple[int, float]] = []
-    every = max(1, steps // _MEASURED)
     for done, number in enumerate(batch_order(len(batches), steps, seed), start=1):
         _learn(student, batches[number], optimizer)
-        if done < steps and done % every == 0:
-            latest = student.divergence(held_out, optimizer.layers)
-            curve.append((done, latest))
-        on_progress(FitProgress(ALL_TOGETHER, done, steps, f"step {done:,} of {steps:,}, KL {latest:.3f}"))
+        on_progress(FitProgress(ALL_TOGETHER, done, steps, f"step {done:,} of {steps:,}, KL {before:.3f} before"))
     after = student.divergence(held_out, optimizer.layers)
     if not after < before:
         return None, Divergence(before, before)
-    return optimizer.results(), Divergence(before, after, tuple(curve))
+    return optimizer.results(), Divergence(before, after)
 
 
 def _learn(student: Student, batch: Batch, optimizer: RelativeAdam) -> None:
@@ -166,26 +138,17 @@ def _learn(student: Student, batch: Batch, optimizer: RelativeAdam) -> None:
         with torch.no_grad(), student.precision():
             wanted = student.logits(part)
         with torch.enable_grad(), student.precision(), TrainingAttention(), student.installed(optimizer.layers):
-            divergence, _ = summed_divergence(student.logits(part), wanted, part)
+            divergence = summed_divergence(student.logits(part), wanted)
             torch.autograd.backward(divergence / tokens_of(batch).numel())
     optimizer.step()
 
 
-def summed_divergence(student: Tensor, source: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-    """KL(source || student) of the next-token distributions, summed over a batch, in nats, and the number of positions.
+def summed_divergence(student: Tensor, source: Tensor) -> Tensor:
+    """KL(source || student) of the next-token distributions, summed over all positions, in nats.
 
     Args:
-        student: logits [B, L, vocabulary], of any precision; they are overwritten.
+        student: logits [B, L, vocabulary], of any precision.
         source: logits of the same shape.
-        batch: the inputs. Positions that its mask leaves out do not count.
     """
     labels = torch.zeros(source.shape[:2], dtype=torch.long, device=source.device)
-    mask = batch.get("decoder_attention_mask" if "decoder_input_ids" in batch else "attention_mask")
-    if mask is not None:
-        labels = labels.masked_fill(~mask.to(labels.device).bool(), IGNORED)
-    return kl_loss(student, source, labels)
-
-
-def tokens_of(batch: Batch) -> Tensor:
-    """[B, L], the tokens at whose positions the model predicts."""
-    return batch["decoder_input_ids"] if "decoder_input_ids" in batch else batch["input_ids"]
+    return kl_loss(student, source, labels)[0]

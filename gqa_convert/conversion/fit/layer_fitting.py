@@ -4,15 +4,12 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
-from gqa_convert.conversion.fit.attention_calls import Batch
+from gqa_convert.conversion.fit.attention_calls import Batch, tokens_of
 from gqa_convert.conversion.fit.distillation import summed_divergence
 from gqa_convert.conversion.fit.layer_store import LayerStore, layer_key
 from gqa_convert.conversion.fit.layer_walk import LayerWalk, Weights
-from gqa_convert.conversion.fit.memory import waits_on_disk
 from gqa_convert.conversion.fit.merged_attention import MergedAttention
 from gqa_convert.conversion.fit.model_loading import weights_in_memory
 from gqa_convert.conversion.fit.one_layer import FitOptions, OneLayer, judging_batches
@@ -28,7 +25,7 @@ def fit_layers(
     """Fit the layers of a plan in the order in which the model runs them.
 
     Each is read from the source, merged, and stored as the result will have it. The student then continues with the
-    stored numbers. Hidden states that take more than a quarter of the free memory are kept in files.
+    stored numbers.
 
     Args:
         plan: of a method that reads text.
@@ -55,22 +52,11 @@ def fit_layers(
 
     with ExitStack() as stack:
         read_layer = stack.enter_context(open_layers(plan, store.path))
-        scratch = None
-        tokens = sum(max(each.numel() for each in batch.values() if not each.is_floating_point()) for batch in batches)
-        if waits_on_disk(plan, tokens):
-            scratch = Path(stack.enter_context(TemporaryDirectory(dir=store.path)))
-        walk = LayerWalk(
-            model,
-            batches,
-            list(numbers),
-            plan.family.output,
-            precision=options.precision,
-            scratch=scratch,
-            on_batch=lambda number, count: tell(f"running source and student {number:,} of {count:,}"),
-        )
+        walk = LayerWalk(model, batches, list(numbers), plan.family.output, options.precision)
         source, student = walk.streams(2)
         for layer in walk.layers:
             with weights_in_memory(layer.module):
+                tell("running source and student")
                 missing = [name for name in layer.attention if store.layer(numbers[name]) is None]
                 streams = source.advance(layer, watch=missing)
                 weights: Weights = {}
@@ -86,9 +72,7 @@ def fit_layers(
                     done += 1
                     on_progress(FitProgress(MERGING_LAYERS, done, len(numbers), layer=store.layer(numbers[name])))
                 student.advance(layer, weights)
-        total = count = 0.0
-        for number in judging_batches(len(batches)):
-            missed, positions = summed_divergence(student.logits(number), source.logits(number), walk.batches[number])
-            total += float(missed)
-            count += float(positions)
-    return total / max(1.0, count)
+        judging = judging_batches(len(batches))
+        missed = sum(float(summed_divergence(student.logits(number), source.logits(number))) for number in judging)
+        count: int = sum(tokens_of(batches[number]).numel() for number in judging)
+    return missed / count

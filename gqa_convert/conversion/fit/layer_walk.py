@@ -7,25 +7,25 @@ each `Stream` runs one layer at a time on the hidden states that it keeps. A stu
 source's do, except those that come from an encoder, which each stream makes of its own encoder's output.
 """
 
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gqa_convert.checkpoint.mapped_tensors import mapped
-from gqa_convert.conversion.fit.attention_calls import AttentionCall, Batch, CapturedAttention
+from gqa_convert.conversion.fit.attention_calls import AttentionCall, Batch, CapturedAttention, beginning
 from gqa_convert.conversion.fit.model_loading import find_modules, running_device, wrapped_forward
 from gqa_convert.conversion.fit.residual_stream import StreamPlace, find_stream, first_tensor, on_passing
 from gqa_convert.errors import UnsupportedFamilyError
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """What a layer or an attention module is called with behind hidden states, by position and by name."""
+Recorded = tuple[Tensor, dict[str, Arguments]]
+"""The hidden states that enter a stack of layers, and what each of its layers is called with behind them, by name."""
 Installing = Callable[[], AbstractContextManager[Any]]
 """Returns a context in which an attention module has a student's weights."""
 Weights = Mapping[str, Installing]
@@ -67,8 +67,6 @@ class LayerWalk:
         names: the attention modules' names in the checkpoint.
         projection: the name of the output projection inside each of them.
         precision: the context of all forward passes.
-        scratch: an existing folder in which streams keep their tensors in mapped files; None to keep them in memory.
-        on_batch: called with the number of batches that have passed a layer, and the number of all.
 
     Raises:
         ConfigError: the model has no such module.
@@ -81,13 +79,9 @@ class LayerWalk:
         batches: Sequence[Batch],
         names: Sequence[str],
         projection: str,
-        *,
         precision: Callable[[], AbstractContextManager[Any]] = nullcontext,
-        scratch: Path | None = None,
-        on_batch: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
-        self.model, self.projection = model, projection
-        self.precision, self.on_batch, self._scratch = precision, on_batch, scratch
+        self.model, self.projection, self._precision = model, projection, precision
         device = running_device(model)
         self.batches = [{name: tensor.to(device) for name, tensor in batch.items()} for batch in batches]
         self.modules = find_modules(model, names)
@@ -104,54 +98,52 @@ class LayerWalk:
         """Find the layers of all stacks in the order of their calls, by an ordinary pass over the first tokens."""
         called: list[str] = []
 
-        def surveyed(layer: str, forward: Any, *args: Any, **kwargs: Any) -> Any:
+        def surveyed(stack: str, name: str, module: Any, forward: Any, *args: Any, **kwargs: Any) -> Any:
             called.clear()
             output = forward(*args, **kwargs)
             inside = tuple(called)
-            module = self.model.get_submodule(layer)
             with wrapped_forward(module, forward):
-                for name in inside:
-                    projection = f"{self.modules[name]}.{self.projection}"
-                    self.places[name] = find_stream(self.model, layer, projection, partial(module, *args, **kwargs))
+                for attention in inside:
+                    projection = f"{self.modules[attention]}.{self.projection}"
+                    self.places[attention] = find_stream(self.model, name, projection, partial(module, *args, **kwargs))
             others = None if isinstance(output, Tensor) else tuple(output)[1:]
-            self.layers.append(WalkedLayer(layer, module, layer.rpartition(".")[0], inside, others))
+            self.layers.append(WalkedLayer(name, module, stack, inside, others))
             return output
 
         with torch.no_grad(), ExitStack() as context:
             for name in self.modules:
                 hook = self.module(name).register_forward_pre_hook(lambda _, __, name=name: called.append(name))
                 context.callback(hook.remove)
-            for layer in self._layers_of_stacks():
-                module = self.model.get_submodule(layer)
-                context.enter_context(wrapped_forward(module, partial(surveyed, layer, module.forward)))
-            self.model(**_beginning(self.batches[0]), use_cache=False)
+            for stack, name, module in self._elements():
+                wrapped = wrapped_forward(module, partial(surveyed, stack, name, module, module.forward))
+                context.enter_context(wrapped)
+            self.model(**beginning(self.batches[0], _SURVEYED), use_cache=False)
         found = [name for layer in self.layers for name in layer.attention]
         for name in self.modules:
             if found.count(name) != 1:
                 raise UnsupportedFamilyError(
-                    f"running the model on text calls {name} {found.count(name)} times, not once: it can't be calibrated; choose --method factor without calibration text"
+                    f"running the model on text calls {name} {found.count(name)} times in its lists of layers, not once: it can't "
+                    "be calibrated; choose --method factor without calibration text"
                 )
 
-    def _layers_of_stacks(self) -> list[str]:
-        """The elements of each outermost module list that holds an attention module."""
-        stacks: dict[str, int] = {}
-        for name in self.modules.values():
-            parts = name.split(".")
-            ancestors = [".".join(parts[:count]) for count in range(1, len(parts))]
-            modules = [self.model.get_submodule(ancestor) for ancestor in ancestors]
-            lists = [pair for pair in zip(ancestors, modules, strict=True) if isinstance(pair[1], torch.nn.ModuleList)]
-            if lists:
-                stack, module = lists[0]
-                stacks[stack] = len(module)
-        return [f"{stack}.{number}" for stack, count in stacks.items() for number in range(count)]
+    def _elements(self) -> list[tuple[str, str, Any]]:
+        """The outermost module lists that hold attention modules: each list's name, and each element's name and module."""
+        found: dict[str, tuple[str, str, Any]] = {}
+        for stack, modules in self.model.named_modules():
+            holds = any(name.startswith(f"{stack}.") for name in self.modules.values())
+            if isinstance(modules, torch.nn.ModuleList) and holds and not any(stack.startswith(f"{n}.") for n in found):
+                found |= {
+                    f"{stack}.{number}": (stack, f"{stack}.{number}", each) for number, each in enumerate(modules)
+                }
+        return list(found.values())
 
     def streams(self, count: int) -> "list[Stream]":
         """New streams at the first layer."""
         recorded = [self.record(number, {}) for number in range(len(self.batches))]
         return [Stream(self, recorded) for _ in range(count)]
 
-    def record(self, number: int, finished: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Arguments]]:
-        """What enters the next stack on a batch: hidden states, and what each of its layers is called with behind them.
+    def record(self, number: int, finished: Mapping[str, Tensor]) -> Recorded:
+        """What enters the next stack on a batch.
 
         Args:
             number: of the batch.
@@ -182,23 +174,51 @@ class LayerWalk:
 
     def _run(self, number: int, finished: Mapping[str, Tensor]) -> Any:
         """Run the model on a batch, where the layers of finished stacks return what leaves their stack."""
-        with torch.no_grad(), self.precision(), ExitStack() as context:
+        with self.running() as context:
             for layer in self.layers:
                 if layer.stack in finished:
                     output = layer.returning(finished[layer.stack])
                     context.enter_context(wrapped_forward(layer.module, lambda *_, _output=output, **__: _output))
             return self.model(**self.batches[number], use_cache=False)
 
-    def kept(self, tensor: Tensor) -> Tensor:
-        """A tensor to keep: as it is, or a copy in a mapped file.
+    @contextmanager
+    def running(self) -> Iterator[ExitStack]:
+        """The context of forward passes."""
+        with torch.no_grad(), self._precision(), ExitStack() as context:
+            yield context
 
-        Raises:
-            OSError: the disk is full.
+    @contextmanager
+    def watching(self, name: str, *, ends: bool = False) -> Iterator[dict[str, Any]]:
+        """A context that notes of the next call of an attention module: its `hidden` states and other `arguments`, the `output`
+        of its projection, and the residual `stream` with this, or the output where that becomes no part of the stream.
+
+        Args:
+            name: of the module in the checkpoint.
+            ends: end the pass when everything is known.
         """
-        if self._scratch is None or tensor.device.type != "cpu":
-            return tensor
-        kept: Tensor = mapped(tensor, self._scratch)
-        return kept
+        seen: dict[str, Any] = {}
+
+        def enter(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            seen["hidden"], seen["arguments"] = hidden_first(args, kwargs)
+
+        def project(output: Tensor) -> None:
+            seen["output"] = output
+
+        def arrive(stream: Tensor) -> None:
+            if "output" in seen:  # the module may be called before attention too
+                seen["stream"] = stream
+                if ends:
+                    raise _Reached
+
+        place, module = self.places[name], self.module(name)
+        with suppress(_Reached), ExitStack() as context:
+            for hook in (
+                module.register_forward_pre_hook(enter, with_kwargs=True),
+                on_passing(module.get_submodule(self.projection), False, project),
+                on_passing(self.model.get_submodule(place.module), place.enters, arrive),
+            ):
+                context.callback(hook.remove)
+            yield seen
 
 
 class Stream:
@@ -208,18 +228,18 @@ class Stream:
 
     Args:
         walk: what it walks through.
-        recorded: what enters the first stack on each batch, and what its layers are called with.
+        recorded: what enters the first stack on each batch.
     """
 
-    def __init__(self, walk: LayerWalk, recorded: Sequence[tuple[Tensor, dict[str, Arguments]]]) -> None:
+    def __init__(self, walk: LayerWalk, recorded: Sequence[Recorded]) -> None:
         self._walk = walk
         self._hidden: list[dict[str, Tensor]] = [{} for _ in recorded]
         """Of each batch by stack: what leaves the finished ones, and where it is in the last."""
         self._start(walk.stacks[0], recorded)
 
-    def _start(self, stack: str, recorded: Sequence[tuple[Tensor, dict[str, Arguments]]]) -> None:
+    def _start(self, stack: str, recorded: Sequence[Recorded]) -> None:
         for states, (hidden, _) in zip(self._hidden, recorded, strict=True):
-            states[stack] = self._walk.kept(hidden)
+            states[stack] = hidden
         self._arguments = [_with_own_mappings(arguments) for _, arguments in recorded]
 
     def advance(
@@ -236,17 +256,14 @@ class Stream:
             By the names of `watch`, for each batch the residual stream with attention's contribution; the contribution
             alone where it becomes no part of the stream.
         """
-        walk = self._walk
-        if layer.stack not in self._hidden[0]:
-            self._start(layer.stack, [walk.record(*each) for each in enumerate(self._hidden)])
         streams: dict[str, list[Tensor]] = {name: [] for name in watch}
+        self._enter(layer)
         for number, states in enumerate(self._hidden):
-            walk.on_batch(number, len(self._hidden))
             with ExitStack() as context:
-                passages = [_Passage(context, walk, name) for name in watch]
-                states[layer.stack] = walk.kept(first_tensor(self._run(layer, number, weights)))
-            for name, passage in zip(watch, passages, strict=True):
-                streams[name].append(walk.kept(passage.stream))
+                seen = {name: context.enter_context(self._walk.watching(name)) for name in watch}
+                states[layer.stack] = first_tensor(self._run(layer, number, weights))
+            for name in watch:
+                streams[name].append(seen[name]["stream"])
         return streams
 
     def attention(
@@ -261,27 +278,26 @@ class Stream:
             streams: what `advance` returned for the source; by default this stream is the source.
         """
         walk = self._walk
-        if layer.stack not in self._hidden[0]:
-            self._start(layer.stack, [walk.record(*each) for each in enumerate(self._hidden)])
+        self._enter(layer)
         calls = []
-        for number, batch in enumerate(walk.batches):
-            with ExitStack() as context:
-                passage = _Passage(context, walk, name, ends=True)
-                context.enter_context(suppress(_Reached))
+        for number in range(len(walk.batches)):
+            with walk.watching(name, ends=True) as seen:
                 self._run(layer, number, weights)
-            hidden, (args, kwargs) = passage.arguments
-            output = target = walk.kept(passage.output.reshape(*hidden.shape[:-1], -1))
+            hidden, (args, kwargs) = seen["hidden"], seen["arguments"]
+            output = target = seen["output"].reshape(*hidden.shape[:-1], -1)
             if streams is not None:
-                missed = (streams[number] - passage.stream).reshape(output.shape)
-                target = walk.kept(output + missed / walk.places[name].factor)
-            call = AttentionCall(walk.kept(hidden), args, kwargs, output, target)
-            call.find_padding(batch, walk.modules[name], encoder_decoder=walk.model.config.is_encoder_decoder)
-            calls.append(call)
+                target = output + (streams[number] - seen["stream"]).reshape(output.shape) / walk.places[name].factor
+            calls.append(AttentionCall(hidden, args, kwargs, output, target))
         return CapturedAttention(name, walk.module(name), walk.projection, calls)
+
+    def _enter(self, layer: WalkedLayer) -> None:
+        """Go on to the stack of a layer."""
+        if layer.stack not in self._hidden[0]:
+            self._start(layer.stack, [self._walk.record(*each) for each in enumerate(self._hidden)])
 
     def _run(self, layer: WalkedLayer, number: int, weights: Weights) -> Any:
         args, kwargs = self._arguments[number][layer.name]
-        with torch.no_grad(), self._walk.precision(), ExitStack() as context:
+        with self._walk.running() as context:
             for installed in weights.values():
                 context.enter_context(installed())
             return layer.module(self._hidden[number][layer.stack], *args, **kwargs)
@@ -289,45 +305,6 @@ class Stream:
     def logits(self, number: int) -> Tensor:
         """The logits [B, L, vocabulary] of a batch, once all layers are passed."""
         return self._walk.logits(number, self._hidden[number])
-
-
-class _Passage:
-    """What the next call of an attention module reads, and what it yields.
-
-    Args:
-        context: in which to watch.
-        walk: of the module.
-        name: of the module in the checkpoint.
-        ends: whether to end the pass when everything is known.
-    """
-
-    def __init__(self, context: ExitStack, walk: LayerWalk, name: str, *, ends: bool = False) -> None:
-        self.arguments: Any = None
-        self.output: Any = None
-        """Of the output projection."""
-        self.stream: Any = None
-        """The residual stream with the contribution; `output` where that becomes no part of the stream."""
-        self._ends = ends
-        place, module = walk.places[name], walk.module(name)
-        for hook in (
-            module.register_forward_pre_hook(self._enter, with_kwargs=True),
-            on_passing(module.get_submodule(walk.projection), False, self._project),
-            on_passing(walk.model.get_submodule(place.module), place.enters, self._arrive),
-        ):
-            context.callback(hook.remove)
-
-    def _enter(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.arguments = hidden_first(args, kwargs)
-
-    def _project(self, output: Tensor) -> None:
-        self.output = output
-
-    def _arrive(self, stream: Tensor) -> None:
-        if self.output is None:  # the module is called before attention too
-            return
-        self.stream = stream
-        if self._ends:
-            raise _Reached
 
 
 def hidden_first(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor, Arguments]:
@@ -351,36 +328,3 @@ def _with_own_mappings(recorded: Mapping[str, Arguments]) -> dict[str, Arguments
                 named[name] = own.setdefault(id(value), copy(value))
         found[layer] = args, named
     return found
-
-
-_BY_SEQUENCE = frozenset(
-    {
-        "input_ids",
-        "attention_mask",
-        "position_ids",
-        "decoder_input_ids",
-        "decoder_attention_mask",
-        "labels",
-        "encoder_outputs",
-    }
-)
-"""Inputs with a row for each sequence; rows of others may be images or parts of them."""
-_TOKENS_TOGETHER = 512
-"""Of short sequences that are run together."""
-
-
-def parts_of(batch: Batch) -> list[Batch]:
-    """A batch in parts of one sequence, or of some short ones; one that holds more than text, whole."""
-    if not batch.keys() <= _BY_SEQUENCE:
-        return [batch]
-    length = max(tensor.shape[1] for tensor in batch.values() if not tensor.is_floating_point())
-    together = max(1, _TOKENS_TOGETHER // length)
-    rows = range(0, len(next(iter(batch.values()))), together)
-    return [{name: tensor[row : row + together] for name, tensor in batch.items()} for row in rows]
-
-
-def _beginning(batch: Batch) -> Batch:
-    """The first tokens of the first sequence; a batch that holds more than text, whole."""
-    if not batch.keys() <= _BY_SEQUENCE:
-        return batch
-    return {name: tensor[:1, :_SURVEYED] for name, tensor in batch.items()}

@@ -3,7 +3,6 @@
 import math
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Final
 
 from gqa_convert.checkpoint.devices import chosen_device, has_gpu_driver
 from gqa_convert.checkpoint.machine import available_memory
@@ -14,7 +13,7 @@ from gqa_convert.conversion.plan import Plan
 from gqa_convert.families.config_sizes import HIDDEN_SIZE_KEYS, VOCABULARY_KEYS
 from gqa_convert.families.context_length import stated_count
 
-KEPT_BYTES: Final = 4 * 6
+_KEPT_BYTES = 4 * 6
 """What waits between layers per token and unit of hidden_size: the residual stream and attention's input, of source and
 student, and two targets, in float32.
 """
@@ -58,33 +57,27 @@ def estimate_needs(plan: Plan, options: CalibrationOptions) -> Needs:
         plan: of the conversion.
         options: of its calibration.
     """
-    tokens, device, work = None, "cpu", plan.effective_method
+    tokens, device, work, rewritten = None, "cpu", plan.effective_method, 0
     memory: float = _NUMPY_BASE
-    disk, rewritten = plan.disk_bytes, 0
-    hidden_size = hidden_size_of(plan)
+    disk = plan.disk_bytes
     if plan.merge_method.merges_layers:
         # merged layers lie beside the result until it is written
         disk += sum(tensor.entry.nbytes for tensor in plan.regrouped.values())
         widths = [(layer.heads + layer.kv_heads) * (layer.key_head_dim + layer.value_head_dim) for layer in plan.layers]
-        memory += 6 * 8 * max(widths) * hidden_size  # float64 copies of a layer's rows
-        if options.has_data:
-            if plan.checkpoint.recipes:
-                rewritten = sum(entry.nbytes for *_, entry in plan.checkpoint.tensors())
-                disk += rewritten
-            tokens = wanted_tokens(plan, options)
-            work += f" on {tokens:,} tokens"
-            if options.device is not None or has_gpu_driver():
-                device = chosen_device(options.device)
-            memory = _running_bytes(plan, options, tokens, device)
-            if waits_on_disk(plan, tokens):
-                disk += waiting_bytes(plan, tokens)
-            else:
-                memory += waiting_bytes(plan, tokens)
+        memory += 6 * 8 * max(widths) * hidden_size_of(plan)  # float64 copies of a layer's rows
+    if plan.merge_method.merges_layers and options.has_data:
+        if plan.checkpoint.recipes:
+            rewritten = sum(entry.nbytes for *_, entry in plan.checkpoint.tensors())
+        tokens = wanted_tokens(plan, options)
+        work += f" on {tokens:,} tokens"
+        if options.device is not None or has_gpu_driver():
+            device = chosen_device(options.device)
+        memory = _running_bytes(plan, options, tokens, device)
     return Needs(
         work=work,
         layers=len(plan.merged_layers),
         memory_bytes=int(memory),
-        disk_bytes=disk,
+        disk_bytes=disk + rewritten,
         rewritten_bytes=rewritten,
         tokens=tokens,
         device=device,
@@ -95,28 +88,18 @@ def _running_bytes(plan: Plan, options: CalibrationOptions, tokens: int, device:
     """What it takes on a device to run source and student on some tokens, and to fit them."""
     from gqa_convert.conversion.fit.calibration_text import calibration_length_for
 
-    block = options.sequence_length or calibration_length_for(plan.checkpoint.config)
+    block = min(tokens, options.sequence_length or calibration_length_for(plan.checkpoint.config))
     hidden_size, layer = hidden_size_of(plan), plan.layers[0]
     outputs = layer.heads * layer.value_head_dim
     forward = 4 * min(tokens, max(BATCH_TOKENS, block)) * (12 * outputs + 8 * hidden_size)
     work = forward + 6 * 8 * (hidden_size + outputs) * hidden_size
     weights, free = 4 * plan.parameters_before, free_memory(device)
-    if plan.merge_method.trains and steps_together(options):
-        block = min(block, tokens)
-        if options.kl_steps is not None or trains_together(plan, block, free - weights, device):
-            work = max(work, last_stage_bytes(plan, block))
+    is_possible = options.kl_steps is not None or trains_together(plan, block, free - weights, device)
+    if plan.merge_method.trains and steps_together(options) and is_possible:
+        work = max(work, last_stage_bytes(plan, block))
     base = _TORCH_BASE if device == "cpu" else 0
-    return base + min(weights + plan.checkpoint.weight_bytes, _WEIGHTS_SHARE * free) + work
-
-
-def waiting_bytes(plan: Plan, tokens: int) -> int:
-    """What waits between layers of some tokens."""
-    return KEPT_BYTES * tokens * hidden_size_of(plan)
-
-
-def waits_on_disk(plan: Plan, tokens: int) -> bool:
-    """Whether that would take more than a quarter of the free memory."""
-    return waiting_bytes(plan, tokens) > free_memory("cpu") / 4
+    in_memory = min(weights + plan.checkpoint.weight_bytes, _WEIGHTS_SHARE * free)
+    return base + in_memory + work + _KEPT_BYTES * tokens * hidden_size
 
 
 def free_memory(device: str) -> float:
@@ -144,24 +127,17 @@ def trains_together(plan: Plan, tokens: int, free: float, device: str) -> bool:
 
 
 def last_stage_bytes(plan: Plan, tokens: int) -> int:
-    """What that stage takes beside the weights of the source, in float32: what it trains, and what a sequence keeps for
-    its backward pass, logits of student and source included.
+    """What that stage takes beside the weights of the source, in float32: the numbers that it trains beside those that they
+    began with, their gradients and two moments, the weights of modules that they are put into, and what a sequence keeps
+    for its backward pass, logits of student and source included.
     """
-    hidden_size, layers = hidden_size_of(plan), len(plan.layers)
-    vocabulary = stated_count(plan.checkpoint.config, VOCABULARY_KEYS) or 0
-    kept = _ACTIVATIONS * layers * hidden_size + 3 * vocabulary
-    return trained_bytes(plan) + 4 * tokens * kept
-
-
-def trained_bytes(plan: Plan) -> int:
-    """The numbers that the stage trains beside those that they began with, their gradients and two moments, and the
-    weights of modules that they are put into.
-    """
-    rows = 0
+    hidden_size, rows = hidden_size_of(plan), 0
     for layer, groups in plan.merged_layers:
         trained, installed = layer.heads + groups, layer.heads + layer.kv_heads
         rows += (layer.key_head_dim + layer.value_head_dim) * (5 * trained + installed)
-    return 4 * rows * hidden_size_of(plan)
+    vocabulary = stated_count(plan.checkpoint.config, VOCABULARY_KEYS) or 0
+    kept = _ACTIVATIONS * len(plan.layers) * hidden_size + 3 * vocabulary
+    return 4 * (rows * hidden_size + tokens * kept)
 
 
 def hidden_size_of(plan: Plan) -> int:

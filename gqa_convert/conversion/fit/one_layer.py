@@ -29,10 +29,10 @@ from gqa_convert.merging.methods import MergeMethod
 
 RATE = 0.03
 """Of the gradient stage's `RelativeAdam`."""
-LOW_FREQUENCY_TOKENS = 8192
-"""How many tokens, at most, decide which rotary pairs of a layer count as low-frequency."""
-_EXACT, _EXACT_REDUCED = 1e-5, 5e-3
-"""The errors below which training would only add noise, in float32 and in bfloat16."""
+LOW_FREQUENCY_TOKENS = 2048
+"""How many tokens, at most, decide which rotary pairs of a layer count as low-frequency; 8,192 decided equally."""
+_EXACT = 1e-5
+"""The error below which training would only add noise."""
 _HELD_OUT = 8
 """One batch in this many decides between candidates, and nothing is trained on it."""
 _DENT = 2
@@ -99,7 +99,6 @@ class OneLayer:
         )
         tensors = self._layout.merge_heads(mean, self._tensors, groups)
         self._module = MergedAttention(self._layout, tensors, groups, attention.module)
-        self._exact = _EXACT if options.precision is nullcontext else _EXACT_REDUCED
         judging = judging_batches(len(attention.calls))
         self._judged = [attention.calls[number] for number in judging]
         self._fitted = list(attention.calls[: judging.start]) or self._judged
@@ -141,8 +140,8 @@ class OneLayer:
             output, _ = self._run(call, weights)
             for number, share in enumerate(shares):
                 target = call.between(share)
-                missed[number] += float(call.square(output - target))
-                power[number] += float(call.square(target))
+                missed[number] += float(squared(output - target))
+                power[number] += float(squared(target))
         errors: list[float] = np.sqrt(missed / np.where(power, power, np.inf)).tolist()
         return errors
 
@@ -150,29 +149,31 @@ class OneLayer:
         """The first rotary pair that is merged as if it had no positions.
 
         The output of attention with merged keys and the source's values decides, at every distance in the text. Trials
-        are merged in float32, which takes half the time.
+        are merged in float32, of rows that are multiplied by the roots of moments once for all trials.
         """
-        limits = self._layer.limits
+        limits, layout = self._layer.limits, self._layout
         if limits.key_constraint or not limits.pairs.size:
             return None
         tokens = self._attention.calls[0].hidden.shape[:2].numel()
         calls = self._attention.calls[: max(1, LOW_FREQUENCY_TOKENS // tokens)]
         keys_alone = replace(limits, value_constraint="values are not looked at")
-        arrays = {name: each.astype(np.float32) for name, each in vars(source).items() if each is not None}
-        rough = Heads(**{"output_bias": None} | arrays)
-        rough_moments = Moments(np.asarray(moments.queries, np.float32), np.asarray(moments.keys, np.float32))
+        assert moments.queries is not None
+        assert moments.keys is not None
+        roots = np.linalg.cholesky(moments.queries), np.linalg.cholesky(moments.keys)
+        of_queries, of_keys = (np.linalg.inv(root).astype(np.float32) for root in roots)
+        white = replace(
+            source,
+            queries=(source.queries @ roots[0]).astype(np.float32),
+            keys=(source.keys @ roots[1]).astype(np.float32),
+        )
 
         def error(first_low: int) -> float:
-            merged = merge_layer(rough, self._groups, keys_alone, rough_moments, first_low)
-            trial = replace(rough, queries=merged.queries, keys=merged.keys)
-            tensors = self._layout.merge_heads(trial, self._tensors, source.groups)
-            unmerged = MergedAttention(self._layout, tensors, source.groups, self._attention.module)
-            missed = 0.0
+            merged = merge_layer(white, self._groups, keys_alone, Moments(), first_low)
+            trial = replace(source, queries=merged.queries @ of_queries, keys=merged.keys @ of_keys)
+            tensors = layout.merge_heads(trial, self._tensors, source.groups)
+            unmerged = MergedAttention(layout, tensors, source.groups, self._attention.module)
             with self._options.precision(), unmerged.installed(unmerged.tensors):
-                for call in calls:
-                    output, _ = self._attention.run(call)
-                    missed += float(call.square(output - call.output))
-            return missed
+                return sum(float(squared(self._attention.run(call)[0] - call.output)) for call in calls)
 
         return least(error, limits.pairs.shape[1])
 
@@ -187,7 +188,7 @@ class OneLayer:
             return weights
         _, share = best_strength(self._regression(weights, self._fitted), self._regression(weights, self._judged))
         own, before = self._errors(weights, 0, share)
-        if own < self._exact:
+        if own < _EXACT:
             return weights
         found = self._after_steps(weights, share)
         [after] = self._errors(found, share)
@@ -197,17 +198,15 @@ class OneLayer:
         """Adam on the squared error of attention's output."""
         steps, calls = self._options.steps, self._fitted
         optimizer = RelativeAdam([weights], RATE, steps)
-        power = sum(float(call.between(share).double().square().sum()) for call in calls)
+        power = sum(float(squared(call.between(share))) for call in calls)
         mean_square = power / sum(call.output.numel() for call in calls)
         for done, number in enumerate(batch_order(len(calls), steps, self._options.seed)):
             self._tell(f"gradient steps {done:,} of {steps:,}")
             call = calls[number]
             target = call.between(share)
-            numbers = target.shape[-1] * (target[..., 0].numel() if call.counted is None else call.counted.sum())
             with torch.enable_grad(), TrainingAttention():
                 output, _ = self._run(call, optimizer.layers[0])
-                missed = call.square(output.float() - target)
-                torch.autograd.backward(missed / (numbers * mean_square or 1.0))
+                torch.autograd.backward(squared(output.float() - target) / (target.numel() * mean_square or 1.0))
             optimizer.step()
         return optimizer.results()[0]
 
@@ -217,7 +216,7 @@ class OneLayer:
         """
         self._tell("refit")
         [missed] = self._errors(weights, 1)
-        if missed < self._exact:
+        if missed < _EXACT:
             return weights
         fitted = self._regression(weights, self._fitted)
         strength, _ = best_strength(fitted, self._regression(weights, self._judged))
@@ -236,8 +235,13 @@ class OneLayer:
         found = Regression(biased=self._layout.output_names[1] in weights)
         for call in calls:
             output, entered = self._run(call, weights)
-            found.add(entered, call.target - output, call.counted)
+            found.add(entered, call.target - output)
         return found
+
+
+def squared(tensor: Tensor) -> Tensor:
+    """The sum of squares, of rows in float32, of all in float64."""
+    return tensor.float().square().sum(-1).double().sum()
 
 
 def least(error: Callable[[int], float], count: int) -> int:

@@ -102,10 +102,8 @@ def prepare_layers(
         errors |= layer.errors
         if layer.head_order != sorted(layer.head_order):
             head_order[layer.module] = layer.head_order
-    together = store.record(_TOGETHER)
-    if together is not None:
+    if store.record(_TOGETHER) is not None:
         tensors |= store.locate(_TOGETHER)
-        errors |= together["errors"]
     return PreparedLayers(tensors, errors, record, head_order, device)
 
 
@@ -126,7 +124,7 @@ def fit_checkpoint(
         divergence before and after it.
 
     Raises:
-        NoSpaceError: the disk cannot hold the activations.
+        NoSpaceError: the disk cannot hold the merged layers.
         DeviceMemoryError: the memory is too small.
         OptionError: `kl_steps` is given, and all layers cannot be trained together.
         NonFiniteError: a tensor of the source holds NaN or Inf.
@@ -165,8 +163,7 @@ def fit_checkpoint(
         trained, kl = train_together(student, learned, calibration.held_out, steps, plan.seed, least, on_progress)
         if kl.before < least:
             steps = 0
-        errors = {} if trained is None else student.errors(calibration.held_out[0], trained)
-        record = {"request": request, "kl_steps": steps, "kl": asdict(kl), "errors": errors}
+        record = {"request": request, "kl_steps": steps, "kl": asdict(kl)}
         store.write(_TOGETHER, {} if trained is None else student.tensors(trained), record)
         on_progress(FitProgress(ALL_TOGETHER, steps, steps, kl=kl))
         return steps, kl
@@ -201,7 +198,7 @@ def _explained_errors(folder: Path) -> Iterator[None]:
     """Translate a full disk or memory.
 
     Args:
-        folder: where activations and merged layers are kept.
+        folder: where merged layers are kept.
 
     Raises:
         NoSpaceError: the disk is full.
@@ -214,12 +211,11 @@ def _explained_errors(folder: Path) -> Iterator[None]:
         if not is_disk_full(problem):
             raise
         raise NoSpaceError(
-            f"the disk or quota of {folder} is full, where the activations of the calibration text are stored: make room, or lower "
-            f"--calibration-tokens, {again}"
+            f"the disk or quota of {folder} is full, where merged layers are stored: make room, {again}"
         ) from None
     except (MemoryError, RuntimeError) as problem:
         if not is_out_of_memory(problem):
             raise
         raise DeviceMemoryError(
-            f"out of memory: lower --calibration-length (which fits all layers anew), or leave the last stage out with --kl-steps 0, or stop what else uses the GPU, or hide the GPU with CUDA_VISIBLE_DEVICES=, {again}"
+            f"out of memory: lower --calibration-tokens or --calibration-length (which fits all layers anew), or leave the last stage out with --kl-steps 0, or stop what else uses the GPU, or hide the GPU with CUDA_VISIBLE_DEVICES=, {again}"
         ) from None

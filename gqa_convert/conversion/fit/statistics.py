@@ -31,40 +31,35 @@ def product(left: Tensor, right: Tensor) -> Tensor:
     return (left.float().T @ right.float()).double()
 
 
-def counted_rows(tensor: Tensor, counted: Tensor | None, *, constant: bool) -> Tensor:
-    """The rows of [B, L, d] that count, [n, d], with a 1 behind them if `constant` says so, which stands for a bias."""
+def rows_of(tensor: Tensor, *, constant: bool) -> Tensor:
+    """[B, L, d] as [n, d], with a 1 behind each row if `constant` says so, which stands for a bias."""
     rows = tensor.detach().flatten(0, 1)
-    if counted is not None:
-        rows = rows[counted.flatten()]
-    if constant:
-        rows = torch.cat([rows, rows.new_ones(len(rows), 1)], dim=1)
-    return rows
+    return torch.cat([rows, rows.new_ones(len(rows), 1)], dim=1) if constant else rows
 
 
-def damped_moment(states: Iterable[tuple[Tensor, Tensor | None]]) -> npt.NDArray[np.float64]:
+def damped_moment(states: Iterable[Tensor]) -> npt.NDArray[np.float64]:
     """E[x x^T] of inputs x with a 1 behind them, [d + 1, d + 1], with `DAMPING` on its diagonal so that it is not
     singular. The last entry is 1.
 
     Args:
-        states: [B, L, d] of each batch, and the positions [B, L] that count; None for all.
+        states: [B, L, d] of each batch.
     """
     total: Any = 0
-    for tensor, counted in states:
-        rows = counted_rows(tensor, counted, constant=True)
+    for tensor in states:
+        rows = rows_of(tensor, constant=True)
         total += product(rows, rows)
-    found = (total / total[-1, -1].clamp(min=1)).cpu().numpy()
+    found = (total / total[-1, -1]).cpu().numpy()
     mean = float(np.mean(np.diag(found)[:-1]))
     found[np.diag_indices(len(found) - 1)] += DAMPING * mean if mean > 0 else 1.0
-    found[-1, -1] = 1.0
     return np.asarray(found)
 
 
 def moments_of(calls: Sequence[AttentionCall]) -> Moments:
     """The moments of an attention module's inputs over all batches."""
-    queries = damped_moment((call.hidden, call.counted) for call in calls)
+    queries = damped_moment(call.hidden for call in calls)
     if all(call.states is call.hidden for call in calls):
         return Moments(queries, queries)
-    return Moments(queries, damped_moment((call.states, call.states_counted) for call in calls))
+    return Moments(queries, damped_moment(call.states for call in calls))
 
 
 class Regression:
@@ -83,12 +78,9 @@ class Regression:
         self._power: Any = 0
         """[t], the squares of each column of what is missed."""
 
-    def add(self, inputs: Tensor, missed: Tensor, counted: Tensor | None) -> None:
-        """Add inputs of the projection [B, L, z] and what its output misses [B, L, t]; `counted` [B, L] leaves padding
-        out.
-        """
-        rows = counted_rows(inputs, counted, constant=self._biased)
-        wanted = counted_rows(missed, counted, constant=False)
+    def add(self, inputs: Tensor, missed: Tensor) -> None:
+        """Add inputs of the projection [B, L, z] and what its output misses [B, L, t]."""
+        rows, wanted = rows_of(inputs, constant=self._biased), rows_of(missed, constant=False)
         self._gram += product(rows, rows)
         self._cross += product(rows, wanted)
         self._power += wanted.float().square().sum(0).double()

@@ -165,8 +165,8 @@ def score_copies(
     layers = {layer.module: layer for layer in inputs.layers}
     sums, tokens = np.zeros((1 + len(copies), 2)), 0
     names, projection, precision = list(layers), inputs.projection, inputs.precision
-    on_text = LayerWalk(inputs.model, inputs.text, names, projection, precision=precision)
-    on_held_out = LayerWalk(inputs.model, held_out, names, projection, precision=precision)
+    on_text = LayerWalk(inputs.model, inputs.text, names, projection, precision)
+    on_held_out = LayerWalk(inputs.model, held_out, names, projection, precision)
     [text] = on_text.streams(1)
     source, *students = on_held_out.streams(1 + len(copies))
     done = 0
