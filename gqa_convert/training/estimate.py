@@ -30,12 +30,11 @@ from gqa_convert.losses.distillation import positions_at_once
 from gqa_convert.training.adafactor import LEAST_FACTORED
 from gqa_convert.training.lora import check_lora, target_modules
 from gqa_convert.training.models import recompute, turn_dropout_off
-from gqa_convert.training.opening import naming_conversion
+from gqa_convert.training.opening import naming_conversion, text_settings
 from gqa_convert.training.optimizers import choose_trained
 from gqa_convert.training.recipe import Lora, Recipe
 from gqa_convert.training.recipe_files import read_recipe
 from gqa_convert.training.sharding import layers, number_of_shards
-from gqa_convert.training.tokenizing import text_settings
 
 UTILISATION = 0.35
 """The assumed share of a GPU's peak."""
@@ -161,13 +160,13 @@ def estimate(path: str | Path, overrides: Sequence[str], hardware: Hardware) -> 
     shards = number_of_shards(recipe.sharding, hardware.gpus)
     check_lora(recipe.lora, sharded=shards > 1)
     with no_bars(), naming_conversion(path, recipe.model):
-        settings = text_settings(recipe)
-        objective, length = settings.pop("objective"), settings.pop("sequence_length")
-        student = open_checkpoint(recipe.model)
+        student = open_checkpoint(recipe.model, download=True)
         teacher = None if recipe.teacher is None else open_checkpoint(recipe.teacher)
+        tokenizer, settings = text_settings(recipe, student)
+    objective, length = OBJECTIVES[settings.pop("objective")], settings.pop("sequence_length")
     # the texts of pairs are taken to be as long as they may be
-    tokens_per_sample = Fraction(OBJECTIVES[objective].sampler(SampleSettings(length=length, **settings)).raw_tokens)
-    sizes = (recipe.micro_batch_size, length, OBJECTIVES[objective].target_length(length))
+    tokens_per_sample = Fraction(objective.sampler(SampleSettings(tokenizer, length, **settings)).raw_tokens)
+    sizes = (recipe.micro_batch_size, length, objective.target_length(length))
     try:
         parts, parameters, flops = _costs(recipe, student, teacher, sizes, shards)
     except GQAConvertError:

@@ -29,15 +29,11 @@ class Opened:
     student: Checkpoint
     student_folder: Path
     tokenizer: Any
+    settings: dict[str, Any]
+    """Those of the run's samples, as `text_settings` returns them."""
     teacher_folder: Path | None
     source_folder: Path | None
     """The checkpoint that the student was converted from, if it is on this machine."""
-    objective: str
-    sequence_length: int
-    decoder_start: int | None
-    """The first token of the decoder's input in an encoder-decoder."""
-    starts_with_last: bool
-    """Whether the decoder's input begins with the target's last token instead."""
 
 
 def open_recipe(recipe: Recipe) -> Opened:
@@ -48,12 +44,11 @@ def open_recipe(recipe: Recipe) -> Opened:
         GQAConvertError: a checkpoint can't be used.
     """
     student = open_checkpoint(recipe.model, download=True)
-    config, folder, teacher_folder = student.config, student.folder, None
+    folder, teacher_folder = student.folder, None
     assert folder is not None
-    check_input(recipe.model, config)
-    loading.check_language_model(recipe.model, config, NEEDS_HEAD)
-    with explained(f"the tokenizer of {recipe.model}"):
-        tokenizer = loading.load_tokenizer(folder)
+    check_input(recipe.model, student.config)
+    loading.check_language_model(recipe.model, student.config, NEEDS_HEAD)
+    tokenizer, settings = text_settings(recipe, student)
     if recipe.teacher is not None:
         from gqa_convert.training.teacher import check_vocabularies
 
@@ -63,18 +58,27 @@ def open_recipe(recipe: Recipe) -> Opened:
         assert teacher_folder is not None
         with explained(f"the tokenizer of {recipe.teacher}"):
             check_vocabularies(folder, teacher_folder)
-    encoder_decoder = loading.is_encoder_decoder(config)
-    return Opened(
-        student=student,
-        student_folder=folder,
-        tokenizer=tokenizer,
-        teacher_folder=teacher_folder,
-        source_folder=teacher_folder or _source_of(folder),
-        objective=choose_objective(recipe, config, tokenizer),
-        sequence_length=sample_length(recipe, config),
-        decoder_start=decoder_start(folder, config, tokenizer) if encoder_decoder else None,
-        starts_with_last=starts_with_last(config),
-    )
+    return Opened(student, folder, tokenizer, settings, teacher_folder, teacher_folder or _source_of(folder))
+
+
+def text_settings(recipe: Recipe, student: Checkpoint) -> tuple[Any, dict[str, Any]]:
+    """The tokenizer of a run and the settings of its samples, from the config and the tokenizer of its model alone.
+
+    Raises:
+        RecipeError: objective or sequence length don't suit the model, or the model reads audio.
+    """
+    config, folder = student.config, student.folder
+    assert folder is not None
+    check_input(recipe.model, config)
+    with explained(f"the tokenizer of {recipe.model}"):
+        tokenizer = loading.load_tokenizer(folder)
+    return tokenizer, {
+        "objective": choose_objective(recipe, config, tokenizer),
+        "sequence_length": sample_length(recipe, config),
+        "document_mask": recipe.document_mask,
+        "decoder_start": decoder_start(folder, config, tokenizer) if loading.is_encoder_decoder(config) else None,
+        "starts_with_last": starts_with_last(config),
+    }
 
 
 def source_folder(recipe: Recipe) -> Path | None:

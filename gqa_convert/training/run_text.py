@@ -57,12 +57,7 @@ def open_text(context: RunContext, opened: Opened, known: DatasetCommits, on_tok
             commits = find_commits((*recipe.data, *(recipe.evaluation_data or ())), known, default_cache())
     commits = gathered(context.accelerator, commits)[0]
     pinned = recipe.pinned(commits)
-    settings: dict[str, Any] = {
-        "objective": opened.objective,
-        "sequence_length": opened.sequence_length,
-        "document_mask": recipe.document_mask,
-        "decoder_start": opened.decoder_start,
-        "starts_with_last": opened.starts_with_last,
+    settings = opened.settings | {
         "is_local_main": context.accelerator.is_local_main_process,
         "wait": context.wait,
         "progress": on_tokenize,

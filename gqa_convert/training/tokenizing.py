@@ -4,19 +4,15 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from gqa_convert.checkpoint.results import Result
 from gqa_convert.checkpoint.source import open_checkpoint
-from gqa_convert.data.decoder_start import decoder_start, starts_with_last
 from gqa_convert.data.objectives import OBJECTIVES
 from gqa_convert.data.samples import evaluation_blocks
 from gqa_convert.data.sources import find_commits
 from gqa_convert.data.token_files import default_cache
 from gqa_convert.errors import InterruptedRunError, StoppedError
-from gqa_convert.families import loading
-from gqa_convert.training.objectives import check_input, choose_objective, sample_length
-from gqa_convert.training.opening import explained, source_folder
+from gqa_convert.training.opening import source_folder, text_settings
 from gqa_convert.training.recipe import Recipe
 from gqa_convert.training.recipe_files import read_recipe
 from gqa_convert.training.run_text import open_run_samples, with_own_text
@@ -89,8 +85,8 @@ def tokenize_recipe(
 
 
 def _tokenized(recipe: Recipe, processes: int, on_tokenize: Callable[[str, int, int], None]) -> TokenizedRecipe:
-    settings = text_settings(recipe) | {"processes": processes, "progress": on_tokenize}
-    tokenizer = settings.pop("tokenizer")
+    tokenizer, settings = text_settings(recipe, open_checkpoint(recipe.model, download=True))
+    settings |= {"processes": processes, "progress": on_tokenize}
     pinned = recipe.pinned(find_commits((*recipe.data, *(recipe.evaluation_data or ())), {}, default_cache()))
     writer = source_folder(recipe)
     data = [with_own_text(source, recipe.model, writer, on_tokenize) for source in pinned.data]
@@ -110,21 +106,3 @@ def _tokenized(recipe: Recipe, processes: int, on_tokenize: Callable[[str, int, 
         steps=steps,
         samples=steps * recipe.samples_per_step(samples.tokens_per_sample),
     )
-
-
-def text_settings(recipe: Recipe) -> dict[str, Any]:
-    """The settings of the run's samples, from the config and the tokenizer of its model alone."""
-    student = open_checkpoint(recipe.model, download=True)
-    assert student.folder is not None
-    check_input(recipe.model, student.config)
-    with explained(f"the tokenizer of {recipe.model}"):
-        tokenizer = loading.load_tokenizer(student.folder)
-    encoder_decoder = loading.is_encoder_decoder(student.config)
-    return {
-        "tokenizer": tokenizer,
-        "objective": choose_objective(recipe, student.config, tokenizer),
-        "sequence_length": sample_length(recipe, student.config),
-        "document_mask": recipe.document_mask,
-        "decoder_start": decoder_start(student.folder, student.config, tokenizer) if encoder_decoder else None,
-        "starts_with_last": starts_with_last(student.config),
-    }

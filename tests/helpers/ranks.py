@@ -35,6 +35,7 @@ _CONTEXT.set_forkserver_preload(
         "gqa_convert.cli.console.training",
         "gqa_convert.data.samples",
         "gqa_convert.training.models",
+        "gqa_convert.training.run",
         "gqa_convert.training.uptrain",
         "gqa_convert.training.trainer",
         "gqa_convert.training.export",

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from gqa_convert.errors import DivergedError, GQAConvertError, LaunchError, OutputError, ResumeError, StoppedError
-from gqa_convert.training import uptrain
+from gqa_convert.training import run as running
 from gqa_convert.training.metrics import RunLog
 from gqa_convert.training.run_folder import OutputLock
 from gqa_convert.training.uptrain import uptrain_checkpoint
@@ -145,7 +145,7 @@ def test_signals_before_and_between_the_steps(
     output = tmp_path / "run"
     for name in ("_open_models", "_finish"):
         with monkeypatch.context() as patch:
-            patch.setattr(uptrain, name, during(uptrain, name))
+            patch.setattr(running, name, during(running, name))
             with pytest.raises(StoppedError, match="SIGINT between two stages"):
                 run(home, output)
         assert not (output / "model").exists()
