@@ -50,10 +50,6 @@ class SampleSettings:
             )
         return int(start)
 
-    def stated(self, objective: str) -> str:
-        """What determines the samples of an objective besides the tokens."""
-        return f"{objective} {self.length} {self.document_mask} {self.decoder_start} {self.starts_with_last}"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:

@@ -66,14 +66,17 @@ class Sampler(ABC):
         """How many tokens of a stream its first samples are cut from; None for all of them."""
 
     @abstractmethod
-    def cut(self, tokens: TokenSource, number: int, key: int, window: int | None) -> Any:
+    def cut(self, tokens: TokenSource, number: int, key: int, window: int) -> Any:
         """The location of a sample in a source.
 
         Args:
             tokens: the source's tokens.
             number: the number of the sample, counted over all epochs.
             key: selects the source's orders and offsets.
-            window: of a stream: the tokens of a window in its first epoch; otherwise None.
+            window: the tokens of a window, in which the first epoch of a stream is shuffled.
+
+        Raises:
+            IndexError: the stream is not tokenised so far.
         """
 
     @abstractmethod
@@ -110,11 +113,13 @@ class BlockSampler(Sampler):
         """The blocks of a window."""
         return max(1, window // self.length)
 
-    def cut(self, tokens: TokenSource, number: int, key: int, window: int | None) -> Block:
+    def cut(self, tokens: TokenSource, number: int, key: int, window: int) -> Block:
         """See `Sampler.cut`."""
+        if not tokens.complete and self.tokens_for(number + 1, window) > tokens.size:
+            raise IndexError(f"sample {number} of {tokens.label} is cut from tokens that are not there yet")
         blocks = self.count(tokens)
         epoch, place = divmod(number, blocks)
-        if window is not None and epoch == 0:
+        if tokens.is_stream and epoch == 0:
             size = self._in_window(window)
             first = place - place % size
             place = first + permuted(place - first, min(size, blocks - first), mix(key, first, 4))

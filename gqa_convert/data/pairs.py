@@ -209,7 +209,7 @@ class PairSampler(Sampler):
         """The number of pairs."""
         return len(tokens.ends) // 2
 
-    def cut(self, tokens: TokenSource, number: int, key: int, window: int | None) -> int:  # noqa: ARG002
+    def cut(self, tokens: TokenSource, number: int, key: int, window: int) -> int:  # noqa: ARG002
         """The number of a pair; see `Sampler.cut`."""
         epoch, place = divmod(number, self.count(tokens))
         return permuted(place, self.count(tokens), mix(key, epoch, 2))

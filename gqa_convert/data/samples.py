@@ -24,7 +24,7 @@ class Samples:
         fingerprint: a hash of the tokens, the objective and the seed; equal fingerprints mean equal samples.
         longest: the tokens of the longest encoder input and target if the data determine them; otherwise None.
         notes: messages about the data, for the user.
-        files: the tokens of each source.
+        sources: the tokens of each source.
     """
 
     def __init__(
@@ -35,29 +35,22 @@ class Samples:
         settings: str,
         window: int = SHUFFLE_WINDOW,
     ) -> None:
-        self.files = [tokens for tokens, _ in sources]
+        self.sources = [tokens for tokens, _ in sources]
         self._mixture = Mixture([weight for _, weight in sources])
-        self._sampler, self._seed = sampler, seed
-        self._keys = [mix(seed, number) for number in range(len(sources))]
-        self._windows = [window if tokens.is_stream else None for tokens in self.files]
-        shares = list(zip(self.files, self._mixture.parts, strict=True))
+        self._sampler, self._seed, self._window = sampler, seed, window
+        shares = list(zip(self.sources, self._mixture.parts, strict=True))
         sampler.measure(shares)
         self.tokens_per_sample = sampler.raw_tokens
         self.longest, self.notes = sampler.longest, list(sampler.notes)
-        parts = [
-            settings,
-            str(seed),
-            f"window {window}",
-            *(f"{tokens.fingerprint} {share}" for tokens, share in shares),
-        ]
-        self.fingerprint = hashlib.sha256("\n".join(parts).encode()).hexdigest()
+        stated = [f"{tokens.fingerprint} {share}" for tokens, share in shares]
+        self.fingerprint = _hash([settings, str(seed), str(window), *stated])
 
     @property
     def epoch_samples(self) -> int | None:
         """The number of samples after which every source has been read once; None if a stream goes on."""
-        if not all(tokens.complete for tokens in self.files):
+        if not all(tokens.complete for tokens in self.sources):
             return None
-        counts = [self._sampler.count(tokens) for tokens in self.files]
+        counts = [self._sampler.count(tokens) for tokens in self.sources]
         return max(self._mixture.samples_for(source, count) for source, count in enumerate(counts))
 
     def batch(self, indices: Sequence[int]) -> dict[str, Integers]:
@@ -69,12 +62,8 @@ class Samples:
         places = []
         for index in indices:
             source, number = self._mixture.locate(index)
-            tokens, window = self.files[source], self._windows[source]
-            if window is not None and not tokens.complete:
-                needed = self._sampler.tokens_for(number + 1, window)
-                if needed is None or needed > tokens.size:
-                    raise IndexError(f"sample {index} is cut from tokens of {tokens.label} that are not there yet")
-            places.append((tokens, self._sampler.cut(tokens, number, self._keys[source], window)))
+            tokens = self.sources[source]
+            places.append((tokens, self._sampler.cut(tokens, number, mix(self._seed, source), self._window)))
         return self._sampler.batch(places, [(mix(self._seed), index) for index in indices])
 
 
@@ -93,8 +82,7 @@ class EvaluationBlocks:
     def __init__(self, sources: Sequence[tuple[TokenSource, int]], sampler: Sampler, settings: str) -> None:
         self._sampler = sampler
         self._places = [(tokens, place) for tokens, limit in sources for place in sampler.first(tokens, limit)]
-        parts = [settings, *(tokens.fingerprint for tokens, _ in sources)]
-        self.fingerprint = hashlib.sha256("\n".join(parts).encode()).hexdigest()
+        self.fingerprint = _hash([settings, *(f"{tokens.fingerprint} {limit}" for tokens, limit in sources)])
 
     def __len__(self) -> int:
         return len(self._places)
@@ -104,17 +92,28 @@ class EvaluationBlocks:
         return self._sampler.batch([self._places[index] for index in indices], [(0, index) for index in indices])
 
 
-class Tokenizing(TypedDict, total=False):
-    """How sources are tokenised.
+def _hash(parts: Sequence[str]) -> str:
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+class OpeningSettings(TypedDict, total=False):
+    """Settings that training and evaluation samples have in common.
 
     Attributes:
+        document_mask: number the documents of causal blocks, for attention within each.
+        decoder_start: the first token of the decoder's input; by default the padding token, as for T5.
+        starts_with_last: for pairs: whether the decoder's input begins with the target's last token instead, as for
+            mBART.
         cache: folder of the token files; by default one for all of the user's runs.
         is_local_main: whether this is the one process of this machine that writes to the cache.
-        processes: how many processes tokenise files.
+        processes: how many processes tokenise.
         wait: a barrier of the processes of this machine; called exactly once, also before an error is raised.
         progress: called with the source, what is tokenised and the total.
     """
 
+    document_mask: bool
+    decoder_start: int | None
+    starts_with_last: bool
     cache: Path | None
     is_local_main: bool
     processes: int
@@ -130,11 +129,8 @@ def open_samples(
     sequence_length: int,
     seed: int = 0,
     tokens: int | None = None,
-    document_mask: bool = False,
-    decoder_start: int | None = None,
-    starts_with_last: bool = False,
     shuffle_window: int = SHUFFLE_WINDOW,
-    **tokenizing: Unpack[Tokenizing],
+    **settings: Unpack[OpeningSettings],
 ) -> Samples:
     """Open training samples. The local main process tokenises what is not cached while the others wait: files and pairs
     wholly, and streams as far as a run needs them.
@@ -147,25 +143,20 @@ def open_samples(
             tokens of either text.
         seed: determines the order and the corruption.
         tokens: how many tokens of text are trained on; None if streams are to be read to their ends.
-        document_mask: number the documents of causal blocks, for attention within each.
-        decoder_start: the first token of the decoder's input; by default the padding token, as for T5.
-        starts_with_last: for pairs: whether the decoder's input begins with the target's last token instead, as for
-            mBART.
         shuffle_window: the tokens of a stream over which the samples of its first epoch are shuffled.
-        tokenizing: see `Tokenizing`.
+        settings: see `OpeningSettings`.
 
     Raises:
         DataError: the text can't be found or read, is too short, or does not fit the tokenizer; or the cache can't be
             written.
     """
-    given = _read(sources)
-    settings = SampleSettings(tokenizer, sequence_length, document_mask, decoder_start, starts_with_last)
-    sampler = make_sampler(objective, settings)
-    weights = [source.weight for source in given]
-    counts = Mixture(weights).counts(0 if tokens is None else int(tokens // sampler.raw_tokens) + 1)
-    needed = [None if tokens is None else sampler.tokens_for(count, shuffle_window) for count in counts]
-    files = _tokenized(given, needed, tokenizer, objective, sampler.shortest, **tokenizing)
-    return Samples(list(zip(files, weights, strict=True)), sampler, seed, settings.stated(objective), shuffle_window)
+    opening = _Opening(sources, tokenizer, objective, sequence_length, **settings)
+    sampler, needed = opening.sampler, list[int | None]([None] * len(opening.weights))
+    if tokens is not None:
+        counts = Mixture(opening.weights).counts(int(tokens // sampler.raw_tokens) + 1)
+        needed = [sampler.tokens_for(count, shuffle_window) for count in counts]
+    weighted = list(zip(opening.tokenize(needed), opening.weights, strict=True))
+    return Samples(weighted, sampler, seed, opening.stated, shuffle_window)
 
 
 def evaluation_blocks(
@@ -175,73 +166,75 @@ def evaluation_blocks(
     objective: str,
     sequence_length: int,
     tokens: int,
-    document_mask: bool = False,
-    decoder_start: int | None = None,
-    starts_with_last: bool = False,
-    **tokenizing: Unpack[Tokenizing],
+    **settings: Unpack[OpeningSettings],
 ) -> EvaluationBlocks:
     """Open consecutive blocks of the first `tokens` tokens of the data, divided among the sources by weight. The other
     arguments are those of `open_samples`.
     """
-    given = _read(sources)
-    settings = SampleSettings(tokenizer, sequence_length, document_mask, decoder_start, starts_with_last)
-    sampler = make_sampler(objective, settings)
-    weights = [source.weight for source in given]
-    limits = [max(sampler.shortest, round(tokens * weight / sum(weights))) for weight in weights]
-    needed = [limit if OBJECTIVES[objective].reads_pairs else limit + sampler.shortest for limit in limits]
-    files = _tokenized(given, needed, tokenizer, objective, sampler.shortest, **tokenizing)
-    stated = f"{settings.stated(objective)} {tokens} {weights}"
-    return EvaluationBlocks(list(zip(files, limits, strict=True)), sampler, stated)
+    opening = _Opening(sources, tokenizer, objective, sequence_length, **settings)
+    total, shortest = sum(opening.weights), opening.sampler.shortest
+    limits = [max(shortest, round(tokens * weight / total)) for weight in opening.weights]
+    reads_pairs = OBJECTIVES[objective].reads_pairs  # which are counted by their tokens after they are truncated
+    files = opening.tokenize([None if reads_pairs else limit + shortest for limit in limits])
+    return EvaluationBlocks(list(zip(files, limits, strict=True)), opening.sampler, opening.stated)
 
 
-def _read(sources: Sequence[Any] | str) -> list[Source]:
-    given = [as_source(source) for source in ([sources] if isinstance(sources, str) else sources)]
-    if not given:
-        raise DataError("there is no data: name at least one source of text")
-    return given
+class _Opening:
+    """Sources that are opened for an objective; see `open_samples` and `OpeningSettings`."""
 
-
-def _tokenized(
-    sources: Sequence[Source],
-    needed: Sequence[int | None],
-    tokenizer: Any,
-    objective: str,
-    shortest: int,
-    *,
-    cache: Path | None = None,
-    is_local_main: bool = True,
-    processes: int = 1,
-    wait: Callable[[], None] = lambda: None,
-    progress: Progress = lambda label, done, total: None,
-) -> list[TokenSource]:
-    """The tokens of each source, as many as needed; see `Tokenizing`."""
-    folder = default_cache() if cache is None else cache
-    files: list[TokenSource] = []
-    if not is_local_main:
-        wait()
-    try:
-        for source, count in zip(sources, needed, strict=True):
-            text = open_source(source, folder)
-            encoder = encoder_for(OBJECTIVES[objective], source, text, tokenizer)
-            if is_local_main:
-                least = None if count is None or not text.is_stream else max(count, shortest)
-                tokens = tokenize(text, encoder, folder, needed=least, progress=progress, processes=processes)
-                _check(tokens, shortest)
-            else:
-                tokens = open_tokens(text, encoder, folder)
-            files.append(tokens)
-    finally:
-        if is_local_main:
-            wait()
-    return files
-
-
-def _check(tokens: TokenSource, shortest: int) -> None:
-    if tokens.size < shortest:
-        raise DataError(
-            f"{tokens.label} has {tokens.size} tokens, fewer than one sample of {shortest}: add text, or make sequence_length smaller"
+    def __init__(
+        self,
+        sources: Sequence[Any] | str,
+        tokenizer: Any,
+        objective: str,
+        length: int,
+        *,
+        document_mask: bool = False,
+        decoder_start: int | None = None,
+        starts_with_last: bool = False,
+        cache: Path | None = None,
+        is_local_main: bool = True,
+        processes: int = 1,
+        wait: Callable[[], None] = lambda: None,
+        progress: Progress = lambda label, done, total: None,
+    ) -> None:
+        self._given = [as_source(source) for source in ([sources] if isinstance(sources, str) else sources)]
+        if not self._given:
+            raise DataError("there is no data: name at least one source of text")
+        self.weights = [source.weight for source in self._given]
+        self.sampler = make_sampler(
+            objective, SampleSettings(tokenizer, length, document_mask, decoder_start, starts_with_last)
         )
-    if not tokens.learns_any():
-        raise DataError(
-            f"{tokens.label} has no message of the assistant, whose tokens are learned: name other conversations, or set loss_on to all"
-        )
+        self.stated = f"{objective} {length} {document_mask} {decoder_start} {starts_with_last}"
+        self._objective, self._tokenizer = OBJECTIVES[objective], tokenizer
+        self._cache = default_cache() if cache is None else cache
+        self._is_local_main, self._wait = is_local_main, wait
+        self._processes, self._progress = processes, progress
+
+    def tokenize(self, needed: Sequence[int | None]) -> list[TokenSource]:
+        """The tokens of each source, as many as needed."""
+        if not self._is_local_main:
+            self._wait()
+        try:
+            return [self._tokens(source, count) for source, count in zip(self._given, needed, strict=True)]
+        finally:
+            if self._is_local_main:
+                self._wait()
+
+    def _tokens(self, source: Source, needed: int | None) -> TokenSource:
+        text = open_source(source, self._cache)
+        encoder = encoder_for(self._objective, source, text, self._tokenizer)
+        if not self._is_local_main:
+            return open_tokens(text, encoder, self._cache)
+        shortest = self.sampler.shortest
+        least = None if needed is None or not text.is_stream else max(needed, shortest)
+        tokens = tokenize(text, encoder, self._cache, needed=least, progress=self._progress, processes=self._processes)
+        if tokens.size < shortest:
+            raise DataError(
+                f"{text.label} has {tokens.size} tokens, fewer than one sample of {shortest}: add text, or make sequence_length smaller"
+            )
+        if not tokens.learns_any():
+            raise DataError(
+                f"{text.label} has no message of the assistant, whose tokens are learned: name other conversations, or set loss_on to all"
+            )
+        return tokens

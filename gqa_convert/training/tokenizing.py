@@ -95,7 +95,7 @@ def _tokenized(recipe: Recipe, processes: int, on_tokenize: Callable[[str, int, 
     if held_out:
         evaluation_blocks(held_out, tokenizer, tokens=recipe.evaluation_tokens, **settings)
     sources = []
-    for stated, tokens in zip(pinned.data, samples.files, strict=True):
+    for stated, tokens in zip(pinned.data, samples.sources, strict=True):
         pairs = len(tokens.ends) // 2 if OBJECTIVES[settings["objective"]].reads_pairs else None
         sources.append(TokenizedSource(stated.source, stated.revision, tokens.size, pairs, tokens.complete))
     steps = recipe.steps(samples.tokens_per_sample)

@@ -77,7 +77,7 @@ def test_a_stream_is_read_as_far_as_it_is_needed(tmp_path: Path, from_rows: Call
     first = samples.batch(range(10))["input_ids"]
     assert first.ravel().tolist() == expected_tokens()[: 10 * LENGTH]
     assert rows.read <= 50 + 50
-    with pytest.raises(IndexError, match="sample 300 is cut from tokens of org/some that are not there yet"):
+    with pytest.raises(IndexError, match="sample 300 of org/some is cut from tokens that are not there yet"):
         samples.batch([300])
     longer = opened(tmp_path, 300 * LENGTH)
     assert rows.opened == 2
