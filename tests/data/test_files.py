@@ -239,6 +239,8 @@ def test_other_separators_of_lines_end_no_row(tmp_path: Path) -> None:
     rows = [json.dumps({"text": text}, ensure_ascii=False) for text in texts]
     path = written(tmp_path, "some.jsonl", "\r\n".join(rows))
     assert [piece.text for piece in Files("some", [path]).pieces(TextField())] == texts
+    path = written(tmp_path, "some.txt", "w1\r\nw2\rw3")
+    assert [piece.text for piece in Files("some", [path]).pieces(TextField())] == ["w1\r\nw2\rw3"]
 
 
 @pytest.mark.parametrize("suffix", ["gz", "zst"])

@@ -193,13 +193,14 @@ def test_datasets_streams_and_goes_on(tmp_path: Path, monkeypatch: pytest.Monkey
         return load("json", data_files=str(path), split=settings["split"], streaming=True, cache_dir=hub_cache)
 
     monkeypatch.setattr(datasets, "load_dataset", local)
-    opened(tmp_path / "cache", 100 * LENGTH)
-    (record,) = (tmp_path / "cache").glob("*.json")
-    pieces, (row, state) = (json.loads(record.read_text())["record"][name] for name in ("pieces", "position"))
-    assert row == pieces
-    assert state is not None
-    again = opened(tmp_path / "cache", 700 * LENGTH)
-    assert again.batch(range(700))["input_ids"].ravel().tolist() == expected_tokens()[: 700 * LENGTH]
+    for tokens in (100, 700):
+        samples = opened(tmp_path / "cache", tokens * LENGTH)
+        found = samples.batch(range(tokens))["input_ids"].ravel().tolist()
+        assert found == expected_tokens()[: tokens * LENGTH]
+        (record,) = (tmp_path / "cache").glob("*.json")
+        pieces, (row, state) = (json.loads(record.read_text())["record"][name] for name in ("pieces", "position"))
+        assert row == pieces
+        assert state is not None
     assert calls[0] == ("org/some", {"name": None, "split": "train", "revision": "0" * 40, "streaming": True})
     other = [{"source": "org/some", "text_field": "content"}]
     with pytest.raises(DataError, match="has no 'content', found text, other"):
