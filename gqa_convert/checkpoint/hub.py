@@ -126,7 +126,13 @@ def _cached_snapshot(repo_id: str, revision: str | None) -> Path | None:
 
 def _explained(repo_id: str, problem: Exception) -> SourceNotFoundError:
     """Turn an exception of the Hub's client into one line."""
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HTTPError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
 
     if isinstance(problem, GatedRepoError):
         text = f"{repo_id} is gated: accept its terms on the Hub and log in with `hf auth login`"
@@ -137,7 +143,7 @@ def _explained(repo_id: str, problem: Exception) -> SourceNotFoundError:
         )
     elif isinstance(problem, RevisionNotFoundError):
         text = f"{repo_id} has no such revision on the Hub: check --revision"
-    elif isinstance(problem, (ConnectionError, TimeoutError)) or _is_transport_error(problem):
+    elif isinstance(problem, (ConnectionError, TimeoutError, HTTPError)) and not isinstance(problem, HfHubHTTPError):
         text = (
             f"{repo_id} is not a local folder, is not in the Hub's cache, and the Hub cannot be reached ({_detail(problem)}): "
             "check the path or the network"
@@ -147,11 +153,6 @@ def _explained(repo_id: str, problem: Exception) -> SourceNotFoundError:
             f"the Hub did not provide {repo_id} ({_detail(problem)}): try again later, or log in with `hf auth login`"
         )
     return SourceNotFoundError(text)
-
-
-def _is_transport_error(problem: Exception) -> bool:
-    """Whether the HTTP client, whose package depends on the version of huggingface_hub, reached no server."""
-    return any(kind.__name__ == "TransportError" for kind in type(problem).__mro__)
 
 
 def _detail(problem: Exception) -> str:
