@@ -61,13 +61,14 @@ class Header:
 
 
 def header_bytes(first_bytes: bytes, file_size: int) -> int:
-    """How many bytes of a file are its length field and its header; fewer where the file or the format ends before.
+    """How many bytes to read of a file for its length field and its header; no header where that would be too long.
 
     Args:
         first_bytes: the first 8 of the file.
         file_size: in bytes.
     """
-    return min(LENGTH_BYTES + int.from_bytes(first_bytes, "little"), file_size, MAX_HEADER_BYTES)
+    length = int.from_bytes(first_bytes, "little")
+    return min(LENGTH_BYTES + length, file_size) if length <= MAX_HEADER_BYTES else LENGTH_BYTES
 
 
 def parse_header(raw: bytes, file_size: int, where: str) -> Header:

@@ -27,8 +27,9 @@ def try_lock(path: Path, *, create: bool = True) -> int | None:
         handle = os.open(path, os.O_RDWR | (os.O_CREAT if create else 0), _NEW_FILE_MODE)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if path.exists() and path.stat().st_ino == os.fstat(handle).st_ino:
-                return handle
+            with contextlib.suppress(FileNotFoundError):
+                if path.stat().st_ino == os.fstat(handle).st_ino:
+                    return handle
         except BlockingIOError:
             os.close(handle)
             return None

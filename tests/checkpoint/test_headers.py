@@ -173,6 +173,17 @@ def test_refused(header: Any, data: bytes, words: str) -> None:
     assert words in refused(as_file(header, data))
 
 
+def test_a_header_that_is_too_long_is_not_read() -> None:
+    for length, expected in (
+        (100, 108),
+        (MAX_HEADER_BYTES, MAX_HEADER_BYTES + 8),
+        (MAX_HEADER_BYTES + 1, 8),
+        (1 << 63, 8),
+    ):
+        assert header_bytes(length.to_bytes(8, "little"), 10**12) == expected
+    assert header_bytes((100).to_bytes(8, "little"), 60) == 60
+
+
 def test_the_length_field() -> None:
     raw = as_file({"a": F32}, b"1234")
     for length in (0, 1, len(raw) - 7, MAX_HEADER_BYTES, MAX_HEADER_BYTES + 1, 1 << 63, (1 << 64) - 1):
