@@ -29,11 +29,11 @@ from gqa_convert.conversion.fit.model_loading import open_model
 from gqa_convert.conversion.fit.progress import ALL_TOGETHER, MERGING_LAYERS, FitProgress
 from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions
 from gqa_convert.conversion.run import convert_checkpoint
+from gqa_convert.data.audio_files import AudioFile, list_audio_files
+from gqa_convert.data.speech import SpeechModel, SpeechSize, cut_windows, speech_batches, speech_tokens_for
 from gqa_convert.measuring.evaluation.comparison import Mean, mean
 from gqa_convert.measuring.evaluation.forward import token_scores
 from gqa_convert.measuring.evaluation.word_errors import word_errors
-from gqa_convert.text.audio_files import AudioFile, list_audio_files
-from gqa_convert.text.speech import SpeechModel, SpeechSize, cut_windows, speech_batches, speech_tokens_for
 
 from .folders import DEFAULT_FOLDER
 from .spoken import speak

@@ -10,9 +10,9 @@ import numpy as np
 from gqa_convert.checkpoint.atomic_files import write_whole
 from gqa_convert.data.samples import Samples, evaluation_blocks, open_samples
 from gqa_convert.data.sources import DatasetCommits, Source, find_commits
+from gqa_convert.data.text_generation import own_text
 from gqa_convert.data.token_files import default_cache
 from gqa_convert.errors import RecipeError
-from gqa_convert.text.own_text import own_text
 from gqa_convert.training.distributed import gathered
 from gqa_convert.training.opening import Opened
 from gqa_convert.training.recipe import Recipe

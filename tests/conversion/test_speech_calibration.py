@@ -9,10 +9,10 @@ import torch
 from gqa_convert.conversion.fit.options import CalibrationOptions
 from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.run import convert_checkpoint
+from gqa_convert.data.audio_files import list_audio_files
+from gqa_convert.data.speech import SpeechModel, SpeechSize, speech_batches
 from gqa_convert.errors import DataError, OptionError
 from gqa_convert.families.loading import load_model
-from gqa_convert.text.audio_files import list_audio_files
-from gqa_convert.text.speech import SpeechModel, SpeechSize, speech_batches
 from tests.helpers.speech import hearing_model, sound_folder
 
 

@@ -188,7 +188,7 @@ def test_text_and_conversations_in_one_run(chats: Path, tmp_path: Path) -> None:
 
 
 def test_calibration_renders_conversations(chats: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gqa_convert.text.model_tokenizer.load_tokenizer", lambda _: tokenizer_with(PLAIN))
+    monkeypatch.setattr("gqa_convert.data.model_tokenizer.load_tokenizer", lambda _: tokenizer_with(PLAIN))
     ids, _, _ = rendered(tokenizer_with(PLAIN))
     found = calibration_batches(DEMO, str(chats), 10**6, seed=0, sequence_length=LENGTH)
     blocks = sorted(tuple(row) for batch in found.batches for row in batch["input_ids"].tolist())

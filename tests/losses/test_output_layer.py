@@ -3,17 +3,11 @@
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from transformers import LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
 from gqa_convert.losses.output_layer import remove_output_layer, removed_output_layer, without_output_layer
-from gqa_convert.measuring.evaluation import forward
-from gqa_convert.measuring.evaluation.forward import score
-from gqa_convert.text.scoring.texts import WindowBatches
-from gqa_convert.text.scoring.windows import cut_windows
-from tests.helpers.largest import LargestWith
 from tests.helpers.tiny import VOCAB, make_config, make_model
 
 PROJECTED = ("llama", "gemma", "qwen3", "gpt_neox", "phi", "mixtral")
@@ -116,34 +110,3 @@ def test_a_layer_of_another_class_stays() -> None:
     assert not remove_output_layer(model, {"input_ids": tokens()})
     assert type(model.lm_head) is Own
     assert not remove_output_layer(torch.nn.Linear(2, 2), {})
-
-
-@pytest.mark.parametrize("model_type", ["llama", "gemma2"])
-def test_scoring_makes_the_logits_of_few_rows(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, ids = tiny(model_type), np.random.default_rng(0).integers(3, VOCAB, 100)
-    monkeypatch.setattr(forward, "_ROWS", 5)
-    batches = WindowBatches(ids, cut_windows([(0, 100)], 32, 20), 2)
-    with LargestWith(VOCAB, model.config.hidden_size) as largest:
-        score(model, batches, 100)
-    assert largest.rows == 5
-
-
-@pytest.mark.parametrize("model_type", ["llama", "gemma2"])
-@pytest.mark.parametrize("referenced", [False, True])
-def test_scores_do_not_depend_on_the_number_of_rows(
-    model_type: str, referenced: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Overlapping windows, of which a part is scored."""
-    model, reference = (make_model(make_config(model_type), seed=seed) for seed in (1, 2))
-    ids = np.random.default_rng(0).integers(3, VOCAB, 100)
-    batches = WindowBatches(ids, cut_windows([(0, 100)], 32, 20), 2)
-    found = []
-    for size in (5, 1000):
-        monkeypatch.setattr(forward, "_ROWS", size)
-        found.append(score(model, batches, 100, reference=reference if referenced else None).arrays())
-    for few, many in zip(*found, strict=True):
-        np.testing.assert_allclose(few, many, rtol=1e-4, atol=1e-5)
-    with torch.inference_mode():
-        logits = model(input_ids=torch.from_numpy(ids[None, :32])).logits[0, :-1]
-        wanted = torch.nn.functional.cross_entropy(logits, torch.from_numpy(ids[1:32]), reduction="none")
-    np.testing.assert_allclose(found[0][0][1:32], wanted.numpy(), rtol=1e-4, atol=1e-5)

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokeni
 from gqa_convert.data.documents import Piece
 from gqa_convert.data.sources import Source
 from gqa_convert.errors import DataError
+from gqa_convert.measuring.evaluation.examples import span_material
 from gqa_convert.measuring.evaluation.run import EvaluationOptions, evaluate
-from gqa_convert.text.scoring.examples import span_material
 from tests.helpers.data_helpers import demo_tokenizer
 from tests.helpers.evaluate_models import POSITIONS, bart, causal, constant, t5, write_rows
 
@@ -279,12 +279,12 @@ def test_span_corruption_has_transformers_own_loss(tmp_path: Path) -> None:
         AutoTokenizer.from_pretrained(tmp_path / "t5"),
         AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "t5").eval(),
     )
-    made = span_material([Piece(" ".join(words))], tokenizer, start=0, length=40, batch=1, seed=0)
+    made = span_material([Piece(" ".join(words))], tokenizer, start=0, length=40, seed=0)
     total = 0.0
     restored: dict[int, list[str]] = {}
-    for number in range(len(made.batches)):
-        batch = made.batches[number]
-        read, labels = torch.from_numpy(batch.inputs["input_ids"]), torch.from_numpy(batch.targets)[None]
+    for number in range(len(made.examples)):
+        batch = made.batch([number])
+        read, labels = batch.inputs["input_ids"], batch.targets[None]
         assert read.shape[1] == 40
         with torch.no_grad():
             total += float(model(input_ids=read, labels=labels).loss) * labels.numel()

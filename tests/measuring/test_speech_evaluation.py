@@ -8,15 +8,15 @@ import torch
 
 from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.run import convert_checkpoint
+from gqa_convert.data.audio_files import list_audio_files
 from gqa_convert.data.sources import Source
+from gqa_convert.data.speech import SpeechModel, cut_windows
 from gqa_convert.errors import DataError, OptionError
 from gqa_convert.families.loading import load_model
 from gqa_convert.measuring.evaluation.run import EvaluationOptions, evaluate
 from gqa_convert.measuring.evaluation.table import columns
 from gqa_convert.measuring.evaluation.word_errors import word_errors
 from gqa_convert.measuring.sensitivity.inspection import inspect_checkpoint
-from gqa_convert.text.audio_files import list_audio_files
-from gqa_convert.text.speech import SpeechModel, cut_windows
 from tests.helpers.evaluate_models import causal
 from tests.helpers.speech import WINDOW_SECONDS, hearing_model, sound_folder, write_sound
 

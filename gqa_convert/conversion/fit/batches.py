@@ -66,7 +66,7 @@ def wanted_tokens(plan: Plan, options: CalibrationOptions) -> int:
     if options.tokens is not None:
         return options.tokens
     if hears(plan.checkpoint.config) and options.batches is None:
-        from gqa_convert.text.speech import speech_tokens_for
+        from gqa_convert.data.speech import speech_tokens_for
 
         return speech_tokens_for(plan.checkpoint.config)
     return calibration_tokens_for(plan.checkpoint.config)
@@ -147,8 +147,8 @@ def _speech(
         DataError: no folder of sound, or a file that can't be read.
     """
     from gqa_convert.conversion.fit.model_loading import open_model
-    from gqa_convert.text.audio_files import list_audio_files
-    from gqa_convert.text.speech import SpeechModel, SpeechSize, speech_batches
+    from gqa_convert.data.audio_files import list_audio_files
+    from gqa_convert.data.speech import SpeechModel, SpeechSize, speech_batches
 
     name, sources = plan.checkpoint.source_id, _sources(options)
     if options.sequence_length is not None:
@@ -173,8 +173,8 @@ def _text(
     """Blocks of text, in which the source has written what `self` stands for."""
     from gqa_convert.conversion.fit.calibration_text import calibration_batches
     from gqa_convert.data.sources import is_self
+    from gqa_convert.data.text_generation import own_text
     from gqa_convert.data.token_files import default_cache
-    from gqa_convert.text.own_text import own_text
 
     folder = plan.checkpoint.folder
     assert folder is not None

@@ -22,16 +22,16 @@ from gqa_convert.data.decoder_start import decoder_start
 from gqa_convert.data.documents import Piece
 from gqa_convert.data.encoders import text_encoder
 from gqa_convert.data.files import Files
+from gqa_convert.data.model_tokenizer import check_vocabulary, usable_tokenizer
 from gqa_convert.data.order import Integers, mix, permuted
 from gqa_convert.data.sources import as_source, open_source
 from gqa_convert.data.span_corruption import SpanCorruption, has_sentinels, shape_for
+from gqa_convert.data.text_generation import OwnText
 from gqa_convert.data.token_files import Encoder, batched, default_cache, ids_of, tokenize
 from gqa_convert.errors import ConfigError, DataError, OptionError
 from gqa_convert.families.config_sizes import HIDDEN_SIZE_KEYS
 from gqa_convert.families.context_length import SPAN_LENGTH, block_length, is_t5_like, stated_count, stated_positions
 from gqa_convert.families.loading import is_encoder_decoder, read_config
-from gqa_convert.text.model_tokenizer import check_vocabulary, usable_tokenizer
-from gqa_convert.text.own_text import OwnText
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -10,12 +10,12 @@ from gqa_convert.checkpoint.paths import expanded
 from gqa_convert.checkpoint.source import Checkpoint, open_checkpoint
 from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.conversion.plan import make_plan
+from gqa_convert.data.model_tokenizer import usable_tokenizer
 from gqa_convert.data.pairs import refuse_languages
 from gqa_convert.data.span_corruption import has_sentinels
 from gqa_convert.errors import GQAConvertError, OptionError
 from gqa_convert.families import loading
 from gqa_convert.families.context_length import LONGEST, SPAN_LENGTH, stated_positions
-from gqa_convert.text.model_tokenizer import usable_tokenizer
 
 CAUSAL, SPANS, PAIRS, SPEECH = "causal", "spans", "pairs", "speech"
 _HEAD = "evaluate scores the predictions of one; name the language model that the checkpoint was made from"

@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from gqa_convert.measuring.evaluation.candidates import Candidate
+from gqa_convert.measuring.evaluation.examples import Material
 from gqa_convert.measuring.evaluation.forward import Scores
 from gqa_convert.measuring.results import Difference, ModelScores
-from gqa_convert.text.scoring.material import Material
 
 Doubles = npt.NDArray[np.float64]
 
@@ -87,7 +87,7 @@ class Measured:
         """The mean loss in nats per token."""
         if self.not_finite:
             return UNDEFINED
-        return mean(self.material.by_block(self.scores.loss), self.material.by_block(self.material.scored))
+        return mean(self.material.by_block(self.scores.loss), self.material.by_block(np.ones(self.material.tokens)))
 
     def bits_per_byte(self) -> Mean:
         """Bits per byte of text, not defined where tokens stand for no bytes."""
@@ -101,7 +101,7 @@ class Measured:
         kl = self.scores.kl
         if values is None or kl is None or self.not_finite or not np.isfinite(kl).all():
             return UNDEFINED
-        return mean(self.material.by_block(values), self.material.by_block(self.material.scored))
+        return mean(self.material.by_block(values), self.material.by_block(np.ones(self.material.tokens)))
 
 
 def incomparable(candidate: Candidate, material: Material, other: Measured) -> str | None:

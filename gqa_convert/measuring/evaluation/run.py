@@ -4,34 +4,37 @@ import gc
 import hashlib
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
 from gqa_convert.checkpoint.devices import chosen_device
 from gqa_convert.checkpoint.machine import measurement
 from gqa_convert.checkpoint.paths import local_path
+from gqa_convert.data.audio_files import list_audio_files
 from gqa_convert.data.decoder_start import decoder_start, starts_with_last
+from gqa_convert.data.model_tokenizer import check_vocabulary
 from gqa_convert.data.sources import Source, find_commits, pinned
+from gqa_convert.data.speech import SpeechModel
 from gqa_convert.data.token_files import default_cache
 from gqa_convert.errors import OptionError
 from gqa_convert.families.loading import no_bars
 from gqa_convert.measuring import Progress
 from gqa_convert.measuring.evaluation import candidates
 from gqa_convert.measuring.evaluation.candidates import CAUSAL, SPANS, SPEECH, Candidate
-from gqa_convert.measuring.evaluation.comparison import Measured, incomparable, mean, model_scores
-from gqa_convert.measuring.evaluation.forward import score
+from gqa_convert.measuring.evaluation.comparison import UNDEFINED, Measured, incomparable, mean, model_scores
+from gqa_convert.measuring.evaluation.examples import (
+    Material,
+    pair_material,
+    span_material,
+    speech_material,
+    text_material,
+)
+from gqa_convert.measuring.evaluation.forward import Scored, score
+from gqa_convert.measuring.evaluation.texts import read_pairs, read_pieces
 from gqa_convert.measuring.evaluation.word_errors import word_errors
 from gqa_convert.measuring.out_of_memory import memory_explained
 from gqa_convert.measuring.results import EvaluationFile, ScoredText
-from gqa_convert.text.audio_files import AudioFile, list_audio_files
-from gqa_convert.text.model_tokenizer import check_vocabulary
-from gqa_convert.text.scoring.examples import pair_material, span_material
-from gqa_convert.text.scoring.material import Material
-from gqa_convert.text.scoring.speech_examples import hear
-from gqa_convert.text.scoring.text_to_score import read_pairs, read_pieces
-from gqa_convert.text.scoring.texts import text_material
-from gqa_convert.text.speech import SpeechModel
 
 _LESS = "lower --batch or --window, use --dtype bfloat16, or a device with more memory"
 _SEED = 0
@@ -106,17 +109,14 @@ def evaluate(
             gc.collect()  # the model before it
             with memory_explained(candidate.name, _LESS):
                 model = candidates.load(candidate, options.dtype, device)
-                if objective == SPEECH:
-                    measured = _score_speech(candidate, model, text, first, reference, options, progress)
-                else:
-                    show = partial(progress, f"tokenising for {candidate.name}")
-                    material = _material(text, candidate, objective, window, options, show)
-                    measured = _score(candidate, model, material, first, reference, progress)
+                material = _material(text, candidate, model, objective, window, options, progress)
+                scored = Scored(model, material)
+                measured = _score(candidate, scored, first, reference, options.batch, progress)
             scores.append(model_scores(measured, first))
             if first is None:
                 first = measured
-                reference = model if options.reference else None
-            del model
+                reference = scored if options.reference else None
+            del model, scored
     return EvaluationFile(
         **measurement("evaluate", command, device).as_json(),
         data=_described(data, options, text),
@@ -155,68 +155,60 @@ def _described(data: Source, options: EvaluationOptions, text: Any) -> ScoredTex
 def _material(
     text: Any,
     candidate: Candidate,
+    model: Any,
     objective: str,
     window: int,
     options: EvaluationOptions,
-    progress: Callable[[int, int], None],
+    progress: Progress,
 ) -> Material:
-    """The model's tokens of the text, in batches."""
-    tokenizer, batch = candidate.tokenizer, options.batch
+    """The model's tokens of the text or sound, in examples."""
+    tokenizer = candidate.tokenizer
+    if objective == SPEECH:
+        show = partial(progress, f"transcribing with {candidate.name}")
+        speech = SpeechModel(model, candidate.folder)
+        return speech_material(speech, text, batch=options.batch, tokens=options.tokens, progress=show)
+    show = partial(progress, f"tokenising for {candidate.name}")
     if objective == CAUSAL:
-        return text_material(text, tokenizer, context=window, stride=window, batch=batch, progress=progress)
+        return text_material(text, tokenizer, window=window, progress=show)
     start = decoder_start(candidate.folder, candidate.config, tokenizer)
     if objective == SPANS:
-        return span_material(text, tokenizer, start=start, length=window, batch=batch, seed=_SEED)
+        return span_material(text, tokenizer, start=start, length=window, seed=_SEED)
     first = None if starts_with_last(candidate.config) else start
-    return pair_material(text, tokenizer, start=first, length=window, batch=batch, progress=progress)
+    return pair_material(text, tokenizer, start=first, length=window, progress=show)
 
 
 def _score(
-    candidate: Candidate, model: Any, material: Material, first: Measured | None, reference: Any, progress: Progress
+    candidate: Candidate,
+    scored: Scored,
+    first: Measured | None,
+    reference: Scored | None,
+    batch: int,
+    progress: Progress,
 ) -> Measured:
     """A model's scores.
 
     Args:
         candidate: the model.
-        model: the same, loaded.
-        material: its tokens of the text.
+        scored: the same, loaded, with its examples.
         first: scores of the model that it is compared with.
         reference: that model, loaded, if its distributions are compared.
+        batch: examples at a time.
         progress: called with the name of a stage, the steps done and the number of steps.
 
     Raises:
         DataError: the tokenizer does not belong to the model.
     """
-    check_vocabulary(candidate.config, int(material.ids.max()), candidate.folder)
+    material = scored.material
+    check_vocabulary(candidate.config, material.largest, candidate.folder)
     done = 0
 
-    def advance(scored: int) -> None:
+    def advance(count: int) -> None:
         nonlocal done
-        done += scored
+        done += count
         progress(f"scoring {candidate.name}", done, material.tokens)
 
     problem = None if first is None else incomparable(candidate, material, first)
-    beside = None if problem else reference
-    scores = score(model, material.batches, len(material.ids), reference=beside, progress=advance)
-    return Measured(candidate, str(model.dtype).removeprefix("torch."), material, scores, problem)
-
-
-def _score_speech(
-    candidate: Candidate,
-    model: Any,
-    files: Sequence[AudioFile],
-    first: Measured | None,
-    reference: Any,
-    options: EvaluationOptions,
-    progress: Progress,
-) -> Measured:
-    """A speech model's scores, with its word errors; the arguments are those of `_score`."""
-    found = hear(
-        SpeechModel(model, candidate.folder),
-        files,
-        batch=options.batch,
-        tokens=options.tokens,
-        progress=partial(progress, f"transcribing with {candidate.name}"),
-    )
-    measured = _score(candidate, model, found.material, first, reference, progress)
-    return replace(measured, word_error_rate=mean(*word_errors(found.said, found.heard)))
+    scores = score(scored, batch, reference=None if problem else reference, progress=advance)
+    dtype = str(scored.model.dtype).removeprefix("torch.")
+    words = UNDEFINED if material.heard is None else mean(*word_errors(material.said, material.heard))
+    return Measured(candidate, dtype, material, scores, problem, words)

@@ -5,11 +5,12 @@ hidden_size] in bfloat16, and `decoder_input_ids` of their texts, cut to one len
 their texts first, so that little is lost. The encoder runs once for each window, because no conversion changes it.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from tempfile import gettempdir
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,10 +18,10 @@ from torch import Tensor
 
 from gqa_convert.checkpoint.machine import available_memory
 from gqa_convert.checkpoint.mapped_tensors import mapped
+from gqa_convert.data.audio_files import AudioFile, Samples, read_audio
 from gqa_convert.data.order import mix, permuted
 from gqa_convert.errors import DataError
 from gqa_convert.families.loading import SOUND_POSITIONS, load_tokenizer, no_warnings
-from gqa_convert.text.audio_files import AudioFile, Samples, read_audio
 
 _PER_HIDDEN = 12
 _AT_ONCE = 16
@@ -39,10 +40,10 @@ def speech_tokens_for(config: Mapping[str, Any]) -> int:
     return _PER_HIDDEN * int(config["d_model"])
 
 
-@dataclass(frozen=True, slots=True)
-class Window:
+class Window(NamedTuple):
     """A sound of at most one window of the encoder, and what is said in it; None before the source has written it."""
 
+    path: Path
     samples: Samples
     text: str | None
 
@@ -98,25 +99,22 @@ class SpeechModel:
     def prompts(self, encoded: Tensor) -> Tensor:
         """The tokens with which the decoder begins, [windows, P]: for several languages, the one that the model hears."""
         generation = self.model.generation_config
-        start = torch.full((len(encoded), 1), generation.decoder_start_token_id)
-        further = []
+        prompt = [torch.full((len(encoded),), generation.decoder_start_token_id)]
         if self._is_multilingual:
             with torch.no_grad():
-                languages = self.model.detect_language(encoder_outputs=self._encoder_outputs(encoded))
-            task = torch.full_like(start, generation.task_to_id[_TASK])
-            further = [languages.cpu()[:, None], task]
+                prompt.append(self.model.detect_language(encoder_outputs=self.encoder_outputs(encoded)).cpu())
+            prompt.append(torch.full_like(prompt[0], generation.task_to_id[_TASK]))
         if getattr(generation, "no_timestamps_token_id", None) is not None:
-            further.append(torch.full_like(start, generation.no_timestamps_token_id))
-        return torch.cat([start, *further], dim=1)
+            prompt.append(torch.full_like(prompt[0], generation.no_timestamps_token_id))
+        return torch.stack(prompt, dim=1)
 
     def transcribe(self, encoded: Tensor) -> list[str]:
         """What the model hears, by greedy search."""
-        options: dict[str, Any] = {"num_beams": 1, "do_sample": False}
-        options["max_new_tokens"] = self.model.config.max_target_positions // 2
-        if self._is_multilingual:
-            options["task"] = _TASK
+        task = {"task": _TASK} if self._is_multilingual else {}
+        most = self.model.config.max_target_positions // 2
+        sound = self.encoder_outputs(encoded)
         with torch.no_grad(), no_warnings():
-            ids = self.model.generate(encoder_outputs=self._encoder_outputs(encoded), **options)
+            ids = self.model.generate(encoder_outputs=sound, num_beams=1, do_sample=False, max_new_tokens=most, **task)
         texts: list[str] = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
         return [text.strip() for text in texts]
 
@@ -124,25 +122,26 @@ class SpeechModel:
     def _is_multilingual(self) -> bool:
         return bool(getattr(self.model.generation_config, "is_multilingual", False))
 
-    def _encoder_outputs(self, encoded: Tensor) -> Any:
+    def encoder_outputs(self, encoded: Tensor) -> Any:
+        """What the encoder made, as the model's forward pass takes it."""
         from transformers.modeling_outputs import BaseModelOutput
 
         return BaseModelOutput(last_hidden_state=encoded.to(self.model.device, self.model.dtype))
 
 
-def cut_windows(files: Sequence[AudioFile], speech: SpeechModel) -> Iterator[Window]:
+def cut_windows(files: Iterable[AudioFile], speech: SpeechModel) -> Iterator[Window]:
     """The windows of files, one file after the other.
 
     A file that fits one window is one. A longer one is cut into windows; which part of its text is said in which of
     them is not known, so that they have none.
     """
     for file in files:
-        samples = read_audio(file.path, speech.rate)
-        if len(samples) <= speech.window_samples:
-            yield Window(samples, file.text)
+        samples, length = read_audio(file.path, speech.rate), speech.window_samples
+        if len(samples) <= length:
+            yield Window(file.path, samples, file.text)
             continue
-        for first in range(0, len(samples) - speech.rate, speech.window_samples):
-            yield Window(samples[first : first + speech.window_samples], None)
+        for first in range(0, len(samples) - speech.rate, length):
+            yield Window(file.path, samples[first : first + length], None)
 
 
 class Keeper:
@@ -162,8 +161,7 @@ class Keeper:
         return tensor if self._left >= 0 else mapped(tensor, Path(gettempdir()))
 
 
-@dataclass(frozen=True, slots=True)
-class SpokenText:
+class SpokenText(NamedTuple):
     """A window as the model takes it: what its encoder makes of it, [positions, hidden_size], and the decoder's tokens, [length],
     with the prompt."""
 
@@ -171,17 +169,12 @@ class SpokenText:
     tokens: Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class SpeechSize:
+class SpeechSize(NamedTuple):
     """How many tokens of text are wanted of each part; those of the prompts count."""
 
     layers: int
     held_out: int
     fresh: int
-
-    @property
-    def total(self) -> int:
-        return self.layers + self.held_out + self.fresh
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,9 +203,7 @@ class Speech:
 
     def description(self) -> str:
         """What was heard, in words."""
-        by = "texts as stated"
-        if self.written:
-            by = f"{self.written} texts written by the source"
+        by = f"{self.written} texts written by the source" if self.written else "texts as stated"
         return f"{self.tokens} tokens of speech: {self.seconds / 3600:.2f} hours in {self.files} files, {by}"
 
 
@@ -237,85 +228,53 @@ def speech_batches(
         DataError: a file can't be read, or nothing is said in any.
         OSError: the disk of temporary files is full.
     """
-    order = [files[permuted(number, len(files), mix(seed, 5))] for number in range(len(files))]
-    counts = {"files": 0, "samples": 0, "written": 0}
-
-    def counted() -> Iterator[Window]:
-        for file in order:
-            counts["files"] += 1
-            for window in cut_windows([file], speech):
-                counts["samples"] += len(window.samples)
-                counts["written"] += window.text is None
-                yield window
-
+    order = (files[permuted(number, len(files), mix(seed, 5))] for number in range(len(files)))
+    windows, keeper = cut_windows(order, speech), Keeper()
+    heard: set[Path] = set()
     found: list[SpokenText] = []
-    tokens = 0
-    keeper = Keeper()
-    for windows in _grouped(counted()):
-        for spoken in _spoken(speech, windows, keeper):
-            found.append(spoken)
-            tokens += len(spoken.tokens)
-        progress(min(tokens, size.total), size.total)
-        if tokens >= size.total:
-            break
+    tokens = samples = written = 0
+    while tokens < sum(size) and (group := list(islice(windows, _AT_ONCE))):
+        heard.update(window.path for window in group)
+        samples += sum(len(window.samples) for window in group)
+        written += sum(window.text is None for window in group)
+        spoken = _spoken(speech, group, keeper)
+        found += spoken
+        tokens += sum(len(each.tokens) for each in spoken)
+        progress(min(tokens, sum(size)), sum(size))
     if not found:
         raise DataError("the model hears no word in any of the files: name a folder of speech")
     layers, held_out, fresh = (_batches(part, keeper) for part in _divided(found, size))
-    return Speech(
-        layers,
-        held_out,
-        fresh,
-        tokens=sum(batch["decoder_input_ids"].numel() for batch in layers),
-        length=max(batch["decoder_input_ids"].shape[1] for batch in layers),
-        files=counts["files"],
-        seconds=counts["samples"] / speech.rate,
-        written=counts["written"],
-    )
+    ids = [batch["decoder_input_ids"] for batch in layers]
+    used, length = sum(rows.numel() for rows in ids), max(rows.shape[1] for rows in ids)
+    return Speech(layers, held_out, fresh, used, length, len(heard), samples / speech.rate, written)
 
 
-def _grouped(windows: Iterator[Window]) -> Iterator[list[Window]]:
-    group: list[Window] = []
-    for window in windows:
-        group.append(window)
-        if len(group) == _AT_ONCE:
-            yield group
-            group = []
-    if group:
-        yield group
-
-
-def _spoken(speech: SpeechModel, windows: Sequence[Window], keeper: Keeper) -> Iterator[SpokenText]:
+def _spoken(speech: SpeechModel, windows: Sequence[Window], keeper: Keeper) -> list[SpokenText]:
     """Windows with their texts as tokens; those in which nothing is said are left out."""
     encoded = speech.encode(windows)
     kept = keeper.keep(encoded.to("cpu", torch.bfloat16))
-    prompts = speech.prompts(encoded)
-    texts = [window.text for window in windows]
-    missing = [number for number, text in enumerate(texts) if text is None]
-    if missing:
-        heard = speech.transcribe(encoded[missing])
-        for number, written in zip(missing, heard, strict=True):
-            texts[number] = written
-    most = speech.model.config.max_target_positions
-    for number, text in enumerate(texts):
-        ids = speech.text_tokens(text or "")
+    untold = [number for number, window in enumerate(windows) if window.text is None]
+    heard = iter(speech.transcribe(encoded[untold]) if untold else ())
+    found = []
+    for window, sound, prompt in zip(windows, kept, speech.prompts(encoded), strict=True):
+        ids = speech.text_tokens(next(heard) if window.text is None else window.text)
         if ids:
-            tokens = torch.cat([prompts[number], torch.tensor(ids)])
-            yield SpokenText(kept[number], tokens[:most])
+            tokens = torch.cat([prompt, torch.tensor(ids)])
+            found.append(SpokenText(sound, tokens[: speech.model.config.max_target_positions]))
+    return found
 
 
 def _divided(found: list[SpokenText], size: SpeechSize) -> tuple[list[SpokenText], ...]:
     """The first windows for the layers, the next ones held out, and the rest. Where there are too few for the first two,
     one in nine is held out.
     """
-    lengths = [len(spoken.tokens) for spoken in found]
-    ends = np.cumsum(lengths)
+    ends = np.cumsum([len(spoken.tokens) for spoken in found])
     layers = int(np.searchsorted(ends, size.layers)) + 1
     judged = max(layers, int(np.searchsorted(ends, size.layers + size.held_out))) + 1
     if not size.held_out or len(found) == 1:
         judged = layers
     elif judged > len(found):
-        layers = len(found) - max(1, len(found) // 9)
-        judged = len(found)
+        layers, judged = len(found) - max(1, len(found) // 9), len(found)
     return found[:layers], found[layers:judged], found[judged:]
 
 
@@ -325,8 +284,7 @@ def _batches(found: Sequence[SpokenText], keeper: Keeper) -> list[Batch]:
     made = []
     for first in range(0, len(by_length), _AT_ONCE):
         group = by_length[first : first + _AT_ONCE]
-        length = len(group[0].tokens)
-        ids = torch.stack([spoken.tokens[:length] for spoken in group])
+        ids = torch.stack([spoken.tokens[: len(group[0].tokens)] for spoken in group])
         encoded = keeper.keep(torch.stack([spoken.encoded for spoken in group]))
         made.append({"encoder_outputs": encoded, "decoder_input_ids": ids})
     return made

@@ -1,7 +1,6 @@
 """Reads the text to score once, so that all models get the same text."""
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 from gqa_convert.data.documents import PAIR_KEYS, PairFields, Piece, TextField
@@ -9,7 +8,7 @@ from gqa_convert.data.files import Files
 from gqa_convert.data.sources import Source, open_source
 from gqa_convert.data.token_files import default_cache
 from gqa_convert.errors import DataError
-from gqa_convert.text.scoring.texts import encode
+from gqa_convert.measuring.evaluation.examples import encode
 
 STREAM_TOKENS = 1_000_000
 """The default number of tokens read from a Hub dataset, because some datasets never end."""
@@ -40,21 +39,6 @@ def read_pieces(
     if not found:
         raise DataError(f"{text.label} holds no text: name another source or --text-field")
     return found
-
-
-def read_file(path: Path, text_field: str = "text") -> str:
-    """The text of a local file; documents in JSON or Parquet are joined by empty lines.
-
-    Args:
-        path: the path of the file.
-        text_field: the field that holds the text in JSON lines, a JSON array or a Parquet file.
-
-    Raises:
-        DataError: the file can't be read, or a row has no such field.
-    """
-    pieces = Files(str(path), [path]).pieces(TextField(text_field))
-    parts = (piece.text + ("\n\n" if piece.last else "") for piece in pieces)
-    return "".join(parts).removesuffix("\n\n")
 
 
 def read_pairs(

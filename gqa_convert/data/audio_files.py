@@ -21,6 +21,9 @@ TEXT_COLUMNS = ("text", "transcription", "sentence")
 """The names under which datasets of speech hold the text, the first that is there."""
 SHORTEST_SECONDS = 0.2
 """A shorter file holds no word."""
+_CUT_OFF = "(should be"
+_STREAMED = ("4294967295", "0xFFFFFFFF")
+"""In soundfile's notes on a file: its header states more bytes than there are, or that it was written to a pipe."""
 
 Samples = npt.NDArray[np.float32]
 
@@ -43,21 +46,25 @@ def list_audio_files(folder: Path) -> list[AudioFile]:
             f"{folder} is no folder: a model that hears is calibrated on a folder of audio files, with their texts in "
             "metadata.jsonl or without"
         )
-    for name, rows in (("metadata.jsonl", _json_rows), ("metadata.csv", _csv_rows)):
-        if (folder / name).is_file():
-            return _described_files(folder, name, rows(folder / name))
-    found = [AudioFile(path, None) for path in sorted(_audio_files(folder))]
-    if not found:
+    for metadata, rows in ((folder / "metadata.jsonl", _json_rows), (folder / "metadata.csv", _csv_rows)):
+        if not metadata.is_file():
+            continue
+        found = [_described(metadata, row) for row in rows(metadata)]
+        paths = [file.path for file in found]
+        if not found:
+            raise DataError(f"{metadata} has no rows: add one for each audio file, or remove it")
+        if len({*paths}) < len(paths):
+            twice = next(path for number, path in enumerate(paths) if path in paths[:number])
+            raise DataError(f"{metadata} names {twice.relative_to(folder)} twice: remove one of its rows")
+        return found
+    sounds = [path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file()]
+    if not sounds:
         raise DataError(f"{folder} holds no audio files ({', '.join(SUFFIXES)}): name a folder that does")
-    return found
-
-
-def _audio_files(folder: Path) -> Iterator[Path]:
-    return (path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file())
+    return [AudioFile(path, None) for path in sorted(sounds)]
 
 
 def _json_rows(path: Path) -> Iterator[Any]:
-    for number, line in enumerate(_text(path).split("\n"), 1):
+    for number, line in enumerate(_text(path).split("\n"), 1):  # a text may hold other ends of lines
         try:
             if line.strip():
                 yield json.loads(line)
@@ -76,40 +83,29 @@ def _text(path: Path) -> str:
         raise DataError(f"{path} is no UTF-8 ({problem}): save it as UTF-8") from None
 
 
-def _described_files(folder: Path, metadata: str, rows: Iterator[Any]) -> list[AudioFile]:
-    """The files of all rows of the metadata."""
-    found: dict[Path, AudioFile] = {}
-    for row in rows:
-        file = _described(folder, metadata, row)
-        if file.path in found:
-            raise DataError(f"{folder / metadata} names {row['file_name']} twice: remove one of its rows")
-        found[file.path] = file
-    if not found:
-        raise DataError(f"{folder / metadata} has no rows: add one for each audio file, or remove it")
-    return list(found.values())
-
-
-def _described(folder: Path, metadata: str, row: Any) -> AudioFile:
+def _described(metadata: Path, row: Any) -> AudioFile:
     """The file of a row of the metadata."""
-    if not isinstance(row, dict) or not isinstance(row.get("file_name"), str):
-        raise DataError(f"{folder / metadata} has a row without file_name: every row names its audio file")
-    path = folder / row["file_name"]
+    name = row.get("file_name") if isinstance(row, dict) else None
+    if not isinstance(name, str):
+        raise DataError(f"{metadata} has a row without file_name: every row names its audio file")
+    path = metadata.parent / name
     if not path.is_file():
-        raise DataError(f"{folder / metadata} names {row['file_name']}, which is not there: add it or remove the row")
-    stated = [column for column in TEXT_COLUMNS if isinstance(row.get(column), str)]
-    if not stated:
+        raise DataError(f"{metadata} names {name}, which is not there: add it or remove the row")
+    texts = [row[column] for column in TEXT_COLUMNS if isinstance(row.get(column), str)]
+    if not texts:
         raise DataError(
-            f"{folder / metadata} states no text for {row['file_name']}, in none of the columns {', '.join(TEXT_COLUMNS)}: "
+            f"{metadata} states no text for {name}, in none of the columns {', '.join(TEXT_COLUMNS)}: "
             "add it, or remove the metadata, and the source writes the texts itself"
         )
-    return AudioFile(path, row[stated[0]])
+    return AudioFile(path, texts[0])
 
 
 def read_audio(path: Path, rate: int) -> Samples:
     """The samples of a file, [n], of one channel at `rate` samples per second.
 
     Raises:
-        DataError: the file can't be decoded, is shorter than `SHORTEST_SECONDS`, or holds NaN.
+        DataError: the file can't be decoded, ends before its header says, is shorter than `SHORTEST_SECONDS`, or holds
+            NaN.
         MissingExtraError: soundfile or soxr is not installed.
     """
     try:
@@ -120,15 +116,22 @@ def read_audio(path: Path, rate: int) -> Samples:
             f"reading sound needs {problem.name}, which is not installed: pip install 'gqa-convert[audio]'"
         ) from None
     try:
-        channels, found_rate = soundfile.read(path, dtype="float32", always_2d=True)
+        with soundfile.SoundFile(path) as file:
+            channels = file.read(dtype="float32", always_2d=True)
+            stated, found_rate, notes = file.frames, file.samplerate, file.extra_info
     except (soundfile.SoundFileError, OSError) as problem:
         raise DataError(f"{path} can't be read as sound ({problem}): repair it, or take it out of the folder") from None
+    problem_found = None
     samples: Samples = soxr.resample(channels.mean(axis=1), found_rate, rate)
-    if len(samples) < SHORTEST_SECONDS * rate:
-        raise DataError(
-            f"{path} lasts {len(channels) / found_rate:.2f} seconds, and nothing is said in less than {SHORTEST_SECONDS}: "
-            "take it out of the folder"
+    if len(channels) < stated or (_CUT_OFF in notes and not any(mark in notes for mark in _STREAMED)):
+        problem_found = "ends before its header says: copy it again"
+    elif len(samples) < SHORTEST_SECONDS * rate:
+        seconds = len(channels) / found_rate
+        problem_found = (
+            f"lasts {seconds:.2f} seconds, and nothing is said in less than {SHORTEST_SECONDS}: record it longer"
         )
-    if not np.isfinite(samples).all():
-        raise DataError(f"{path} holds samples that are no finite numbers: repair it, or take it out of the folder")
+    elif not np.isfinite(samples).all():
+        problem_found = "holds samples that are no finite numbers: repair it"
+    if problem_found:
+        raise DataError(f"{path} {problem_found}, or take it out of the folder")
     return samples

@@ -6,17 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.conversion.fit.batches import prepare_calibration
 from gqa_convert.conversion.fit.options import CalibrationOptions
 from gqa_convert.conversion.plan import make_plan
-from gqa_convert.data.sources import Source, is_on_hub
+from gqa_convert.data import text_generation
+from gqa_convert.data.order import mix
+from gqa_convert.data.sources import Source, is_on_hub, open_source
+from gqa_convert.data.text_generation import _Writer, own_text
 from gqa_convert.errors import DataError, InterruptedRunError, OptionError, RecipeError, StoppedError
-from gqa_convert.text import generating
-from gqa_convert.text import own_text as module
-from gqa_convert.text.generating import GenerationOptions, generate_text
-from gqa_convert.text.own_text import own_text
 from gqa_convert.training.recipe import make_recipe
 from gqa_convert.training.run_text import with_own_text
 from tests.helpers.uptrain_runs import DEMO, losses, make_student, run, weights
@@ -28,7 +29,8 @@ SMALL: dict[str, Any] = {"tokens": 40, "device": "cpu"}
 def short(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Texts of few tokens, in a cache and a folder of the test's own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(module, "GenerationOptions", lambda **keys: GenerationOptions(length=8, batch=8, **keys))
+    monkeypatch.setattr(text_generation, "LENGTH", 8)
+    monkeypatch.setattr(text_generation, "BATCH", 8)
     monkeypatch.chdir(tmp_path)
 
 
@@ -40,26 +42,40 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_it_is_generated_once_for_each_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[int, int]] = []
     own = own_text(DEMO, tmp_path / "here", **SMALL, progress=lambda _, done, total: seen.append((done, total)))
-    generate_text(open_checkpoint(str(DEMO)), tmp_path / "plain.jsonl", GenerationOptions(length=8, batch=8, **SMALL))
-    assert own.file.read_bytes() == (tmp_path / "plain.jsonl").read_bytes()
     assert own.label == "demo_checkpoint's own text (at least 40 tokens at temperature 1, seed 0)"
     assert seen[-1] == (40, 40)
+    other = own_text(DEMO, tmp_path / "there", **SMALL)
+    assert own.file.read_bytes() == other.file.read_bytes()
+    assert own.file.read_bytes() != own_text(DEMO, tmp_path / "there", **SMALL, seed=1).file.read_bytes()
 
     def refuses(*_: Any, **__: Any) -> None:
         raise AssertionError("generated again")
 
-    monkeypatch.setattr(module, "generate_text", refuses)
+    monkeypatch.setattr(text_generation, "_write", refuses)
     assert own_text(DEMO, tmp_path / "here", **SMALL) == own
-    for other in ({"seed": 1}, {"temperature": 0.5}, {"tokens": 41}):
+    for changed in ({"seed": 1}, {"temperature": 0.5}, {"tokens": 41}):
         with pytest.raises(AssertionError, match="generated again"):
-            own_text(DEMO, tmp_path / "here", **SMALL | other)
+            own_text(DEMO, tmp_path / "here", **SMALL | changed)
     shutil.copytree(DEMO, tmp_path / "other")
     with pytest.raises(AssertionError, match="generated again"):
         own_text(tmp_path / "other", tmp_path / "here", **SMALL)
 
 
-def test_it_is_continued_after_a_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, batch, asked = own_text(DEMO, tmp_path / "whole", **SMALL), generating._Writer.batch, list[int]()
+def test_it_is_what_generate_samples(tmp_path: Path) -> None:
+    texts = [json.loads(line)["text"] for line in own_text(DEMO, tmp_path, **SMALL).file.read_text().splitlines()]
+    model = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    begin = torch.full((8, 1), tokenizer.bos_token_id)
+    torch.manual_seed(mix(0, 0))
+    made = model.generate(begin, attention_mask=torch.ones_like(begin), max_new_tokens=8, do_sample=True, top_k=0)
+    expected = [tokenizer.decode(row, skip_special_tokens=True) for row in made[:, 1:]]
+    expected = [text for text in expected if text.strip()]
+    assert len(expected) > 2
+    assert texts[: len(expected)] == expected
+
+
+def test_a_stopped_run_is_continued_to_the_same_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, batch, asked = own_text(DEMO, tmp_path / "whole", **SMALL | {"tokens": 150}), _Writer.batch, list[int]()
 
     def stops(self: Any, number: int) -> Any:
         asked.append(number)
@@ -67,14 +83,15 @@ def test_it_is_continued_after_a_signal(tmp_path: Path, monkeypatch: pytest.Monk
             raise InterruptedRunError("stopped by SIGTERM: no partial result was written")
         return batch(self, number)
 
-    monkeypatch.setattr(generating._Writer, "batch", stops)
-    monkeypatch.setattr(module, "GenerationOptions", lambda **keys: GenerationOptions(length=4, batch=4, **keys))
-    with pytest.raises(StoppedError, match="run the same command again to resume"):
-        own_text(DEMO, tmp_path / "parts", **SMALL)
-    parts = own_text(DEMO, tmp_path / "parts", **SMALL)
+    monkeypatch.setattr(_Writer, "batch", stops)
+    with pytest.raises(StoppedError, match="which are kept: run the same command again to resume"):
+        own_text(DEMO, tmp_path / "parts", **SMALL | {"tokens": 150})
+    (hidden,) = (tmp_path / "parts").iterdir()
+    with hidden.open("ab") as file:
+        file.write(b'{"texts": ["torn')  # by a kill in the middle of a write
+    parts = own_text(DEMO, tmp_path / "parts", **SMALL | {"tokens": 150})
     assert asked[:3] == [0, 1, 1]
-    assert parts.file.stem.startswith("own-text-")
-    assert whole.file.name != parts.file.name  # whose texts are shorter
+    assert parts.file.read_bytes() == whole.file.read_bytes()
     assert {path.name for path in parts.file.parent.iterdir()} == {parts.file.name}
 
 
@@ -137,3 +154,6 @@ def test_a_source_that_cannot_write_says_how_to_go_on(tmp_path: Path) -> None:
         own_text(tmp_path / "mute", tmp_path / "here", **SMALL)
     with pytest.raises(OptionError, match="is 0: it must be at least 1"):
         own_text(DEMO, tmp_path / "here", tokens=0, device="cpu")
+    assert not list((tmp_path / "here").iterdir())
+    with pytest.raises(DataError, match="is the text that a model writes itself"):
+        open_source(Source("self"), tmp_path)

@@ -11,10 +11,10 @@ import soundfile
 import torch
 
 from gqa_convert.conversion.fit.calibration_text import digest_of
+from gqa_convert.data.audio_files import AudioFile, list_audio_files, read_audio
+from gqa_convert.data.speech import Speech, SpeechModel, SpeechSize, cut_windows, speech_batches
 from gqa_convert.errors import DataError, MissingExtraError
 from gqa_convert.families.loading import load_model
-from gqa_convert.text.audio_files import AudioFile, list_audio_files, read_audio
-from gqa_convert.text.speech import Speech, SpeechModel, SpeechSize, cut_windows, speech_batches
 from tests.helpers.speech import RATE, WINDOW_SECONDS, hearing_model, sound_folder, write_sound
 
 
@@ -78,6 +78,14 @@ def test_sound_of_another_rate_with_two_channels_is_the_same_sound(tmp_path: Pat
 def test_sound_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     (tmp_path / "broken.wav").write_bytes(b"RIFF1234WAVEnothing")
     write_sound(tmp_path / "short.wav", 0.1)
+    write_sound(tmp_path / "whole.wav", 1.0)
+    whole = (tmp_path / "whole.wav").read_bytes()
+    (tmp_path / "cut.wav").write_bytes(whole[:20_000])
+    with pytest.raises(DataError, match=r"cut\.wav ends before its header says"):
+        read_audio(tmp_path / "cut.wav", RATE)
+    piped = whole[:4] + b"\xff" * 4 + whole[8:40] + b"\xff" * 4 + whole[44:]  # of a size that was not known
+    (tmp_path / "piped.wav").write_bytes(piped)
+    assert len(read_audio(tmp_path / "piped.wav", RATE)) == RATE
     with pytest.raises(DataError, match=r"broken\.wav can't be read as sound"):
         read_audio(tmp_path / "broken.wav", RATE)
     soundfile.write(tmp_path / "nan.wav", np.full(RATE, np.nan), RATE, subtype="FLOAT")
@@ -134,7 +142,7 @@ def test_what_takes_too_much_memory_lies_in_mapped_files(
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(scratch))
-    monkeypatch.setattr("gqa_convert.text.speech.available_memory", lambda device: 4 * one_batch)
+    monkeypatch.setattr("gqa_convert.data.speech.available_memory", lambda device: 4 * one_batch)
     found = made(speech, folder, SpeechSize(10_000, 0, 0))
     assert digest_of([], found.layers) == digest_of([], in_memory.layers)
     assert not list(scratch.iterdir())
@@ -180,6 +188,13 @@ def test_a_checkpoint_without_a_feature_extractor_gets_that_of_the_type(tmp_path
     write_sound(tmp_path / "sound.wav", 1.0)
     windows = list(cut_windows([AudioFile(tmp_path / "sound.wav", None)], speech))
     assert torch.equal(bare.features(windows), speech.features(windows))
+
+
+def test_a_text_may_hold_other_ends_of_lines(tmp_path: Path) -> None:
+    folder = sound_folder(tmp_path / "sounds", 1)
+    row = {"file_name": "00.wav", "text": "one\u2028two\u0085three"}
+    (folder / "metadata.jsonl").write_text(json.dumps(row, ensure_ascii=False), encoding="utf-8")
+    assert list_audio_files(folder)[0].text == "one\u2028two\u0085three"
 
 
 def test_json_of_a_row_is_an_object(tmp_path: Path) -> None:

@@ -1,1 +1,0 @@
-"""Scores a model on text: windows, batches and the forward pass."""

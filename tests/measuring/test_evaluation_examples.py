@@ -1,0 +1,52 @@
+"""Windows of a text, and the bytes that its tokens cover."""
+
+import numpy as np
+import pytest
+
+from gqa_convert.data.documents import Piece
+from gqa_convert.measuring.evaluation.examples import Example, Material, byte_ends, encode, text_material
+from tests.helpers.data_helpers import demo_tokenizer, span_tokenizer
+
+TEXT = "def mean(values):\n    return sum(values) / len(values)  # ein Mittelwert: naïve, 中文, 🙂\n"
+
+
+@pytest.mark.parametrize("window", [5, 1, 100])
+def test_every_token_but_the_first_of_a_document_is_scored_once(window: int) -> None:
+    tokenizer = demo_tokenizer()
+    tokenizer.bos_token = None
+    pieces = [Piece(TEXT), Piece("x"), Piece("def", last=False), Piece(TEXT)]
+    made = text_material(pieces, tokenizer, window=window)
+    documents = [tokenizer(text)["input_ids"] for text in (TEXT, "x")]
+    documents.append(tokenizer("def")["input_ids"] + tokenizer(TEXT)["input_ids"])
+    targets = [token for example in made.examples for token in example.targets.tolist()]
+    assert targets == [token for document in documents for token in document[1:]]
+    assert made.tokens == len(targets)
+    for example in made.examples:
+        assert len(example.read) == len(example.targets) <= window
+        assert example.read[1:].tolist() == example.targets[:-1].tolist()
+
+
+def test_batches_hold_every_example_and_the_longest_first() -> None:
+    lengths = [3, 9, 1, 9, 4]
+    examples = [Example(np.arange(1, count + 1), np.arange(100 * count, 100 * count + 1)) for count in lengths]
+    made = Material(examples, np.arange(5), 5)
+    assert made.order(2) == [[1, 3], [4, 0], [2]]
+    batch = made.batch([4, 0])
+    assert batch.inputs["input_ids"].tolist() == [[1, 2, 3, 4], [1, 2, 3, 0]]
+    assert (batch.rows.tolist(), batch.targets.tolist(), batch.places.tolist()) == ([3, 6], [400, 300], [4, 0])
+
+
+def test_bytes_of_tokens_add_up_to_the_text() -> None:
+    tokenizer = demo_tokenizer()
+    _, ends = encode(tokenizer, TEXT)
+    assert np.array_equal(byte_ends(TEXT, ends), [len(TEXT[:end].encode()) for end in ends])
+    assert ends[-1] == len(TEXT)
+    _, ends = encode(span_tokenizer(), "w1 w2  ")  # which has no token for the spaces
+    assert ends.tolist() == [2, 7]
+    pieces = [Piece("é" * 3000, last=False), Piece(TEXT * 40), Piece("x" * 9)]
+    made = text_material(pieces, tokenizer, window=16)
+    assert made.byte_count == sum(len(piece.text.encode()) for piece in pieces)
+    blocks = made.by_block(made.sizes)  # type: ignore[arg-type]
+    assert blocks.sum() == made.byte_count
+    assert len(blocks) == made.block_count == -(-(6000 + len((TEXT * 40).encode())) // 2048) + 1
+    assert all(abs(size - 2048) < 20 for size in blocks[:-2])
