@@ -38,8 +38,6 @@ TOKENS = [[5, 21, 60, 3, 44, 18, 27]]
 SEPARATE = (("q_proj", "k_proj", "v_proj"), ("q", "k", "v"))
 FUSED = ("qkv_proj", "query_key_value", "Wqkv", "c_attn")
 OUTPUTS = ("o_proj", "out_proj", "dense", "o", "c_proj")
-GATE = re.compile(r"gate_proj|gate_up_proj|input_linear|\bw3|\bv1|wi_1")
-"""Names in an MLP with three matrices."""
 ELSEWHERE = re.compile(r"\b(vision|audio|image|linear_attn)")
 """Parts of a model whose attention is not that of a record."""
 SWITCHES = ("use_qk_norm", "qk_layernorm", "use_mem_rope")
@@ -81,7 +79,6 @@ USUAL = {
     "query_outputs": 1,
     "transposed": False,
     "heads_key": "num_attention_heads",
-    "mlp": "gated",
     "rotary": "half",
     "rotary_share": 1.0,
     "reads_rotary_share": False,
@@ -192,8 +189,6 @@ def places(model: nn.Module) -> dict[str, Any]:
     row["without_attention"] = in_place_of_attention(model, base, list(model_layers), inside)
     if base != "model.":
         row["prefixes"] = ["", base, base + base]
-    gated = any(GATE.search(name) for name, _ in model.named_parameters() if not ELSEWHERE.search(name))
-    row["mlp"] = "gated" if gated else "plain"
     return row
 
 

@@ -34,17 +34,6 @@ head (`norms.0.weight`, ...). full: all heads at once, with gains [heads * head_
 RotaryPairs = Literal["none", "half", "interleaved"]
 """Which rows of a key head form a rotary pair: none; (j, j + rotated/2); (2j, 2j + 1)."""
 
-MLP = Literal["gated", "plain", "feed_forward_proj"]
-"""The matrices of an MLP, or of each expert: three (gate, up, down); two (up, down); three if the config key
-`feed_forward_proj` begins with `gated-`, else two.
-"""
-
-DocumentMask = Literal["positions", "mask", "masks_by_kind"]
-"""What makes transformers' class keep packed documents apart: position ids that begin anew with each document, from
-which the class builds its own masks; one prepared 4-D mask; a prepared 4-D mask for each kind of layer. Position ids
-are passed in every case.
-"""
-
 KVHeads = Literal["stated", "heads", "falcon", "blocks", "listed"]
 """What gives the number of K/V heads of a source: a config key; the number of query heads; Falcon's three keys; DeciLM's
 `block_configs`, or a list under the config key, which state it for each layer.
@@ -158,8 +147,6 @@ class Family:
     """Config key that says whether there is one K/V head, for a type that has either one or as many as query heads."""
     head_dim_key: str = "head_dim"
     """Config key of head_dim; empty where layers differ in it."""
-    mlp: MLP = "gated"
-    """The matrices of the MLP."""
 
     # Positions and norms
     rotary: RotaryPairs = "half"
@@ -203,12 +190,6 @@ class Family:
     decoder_starts_with_last: bool = False
     """Whether the decoder's input begins with the last token of its target (a language code, for instance), whatever
     the config says."""
-    document_mask: DocumentMask = "positions"
-    document_constraint: str | None = None
-    """Why documents packed into one row can't be kept apart, unless every layer is attention (`layer_types`); None if
-    they can. A clause that can follow "since"."""
-    document_constrained_when: tuple[tuple[str, str], ...] = ()
-    """Config keys that, when set, are a reason of the same kind, each with the clause."""
 
     # Software that loads the result
     legacy: LegacyConfigKeys = field(default_factory=LegacyConfigKeys)

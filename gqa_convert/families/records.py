@@ -92,7 +92,6 @@ def unlisted(model_type: str) -> Family:
         key_constraint=_UNLISTED,
         value_constraint=_UNLISTED,
         order_constraints=(("decoder", _UNLISTED),),
-        document_constraint=_UNLISTED,
     )
 
 
