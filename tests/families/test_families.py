@@ -5,7 +5,9 @@ import copy
 import json
 import runpy
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,9 +27,10 @@ from gqa_convert.conversion.fit.memory import estimate_needs
 from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions
 from gqa_convert.conversion.plan import make_plan
 from gqa_convert.conversion.run import convert_checkpoint
-from gqa_convert.errors import GroupsError, UnsupportedFamilyError
+from gqa_convert.errors import ConfigError, GroupsError, UnsupportedFamilyError
 from gqa_convert.families import engines
 from gqa_convert.families.engines import ENGINES
+from gqa_convert.families.geometry import AttentionFinder
 from gqa_convert.families.table import COMPOSITES, FAMILIES, REFUSALS, find_family
 from tests.helpers import chatglm
 from tests.helpers.native import CASES, MASK, REPRESENTATIVE, TOKENS, distance, load, logits
@@ -253,6 +256,35 @@ def test_a_plan_tells_what_loads_the_result(
     says_yes = {engine for engine in ENGINES if f"{engine} yes" in told}
     assert says_yes == set(plan.summary()["loads_in"])
     assert {engine for engine in ENGINES if f"{engine} untested" in told} == set(plan.summary()["listed_in"])
+
+
+@pytest.mark.parametrize(
+    ("projection", "shape", "words"),
+    [
+        ("o_proj", (96, 196), "does not divide into 12 heads"),
+        ("o_proj", (96,), "does not divide into 12 heads"),
+        ("q_proj", (100, 96), "heads of 8 rows, .* states head_dim = 16"),
+        ("q_proj", (193, 96), "contradicts 12 query heads of 16 rows"),
+        ("k_proj", (5, 96), "contradicts 12 key heads of 16 rows"),
+        ("v_proj", (96, 96), "contradicts 12 value heads of 16 rows"),
+        ("v_proj", (0, 96), "is damaged"),
+        ("v_proj", None, "is missing"),
+    ],
+)
+def test_a_tensor_that_does_not_fit_is_named(
+    projection: str, shape: tuple[int, ...] | None, words: str, tmp_path: Path
+) -> None:
+    source = open_checkpoint(make_checkpoint("llama", tmp_path / "source"))
+    entries, name = dict(source.entries), f"model.layers.1.self_attn.{projection}.weight"
+    entry = entries.pop(name)
+    if shape is not None:
+        entries[name] = replace(entry, shape=shape)
+    changed: Any = SimpleNamespace(
+        source_id=source.source_id, config=source.config, entries=entries, result_dtypes=source.result_dtypes
+    )
+    with pytest.raises(ConfigError, match=f"model.layers.1.self_attn.*{words}") as caught:
+        AttentionFinder(changed, FAMILIES["llama"])
+    assert "\n" not in str(caught.value)
 
 
 def test_document_is_up_to_date() -> None:
