@@ -88,8 +88,8 @@ class _Writer:
         alignment = (0, 8)
         if nbytes >= LARGE:
             # whole blocks can be copied where tensors begin at the same place of a block as in the source
-            start = self._plan.checkpoint.entries[tensors[0][0]].start
-            alignment = (start % BLOCK, BLOCK)
+            located = self._sources.locate(tensors[0][0])
+            alignment = (located[1].start % BLOCK if located else 0, BLOCK)
         described = [(name, entry.dtype, entry.shape, entry.nbytes) for name, entry in tensors]
         header = build_header(described, {"format": "pt"} | dict(file.metadata), data_start_modulo=alignment)
         with WrittenFile(path, len(header) + nbytes, progress) as out:
