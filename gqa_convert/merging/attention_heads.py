@@ -109,7 +109,12 @@ class LayerLayout:
             "key": regroup_heads(merged.keys, groups),
             "value": regroup_heads(merged.values, groups),
         }
-        result = self.merge_norms(tensors, groups)
+        result: Tensors = {}
+        for names, head_rows in self._norms:
+            gains = np.concatenate([tensors[name] for name in names if name in tensors])
+            gains_by_head = gains.astype(np.float64).reshape(-1, head_rows, *gains.shape[1:])
+            regrouped = regroup_heads(gains_by_head, groups).astype(gains.dtype).reshape(-1, *gains.shape[1:])
+            result |= zip(names, np.split(regrouped, min(groups, len(names))), strict=False)
         for name, sections in self.projections.items():
             before = rows_first(tensors[name], self.transposed)
             without_bias: Any = slice(-1) if before.ndim == 2 else -1
@@ -125,16 +130,6 @@ class LayerLayout:
         result[weight] = rows_first(columns.reshape(-1, columns.shape[-1]), not self.transposed)
         if merged.output_bias is not None:
             result[bias] = merged.output_bias.astype(tensors[bias].dtype)
-        return result
-
-    def merge_norms(self, tensors: Tensors, groups: int) -> Tensors:
-        """The gains of key norms that count K/V heads, as `merge_heads` returns them."""
-        result: Tensors = {}
-        for names, head_rows in self._norms:
-            gains = np.concatenate([tensors[name] for name in names if name in tensors])
-            heads = gains.astype(np.float64).reshape(-1, head_rows, *gains.shape[1:])
-            merged = regroup_heads(heads, groups).astype(gains.dtype).reshape(-1, *gains.shape[1:])
-            result |= zip(names, np.split(merged, min(groups, len(names))), strict=False)
         return result
 
     def repeated(self, tensors: Tensors, groups: int) -> Tensors:

@@ -83,7 +83,7 @@ def show_plan(plan: "Plan", needs: "Needs", caches: dict[str, Any]) -> None:
 
 def heads_after(plan: "Plan") -> str:
     """Return the K/V heads of the result's layers: "4", or "2 to 8" where layers differ."""
-    return _span(plan.layer_groups)
+    return _span([*plan.layer_groups.values()])
 
 
 def heads_before(plan: "Plan") -> str:

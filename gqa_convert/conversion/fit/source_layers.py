@@ -47,7 +47,7 @@ def open_layers(plan: Plan, work: Path | None = None) -> Iterator[ReadLayer]:
                 raise NonFiniteError(
                     f"tensor {name} holds NaN or Inf, which would spread to every merged head: repair the checkpoint first"
                 )
-        return SourceLayer(layout, tensors, plan.limits_of(layer))
+        return SourceLayer(layout, tensors, plan.limits[layer.module])
 
     with ExitStack() as stack:
         folder = stack.enter_context(TemporaryDirectory(prefix="gqa-layers-", dir=work))

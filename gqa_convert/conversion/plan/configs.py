@@ -1,6 +1,7 @@
 """The config.json of a result: the source's, with the new number of K/V heads."""
 
 import copy
+from collections.abc import Mapping
 
 from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.families.family import Family, Modeling
@@ -45,7 +46,7 @@ def converted_config(
 
 
 def layerwise_config(
-    config: JsonObject, modeling: Modeling, finder: AttentionFinder, counts: tuple[int, ...]
+    config: JsonObject, modeling: Modeling, finder: AttentionFinder, counts: Mapping[str, int]
 ) -> JsonObject:
     """The config of a result that states the K/V heads of each layer.
 
@@ -53,25 +54,24 @@ def layerwise_config(
         config: the source's.
         modeling: the modelling file of the result.
         finder: of the source's layers.
-        counts: K/V heads of each.
+        counts: K/V heads of each, by its module.
     """
     return restate(modeling, config, _by_number(finder, counts)) | _modeling_keys(config, modeling)
 
 
-def by_kind_config(config: JsonObject, finder: AttentionFinder, counts: tuple[int, ...]) -> JsonObject:
+def by_kind_config(config: JsonObject, finder: AttentionFinder, counts: Mapping[str, int]) -> JsonObject:
     """The config of a result that states the K/V heads of each kind of layer, for a stock class.
 
     Args:
         config: the source's.
         finder: of the source's layers.
-        counts: K/V heads of each.
+        counts: K/V heads of each, by its module.
     """
     return restate_by_kind(config, _by_number(finder, counts)) | legacy_config_keys(config)
 
 
-def _by_number(finder: AttentionFinder, counts: tuple[int, ...]) -> tuple[int, ...]:
-    numbered = sorted(zip(finder.layers, counts, strict=True), key=lambda pair: pair[0].number)
-    return tuple(count for _, count in numbered)
+def _by_number(finder: AttentionFinder, counts: Mapping[str, int]) -> tuple[int, ...]:
+    return tuple(counts[layer.module] for layer in sorted(finder.layers, key=lambda layer: layer.number))
 
 
 def _convention(groups: int) -> JsonObject:

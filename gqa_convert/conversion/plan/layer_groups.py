@@ -23,8 +23,8 @@ def spread(counts: Sequence[int], most: int) -> list[int]:
     return [counts[round(place * (len(counts) - 1) / max(1, chosen - 1))] for place in range(chosen)]
 
 
-def layer_groups(finder: AttentionFinder, groups: int | Sequence[int]) -> tuple[int, ...]:
-    """N of each layer, in the order of `finder.layers`.
+def layer_groups(finder: AttentionFinder, groups: int | Sequence[int]) -> dict[str, int]:
+    """N of each layer, by its module.
 
     Args:
         finder: of the source.
@@ -36,10 +36,10 @@ def layer_groups(finder: AttentionFinder, groups: int | Sequence[int]) -> tuple[
     layers = finder.layers
     if isinstance(groups, int) and not finder.family.is_layerwise:
         _check_one_number(finder, groups)
-        return (groups,) * len(layers)
+        return {layer.module: groups for layer in layers}
     listed = [groups] * len(layers) if isinstance(groups, int) else groups
     _check_list(finder, listed)
-    return tuple(listed[layer.number] for layer in layers)
+    return {layer.module: listed[layer.number] for layer in layers}
 
 
 def _check_one_number(finder: AttentionFinder, groups: int) -> None:

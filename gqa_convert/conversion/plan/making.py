@@ -1,6 +1,6 @@
 """Makes a plan, or refuses."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from gqa_convert.checkpoint.ownership import some
@@ -58,23 +58,24 @@ def make_plan(
     finder = AttentionFinder(checkpoint, family, encoder=encoder)
     check_layers(checkpoint, finder)
     counts = layer_groups(finder, groups)
-    limits = [find_absorption_limits(finder, layer) if merge_method.merges_layers else None for layer in finder.layers]
+    limits = {}
+    if merge_method.merges_layers:
+        limits = {layer.module: find_absorption_limits(finder, layer) for layer in finder.layers}
     changes: list[TensorChange] = []
-    for layer, count, limit in sorted(zip(finder.layers, counts, limits, strict=True), key=lambda each: each[0].number):
-        changes += layer_changes(finder, layer, count, merge_method, limit)
+    for layer in sorted(finder.layers, key=lambda layer: layer.number):
+        changes += layer_changes(finder, layer, counts[layer.module], merge_method, limits.get(layer.module))
     regrouped = {tensor.name: tensor for change in changes if change.method != COPY.name for tensor in change.tensors}
     dropped = {name for tensor in regrouped.values() for name in tensor.sources} - regrouped.keys()
     modeling, config, notes = _form(checkpoint, finder, counts, encoder=encoder)
-    known_limits = tuple(limit for limit in limits if limit is not None)
-    if any(count < layer.kv_heads for layer, count in zip(finder.layers, counts, strict=True)):
-        notes = [*constraint_notes(known_limits, merge_method), *notes]
+    if any(counts[layer.module] < layer.kv_heads for layer in finder.layers):
+        notes = [*constraint_notes([*limits.values()], merge_method), *notes]
     plan = Plan(
         checkpoint=checkpoint,
         family=family,
         modeling=modeling,
         layers=finder.layers,
         layer_groups=counts,
-        limits=known_limits,
+        limits=limits,
         method=method,
         seed=seed,
         heads=finder.heads,
@@ -102,22 +103,22 @@ def _check_route(family: Family, native: bool | None) -> None:
 
 
 def _form(
-    checkpoint: Checkpoint, finder: AttentionFinder, counts: tuple[int, ...], *, encoder: bool
+    checkpoint: Checkpoint, finder: AttentionFinder, counts: Mapping[str, int], *, encoder: bool
 ) -> tuple[Modeling | None, JsonObject, list[str]]:
     """The modelling file of the result, if it needs one; its config; and notes."""
     family = finder.family
-    differ = len(set(counts)) > 1
-    if differ and family.reads_per_layer_config:
+    groups, *others = set(counts.values())
+    if others and family.reads_per_layer_config:
         return None, by_kind_config(checkpoint.config, finder, counts), []
-    if differ or family.is_layerwise:
+    if others or family.is_layerwise:
         form = find_form(family, finder.config)
         assert not isinstance(form, str), form  # layer_groups has refused it
         reason = why_not_decilm(form, family, finder.config)
         notes = [f"vLLM and llama.cpp don't run the result, which can't become a DeciLM, since {reason}"]
         return form, layerwise_config(checkpoint.config, form, finder, counts), notes if reason else []
-    unchanged = all(layer.kv_heads == counts[0] for layer in finder.layers)
+    unchanged = all(layer.kv_heads == groups for layer in finder.layers)
     modeling = None if unchanged and not family.is_converted else family.modeling
-    return modeling, converted_config(checkpoint.config, family, modeling, counts[0], encoder=encoder), []
+    return modeling, converted_config(checkpoint.config, family, modeling, groups, encoder=encoder), []
 
 
 def _warnings(checkpoint: Checkpoint, family: Family, modeling: Modeling | None) -> Iterator[str]:

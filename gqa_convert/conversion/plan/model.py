@@ -95,10 +95,10 @@ class Plan:
     modeling: Modeling | None
     """The modelling file that travels with the result; None where stock classes load it."""
     layers: tuple[AttentionLayer, ...]
-    layer_groups: tuple[int, ...]
-    """N of each layer."""
-    limits: tuple[AbsorptionLimits, ...]
-    """What may be absorbed in each layer; empty for methods that do not merge whole layers."""
+    layer_groups: Mapping[str, int]
+    """N of each layer, by its module."""
+    limits: Mapping[str, AbsorptionLimits]
+    """What may be absorbed in each layer, by its module; empty for methods that do not merge whole layers."""
     method: str
     seed: int
     heads: int
@@ -129,24 +129,16 @@ class Plan:
         return chain.from_iterable(map(self.tensors, self.files))
 
     @property
-    def _pairs(self) -> list[tuple[AttentionLayer, int]]:
-        return list(zip(self.layers, self.layer_groups, strict=True))
-
-    @property
     def stated_groups(self) -> int | list[int]:
         """The N of all layers; where they differ, that of each layer in the order of the layers' numbers."""
-        if len(set(self.layer_groups)) == 1:
-            return self.layer_groups[0]
-        return [groups for _, groups in sorted(self._pairs, key=lambda pair: pair[0].number)]
+        counts = [self.layer_groups[layer.module] for layer in sorted(self.layers, key=lambda layer: layer.number)]
+        return counts[0] if len(set(counts)) == 1 else counts
 
     @property
     def merged_layers(self) -> tuple[tuple[AttentionLayer, int], ...]:
         """The layers whose K/V heads become fewer, each with its N."""
-        return tuple((layer, groups) for layer, groups in self._pairs if groups < layer.kv_heads)
-
-    def limits_of(self, layer: AttentionLayer) -> AbsorptionLimits:
-        """What may be absorbed in one of the layers, for methods that merge whole layers."""
-        return self.limits[self.layers.index(layer)]
+        pairs = [(layer, self.layer_groups[layer.module]) for layer in self.layers]
+        return tuple((layer, groups) for layer, groups in pairs if groups < layer.kv_heads)
 
     @property
     def effective_method(self) -> str:
@@ -158,7 +150,7 @@ class Plan:
         """The registry's record of the effective method."""
         if self.merged_layers:
             return METHODS[self.method]
-        return REPEAT if any(groups > layer.kv_heads for layer, groups in self._pairs) else COPY
+        return REPEAT if self.regrouped else COPY
 
     @property
     def rewritten_from(self) -> str | None:
@@ -214,12 +206,12 @@ class Plan:
             tokens: of the text. A layer with a sliding window holds no more than that.
         """
         before = after = 0
-        for layer, groups in self._pairs:
+        for layer in self.layers:
             if layer.attention_kind == attention_kind:
                 held = min(tokens, window_of(self.checkpoint.config, layer.number) or tokens)
                 head_bytes = (layer.key_head_dim + layer.value_head_dim) * ITEM_BYTES[layer.dtype] * held
                 before += layer.kv_heads * head_bytes
-                after += groups * head_bytes
+                after += self.layer_groups[layer.module] * head_bytes
         return BeforeAfter(before, after)
 
     def cache_bytes(self) -> dict[str, BeforeAfter]:
@@ -229,7 +221,7 @@ class Plan:
 
     def tensor_parallel_degrees(self) -> ParallelDegrees:
         """Degrees of tensor parallelism that fit the K/V heads of every layer."""
-        return parallel_degrees(self.heads, set(self.layer_groups), self.config["model_type"])
+        return parallel_degrees(self.heads, set(self.layer_groups.values()), self.config["model_type"])
 
     def summary(self) -> JsonObject:
         """The plan as plain data for `--json`."""
