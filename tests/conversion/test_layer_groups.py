@@ -112,7 +112,7 @@ def test_fit_on_text(source: Path, text: Path, tmp_path: Path) -> None:
 
     convert_checkpoint(source, tmp_path / "out", COUNTS, ConversionOptions(calibration=fitting), on_layer=look)
     assert (3, 3) in seen
-    report = verify_checkpoint(tmp_path / "out", source, text=text)
+    report = verify_checkpoint(tmp_path / "out", source)
     assert report.passed, failed(report)
     assert "better than mean" in {check.name for check in report.checks}
     ours, theirs = read_weights(tmp_path / "out"), read_weights(source)
