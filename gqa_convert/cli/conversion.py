@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .console.screen import print_json
+from .console.screen import print_json, stdout_console
 
 if TYPE_CHECKING:
     from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions
@@ -95,7 +95,24 @@ def show_dry_run(
 
     plan, calibration = planned
     needs, caches = estimate_needs(plan, calibration), caches_at_context(plan, context, batch)
+    sound = _sound(plan, calibration)
     if as_json:
-        print_json(plan.summary() | caches | {"estimate": needs.as_json()} | chosen)
+        print_json(plan.summary() | caches | {"estimate": needs.as_json()} | sound | chosen)
     elif not quiet:
         show_plan(plan, needs, caches)
+        if sound:
+            stdout_console().print(
+                "{:<17} {calibration_files} files, {calibration_hours} hours".format("sound:", **sound)
+            )
+
+
+def _sound(plan: "Plan", calibration: "CalibrationOptions") -> dict[str, Any]:
+    """How many files the folder of sound holds that a model is calibrated on, and how long they last; nothing for text."""
+    from gqa_convert.conversion.fit.batches import sound_files
+    from gqa_convert.data.audio_files import seconds_of
+    from gqa_convert.families.loading import hears
+
+    if calibration.source is None or not hears(plan.checkpoint.config):
+        return {}
+    files = sound_files(plan, calibration)
+    return {"calibration_files": len(files), "calibration_hours": round(seconds_of(files) / 3600, 2)}

@@ -7,7 +7,8 @@ folder counts, and there are no texts. soundfile decodes the files, and soxr res
 import csv
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -100,6 +101,20 @@ def _described(metadata: Path, row: Any) -> AudioFile:
     return AudioFile(path, texts[0])
 
 
+def seconds_of(files: Sequence[AudioFile]) -> float:
+    """How long files last together, by their headers.
+
+    Raises:
+        DataError: a file is no sound.
+        MissingExtraError: soundfile or soxr is not installed.
+    """
+    seconds = 0.0
+    for file in files:
+        with _opened(file.path) as sound:
+            seconds += sound.frames / sound.samplerate
+    return seconds
+
+
 def read_audio(path: Path, rate: int) -> Samples:
     """The samples of a file, [n], of one channel at `rate` samples per second.
 
@@ -108,19 +123,11 @@ def read_audio(path: Path, rate: int) -> Samples:
             NaN.
         MissingExtraError: soundfile or soxr is not installed.
     """
-    try:
-        import soundfile
-        import soxr
-    except ImportError as problem:
-        raise MissingExtraError(
-            f"reading sound needs {problem.name}, which is not installed: pip install 'gqa-convert[audio]'"
-        ) from None
-    try:
-        with soundfile.SoundFile(path) as file:
-            channels = file.read(dtype="float32", always_2d=True)
-            stated, found_rate, notes = file.frames, file.samplerate, file.extra_info
-    except (soundfile.SoundFileError, OSError) as problem:
-        raise DataError(f"{path} can't be read as sound ({problem}): repair it, or take it out of the folder") from None
+    with _opened(path) as file:
+        channels = file.read(dtype="float32", always_2d=True)
+        stated, found_rate, notes = file.frames, file.samplerate, file.extra_info
+    import soxr
+
     problem_found = None
     samples: Samples = soxr.resample(channels.mean(axis=1), found_rate, rate)
     if len(channels) < stated or (_CUT_OFF in notes and not any(mark in notes for mark in _STREAMED)):
@@ -135,3 +142,20 @@ def read_audio(path: Path, rate: int) -> Samples:
     if problem_found:
         raise DataError(f"{path} {problem_found}, or take it out of the folder")
     return samples
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """A file as soundfile's `SoundFile`."""
+    try:
+        import soundfile
+        import soxr  # noqa: F401
+    except ImportError as problem:
+        raise MissingExtraError(
+            f"reading sound needs {problem.name}, which is not installed: pip install 'gqa-convert[audio]'"
+        ) from None
+    try:
+        with soundfile.SoundFile(path) as file:
+            yield file
+    except (soundfile.SoundFileError, OSError) as problem:
+        raise DataError(f"{path} can't be read as sound ({problem}): repair it, or take it out of the folder") from None

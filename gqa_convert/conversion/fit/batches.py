@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from gqa_convert.conversion.fit.calibration_text import Calibration
+    from gqa_convert.data.audio_files import AudioFile
 
 _HELD_OUT = 8
 """Times as many tokens are fitted on as the last stage of `fit` is judged by."""
@@ -147,16 +148,10 @@ def _speech(
         DataError: no folder of sound, or a file that can't be read.
     """
     from gqa_convert.conversion.fit.model_loading import open_model
-    from gqa_convert.data.audio_files import list_audio_files
     from gqa_convert.data.speech import SpeechModel, SpeechSize, speech_batches
 
-    name, sources = plan.checkpoint.source_id, _sources(options)
-    if options.sequence_length is not None:
-        raise OptionError(f"--calibration-length is for text, and {name} hears: leave it out")
-    if len(sources) != 1 or not isinstance(sources[0], str | Path):
-        raise OptionError(f"{name} hears: --calibration names one folder of audio files")
+    files = sound_files(plan, options)
     assert plan.checkpoint.folder is not None
-    files = list_audio_files(local_path(sources[0]))
     speech = SpeechModel(
         open_model(plan.checkpoint.folder, device=chosen_device(options.device)), plan.checkpoint.folder
     )
@@ -165,6 +160,23 @@ def _speech(
     divided = divide_batches(found.layers, found.tokens, ids="decoder_input_ids")
     heard = "; ".join((found.description(), *speech.notes))
     return replace(divided, description=heard, held_out=found.held_out, fresh=found.fresh)
+
+
+def sound_files(plan: Plan, options: CalibrationOptions) -> "list[AudioFile]":
+    """The files of the folder of sound on which a model that hears is calibrated.
+
+    Raises:
+        OptionError: an option that is for text alone.
+        DataError: no folder of sound.
+    """
+    from gqa_convert.data.audio_files import list_audio_files
+
+    name, sources = plan.checkpoint.source_id, _sources(options)
+    if options.sequence_length is not None:
+        raise OptionError(f"--calibration-length is for text, and {name} hears: leave it out")
+    if len(sources) != 1 or not isinstance(sources[0], str | Path):
+        raise OptionError(f"{name} hears: --calibration names one folder of audio files")
+    return list_audio_files(local_path(sources[0]))
 
 
 def _text(
