@@ -15,7 +15,7 @@ from typing import Any
 from gqa_convert.families.family import Modeling
 from gqa_convert.verify.config import compare_json, same_json
 from gqa_convert.verify.report import Failure
-from gqa_convert.verify.weights import CONFIG, INDEX, PROVENANCE, SINGLE, Weights, read_object
+from gqa_convert.verify.weights import CONFIG, INDEX, PROVENANCE, SINGLE, Weights, readable_object
 
 _LEFTOVERS = (".spilled-*", ".share-probe")
 """Files of a conversion that has not ended."""
@@ -30,8 +30,9 @@ _PROSE = ("*.md", "README.md.old*", "LICENSE*", "NOTICE*", "*.png", "*.svg", "*.
 """Files that no software reads. A model card may be rewritten after the conversion."""
 
 
-def check_files(out: Weights, source: Weights) -> str:
-    """OUT holds one set of safetensors files that agrees with its index, and no other weights."""
+def open_result(folder: Path, source: Weights) -> tuple[Weights, str]:
+    """OUT's tensors: it holds one set of safetensors files that agrees with its index, and no other weights."""
+    out = Weights(folder)
     if not out.files[0].endswith(".safetensors"):
         raise Failure(f"the weights are in {out.chosen}, expected safetensors files")
     modules = _module_folders(source.folder)
@@ -50,7 +51,7 @@ def check_files(out: Weights, source: Weights) -> str:
         if None not in formats and out.metadata[file].get("format") != "pt":
             raise Failure(f"{file} lacks the metadata format = pt, which earlier releases of transformers require")
     size = sum((out.folder / file).stat().st_size for file in out.files)
-    return f"{len(out.files)} weight file(s), {size:,} bytes"
+    return out, f"{len(out.files)} weight file(s), {size:,} bytes"
 
 
 def check_index(out: Weights, source: Weights) -> str:
@@ -61,7 +62,7 @@ def check_index(out: Weights, source: Weights) -> str:
     expected["total_size"] = sum(tensor.nbytes for tensor in out.tensors.values())
     expected["total_parameters"] = sum(tensor.numel() for tensor in out.tensors.values())
     compare_json(INDEX, out.index["metadata"], expected)
-    return f"total_size {expected['total_size']:,}, total_parameters {expected['total_parameters']:,}"
+    return f"{expected['total_size']:,} bytes of tensors"
 
 
 def check_carried(out: Path, source: Path, modeling: Modeling | None) -> str:
@@ -177,9 +178,6 @@ def _is_renamed_tokenizer(ours: Path, theirs: Path) -> bool:
     """
     if ours.name != "tokenizer_config.json":
         return False
-    try:
-        stated, original = read_object(ours), read_object(theirs)
-    except (OSError, ValueError):
-        return False
+    original = readable_object(theirs)
     renamed = original | {"tokenizer_class": "PreTrainedTokenizerFast"}
-    return original.get("tokenizer_class") == "TokenizersBackend" and same_json(stated, renamed)
+    return original.get("tokenizer_class") == "TokenizersBackend" and same_json(readable_object(ours), renamed)

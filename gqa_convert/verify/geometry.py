@@ -5,6 +5,7 @@ numbers of heads come from shapes: a head of values is as wide as the output pro
 which no conversion changes. The same functions read the parameters of loaded models.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -55,7 +56,9 @@ class HeadTensor:
         return {role: _heads_in(upright, each) for role, each in rows.items()}
 
     def replace(self, tensors: Tensors, heads: Heads) -> dict[str, Tensor]:
-        """Copies of SOURCE's tensors with other heads of some roles."""
+        """Copies of SOURCE's tensors with other heads of some roles; none where there are no heads."""
+        if not heads:
+            return {}
         whole = _joined(tensors, self.names).clone()
         for role, each in heads.items():
             whole.movedim(self.axis, 0)[self.before[role]] = each.to(whole.dtype)
@@ -137,16 +140,20 @@ class Geometry:
         """The modules with fewer K/V heads in OUT than in SOURCE."""
         return [module for module in self.modules if module.after < module.before]
 
+    @property
+    def merged_tensors(self) -> list[tuple[Module, HeadTensor]]:
+        """The tensors of these modules."""
+        return [(module, tensor) for module in self.merged for tensor in module.tensors]
+
     def change(self) -> str:
         """The K/V heads before and after, as "12 -> 3" or, where layers differ, "12 -> 1 to 4"."""
         return f"{span_of([module.before for module in self.decoder])} -> {span_of(self.counts)}"
 
     def describe(self) -> str:
         """Heads and layers in one line."""
-        names = {"decoder": "layers", "cross": "layers of cross-attention", "encoder": "layers of the encoder"}
-        kinds = [module.kind for module in self.modules]
-        layers = ", ".join(f"{kinds.count(kind)} {name}" for kind, name in names.items() if kind in kinds)
-        return f"{self.heads} query heads, {self.change()} K/V heads in {layers}"
+        kinds = Counter(module.kind for module in self.modules)
+        modules = ", ".join(f"{count} modules of {kind} attention" for kind, count in kinds.items())
+        return f"{self.heads} query heads, {self.change()} K/V heads in {modules}"
 
 
 def span_of(counts: list[int]) -> str:
@@ -276,28 +283,27 @@ def _head_tensors(
         parts[family.key_norm_name] = {"key_norm": before}, 1
     found: list[HeadTensor] = []
 
-    def add(part: str, heads_of: dict[Role, int], blocks: int, *, across: bool) -> None:
+    def add(names: tuple[str, ...], heads_of: dict[Role, int], blocks: int, *, across: bool) -> None:
         """Add a tensor if SOURCE has it. In OUT, what is merged lies in one block."""
-        name = f"{module}.{part}"
-        if name not in source:
+        if names[0] not in source:
             return
-        axis = 1 if across and len(source[name]) == 2 else 0
-        rows = rows_after = _rows(heads_of, blocks, source[name][axis], module)
+        shape = source[names[0]]
+        axis = 1 if across and len(shape) == 2 else 0
+        rows = rows_after = _rows(heads_of, blocks, len(names) * shape[axis], module)
         if before != after and any(role in MERGED for role in heads_of):
             counts = {role: after if role in MERGED else heads_of[role] for role in _IN_OUT if role in heads_of}
             width = next(iter(rows.values())).shape[1]
             rows_after = _rows(counts, 1, sum(counts.values()) * width, module)
-        found.append(HeadTensor((name,), (name,), axis, rows, rows_after))
+        found.append(HeadTensor(names, names[:after] if len(names) > 1 else names, axis, rows, rows_after))
 
     for ending in ("weight", "bias"):
         for part, (heads_of, blocks) in parts.items():
-            add(f"{part}.{ending}", heads_of, blocks, across=family.transposed)
-        names = tuple(f"{module}.{family.key_norm_name}.{head}.{ending}" for head in range(before))
-        if family.key_norm == "per_head_list" and names[0] in source:
-            norms = _rows({"key_norm": before}, 1, before * source[names[0]][0], module)["key_norm"]
-            found.append(HeadTensor(names, names[:after], 0, {"key_norm": norms}, {"key_norm": norms[:after]}))
-    add(f"{family.output}.weight", {"output": heads}, 1, across=not family.transposed)
-    add(f"{family.output}.bias", {"output_bias": 1}, 1, across=False)
+            add((f"{module}.{part}.{ending}",), heads_of, blocks, across=family.transposed)
+        if family.key_norm == "per_head_list":
+            norms = tuple(f"{module}.{family.key_norm_name}.{head}.{ending}" for head in range(before))
+            add(norms, {"key_norm": before}, 1, across=False)
+    add((f"{module}.{family.output}.weight",), {"output": heads}, 1, across=not family.transposed)
+    add((f"{module}.{family.output}.bias",), {"output_bias": 1}, 1, across=False)
     return found
 
 

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from gqa_convert.families.family import Family
-from gqa_convert.verify.geometry import MERGED, Geometry, Heads, HeadTensor, Kind, Module, Tensors, find_modules
+from gqa_convert.verify.geometry import MERGED, Geometry, Kind, Tensors
 
 
 def attention_parameters(model: Any, family: Family, *, folds: bool) -> dict[str, Tensor]:
-    """The parameters of a loaded model's attention that hold heads which a conversion changes.
+    """The parameters of a loaded model that may hold heads which a conversion changes.
 
     Args:
         model: of SOURCE or OUT.
@@ -24,12 +24,10 @@ def attention_parameters(model: Any, family: Family, *, folds: bool) -> dict[str
     """
     parts = [family.fused or family.key, family.value, family.key_norm_name]
     parts += [family.query, family.output] if folds else []
-    parameters = dict(model.named_parameters())
-    modules = tuple(f"{module}." for module in find_modules(family, dict.fromkeys(parameters, ())))
     return {
         name: parameter.detach()
-        for name, parameter in parameters.items()
-        if name.startswith(modules) and any(f".{part}." in name for part in parts)
+        for name, parameter in model.named_parameters()
+        if any(f".{part}." in name for part in parts)
     }
 
 
@@ -42,24 +40,26 @@ def repeated_heads(geometry: Geometry, model: Any, out: Tensors, *, folds: bool)
         out: the loaded OUT's attention parameters.
         folds: whether queries and outputs are OUT's too.
     """
-
-    def make(_: Module, tensor: HeadTensor, __: Heads) -> Heads:
+    parameters = dict(model.named_parameters())
+    made: dict[str, Tensor] = {}
+    for _, tensor in geometry.merged_tensors:
         roles = [role for role in tensor.before if folds or role in MERGED]
-        found = tensor.read(out, converted=True) if roles else {}
-        return {role: found[role].repeat_interleave(len(tensor.before[role]) // len(found[role]), 0) for role in roles}
-
-    return _changed(geometry, model, make)
+        ours = tensor.read(out, converted=True) if roles else {}
+        times = {role: len(tensor.before[role]) // len(ours[role]) for role in roles}
+        made |= tensor.replace(parameters, {role: ours[role].repeat_interleave(times[role], 0) for role in roles})
+    return made
 
 
 def pooled_heads(geometry: Geometry, model: Any) -> dict[str, Tensor]:
     """SOURCE's parameters with the mean of each group in place of its K/V heads."""
-
-    def make(module: Module, _: HeadTensor, heads: Heads) -> Heads:
+    parameters = dict(model.named_parameters())
+    made: dict[str, Tensor] = {}
+    for module, tensor in geometry.merged_tensors:
         size = module.before // module.after
+        heads = tensor.read(parameters, converted=False)
         means = {role: heads[role].unflatten(0, (-1, size)).mean(1) for role in MERGED if role in heads}
-        return {role: each.repeat_interleave(size, 0) for role, each in means.items()}
-
-    return _changed(geometry, model, make)
+        made |= tensor.replace(parameters, {role: each.repeat_interleave(size, 0) for role, each in means.items()})
+    return made
 
 
 def reordered_heads(geometry: Geometry, model: Any, orders: Mapping[tuple[Kind, int], list[int]]) -> dict[str, Tensor]:
@@ -70,27 +70,15 @@ def reordered_heads(geometry: Geometry, model: Any, orders: Mapping[tuple[Kind, 
         model: the loaded SOURCE.
         orders: by the kind of attention and the number of the layer, since names may differ in memory.
     """
-
-    def make(module: Module, _: HeadTensor, heads: Heads) -> Heads:
-        order = orders.get((module.kind, module.number), [0])  # the output's bias is one head
-        return {
-            role: each.unflatten(0, (len(order), -1))[order].flatten(0, 1)
-            for role, each in heads.items()
-            if role != "output_bias"
-        }
-
-    return _changed(geometry, model, make)
-
-
-def _changed(geometry: Geometry, model: Any, make: Callable[[Module, HeadTensor, Heads], Heads]) -> dict[str, Tensor]:
-    """SOURCE's parameters with the heads that `make` returns for those of a tensor."""
     parameters = dict(model.named_parameters())
-    found: dict[str, Tensor] = {}
-    for module in geometry.merged:
-        for tensor in module.tensors:
-            if heads := make(module, tensor, tensor.read(parameters, converted=False)):
-                found |= tensor.replace(parameters, heads)
-    return found
+    made: dict[str, Tensor] = {}
+    for module, tensor in geometry.merged_tensors:
+        order = orders.get((module.kind, module.number), list(range(module.before)))
+        heads = tensor.read(parameters, converted=False)
+        heads.pop("output_bias", None)  # it belongs to no head
+        moved = {role: each.unflatten(0, (len(order), -1))[order].flatten(0, 1) for role, each in heads.items()}
+        made |= tensor.replace(parameters, moved)
+    return made
 
 
 @contextmanager
@@ -121,27 +109,28 @@ def compare_modules(
     Returns:
         By module, the error with each of the others.
     """
-    squares = {module.name: torch.zeros(1 + len(others), dtype=torch.float64) for module in geometry.merged}
+    names = {model.get_submodule(module.name): module.name for module in geometry.merged}
+    squares = {name: torch.zeros(1 + len(others), dtype=torch.float64) for name in names.values()}
 
-    def watch(name: str, module: Any) -> Any:
-        def compare(_: Any, args: Any, options: Any, output: Any) -> None:
-            expected = _states(output)
-            found = [torch.zeros_like(expected)]
-            for parameters in others:
-                with replaced(model, parameters):
-                    found.append(_states(module.forward(*args, **options)))
-            squares[name] += torch.stack([(each - expected).square().sum() for each in found])
+    def compare(module: Any, args: Any, options: Any, output: Any) -> None:
+        expected = _states(output)
+        found = [torch.zeros_like(expected)]
+        for parameters in others:
+            with replaced(model, parameters):
+                found.append(_states(module.forward(*args, **options)))
+        squares[names[module]] += torch.stack([(each - expected).square().sum() for each in found])
 
-        return module.register_forward_hook(compare, with_kwargs=True)
-
-    handles = [watch(name, model.get_submodule(name)) for name in squares]
+    handles = [module.register_forward_hook(compare, with_kwargs=True) for module in names]
     try:
         with torch.no_grad():
             run()
     finally:
         for handle in handles:
             handle.remove()
-    return {name: (each[1:] / each[0].clamp(min=1e-30)).sqrt().tolist() for name, each in squares.items()}
+    return {
+        name: (each[1:] / each[0].clamp(min=1e-30)).sqrt().nan_to_num(torch.inf).tolist()
+        for name, each in squares.items()
+    }
 
 
 def _states(output: Any) -> Tensor:

@@ -41,7 +41,7 @@ def check_functions(result: Result) -> str:
         if not 0 <= error < math.inf or module not in modules or (error > 1e-6 and module not in result.foldable):
             raise Failure(f"{PROVENANCE} claims a merge error of {error} for {name}, which is not possible")
     for name, roles in result.foldable.items():
-        if not any(error.rpartition(".")[0] == name for error in errors):
+        if not any(error.startswith(f"{name}.") for error in errors):
             raise Failure(f"{PROVENANCE} has no merge_error for {name}")
         if result.method == FITTED:
             continue

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gqa_convert.verify.report import Failure, first_line
+from gqa_convert.verify.report import first_line
 
 TOLERANCE = 1e-4
 """The tolerance in float32 for the largest difference of two outputs, relative to the outputs' standard deviation."""
@@ -53,7 +53,6 @@ class Probe:
         self._pairs = bool(config.is_encoder_decoder)
         vocabulary = getattr(config, "decoder_vocab_size", None) or config.vocab_size
         self._ids = self._tokens(config, _LENGTH, vocabulary)
-        self.description = f"{self._ids.numel()} random tokens"
         self._exact = model.dtype in (torch.float32, torch.float64)
         self.tolerance = TOLERANCE if self._exact else HALF_TOLERANCE
         self._memory: dict[str, Any] = {}
@@ -61,16 +60,13 @@ class Probe:
         if self._pairs and model.main_input_name == "input_features":
             shape = _ROWS, config.num_mel_bins, 2 * config.max_source_positions
             self._memory = {"input_features": self._noise(model, *shape)}
-            self.description += ", random audio"
         elif self._pairs:
             self._memory = {"input_ids": self._tokens(config, _ENCODER_LENGTH, config.vocab_size)}
-            self.description += ", random tokens of the encoder"
         elif cross:
             states = self._noise(model, _ROWS, _ENCODER_LENGTH, config.hidden_size)
             known = inspect.signature(model.forward).parameters
             offered = {"encoder_hidden_states": states, "encoder_outputs": (states,)}
             self._memory = dict([(name, each) for name, each in offered.items() if name in known][:1])
-            self.description += ", random states of an encoder" if self._memory else ""
 
     def _tokens(self, config: Any, length: int, vocabulary: int) -> Tensor:
         """Random ids [rows, length] without the padding token, by which some models count positions."""
@@ -133,17 +129,12 @@ class Probe:
 def cached_shapes(cache: Any) -> dict[str, Shapes]:
     """The shapes of keys and values in every layer that keeps them, by kind of attention. Other layers (recurrence,
     convolution) have no keys or an empty tensor.
-
-    Raises:
-        Failure: the cache is of an unknown class.
     """
     if hasattr(cache, "self_attention_cache"):
         return cached_shapes(cache.self_attention_cache) | {"cross": cached_shapes(cache.cross_attention_cache)["self"]}
-    if not hasattr(cache, "layers"):
-        raise Failure(f"the model's cache is a {type(cache).__name__}, which has no keys to look at")
     found = []
     for layer in cache.layers:
-        keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
-        if keys is not None and values is not None and keys.dim() == values.dim() == 4 and keys.numel():
-            found.append((tuple(keys.shape), tuple(values.shape)))
+        keys = getattr(layer, "keys", None)
+        if keys is not None and keys.dim() == 4 and keys.numel():
+            found.append((tuple(keys.shape), tuple(layer.values.shape)))
     return {"self": found}

@@ -1,7 +1,7 @@
 """The report of a verification, and how a check states its result."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
 from gqa_convert.errors import ConfigError, CorruptCheckpointError
@@ -68,7 +68,7 @@ class VerificationReport:
             "out": self.out,
             "source": self.source,
             "passed": self.passed,
-            "checks": [{"name": c.name, "passed": c.passed, "detail": c.detail} for c in self.checks],
+            "checks": [asdict(check) for check in self.checks],
         }
 
 

@@ -30,19 +30,20 @@ class Result:
     modeling: Modeling | None
     """The modelling file that it must come with."""
 
-    def shown_method(self, default: str | None = None) -> Any:
+    @property
+    def shown_method(self) -> Any:
         """The claimed method, unless the heads show another: heads that do not become fewer are copied or repeated,
         whatever was asked for.
         """
         if not self.geometry.changed:
             return "copy"
-        return self.claims.get("method", default) if self.geometry.merged else "repeat"
+        return self.claims.get("method") if self.geometry.merged else "repeat"
 
     @cached_property
     def method(self) -> Any:
         """The method by whose rules the tensors are judged."""
-        method = self.shown_method("mean")
-        return FITTED if method == FACTORED and self.claims.get("calibration") is not None else method
+        fitted = self.shown_method == FACTORED and self.claims.get("calibration") is not None
+        return FITTED if fitted else self.shown_method
 
     @property
     def folds(self) -> bool:
@@ -73,14 +74,17 @@ class Result:
             if family.gainless_key_norm is not None:
                 key, default = family.gainless_key_norm
                 normed = config.get(key, default) is not False
-            roles: list[Role] = [] if clipped or normed or family.key_constraint else ["query", "key"]
-            roles += [] if clipped or family.value_constraint else ["value", "output"]
-            found[module.name] = frozenset(roles)
+            fixed: set[Role] = {"output_bias"}
+            if clipped or normed or family.key_constraint:
+                fixed |= {"query", "key"}
+            if clipped or family.value_constraint:
+                fixed |= {"value", "output"}
+            found[module.name] = every - fixed
         return found
 
 
-def read_result(inputs: Inputs, weights: Weights, claims: dict[str, Any]) -> Result:
-    """Find the heads of OUT.
+def read_result(inputs: Inputs, weights: Weights, claims: dict[str, Any]) -> tuple[Result, str]:
+    """Find the heads of OUT, and say which they are.
 
     Raises:
         ConfigError: SOURCE contradicts itself.
@@ -92,4 +96,4 @@ def read_result(inputs: Inputs, weights: Weights, claims: dict[str, Any]) -> Res
     geometry = read_geometry(family, inputs.decoder_config, *shapes, may_differ=may_differ)
     if modeling is family.modeling and not geometry.changed and not family.is_converted:
         modeling = None  # stock classes load it
-    return Result(inputs, weights, geometry, claims, modeling)
+    return Result(inputs, weights, geometry, claims, modeling), geometry.describe()

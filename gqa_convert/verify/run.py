@@ -2,12 +2,11 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from gqa_convert.verify.config import check_config, check_modelling_file
-from gqa_convert.verify.files import check_carried, check_files, check_hashes, check_index
+from gqa_convert.verify.files import check_carried, check_hashes, check_index, open_result
 from gqa_convert.verify.inputs import Inputs, Progress, read_inputs
 from gqa_convert.verify.models import check_models
 from gqa_convert.verify.optimum import check_functions
@@ -16,7 +15,7 @@ from gqa_convert.verify.report import Check, VerificationReport
 from gqa_convert.verify.result import Result, read_result
 from gqa_convert.verify.tensors import TensorChecks
 from gqa_convert.verify.tokenizers import check_tokenizer
-from gqa_convert.verify.weights import PROVENANCE, Weights, readable_object
+from gqa_convert.verify.weights import PROVENANCE, readable_object
 
 
 def verify_checkpoint(
@@ -50,40 +49,39 @@ def verify_checkpoint(
     """
     with read_inputs(out, source, revision, on_note) as inputs:
         report = VerificationReport(str(inputs.out), str(source))
-        result, is_own_code = _check_stored(report, inputs, progress)
+        result = _check_stored(report, inputs, progress)
         if not logits:
             return report
         if not inputs.has_class:
-            report.check("behaviour", lambda: _not_run(inputs))
+            why = f"transformers has no class of type {inputs.family.model_type}"
+            report.check("behaviour", lambda: f"not run: {why}, and code in checkpoints is never executed")
             return report
         if (
             inputs.out_config.get("model_type") != inputs.original_config.get("model_type")
             and not inputs.why_not_loaded
         ):
             # transformers 5 has no tokenizer class for gpt_bigcode, so that its class may be another
-            other = inputs.is_rewritten and inputs.family.model_type == "gpt_bigcode"
+            other = inputs.family.model_type == "gpt_bigcode"
             report.check("tokenizer", lambda: check_tokenizer(inputs.out, inputs.original.folder, other_class=other))
-        if result is None or not is_own_code:
-            why = "OUT's modelling file did not pass its check, and other code is not executed"
-            if result is None:
-                why = "OUT's tensors did not pass their checks"
+        if result is None:
+            why = "OUT's files or heads did not pass their checks, and code other than the package's is not executed"
             report.checks.append(Check("loads", False, f"not run: {why}"))
             return report
         check_models(report, result, progress)
         return report
 
 
-def _check_stored(report: VerificationReport, inputs: Inputs, progress: Progress) -> tuple[Result | None, bool]:
+def _check_stored(report: VerificationReport, inputs: Inputs, progress: Progress) -> Result | None:
     """Check everything that can be checked without running a model.
 
     Returns:
-        OUT, or None if it is too damaged; and whether its modelling files, if it must have any, are the package's own.
+        OUT; None if it is too damaged to run, or its modelling files are not the package's own.
     """
     claims = readable_object(inputs.out / PROVENANCE)
-    weights = report.find("files", lambda: _open_out(inputs))
+    weights = report.find("files", lambda: open_result(inputs.out, inputs.source))
     result, modeling, is_own_code = None, inputs.modeling, True
     if weights is not None:
-        result = report.find("heads", lambda: _find_heads(inputs, weights, claims))
+        result = report.find("heads", lambda: read_result(inputs, weights, claims))
     if result is not None:
         modeling = result.modeling
         _check_contents(report, result, progress)
@@ -95,17 +93,7 @@ def _check_stored(report: VerificationReport, inputs: Inputs, progress: Progress
     if claims:
         required = result is not None and result.folds
         report.check("hashes", lambda: check_hashes(inputs.out, claims, required=required))
-    return result, is_own_code
-
-
-def _open_out(inputs: Inputs) -> tuple[Weights, str]:
-    weights = Weights(inputs.out)
-    return weights, check_files(weights, inputs.source)
-
-
-def _find_heads(inputs: Inputs, weights: Weights, claims: dict[str, Any]) -> tuple[Result, str]:
-    result = read_result(inputs, weights, claims)
-    return result, result.geometry.describe()
+    return result if is_own_code else None
 
 
 def _check_contents(report: VerificationReport, result: Result, progress: Progress) -> None:
@@ -125,8 +113,3 @@ def _check_contents(report: VerificationReport, result: Result, progress: Progre
     report.check("config", lambda: check_config(result))
     errors = tensors.errors if merged and not result.foldable else None
     report.check("provenance", lambda: check_provenance(result, errors))
-
-
-def _not_run(inputs: Inputs) -> str:
-    model_type = inputs.family.model_type
-    return f"not run: transformers has no class of type {model_type}, and code in checkpoints is never executed"

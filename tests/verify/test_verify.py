@@ -121,11 +121,10 @@ FLIPS = [
 ]
 
 
-@pytest.mark.parametrize("method", ["mean", "first"])
 @pytest.mark.parametrize(("name", "tensor", "row", "check"), FLIPS)
-def test_one_flipped_bit_fails(
-    made: Conversions, tmp_path: Path, name: str, tensor: str, row: int, check: str, method: str
-) -> None:
+def test_one_flipped_bit_fails(made: Conversions, tmp_path: Path, name: str, tensor: str, row: int, check: str) -> None:
+    """`first` copies heads, which is checked by the code for heads that no group shares."""
+    method = "first" if name in ("qwen2", "cohere") else "mean"
     good, source = made(name, 3, method)
     out = shutil.copytree(good, tmp_path / "out")
     edit(out, tensor, flip(row))

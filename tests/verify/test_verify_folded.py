@@ -120,7 +120,6 @@ def test_good_conversions_pass(made: Made, name: str, groups: int) -> None:
     assert failed(report) == {}
     found = details(report)
     assert "could lose less" in found["attention functions"]
-    assert ("means" in found["merged tensors"]) == (name in ("olmo2", "qwen3", "cohere", "stablelm"))
     assert " 0 parameters" not in found["logits"]
     assert f"{groups} heads in each" in found["cache heads"]
 
@@ -394,7 +393,7 @@ def claim_what_is_true(out: Path, source: Path) -> None:
     """Let the provenance claim the errors that the damaged tensors have: the claims alone must not save them."""
     claimed = json.loads((out / "gqa_conversion.json").read_text())
     with read_inputs(out, source, None, lambda _: None) as inputs:
-        result = read_result(inputs, Weights(out), claimed)
+        result, _ = read_result(inputs, Weights(out), claimed)
         for module in result.geometry.modules:
             order = read_orders(claimed, result.geometry).get(module.name)
             for part, loss in module_losses(result, module, order, ()).items():

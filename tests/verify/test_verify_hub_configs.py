@@ -59,17 +59,17 @@ def scaled(folder: Path, model_type: str, dtype: torch.dtype, scale: float) -> P
     return folder
 
 
-@pytest.mark.parametrize("method", ["mean", "first", "factor"])
 @pytest.mark.parametrize(
-    ("model_type", "dtype", "scale"),
+    ("model_type", "dtype", "scale", "method"),
     [
-        ("llama", torch.float16, 1e-6),
-        ("qwen2", torch.float16, 1e-6),
-        ("opt", torch.float16, 1e-6),
-        ("gptj", torch.float16, 1e-6),
-        ("llama", torch.float16, 1e4),
-        ("llama", torch.bfloat16, 1e-6),
-        ("llama", torch.float32, 1e4),
+        ("llama", torch.float16, 1e-6, "mean"),
+        ("qwen2", torch.float16, 1e-6, "factor"),
+        ("opt", torch.float16, 1e-6, "factor"),
+        ("gptj", torch.float16, 1e-6, "first"),
+        ("gptj", torch.float16, 1e-6, "factor"),
+        ("llama", torch.float16, 1e4, "factor"),
+        ("llama", torch.bfloat16, 1e-6, "factor"),
+        ("llama", torch.float32, 1e4, "factor"),
     ],
 )
 def test_values_near_the_limits_of_their_type(
@@ -87,11 +87,10 @@ def test_values_near_the_limits_of_their_type(
     assert failed(verify_checkpoint(tmp_path / "out", source)) == {}
 
 
-@pytest.mark.parametrize("method", ["mean", "first"])
-def test_a_flipped_subnormal_is_found(tmp_path: Path, method: str) -> None:
+def test_a_flipped_subnormal_is_found(tmp_path: Path) -> None:
     """Where every bit is recomputed, the smallest number of float16 counts."""
     source = scaled(tmp_path / "source", "llama", torch.float16, 1e-6)
-    convert_checkpoint(source, tmp_path / "out", 3, ConversionOptions(method=method))
+    convert_checkpoint(source, tmp_path / "out", 3, ConversionOptions(method="mean"))
     edit(tmp_path / "out", "model.layers.1.self_attn.v_proj.weight", flip(17))
     assert set(failed(verify_checkpoint(tmp_path / "out", source, logits=False))) == {"merged tensors"}
 
