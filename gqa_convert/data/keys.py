@@ -2,7 +2,8 @@
 
 import difflib
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from fractions import Fraction
 from typing import Annotated, Any, Literal
 
@@ -103,48 +104,61 @@ def read_keys(declared: Any, values: Any, nested: Mapping[str, Any], owner: str 
     try:
         return TypeAdapter(declared).validate_python(values)
     except ValidationError as problem:
-        errors = sorted(
-            problem.errors(include_url=False), key=lambda error: error["type"] != "unexpected_keyword_argument"
-        )
-        lines = [" ".join(_line(error, declared, values, nested, owner).split()) for error in errors]
-        raise ValueError("\n".join(dict.fromkeys(lines))) from None
+        lines, missing, misspelt = [], [], list[str]()
+        for error in problem.errors(include_url=False):
+            *outer, last = error["loc"]
+            name, above = str(last), _path(outer, values, owner)
+            holder = nested.get(str(outer[0]), declared) if outer else declared
+            if error["type"] == "unexpected_keyword_argument":
+                subject = f"{above} has an unknown key" if above else "unknown key"
+                lines.append(f"{subject} {name!r}: {suggestion(name, holder)}")
+                misspelt.append(f"{above}.{_nearest(name, holder)}")
+            elif error["type"] == "missing":
+                missing.append((above, name, str(fields_of(holder)[name].description)))
+            else:
+                lines.append(f"{_path(error['loc'], values, owner)} is {_explained(error)}")
+        for above, name, description in missing:
+            if f"{above}.{name}" not in misspelt:
+                meaning = re.split(r"[:;.(]", description)[0].strip()
+                lines.append(f"{above or 'the recipe'} has no key {name!r}: give {meaning[0].lower()}{meaning[1:]}")
+        raise ValueError("\n".join(dict.fromkeys(" ".join(line.split()) for line in lines))) from None
 
 
-def _line(error: Any, declared: Any, values: Any, nested: Mapping[str, Any], owner: str) -> str:
-    """A mistake in one line, with the path of its key."""
-    places, path, inside = list(error["loc"]), owner, values
-    for place in places:
-        if isinstance(place, int) and isinstance(inside, list | tuple):
-            path += f"[{place}]"
-            inside = inside[place]
-        elif isinstance(place, str):
+def _path(location: Iterable[int | str], values: Any, path: str) -> str:
+    """The path of a key, in which an item of a list has a number; a value that stands alone for a list has none."""
+    for place in location:
+        if isinstance(place, str):
             path += f".{place}" if path else place
-            inside = inside.get(place) if isinstance(inside, Mapping) else inside
-    name = str(places[-1]) if places else ""
-    above = path.removesuffix(name).rstrip(".")
-    holder = nested[str(places[0])] if len(places) > 1 and places[0] in nested else declared
-    if error["type"] == "unexpected_keyword_argument":
-        subject = f"{above} has an unknown key" if above else "unknown key"
-        return f"{subject} {name!r}: {suggestion(name, holder)}"
-    if error["type"] == "missing":
-        meaning = str(fields_of(holder)[name].description).split(":")[0].split(";")[0].rstrip(".")
-        return f"{above or 'the recipe'} has no key {name!r}: give {meaning[0].lower()}{meaning[1:]}"
-    message = str(error["msg"]).removeprefix("Value error, ").replace("Input should be", "it must be")
+            values = values.get(place) if isinstance(values, Mapping) else values
+        elif isinstance(values, list | tuple):
+            path += f"[{place}]"
+            values = values[place]
+    return path
+
+
+def _explained(error: Any) -> str:
+    """A value that is not allowed, and what it must be."""
+    message = str(error["msg"]).removeprefix("Value error, ").replace("Input should be", "it must be").replace("'", "")
     if error["type"] == "dataclass_type":
         message = "it must be a mapping"
-    message = message.replace("a valid string", "text").replace("a valid boolean", "true or false")
-    message = message.replace("a valid tuple", "a list").replace("'", "")
-    return f"{path} is {shown(error['input']) or 'empty'}: {message}"
+    for theirs, ours in (("a valid string", "text"), ("a valid boolean", "true or false"), ("a valid tuple", "a list")):
+        message = message.replace(theirs, ours)
+    return f"{shown(error['input']) or 'empty'}: {message}"
 
 
 def suggestion(name: object, declared: Any) -> str:
     """Advice about an unknown key: the nearest known one, or all of them."""
-    fields = fields_of(declared)
+    near = _nearest(name, declared)
+    return f"did you mean {near!r}?" if near else f"the keys are {', '.join(fields_of(declared))}"
+
+
+def _nearest(name: object, declared: Any) -> str | None:
+    """The key that is meant, as other programs call it or misspelt."""
     bare = str(name).lower().strip().lstrip("-").replace("-", "_")
-    meant = [known for known, each in fields.items() if bare in each.json_schema_extra.get("aliases", ())]
-    if near := meant or difflib.get_close_matches(bare, fields, 1):
-        return f"did you mean {near[0]!r}?"
-    return f"the keys are {', '.join(fields)}"
+    for known, each in fields_of(declared).items():
+        if bare in each.json_schema_extra.get("aliases", ()):
+            return known
+    return next(iter(difflib.get_close_matches(bare, fields_of(declared), 1)), None)
 
 
 def schema_text(declared: Any) -> str:

@@ -624,3 +624,12 @@ def test_the_page_names_the_recipes_and_the_launch_configurations() -> None:
         ROOT / "recipes" / "slurm" / "uptrain.sbatch",
     ):
         assert path.name in page, path
+
+
+def test_a_misspelt_key_is_not_missing_too() -> None:
+    with pytest.raises(RecipeError) as caught:
+        make(model="absent", modle="m", data=[{"sorce": "d"}])
+    assert str(caught.value).split("\n") == [
+        "data[0] has an unknown key 'sorce': did you mean 'source'?",
+        "unknown key 'modle': did you mean 'model'?",
+    ]
