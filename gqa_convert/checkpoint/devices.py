@@ -31,15 +31,13 @@ def chosen_device(asked: str | None) -> str:
     try:
         place = torch.device(asked)
     except RuntimeError:
-        raise OptionError(f"--device {asked!r} is not a device: write it like cpu, cuda or cuda:1") from None
-    if place.type not in ("cpu", "cuda"):
+        place = None
+    if place is None or place.type not in ("cpu", "cuda"):
         raise OptionError(f"--device {asked!r} is neither the CPU nor a GPU: write it like cpu, cuda or cuda:1")
-    if place.type == "cuda" and not torch.cuda.is_available():
+    count = torch.cuda.device_count()
+    if place.type == "cuda" and (place.index or 0) >= count:
         raise OptionError(
-            f"--device is {asked}, and torch finds no GPU here: use --device cpu, or install torch for the GPU"
-        )
-    if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
-        raise OptionError(
-            f"--device is {asked}, and there are {torch.cuda.device_count()} GPUs, counted from 0: name one of them"
+            f"--device is {asked}, and torch finds {count} GPUs here, counted from 0: name one of them, use --device cpu, or "
+            "install torch for the GPU"
         )
     return asked

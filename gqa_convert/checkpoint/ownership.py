@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from gqa_convert.checkpoint.signed_card import ASIDE, CARD, is_our_card
 from gqa_convert.checkpoint.strict_json import parse_object
@@ -70,7 +70,7 @@ def foreign_files(folder: Path) -> list[str]:
     ours = _read_listed(folder)
     parents = {parent.as_posix() for name in ours for parent in Path(name).parents}
     found = []
-    for root, folders, names in os.walk(folder):
+    for root, folders, names in os.walk(folder, onerror=_raise):
         for path in sorted(Path(root, name) for name in folders + names):
             name = path.relative_to(folder).as_posix()
             if path.is_symlink():
@@ -82,6 +82,10 @@ def foreign_files(folder: Path) -> list[str]:
             elif not (name in ours and _is_unchanged(path, ours[name])) and not (ours and _is_of_record(path, name)):
                 found.append(name)
     return found
+
+
+def _raise(problem: OSError) -> NoReturn:
+    raise problem
 
 
 def _read_listed(folder: Path) -> Entries:

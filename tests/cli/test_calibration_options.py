@@ -63,7 +63,7 @@ def test_a_device_without_text() -> None:
     [
         (("--calibration", "t.txt", "--device", "cuda:99"), "--device is cuda:99, and"),
         (("--calibration", "t.txt", "--device", "tpu"), "--device 'tpu' is"),
-        (("--calibration", "t.txt", "--device", "cpu,cpu"), "--device 'cpu,cpu' is not a device"),
+        (("--calibration", "t.txt", "--device", "cpu,cpu"), "--device 'cpu,cpu' is neither the CPU nor a GPU"),
         (("--calibration", "t.txt", "--device", "meta"), "--device 'meta' is neither the CPU nor a GPU"),
     ],
 )
