@@ -27,7 +27,7 @@ def test_verify_has_a_proof_of_every_method() -> None:
     where = "gqa_convert/verify/result.py and gqa_convert/merging/methods.py disagree"
     assert {*PLAIN, FACTORED, FITTED} == {method.name for method in CHOICES}, where
     assert {FACTORED, FITTED} == {method.name for method in CHOICES if method.merges_layers}, where
-    assert [FITTED] == [method.name for method in CHOICES if method.text == "required"], where
+    assert [method.name for method in CHOICES if method.text == "required"] == [FITTED], where
     assert {name: name for name in PLAIN} == {method.name: method.pooling for method in CHOICES if method.pooling}, (
         where
     )

@@ -9,7 +9,7 @@ from typing import Any
 from gqa_convert.conversion.fit.attention_calls import Batch, tokens_of
 from gqa_convert.conversion.fit.distillation import summed_divergence
 from gqa_convert.conversion.fit.layer_store import LayerStore, layer_key
-from gqa_convert.conversion.fit.layer_walk import LayerWalk, Weights
+from gqa_convert.conversion.fit.layer_walk import LayerWalk, Replacements
 from gqa_convert.conversion.fit.merged_attention import MergedAttention
 from gqa_convert.conversion.fit.model_loading import weights_in_memory
 from gqa_convert.conversion.fit.one_layer import FitOptions, OneLayer, judging_batches
@@ -59,7 +59,7 @@ def fit_layers(
                 tell("running source and student")
                 missing = [name for name in layer.attention if store.layer(numbers[name]) is None]
                 streams = source.advance(layer, watch=missing)
-                weights: Weights = {}
+                weights: Replacements = {}
                 for name in layer.attention:
                     key, (merged, groups) = layer_key(numbers[name]), plan.merged_layers[numbers[name]]
                     if name in missing:

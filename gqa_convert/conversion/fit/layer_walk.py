@@ -28,9 +28,10 @@ Recorded = tuple[Tensor, dict[str, Arguments]]
 """The hidden states that enter a stack of layers, and what each of its layers is called with behind them, by name."""
 Installing = Callable[[], AbstractContextManager[Any]]
 """Returns a context in which an attention module has a student's weights."""
-Weights = Mapping[str, Installing]
-"""A student's, by the names of attention modules in the checkpoint."""
-SOURCE: Weights = {}
+Replacements = Mapping[str, Installing]
+"""What is installed in a student, by the names of attention modules in the checkpoint."""
+SOURCE: Replacements = {}
+"""Nothing is."""
 _SURVEYED = 64
 """Tokens that tell how a model is built."""
 
@@ -243,13 +244,13 @@ class Stream:
         self._arguments = [_with_own_mappings(arguments) for _, arguments in recorded]
 
     def advance(
-        self, layer: WalkedLayer, weights: Weights = SOURCE, watch: Sequence[str] = ()
+        self, layer: WalkedLayer, weights: Replacements = SOURCE, watch: Sequence[str] = ()
     ) -> dict[str, list[Tensor]]:
         """Run a layer on every batch.
 
         Args:
             layer: the next one.
-            weights: of a student's attention modules in it.
+            weights: those of a student's attention modules in it.
             watch: names of attention modules in it, as the checkpoint has them.
 
         Returns:
@@ -267,14 +268,14 @@ class Stream:
         return streams
 
     def attention(
-        self, layer: WalkedLayer, name: str, weights: Weights = SOURCE, streams: Sequence[Tensor] | None = None
+        self, layer: WalkedLayer, name: str, weights: Replacements = SOURCE, streams: Sequence[Tensor] | None = None
     ) -> CapturedAttention:
         """Run a layer on every batch up to the end of an attention module, with the source's weights in it.
 
         Args:
             layer: the next one.
             name: of the attention module in the checkpoint.
-            weights: of the attention modules before it in the layer.
+            weights: those of the attention modules before it in the layer.
             streams: what `advance` returned for the source; by default this stream is the source.
         """
         walk = self._walk
@@ -295,7 +296,7 @@ class Stream:
         if layer.stack not in self._hidden[0]:
             self._start(layer.stack, [self._walk.record(*each) for each in enumerate(self._hidden)])
 
-    def _run(self, layer: WalkedLayer, number: int, weights: Weights) -> Any:
+    def _run(self, layer: WalkedLayer, number: int, weights: Replacements) -> Any:
         args, kwargs = self._arguments[number][layer.name]
         with self._walk.running() as context:
             for installed in weights.values():

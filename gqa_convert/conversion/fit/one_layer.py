@@ -6,6 +6,7 @@ lets the output projection repair as much of what the student's residual stream 
 """
 
 import functools
+import math
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -35,8 +36,6 @@ _EXACT = 1e-5
 """The error below which training would only add noise."""
 _HELD_OUT = 8
 """One batch in this many decides between candidates, and nothing is trained on it."""
-_DENT = 2
-"""The number of rotary pairs over which the error may rise before it falls further."""
 
 Weights = dict[str, Tensor]
 """The projections' weights and biases of a merged layer, in float32."""
@@ -245,21 +244,7 @@ def squared(tensor: Tensor) -> Tensor:
 
 
 def least(error: Callable[[int], float], count: int) -> int:
-    """The number from 0 to `count` with the least error, by steps that halve.
-
-    The error must fall towards one point and rise behind it, except for dents of up to `_DENT` numbers.
-    """
-    at = functools.cache(error)
-
-    def best_of(numbers: Iterable[int]) -> int:
-        return min((number for number in numbers if 0 <= number <= count), key=at)
-
-    best, step = count // 2, (count + 2) // 4
-    while step:
-        best = best_of((best, best - step, best + step))
-        step //= 2
-    while True:
-        better = best_of(range(best - _DENT, best + _DENT + 1))
-        if better == best:
-            return best
-        best = better
+    """The number from 0 to `count` with the least error: the best of some at equal distances, or one between its neighbours."""
+    at, step = functools.cache(error), max(1, math.isqrt(count))
+    best = min(range(0, count + 1, step), key=at)
+    return min(range(max(0, best - step), min(count, best + step) + 1), key=at)
