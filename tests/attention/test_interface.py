@@ -277,6 +277,28 @@ def test_a_name_written_into_a_config_is_refused_in_the_first_forward_pass() -> 
             model(torch.ones(1, 5, dtype=torch.int64))
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "gpt_neo", "gqa_gpt_neo", "gqa_falcon, 7B"])
+@torch.no_grad()
+def test_a_name_written_by_hand_with_a_mask_of_ones_own(name: str) -> None:
+    """It computes what eager attention computes, or is refused; the model makes no mask at which it would be checked."""
+    (model,) = build(name, "eager")
+    mask = torch.full((2, 1, 7, 7), torch.finfo(torch.float32).min).triu(1)
+    mask[:, :, 5, 2] = torch.finfo(torch.float32).min
+    kinds = dict.fromkeys(("full_attention", "sliding_attention"), mask)
+    tokens = torch.randint(3, VOCAB, (2, 7), generator=torch.Generator().manual_seed(0))
+    inputs: dict[str, Any] = {"input_ids": tokens, "attention_mask": kinds if name in REFUSED_IN_CALLS else mask}
+    expected = model(**inputs).logits
+    model.config._attn_implementation = "gqa"
+    if name in REFUSED_IN_CALLS:
+        with pytest.raises(OptionError, match=REFUSED_IN_CALLS[name]):
+            model(**inputs)
+    else:
+        torch.testing.assert_close(model(**inputs).logits, expected, rtol=0, atol=5e-5 * expected.abs().max().item())
+
+
+REFUSED_IN_CALLS = {"gemma2": "capped scores", "gpt_oss": "attention sinks"}
+
+
 @pytest.mark.parametrize("name", ["gqa_bloom", "gqa_falcon"])
 @torch.no_grad()
 def test_attention_can_be_chosen_whatever_stock_class_was_asked_before(name: str) -> None:
