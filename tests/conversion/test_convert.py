@@ -34,6 +34,7 @@ from tests.helpers.checkpoints import (
     read_weights,
     same_weights,
     write_config,
+    write_index,
     write_llama,
 )
 from tests.helpers.own_files import make_source
@@ -83,6 +84,26 @@ def test_tied_heads_merge_without_loss_and_repeat_back(tmp_path: Path) -> None:
     assert same_weights(source, tmp_path / "up")
     record = json.loads((tmp_path / "up" / "gqa_conversion.json").read_text())
     assert (record["method"], record["previous"]["method"]) == ("repeat", "mean")
+    assert "gqa_conversion.json" not in record["written"], "the earlier record is no file of the result"
+
+
+def test_norms_of_heads_that_go_leave_files_in_which_nothing_changes(tmp_path: Path) -> None:
+    """Of the first file another tensor stays, of the second nothing."""
+    source = make_checkpoint("stablelm", tmp_path / "source", shards="50GB", qk_layernorm=True)
+    tensors = load_file(source / "model.safetensors")
+    norms = "model.layers.0.self_attn.k_layernorm.norms."
+    files = [{"model.norm.weight", f"{norms}11.weight"}, {f"{norms}10.weight"}]
+    files.append(tensors.keys() - files[0] - files[1])
+    weight_map = {}
+    for number, names in enumerate(files, 1):
+        file = f"model-{number:05d}-of-00003.safetensors"
+        save_file({name: tensors[name] for name in names}, source / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(names, file)
+    (source / "model.safetensors").unlink()
+    write_index(source / "model.safetensors.index.json", weight_map)
+    convert_checkpoint(source, tmp_path / "out", 3, ConversionOptions(method="mean"))
+    assert failed(verify_checkpoint(tmp_path / "out", source, logits=False)) == {}
+    assert not (tmp_path / "out" / "model-00002-of-00003.safetensors").exists()
 
 
 @pytest.mark.parametrize("method", ["mean", "factor"])

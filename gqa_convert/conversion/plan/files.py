@@ -8,15 +8,18 @@ from gqa_convert.conversion.plan.model import OutputFile, Plan
 
 
 def keep_files(checkpoint: Checkpoint, dropped: Set[str]) -> Iterator[OutputFile]:
-    """A file of the result for each of the source's, of the same name, without the tensors that the result has no more."""
+    """A file of the result for each of the source's, of the same name, without the tensors that the result has no more; none for
+    a file of which nothing is left.
+    """
     is_stored = checkpoint.weights_format == "safetensors" and checkpoint.rewritten_from is None
     for number, shard in enumerate(checkpoint.shards):
         names: Collection[str] = shard.header.tensors.keys()
         is_whole = dropped.isdisjoint(names)
         if not is_whole:
             names = [name for name in names if name not in dropped]
-        copied = number if is_stored and is_whole else None
-        yield OutputFile(safetensors_name(shard.file), names, shard.header.metadata, copied)
+        if names:
+            copied = number if is_stored and is_whole else None
+            yield OutputFile(safetensors_name(shard.file), names, shard.header.metadata, copied)
 
 
 def safetensors_name(file: str) -> str:
