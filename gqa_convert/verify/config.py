@@ -14,9 +14,9 @@ from gqa_convert.verify.result import Result
 from gqa_convert.verify.weights import CONFIG
 
 
-def same_json(a: Any, b: Any) -> bool:
-    """Whether two values are the same in JSON, where 1, 1.0 and true differ."""
-    return json.dumps(a, sort_keys=True) == json.dumps(b, sort_keys=True)
+def in_json(value: Any) -> str:
+    """A value as it is compared: 1, 1.0 and true differ."""
+    return json.dumps(value, sort_keys=True)
 
 
 def compare_json(where: str, found: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -26,8 +26,8 @@ def compare_json(where: str, found: dict[str, Any], expected: dict[str, Any]) ->
         Failure: they differ.
     """
     for key in sorted(found.keys() | expected.keys()):
-        if key not in found or key not in expected or not same_json(found[key], expected[key]):
-            stated, wanted = (repr(each[key]) if key in each else "nothing" for each in (found, expected))
+        stated, wanted = (in_json(each[key]) if key in each else "nothing" for each in (found, expected))
+        if stated != wanted:
             raise Failure(f"{where} states {key} = {stated}, expected {wanted}")
 
 
@@ -79,16 +79,14 @@ def _modelling_keys(modeling: Modeling, original: dict[str, Any]) -> dict[str, A
     SOURCE's `auto_map` keeps its entries for other classes than configs and models.
     """
     classes = [name for _, name in modeling.classes]
-    stated = original.get("architectures")
-    wanted = [f"GQA{name.removeprefix('GQA')}" for name in stated] if isinstance(stated, list) else []
+    wanted = [f"GQA{name.removeprefix('GQA')}" for name in original.get("architectures") or []]
     models = [name for auto, name in modeling.classes if auto not in ("AutoConfig", "AutoModel")]
-    # without a tokenizer class, transformers would look for one of the new model type
-    tokenizer = original.get("tokenizer_class")
     return {
         "model_type": modeling.model_type,
         "architectures": [name for name in wanted if name in classes] or models[:1],
         "auto_map": _auto_map(original, models=False) | modeling.auto_map,
-        "tokenizer_class": modeling.tokenizer if tokenizer is None else tokenizer,
+        # without one, transformers would look for a tokenizer of the new model type
+        "tokenizer_class": original.get("tokenizer_class") or modeling.tokenizer,
     }
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from gqa_convert.families.family import Modeling
-from gqa_convert.verify.config import compare_json, same_json
+from gqa_convert.verify.config import compare_json, in_json
 from gqa_convert.verify.report import Failure
 from gqa_convert.verify.weights import CONFIG, INDEX, PROVENANCE, SINGLE, Weights, readable_object
 
@@ -180,4 +180,4 @@ def _is_renamed_tokenizer(ours: Path, theirs: Path) -> bool:
         return False
     original = readable_object(theirs)
     renamed = original | {"tokenizer_class": "PreTrainedTokenizerFast"}
-    return original.get("tokenizer_class") == "TokenizersBackend" and same_json(readable_object(ours), renamed)
+    return original.get("tokenizer_class") == "TokenizersBackend" and in_json(readable_object(ours)) == in_json(renamed)

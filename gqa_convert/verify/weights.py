@@ -65,10 +65,9 @@ class Weights:
         self.index: dict[str, Any] | None = None
         self.metadata: dict[str, dict[str, str]] = {}
         """By safetensors file."""
-        chosen = [name for name in PREFERENCE if (folder / name).is_file()]
-        if not chosen:
+        self.chosen = next((name for name in PREFERENCE if (folder / name).is_file()), "")
+        if not self.chosen:
             raise ValueError(f"{folder} has no weights: it has none of {', '.join(PREFERENCE)}")
-        self.chosen = chosen[0]
         self.files = [self.chosen]
         if self.chosen.endswith(".json"):
             self.index = read_object(folder / self.chosen)
