@@ -198,11 +198,12 @@ class _Loss(torch.autograd.Function):  # type: ignore[misc]
         """See `combined_loss`: states [n, d] and weights [V, d], or logits [n, V] and None."""
         states, kind = states.detach(), states.device.type
         needed = [differentiable and asked for asked in ctx.needs_input_grad[:3]]
-        if weights is not None:
-            dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weights.dtype
-            matrix, offset = weights.detach().to(dtype), None if bias is None else bias.detach().to(dtype)
+        dtype = states.dtype if weights is None else weights.dtype
+        if weights is not None and torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
+        matrix, offset = (None if each is None else each.detach().to(dtype) for each in (weights, bias))
         # given logits are overwritten by their gradient
-        of_states = (states if weights is None else torch.empty_like(states)) if needed[0] else None
+        of_states = None if not needed[0] else states if weights is None else torch.empty_like(states)
         of_weights = torch.zeros_like(weights) if needed[1] else None
         of_bias = torch.zeros_like(bias) if needed[2] else None
         totals = torch.zeros(3, dtype=torch.float32, device=states.device)
@@ -213,12 +214,11 @@ class _Loss(torch.autograd.Function):  # type: ignore[misc]
                 theirs = None if teacher is None else teacher[part]
                 if theirs is not None and teacher_layer is not None:
                     theirs = teacher_layer.logits(theirs)
-                if weights is None:
-                    totals = totals + _evaluate(states[part], labels[part], theirs, terms, differentiable=needed[0])
-                    continue
                 inputs = states[part].to(dtype)
-                logits = linear(inputs, matrix, offset)
+                logits = inputs if matrix is None else linear(inputs, matrix, offset)
                 totals = totals + _evaluate(logits, labels[part], theirs, terms, differentiable=any(needed))
+                if matrix is None:
+                    continue
                 if of_states is not None:
                     of_states[part] = logits @ matrix
                 if of_weights is not None and of_weights.dtype == dtype:
