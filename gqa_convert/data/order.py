@@ -94,7 +94,7 @@ class Mixture:
         turns, rest = divmod(count, self.parts[source])
         if not rest:
             turns, rest = turns - 1, self.parts[source]
-        return turns * self.period + int(np.flatnonzero((self._source == source) & (self._rank == rest - 1))[0]) + 1
+        return turns * self.period + int(np.flatnonzero(self._source == source)[rest - 1]) + 1
 
 
 def _whole_parts(weights: list[Fraction]) -> list[int]:

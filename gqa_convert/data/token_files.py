@@ -300,6 +300,8 @@ def _encoded(
         ) from None
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
+        for process in multiprocessing.active_children():  # it would finish its batch first
+            process.terminate()
         os.environ["TOKENIZERS_PARALLELISM"] = threads
 
 
