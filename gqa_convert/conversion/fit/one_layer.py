@@ -6,10 +6,10 @@ lets the output projection repair as much of what the student's residual stream 
 """
 
 import functools
-import math
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from gqa_convert.conversion.fit.source_layers import SourceLayer
 from gqa_convert.conversion.fit.statistics import Regression, best_strength, moments_of
 from gqa_convert.conversion.fit.training_attention import TrainingAttention
 from gqa_convert.merging.attention_heads import Heads, Tensors, regroup_heads, rows_first
+from gqa_convert.merging.factorisation import Array
 from gqa_convert.merging.head_grouping import find_head_order, reorder_heads
 from gqa_convert.merging.merge_layer import Moments, merge_layer
 from gqa_convert.merging.methods import MergeMethod
@@ -156,19 +157,17 @@ class OneLayer:
         tokens = self._attention.calls[0].hidden.shape[:2].numel()
         calls = self._attention.calls[: max(1, LOW_FREQUENCY_TOKENS // tokens)]
         keys_alone = replace(limits, value_constraint="values are not looked at")
-        assert moments.queries is not None
-        assert moments.keys is not None
-        roots = np.linalg.cholesky(moments.queries), np.linalg.cholesky(moments.keys)
-        of_queries, of_keys = (np.linalg.inv(root).astype(np.float32) for root in roots)
+        root, inverse = of_keys = _root(moments.keys)
+        query_root, query_inverse = of_keys if moments.queries is moments.keys else _root(moments.queries)
         white = replace(
             source,
-            queries=(source.queries @ roots[0]).astype(np.float32),
-            keys=(source.keys @ roots[1]).astype(np.float32),
+            queries=source.queries.astype(np.float32) @ query_root,
+            keys=source.keys.astype(np.float32) @ root,
         )
 
         def error(first_low: int) -> float:
             merged = merge_layer(white, self._groups, keys_alone, Moments(), first_low)
-            trial = replace(source, queries=merged.queries @ of_queries, keys=merged.keys @ of_keys)
+            trial = replace(source, queries=merged.queries @ query_inverse, keys=merged.keys @ inverse)
             tensors = layout.merge_heads(trial, self._tensors, source.groups)
             unmerged = MergedAttention(layout, tensors, source.groups, self._attention.module)
             with self._options.precision(), unmerged.installed(unmerged.tensors):
@@ -243,8 +242,20 @@ def squared(tensor: Tensor) -> Tensor:
     return tensor.float().square().sum(-1).double().sum()
 
 
+def _root(moment: Any) -> tuple[Array, Array]:
+    """A matrix whose product with its transpose is a moment, and its inverse, in float32."""
+    root = np.linalg.cholesky(moment)
+    return root.astype(np.float32), np.linalg.inv(root).astype(np.float32)
+
+
 def least(error: Callable[[int], float], count: int) -> int:
-    """The number from 0 to `count` with the least error: the best of some at equal distances, or one between its neighbours."""
-    at, step = functools.cache(error), max(1, math.isqrt(count))
-    best = min(range(0, count + 1, step), key=at)
-    return min(range(max(0, best - step), min(count, best + step) + 1), key=at)
+    """The number from 0 to `count` with the least error, by steps that halve, and then of those next to it.
+
+    The error must fall towards one point and rise behind it, except for dents of two numbers.
+    """
+    at = functools.cache(error)
+    best, step = count // 2, (count + 2) // 4
+    while step:
+        best = min((number for number in (best, best - step, best + step) if 0 <= number <= count), key=at)
+        step //= 2
+    return min(range(max(0, best - 2), min(count, best + 2) + 1), key=at)
