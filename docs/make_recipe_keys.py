@@ -47,8 +47,9 @@ def _kind(field: Any, stated: Any) -> str:
     """The kind of value of a field, whose JSON schema is stated, in words."""
     while "anyOf" in stated:
         kinds = [each for each in stated["anyOf"] if each.get("type") != "null"]
-        if any("$ref" in each for each in kinds) and len(kinds) > 1:
-            return "sources"
+        if any(each.get("type") == "array" for each in kinds):
+            several = f"one or a list of {_kind(field, kinds[0])}"
+            return "sources" if any("$ref" in each for each in kinds) else several
         stated = kinds[0]
     if "enum" in stated or "const" in stated:
         return ", ".join(map(str, stated.get("enum", [stated.get("const")])))

@@ -40,7 +40,6 @@ NOT_RUN = {
     r"^llama-server ": "a serving engine, which the tests' environment lacks",
     r"^\S*/vllm serve ": "a serving engine, which the tests' environment lacks",
     r"^python (benchmarks/|-m benchmarks)": "measures, for minutes or hours",
-    r"uptrain RECIPE.yaml learning_rate=1e-4$": "only after a divergence: tests/training/test_uptrain_resuming.py has one",
     r"^gqa-convert benchmark .*--engine ": "runs a serving engine, which the tests' environment lacks",
     r"^gqa-convert check-serving ": "runs serving engines, which the tests' environment lacks",
 }

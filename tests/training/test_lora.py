@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from gqa_convert.errors import GQAConvertError, LaunchError, MissingExtraError, RecipeError
 from gqa_convert.losses.output_layer import restore_output_layer
 from gqa_convert.training import lora as adapters
+from gqa_convert.training import run as running
 from gqa_convert.training.models import load_student
 from gqa_convert.training.recipe import Lora, make_recipe
 from gqa_convert.training.recipe_files import read_recipe
@@ -45,7 +46,7 @@ class Trained:
             return merge(model, folder)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(adapters, "merged_model", keeping)
+            patch.setattr(running, "merged_model", keeping)
             self.summary = run(home, output, **KEYS | keys)
 
     def saved(self) -> set[str]:
