@@ -20,7 +20,7 @@ from gqa_convert.checkpoint.results import Result
 from gqa_convert.checkpoint.source import download_checkpoint, open_headers
 from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.conversion.fit.defaults import plan_conversion
-from gqa_convert.conversion.fit.progress import FitProgress, OnProgress
+from gqa_convert.conversion.fit.progress import OnProgress
 from gqa_convert.conversion.fit.run import prepare_layers
 from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.plan import Plan
@@ -81,7 +81,7 @@ def convert_checkpoint(
         prove: called with the finished folder of a source whose model type is on no list, before `out` appears; what it
             raises stops the conversion. Such a source is refused without it. `gqa_convert.verify.proof` makes one.
         on_plan: called with the plan before anything is written.
-        on_layer: called as a method that works on whole layers proceeds.
+        on_layer: called as a method that works on whole layers proceeds, from the rewriting of the source on.
         progress: called with every number of weight bytes written.
 
     Returns:
@@ -108,10 +108,8 @@ def convert_checkpoint(
     on_plan(plan)
     with ExitStack() as stack:
         if plan.checkpoint.recipes and calibration.has_data:
-            rewriting = rewritten_folder(
-                plan.checkpoint, folder, lambda label, done, total: on_layer(FitProgress(label, done, total))
-            )
-            plan = replace(plan, checkpoint=stack.enter_context(rewriting))
+            rewritten = stack.enter_context(rewritten_folder(plan.checkpoint, folder, on_layer))
+            plan = replace(plan, checkpoint=rewritten)
         staged = stack.enter_context(StagedFolder(folder))
         merged = prepare_layers(plan, folder, calibration, stack, on_layer)
         errors = write_weights(plan, staged.path, merged.tensors, progress)

@@ -11,6 +11,7 @@ MERGING_LAYERS: Final = "merging layers"
 ALL_TOGETHER: Final = "all layers together"
 OWN_TEXT: Final = "generating text"
 LISTENING: Final = "listening"
+REWRITING: Final = "rewriting the source"
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +21,7 @@ class FitProgress:
     label: str
     """One of the constants above."""
     done: int
-    """Merged layers, steps of the last stage, or tokens."""
+    """Merged layers, steps of the last stage, tokens, or bytes of a source in another form."""
     total: int
     detail: str = ""
     """What is being done."""

@@ -1,11 +1,9 @@
 """The config.json of a result: the source's, with the new number of K/V heads."""
 
 import copy
-from collections.abc import Mapping
 
 from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.families.family import Family, Modeling
-from gqa_convert.families.geometry import AttentionFinder
 from gqa_convert.families.layerwise import restate, restate_by_kind
 from gqa_convert.families.legacy_config_keys import legacy_config_keys
 from gqa_convert.families.wrappers import decoder_config, decoder_section, with_kv_heads
@@ -45,33 +43,25 @@ def converted_config(
     return result | _modeling_keys(config, modeling)
 
 
-def layerwise_config(
-    config: JsonObject, modeling: Modeling, finder: AttentionFinder, counts: Mapping[str, int]
-) -> JsonObject:
+def layerwise_config(config: JsonObject, modeling: Modeling, counts: tuple[int, ...]) -> JsonObject:
     """The config of a result that states the K/V heads of each layer.
 
     Args:
         config: the source's.
         modeling: the modelling file of the result.
-        finder: of the source's layers.
-        counts: K/V heads of each, by its module.
+        counts: K/V heads of each layer, in the order of the layers' numbers.
     """
-    return restate(modeling, config, _by_number(finder, counts)) | _modeling_keys(config, modeling)
+    return restate(modeling, config, counts) | _modeling_keys(config, modeling)
 
 
-def by_kind_config(config: JsonObject, finder: AttentionFinder, counts: Mapping[str, int]) -> JsonObject:
+def by_kind_config(config: JsonObject, counts: tuple[int, ...]) -> JsonObject:
     """The config of a result that states the K/V heads of each kind of layer, for a stock class.
 
     Args:
         config: the source's.
-        finder: of the source's layers.
-        counts: K/V heads of each, by its module.
+        counts: K/V heads of each layer, in the order of the layers' numbers.
     """
-    return restate_by_kind(config, _by_number(finder, counts)) | legacy_config_keys(config)
-
-
-def _by_number(finder: AttentionFinder, counts: Mapping[str, int]) -> tuple[int, ...]:
-    return tuple(counts[layer.module] for layer in sorted(finder.layers, key=lambda layer: layer.number))
+    return restate_by_kind(config, counts) | legacy_config_keys(config)
 
 
 def _convention(groups: int) -> JsonObject:

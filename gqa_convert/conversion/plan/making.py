@@ -1,6 +1,6 @@
 """Makes a plan, or refuses."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from gqa_convert.checkpoint.ownership import some
@@ -62,11 +62,13 @@ def make_plan(
     if merge_method.merges_layers:
         limits = {layer.module: find_absorption_limits(finder, layer) for layer in finder.layers}
     changes: list[TensorChange] = []
-    for layer in sorted(finder.layers, key=lambda layer: layer.number):
+    in_order = sorted(finder.layers, key=lambda layer: layer.number)
+    for layer in in_order:
         changes += layer_changes(finder, layer, counts[layer.module], merge_method, limits.get(layer.module))
     regrouped = {tensor.name: tensor for change in changes if change.method != COPY.name for tensor in change.tensors}
     dropped = {name for tensor in regrouped.values() for name in tensor.sources} - regrouped.keys()
-    modeling, config, notes = _form(checkpoint, finder, counts, encoder=encoder)
+    numbers = tuple(counts[layer.module] for layer in in_order)
+    modeling, config, notes = _form(checkpoint, finder, numbers, encoder=encoder)
     if any(counts[layer.module] < layer.kv_heads for layer in finder.layers):
         notes = [*constraint_notes([*limits.values()], merge_method), *notes]
     plan = Plan(
@@ -103,19 +105,19 @@ def _check_route(family: Family, native: bool | None) -> None:
 
 
 def _form(
-    checkpoint: Checkpoint, finder: AttentionFinder, counts: Mapping[str, int], *, encoder: bool
+    checkpoint: Checkpoint, finder: AttentionFinder, counts: tuple[int, ...], *, encoder: bool
 ) -> tuple[Modeling | None, JsonObject, list[str]]:
     """The modelling file of the result, if it needs one; its config; and notes."""
     family = finder.family
-    groups, *others = set(counts.values())
+    groups, *others = set(counts)
     if others and family.reads_per_layer_config:
-        return None, by_kind_config(checkpoint.config, finder, counts), []
+        return None, by_kind_config(checkpoint.config, counts), []
     if others or family.is_layerwise:
         form = find_form(family, finder.config)
         assert not isinstance(form, str), form  # layer_groups has refused it
         reason = why_not_decilm(form, family, finder.config)
         notes = [f"vLLM and llama.cpp don't run the result, which can't become a DeciLM, since {reason}"]
-        return form, layerwise_config(checkpoint.config, form, finder, counts), notes if reason else []
+        return form, layerwise_config(checkpoint.config, form, counts), notes if reason else []
     unchanged = all(layer.kv_heads == groups for layer in finder.layers)
     modeling = None if unchanged and not family.is_converted else family.modeling
     return modeling, converted_config(checkpoint.config, family, modeling, groups, encoder=encoder), []

@@ -1,7 +1,7 @@
 """Writes a source in another form into a folder, for what reads it with transformers."""
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -13,16 +13,14 @@ from gqa_convert.checkpoint.headers import build_header
 from gqa_convert.checkpoint.publication import StagedFolder
 from gqa_convert.checkpoint.source import CONFIG, Checkpoint, open_checkpoint
 from gqa_convert.checkpoint.source_files import SourceFiles, read_bytes
+from gqa_convert.conversion.fit.progress import REWRITING, FitProgress, OnProgress
 from gqa_convert.conversion.sidecar_files import copy_files, write_index
 from gqa_convert.errors import NoSpaceError
-
-OnProgress = Callable[[str, int, int], None]
-"""Called with what is done, how much of it is done, and all of it."""
 
 
 @contextmanager
 def rewritten_folder(
-    checkpoint: Checkpoint, out: Path, on_progress: OnProgress = lambda label, done, total: None
+    checkpoint: Checkpoint, out: Path, on_progress: OnProgress = lambda progress: None
 ) -> Iterator[Checkpoint]:
     """A source in another form, in a hidden folder beside `out` that goes at the end.
 
@@ -36,14 +34,14 @@ def rewritten_folder(
 
 
 def write_rewritten(
-    checkpoint: Checkpoint, folder: Path, on_progress: OnProgress = lambda label, done, total: None
+    checkpoint: Checkpoint, folder: Path, on_progress: OnProgress = lambda progress: None
 ) -> Checkpoint:
     """Write a source in another form into a new folder. One of its tensors and four of the source's are in memory at most.
 
     Args:
         checkpoint: what `plan_rewriting` made of a source on this machine.
         folder: where to write.
-        on_progress: called with "rewriting the source", the bytes of tensors that are written, and all of them.
+        on_progress: called with the bytes of tensors that are written.
 
     Returns:
         The checkpoint in the folder, under the name of the source.
@@ -73,7 +71,7 @@ def write_rewritten(
                     array = read_bytes(*located) if located else sources.read(name).reshape(-1).view(np.uint8)
                     file.write(array.data)
                     done += entry.nbytes
-                    on_progress("rewriting the source", done, total)
+                    on_progress(FitProgress(REWRITING, done, total))
         sources.check_unchanged()
     copy_files(checkpoint, folder)
     write_json(folder / CONFIG, checkpoint.config)
