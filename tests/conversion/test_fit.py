@@ -368,6 +368,20 @@ def test_gradient_steps_that_do_not_help_are_taken_back(tmp_path: Path, monkeypa
     ).read_bytes()
 
 
+def test_gates_beside_queries_stay_as_they_are(tmp_path: Path) -> None:
+    case = folded.build("qwen3_next")
+    fitted(case.save(tmp_path / "source"), tmp_path / "out", kl_steps=2)
+    before, after = (model.state_dict() for model in (case.model, case.load(tmp_path / "out")))
+    names = [name for name in before if name.endswith("self_attn.q_proj.weight")]
+    assert names
+    for name in names:
+        (queries, gates), (new_queries, new_gates) = (
+            weights[name].unflatten(0, (folded.HEADS, 2, -1)).unbind(1) for weights in (before, after)
+        )
+        assert torch.equal(gates, new_gates)
+        assert not torch.equal(queries, new_queries)
+
+
 def test_numbers_that_are_none_are_named(tmp_path: Path) -> None:
     case = folded.build("llama")
     with torch.no_grad():
