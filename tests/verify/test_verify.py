@@ -152,6 +152,13 @@ def strided(out: Path, source: Path) -> None:
             edit(out, tensor, lambda _, heads=heads: heads.to(torch.bfloat16))
 
 
+def five_heads(out: Path, _: Path) -> None:
+    """As many in every layer, and no divisor of twelve."""
+    for layer in (0, 1):
+        for name in ("k_proj", "v_proj"):
+            edit(out, f"model.layers.{layer}.self_attn.{name}.weight", lambda tensor: torch.cat([tensor, tensor[:16]]))
+
+
 def index(**totals: Any) -> Damage:
     def damage(out: Path, _: Path) -> None:
         path = out / "model.safetensors.index.json"
@@ -198,6 +205,7 @@ BYTES = {"before": 1, "after": 1}
 DAMAGE: dict[str, tuple[Damage, str]] = {
     "swapped heads": (change(KEY, swap_heads), "merged tensors"),
     "strided groups": (strided, "merged tensors"),
+    "five heads": (five_heads, "heads"),
     "missing tensor": (remove(NORM), "files"),
     "missing key": (remove(KEY), "files"),
     "missing value": (remove(VALUE), "files"),
