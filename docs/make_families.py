@@ -1,4 +1,4 @@
-"""Writes families.md from the records in gqa_convert/families/. With --check, it only reports a file that is out of
+"""Writes supported-models.md from the records in gqa_convert/families/. With --check, it only reports a file that is out of
 date.
 """
 
@@ -12,7 +12,7 @@ from gqa_convert.families.engines import ENGINES, listed_in, run_in
 from gqa_convert.families.records import DECILM_SOURCES
 from gqa_convert.families.table import COMPOSITES, FAMILIES, REFUSALS, RESTATED
 
-DOCUMENT = Path(__file__).with_name("families.md")
+DOCUMENT = Path(__file__).with_name("supported-models.md")
 
 PAGE = """\
 <!-- Written by docs/make_families.py: change that script or the records in gqa_convert/families/, and run it. -->

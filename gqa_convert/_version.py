@@ -1,3 +1,3 @@
-"""The version, by itself so that every room may read it."""
+"""The version, by itself so that every package may read it."""
 
 __version__ = "0.1.0"

@@ -5,7 +5,7 @@ With H query heads and N key/value heads, multi-head attention (N = H; Vaswani e
 and multi-query attention (N = 1; Shazeer 2019, *Fast Transformer Decoding: One Write-Head is All You Need*) are one
 layer. Query head i reads key/value head i // (H / N), as everywhere in this package.
 
-This room needs torch; transformers is imported by `register` alone.
+This package needs torch; transformers is imported by `register` alone.
 """
 
 from gqa_convert.attention.cache import KVCache

@@ -1,6 +1,6 @@
 """The training objectives. Each is one record, which states the models it suits and how its samples are made.
 
-docs/adding-an-objective.md says what belongs to a new one.
+docs/developing.md says what belongs to a new one.
 """
 
 from collections.abc import Callable

@@ -98,6 +98,6 @@ def find_family(model_type: object) -> Family:
             "changes nothing else"
         )
     raise UnsupportedFamilyError(
-        f"model type {model_type!r} is unknown: docs/families.md lists the {len(FAMILIES)} that can be converted, and "
-        "docs/adding-a-family.md says how to add one"
+        f"model type {model_type!r} is unknown: docs/supported-models.md lists the {len(FAMILIES)} that can be converted, and "
+        "docs/developing.md says how to add one"
     )

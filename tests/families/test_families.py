@@ -157,7 +157,7 @@ def test_every_model_type_is_known() -> None:
     types = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) | set(MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES)
     unknown = sorted(types - FAMILIES.keys() - COMPOSITES.keys() - REFUSALS.keys())
     assert not unknown, (
-        f"{', '.join(unknown)}: add a record or a reason in gqa_convert/families/facts.toml (docs/adding-a-family.md)"
+        f"{', '.join(unknown)}: add a record or a reason in gqa_convert/families/facts.toml (docs/developing.md)"
     )
     converted_types = {family.modeling.model_type for family in FAMILIES.values() if family.modeling}
     elsewhere = {"whisper", "chatglm"}  # for speech; by code of its own

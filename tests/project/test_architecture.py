@@ -1,4 +1,4 @@
-"""Imports point down the list of rooms in docs/architecture.md only, and torch is never imported before it is
+"""Imports point down the list of packages in docs/developing.md only, and torch is never imported before it is
 needed.
 """
 
@@ -13,21 +13,21 @@ import gqa_convert
 from tests.helpers.command_line import loaded_after
 
 PACKAGE = Path(gqa_convert.__file__).parent
-SHEET = PACKAGE.parent / "docs" / "architecture.md"
-SHARED = {"errors", "_version"}  # modules that every room may import
+SHEET = PACKAGE.parent / "docs" / "developing.md"
+SHARED = {"errors", "_version"}  # modules that every package may import
 DOORS = {"__init__", "__main__"}  # they name what is inside, for those outside
 
 
 def read_sheet() -> dict[str, set[str]]:
-    """Room -> the rooms that it uses, from top to bottom, as docs/architecture.md has them."""
+    """Package -> the packages that it uses, from top to bottom, as docs/developing.md has them."""
     rows = re.findall(r"^\| `(\w+)` \|[^|]+\|([^|]*)\|$", SHEET.read_text(encoding="utf-8"), flags=re.MULTILINE)
-    return {room: set(used.replace(",", " ").split()) for room, used in rows}
+    return {package: set(used.replace(",", " ").split()) for package, used in rows}
 
 
-ROOMS = read_sheet()
+PACKAGES = read_sheet()
 
 
-def room_of(path: Path) -> str:
+def package_of(path: Path) -> str:
     return path.relative_to(PACKAGE).with_suffix("").parts[0]
 
 
@@ -45,34 +45,34 @@ def imported(path: Path) -> set[tuple[str, str]]:
     return found
 
 
-def test_the_sheet_lists_the_rooms() -> None:
+def test_the_sheet_lists_the_packages() -> None:
     folders = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").is_file()}
     modules = {path.stem for path in PACKAGE.glob("*.py")}
-    assert folders | (modules - SHARED - DOORS) == set(ROOMS)
+    assert folders | (modules - SHARED - DOORS) == set(PACKAGES)
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_imports_point_down_the_sheet(room: str) -> None:
-    order = list(ROOMS)
-    below = set(order[order.index(room) + 1 :])
-    assert ROOMS[room] <= below, f"docs/architecture.md gives {room} an arrow that points up"
+@pytest.mark.parametrize("package", PACKAGES)
+def test_imports_point_down_the_sheet(package: str) -> None:
+    order = list(PACKAGES)
+    below = set(order[order.index(package) + 1 :])
+    assert PACKAGES[package] <= below, f"docs/developing.md gives {package} an arrow that points up"
     used = set()
-    for path in sorted((PACKAGE / room).rglob("*.py")) or [PACKAGE / f"{room}.py"]:
+    for path in sorted((PACKAGE / package).rglob("*.py")) or [PACKAGE / f"{package}.py"]:
         for module, _ in imported(path):
             target = module.split(".")[0]
-            if target in SHARED | {room}:
+            if target in SHARED | {package}:
                 continue
-            assert target in below, f"{path.relative_to(PACKAGE)} imports {module}, which is not below {room}"
+            assert target in below, f"{path.relative_to(PACKAGE)} imports {module}, which is not below {package}"
             used.add(target)
-    assert used == ROOMS[room], f"docs/architecture.md: the row of {room} must name {', '.join(sorted(used))}"
+    assert used == PACKAGES[package], f"docs/developing.md: the row of {package} must name {', '.join(sorted(used))}"
 
 
-def test_private_names_stay_in_their_room() -> None:
+def test_private_names_stay_in_their_package() -> None:
     for path in sorted(PACKAGE.rglob("*.py")):
         for module, name in imported(path):
             private = name.startswith("_") and name != "__version__"
             private |= any(part.startswith("_") for part in module.split(".")) and module != "_version"
-            assert not private or module.split(".")[0] == room_of(path), f"{path.relative_to(PACKAGE)}: {module}.{name}"
+            assert not private or module.split(".")[0] == package_of(path), f"{path.relative_to(PACKAGE)}: {module}.{name}"
 
 
 def test_merging_knows_numpy_only() -> None:

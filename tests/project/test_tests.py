@@ -27,10 +27,10 @@ def imported_modules(path: Path) -> set[str]:
     return found
 
 
-def test_folders_mirror_the_rooms() -> None:
-    rooms = {path.parent.name for path in Path(gqa_convert.__file__).parent.glob("*/__init__.py")}
+def test_folders_mirror_the_packages() -> None:
+    packages = {path.parent.name for path in Path(gqa_convert.__file__).parent.glob("*/__init__.py")}
     folders = {path.parent.name for path in TESTS.glob("*/__init__.py")}
-    assert folders - SHARED == rooms | {"demo"}
+    assert folders - SHARED == packages | {"demo"}
     assert not list(TESTS.glob("test_*.py"))
 
 

@@ -1,4 +1,4 @@
-"""Every engine has everything that docs/adding-an-engine.md asks for, and a forgotten step is named."""
+"""Every engine has everything that docs/developing.md asks for, and a forgotten step is named."""
 
 import ast
 import re
@@ -20,7 +20,7 @@ HELP = [Path("gqa_convert/cli/check_serving.py"), Path("gqa_convert/cli/benchmar
 
 
 def forgotten(name: str, engine: Engine, root: Path) -> list[str]:
-    """The steps of docs/adding-an-engine.md that an engine lacks in a tree of files."""
+    """The steps of docs/developing.md that an engine lacks in a tree of files."""
     module = Path("gqa_convert/serving") / f"{engine.module.rpartition('.')[2]}.py"
     code = (root / module).read_text(encoding="utf-8") if (root / module).is_file() else ""
     classes = {
@@ -59,7 +59,7 @@ def test_an_engine_by_the_guide(tmp_path: Path) -> None:
     for path in (ENTRIES, GUIDE, TYPES, *HELP):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(ROOT / path, tmp_path / path)
-    guide = (ROOT / "docs" / "adding-an-engine.md").read_text(encoding="utf-8")
+    guide = (ROOT / "docs" / "developing.md").read_text(encoding="utf-8")
     module, entry = re.findall(r"```text\n(.*?)```", guide, re.DOTALL)
     ((name, engine),) = eval(f"{{{entry}}}", {"_HERE": "gqa_convert.serving", "Engine": Engine}).items()
 

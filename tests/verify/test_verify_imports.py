@@ -23,7 +23,7 @@ SHARED = {
     "gqa_convert.families.wrappers": "the config of the decoder inside a wrapper",
     "gqa_convert.families.loading": "loading models and tokenizers with transformers",
 }
-"""Modules outside the room that verify may import, and what for."""
+"""Modules outside the package that verify may import, and what for."""
 
 
 def imported(path: Path) -> set[str]:
@@ -53,7 +53,7 @@ def _is_module(name: str) -> bool:
 
 def test_verify_imports_only_the_shared_modules() -> None:
     used = {path: imported(path) for path in sorted(ROOM.rglob("*.py"))}
-    assert len(used) > 12, "the room moved: this test looks at the wrong folder"
+    assert len(used) > 12, "the package moved: this test looks at the wrong folder"
     for path, modules in used.items():
         extra = modules - SHARED.keys()
         assert not extra, f"{path.relative_to(ROOM)} imports {', '.join(sorted(extra))}, which verify may not share"

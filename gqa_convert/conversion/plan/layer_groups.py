@@ -66,7 +66,7 @@ def _check_list(finder: AttentionFinder, groups: Sequence[int]) -> None:
     family, layers = finder.family, finder.layers
     if not family.layerwise and not family.reads_per_layer_config:
         raise GroupsError(
-            f"--groups: all layers of a {family.model_type} have one number of K/V heads: give one; docs/families.md names the "
+            f"--groups: all layers of a {family.model_type} have one number of K/V heads: give one; docs/supported-models.md names the "
             "types whose layers may differ"
         )
     if len(groups) != len(layers):

@@ -99,7 +99,7 @@ class StockForm:
     stock: str
     """The stock model type."""
     condition: str = "any"
-    """Which checkpoints of the source's type it takes, as docs/families.md says it, in Markdown."""
+    """Which checkpoints of the source's type it takes, as docs/supported-models.md says it, in Markdown."""
     classes: dict[str, str]
     """The source's classes, as config.json names them, each with the stock one; a language model first."""
     config: str

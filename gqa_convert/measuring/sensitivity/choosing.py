@@ -1,7 +1,7 @@
 """Chooses the number of K/V heads of each layer for a budget of K/V cache.
 
 The cost of a number in a layer is the KL divergence from the source on held-out text with this layer alone merged: by a
-short fit where the conversion fits layers, since costs of the closed form choose worse lists (docs/log.md), otherwise by
+short fit where the conversion fits layers, since costs of the closed form choose worse lists (benchmarks/log.md), otherwise by
 the closed form. The list with the least sum of costs is then compared with the largest number that fits all layers.
 """
 

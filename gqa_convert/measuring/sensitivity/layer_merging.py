@@ -23,7 +23,7 @@ from gqa_convert.merging.methods import CALIBRATED_DEFAULT
 SHORT_STEPS: Final = 20
 """Gradient steps of a short fit."""
 _BATCHES: Final = 6
-"""Batches of text of a short fit, of which one is held out from the gradient steps. Twelve leave 4% less (docs/log.md)."""
+"""Batches of text of a short fit, of which one is held out from the gradient steps. Twelve leave 4% less (benchmarks/log.md)."""
 
 
 class ClosedForm:
