@@ -72,7 +72,9 @@ def test_private_names_stay_in_their_package() -> None:
         for module, name in imported(path):
             private = name.startswith("_") and name != "__version__"
             private |= any(part.startswith("_") for part in module.split(".")) and module != "_version"
-            assert not private or module.split(".")[0] == package_of(path), f"{path.relative_to(PACKAGE)}: {module}.{name}"
+            assert not private or module.split(".")[0] == package_of(path), (
+                f"{path.relative_to(PACKAGE)}: {module}.{name}"
+            )
 
 
 def test_merging_knows_numpy_only() -> None:

@@ -291,7 +291,9 @@ def test_files_that_a_page_names_exist(path: Path) -> None:
 
 
 def test_the_picture_of_the_architecture_shows_every_package() -> None:
-    packages = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs" / "developing.md").read_text(encoding="utf-8"), re.MULTILINE)
+    packages = re.findall(
+        r"^\| `(\w+)` \|", (ROOT / "docs" / "developing.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
     drawn = re.findall(r">(\w+)</text>", (ROOT / "docs" / "packages.svg").read_text(encoding="utf-8"))
     assert packages
     assert set(packages) <= set(drawn)
