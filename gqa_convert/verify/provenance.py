@@ -67,7 +67,7 @@ def _check_source(origin: dict[str, Any], inputs: Inputs) -> None:
             raise Failure(
                 f"{PROVENANCE} claims {stated} for {name}, which has {file.stat().st_size} bytes in this SOURCE"
             )
-        if stated.get("sha256") not in (None, found := file_sha256(file)):
+        if stated.get("sha256") and stated["sha256"] != (found := file_sha256(file)):
             raise Failure(
                 f"{PROVENANCE} claims SHA-256 {stated['sha256']} for {name}, which has {found} in this SOURCE"
             )
