@@ -75,7 +75,7 @@ def used_bytes() -> int:
     if not torch.cuda.is_available():
         return 0
     free, total = torch.cuda.mem_get_info()
-    return total - free
+    return int(total - free)
 
 
 def make_source(folder: Path, *, layers: int, hidden: int) -> Path:

@@ -107,7 +107,7 @@ def convert_checkpoint(
         )
     on_plan(plan)
     with ExitStack() as stack:
-        if plan.checkpoint.recipes and calibration.has_data:
+        if plan.checkpoint.recipes and calibration.has_data and plan.merge_method.merges_layers:
             rewritten = stack.enter_context(rewritten_folder(plan.checkpoint, folder, on_layer))
             plan = replace(plan, checkpoint=rewritten)
         staged = stack.enter_context(StagedFolder(folder))

@@ -296,7 +296,7 @@ def _gradient(found: _Probabilities, labels: Tensor, terms: _Terms, log_z: Tenso
     return slope.masked_fill_((labels == IGNORED)[:, None], 0.0)
 
 
-def _rows_at_once(logits: Tensor) -> int:
-    """The number of rows of logits [n, V] in a chunk."""
-    size = CHUNK * torch.get_num_threads() if logits.is_cpu else CHUNK_ON_ACCELERATOR
-    return max(1, size // int(logits.shape[-1]))
+def _rows_at_once(numbers: Tensor) -> int:
+    """The number of rows in a chunk, of logits [n, V] or of gradients [n, d] and [n]."""
+    size = CHUNK * torch.get_num_threads() if numbers.is_cpu else CHUNK_ON_ACCELERATOR
+    return max(1, size // int(numbers.shape[1:].numel()))

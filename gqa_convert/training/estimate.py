@@ -246,7 +246,7 @@ def _costs(
             "activations": saved,
             "logits": loss,
         }
-        if recipe.lora is not None and in_bf16:
+        if recipe.lora is not None and (in_bf16 or recipe.lora.quantize is not None):
             fixed = 2.0 if recipe.lora.quantize is None else _NF4
             parts["weights"] = (fixed * (count - learning) + 4 * learning) / shards
         if shards > 1:  # two layers, what is outside the layers, and the gradients of one layer and of that

@@ -105,7 +105,7 @@ def _stop(context: RunContext, trainer: "Trainer", stops: StopRequests) -> None:
     done = f"after step {step} of {trainer.steps}, which is saved" if step else "before the first step"
     with context.together():
         if trainer.problem is not None:
-            context.say(f"step {step} is saved, and the text for the next one can't be read")
+            context.say(f"the text of the next step can't be read; the run ends {done}")
             raise trainer.problem
         if stops:
             raise StoppedError(f"stopped by {stops.names[0]} {done}: run the same command again to resume")

@@ -45,7 +45,8 @@ def test_plan_says_it() -> None:
     assert re.search(line, shown.stdout, re.MULTILINE), shown.stdout
     as_json = json.loads(run("convert", MODEL, "--groups", "2", "--json", "--dry-run").stdout)
     assert as_json["estimate"]["work"] == "factor on 4,096 tokens"
-    assert set(as_json["estimate"]) == {"work", "layers", "memory_bytes", "disk_bytes", "tokens", "device"}
+    fields = {"work", "layers", "memory_bytes", "disk_bytes", "rewritten_bytes", "tokens", "device"}
+    assert set(as_json["estimate"]) == fields
 
 
 def test_a_device_without_text() -> None:

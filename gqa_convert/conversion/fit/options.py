@@ -14,8 +14,6 @@ STEPS: Final = 100
 """The default of `--fit-steps`."""
 BATCH_TOKENS: Final = 2048
 """Tokens of a batch of text."""
-LOW_FREQUENCY_TOKENS: Final = 8192
-"""How many tokens, at most, decide which rotary pairs of a layer count as low-frequency."""
 _TIMES = 2
 """By default, all layers together take this many times the steps of each layer."""
 
