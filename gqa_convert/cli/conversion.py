@@ -43,11 +43,15 @@ def convert_source(
 ) -> None:
     """Convert a checkpoint and print the result; `chosen` joins its JSON."""
     from gqa_convert.conversion.run import convert_checkpoint
-    from gqa_convert.verify.proof import prover
 
     from .console.conversion import show_conversion
     from .console.conversion_progress import ConversionScreen
     from .console.progress import ProgressScreen
+
+    def prove(folder: Path) -> None:
+        from gqa_convert.verify.proof import prover  # imports torch, which no listed type needs here
+
+        prover(source, options.revision)(folder)
 
     with ProgressScreen(quiet=quiet) as progress:
         screen = ConversionScreen(progress)
@@ -56,7 +60,7 @@ def convert_source(
             out,
             groups,
             options,
-            prove=prover(source, options.revision),
+            prove=prove,
             on_plan=screen.plan,
             on_layer=screen.layer,
             progress=screen.written,
