@@ -25,8 +25,8 @@ def make_llama(
 ) -> int:
     """Write a bf16 Llama-2-7B-shaped checkpoint with `layers` layers; returns its bytes of weights.
 
-    The deviation is that of the weights: with 1.0 attention sees one token each, and numbers grow. With experts it is a
-    Mixtral. A sparse checkpoint consists of headers, and its files take no room on the disk.
+    The deviation is that of the matrices: with 1.0 attention sees one token each, and numbers grow. Norms have weights of
+    1. With experts it is a Mixtral. A sparse checkpoint consists of headers, and its files take no room on the disk.
     """
     tensors: list[tuple[str, tuple[int, ...]]] = [("model.embed_tokens.weight", (vocabulary, hidden))]
     for layer in range(layers):
@@ -54,15 +54,19 @@ def make_llama(
     count = 1 if sparse else 1 << 24
     normals = np.random.default_rng(0).standard_normal(count, dtype=np.float32) * np.float32(deviation)
     block = (normals.view(np.uint32) >> 16).astype(np.uint16)
+    ones = np.full(hidden, 0x3F80, np.uint16)
     weight_map = {}
     for number, shard in enumerate(shards, 1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         with (folder / file).open("wb") as out:
             out.write(build_header(shard, {"format": "pt"}))
-            for index, (name, _, _, nbytes) in enumerate(shard):
+            for index, (name, _, shape, nbytes) in enumerate(shard):
                 weight_map[name] = file
                 if sparse:
                     out.truncate(out.seek(nbytes, os.SEEK_CUR))
+                    continue
+                if len(shape) == 1:
+                    out.write(ones.data)
                     continue
                 start = index * 4099 % len(block)
                 left = nbytes
