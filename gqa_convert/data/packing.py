@@ -145,7 +145,7 @@ class CausalSampler(BlockSampler):
 
         Returns:
             `input_ids` and `labels` (the next tokens; IGNORED where there is nothing to predict or learn), and with
-            `document_mask` also `position_ids` and `document_ids`, which count from 0 in each block: [b, L].
+            `document_mask` also `position_ids`, which begin anew with each document: [b, L].
         """
         length = self.length
         rows = np.stack([tokens.marked(place.start, length + 1) for tokens, place in places])
@@ -159,7 +159,7 @@ class CausalSampler(BlockSampler):
         if self._document_mask:
             ends = (rows[:, :-1] & LAST) != 0
             labels[ends] = IGNORED
-            batch |= _numbered(ends)
+            batch["position_ids"] = _positions(ends)
         return batch
 
     def first(self, tokens: TokenSource, limit: int) -> list[Block]:
@@ -168,15 +168,13 @@ class CausalSampler(BlockSampler):
         return [Block(start, start + tokens.size - scored) for start in range(0, scored, self.length)]
 
 
-def _numbered(ends: Any) -> dict[str, Integers]:
-    """The number of each token's document in its block, and of the token in its document: [b, L].
+def _positions(ends: Any) -> Integers:
+    """The number of each token in its document: [b, L].
 
     Args:
         ends: [b, L], whether a token is the last of its document.
     """
-    documents = np.zeros(ends.shape, np.int64)
-    np.cumsum(ends[:, :-1], axis=1, out=documents[:, 1:])
     places = np.broadcast_to(np.arange(ends.shape[1]), ends.shape)
-    begins = np.zeros_like(documents)
+    begins = np.zeros(ends.shape, np.int64)
     begins[:, 1:] = np.where(ends[:, :-1], places[:, 1:], 0)
-    return {"position_ids": places - np.maximum.accumulate(begins, axis=1), "document_ids": documents}
+    return places - np.maximum.accumulate(begins, axis=1)

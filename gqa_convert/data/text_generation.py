@@ -17,14 +17,13 @@ from gqa_convert.checkpoint.atomic_files import atomic_file
 from gqa_convert.checkpoint.devices import chosen_device
 from gqa_convert.checkpoint.locks import try_lock
 from gqa_convert.checkpoint.paths import local_path
-from gqa_convert.checkpoint.resource_errors import is_disk_full, is_out_of_memory
+from gqa_convert.checkpoint.resource_errors import is_disk_full, is_out_of_memory, no_space
 from gqa_convert.checkpoint.source import Checkpoint, open_checkpoint
 from gqa_convert.data.order import mix
 from gqa_convert.errors import (
     DataError,
     DeviceMemoryError,
     InterruptedRunError,
-    NoSpaceError,
     OptionError,
     OutputError,
     StoppedError,
@@ -188,9 +187,7 @@ def _explained(file: Path) -> Iterator[None]:
         yield
     except OSError as problem:
         if is_disk_full(problem):
-            raise NoSpaceError(
-                f"the disk of {file} is full: make room and run the same command again, which continues after the last batch"
-            ) from None
+            raise no_space(file, "continues after the last batch") from None
         raise OutputError(f"{file} can't be written ({problem.strerror or problem})") from None
 
 

@@ -29,12 +29,12 @@ import numpy.typing as npt
 from gqa_convert.checkpoint.atomic_files import write_whole
 from gqa_convert.checkpoint.locks import wait_for_lock
 from gqa_convert.checkpoint.paths import cache_folder
-from gqa_convert.checkpoint.resource_errors import is_disk_full
+from gqa_convert.checkpoint.resource_errors import is_disk_full, no_space
 from gqa_convert.data.documents import Piece
 from gqa_convert.data.files import Files
 from gqa_convert.data.hub import HubDataset
 from gqa_convert.data.order import Integers
-from gqa_convert.errors import DataError, DeviceMemoryError
+from gqa_convert.errors import DataError, DeviceMemoryError, GQAConvertError
 
 Marked = npt.NDArray[np.uint32]
 """Token ids with their marks."""
@@ -47,6 +47,7 @@ _FORMAT = 2
 _BATCH_CHARACTERS = 1 << 22
 _BATCH_PIECES = 1024
 _LOOK = 1 << 22
+_THREADS = "TOKENIZERS_PARALLELISM"
 
 Progress = Callable[[str, int, int], None]
 """Called with the source being tokenised, what is done and the total: bytes of files, tokens of streams."""
@@ -174,6 +175,7 @@ def tokenize(
 
     Raises:
         DataError: the text can't be read or is empty, or the cache can't be written.
+        NoSpaceError: its disk is full.
     """
     path = _path(text, encoder, cache)
     try:
@@ -281,8 +283,9 @@ def _encoded(
         for pieces, position in batches:
             yield encoder.encode(pieces), len(pieces), position
         return
-    threads = os.environ.get("TOKENIZERS_PARALLELISM", "true")
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes would have too many threads
+    threads = os.environ.get(_THREADS)
+    others = multiprocessing.active_children()
+    os.environ[_THREADS] = "false"  # the processes would have too many of them
     pool = ProcessPoolExecutor(processes, multiprocessing.get_context("fork"), _start, (encoder,))
     waiting: deque[Any] = deque()
     try:
@@ -300,9 +303,12 @@ def _encoded(
         ) from None
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
-        for process in multiprocessing.active_children():  # it would finish its batch first
-            process.terminate()
-        os.environ["TOKENIZERS_PARALLELISM"] = threads
+        for process in multiprocessing.active_children():
+            if process not in others:  # it would finish its batch first
+                process.terminate()
+        del os.environ[_THREADS]
+        if threads is not None:
+            os.environ[_THREADS] = threads
 
 
 _encoder: Encoder
@@ -338,12 +344,10 @@ def _write_record(path: Path, record: _Record) -> None:
     write_whole(path.with_suffix(".json"), json.dumps({"format": _FORMAT, "record": asdict(record)}).encode())
 
 
-def _cache_problem(problem: OSError, cache: Path) -> DataError:
+def _cache_problem(problem: OSError, cache: Path) -> GQAConvertError:
     """An operating-system error about the cache, as one line."""
     if is_disk_full(problem):
-        return DataError(
-            f"the disk or quota of the token cache {cache} is full: make room, or set XDG_CACHE_HOME to another disk"
-        )
+        return no_space(cache, "continues (or set XDG_CACHE_HOME to another disk)")
     return DataError(
         f"the token cache {cache} can't be used ({problem.strerror or problem}): set XDG_CACHE_HOME to a folder on a local disk"
     )

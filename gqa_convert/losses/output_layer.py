@@ -1,5 +1,6 @@
 """Takes output layers out of models, so that logits, a batch's largest tensor by far, need not be made at once."""
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final, NamedTuple
@@ -11,6 +12,8 @@ from torch.nn.functional import linear
 _CAP: Final = "final_logit_softcapping"
 _TRIED: Final = 8
 """Positions on which a model is tried."""
+_EQUAL: Final = 0.01
+"""The largest relative difference of factors that are equal, in bfloat16."""
 _TRIAL: Final = (1000.0, -1.0, 0.001, -300.0)
 """Numbers that a model must multiply by one factor: caps and clamps change large ones, sums change small ones."""
 
@@ -53,8 +56,8 @@ def remove_output_layer(model: Any, inputs: Mapping[str, Tensor]) -> bool:
     """Take the output layer out of a model, which from then on returns, as its logits, the states [b, L, d] of which
     `removed_output_layer` makes them. Parameters and their names stay.
 
-    This is possible for a model that does nothing else with its logits than to multiply or to cap them. Whether it does
-    is tried.
+    This is possible for a model that does nothing else with its logits than to multiply or to cap them, and that adds
+    no bias to logits that it multiplies. Whether it does is tried.
 
     Args:
         model: a transformers model with a language-model head. If it is sharded, all processes must call this.
@@ -69,7 +72,9 @@ def remove_output_layer(model: Any, inputs: Mapping[str, Tensor]) -> bool:
     layer.cap = getattr(model.config.get_text_config(), _CAP, None)
     _set_cap(model, None)
     layer.__class__ = _Removed
-    if _only_scales(model, layer, inputs):
+    factor = _factor(model, layer, inputs)
+    # the states are multiplied instead, which is the same for logits without a bias or a cap
+    if factor is not None and (abs(factor - 1) < _EQUAL or (layer.bias is None and layer.cap is None)):
         return True
     restore_output_layer(model)
     return False
@@ -110,8 +115,8 @@ def _set_cap(model: Any, cap: float | None) -> None:
         object.__setattr__(config, _CAP, cap)  # past the checks of configs that want a number
 
 
-def _only_scales(model: Any, layer: Any, inputs: Mapping[str, Tensor]) -> bool:
-    """Whether a model multiplies what its output layer returns by one number, and does nothing else with it."""
+def _factor(model: Any, layer: Any, inputs: Mapping[str, Tensor]) -> float | None:
+    """The number by which a model multiplies what its output layer returns; None if it does anything else with it."""
     made: list[Tensor] = []
 
     def substitute(_: Any, __: Any, states: Tensor) -> Tensor:
@@ -126,12 +131,13 @@ def _only_scales(model: Any, layer: Any, inputs: Mapping[str, Tensor]) -> bool:
         with torch.no_grad():
             logits = model.eval()(**few, use_cache=False).logits.float()
     except (RuntimeError, TypeError, ValueError, IndexError):  # the model needs logits of V tokens
-        return False
+        return None
     finally:
         hook.remove()
         model.train(was_training)
     if len(made) != 1 or logits.numel() != made[0].numel():
-        return False
+        return None
     ratios = logits.flatten() / made[0].float()
-    factor = ratios[0]
-    return bool(factor.isfinite() and factor != 0 and torch.allclose(ratios, factor.expand_as(ratios), rtol=0.01))
+    factor = float(ratios[0])
+    is_constant = torch.allclose(ratios, ratios[0].expand_as(ratios), rtol=_EQUAL)
+    return factor if math.isfinite(factor) and factor and is_constant else None

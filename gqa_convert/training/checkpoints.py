@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gqa_convert.checkpoint.atomic_files import sync
-from gqa_convert.checkpoint.resource_errors import is_disk_full
+from gqa_convert.checkpoint.resource_errors import is_disk_full, no_space
 from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.data.sources import DatasetCommits
-from gqa_convert.errors import GQAConvertError, NoSpaceError, ResumeError
+from gqa_convert.errors import GQAConvertError, ResumeError
 from gqa_convert.training.distributed import waiting_group
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class Progress:
     """Steps without an update because a loss or a gradient was not finite."""
     skipped_in_a_row: int = 0
     evaluations: dict[str, float] = field(default_factory=dict)
-    """Losses on the evaluation data: that of the `source`, and that at the `start`."""
+    """Losses on the evaluation data: that at the `start`, that of the `source`, and the `last` one."""
     evaluated_on: str = ""
     """The fingerprint of the evaluation data."""
     changes: list[str] = field(default_factory=list)
@@ -210,9 +210,7 @@ class Checkpoints:
             if isinstance(cause, GQAConvertError):  # a second Ctrl-C
                 raise cause from None
             if any(each is not None and is_disk_full(each) for each in (cause, cause.__cause__, cause.__context__)):
-                raise NoSpaceError(
-                    f"the disk of {self.folder} is full: make room and run the same command again; older checkpoints are intact"
-                ) from None
+                raise no_space(self.folder, "resumes from the last checkpoint") from None
             raise cause from None
 
 

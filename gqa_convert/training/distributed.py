@@ -179,6 +179,17 @@ def gathered(accelerator: Any, value: Any) -> list[Any]:
     return found
 
 
+def broadcast(accelerator: Any, value: Any) -> Any:
+    """The main process's value, on every process; every process calls this."""
+    if accelerator.num_processes == 1:
+        return value
+    import torch
+
+    values = [value]
+    torch.distributed.broadcast_object_list(values, src=0, group=_waiting_group)
+    return values[0]
+
+
 def wait(accelerator: Any) -> None:
     """Wait until all processes have arrived, without a time limit; raises an error if one of them has ended."""
     gathered(accelerator, None)

@@ -229,15 +229,12 @@ def read_summary(path: Path) -> RunSummary:
     return RunSummary(**content)
 
 
-def recovery(evaluations: dict[str, float], final: float | None) -> Recovery | None:
-    """The losses on the held-out text and the share of the gap that was closed; None if they were not measured.
+def recovery(evaluations: dict[str, float]) -> Recovery:
+    """The losses on the held-out text and the share of the gap that was closed.
 
     Args:
-        evaluations: at the `start` and of the `source`, as far as they were measured.
-        final: the loss at the end.
+        evaluations: at the `start`, the `last` one, and of the `source` if it was measured.
     """
-    if "start" not in evaluations or final is None:
-        return None
-    start, source = evaluations["start"], evaluations.get("source")
+    start, source, final = evaluations["start"], evaluations.get("source"), evaluations["last"]
     share = None if source is None or start <= source else (start - final) / (start - source)
     return Recovery(start, source, final, share)

@@ -130,13 +130,15 @@ def _run(
         train(context, trainer, text, checkpoints, log, stops)
     finally:
         log.close()
+    if text.held_out and "last" not in progress.evaluations:  # no step was left to take, and the text is new
+        progress.evaluations["last"] = trainer.evaluate(student, text.held_out)
     seconds = time.monotonic() - began
     pace = {
         "steps_since_resumption": steps - first_step,
         "seconds_since_resumption": round(seconds, 1),
         "tokens_per_second": round((progress.tokens - first_token) / max(seconds, 1e-3)),
     }
-    return _finish(context, trainer, opened, checkpoints, pace, text.pinned, command)
+    return _finish(context, trainer, opened, checkpoints, pace, text, command)
 
 
 # Before training: read the output folder and open what the recipe names
@@ -228,7 +230,7 @@ def _finish(
     opened: Opened,
     checkpoints: Checkpoints,
     pace: dict[str, Any],
-    pinned: Recipe,
+    text: RunText,
     command: list[str] | None,
 ) -> RunSummary | None:
     """Write the trained model and, last, the summary; returns the summary on the main process."""
@@ -245,7 +247,6 @@ def _finish(
             if recipe.lora is not None:
                 model, state = merged_model(model, opened.student_folder)
             lines = read_metrics(folder.metrics)
-            last = lines[-1] if lines else {}
             summary = RunSummary(
                 **measurement("uptrain", command, str(context.accelerator.device)).as_json(),
                 processes=context.accelerator.num_processes,
@@ -255,12 +256,12 @@ def _finish(
                 alpha=progress.tokens / recipe.pretraining_tokens if recipe.pretraining_tokens else None,
                 skipped_steps=progress.skipped,
                 changes=progress.changes,
-                final_loss=last.get("loss"),
-                evaluation=recovery(progress.evaluations, last.get("evaluation_loss")),
+                final_loss=lines[-1].get("loss") if lines else None,
+                evaluation=recovery(progress.evaluations) if text.held_out else None,
                 **pace,
                 adapters=None if recipe.lora is None else str(recipe.lora),
             )
-            export_model(model, state, opened.student, folder.model, summary.provenance(pinned))
+            export_model(model, state, opened.student, folder.model, summary.provenance(text.pinned))
             checkpoints.prune()  # a run may have been killed between its last checkpoint and this point
             write_json(folder.summary, summary.as_json())
     if recipe.trackers:

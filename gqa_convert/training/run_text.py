@@ -13,7 +13,7 @@ from gqa_convert.data.sources import DatasetCommits, Source, find_commits
 from gqa_convert.data.text_generation import own_text
 from gqa_convert.data.token_files import default_cache
 from gqa_convert.errors import RecipeError
-from gqa_convert.training.distributed import gathered
+from gqa_convert.training.distributed import broadcast, gathered
 from gqa_convert.training.opening import Opened
 from gqa_convert.training.recipe import Recipe
 from gqa_convert.training.run_context import RunContext
@@ -126,20 +126,21 @@ def with_own_text(
 
 
 def _for_all(context: RunContext, source: Source, writer: Path | None, progress: OnTokenize) -> Source:
-    """As `with_own_text`, on all processes of a run. The main one generates, and sends the file to the others, whose
-    machines may not see its cache.
+    """As `with_own_text`, on all processes of a run. The main one generates, and sends the file to machines that do not
+    see its cache.
     """
     if not source.is_self:
         return source
-    own, content = source, b""
+    own = source
     with context.together():
         if context.main:
             own = with_own_text(source, context.recipe.model, writer, progress, str(context.accelerator.device))
-            content = Path(own.source).read_bytes()
-    own, content = gathered(context.accelerator, (own, content))[0]
-    file = default_cache() / Path(own.source).name
-    with context.together():
-        if context.accelerator.is_local_main_process and not file.is_file():
-            file.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(file, content)
+    name = Path(gathered(context.accelerator, own.source)[0]).name
+    file = default_cache() / name
+    if not all(gathered(context.accelerator, file.is_file())):
+        content = broadcast(context.accelerator, file.read_bytes() if context.main else None)
+        with context.together():
+            if context.accelerator.is_local_main_process and not file.is_file():
+                file.parent.mkdir(parents=True, exist_ok=True)
+                write_whole(file, content)
     return Source(str(file), weight=source.weight)

@@ -75,6 +75,7 @@ def train(
             due = last or (recipe.evaluate_every is not None and step % recipe.evaluate_every == 0)
             if due and text.held_out:
                 metrics.evaluation_loss = trainer.evaluate(trainer.model, text.held_out)
+                progress.evaluations["last"] = metrics.evaluation_loss
             if due or metrics.skipped or step % recipe.log_every == 0:
                 log.write(metrics)
             if metrics.skipped:
@@ -212,7 +213,7 @@ class Trainer:
         total, lm, kl = (value / count for value in summed(self.accelerator, parts.tolist()))
         finite = math.isfinite(total) and math.isfinite(norm)
         if finite:
-            for parameter in self._trained:  # an expert without a token too, so that its moments exist from the start
+            for parameter in self._trained:  # one that nothing used too, so that its moments exist from the start
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
             self.optimizer.step()
@@ -259,7 +260,6 @@ class Trainer:
         """The inputs of a model, and the labels."""
         device = self.accelerator.device
         inputs = {name: torch.from_numpy(np.ascontiguousarray(array)).to(device) for name, array in batch.items()}
-        inputs.pop("document_ids", None)  # position_ids begin anew with each document
         return inputs, inputs.pop("labels")
 
     def _precision(self) -> torch.autocast:
@@ -298,6 +298,7 @@ class Trainer:
                 total += float(found.sum)
                 count += float(found.count)
         model.train(was_training)
+        sharding.reshard(model)
         total, count = summed(self.accelerator, [total, count])
         return total / max(count, 1.0)
 

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gqa_convert.checkpoint.resource_errors import is_disk_full
-from gqa_convert.errors import GQAConvertError, NoSpaceError, OutputError
+from gqa_convert.checkpoint.resource_errors import is_disk_full, no_space
+from gqa_convert.errors import GQAConvertError, OutputError
 from gqa_convert.families.loading import no_bars
 from gqa_convert.training.recipe_files import read_recipe
 from gqa_convert.training.stopping import StopRequests
@@ -67,12 +67,12 @@ def uptrain_checkpoint(
 @contextmanager
 def _explained(output: Path) -> Iterator[None]:
     """Turn operating-system errors about the output folder or the memory into one line."""
-    full = f"the disk or quota of {output} is full: make room and run the same command again, which resumes from the last checkpoint"
+    full = no_space(output, "resumes from the last checkpoint")
     try:
         yield
     except OSError as problem:
         if is_disk_full(problem):
-            raise NoSpaceError(full) from None
+            raise full from None
         if problem.filename is not None and Path(str(problem.filename)).absolute().is_relative_to(output.absolute()):
             raise OutputError(
                 f"{output} can't be used ({problem.strerror}: {problem.filename}): name a writable folder"
@@ -82,7 +82,7 @@ def _explained(output: Path) -> Iterator[None]:
         raise
     except Exception as problem:
         if is_disk_full(problem):  # safetensors does not raise OSError
-            raise NoSpaceError(full) from None
+            raise full from None
         from gqa_convert.training.opening import explain_memory
 
         explain_memory(problem)

@@ -126,13 +126,12 @@ def test_documents_are_conversations_although_each_turn_ends_with_end_of_text(ch
     )
     assert ids.count(tokenizer.eos_token_id) > len(CHATS)
     count = len(ids) - 1
-    documents, labels = batch["document_ids"].flatten()[:count], batch["labels"].flatten()[:count]
+    places, labels = batch["position_ids"].flatten()[:count], batch["labels"].flatten()[:count]
     for at in range(1, count):
         if at % LENGTH:
-            assert (documents[at] == documents[at - 1]) == (numbers[at] == numbers[at - 1])
+            assert (places[at] == places[at - 1] + 1) == (numbers[at] == numbers[at - 1])
         assert (labels[at - 1] == IGNORED) == (numbers[at] != numbers[at - 1])
-    places = batch["position_ids"]
-    assert (places[:, 0] == 0).all()
+    assert (batch["position_ids"][:, 0] == 0).all()
 
 
 def test_other_forms_of_rows_give_the_same_samples(chats: Path, tmp_path: Path) -> None:

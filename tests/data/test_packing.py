@@ -100,7 +100,6 @@ def test_document_mask() -> None:
     samples = Samples([(in_order, 1.0)], CausalSampler(10, document_mask=True), 0, "", window=1)
     batch = {name: rows[0].tolist() for name, rows in samples.batch([0]).items()}
     assert batch["input_ids"] == tokens
-    assert batch["document_ids"] == [0, 0, 0, 1, 1, 2, 3, 3, 3, 3]
     assert batch["position_ids"] == [0, 1, 2, 0, 1, 0, 0, 1, 2, 3]
     assert batch["labels"] == [6, EOS, IGNORED, EOS, IGNORED, IGNORED, 9, 10, EOS, IGNORED]
 

@@ -24,7 +24,7 @@ from gqa_convert.data.files import Files
 from gqa_convert.data.samples import Samples, open_samples
 from gqa_convert.data.token_files import TokenSource, tokenize
 from gqa_convert.data.tokenizing import TextEncoder
-from gqa_convert.errors import DataError
+from gqa_convert.errors import DataError, NoSpaceError
 from tests.helpers.data_helpers import EOS, demo_tokenizer, span_tokenizer
 
 TOKENIZER = span_tokenizer()
@@ -84,10 +84,16 @@ def test_the_file_holds_the_tokens_of_the_documents(closed: bool, paths: list[Pa
 
 
 def test_several_processes_make_the_same_file(paths: list[Path], tmp_path: Path) -> None:
+    """They leave the caller's environment and its other processes as they were."""
+    environment, other = dict(os.environ), get_context("fork").Process(target=time.sleep, args=(60,))
+    other.start()
     one, several = (made(paths, tmp_path / str(count), demo_tokenizer(), processes=count) for count in (1, 2))
     assert ids(one) == ids(several)
     assert (one.fingerprint, one.ends.tolist()) == (several.fingerprint, several.ends.tolist())
-    assert os.environ.get("TOKENIZERS_PARALLELISM") != "false"
+    assert dict(os.environ) == environment
+    other.join(0.3)
+    assert other.is_alive()
+    other.kill()
 
 
 def test_a_killed_process_continues(paths: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +170,7 @@ def test_a_full_disk(paths: list[Path], tmp_path: Path, monkeypatch: pytest.Monk
 
     with monkeypatch.context() as patch:
         patch.setattr(token_files.os, "fsync", full)
-        with pytest.raises(DataError, match=r"the disk or quota of the token cache .* is full: make room"):
+        with pytest.raises(NoSpaceError, match=r"the disk or quota of .* is full: make room"):
             made(paths, tmp_path / "cache")
     assert ids(made(paths, tmp_path / "cache")) == ids(made(paths, tmp_path / "other"))
 

@@ -155,6 +155,13 @@ def uptrain(*arguments: str) -> None:
     main()
 
 
+def uptrain_on_its_own_machine(*arguments: str) -> None:
+    """The same, as if each process ran on a machine of its own, with a cache of its own."""
+    os.environ["XDG_CACHE_HOME"] += os.environ["RANK"]
+    os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    uptrain(*arguments)
+
+
 def uptrain_on_a_full_disk(*arguments: str) -> None:
     """The same, where the first process finds no room for a checkpoint's record, which the others don't write."""
     from gqa_convert.training import checkpoints

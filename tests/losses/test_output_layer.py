@@ -101,6 +101,18 @@ def test_a_model_that_does_more_keeps_its_layer(change: Callable[[torch.Tensor],
     assert model.training
 
 
+@pytest.mark.parametrize(("factor", "removed"), [(1.0, True), (0.3, False)])
+def test_a_bias_that_the_model_multiplies_too_is_left_to_it(factor: float, removed: bool) -> None:
+    model = Odd(make_config("llama"), lambda logits: factor * logits)
+    model.lm_head = torch.nn.Linear(model.config.hidden_size, VOCAB)
+    with torch.no_grad():
+        wanted = model(input_ids=tokens()).logits
+        with without_output_layer(model, {"input_ids": tokens()}) as layer:
+            assert (layer is not None) == removed
+            found = model(input_ids=tokens()).logits
+            torch.testing.assert_close(found if layer is None else layer.logits(found), wanted)
+
+
 def test_a_layer_of_another_class_stays() -> None:
     class Own(torch.nn.Linear):  # type: ignore[misc]
         pass

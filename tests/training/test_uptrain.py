@@ -328,8 +328,6 @@ def test_large_models_come_in_several_files(home: Path, tmp_path: Path, monkeypa
 
 
 def test_recovery() -> None:
-    assert recovery({}, 1.0) is None
-    assert recovery({"start": 3.0}, None) is None
-    assert recovery({"start": 3.0}, 2.0) == Recovery(3.0, None, 2.0, None)
-    assert recovery({"start": 3.0, "source": 1.0}, 1.5) == Recovery(3.0, 1.0, 1.5, 0.75)
-    assert recovery({"start": 1.0, "source": 1.0}, 0.5) == Recovery(1.0, 1.0, 0.5, None)
+    assert recovery({"start": 3.0, "last": 2.0}) == Recovery(3.0, None, 2.0, None)
+    assert recovery({"start": 3.0, "source": 1.0, "last": 1.5}) == Recovery(3.0, 1.0, 1.5, 0.75)
+    assert recovery({"start": 1.0, "source": 1.0, "last": 0.5}) == Recovery(1.0, 1.0, 0.5, None)
