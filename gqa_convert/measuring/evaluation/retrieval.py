@@ -1,0 +1,156 @@
+"""What a causal model finds in long texts: it continues prompts greedily, and exact answers count.
+
+    from gqa_convert.measuring.evaluation.retrieval import ask, share_found
+
+    answers = ask(model, tokenizer, lengths=[512, 2048], questions=24)
+    share_found(answers).value
+
+The questions about one text are answered with one K/V cache of what they share where the model's cache can be copied.
+Those of one text are alike, so standard errors are computed over texts.
+"""
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gqa_convert.measuring.evaluation.comparison import Mean, mean
+from gqa_convert.measuring.evaluation.retrieval_texts import PER_TEXT, RetrievalText, make_text
+
+QUESTIONS = 24
+"""Of each kind at each length, by default."""
+LENGTHS = (512, 1024, 2048, 4096)
+"""Tokens of a prompt and the room for its answer, by default, where the context is as long."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a model wrote.
+
+    Attributes:
+        kind: needles, records, tables or copying.
+        length: tokens of the prompt with the room for the answer.
+        text: number of the text among those of its length.
+        wording: number of the wording among those of the kind.
+        depth: share of the text that stands before the fact.
+        expected: the right answer.
+        written: what the model wrote.
+    """
+
+    kind: str
+    length: int
+    text: int
+    wording: int
+    depth: float
+    expected: str
+    written: str
+
+    @property
+    def is_right(self) -> bool:
+        """Whether the first words written are the expected ones, and nothing continues the last of them."""
+        written, expected = (" ".join(text.split()) for text in (self.written, self.expected))
+        return written.startswith(expected) and not written[len(expected) : len(expected) + 1].isalnum()
+
+
+def ask(
+    model: Any,
+    tokenizer: Any,
+    lengths: Sequence[int] = LENGTHS,
+    questions: int = QUESTIONS,
+    seed: int = 0,
+    *,
+    batch: int = 8,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> list[Answer]:
+    """Ask a model questions about long texts. Models are asked the same questions in the same order.
+
+    Args:
+        model: a transformers model with `generate`, in evaluation mode, on any device.
+        tokenizer: the model's.
+        lengths: tokens of a prompt with the room for its answer.
+        questions: of each kind at each length, rounded up to whole texts.
+        seed: of the texts.
+        batch: questions at a time.
+        progress: called with the texts that are done, and their number.
+
+    Raises:
+        OptionError: a length is too short for the questions.
+    """
+    count = -(-questions // PER_TEXT)
+    answers = []
+    with _greedy(model, tokenizer), torch.inference_mode():
+        for place, length in enumerate(lengths):
+            for number in range(count):
+                text = make_text(tokenizer, length, number, seed)
+                written = tokenizer.batch_decode(continuations(model, text, batch), skip_special_tokens=True)
+                for question, each in zip(text.questions, written, strict=True):
+                    answers.append(
+                        Answer(question.kind, length, number, question.wording, question.depth, question.answer, each)
+                    )
+                progress(place * count + number + 1, len(lengths) * count)
+    return answers
+
+
+@contextmanager
+def _greedy(model: Any, tokenizer: Any) -> Iterator[None]:
+    """The model without settings of its own for generation, such as a repetition penalty."""
+    from transformers import GenerationConfig
+
+    stated = model.generation_config
+    ends = getattr(stated, "eos_token_id", None) or tokenizer.eos_token_id
+    pad = tokenizer.pad_token_id
+    if pad is None:
+        pad = ends[0] if isinstance(ends, list) else ends or 0
+    model.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=pad, do_sample=False)
+    try:
+        yield
+    finally:
+        model.generation_config = stated
+
+
+def continuations(model: Any, text: RetrievalText, batch: int) -> list[Tensor]:
+    """The tokens that a model writes behind each prompt of a text, of which it reads the shared beginning once.
+
+    Args:
+        model: without settings for generation.
+        text: the prompts.
+        batch: prompts at a time.
+    """
+    prompts = torch.tensor([question.prompt for question in text.questions], device=model.device)
+    shared = _continue(model, prompts[:1, : text.shared], 1).past_key_values
+    written: list[Tensor] = []
+    for rows in prompts.split(batch):
+        cache = _repeated(shared, len(rows))
+        found = _continue(model, rows, text.room, past_key_values=cache)
+        written += found.sequences[:, rows.shape[1] :].cpu()
+    return written
+
+
+def _continue(model: Any, rows: Tensor, tokens: int, **given: Any) -> Any:
+    mask = torch.ones_like(rows)
+    return model.generate(rows, attention_mask=mask, max_new_tokens=tokens, return_dict_in_generate=True, **given)
+
+
+def _repeated(shared: Any, count: int) -> Any:
+    """A copy of a cache for more rows; None where it holds other things than keys and values."""
+    layers = getattr(shared, "layers", None)
+    if not layers or any(getattr(layer, "keys", None) is None for layer in layers):
+        return None
+    repeated = copy.deepcopy(shared)
+    repeated.batch_repeat_interleave(count)
+    return repeated
+
+
+def share_found(answers: Sequence[Answer]) -> Mean:
+    """The share of right answers, with a standard error over texts."""
+    texts = sorted({(each.length, each.text) for each in answers})
+    places = {text: place for place, text in enumerate(texts)}
+    numbers = [places[each.length, each.text] for each in answers]
+    right = np.bincount(numbers, [each.is_right for each in answers], len(texts))
+    asked = np.bincount(numbers, minlength=len(texts))
+    return mean(right.astype(np.float64), asked.astype(np.float64))
