@@ -13,7 +13,6 @@ from gqa_convert.attention.core import grouped_query_attention
 from gqa_convert.attention.dropin import GroupedMultiheadAttention, convert_module
 from gqa_convert.attention.interface import register
 from gqa_convert.attention.layer import GroupedQueryAttention
-from gqa_convert.attention.multihead import convert_state_dict
 from gqa_convert.attention.positions import Rotary, alibi_bias
 
 __all__ = [
@@ -23,7 +22,6 @@ __all__ = [
     "Rotary",
     "alibi_bias",
     "convert_module",
-    "convert_state_dict",
     "grouped_query_attention",
     "register",
 ]

@@ -4,13 +4,13 @@ Shape legend: b batch, q queries, k keys, d embed_dim, H query heads, N groups (
 """
 
 import copy
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gqa_convert.attention.core import grouped_query_attention
-from gqa_convert.attention.multihead import Merge, convert_module_state
+from gqa_convert.attention.multihead import Merge
 from gqa_convert.attention.projections import GroupedProjections
 from gqa_convert.attention.weights import attention_and_weights
 from gqa_convert.errors import GroupsError, OptionError
@@ -91,10 +91,10 @@ class GroupedMultiheadAttention(GroupedProjections):
             vdim=embed_dim if vdim is None else vdim,
             bias=bias,
             dropout=dropout,
+            batch_first=batch_first,
             device=device,
             dtype=dtype,
         )
-        self.batch_first = batch_first
         self._reset_parameters()
 
     def _reset_parameters(self) -> None:
@@ -162,7 +162,7 @@ class GroupedMultiheadAttention(GroupedProjections):
         elif not self.batch_first:
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))
         self._check_inputs(query, key, value)
-        queries, keys, values = self._split_heads(self.q_proj(query), self.k_proj(key), self.v_proj(value))
+        queries, keys, values = self.project(query, key, value)
         batch, heads, length = queries.shape[:3]
         attn_mask = _over_heads(attn_mask, (batch, heads, length, keys.shape[2]))
         padding = _over_keys(key_padding_mask, batch, keys.shape[2])
@@ -209,42 +209,6 @@ class GroupedMultiheadAttention(GroupedProjections):
                     f"is {self.batch_first}"
                 )
 
-    @classmethod
-    def from_multihead(cls, module: nn.MultiheadAttention, groups: int, method: Merge = "mean") -> Self:
-        """A module with the weights of an nn.MultiheadAttention. With as many groups as heads, it computes the same.
-
-        Args:
-            module: the source, which is not changed.
-            groups: N, a divisor of its heads.
-            method: how heads are merged: their mean, or the first of each group.
-
-        Raises:
-            GroupsError: N does not divide the heads.
-            OptionError: the module is a subclass, or has `bias_k` or `add_zero_attn`.
-            NonFiniteError: a number to be merged is NaN or Inf.
-        """
-        return cls._made_from(module, groups, method, "the module")
-
-    @classmethod
-    def _made_from(cls, module: nn.MultiheadAttention, groups: int, method: Merge, name: str) -> Self:
-        state = convert_module_state(module, groups, method, name)
-        weight = state["q_proj.weight"]
-        made = cls(
-            module.embed_dim,
-            module.num_heads,
-            dropout=module.dropout,
-            bias=module.in_proj_bias is not None,
-            kdim=module.kdim,
-            vdim=module.vdim,
-            batch_first=module.batch_first,
-            device=weight.device,
-            dtype=weight.dtype,
-            groups=groups,
-        )
-        made.load_state_dict(state)
-        made.train(module.training)
-        return made
-
 
 def convert_module(model: nn.Module, groups: int, method: Merge = "mean", *, prefix: str = "") -> nn.Module:
     """A copy of a model with GroupedMultiheadAttention in place of every nn.MultiheadAttention, and its weights merged.
@@ -276,7 +240,7 @@ def convert_module(model: nn.Module, groups: int, method: Merge = "mean", *, pre
     replaced: dict[int, Any] = {}
     for name, part in found.items():
         try:
-            replaced[id(part)] = GroupedMultiheadAttention._made_from(part, groups, method, name or "the module")
+            replaced[id(part)] = GroupedMultiheadAttention._from_multihead(name or "the module", part, groups, method)
         except GroupsError as error:
             raise GroupsError(f"{name or 'the module'}: {error}") from None
     return copy.deepcopy(model, replaced)

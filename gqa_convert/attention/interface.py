@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gqa_convert.attention.core import grouped_query_attention
-from gqa_convert.attention.support import guard, mask_function
+from gqa_convert.attention.support import checked_mask
 from gqa_convert.errors import OptionError
 
 REFUSED: Final = {
@@ -26,16 +26,15 @@ def register(name: str = "gqa") -> None:
     """Make `name` an attention implementation of transformers: `from_pretrained(..., attn_implementation="gqa")`.
 
     The function of the masks is registered beside it: without one, transformers would pass no mask and padding would be
-    attended to. From then on a model that would compute something else than with eager attention is refused when it is
-    loaded under this name, by an `UnsupportedAttentionError`: models with attention code of their own (BLOOM, CodeGen,
-    Falcon, GPT-J, GPT-Neo and MPT in transformers), with capped scores, or with attention sinks.
+    attended to. A model that would compute something else than with eager attention is refused in its first forward pass,
+    by an `UnsupportedAttentionError`: models with attention code of their own (BLOOM, CodeGen, Falcon, GPT-J, GPT-Neo and
+    MPT in transformers), with capped scores, or with attention sinks.
     """
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
     AttentionInterface.register(name, attention_forward)
-    AttentionMaskInterface.register(name, mask_function())
-    guard(name)
+    AttentionMaskInterface.register(name, checked_mask)
 
 
 def attention_forward(

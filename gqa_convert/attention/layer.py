@@ -4,18 +4,16 @@ Shape legend: b batch, q queries, k keys (those cached, then the new ones), n ke
 groups (key/value heads), c head_dim, e head_dim of the values.
 """
 
-from collections.abc import Collection
-from typing import Any, Self
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gqa_convert.attention.cache import KVCache
 from gqa_convert.attention.core import grouped_query_attention
 from gqa_convert.attention.masks import split_mask
-from gqa_convert.attention.multihead import Merge, convert_module_state
 from gqa_convert.attention.positions import Rotary
-from gqa_convert.attention.projections import PROJECTIONS, GroupedProjections, split_heads
+from gqa_convert.attention.projections import GroupedProjections, split_heads
 from gqa_convert.errors import OptionError
 
 
@@ -28,18 +26,11 @@ class GroupedQueryAttention(GroupedProjections):
         embed_dim: d, the features of inputs and outputs.
         num_heads: H.
         groups: N, a divisor of H; by default H.
-        head_dim: c; by default d / H.
-        value_head_dim: e; by default c.
-        kdim: features of the tokens that keys are projected from, for cross-attention; by default d.
-        vdim: features of the tokens that values are projected from; by default `kdim`.
-        bias: True for all four projections, or the names of those with a bias among q, k, v, out.
         scale: factor of the scores; by default 1 / sqrt(c), and 1.0 for none, as in T5.
         causal: a query sees no later key.
         rotary: rotary position embedding of queries and keys.
-        dropout: probability with which an attention weight is zeroed in training.
-        batch_first: inputs and outputs are [b, q, d]; else [q, b, d]. Masks are batch first always.
-        device: of the parameters.
-        dtype: of the parameters.
+        projections: options of `GroupedProjections`: `head_dim`, `value_head_dim`, `kdim`, `vdim`, `bias`, `dropout`,
+            `batch_first` (masks are batch first always), `device` and `dtype`.
 
     Raises:
         GroupsError: N does not divide H.
@@ -52,33 +43,13 @@ class GroupedQueryAttention(GroupedProjections):
         num_heads: int,
         groups: int | None = None,
         *,
-        head_dim: int | None = None,
-        value_head_dim: int | None = None,
-        kdim: int | None = None,
-        vdim: int | None = None,
-        bias: bool | Collection[str] = False,
         scale: float | None = None,
         causal: bool = False,
         rotary: Rotary | None = None,
-        dropout: float = 0.0,
-        batch_first: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **projections: Any,
     ) -> None:
-        super().__init__(
-            embed_dim,
-            num_heads,
-            groups,
-            head_dim=head_dim,
-            value_head_dim=value_head_dim,
-            kdim=kdim,
-            vdim=vdim,
-            bias=bias,
-            dropout=dropout,
-            device=device,
-            dtype=dtype,
-        )
-        self.scale, self.causal, self.rotary, self.batch_first = scale, causal, rotary, batch_first
+        super().__init__(embed_dim, num_heads, groups, **projections)
+        self.scale, self.causal, self.rotary = scale, causal, rotary
         if rotary is not None:
             rotary.rotary_dim(self.head_dim)
 
@@ -133,9 +104,10 @@ class GroupedQueryAttention(GroupedProjections):
         crossing = memory is not None or (cache is not None and cache.holds_memory)
         self._check_inputs(inputs, memory, memory_values, documents, crossing, cache)
         cached = 0 if cache is None or crossing else cache.length
-        query, key, value = (
-            self._across(inputs, memory, memory_values, cache) if crossing else self._project(inputs, inputs, inputs)
-        )
+        if crossing:
+            query, key, value = self._across(inputs, memory, memory_values, cache)
+        else:
+            query, key, value = self.project(inputs, inputs, inputs)
         if self.rotary is not None:
             positions = self._positions(inputs, positions, cached)
             query, key = self.rotary.rotate(query, positions), self.rotary.rotate(key, positions)
@@ -158,25 +130,21 @@ class GroupedQueryAttention(GroupedProjections):
         result = self.out_proj(out.transpose(1, 2).flatten(2))
         return result if self.batch_first else result.transpose(0, 1)
 
-    def _project(self, inputs: Tensor, keys: Tensor, values: Tensor) -> list[Tensor]:
-        """Queries [b, H, q, c], keys [b, N, k, c] and values [b, N, k, e]."""
-        return self._split_heads(self.q_proj(inputs), self.k_proj(keys), self.v_proj(values))
-
     def _across(
         self, inputs: Tensor, memory: Tensor | None, values: Tensor | None, cache: KVCache | None
-    ) -> list[Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, and the keys and values of the memory, which a cache keeps for later calls."""
         values = memory if values is None else values
         if cache is not None and cache.holds_memory:
             if memory is not None and values is not None:
                 cache.check_memory(memory, values)
-            return [split_heads(self.q_proj(inputs), self.num_heads), cache.keys, cache.values]
+            return split_heads(self.q_proj(inputs), self.num_heads), cache.keys, cache.values
         assert memory is not None
         assert values is not None
-        query, key, value = self._project(inputs, memory, values)
+        query, key, value = self.project(inputs, memory, values)
         if cache is not None:
             key, value = cache.fill(key, value, memory, values)
-        return [query, key, value]
+        return query, key, value
 
     def _check_inputs(
         self,
@@ -243,41 +211,3 @@ class GroupedQueryAttention(GroupedProjections):
             same = (documents[:, :, None] == documents[:, None])[:, None]
             mask = same if mask is None else mask & same
         return mask
-
-    @classmethod
-    def from_multihead(cls, module: nn.MultiheadAttention, groups: int, method: Merge = "mean", **options: Any) -> Self:
-        """A layer with the weights of an nn.MultiheadAttention. With as many groups as heads, it computes the same.
-
-        Its calling convention differs: pass `~attn_mask` as `mask` and `~key_padding_mask` as `key_mask`.
-        `GroupedMultiheadAttention.from_multihead` keeps the calling convention, and so fits
-        nn.TransformerEncoderLayer and nn.TransformerDecoderLayer.
-
-        Args:
-            module: the source, which is not changed.
-            groups: N, a divisor of its heads.
-            method: how heads are merged: their mean, or the first of each group.
-            options: further options of the layer: `causal`, `rotary`, `scale`.
-
-        Raises:
-            GroupsError: N does not divide the heads.
-            OptionError: the module has `bias_k` or `add_zero_attn`, or an option is invalid.
-            NonFiniteError: a number to be merged is NaN or Inf.
-        """
-        state = convert_module_state(module, groups, method)
-        weight = state["q_proj.weight"]
-        layer = cls(
-            module.embed_dim,
-            module.num_heads,
-            groups,
-            kdim=module.kdim,
-            vdim=module.vdim,
-            bias=[name for name in PROJECTIONS if f"{name}_proj.bias" in state],
-            dropout=module.dropout,
-            batch_first=module.batch_first,
-            device=weight.device,
-            dtype=weight.dtype,
-            **options,
-        )
-        layer.load_state_dict(state)
-        layer.train(module.training)
-        return layer

@@ -4,11 +4,12 @@ Shape legend: b batch, d embed_dim, H query heads, N groups (key/value heads), c
 """
 
 from collections.abc import Collection
-from typing import Final
+from typing import Any, Final, Self
 
 import torch
 from torch import Tensor, nn
 
+from gqa_convert.attention.multihead import Merge, convert_module_state
 from gqa_convert.errors import GroupsError, OptionError
 
 PROJECTIONS: Final = ("q", "k", "v", "out")
@@ -27,6 +28,7 @@ class GroupedProjections(nn.Module):  # type: ignore[misc]  # torch is not follo
         vdim: features of the tokens that values are projected from; by default `kdim`.
         bias: True for all four projections, or the names of those with a bias among q, k, v, out.
         dropout: probability with which an attention weight is zeroed in training.
+        batch_first: inputs and outputs are [b, length, features], otherwise [length, b, features].
         device: of the parameters.
         dtype: of the parameters.
 
@@ -47,6 +49,7 @@ class GroupedProjections(nn.Module):  # type: ignore[misc]  # torch is not follo
         vdim: int | None = None,
         bias: bool | Collection[str] = False,
         dropout: float = 0.0,
+        batch_first: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -58,7 +61,8 @@ class GroupedProjections(nn.Module):  # type: ignore[misc]  # torch is not follo
             )
         if head_dim is None and embed_dim % num_heads:
             raise OptionError(f"embed_dim {embed_dim} is not divisible by {num_heads} heads: give head_dim")
-        self.embed_dim, self.num_heads, self.groups, self.dropout = embed_dim, num_heads, groups, dropout
+        self.embed_dim, self.num_heads, self.groups = embed_dim, num_heads, groups
+        self.dropout, self.batch_first = dropout, batch_first
         self.head_dim = embed_dim // num_heads if head_dim is None else head_dim
         self.value_head_dim = self.head_dim if value_head_dim is None else value_head_dim
         self.kdim = embed_dim if kdim is None else kdim
@@ -82,9 +86,54 @@ class GroupedProjections(nn.Module):  # type: ignore[misc]  # torch is not follo
         self.v_proj = linear("v", self.vdim, groups * self.value_head_dim)
         self.out_proj = linear("out", num_heads * self.value_head_dim, embed_dim)
 
-    def _split_heads(self, queries: Tensor, keys: Tensor, values: Tensor) -> list[Tensor]:
-        """Queries [b, H, q, c], keys [b, N, k, c] and values [b, N, k, e], from the projections' outputs."""
-        return [split_heads(queries, self.num_heads), split_heads(keys, self.groups), split_heads(values, self.groups)]
+    def project(self, inputs: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [b, H, q, c], keys [b, N, k, c] and values [b, N, k, e], of inputs that are batch first."""
+        return (
+            split_heads(self.q_proj(inputs), self.num_heads),
+            split_heads(self.k_proj(keys), self.groups),
+            split_heads(self.v_proj(values), self.groups),
+        )
+
+    @classmethod
+    def from_multihead(cls, module: nn.MultiheadAttention, groups: int, method: Merge = "mean", **options: Any) -> Self:
+        """A module with the weights of an nn.MultiheadAttention. With as many groups as heads, it computes the same.
+
+        Args:
+            module: the source, which is not changed.
+            groups: N, a divisor of its heads.
+            method: how heads are merged: their mean, or the first of each group.
+            options: further options of the class, such as `causal`.
+
+        Raises:
+            GroupsError: N does not divide the heads.
+            OptionError: the module is a subclass, or has `bias_k` or `add_zero_attn`, or an option is invalid.
+            NonFiniteError: a number to be merged is NaN or Inf.
+        """
+        return cls._from_multihead("the module", module, groups, method, **options)
+
+    @classmethod
+    def _from_multihead(
+        cls, name: str, module: nn.MultiheadAttention, groups: int, method: Merge, **options: Any
+    ) -> Self:
+        """`from_multihead` of a module whose name stands in errors."""
+        state = convert_module_state(module, groups, method, name)
+        weight = state["q_proj.weight"]
+        made = cls(
+            module.embed_dim,
+            module.num_heads,
+            groups=groups,
+            kdim=module.kdim,
+            vdim=module.vdim,
+            bias=module.in_proj_bias is not None,
+            dropout=module.dropout,
+            batch_first=module.batch_first,
+            device=weight.device,
+            dtype=weight.dtype,
+            **options,
+        )
+        made.load_state_dict(state)
+        made.train(module.training)
+        return made
 
 
 def split_heads(flat: Tensor, heads: int) -> Tensor:

@@ -5,8 +5,6 @@ every class. A class that never calls the registered function would still receiv
 compute something else without an error.
 """
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,10 +15,6 @@ VERIFIED = frozenset({"longt5", "gqa_longt5", "switch_transformers", "gqa_switch
 """Model types that rule out transformers' sdpa attention, and whose logits here equal those of eager attention all the
 same.
 """
-
-_names: set[str] = set()
-_accepted: set[type] = set()
-"""Config classes whose models have been checked when a mask was made for them."""
 
 
 def why_unsupported(model_class: Any, config: Any) -> str | None:
@@ -48,13 +42,32 @@ def why_unsupported(model_class: Any, config: Any) -> str | None:
     )
 
 
-def check_supported(model_class: Any, config: Any, name: str = "gqa") -> None:
+def checked_mask(*arguments: Any, config: Any = None, **options: Any) -> Any:
+    """transformers' mask for sdpa attention, which is None where causality is all there is to it, with two checks.
+
+    Gemma's modules call themselves bidirectional even where its masks are causal, so that there the mask must not be None.
+
+    Raises:
+        UnsupportedAttentionError: the config's model would not compute the same as under eager attention.
+    """
+    from transformers.masking_utils import sdpa_mask
+    from transformers.models.auto.modeling_auto import MODEL_MAPPING
+
+    if type(config) in MODEL_MAPPING and not torch.compiler.is_compiling():
+        found = MODEL_MAPPING[type(config)]
+        check_supported(found[0] if isinstance(found, tuple) else found, config)
+    # getattr takes long on configs that lack it
+    if config is not None and vars(config).get("use_bidirectional_attention"):
+        options["allow_is_causal_skip"] = False
+    return sdpa_mask(*arguments, config=config, **options)
+
+
+def check_supported(model_class: Any, config: Any) -> None:
     """Refuse a model that would not compute the same under this attention as under eager attention.
 
     Args:
         model_class: a `PreTrainedModel`.
         config: of the model.
-        name: under which the attention is registered.
 
     Raises:
         UnsupportedAttentionError: it would not.
@@ -62,55 +75,5 @@ def check_supported(model_class: Any, config: Any, name: str = "gqa") -> None:
     reason = why_unsupported(model_class, config)
     if reason is not None:
         raise UnsupportedAttentionError(
-            f"{reason}, so that '{name}' attention would change its results: omit attn_implementation"
+            f"{reason}, so that '{config._attn_implementation}' attention would change its results: omit attn_implementation"
         )
-
-
-def guard(name: str) -> None:
-    """Make transformers check every model that requests attention `name`, on loading and in `set_attn_implementation`."""
-    from transformers import PreTrainedModel
-
-    if not _names:
-        stock = PreTrainedModel.get_correct_attn_implementation
-
-        @functools.wraps(stock)
-        def checked(model: Any, requested_attention: str | None, *arguments: Any, **options: Any) -> str:
-            if requested_attention in _names:
-                check_supported(type(model), model.config, requested_attention)
-            return stock(model, requested_attention, *arguments, **options)  # type: ignore[no-any-return]
-
-        PreTrainedModel.get_correct_attn_implementation = checked
-    _names.add(name)
-
-
-def mask_function() -> Callable[..., Any]:
-    """transformers' mask for sdpa attention, which is None where causality is all there is to it, with two checks.
-
-    A name that was written into a config by hand has passed no check when the first mask is made: then an
-    `UnsupportedAttentionError` says that the config's model does not run under this attention. And Gemma's modules call
-    themselves bidirectional even where its masks are causal, so that there the mask must not be None.
-    """
-    from transformers.masking_utils import sdpa_mask
-
-    def checked(*arguments: Any, config: Any = None, **options: Any) -> Any:
-        if type(config) not in _accepted and not torch.compiler.is_compiling():
-            _check_config(config)
-        if config is not None and vars(config).get(
-            "use_bidirectional_attention"
-        ):  # getattr takes long on configs that lack it
-            options["allow_is_causal_skip"] = False
-        return sdpa_mask(*arguments, config=config, **options)
-
-    return checked
-
-
-def _check_config(config: Any) -> None:
-    """Check the model class that transformers has for a config. Other classes are checked on loading."""
-    from transformers.models.auto.modeling_auto import MODEL_MAPPING
-
-    if config is None:
-        return
-    if type(config) in MODEL_MAPPING:
-        found = MODEL_MAPPING[type(config)]
-        check_supported(found[0] if isinstance(found, tuple) else found, config, config._attn_implementation)
-    _accepted.add(type(config))

@@ -35,8 +35,8 @@ def attention_and_weights(
         scores = scores + bias
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf)
-    blind = (scores == -torch.inf).all(-1, keepdim=True)
-    weights = scores.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)
+    fully_masked = (scores == -torch.inf).all(-1, keepdim=True)
+    weights = scores.masked_fill(fully_masked, 0.0).softmax(-1).masked_fill(fully_masked, 0.0)
     weights = drop(weights, dropout)
     out = weights.reshape(*packed, keys) @ value.to(wide)
     return out.reshape(batch, heads, queries, value.shape[3]).to(query.dtype), weights.to(query.dtype)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gqa_convert.attention import GroupedMultiheadAttention, convert_module, convert_state_dict
+from gqa_convert.attention import GroupedMultiheadAttention, convert_module
 from gqa_convert.errors import GroupsError, NonFiniteError, OptionError
 from tests.helpers.attention import numbers
 
@@ -350,9 +350,6 @@ def test_whole_transformers_compute_the_same(groups: int, batch_first: bool, pre
     ]
     for masks in choices:
         torch.testing.assert_close(ours(source, target, **masks), theirs(source, target, **masks), rtol=0, atol=1e-10)
-    state = convert_state_dict(model.state_dict(), HEADS, groups, prefix=prefix)
-    assert state.keys() == ours.state_dict().keys()
-    assert all(torch.equal(tensor, state[name]) for name, tensor in ours.state_dict().items())
 
 
 @pytest.mark.parametrize("when", ["in the layer", "in the stack"])

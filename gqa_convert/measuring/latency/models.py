@@ -55,7 +55,6 @@ def build(config: JsonObject, name: str, dtype: str, attention: str, device: Any
 
     Raises:
         CorruptCheckpointError: transformers can't build the model.
-        UnsupportedAttentionError: its class does not support the attention function.
     """
     import torch
     import transformers

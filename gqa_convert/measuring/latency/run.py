@@ -15,7 +15,7 @@ from gqa_convert.checkpoint.fingerprint import fingerprint
 from gqa_convert.checkpoint.machine import available_memory, measurement
 from gqa_convert.checkpoint.source import Checkpoint
 from gqa_convert.conversion.plan import Plan
-from gqa_convert.errors import OptionError, UnsupportedAttentionError
+from gqa_convert.errors import OptionError
 from gqa_convert.families.context_length import stated_positions
 from gqa_convert.measuring import Progress
 from gqa_convert.measuring.latency.cells import STEPS, measure_cells
@@ -121,13 +121,11 @@ def benchmark_model(
 def _attention(checkpoint: Checkpoint, dtype: str) -> str:
     """The attention function: this package's, where the model's class takes it."""
     from gqa_convert.attention import register
+    from gqa_convert.attention.support import why_unsupported
 
     register()
-    try:
-        build(checkpoint.config, checkpoint.source_id, dtype, "gqa", "meta")
-    except UnsupportedAttentionError:
-        return "eager"
-    return "gqa"
+    model = build(checkpoint.config, checkpoint.source_id, dtype, "eager", "meta")
+    return "gqa" if why_unsupported(type(model), model.config) is None else "eager"
 
 
 def _contexts(options: BenchmarkOptions, positions: int | None) -> Sequence[int]:
