@@ -7,7 +7,6 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -93,10 +92,6 @@ class Records:
             sys.stderr.write(f"{folder} has other weights than those measured: its cells are measured anew\n")
             self.data["cells"] = [cell for cell in self.cells if cell["model"] != name]
             known = self.data["models"][name] = {"weights": now}
-        about = folder / "training.json"
-        training = json.loads(about.read_text(encoding="utf-8")) if about.is_file() else {}
-        known |= {key: training[key] for key in ("parameters", "training_tokens") if key in training}
-        self.data["models"][name] = known
         return known
 
     def find(self, **wanted: Any) -> Cell | None:
@@ -108,10 +103,6 @@ class Records:
         old = self.find(**{key: cell[key] for key in self.keys})
         self.data["cells"] = [other for other in self.cells if other is not old] + [cell]
         self.write()
-
-    def drop(self, cells: Iterable[Cell]) -> None:
-        gone = [id(cell) for cell in cells]
-        self.data["cells"] = [cell for cell in self.cells if id(cell) not in gone]
 
     def write(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)

@@ -20,7 +20,6 @@ from .conversions import METHODS
 from .folders import SMOLLM2
 from .needle import DEPTHS
 from .text import KINDS
-from .uptraining import OUTPUT as UPTRAINING
 
 PAGE = Path("docs/results/README.md")
 MISSING = "Not measured yet."
@@ -174,35 +173,6 @@ def needle_table(data: Data) -> str:
     return table(header, lines) if lines else MISSING
 
 
-def uptraining_table(uptraining: Data) -> str:
-    """What uptraining adds to a conversion, by starting point, number of tokens and objective."""
-    if not uptraining:
-        return MISSING
-    lines = []
-    order = [*METHODS, "fit-low-rank"]  # made by an earlier version
-    for cell in sorted(
-        uptraining["cells"],
-        key=lambda cell: (order.index(cell["start"]), cell["seed"], cell["tokens"], cell["objective"]),
-    ):
-        trained = ["", "", ""]
-        if cell["tokens"]:
-            trained = [cell["objective"].upper(), f"{cell['recipe']['learning_rate']:g}", f"{cell['core_minutes']:.0f}"]
-        scored = [next(iter(cell["loss"].get(kind, {}).values()), None) for kind in KINDS]
-        lines.append(
-            [
-                cell["start"],
-                f"{cell['tokens']:,}",
-                *trained,
-                *(f"{each['loss']:.3f}" if each else "" for each in scored),
-                *(f"{each['kl']:.3f} ± {each['kl_error']:.3f}" if each else "" for each in scored),
-                found_needles([cell]),
-            ]
-        )
-    header = ["start", "tokens", "objective", "learning rate", "core minutes"]
-    header += [*(f"loss, {kind}" for kind in KINDS), *(f"KL, {kind}" for kind in KINDS), "needles"]
-    return table(header, lines)
-
-
 def sources_table(data: Data) -> str:
     lines = []
     for window in windows(data):
@@ -212,19 +182,13 @@ def sources_table(data: Data) -> str:
     return table(["window", *KINDS], lines) if lines else MISSING
 
 
-def blocks(data: Data, uptraining: Data) -> dict[str, str]:
-    """The text of every block of the page.
-
-    Args:
-        data: content of the file of `benchmarks.real`.
-        uptraining: content of the file of `benchmarks.real.uptraining`; empty if there is none.
-    """
+def blocks(data: Data) -> dict[str, str]:
+    """The text of every block of the page, from the content of the file of `benchmarks.real`."""
     return {
         "results": results_table(data),
         "sources": sources_table(data),
         "windows": windows_table(data),
         "needles": needle_table(data),
-        "uptraining": uptraining_table(uptraining),
     }
 
 
@@ -235,8 +199,7 @@ def main() -> None:
     arguments = parser.parse_args()
     data = json.loads(arguments.results.read_text(encoding="utf-8"))
     page = arguments.page.read_text(encoding="utf-8") if arguments.page.is_file() else ""
-    uptraining = json.loads(UPTRAINING.read_text(encoding="utf-8")) if UPTRAINING.is_file() else {}
-    for name, text in blocks(data, uptraining).items():
+    for name, text in blocks(data).items():
         page = filled(page, name, text)
     arguments.page.write_text(page, encoding="utf-8")
 

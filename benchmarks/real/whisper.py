@@ -1,7 +1,6 @@
 """What merging the decoder of a model that hears loses: Whisper base, whose 8 K/V heads become 4, 2 and 1.
 
     python -m benchmarks.real.whisper --folder FOLDER [--groups 2 1] [--methods mean layers fit] [--seeds 0 1]
-    python -m benchmarks.real.whisper --folder FOLDER --time     # processor time of the layers' fit, nothing else
 
 FOLDER gets the checkpoint, the spoken sentences and the results; what it holds is not made again, and a killed command
 resumes when it is repeated. Each seed of calibration has sentences of its own. The encoder is never changed, so that its
@@ -9,7 +8,6 @@ outputs are computed once for all models. The table goes into docs/results/READM
 """
 
 import argparse
-import os
 import shutil
 import statistics
 import sys
@@ -26,7 +24,7 @@ from torch import Tensor
 from benchmarks.pages import filled, table
 from benchmarks.records import Cell, Records
 from gqa_convert.conversion.fit.model_loading import open_model
-from gqa_convert.conversion.fit.progress import ALL_TOGETHER, MERGING_LAYERS, FitProgress
+from gqa_convert.conversion.fit.progress import ALL_TOGETHER, FitProgress
 from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.data.audio_files import AudioFile, list_audio_files
@@ -43,13 +41,11 @@ OUTPUT, PAGE = Path("docs/results/whisper.json"), Path("docs/results/README.md")
 METHODS = {
     "mean": "`--method mean`",
     "layers": "`fit` without its last stage (`--kl-steps 0`)",
-    "no-texts": "`fit` on sound without texts",
     "fit": "`fit`, the default",
 }
 CALIBRATION_SENTENCES = 500
 _AT_ONCE = 16
 """Windows of a batch."""
-_TIMED_WINDOWS = 96
 _PER_SENTENCE = ("losses", "kl", "tokens", "errors", "words")
 
 
@@ -103,37 +99,31 @@ def _logits(model: SpeechModel, encoded: Tensor, tokens: Tensor) -> Tensor:
 
 
 def make_folder(folder: Path, sentences: int, seeds: list[int]) -> None:
-    """The checkpoint, the held-out sentences, and those of each seed of calibration, with texts and without."""
+    """The checkpoint, the held-out sentences, and those of each seed of calibration."""
     if not (folder / "source").is_dir():
         make_source(folder / "source")
     if not (folder / "held-out").is_dir():
         speak(folder / "held-out", sentences, held_out=True, seed=0)
     for seed in seeds:
-        spoken, bare = folder / f"calibration-{seed}", folder / f"calibration-{seed}-no-texts"
-        if not spoken.is_dir():
-            speak(spoken, CALIBRATION_SENTENCES, held_out=False, seed=seed)
-        if not bare.is_dir():
-            bare.mkdir()
-            for file in list_audio_files(spoken):
-                os.link(file.path, bare / file.path.name)
+        if not (folder / f"calibration-{seed}").is_dir():
+            speak(folder / f"calibration-{seed}", CALIBRATION_SENTENCES, held_out=False, seed=seed)
 
 
-def heard(folder: Path, seed: int, texts: str) -> tuple[CalibrationOptions, float]:
+def heard(folder: Path, seed: int) -> tuple[CalibrationOptions, float]:
     """What `convert` draws by default from the sound of a seed, as ready batches, which all numbers of heads share; and the
     processor minutes that it took to hear them.
 
     Args:
         folder: the benchmark's.
         seed: of calibration.
-        texts: what follows the name of the folder of sound: "-no-texts" for those without.
     """
-    path = folder / f"heard-{seed}{texts}.pt"
+    path = folder / f"heard-{seed}.pt"
     if not path.is_file():
         began = time.process_time()
         source = SpeechModel(open_model(folder / "source"), folder / "source")
         tokens = speech_tokens_for(source.model.config.to_dict())
         size = SpeechSize(tokens, tokens // 8, tokens)
-        files = list_audio_files(folder / f"calibration-{seed}{texts}")
+        files = list_audio_files(folder / f"calibration-{seed}")
         found = speech_batches(source, files, size, seed=seed, progress=_count)
         minutes = (time.process_time() - began) / 60
         torch.save([found.tokens, [*found.layers, *found.held_out, *found.fresh], minutes], path)
@@ -152,7 +142,7 @@ def converted(folder: Path, method: str, groups: int, seed: int) -> tuple[Path, 
     options = ConversionOptions(method="mean")
     hearing = 0.0
     if method != "mean" and not out.is_dir():
-        calibration, hearing = heard(folder, seed, "-no-texts" if method == "no-texts" else "")
+        calibration, hearing = heard(folder, seed)
         options = ConversionOptions(calibration=replace(calibration, kl_steps=0 if method == "layers" else None))
     began = time.process_time()
 
@@ -176,27 +166,6 @@ def converted(folder: Path, method: str, groups: int, seed: int) -> tuple[Path, 
 
 def _count(done: int, total: int) -> None:
     sys.stderr.write(f"heard {done} of {total} tokens\n")
-
-
-def time_layers(folder: Path, groups: int) -> None:
-    """Print how long the layers' fit takes on 96 windows that have been heard already."""
-    seen: dict[str, tuple[float, float]] = {}
-
-    def on_layer(progress: FitProgress) -> None:
-        if progress.label == MERGING_LAYERS:
-            if progress.detail.startswith("layer 1:"):
-                seen.setdefault("began", (time.monotonic(), time.process_time()))
-            seen["ended"] = (time.monotonic(), time.process_time())
-
-    timed = _TIMED_WINDOWS // _AT_ONCE
-    batches = list(heard(folder, 0, "")[0].batches or ())[: 2 * timed + 1 : 2]  # of short texts and of long ones
-    tokens = sum(batch["decoder_input_ids"].numel() for batch in batches[:-1])
-    out = folder / "converted" / "timed"
-    calibration = CalibrationOptions(batches=batches, tokens=tokens, kl_steps=0)
-    options = ConversionOptions(calibration=calibration, overwrite=True)
-    convert_checkpoint(folder / "source", out, groups, options, on_layer=on_layer)
-    wall, processor = (after - before for before, after in zip(seen["began"], seen["ended"], strict=True))
-    print(f"{_TIMED_WINDOWS} windows, {tokens} tokens, N = {groups}: {processor:.0f} core seconds, {wall:.0f} of time")
 
 
 def jobs(options: argparse.Namespace) -> Iterator[tuple[str, int, int]]:
@@ -261,14 +230,10 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", choices=tuple(METHODS), default=[*reversed(METHODS)])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--sentences", type=int, default=200, help="held out (default: 200)")
-    parser.add_argument("--time", action="store_true", help="measure only how long the layers' fit takes")
     options = parser.parse_args()
     folder = options.folder.expanduser()
     folder.mkdir(parents=True, exist_ok=True)
     make_folder(folder, options.sentences, options.seeds)
-    if options.time:
-        time_layers(folder, options.groups[0])
-        return
     records = Records(options.output, ("method", "groups", "seed"))
     held_out = HeldOut(folder, options.sentences)
     source = records.model("whisper-base", folder / "source")

@@ -193,21 +193,9 @@ def test_the_report_has_a_row_for_each_method() -> None:
         "models": {"smollm2": {"scores": scores}},
         "cells": [mean, fit | measured, fit | measured | {"seed": 1, "loss": {"prose": {"512": loss(3.4, 0.4)}}}],
     }
-    run = {"model": "smollm2", "groups": 1, "start": "mean", "seed": 0, "objective": "lm", "needle": needle}
-    uptraining = {
-        "commands": [["python", "-m", "benchmarks.real.uptraining"]],
-        "cells": [
-            run | {"tokens": 2048, "core_minutes": 3.2, "recipe": {"learning_rate": 1e-3}, "loss": measured["loss"]},
-            run | {"tokens": 0, "loss": mean["loss"]},
-        ],
-    }
-    made = blocks(data, uptraining)
+    made = blocks(data)
     (row,) = [line for line in made["results"].splitlines() if "| fit |" in line]
     assert "3.000 -> 3.300, 90.0%" in row
     assert "80%" in row
-    before, after = [line for line in made["uptraining"].splitlines() if "| mean |" in line]
-    assert "| mean | 0 |  |  |  | 6.000 |  |  | 3.000 ± 0.020 |  |  | 80% |" in before
-    assert "| mean | 2,048 | LM | 0.001 | 3 | 3.200 |  |  | 0.200 ± 0.020 |  |  | 80% |" in after
-    nothing = blocks({"commands": [], "models": {}, "cells": []}, {})
+    nothing = blocks({"commands": [], "models": {}, "cells": []})
     assert MISSING in nothing["results"]
-    assert nothing["uptraining"] == MISSING
