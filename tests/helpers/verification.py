@@ -10,38 +10,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerFast
 
-from gqa_convert.conversion.options import ConversionOptions
-from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.verify import VerificationReport
 
 Damage = Callable[[Path, Path], object]
 """Changes OUT, given OUT and SOURCE."""
 
-
-class Conversions:
-    """Conversions of sources by name, each made once; treat them as read-only.
-
-    Args:
-        root: where sources and results go.
-        save: saves the source of a name in a folder.
-        options: of every conversion.
-    """
-
-    def __init__(self, root: Path, save: Callable[[str, Path], object], **options: Any) -> None:
-        self._root, self._save, self._options = root, save, options
-        self._made: dict[str, Path] = {}
-
-    def __call__(self, name: str, groups: int, method: str = "mean", **options: Any) -> tuple[Path, Path]:
-        """OUT and SOURCE."""
-        source = self._root / name
-        if not source.exists():
-            self._save(name, source)
-        key = repr((name, groups, method, options))
-        if key not in self._made:
-            self._made[key] = self._root / f"out-{len(self._made)}"
-            asked = ConversionOptions(method=method, **self._options | options)
-            convert_checkpoint(source, self._made[key], groups, asked)
-        return self._made[key], source
+Made = Callable[..., tuple[Path, Path]]
+"""The fixture `made`: OUT and SOURCE of a conversion."""
 
 
 def save_tokenizer(folder: Path) -> None:
@@ -107,17 +82,10 @@ def flip(row: int) -> Callable[[torch.Tensor], torch.Tensor]:
 
     def change(tensor: torch.Tensor) -> torch.Tensor:
         numbers = tensor.view(torch.int16 if tensor.itemsize == 2 else torch.int32)
-        flat = numbers[row].reshape(-1)
-        flat[-1] ^= 1
+        numbers.view(len(numbers), -1)[row, -1] ^= 1
         return tensor
 
-    def scalar_safe(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.dim() > 1:
-            return change(tensor)
-        tensor.view(torch.int16 if tensor.itemsize == 2 else torch.int32)[row] ^= 1
-        return tensor
-
-    return scalar_safe
+    return change
 
 
 def edit_json(path: Path, **changes: Any) -> None:

@@ -1,23 +1,14 @@
-"""Sources for the tests of the verifier: native families, and families that are translated."""
+"""Sources for the tests of the verifier: of stock types, rewritten ones, and those whose results have a modelling file."""
 
-from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    CohereConfig,
-    LlamaConfig,
-    Olmo2Config,
-    Phi3Config,
-    PreTrainedConfig,
-    Qwen2Config,
-    StableLmConfig,
-)
+import transformers
 
 from tests.helpers.own_files import make_source
-from tests.helpers.verification import save_tokenizer
+from tests.helpers.verification import edit_json, save_tokenizer
 
 # 12 query heads to 3 or 4 groups: no two counts coincide
 SIZES: dict[str, Any] = {
@@ -26,6 +17,7 @@ SIZES: dict[str, Any] = {
     "intermediate_size": 40,
     "num_hidden_layers": 2,
     "num_attention_heads": 12,
+    "num_key_value_heads": 12,
     "max_position_embeddings": 64,
     "pad_token_id": 0,
     "bos_token_id": 1,
@@ -34,77 +26,81 @@ SIZES: dict[str, Any] = {
 }
 
 
-def save_source(
-    config: PreTrainedConfig, folder: Path, dtype: torch.dtype = torch.float32, shards: str = "60KB"
-) -> Path:
-    """A tiny random model, large enough weights for attention to matter, with a tokenizer and a chat template."""
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.12)
-    model.to(dtype).save_pretrained(folder, max_shard_size=shards)
-    save_tokenizer(folder)
-    (folder / "chat_template.jinja").write_text("{{ messages }}")
-    return folder
+@dataclass(frozen=True)
+class Source:
+    """A tiny random model."""
+
+    model_type: str
+    changes: dict[str, Any] = field(default_factory=dict)
+    dtype: torch.dtype = torch.float32
+    shards: str = "50GB"
+    native: bool | None = None
+    """Whether conversions are rewritten (True) or have a modelling file (False)."""
 
 
-NATIVE: dict[str, Callable[[Path], Path]] = {
-    "llama": lambda folder: save_source(
-        LlamaConfig(**SIZES, num_key_value_heads=12, head_dim=8), folder, torch.bfloat16
-    ),
-    "llama_one_file": lambda folder: save_source(
-        LlamaConfig(**SIZES, num_key_value_heads=12), folder, torch.float16, "1GB"
-    ),
-    "llama_gqa": lambda folder: save_source(LlamaConfig(**SIZES, num_key_value_heads=4), folder, torch.bfloat16),
-    "qwen2": lambda folder: save_source(Qwen2Config(**SIZES, num_key_value_heads=12), folder),
-    "phi3": lambda folder: save_source(Phi3Config(**SIZES, num_key_value_heads=12), folder, torch.bfloat16),
-    "olmo2": lambda folder: save_source(Olmo2Config(**SIZES, num_key_value_heads=12), folder, torch.float16),
-    "cohere": lambda folder: save_source(
-        CohereConfig(**SIZES | {"tie_word_embeddings": True}, num_key_value_heads=12, use_qk_norm=True),
-        folder,
-        torch.bfloat16,
-    ),
-    "stablelm": lambda folder: save_source(
-        StableLmConfig(**SIZES, num_key_value_heads=12, qk_layernorm=True, use_qkv_bias=True), folder, torch.bfloat16
-    ),
+def rotary(part: float, **scaling: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": part} | scaling}
+
+
+HALF = torch.bfloat16
+NO_BIAS = {"tie_word_embeddings": True, "attention_bias": False}
+SERIAL: dict[str, Any] = {"use_parallel_residual": False} | rotary(1.0)
+T5 = {"num_layers": 1, "num_decoder_layers": 2}
+
+SOURCES = {
+    "llama": Source("llama", {"head_dim": 8}, HALF, "60KB"),
+    "llama, float32": Source("llama", {"head_dim": 12}, shards="60KB"),
+    "llama, one file": Source("llama", {}, torch.float16),
+    "llama, 4 heads": Source("llama", {"num_key_value_heads": 4}, HALF),
+    "qwen2": Source("qwen2", shards="60KB"),
+    "phi3": Source("phi3", {}, HALF, "60KB"),
+    "olmo2": Source("olmo2", {}, torch.float16),
+    "cohere": Source("cohere", {"tie_word_embeddings": True, "use_qk_norm": True}, HALF),
+    "stablelm": Source("stablelm", {"qk_layernorm": True, "use_qkv_bias": True}, HALF, "60KB"),
+    "neox": Source("gpt_neox", {"layer_norm_eps": 1e-3} | rotary(0.5), native=True),
+    "neox, half": Source("gpt_neox", {}, HALF, "40KB", native=True),
+    "neox, tied": Source("gpt_neox", NO_BIAS | rotary(0.5, rope_type="linear", factor=3.0), torch.float16, native=True),
+    "serial": Source("gpt_neox", SERIAL, shards="60KB", native=True),
+    "serial, half": Source("gpt_neox", SERIAL | NO_BIAS, HALF, native=True),
+    "gptj": Source("gptj", shards="70KB", native=True),
+    "gptj, half": Source("gptj", {"rotary_dim": 8, "tie_word_embeddings": True, "n_inner": None}, HALF, native=True),
+    "codegen": Source("codegen", {"activation_function": "relu"}, native=True),
+    "codegen, half": Source("codegen", {}, torch.float16, native=True),
+    "gpt2 as gpt_bigcode": Source("gpt2", native=True),
+    "gpt2 as gpt_bigcode, half": Source("gpt2", {"tie_word_embeddings": False}, HALF, "60KB", native=True),
+    "t5": Source("t5", T5, HALF, native=False),
+    "switch": Source("switch_transformers", native=False),
+    "bart": Source("bart", native=False),
+    "bart, decoder alone": Source("bart", native=False),
+    "whisper": Source("whisper", native=False),
+    "opt": Source("opt", native=False),
+    "gpt2": Source("gpt2", {"n_layer": 2}, HALF, native=False),
+    "gpt2, cross": Source("gpt2", {"n_layer": 2, "add_cross_attention": True}, native=False),
+    "gpt_neo": Source("gpt_neo", native=False),
+    "gpt_neox": Source("gpt_neox", rotary(0.5), native=False),
+    "bloom": Source("bloom", native=False),
+    "mpt": Source("mpt", native=False),
+    "falcon": Source("falcon", {"bias": True}, native=False),
+    "falcon, 7B": Source("falcon", {"multi_query": True}, native=False),
+    "falcon, 40B": Source("falcon", {"new_decoder_architecture": True, "num_kv_heads": 6}, native=False),
 }
 
 
-def rotary_positions(part: float, theta: float = 500.0, **scaling: Any) -> dict[str, Any]:
-    return {"rope_parameters": {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": part} | scaling}
-
-
-SERIAL: dict[str, Any] = {"use_parallel_residual": False} | rotary_positions(1.0)
-
-TRANSLATED: dict[str, tuple[str, dict[str, Any], torch.dtype, str]] = {
-    "neox": ("gpt_neox", {"layer_norm_eps": 1e-3} | rotary_positions(0.5), torch.float32, "50GB"),
-    "neox, half": ("gpt_neox", {}, torch.bfloat16, "40KB"),
-    "neox, tied": (
-        "gpt_neox",
-        {"tie_word_embeddings": True, "attention_bias": False} | rotary_positions(0.5, rope_type="linear", factor=3.0),
-        torch.float16,
-        "50GB",
-    ),
-    "serial": ("gpt_neox", SERIAL, torch.float32, "60KB"),
-    "serial, half": (
-        "gpt_neox",
-        SERIAL | {"tie_word_embeddings": True, "attention_bias": False},
-        torch.bfloat16,
-        "50GB",
-    ),
-    "gptj": ("gptj", {}, torch.float32, "70KB"),
-    "gptj, half": ("gptj", {"rotary_dim": 8, "tie_word_embeddings": True, "n_inner": None}, torch.bfloat16, "50GB"),
-    "codegen": ("codegen", {"activation_function": "relu"}, torch.float32, "50GB"),
-    "codegen, half": ("codegen", {}, torch.float16, "50GB"),
-    "gpt2": ("gpt2", {}, torch.float32, "50GB"),
-    "gpt2, half": ("gpt2", {"tie_word_embeddings": False}, torch.bfloat16, "60KB"),
-}
-"""By name: the model type, its config, the type of the weights and the size of a shard."""
-
-
-def save_translated(name: str, folder: Path) -> None:
-    """Save a source of `TRANSLATED` with a tokenizer."""
-    model_type, changes, dtype, shards = TRANSLATED[name]
-    make_source(model_type, folder, dtype=dtype, shards=shards, **changes)
+def save_source(name: str, folder: Path) -> None:
+    """Save a source with weights large enough for attention to matter, with a tokenizer and a chat template."""
+    source = SOURCES[name]
+    if source.native is not None:
+        make_source(source.model_type, folder, dtype=source.dtype, shards=source.shards, **source.changes)
+    else:
+        torch.manual_seed(0)
+        config = transformers.AutoConfig.for_model(source.model_type, **SIZES | source.changes)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.12)
+        model.to(source.dtype).save_pretrained(folder, max_shard_size=source.shards)
+        (folder / "chat_template.jinja").write_text("{{ messages }}")
+    if name == "bart, decoder alone":
+        transformers.BartForCausalLM.from_pretrained(folder).save_pretrained(folder)
     save_tokenizer(folder)
+    edit_json(folder / "tokenizer_config.json", eos_token="w2")

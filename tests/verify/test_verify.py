@@ -1,8 +1,7 @@
-"""The verifier passes good conversions and fails every damaged one."""
+"""The verifier passes good conversions of every kind, and what their models compute, cache and load is looked at."""
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,81 +11,138 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from gqa_convert.conversion.options import ConversionOptions
+from gqa_convert.conversion.rewriting import arrays
 from gqa_convert.conversion.run import convert_checkpoint
-from gqa_convert.errors import CorruptCheckpointError, SourceNotFoundError, UnsupportedFamilyError
-from gqa_convert.verify import verify_checkpoint
-from tests.helpers.verification import (
-    Conversions,
-    Damage,
-    change,
-    claim,
-    claims,
-    config,
-    edit,
-    edit_json,
-    failed,
-    flip,
-    remove,
-)
-from tests.helpers.verify_sources import NATIVE
+from gqa_convert.errors import ConfigError, CorruptCheckpointError, SourceNotFoundError, UnsupportedFamilyError
+from gqa_convert.families.loading import auto_class, load_model
+from gqa_convert.verify import models, verify_checkpoint
+from gqa_convert.verify.tokenizers import check_tokenizer
+from tests.helpers.chatglm import write_source as write_chatglm
+from tests.helpers.own_files import CASES, make_source, make_source_model
+from tests.helpers.tiny import make_config, make_model
+from tests.helpers.verification import Made, claim, details, edit, edit_json, failed, flip, save_byte_pairs
+from tests.helpers.verify_sources import SOURCES
 
+MEAN = ConversionOptions(method="mean")
+ENCODER = {"encoder": True}
 
-@pytest.fixture(scope="session")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Conversions:
-    return Conversions(tmp_path_factory.mktemp("verify"), lambda name, folder: NATIVE[name](folder))
+GOOD: list[tuple[str, int, str, dict[str, Any]]] = [
+    ("llama", 3, "mean", {}),
+    ("llama", 4, "first", {}),
+    ("llama", 4, "factor", {}),
+    ("llama, float32", 3, "factor", {}),
+    ("llama, one file", 1, "factor", {}),
+    ("llama, 4 heads", 2, "factor", {}),
+    ("llama, 4 heads", 12, "mean", {}),
+    ("qwen2", 3, "fit", {}),
+    ("phi3", 4, "factor", {}),
+    ("phi3", 3, "first", {}),
+    ("olmo2", 3, "factor", {}),
+    ("cohere", 3, "factor", {}),
+    ("stablelm", 3, "factor", {}),
+    ("stablelm", 4, "first", {}),
+    ("neox", 12, "mean", {}),
+    ("neox", 3, "factor", {}),
+    ("neox", 3, "fit", {}),
+    ("neox, half", 4, "factor", {}),
+    ("neox, tied", 3, "mean", {}),
+    ("serial", 3, "factor", {}),
+    ("serial, half", 3, "mean", {}),
+    ("gptj", 12, "mean", {}),
+    ("gptj, half", 3, "factor", {}),
+    ("codegen", 3, "mean", {}),
+    ("codegen, half", 4, "factor", {}),
+    ("gpt2 as gpt_bigcode", 1, "factor", {}),
+    ("gpt2 as gpt_bigcode, half", 1, "mean", {}),
+    ("t5", 3, "factor", {}),
+    ("t5", 4, "mean", ENCODER),
+    ("switch", 3, "mean", ENCODER),
+    ("bart", 4, "first", ENCODER),
+    ("bart, decoder alone", 3, "mean", {}),
+    ("whisper", 3, "mean", ENCODER),
+    ("opt", 3, "mean", {}),
+    ("gpt2", 3, "factor", {}),
+    ("gpt2, cross", 4, "factor", {}),
+    ("gpt_neo", 4, "mean", {}),
+    ("gpt_neox", 4, "factor", {}),
+    ("bloom", 6, "first", {}),
+    ("mpt", 4, "mean", {}),
+    ("falcon", 3, "factor", {}),
+    ("falcon, 7B", 4, "mean", {}),
+    ("falcon, 40B", 2, "mean", {}),
+    ("falcon, 40B", 12, "mean", {}),
+]
+"""Source, K/V heads, method and options."""
+
+FAST = {"llama", "phi3", "stablelm", "neox", "gpt2 as gpt_bigcode", "t5", "gpt2, cross", "falcon, 40B", "qwen2"}
 
 
 @pytest.mark.parametrize(
-    ("name", "groups", "method"),
-    [
-        ("llama", 3, "mean"),
-        ("llama", 4, "first"),
-        ("llama_one_file", 1, "mean"),
-        ("llama_gqa", 2, "first"),
-        ("llama_gqa", 4, "mean"),
-        ("llama_gqa", 12, "mean"),
-        ("qwen2", 4, "mean"),
-        ("qwen2", 3, "first"),
-        ("phi3", 4, "mean"),
-        ("phi3", 3, "first"),
-        ("olmo2", 4, "mean"),
-        ("olmo2", 3, "first"),
-        ("cohere", 3, "mean"),
-        ("stablelm", 4, "mean"),
-        ("stablelm", 3, "first"),
-    ],
+    ("name", "groups", "method", "options"),
+    [row if row[0] in FAST else pytest.param(*row, marks=pytest.mark.slow) for row in GOOD],
 )
-def test_good_conversions_pass(made: Conversions, name: str, groups: int, method: str) -> None:
-    out, source = made(name, groups, method)
+def test_good_conversions_pass(made: Made, name: str, groups: int, method: str, options: dict[str, Any]) -> None:
+    out, source = made(name, groups, method, **options)
     report = verify_checkpoint(out, source)
     assert failed(report) == {}
     assert report.passed
-    names = {check.name for check in report.checks}
-    assert {
-        "files",
-        "merged tensors",
-        "untouched tensors",
-        "config",
-        "logits",
-        "cached decoding",
-        "cache heads",
-    } <= names
     assert json.loads(json.dumps(report.summary()))["passed"] is True
+    found, kind = details(report), SOURCES[name]
+    assert f"{groups} heads in each" in found["cache heads"]
+    repeated = groups >= kind.changes.get("num_key_value_heads", kind.changes.get("num_kv_heads", 12))
+    repeated |= name == "falcon, 7B"
+    assert (" 0 parameters of SOURCE replaced" in found["logits"]) == repeated
+    assert ("cross-attention" in found["cache heads"]) == name.startswith(
+        ("t5", "switch", "bart", "whisper", "gpt2, c")
+    )
+    assert ("encoder attention" in found["heads"]) == bool(options)
+    assert ("attention functions" in found) == (method in ("factor", "fit"))
+    assert ("module outputs" in found) == (method == "fit")
+    if method == "factor":
+        assert "could lose less" in found["attention functions"]
+    if kind.native:
+        assert found["rewritten source"].endswith(f"against SOURCE, a {kind.model_type}")
+    assert ("modelling file" in found) == (kind.native is False)
 
 
-def test_other_weight_formats(made: Conversions, tmp_path: Path) -> None:
-    """`pytorch_model.bin` sources and results cut into other shards."""
-    _, source = made("llama", 3)
+@pytest.mark.parametrize("name", ["t5", "bart", "gpt2", "gpt_neox"])
+def test_at_the_sources_own_count_stock_classes_load_it(made: Made, name: str) -> None:
+    out, source = made(name, 12)
+    report = verify_checkpoint(out, source)
+    assert failed(report) == {}
+    assert "modelling file" not in details(report)
+    assert "num_key_value_heads" not in json.loads((out / "config.json").read_text())
+
+
+def test_half_precision(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As models of more than three billion parameters run."""
+    monkeypatch.setattr(models, "FLOAT32_LIMIT", 0)
+    for name, groups, dtype in (("t5", 3, "bfloat16"), ("serial, half", 3, "float16"), ("gptj, half", 3, "float16")):
+        report = verify_checkpoint(*made(name, groups))
+        assert failed(report) == {}
+        assert dtype in details(report)["loads"]
+
+
+def test_other_weight_formats(made: Made, tmp_path: Path) -> None:
+    """`pytorch_model.bin` sources and results cut into other shards; Pythia's config knows no rope_parameters."""
+    _, source = made("neox, half", 3)
     old = shutil.copytree(source, tmp_path / "old", ignore=shutil.ignore_patterns("*.safetensors*"))
     state = {name: tensor for file in source.glob("*.safetensors") for name, tensor in load_file(file).items()}
-    torch.save(state, old / "pytorch_model.bin")
-    convert_checkpoint(old, tmp_path / "out", 4, ConversionOptions(method="mean", max_shard_size=50_000))
-    assert failed(verify_checkpoint(tmp_path / "out", old, logits=False)) == {}
-    edit(tmp_path / "out", "model.layers.1.self_attn.v_proj.weight", flip(0))
-    assert set(failed(verify_checkpoint(tmp_path / "out", old, logits=False))) == {"merged tensors"}
+    torch.save(state | {"gpt_neox.layers.0.attention.rotary_emb.inv_freq": torch.ones(1)}, old / "pytorch_model.bin")
+    stated = json.loads((old / "config.json").read_text())
+    del stated["rope_parameters"], stated["dtype"]
+    stated |= {"rotary_pct": 0.25, "rotary_emb_base": 10000, "torch_dtype": "bfloat16"}
+    (old / "config.json").write_text(json.dumps(stated))
+    out = tmp_path / "out"
+    convert_checkpoint(old, out, 4, ConversionOptions(max_shard_size=40_000, method="mean"))
+    assert failed(verify_checkpoint(out, old)) == {}
+    edit(out, "model.layers.1.self_attn.v_proj.weight", flip(0))
+    assert set(failed(verify_checkpoint(out, old, logits=False))) == {"merged tensors"}
+    edit_json(out / "config.json", torch_dtype="float32")
+    assert set(failed(verify_checkpoint(out, old, logits=False))) == {"merged tensors", "config"}
 
 
-def test_progress_goes_to_the_end(made: Conversions) -> None:
+def test_progress_goes_to_the_end(made: Made) -> None:
     stages: list[tuple[str, int, int]] = []
     verify_checkpoint(*made("llama", 3), progress=lambda *step: stages.append(step))
     for stage in ("tensors", "logits"):
@@ -95,273 +151,17 @@ def test_progress_goes_to_the_end(made: Conversions) -> None:
         assert steps[-1][0] == steps[-1][1]
 
 
-ATTENTION = "model.layers.1.self_attn"
-FLIPS = [
-    ("llama", "model.embed_tokens.weight", 5, "untouched tensors"),
-    ("llama", f"{ATTENTION}.q_proj.weight", 70, "untouched tensors"),
-    ("llama", f"{ATTENTION}.k_proj.weight", 8, "merged tensors"),
-    ("llama", f"{ATTENTION}.v_proj.weight", -1, "merged tensors"),
-    ("llama", f"{ATTENTION}.o_proj.weight", 0, "untouched tensors"),
-    ("llama", "model.layers.0.mlp.down_proj.weight", 3, "untouched tensors"),
-    ("llama", "model.norm.weight", 95, "untouched tensors"),
-    ("llama", "model.layers.0.input_layernorm.weight", 0, "untouched tensors"),
-    ("llama", "lm_head.weight", -1, "untouched tensors"),
-    ("qwen2", f"{ATTENTION}.q_proj.bias", 4, "untouched tensors"),
-    ("qwen2", f"{ATTENTION}.k_proj.bias", 4, "merged tensors"),
-    ("qwen2", f"{ATTENTION}.v_proj.bias", 0, "merged tensors"),
-    ("qwen2", f"{ATTENTION}.k_proj.weight", 11, "merged tensors"),
-    ("olmo2", f"{ATTENTION}.k_norm.weight", 9, "merged tensors"),
-    ("olmo2", f"{ATTENTION}.q_norm.weight", 9, "untouched tensors"),
-    ("cohere", f"{ATTENTION}.k_norm.weight", 2, "merged tensors"),
-    ("stablelm", f"{ATTENTION}.k_layernorm.norms.1.weight", 0, "merged tensors"),
-    ("stablelm", f"{ATTENTION}.q_layernorm.norms.11.weight", 0, "untouched tensors"),
-    ("phi3", f"{ATTENTION}.qkv_proj.weight", 95, "merged tensors"),  # the last query row
-    ("phi3", f"{ATTENTION}.qkv_proj.weight", 96, "merged tensors"),  # the first key row
-    ("phi3", f"{ATTENTION}.qkv_proj.weight", -1, "merged tensors"),  # the last value row
-]
-
-
-@pytest.mark.parametrize(("name", "tensor", "row", "check"), FLIPS)
-def test_one_flipped_bit_fails(made: Conversions, tmp_path: Path, name: str, tensor: str, row: int, check: str) -> None:
-    """`first` copies heads, which is checked by the code for heads that no group shares."""
-    method = "first" if name in ("qwen2", "cohere") else "mean"
-    good, source = made(name, 3, method)
-    out = shutil.copytree(good, tmp_path / "out")
-    edit(out, tensor, flip(row))
-    report = verify_checkpoint(out, source, logits=False)
-    assert set(failed(report)) == {check}
-    assert tensor in failed(report)[check]
-
-
-def swap_heads(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.cat([tensor[8:16], tensor[:8], tensor[16:]])
-
-
-KEY = f"{ATTENTION}.k_proj.weight"
-
-
-def strided(out: Path, source: Path) -> None:
-    """Group heads 0, 3, 6, 9 where 0, 1, 2, 3 belong, in every layer."""
-    for name in ("k_proj", "v_proj"):
-        for layer in (0, 1):
-            tensor = f"model.layers.{layer}.self_attn.{name}.weight"
-            original = next(
-                load_file(file)[tensor] for file in source.glob("*.safetensors") if tensor in load_file(file)
-            )
-            heads = original.float().reshape(4, 3, 8, 96).mean(0).reshape(24, 96)
-            edit(out, tensor, lambda _, heads=heads: heads.to(torch.bfloat16))
-
-
-def five_heads(out: Path, _: Path) -> None:
-    """As many in every layer, and no divisor of twelve."""
-    for layer in (0, 1):
-        for name in ("k_proj", "v_proj"):
-            edit(out, f"model.layers.{layer}.self_attn.{name}.weight", lambda tensor: torch.cat([tensor, tensor[:16]]))
-
-
-def index(**totals: Any) -> Damage:
-    def damage(out: Path, _: Path) -> None:
-        path = out / "model.safetensors.index.json"
-        stated = json.loads(path.read_text())
-        stated["metadata"] |= totals
-        path.write_text(json.dumps(stated))
-
-    return damage
-
-
-def truncate(out: Path) -> None:
-    file = sorted(out.glob("*.safetensors"))[1]
-    file.write_bytes(file.read_bytes()[:-4])
-
-
-def extra_tensor(out: Path, _: Path) -> None:
-    file = sorted(out.glob("*.safetensors"))[0]
-    save_file(load_file(file) | {"model.more.weight": torch.ones(2)}, file, metadata={"format": "pt"})
-
-
-def misplace(out: Path, _: Path) -> None:
-    path = out / "model.safetensors.index.json"
-    stated = json.loads(path.read_text())
-    files = sorted(set(stated["weight_map"].values()))
-    stated["weight_map"][KEY] = files[0] if stated["weight_map"][KEY] != files[0] else files[1]
-    path.write_text(json.dumps(stated))
-
-
-def stale(name: str) -> Damage:
-    def damage(out: Path, _: Path) -> None:
-        (out / name).parent.mkdir(exist_ok=True)
-        (out / name).write_bytes(b"x")
-
-    return damage
-
-
-def shard(number: int, change: Callable[[Path], object]) -> Damage:
-    return lambda out, _: change(sorted(out.glob("*.safetensors"))[number])
-
-
-NORM, VALUE = "model.norm.weight", "model.layers.0.self_attn.v_proj.weight"
-NESTED = {"rope_type": "default"}
-BYTES = {"before": 1, "after": 1}
-DAMAGE: dict[str, tuple[Damage, str]] = {
-    "swapped heads": (change(KEY, swap_heads), "merged tensors"),
-    "strided groups": (strided, "merged tensors"),
-    "five heads": (five_heads, "heads"),
-    "missing tensor": (remove(NORM), "files"),
-    "missing key": (remove(KEY), "files"),
-    "missing value": (remove(VALUE), "files"),
-    "extra tensor": (extra_tensor, "files"),
-    "one layer with all heads": (change(KEY, lambda t: t.repeat_interleave(4, dim=0)), "merged tensors"),
-    "negative zero": (change(NORM, lambda t: t * -0.0), "untouched tensors"),
-    "other type": (change(NORM, lambda t: t.float()), "untouched tensors"),
-    "other type of a key": (change(KEY, lambda t: t.float()), "merged tensors"),
-    "other shape": (change(NORM, lambda t: t.reshape(2, -1)), "untouched tensors"),
-    "not finite": (change(KEY, lambda t: t * torch.nan), "merged tensors"),
-    "stale weights": (stale("model.safetensors"), "files"),
-    "stale bin": (stale("pytorch_model.bin"), "files"),
-    "stale weights in a folder": (stale("onnx/model.onnx"), "files"),
-    "leftover": (stale(".share-probe"), "files"),
-    "truncated shard": (lambda out, _: truncate(out), "files"),
-    "empty shard": (shard(0, lambda file: file.write_bytes(b"")), "files"),
-    "missing shard": (shard(2, Path.unlink), "files"),
-    "no weights": (lambda out, _: [file.unlink() for file in out.glob("*.safetensors*")], "files"),
-    "index names another file": (misplace, "files"),
-    "index is no JSON": (lambda out, _: (out / "model.safetensors.index.json").write_text("{"), "files"),
-    "wrong total": (index(total_size=12), "index"),
-    "wrong parameters": (index(total_parameters=12), "index"),
-    "wrong count": (config(num_key_value_heads=4), "config"),
-    "source's count": (config(num_key_value_heads=12), "config"),
-    "wrong group number": (config(multi_query_group_num=12), "config"),
-    "not multi-query": (config(multi_query_attention=1), "config"),
-    "changed theta": (config(rope_parameters=NESTED), "config"),
-    "added theta": (config(rope_theta=1e6), "config"),
-    "quantised": (config(quantization_config={"quant_method": "fp8"}), "config"),
-    "no config": (lambda out, _: (out / "config.json").unlink(), "config"),
-    "config is a list": (lambda out, _: (out / "config.json").write_text("[]"), "config"),
-    "changed tokenizer": (lambda out, _: edit_json(out / "tokenizer.json", version="2"), "carried files"),
-    "missing template": (lambda out, _: (out / "chat_template.jinja").unlink(), "carried files"),
-    "new code": (stale("modeling.py"), "carried files"),
-    "claims other groups": (claims(groups=4), "provenance"),
-    "claims other heads": (claims(source_kv_heads=6), "provenance"),
-    "claims another type": (claims(model_type="mistral"), "provenance"),
-    "claims other bytes": (claims(kv_bytes_per_token=BYTES), "provenance"),
-    "claims no error": (claims(merge_error={}), "provenance"),
-    "claims small errors": (
-        lambda out, _: claim(out, merge_error=dict.fromkeys(errors_of(out), 0.01)),
-        "provenance",
-    ),
-    "claims to be trained": (claims(uptraining_tokens=9), "provenance"),
-    "claims another method": (claims(method="first"), "merged tensors"),
-    "claims an unknown method": (claims(method="magic"), "merged tensors"),
-    "claims no hashes": (lambda out, _: drop_result(out), "hashes"),
-    "claims nothing": (lambda out, _: (out / "gqa_conversion.json").unlink(), "provenance"),
-}
-
-
-def drop_result(out: Path) -> None:
-    record = json.loads((out / "gqa_conversion.json").read_text())
-    del record["result"]
-    (out / "gqa_conversion.json").write_text(json.dumps(record))
-
-
-def errors_of(out: Path) -> list[str]:
-    return list(json.loads((out / "gqa_conversion.json").read_text())["merge_error"])
-
-
-@pytest.mark.parametrize("kind", DAMAGE)
-def test_damage_fails(made: Conversions, tmp_path: Path, kind: str) -> None:
-    good, source = made("llama", 3)
-    out = shutil.copytree(good, tmp_path / "out")
-    damage, check = DAMAGE[kind]
-    damage(out, source)
-    report = verify_checkpoint(out, source, logits=False)
-    assert check in failed(report)
-    assert not report.passed
-    assert all("\n" not in check.detail for check in report.checks)
-
-
-def test_another_source_fails(made: Conversions, tmp_path: Path) -> None:
+def test_another_source_fails(made: Made, tmp_path: Path) -> None:
     out, source = made("llama", 3)
     other = shutil.copytree(source, tmp_path / "other")
     edit(other, "model.layers.0.self_attn.v_proj.weight", lambda t: t + 0.5)
     assert set(failed(verify_checkpoint(out, other, logits=False))) == {"merged tensors"}
-    assert not verify_checkpoint(out, made("llama_gqa", 2, "first")[1], logits=False).passed
-    assert not verify_checkpoint(out, made("phi3", 4)[1], logits=False).passed
-
-
-def test_the_source_itself_fails_as_its_own_conversion(made: Conversions) -> None:
-    _, source = made("llama", 3)
+    for name in ("llama, 4 heads", "phi3"):
+        assert not verify_checkpoint(out, made(name, 4)[1], logits=False).passed
     assert set(failed(verify_checkpoint(source, source, logits=False))) == {"config", "provenance"}
 
 
-def test_a_strided_repeat_in_the_model_fails_the_logits(made: Conversions, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Good tensors, but the software that runs them serves other query heads."""
-    out, source = made("llama", 3)
-    module = transformers.integrations.sdpa_attention
-    monkeypatch.setattr(module, "use_gqa_in_sdpa", lambda *_: False)
-    monkeypatch.setattr(module, "repeat_kv", lambda states, n: states.repeat(1, n, 1, 1))
-    findings = set(failed(verify_checkpoint(out, source)))
-    assert "logits" in findings
-    assert findings <= {"logits", "cached decoding"}  # steps of one token take another path, which is not patched
-
-
-def test_damaged_tensors_fail_the_logits_too(made: Conversions, tmp_path: Path) -> None:
-    good, source = made("phi3", 4)
-    out = shutil.copytree(good, tmp_path / "out")
-    edit(out, "model.layers.0.mlp.down_proj.weight", lambda t: t * 1.05)
-    assert {"untouched tensors", "logits", "cached decoding"} == set(failed(verify_checkpoint(out, source)))
-    edit(out, f"{ATTENTION}.qkv_proj.weight", lambda t: torch.cat([t[:96], t[104:112], t[96:104], t[112:]]))
-    assert {"merged tensors", "logits"} <= set(failed(verify_checkpoint(out, source)))
-
-
-def test_what_transformers_cannot_load_fails(made: Conversions, tmp_path: Path) -> None:
-    good, source = made("llama", 3)
-    out = shutil.copytree(good, tmp_path / "out")
-    edit_json(out / "config.json", num_key_value_heads=4)
-    assert set(failed(verify_checkpoint(out, source))) == {"config", "loads"}
-    edit_json(out / "config.json", model_type="no such model")
-    assert {"config", "loads"} <= set(failed(verify_checkpoint(out, source)))
-
-
-def test_missing_norms_of_heads_fail_to_load(made: Conversions, tmp_path: Path) -> None:
-    good, source = made("stablelm", 4)
-    out = shutil.copytree(good, tmp_path / "out")
-    name = f"{ATTENTION}.k_layernorm.norms.2.weight"
-    edit(out, name, lambda _: None)
-    stated = json.loads((out / "model.safetensors.index.json").read_text())
-    del stated["weight_map"][name]
-    (out / "model.safetensors.index.json").write_text(json.dumps(stated))
-    assert {"tensor names", "merged tensors", "loads"} <= set(failed(verify_checkpoint(out, source)))
-
-
-def test_a_wrong_cache_fails_cached_decoding(made: Conversions, monkeypatch: pytest.MonkeyPatch) -> None:
-    out, source = made("llama", 3)
-    update = transformers.cache_utils.DynamicLayer.update
-
-    def forgetful(self: Any, keys: torch.Tensor, values: torch.Tensor, *args: Any, **options: Any) -> Any:
-        return update(
-            self, keys, values * 1.1 if keys.shape[2] == 1 and keys.shape[1] == 3 else values, *args, **options
-        )
-
-    monkeypatch.setattr(transformers.cache_utils.DynamicLayer, "update", forgetful)
-    assert set(failed(verify_checkpoint(out, source))) == {"cached decoding"}
-
-
-def test_a_cache_of_all_heads_fails(made: Conversions, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attention computes the same if K/V heads are repeated before they are kept, and no memory is saved."""
-    out, source = made("llama", 3)
-    update = transformers.cache_utils.DynamicLayer.update
-
-    def wasteful(self: Any, keys: torch.Tensor, values: torch.Tensor, *args: Any, **options: Any) -> Any:
-        if keys.shape[1] != 3:
-            return update(self, keys, values, *args, **options)
-        kept = update(self, *(states.repeat_interleave(4, 1) for states in (keys, values)), *args, **options)
-        return tuple(states[:, ::4] for states in kept)
-
-    monkeypatch.setattr(transformers.cache_utils.DynamicLayer, "update", wasteful)
-    assert set(failed(verify_checkpoint(out, source))) == {"cache heads"}
-
-
-def test_mistakes_of_the_user_are_errors(made: Conversions, tmp_path: Path) -> None:
+def test_mistakes_of_the_user_are_errors(made: Made, tmp_path: Path) -> None:
     out, source = made("llama", 3)
     with pytest.raises(SourceNotFoundError, match="not a folder"):
         verify_checkpoint(tmp_path / "nothing", source)
@@ -370,10 +170,327 @@ def test_mistakes_of_the_user_are_errors(made: Conversions, tmp_path: Path) -> N
     with pytest.raises(SourceNotFoundError, match="revision"):
         verify_checkpoint(out, source, revision="main")
     damaged = shutil.copytree(source, tmp_path / "damaged")
-    truncate(damaged)
+    shard = sorted(damaged.glob("*.safetensors"))[1]
+    shard.write_bytes(shard.read_bytes()[:-4])
     with pytest.raises(CorruptCheckpointError):
         verify_checkpoint(out, damaged, logits=False)
     other = shutil.copytree(source, tmp_path / "other")
     edit_json(other / "config.json", model_type="deepseek_v3")
     with pytest.raises(UnsupportedFamilyError):
         verify_checkpoint(out, other, logits=False)
+
+
+# What models compute and keep
+# ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_strided_repeat_in_the_model_fails_the_logits(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Good tensors, but the software that runs them serves other query heads."""
+    module = transformers.integrations.sdpa_attention
+    monkeypatch.setattr(module, "use_gqa_in_sdpa", lambda *_: False)
+    monkeypatch.setattr(module, "repeat_kv", lambda states, n: states.repeat(1, n, 1, 1))
+    findings = set(failed(verify_checkpoint(*made("llama", 3))))
+    assert "logits" in findings
+    assert findings <= {"logits", "cached decoding"}  # steps of one token take another path, which is not patched
+
+
+def test_what_transformers_cannot_load_fails(made: Made, tmp_path: Path) -> None:
+    good, source = made("llama", 3)
+    out = shutil.copytree(good, tmp_path / "out")
+    edit_json(out / "config.json", num_key_value_heads=4)
+    assert set(failed(verify_checkpoint(out, source))) == {"config", "loads"}
+    edit_json(out / "config.json", model_type="no such model")
+    assert {"config", "loads"} <= set(failed(verify_checkpoint(out, source)))
+
+
+def test_missing_norms_of_heads_fail_to_load(made: Made, tmp_path: Path) -> None:
+    good, source = made("stablelm", 4, "first")
+    out = shutil.copytree(good, tmp_path / "out")
+    name = "model.layers.1.self_attn.k_layernorm.norms.2.weight"
+    edit(out, name, lambda _: None)
+    stated = json.loads((out / "model.safetensors.index.json").read_text())
+    del stated["weight_map"][name]
+    (out / "model.safetensors.index.json").write_text(json.dumps(stated))
+    assert {"tensor names", "merged tensors", "loads"} <= set(failed(verify_checkpoint(out, source)))
+
+
+@pytest.mark.parametrize(("kind", "check"), [("forgetful", "cached decoding"), ("wasteful", "cache heads")])
+def test_what_is_wrong_with_a_cache_is_found(
+    made: Made, kind: str, check: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Values change in it; or K/V heads are repeated before they are kept, which computes the same and saves nothing."""
+    out, source = made("llama", 3)
+    update = transformers.cache_utils.DynamicLayer.update
+
+    def changed(self: Any, keys: torch.Tensor, values: torch.Tensor, *args: Any, **options: Any) -> Any:
+        if keys.shape[1] != 3:
+            return update(self, keys, values, *args, **options)
+        if kind == "forgetful":
+            return update(self, keys, values * 1.1 if keys.shape[2] == 1 else values, *args, **options)
+        kept = update(self, *(states.repeat_interleave(4, 1) for states in (keys, values)), *args, **options)
+        return tuple(states[:, ::4] for states in kept)
+
+    monkeypatch.setattr(transformers.cache_utils.DynamicLayer, "update", changed)
+    assert set(failed(verify_checkpoint(out, source))) == {check}
+
+
+def test_a_rewriting_that_computes_something_else_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """verify shares the rewriting with the converter, so only SOURCE's own class can tell."""
+    monkeypatch.setattr(arrays, "rotary_order", lambda width, _: [*range(width)])
+    source = make_source("gptj", tmp_path / "source")
+    convert_checkpoint(source, tmp_path / "out", 3, MEAN)
+    assert set(failed(verify_checkpoint(tmp_path / "out", source))) == {"rewritten source"}
+
+
+def test_biases_that_stock_classes_pass_over(tmp_path: Path) -> None:
+    """A config without them beside a file with them: the source's class passes over what the rewritten source has."""
+    source = make_source("gpt_neox", tmp_path / "source")
+    edit_json(source / "config.json", attention_bias=False)
+    convert_checkpoint(source, tmp_path / "out", 3, MEAN)
+    assert "rewritten source" in failed(verify_checkpoint(tmp_path / "out", source))
+
+
+# Sources of other kinds
+# ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_result_converted_again(made: Made, tmp_path: Path) -> None:
+    """What it is made from has a modelling file already, which the new result brings along in its place."""
+    for name, encoder in (("bart", True), ("gpt2", False)):
+        first, _ = made(name, 4, encoder=encoder)
+        for groups, more in ((2, False), (4, encoder), (12, False)):
+            out = tmp_path / f"{name}-{groups}"
+            convert_checkpoint(first, out, groups, ConversionOptions(encoder=more, native=False, method="mean"))
+            assert failed(verify_checkpoint(out, first)) == {}
+
+
+def test_chatglm_is_proven_by_its_data_alone(tmp_path: Path) -> None:
+    source, out = tmp_path / "source", tmp_path / "out"
+    write_chatglm(source)
+    convert_checkpoint(source, out, 3, MEAN)
+    report = verify_checkpoint(out, source)
+    assert failed(report) == {}
+    found = details(report)
+    assert "no class of type chatglm" in found["behaviour"]
+    assert not {"loads", "logits", "cached decoding", "cache heads"} & set(found)
+    name = "transformer.encoder.layers.1.self_attention.query_key_value"
+    for tensor, row in ((f"{name}.weight", 3), (f"{name}.weight", -1), (f"{name}.bias", 12 * 16)):
+        bad = shutil.copytree(out, tmp_path / "bad", dirs_exist_ok=True)
+        edit(bad, tensor, flip(row))
+        assert set(failed(verify_checkpoint(bad, source))) == {"merged tensors"}
+    edit_json(out / "config.json", multi_query_group_num=6)
+    assert set(failed(verify_checkpoint(out, source))) == {"config"}
+
+
+def test_gpt2_as_it_lies_on_the_hub(tmp_path: Path) -> None:
+    """No prefix, no tied head, masks that nothing reads; and a tensor that nothing is known of is not passed over."""
+    source = make_source("gpt2", tmp_path / "source")
+    file = source / "model.safetensors"
+    tensors = {name.removeprefix("transformer."): tensor for name, tensor in load_file(file).items()}
+    save_file(tensors | {"h.0.attn.bias": torch.ones(1, 1, 4, 4)}, file, metadata={"format": "pt"})
+    convert_checkpoint(source, tmp_path / "out", 1, MEAN)
+    assert failed(verify_checkpoint(tmp_path / "out", source)) == {}
+    save_file(tensors | {"h.0.attn.extra": torch.ones(1, 1, 4, 4)}, file, metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"h\.0\.attn\.extra"):
+        verify_checkpoint(tmp_path / "out", source, logits=False)
+
+
+@pytest.mark.parametrize("pad", [-1, 10_000])
+def test_padding_tokens_outside_the_vocabulary(tmp_path: Path, pad: int) -> None:
+    source = tmp_path / "source"
+    make_model(make_config("llama")).save_pretrained(source)
+    edit_json(source / "config.json", pad_token_id=pad)
+    convert_checkpoint(source, tmp_path / "out", 3, MEAN)
+    findings = failed(verify_checkpoint(tmp_path / "out", source))
+    assert findings == {} if pad < 0 else set(findings) <= {"loads"}
+
+
+def test_copies_of_a_type_that_caches_repeated_heads(tmp_path: Path) -> None:
+    """transformers' Falcon keeps as many keys as it has query heads, in OUT as in SOURCE."""
+    source = make_source("falcon", tmp_path / "source", **CASES["falcon, 40B with 4"][1])
+    convert_checkpoint(source, tmp_path / "out", 4, MEAN)
+    report = verify_checkpoint(tmp_path / "out", source)
+    assert failed(report) == {}
+    assert "12 heads" in details(report)["cache heads"]
+    edit(tmp_path / "out", "transformer.h.1.self_attention.query_key_value.weight", flip(20))
+    assert set(failed(verify_checkpoint(tmp_path / "out", source, logits=False))) == {"untouched tensors"}
+
+
+def test_an_encoder_with_as_many_heads_as_groups(tmp_path: Path) -> None:
+    """Whether it was converted is the same to its tensors; config and provenance must agree on it."""
+    source = make_source("bart", tmp_path / "source", encoder_attention_heads=4)
+    for encoder in (False, True):
+        out = tmp_path / f"out-{encoder}"
+        convert_checkpoint(source, out, 4, ConversionOptions(encoder=encoder, method="mean"))
+        assert failed(verify_checkpoint(out, source, logits=encoder)) == {}
+        claim(out, encoder=not encoder)
+        assert set(failed(verify_checkpoint(out, source, logits=False))) == {"config"}
+
+
+def test_old_configs_name_their_heads_otherwise(tmp_path: Path) -> None:
+    source = make_source("gpt2", tmp_path / "source")
+    config = json.loads((source / "config.json").read_text())
+    config["num_attention_heads"] = config.pop("n_head")
+    (source / "config.json").write_text(json.dumps(config))
+    convert_checkpoint(source, tmp_path / "out", 3, ConversionOptions(native=False, method="mean"))
+    assert failed(verify_checkpoint(tmp_path / "out", source)) == {}
+
+
+def test_whisper_without_its_encoder(tmp_path: Path) -> None:
+    """Distilled Whisper's decoder alone reads an encoder's states given to it in another way."""
+    whole = make_source("whisper", tmp_path / "whole")
+    transformers.WhisperForCausalLM.from_pretrained(whole).save_pretrained(tmp_path / "source")
+    convert_checkpoint(tmp_path / "source", tmp_path / "out", 3, MEAN)
+    report = verify_checkpoint(tmp_path / "out", tmp_path / "source")
+    assert failed(report) == {}
+    assert "cross-attention" in details(report)["cache heads"]
+
+
+# Small and large numbers
+# ---------------------------------------------------------------------------------------------------------
+
+
+def scaled(folder: Path, model_type: str, dtype: torch.dtype, scale: float) -> Path:
+    """A checkpoint whose value projections are scaled."""
+    model = make_source_model(model_type) if model_type in ("opt", "gptj") else make_model(make_config(model_type))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".v_proj." in name:
+                parameter.mul_(scale)
+    model.to(dtype).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("model_type", "dtype", "scale", "method"),
+    [
+        ("llama", torch.float16, 1e-6, "mean"),
+        ("qwen2", torch.float16, 1e-6, "factor"),
+        ("opt", torch.float16, 1e-6, "factor"),
+        ("gptj", torch.float16, 1e-6, "first"),
+        ("llama", torch.float16, 1e4, "factor"),
+        ("llama", torch.float32, 1e4, "factor"),
+    ],
+)
+def test_values_near_the_limits_of_their_type(
+    tmp_path: Path, model_type: str, dtype: torch.dtype, scale: float, method: str
+) -> None:
+    source = scaled(tmp_path / "source", model_type, dtype, scale)
+    convert_checkpoint(source, tmp_path / "out", 3, ConversionOptions(method=method))
+    assert failed(verify_checkpoint(tmp_path / "out", source)) == {}
+
+
+def test_subnormals_of_other_heads_are_found_in_the_loaded_model(tmp_path: Path) -> None:
+    """Every bit of the file counts; merged heads of the loaded OUT may be off by half a unit of float16, and no more."""
+    source = scaled(tmp_path / "source", "llama", torch.float16, 3e-5)
+    for name, changed in (("bit", flip(17)), ("roll", lambda tensor: tensor.roll(16, 0))):
+        out = tmp_path / name
+        convert_checkpoint(source, out, 3, MEAN)
+        assert failed(verify_checkpoint(out, source)) == {}
+        edit(out, "model.layers.1.self_attn.v_proj.weight", changed)
+        assert set(failed(verify_checkpoint(out, source))) == {"merged tensors"}
+
+
+# Code and tokenizers
+# ---------------------------------------------------------------------------------------------------------
+
+EVIL = "from pathlib import Path\nPath({!r}).touch()\n"
+
+
+def test_a_modelling_file_that_was_edited_never_runs(made: Made, tmp_path: Path, modules_cache: Path) -> None:
+    good, source = made("opt", 4)
+    out = shutil.copytree(good, tmp_path / "out")
+    marker, file = tmp_path / "ran", out / "gqa_opt.py"
+    code = file.read_text()
+    file.write_text(code + EVIL.format(str(marker)))
+    findings = failed(verify_checkpoint(out, source))
+    assert set(findings) == {"modelling file", "loads"}
+    assert "not executed" in findings["loads"]
+    assert not marker.exists()
+    with pytest.MonkeyPatch.context() as patch:  # the same code does run where it is vouched for
+        patch.setattr(transformers.models.auto.configuration_auto.CONFIG_MAPPING, "_extra_content", {})
+        load_model(out, torch.float32, run_code=True)
+    assert marker.exists()
+    copies = set(modules_cache.rglob("gqa_opt.py"))
+    file.write_text(code.replace("OPT", "0PT", 1))  # one byte of a comment
+    assert set(failed(verify_checkpoint(out, source))) == {"modelling file", "loads"}
+    assert set(modules_cache.rglob("gqa_opt.py")) == copies
+
+
+def test_no_other_code_in_the_folder_runs(made: Made, tmp_path: Path) -> None:
+    """transformers would run a checkpoint's own generation loop too, and code that its auto_map names for a tokenizer."""
+    marker = tmp_path / "ran"
+    source = shutil.copytree(made("opt", 4)[1], tmp_path / "source")
+    (source / "custom_generate").mkdir()
+    for name in ("custom_generate/generate.py", "evil.py"):
+        (source / name).write_text(EVIL.format(str(marker)))
+    edit_json(source / "config.json", auto_map={"AutoTokenizer": ["evil.Tokenizer", None], "AutoModel": "evil.Model"})
+    convert_checkpoint(source, tmp_path / "out", 4, ConversionOptions(native=False, method="mean"))
+    auto_map = json.loads((tmp_path / "out" / "config.json").read_text())["auto_map"]
+    assert auto_map["AutoTokenizer"] == ["evil.Tokenizer", None]
+    assert failed(verify_checkpoint(tmp_path / "out", source)) == {}
+    assert not marker.exists()
+
+
+def test_results_load_through_the_packages_own_copy(made: Made, tmp_path: Path) -> None:
+    """Outside verification, code in a checkpoint never runs, but results load without it."""
+    out = shutil.copytree(made("gpt_neox", 4)[0], tmp_path / "out")
+    (out / "gqa_gpt_neox.py").write_text("raise AssertionError('this must never run')\n")
+    model, missing = load_model(out, torch.float32)
+    assert missing == []
+    assert type(model).__module__ == "gqa_convert.families.modeling.gqa_gpt_neox"
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"architectures": ["GQABartForCausalLM"], "model_type": "gqa_bart"}, "AutoModelForCausalLM"),
+        ({"architectures": ["BartModel"], "model_type": "bart", "is_encoder_decoder": False}, "AutoModelForCausalLM"),
+        ({"architectures": ["BartModel"], "model_type": "bart"}, "AutoModelForSeq2SeqLM"),
+        ({"model_type": "t5"}, "AutoModelForSeq2SeqLM"),
+        ({"architectures": ["GQAWhisperModel"], "model_type": "gqa_whisper"}, "AutoModelForSpeechSeq2Seq"),
+        ({"architectures": ["GQAMarianMTModel"], "model_type": "gqa_marian"}, "AutoModelForSeq2SeqLM"),
+        ({"architectures": None, "model_type": "llama"}, "AutoModelForCausalLM"),
+        ({}, "AutoModelForCausalLM"),
+    ],
+)
+def test_the_auto_class_of_a_checkpoint(config: dict[str, Any], expected: str) -> None:
+    assert auto_class(config) == expected
+
+
+def test_another_tokenizer_is_found(made: Made, tmp_path: Path) -> None:
+    good, source = made("mpt", 4)
+    out = shutil.copytree(good, tmp_path / "out")
+    path = out / "tokenizer.json"
+    path.write_text(path.read_text().replace('"Whitespace"', '"WhitespaceSplit"'))
+    assert set(failed(verify_checkpoint(out, source))) == {"carried files", "tokenizer"}
+    path.unlink()
+    assert check_tokenizer(source, path.parent.parent) == "SOURCE has none"
+
+
+def test_the_tokenizer_of_a_whisper_is_found_by_its_class(tmp_path: Path) -> None:
+    """SOURCE names none, so that transformers chooses by the model type, which is another in OUT."""
+    source, out = make_source("whisper", tmp_path / "source"), tmp_path / "out"
+    save_byte_pairs(source)
+    convert_checkpoint(source, out, 3, MEAN)
+    report = verify_checkpoint(out, source)
+    assert failed(report) == {}
+    assert details(report)["tokenizer"].startswith("WhisperTokenizer")
+    edit_json(out / "config.json", tokenizer_class="PreTrainedTokenizerFast")
+    assert set(failed(verify_checkpoint(out, source))) == {"config", "tokenizer"}
+
+
+@pytest.mark.parametrize(("model_type", "groups"), [("gpt_neox", 3), ("gpt2", 1)])
+def test_tokenizers_of_rewritten_sources(model_type: str, groups: int, tmp_path: Path) -> None:
+    """The same ids and texts, whatever class transformers has for OUT's type."""
+    source, out = make_source(model_type, tmp_path / "source"), tmp_path / "out"
+    for stated in ({}, {"model_max_length": 64}):
+        save_byte_pairs(source, **stated)
+        convert_checkpoint(source, out, groups, ConversionOptions(overwrite=True, method="mean"))
+        report = verify_checkpoint(out, source)
+        assert failed(report) == {}
+        ours, theirs = (word for word in details(report)["tokenizer"].split() if "Tokenizer" in word)
+        assert (ours != theirs) == (model_type == "gpt2")
+    if model_type == "gpt2":
+        (out / "tokenizer_config.json").unlink()
+        assert set(failed(verify_checkpoint(out, source))) == {"carried files", "tokenizer"}

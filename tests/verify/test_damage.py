@@ -1,0 +1,646 @@
+"""Whatever is wrong with the files of a result, or with what it claims, fails the check that is about it."""
+
+import hashlib
+import json
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from gqa_convert.conversion.options import ConversionOptions
+from gqa_convert.conversion.run import convert_checkpoint
+from gqa_convert.families.rotary import rotary_pairs
+from gqa_convert.families.table import FAMILIES
+from gqa_convert.verify import verify_checkpoint
+from gqa_convert.verify.geometry import Heads
+from gqa_convert.verify.inputs import read_inputs
+from gqa_convert.verify.optimum import Loss, group_products, module_losses, read_orders, shared_loss
+from gqa_convert.verify.result import read_result
+from gqa_convert.verify.weights import Weights
+from tests.helpers.verification import (
+    Damage,
+    Made,
+    change,
+    claim,
+    claims,
+    config,
+    edit,
+    edit_json,
+    failed,
+    flip,
+    remove,
+    tensor_of,
+    without,
+)
+
+MERGED, UNTOUCHED, FUNCTIONS = {"merged tensors"}, {"untouched tensors"}, {"attention functions"}
+FILES, CONFIG, CLAIMS, NAMES = {"files"}, {"config"}, {"provenance"}, {"tensor names"}
+CODE, CARRIED, HASHES = {"modelling file"}, {"carried files"}, {"hashes"}
+
+STEM, FIRST = "model.layers.1.self_attn", "model.layers.0.self_attn"
+KEY, NORM = f"{STEM}.k_proj.weight", "model.norm.weight"
+NEOX = "gpt_neox.layers.1.attention.query_key_value.weight"
+GPT2 = "transformer.h.0.attn"
+GPTJ = "transformer.h.1.attn"
+CROSS = "transformer.h.1.crossattention"
+OPT = "model.decoder.layers.0.self_attn.v_proj.bias"
+BART = "model.encoder.layers.0.self_attn"
+T5 = "decoder.block.0.layer.1.EncDecAttention"
+FALCON = "transformer.h.1.self_attention.query_key_value.weight"
+SIGNED = "model.layers.1.mlp.fc1.bias"
+WIDTH = 12  # of a head of "llama, float32", with 12 heads in 3 groups
+
+
+# Ways to damage a result
+# ---------------------------------------------------------------------------------------------------------
+
+
+def put(out: Path, name: str, value: torch.Tensor) -> None:
+    edit(out, name, lambda old: value.to(old.dtype).reshape(old.shape).contiguous())
+
+
+def filled(name: str, value: float) -> Damage:
+    return change(name, lambda tensor: torch.full_like(tensor, value))
+
+
+def scale(name: str, by: float = 1.05, first: int = 0, last: int | None = None, axis: int = 0) -> Damage:
+    def changed(tensor: torch.Tensor) -> torch.Tensor:
+        tensor.narrow(axis, first, (tensor.shape[axis] if last is None else last) - first).mul_(by)
+        return tensor
+
+    return change(name, changed)
+
+
+def exchange(name: str, a: int, b: int, width: int, axis: int = 0) -> Damage:
+    """Exchange two heads of a width."""
+
+    def changed(tensor: torch.Tensor) -> torch.Tensor:
+        one, other = tensor.narrow(axis, a * width, width), tensor.narrow(axis, b * width, width)
+        kept = one.clone()
+        one.copy_(other)
+        other.copy_(kept)
+        return tensor
+
+    return change(name, changed)
+
+
+def nudge(name: str, by: float) -> Damage:
+    """Change the third row by a share of the tensor's size."""
+
+    def changed(tensor: torch.Tensor) -> torch.Tensor:
+        tensor[2] += by * tensor.norm() / tensor.numel() ** 0.5
+        return tensor
+
+    return change(name, changed)
+
+
+def write(name: str, content: bytes | str) -> Damage:
+    def damage(out: Path, _: Path) -> None:
+        (out / name).parent.mkdir(exist_ok=True)
+        (out / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+
+    return damage
+
+
+def delete(*patterns: str) -> Damage:
+    return lambda out, _: [path.unlink() for pattern in patterns for path in sorted(out.glob(pattern))]
+
+
+def truncate(out: Path, _: Path) -> None:
+    file = sorted(out.glob("*.safetensors"))[1]
+    file.write_bytes(file.read_bytes()[:-4])
+
+
+def add(name: str) -> Damage:
+    def damage(out: Path, _: Path) -> None:
+        file = sorted(out.glob("*.safetensors"))[0]
+        save_file(load_file(file) | {name: torch.ones(2)}, file, metadata={"format": "pt"})
+
+    return damage
+
+
+def index(**changes: Any) -> Damage:
+    def damage(out: Path, _: Path) -> None:
+        path = out / "model.safetensors.index.json"
+        edit_json(path, metadata=json.loads(path.read_text())["metadata"] | changes)
+
+    return damage
+
+
+def misplace(out: Path, _: Path) -> None:
+    path = out / "model.safetensors.index.json"
+    placed = json.loads(path.read_text())["weight_map"]
+    other = next(file for file in sorted(set(placed.values())) if file != placed[KEY])
+    edit_json(path, weight_map=placed | {KEY: other})
+
+
+def inside(key: str, **changes: Any) -> Damage:
+    """Change entries of an object in the config."""
+
+    def damage(out: Path, _: Path) -> None:
+        edit_json(out / "config.json", **{key: json.loads((out / "config.json").read_text())[key] | changes})
+
+    return damage
+
+
+def claim_errors(change: Callable[[dict[str, float]], dict[str, float]]) -> Damage:
+    def damage(out: Path, _: Path) -> None:
+        errors = json.loads((out / "gqa_conversion.json").read_text())["merge_error"]
+        claim(out, merge_error=errors | change(errors))
+
+    return damage
+
+
+def without_claim(key: str) -> Damage:
+    def damage(out: Path, _: Path) -> None:
+        record = json.loads((out / "gqa_conversion.json").read_text())
+        del record[key]
+        (out / "gqa_conversion.json").write_text(json.dumps(record))
+
+    return damage
+
+
+# Results that are wrong in a way of their own
+# ---------------------------------------------------------------------------------------------------------
+
+
+def strided(out: Path, source: Path) -> None:
+    """Group heads 0, 3, 6, 9 where 0, 1, 2, 3 belong, in every layer."""
+    for name in (f"{stem}.{part}_proj.weight" for stem in (STEM, FIRST) for part in "kv"):
+        put(out, name, tensor_of(source, name).float().reshape(4, 3, 8, 96).mean(0))
+
+
+def five_heads(out: Path, _: Path) -> None:
+    """As many in every layer, and no divisor of twelve."""
+    for name in (f"{stem}.{part}_proj.weight" for stem in (STEM, FIRST) for part in "kv"):
+        edit(out, name, lambda tensor: torch.cat([tensor, tensor[:16]]))
+
+
+def left_interleaved(out: Path, source: Path) -> None:
+    """Heads merged well, but left in the source's order: per K/V head its query heads, its key, its value."""
+    merged = tensor_of(source, NEOX).reshape(4, 3, 3, 8, -1)
+    query, key, value = (merged[:, :, part] for part in range(3))
+    put(out, NEOX, torch.cat([query, key.double().mean(1, True).float(), value.double().mean(1, True).float()], 1))
+
+
+def merged_by_rows(out: Path, source: Path) -> None:
+    """A transposed weight cut into heads along the wrong axis, [in, out] taken for [out, in]."""
+    weight = tensor_of(source, f"{GPT2}.c_attn.weight").float().T.contiguous().reshape(96, 288)
+    key, value = (weight[:, start : start + 96].reshape(96, 4, 3, 8).mean(2).reshape(96, 32) for start in (96, 192))
+    put(out, f"{GPT2}.c_attn.weight", torch.cat([weight[:, :96], key, value], 1))
+
+
+def without_gain(out: Path, source: Path) -> None:
+    """Queries into which no norm is folded."""
+    gain = tensor_of(source, "gpt_neox.layers.1.input_layernorm.weight").double()
+    put(out, f"{STEM}.q_proj.weight", tensor_of(out, f"{STEM}.q_proj.weight").double() / gain)
+
+
+def unturned_key(out: Path, source: Path) -> None:
+    """Keys whose rotary rows lie as GPT-J has them."""
+    heads = tensor_of(source, f"{GPTJ}.k_proj.weight").double().view(3, 4, 8, 96)
+    put(out, KEY, heads.mean(1))
+
+
+def mean_of(parts: str, *stems: str) -> Damage:
+    """What mean pooling makes, or the source's own projections, in a result of another method."""
+
+    def damage(out: Path, source: Path) -> None:
+        for name, part in ((f"{stem}.{part}_proj.weight", part) for stem in stems for part in parts):
+            theirs = tensor_of(source, name)
+            if part in "kv":
+                theirs = theirs.unflatten(0, (3, 4, WIDTH)).mean(1)
+            put(out, name, theirs)
+
+    return damage
+
+
+def wrongly_paired(out: Path, _: Path) -> None:
+    """Keys and queries turned by one angle in the pairs of neighbouring rows, where rows half a head apart are pairs."""
+    angle = torch.linspace(0.5, 1.5, WIDTH // 2)[None, :, None]
+
+    def turn(tensor: torch.Tensor) -> torch.Tensor:
+        heads = tensor.unflatten(0, (-1, WIDTH))
+        a, b = heads[:, 0::2], heads[:, 1::2]
+        pairs = torch.stack([angle.cos() * a - angle.sin() * b, angle.sin() * a + angle.cos() * b], 2)
+        return pairs.reshape(tensor.shape)
+
+    for part in "qk":
+        edit(out, f"{STEM}.{part}_proj.weight", turn)
+
+
+def in_another_subspace(out: Path, source: Path) -> None:
+    """Shared values whose rows span other vectors than the best ones, with the outputs that suit them."""
+    order = json.loads((out / "gqa_conversion.json").read_text())["head_order"].get(STEM, list(range(12)))
+    values = tensor_of(source, f"{STEM}.v_proj.weight").double().unflatten(0, (12, WIDTH))[order]
+    outputs = tensor_of(source, f"{STEM}.o_proj.weight").double().T.unflatten(0, (12, WIDTH))[order]
+    shared = tensor_of(out, f"{STEM}.v_proj.weight").double().unflatten(0, (3, WIDTH))
+    noise = torch.randn(shared.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    shared = shared + 0.1 * shared.std() * noise
+    # a head's output O V x is replaced by the nearest one that the shared values V' allow, O V pinv(V') V' x
+    maps = values @ torch.linalg.pinv(shared).repeat_interleave(4, 0)
+    put(out, f"{STEM}.o_proj.weight", (maps.mT @ outputs).flatten(0, 1).T)
+    put(out, f"{STEM}.v_proj.weight", shared)
+
+
+LLAMA, FACTORED, SMALL = ("llama", 3), ("llama, float32", 3, "factor"), ("qwen2", 3, "factor")
+BIASED, CONV1D, FUSED, CROSSED = ("neox", 3, "factor"), ("gpt2", 3, "factor"), ("gpt_neox", 4), ("gpt2, cross", 4)
+VALUES, OTHER = f"{STEM}.values", "model.layers.7.self_attn"
+BYTES = {"before": 1, "after": 1}
+CROSS_BYTES = {"before": 1536, "after": 1536}
+
+DAMAGE: dict[str, tuple[tuple[Any, ...], Damage, set[str]]] = {
+    # one bit, anywhere
+    "a bit of an embedding": (LLAMA, change("model.embed_tokens.weight", flip(5)), UNTOUCHED),
+    "a bit of a query": (LLAMA, change(f"{STEM}.q_proj.weight", flip(70)), UNTOUCHED),
+    "a bit of a key": (LLAMA, change(KEY, flip(8)), MERGED),
+    "a bit of a value": (LLAMA, change(f"{STEM}.v_proj.weight", flip(-1)), MERGED),
+    "a bit of a norm": (LLAMA, change(NORM, flip(95)), UNTOUCHED),
+    "a bit of a key bias": (("qwen2", 3, "first"), change(f"{STEM}.k_proj.bias", flip(4)), MERGED),
+    "a bit of a first head": (("qwen2", 3, "first"), change(f"{STEM}.k_proj.weight", flip(11)), MERGED),
+    "a bit of a shared norm": (("olmo2", 3), change(f"{STEM}.k_norm.weight", flip(9)), MERGED),
+    "a bit of a head's norm": (("cohere", 3, "first"), change(f"{STEM}.k_norm.weight", flip(2)), MERGED),
+    "a bit of a listed norm": (("stablelm", 3), change(f"{STEM}.k_layernorm.norms.1.weight", flip(0)), MERGED),
+    "a bit of a fused query": (("phi3", 3), change(f"{STEM}.qkv_proj.weight", flip(95)), MERGED),
+    "a bit of a fused value": (("phi3", 3), change(f"{STEM}.qkv_proj.weight", flip(-1)), MERGED),
+    "a bit of a column": (("gpt2", 4), change(f"{GPT2}.c_attn.weight", flip(40)), MERGED),
+    "a bit of a fused bias": (("gpt2", 4), change(f"{GPTJ}.c_attn.bias", flip(96)), MERGED),
+    "a bit of a grouped query": (("falcon, 40B", 2), change(FALCON, flip(40)), MERGED),
+    "a bit of cross-attention": (CROSSED, change(f"{CROSS}.q_attn.weight", flip(0)), UNTOUCHED),
+    # heads
+    "swapped heads": (LLAMA, exchange(KEY, 0, 1, 8), MERGED),
+    "strided groups": (LLAMA, strided, MERGED),
+    "five heads": (LLAMA, five_heads, {"heads"}),
+    "one layer with all heads": (LLAMA, change(KEY, lambda t: t.repeat_interleave(4, dim=0)), MERGED | {"index"}),
+    "query heads swapped": (FUSED, exchange(NEOX, 0, 1, 8), MERGED),
+    "left interleaved": (FUSED, left_interleaved, MERGED),
+    "transposed weight": (("gpt2", 4), merged_by_rows, MERGED),
+    "keys and values of cross-attention": (CROSSED, exchange(f"{CROSS}.c_attn.weight", 0, 1, 32, 1), MERGED),
+    "bias not merged": (("opt", 4), lambda out, s: edit(out, OPT, lambda _: tensor_of(s, OPT)), MERGED),
+    "bias cut": (("opt", 4), lambda out, s: edit(out, OPT, lambda t: tensor_of(s, OPT)[: len(t)]), MERGED),
+    "bias missing": (("opt", 4), remove(OPT), NAMES | MERGED),
+    "encoder left alone, changed": (("bart", 4), change(f"{BART}.k_proj.weight", flip(95)), UNTOUCHED),
+    "encoder converted, changed": (("bart", 4, "encoder"), change(f"{BART}.k_proj.bias", flip(0)), MERGED),
+    "encoder of another count": (
+        ("bart", 4, "encoder"),
+        change(f"{BART}.v_proj.weight", lambda t: t[:24].clone()),
+        {"heads"},
+    ),
+    # rewritten sources
+    "gain not in the queries": (("neox", 3), without_gain, UNTOUCHED),
+    "folded bias off": (("neox", 3), nudge(SIGNED, 1e-5), UNTOUCHED),
+    "folded bias off in half precision": (("neox, half", 3), scale(SIGNED, 1.016, 5, 6), UNTOUCHED),
+    "folded bias not finite": (("neox", 3), filled(SIGNED, math.nan), UNTOUCHED),
+    "gain of the neutral norm": (("neox", 3), scale("model.layers.1.input_layernorm.weight", 1.001), UNTOUCHED),
+    "bias of the logits": (("neox", 3), filled("lm_head.bias", 0.1), UNTOUCHED),
+    "a bias where none was": (("serial, half", 3), filled(f"{FIRST}.o_proj.bias", 1.0), UNTOUCHED),
+    "keys not turned": (("gptj", 3), unturned_key, MERGED),
+    "one layer more": (("neox", 3), add("model.layers.2.mlp.fc1.weight"), NAMES),
+    "rotary base": (("neox", 3), inside("rope_parameters", rope_theta=501.0), CONFIG),
+    "rotary scaling for old clients": (("neox, tied", 3), config(rope_scaling=None), CONFIG),
+    "the other home": (("neox", 3), config(model_type="starcoder2"), CONFIG),
+    "SOURCE's type": (("neox", 3), config(model_type="gpt_neox"), {"heads"}),
+    "multi-query": (("gpt2 as gpt_bigcode", 1), config(multi_query=False), CONFIG),
+    "another route claimed": (("neox", 3), claims(route="own file"), CLAIMS),
+    "another source claimed": (("gptj", 3), claims(source={"model_type": "phi"}), CLAIMS),
+    # tensors and files
+    "missing tensor": (LLAMA, remove(NORM), FILES),
+    "extra tensor": (LLAMA, add("model.more.weight"), FILES),
+    "negative zero": (LLAMA, change(NORM, lambda t: t * -0.0), UNTOUCHED),
+    "other type": (LLAMA, change(NORM, lambda t: t.float()), UNTOUCHED | {"index"}),
+    "other type of a key": (LLAMA, change(KEY, lambda t: t.float()), MERGED | {"index"}),
+    "other shape": (LLAMA, change(NORM, lambda t: t.reshape(2, -1)), UNTOUCHED),
+    "not finite": (LLAMA, change(KEY, lambda t: t * torch.nan), MERGED),
+    "stale weights": (LLAMA, write("pytorch_model.bin", b"x"), FILES),
+    "stale weights in a folder": (LLAMA, write("onnx/model.onnx", b"x"), FILES),
+    "leftover": (LLAMA, write(".share-probe", b"x"), FILES),
+    "truncated shard": (LLAMA, truncate, FILES),
+    "missing shard": (LLAMA, delete("model-00003*"), FILES),
+    "no weights": (LLAMA, delete("*.safetensors*"), FILES),
+    "index names another file": (LLAMA, misplace, FILES),
+    "index is no JSON": (LLAMA, write("model.safetensors.index.json", "{"), FILES),
+    "wrong total": (LLAMA, index(total_size=12), {"index"}),
+    "wrong parameters": (LLAMA, index(total_parameters=12), {"index"}),
+    "changed tokenizer": (LLAMA, lambda out, _: edit_json(out / "tokenizer.json", version="2"), CARRIED),
+    "missing template": (LLAMA, delete("chat_template.jinja"), CARRIED),
+    "new code": (LLAMA, write("modeling.py", "x"), CARRIED),
+    "another file of code": (("mpt", 4), write("gqa_opt.py", "import torch\n"), CARRIED),
+    "no modelling file": (("mpt", 4), delete("gqa_mpt.py"), CODE),
+    "a modelling file cut short": (("mpt", 4), write("gqa_mpt.py", "import torch\n"), CODE),
+    # the config
+    "wrong count": (LLAMA, config(num_key_value_heads=4), CONFIG),
+    "wrong group number": (LLAMA, config(multi_query_group_num=12), CONFIG),
+    "not multi-query": (LLAMA, config(multi_query_attention=1), CONFIG),
+    "changed theta": (LLAMA, config(rope_parameters={"rope_type": "default"}), CONFIG),
+    "quantised": (LLAMA, config(quantization_config={"quant_method": "fp8"}), CONFIG),
+    "no config": (LLAMA, delete("config.json"), CONFIG),
+    "config is a list": (LLAMA, write("config.json", "[]"), CONFIG),
+    "stock type": (("t5", 4), config(model_type="t5"), CONFIG),
+    "stock class": (("t5", 4), config(architectures=["T5ForConditionalGeneration"]), CONFIG),
+    "no auto_map": (("t5", 4), without("auto_map"), CONFIG | CODE),
+    "another class": (("gpt_neo", 4), inside("auto_map", AutoModelForCausalLM="evil.Model"), CONFIG | CODE),
+    "one class more": (("gpt_neo", 4), inside("auto_map", AutoModelForVision="evil.Model"), CONFIG | CODE),
+    "a tokenizer's code": (("gpt_neo", 4), inside("auto_map", AutoTokenizer="evil.Tokenizer"), CONFIG),
+    "no tokenizer class": (("mpt", 4), without("tokenizer_class"), CONFIG),
+    "encoder's count in the config": (("bart", 4), config(encoder_num_key_value_heads=4), CONFIG),
+    "encoder's count missing": (("bart", 4, "encoder"), without("encoder_num_key_value_heads"), CONFIG),
+    # what is claimed
+    "claims other groups": (LLAMA, claims(groups=4), CLAIMS),
+    "claims other heads": (LLAMA, claims(source_kv_heads=6), CLAIMS),
+    "claims another type": (LLAMA, claims(model_type="mistral"), CLAIMS),
+    "claims other bytes": (LLAMA, claims(kv_bytes_per_token=BYTES), CLAIMS),
+    "claims no error": (LLAMA, claims(merge_error={}), CLAIMS),
+    "claims small errors": (LLAMA, claim_errors(lambda errors: dict.fromkeys(errors, 0.01)), CLAIMS),
+    "claims to be trained": (LLAMA, claims(uptraining_tokens=9), CLAIMS),
+    "claims another method": (LLAMA, claims(method="first"), MERGED),
+    "claims an unknown method": (LLAMA, claims(method="magic"), MERGED),
+    "claims nothing": (LLAMA, delete("gqa_conversion.json"), CLAIMS | MERGED),
+    "encoder said to be converted": (("bart", 4), claims(encoder=True), CLAIMS),
+    "encoder said to be left alone": (("bart", 4, "encoder"), claims(encoder=False), CLAIMS),
+    "cross-attention's heads": (("t5", 4), claims(cross_kv_bytes_per_encoder_token=CROSS_BYTES), CLAIMS),
+    "no cross-attention cache": (("t5", 4), claims(cross_kv_bytes_per_encoder_token=None), CLAIMS),
+    "a cross-attention cache": (("gpt2", 4), claims(cross_kv_bytes_per_encoder_token=CROSS_BYTES), CLAIMS),
+    "claims no hashes": (LLAMA, without_claim("result"), HASHES),
+    "a list for hashes": (SMALL, claims(result=[]), HASHES),
+    "a number for a hash": (SMALL, claims(result={"files": [1]}), HASHES),
+    "no hashes": (SMALL, claims(result={"files": {}}), HASHES),
+    "hashes of another file": (SMALL, claims(result={"files": {"other": {"sha256": "0"}}}), HASHES),
+    # functions of attention
+    "two keys exchanged": (FACTORED, exchange(KEY, 0, 1, WIDTH), FUNCTIONS),
+    "queries of two groups exchanged": (FACTORED, exchange(f"{STEM}.q_proj.weight", 1, 7, WIDTH), FUNCTIONS),
+    "a query's sign": (FACTORED, scale(f"{STEM}.q_proj.weight", -1, 0, WIDTH), FUNCTIONS),
+    "a value's sign": (FACTORED, scale(f"{STEM}.v_proj.weight", -1, 0, WIDTH), FUNCTIONS),
+    "output columns exchanged": (FACTORED, exchange(f"{STEM}.o_proj.weight", 0, 1, WIDTH, 1), FUNCTIONS),
+    "an output row nudged": (FACTORED, nudge(f"{STEM}.o_proj.weight", 0.02), FUNCTIONS),
+    "the mean": (FACTORED, mean_of("qkvo", STEM, FIRST), FUNCTIONS),
+    "the mean of keys in one layer": (FACTORED, mean_of("qk", STEM), FUNCTIONS),
+    "the source's output": (FACTORED, mean_of("o", STEM), FUNCTIONS),
+    "values of another subspace": (FACTORED, in_another_subspace, FUNCTIONS),
+    "wrong rotary pairs": (FACTORED, wrongly_paired, FUNCTIONS),
+    "NaN in a query": (FACTORED, filled(f"{STEM}.q_proj.weight", math.nan), MERGED | FUNCTIONS),
+    "another shape": (
+        FACTORED,
+        change(f"{STEM}.q_proj.weight", lambda t: t[:-WIDTH].clone()),
+        MERGED | FUNCTIONS | {"index"},
+    ),
+    "another type of an output": (FACTORED, change(f"{STEM}.o_proj.weight", torch.Tensor.double), MERGED | {"index"}),
+    "an MLP changed": (FACTORED, nudge("model.layers.0.mlp.down_proj.weight", 0.02), UNTOUCHED),
+    "a key bias forgotten": (SMALL, filled(f"{FIRST}.k_proj.bias", 0), FUNCTIONS),
+    "a value bias forgotten": (SMALL, filled(f"{FIRST}.v_proj.bias", 0), FUNCTIONS),
+    "normalised keys absorbed": (("olmo2", 3, "factor"), scale(f"{FIRST}.q_proj.weight", 1.01), UNTOUCHED),
+    "normalised keys not the mean": (("olmo2", 3, "factor"), scale(f"{FIRST}.k_proj.weight", 1.01), MERGED),
+    "Conv1D keys and values exchanged": (CONV1D, exchange(f"{GPT2}.c_attn.weight", 13, 16, 8, 1), FUNCTIONS),
+    "Conv1D outputs exchanged": (CONV1D, exchange(f"{GPT2}.c_proj.weight", 2, 3, 8), FUNCTIONS),
+    "an output bias changed": (CONV1D, scale(f"{GPT2}.c_proj.bias"), UNTOUCHED),
+    "fused heads left as they lay": (("gpt_neox", 4, "factor"), exchange(NEOX, 1, 12, 8), FUNCTIONS),
+    "cross-attention's outputs exchanged": (("t5", 3, "factor"), exchange(f"{T5}.o.weight", 0, 4, 16, 1), FUNCTIONS),
+    "falcon's fused values scaled": (("falcon", 3, "factor"), scale(FALCON, 1.05, 15 * 8, 18 * 8), FUNCTIONS),
+    "a group of GQA exchanged": (
+        ("llama, 4 heads", 2, "factor"),
+        exchange(f"{FIRST}.q_proj.weight", 0, 3, 8),
+        FUNCTIONS,
+    ),
+    "bf16, a tenth": (("llama", 4, "factor"), scale(f"{FIRST}.v_proj.weight", 1.1, 0, 8), FUNCTIONS),
+    "rewritten, outputs exchanged": (BIASED, exchange(f"{FIRST}.dense.weight", 0, 1, 8, 1), FUNCTIONS),
+    "rewritten, a bias forgotten": (BIASED, filled(f"{STEM}.v_proj.bias", 0), FUNCTIONS),
+    "no errors claimed": (FACTORED, claims(merge_error=None), FUNCTIONS),
+    "one error claimed": (FACTORED, claims(merge_error={f"{STEM}.keys": 0.5}), FUNCTIONS),
+    "another error claimed": (FACTORED, claim_errors(lambda errors: {VALUES: errors[VALUES] + 1e-4}), FUNCTIONS),
+    "an error that is no number claimed": (FACTORED, claim_errors(lambda _: {VALUES: math.nan}), FUNCTIONS),
+    "an error of another layer claimed": (FACTORED, claim_errors(lambda _: {f"{OTHER}.keys": 0.0}), FUNCTIONS),
+    "the mean claimed": (FACTORED, claims(method="mean"), UNTOUCHED | MERGED),
+    "fit claimed": (FACTORED, claims(method="fit"), CLAIMS),
+    "an order with a head twice": (FACTORED, claims(head_order={STEM: [0, 0, *range(2, 12)]}), FUNCTIONS),
+    "an order with a head too few": (FACTORED, claims(head_order={STEM: list(range(11))}), FUNCTIONS),
+    "a number for an order": (FACTORED, claims(head_order={STEM: 5}), FUNCTIONS),
+    "an order of another layer": (FACTORED, claims(head_order={OTHER: [0]}), FUNCTIONS),
+    "a list for orders": (FACTORED, claims(head_order=[1]), FUNCTIONS),
+}
+"""By name: the arguments of `made`, where "encoder" converts it too; the damage; the checks that fail."""
+
+
+def damaged(made: Made, row: tuple[Any, ...], damage: Damage, folder: Path) -> tuple[Path, Path]:
+    """A damaged copy of a result, and SOURCE."""
+    good, source = made(*row[:2], encoder=True) if row[2:] == ("encoder",) else made(*row)
+    out = shutil.copytree(good, folder / "out")
+    damage(out, source)
+    return out, source
+
+
+def claim_what_is_true(out: Path, source: Path) -> None:
+    """Let the provenance claim the errors that the damaged tensors have: the claims alone must not save them."""
+    claimed = json.loads((out / "gqa_conversion.json").read_text())
+    with read_inputs(out, source, None, lambda _: None) as inputs:
+        result, _ = read_result(inputs, Weights(out), claimed)
+        for module in result.geometry.modules:
+            order = read_orders(claimed, result.geometry).get(module.name)
+            for part, loss in module_losses(result, module, order, ()).items():
+                claimed["merge_error"][f"{module.name}.{part}"] = loss.error
+    (out / "gqa_conversion.json").write_text(json.dumps(claimed))
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damage_is_found(made: Made, tmp_path: Path, name: str) -> None:
+    row, damage, checks = DAMAGE[name]
+    out, source = damaged(made, row, damage, tmp_path)
+    report = verify_checkpoint(out, source, logits=False)
+    assert set(failed(report)) == checks
+    assert all("\n" not in check.detail for check in report.checks)
+    if row == FACTORED and checks == FUNCTIONS and "claimed" not in name and "order" not in name:
+        claim_what_is_true(out, source)
+        found = failed(verify_checkpoint(out, source, logits=False))
+        assert set(found) == checks
+        assert "which factor does not make" in found["attention functions"]
+
+
+@pytest.mark.parametrize(
+    "name", ["gain not in the queries", "gain of the neutral norm", "rotary base", "query heads swapped"]
+)
+def test_what_the_models_compute_shows_it_too(made: Made, tmp_path: Path, name: str) -> None:
+    row, damage, checks = DAMAGE[name]
+    found = set(failed(verify_checkpoint(*damaged(made, row, damage, tmp_path))))
+    assert checks | {"logits"} <= found <= checks | {"logits", "cached decoding"}
+
+
+@pytest.mark.parametrize("groups", [1, 6])
+def test_a_layer_of_another_conversion_is_found(made: Made, tmp_path: Path, groups: int) -> None:
+    """Three of its K/V heads, whichever are nearest."""
+    other, _ = made("llama, float32", groups, "factor")
+
+    def replace(out: Path, _: Path) -> None:
+        for part in "qkvo":
+            tensor = tensor_of(other, f"{STEM}.{part}_proj.weight")
+            if part in "kv":
+                tensor = tensor.unflatten(0, (groups, WIDTH))[torch.arange(3) * groups // 3]
+            put(out, f"{STEM}.{part}_proj.weight", tensor)
+
+    out, source = damaged(made, FACTORED, replace, tmp_path)
+    claim_what_is_true(out, source)
+    assert set(failed(verify_checkpoint(out, source, logits=False))) == FUNCTIONS
+
+
+def test_what_changes_no_function_passes(made: Made, tmp_path: Path) -> None:
+    """Another basis of values and outputs, and a turn of rotary pairs: the same layer in other numbers."""
+    basis = torch.linalg.qr(torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(0))).Q
+    angle = torch.linspace(0.3, 2.0, WIDTH // 2)[:, None]
+
+    def turn(tensor: torch.Tensor) -> torch.Tensor:
+        a, b = tensor.unflatten(0, (-1, 2, WIDTH // 2)).unbind(1)
+        turned = torch.cat([angle.cos() * a - angle.sin() * b, angle.sin() * a + angle.cos() * b], 1)
+        return turned.flatten(0, 1)
+
+    def rebase(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.einsum("ab,hbe->hae", basis, tensor.unflatten(0, (-1, WIDTH))).flatten(0, 1)
+
+    def change_all(out: Path, _: Path) -> None:
+        edit(out, f"{STEM}.v_proj.weight", rebase)
+        edit(out, f"{STEM}.o_proj.weight", lambda tensor: rebase(tensor.T).T.contiguous())
+        for part in "qk":
+            edit(out, f"{STEM}.{part}_proj.weight", turn)
+
+    assert failed(verify_checkpoint(*damaged(made, FACTORED, change_all, tmp_path))) == {}
+
+
+# Results of fit
+# ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_fit_that_is_worse_than_the_mean_fails(made: Made, tmp_path: Path) -> None:
+    def worsen(out: Path, _: Path) -> None:
+        for stem in (STEM, FIRST):
+            edit(out, f"{stem}.o_proj.weight", lambda tensor: -3 * tensor)
+
+    out, source = damaged(made, ("qwen2", 3, "fit"), worsen, tmp_path)
+    assert set(failed(verify_checkpoint(out, source))) == {"better than mean", "module outputs"}
+
+
+def test_one_bad_module_does_not_hide_in_a_good_fit(made: Made, tmp_path: Path) -> None:
+    """The predictions stay nearer to SOURCE's than those of mean pooling."""
+
+    def exchange_heads(out: Path, source: Path) -> None:
+        for name, axis in (("k_proj", 0), ("v_proj", 0), ("o_proj", 1)):
+            exchange(f"{STEM}.{name}.weight", 0, 1, WIDTH, axis)(out, source)
+
+    out, source = damaged(made, ("llama, float32", 3, "fit"), exchange_heads, tmp_path)
+    assert set(failed(verify_checkpoint(out, source))) == {"module outputs"}
+
+
+@pytest.mark.parametrize("row", [SMALL, ("neox", 3, "fit")])
+def test_one_bit_of_what_can_t_be_recomputed(made: Made, tmp_path: Path, row: tuple[Any, ...]) -> None:
+    """No other check sees it; the hash that was recorded does."""
+    out, source = damaged(made, row, lambda *_: None, tmp_path)
+    record = json.loads((out / "gqa_conversion.json").read_text())["result"]["files"]
+    assert set(record) == {path.name for path in out.glob("*.safetensors")}
+    output = "self_attn.dense.weight" if row[0] == "neox" else "o_proj.weight"
+    for file in out.glob("*.safetensors"):
+        raw = bytearray(file.read_bytes())
+        length = int.from_bytes(raw[:8], "little")
+        places = [entry for key, entry in json.loads(raw[8 : 8 + length]).items() if key.endswith(output)]
+        if places:
+            break
+    raw[8 + length + places[0]["data_offsets"][0]] ^= 1
+    file.write_bytes(raw)
+    found = failed(verify_checkpoint(out, source, logits=False))
+    assert set(found) == {"hashes"}
+    told = f"{file.name} has SHA-256 {hashlib.sha256(raw).hexdigest()}, expected {record[file.name]['sha256']}"
+    assert told in found["hashes"]
+
+
+def test_heads_with_alibi_may_not_change_places(made: Made, tmp_path: Path) -> None:
+    """A result of SOURCE with its heads in another order, which OUT claims: all tensors fit, and the slopes do not."""
+    _, source = made("mpt", 4)
+    other = shutil.copytree(source, tmp_path / "other")
+    order = [5, 0, 7, 2, 9, 4, 11, 6, 1, 8, 3, 10]
+    modules = [f"transformer.blocks.{layer}.attn" for layer in (0, 1)]
+    for module in modules:
+        edit(other, f"{module}.Wqkv.weight", lambda t: t.unflatten(0, (3, 12, -1))[:, order].flatten(0, 2).contiguous())
+        edit(other, f"{module}.out_proj.weight", lambda t: t.unflatten(1, (12, -1))[:, order].flatten(1).contiguous())
+    out = tmp_path / "out"
+    convert_checkpoint(other, out, 4, ConversionOptions(method="factor", native=False))
+    claim(out, head_order=dict.fromkeys(modules, order))
+    assert failed(verify_checkpoint(out, source, logits=False)) == {}
+    assert set(failed(verify_checkpoint(out, source))) == {"head order"}
+
+
+# The measures, against sums over everything
+# ---------------------------------------------------------------------------------------------------------
+
+
+def random_heads(kv_heads: int, seed: int) -> Heads:
+    """Twelve query heads and outputs that read some K/V heads."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"query": (12, 6, 9), "key": (kv_heads, 6, 8), "value": (kv_heads, 5, 8), "output": (12, 5, 7)}
+    return {role: torch.randn(shape, generator=generator, dtype=torch.float64) for role, shape in shapes.items()}  # type: ignore[misc]
+
+
+def turned(rows: torch.Tensor, pairs: torch.Tensor, angle: torch.Tensor) -> torch.Tensor:
+    """Rows [c, n] as they are at an angle for each pair."""
+    result = rows.clone()
+    real, imaginary = rows[pairs[0]], rows[pairs[1]]
+    result[pairs[0]] = angle.cos()[:, None] * real - angle.sin()[:, None] * imaginary
+    result[pairs[1]] = angle.sin()[:, None] * real + angle.cos()[:, None] * imaginary
+    return result
+
+
+@pytest.mark.parametrize("rotary", [([], []), ([0, 1, 2], [3, 4, 5]), ([0, 2], [1, 3])])
+def test_the_measures_are_those_of_whole_products(rotary: tuple[list[int], list[int]]) -> None:
+    """Scores at all distances on average, which distances that are no multiple of each other sample."""
+    pairs = torch.tensor(rotary, dtype=torch.long)
+    source, merged = random_heads(4, 0), random_heads(1, 1)
+    lost = total = 0.0
+    steps = 64
+    for step in range(steps):
+        angle = 2 * math.pi * step * torch.tensor([1.0, 3.0, 7.0], dtype=torch.float64)[: pairs.shape[1]] / steps
+        for query in range(12):
+            one, other = (
+                each["query"][query].T @ turned(each["key"][query * len(each["key"]) // 12], pairs, angle)
+                for each in (source, merged)
+            )
+            lost += float((one - other).square().sum())
+            total += float(one.square().sum())
+    every = [0, 1, 2, 3]
+    theirs, ours = group_products(source, 4, every, every, pairs), group_products(merged, 4, every, [0], pairs)
+    limits = torch.finfo(torch.float64)
+    losses = {
+        part: sum((shared_loss(*each, limits, None) for each in zip(theirs[part], ours[part], strict=True)), Loss())
+        for part in theirs
+    }
+    assert losses["keys"].error == pytest.approx((lost / total) ** 0.5, rel=1e-9)
+    one, other = (
+        torch.einsum("hwD,hwe->hDe", each["output"], each["value"].repeat_interleave(12 // len(each["value"]), 0))
+        for each in (source, merged)
+    )
+    assert losses["values"].error == pytest.approx(float((one - other).norm() / one.norm()), rel=1e-9)
+
+
+ROTARY_ROWS = {
+    "gpt_neox": 16,
+    "gptj": 4,
+    "falcon": 64,
+    "phi": 32,
+    "stablelm": 16,
+    "llama": 64,
+    "zamba2": 0,
+    "bamba": 32,
+}
+"""Of heads of 64."""
+
+
+@pytest.mark.parametrize("model_type", ROTARY_ROWS)
+def test_rows_that_turn_are_those_of_the_models(model_type: str) -> None:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    stated = CONFIG_MAPPING[model_type](**({"rotary_dim": 4} if model_type == "gptj" else {}))
+    found = {
+        key: value
+        for key, value in json.loads(stated.to_json_string()).items()
+        if key not in ("hidden_size", "num_attention_heads", "head_dim")
+    }
+    found |= {"hidden_size": 256, "num_attention_heads": 4, "mamba_n_heads": 8, "mamba_d_head": 64}
+    found |= {} if model_type == "falcon" else {"head_dim": 64}
+    assert rotary_pairs(FAMILIES[model_type], found, 64).size == ROTARY_ROWS[model_type]
