@@ -5,16 +5,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from benchmarks.real.conversions import Job, Stopwatch
-from benchmarks.real.documents import calibration_file, cut_blocks
+from benchmarks.real.documents import cut_blocks
 from benchmarks.real.needle import CITIES, DEPTHS, make_haystack, matches, places, statement, summarise
 from benchmarks.real.report import MISSING, blocks
-from benchmarks.real.scores import Reference, position_bins, score, standard_error, units
-from benchmarks.records import Records
+from benchmarks.real.scores import Reference, position_bins, score
 
 
 def characters(text: str) -> list[int]:
@@ -31,13 +29,6 @@ def test_bins_cover_every_predicting_position_once(window: int) -> None:
     assert covered == list(range(window - 1))
 
 
-def test_units_are_stretches_of_text_whatever_the_window() -> None:
-    values = np.arange(2 * 1023, dtype=np.float64).reshape(2, 1023)
-    assert len(units(values)) == 4
-    assert units(values)[0] == values[0, :512].mean()
-    assert standard_error(units(values)[:1]) is None
-
-
 def test_blocks_take_a_part_of_each_document_and_long_ones_a_single_document() -> None:
     documents = [list(range(100)), [7] * 5000, [8] * 5000]
     short = cut_blocks(documents, 512, 2500, end=-1)
@@ -47,15 +38,6 @@ def test_blocks_take_a_part_of_each_document_and_long_ones_a_single_document() -
     assert {token for block in cut_blocks(documents, 512, 4096, end=-1) for token in block} >= {7, 8}
     assert cut_blocks(documents, 4096, 8192, end=-1) == [[7] * 4096, [8] * 4096]
     assert cut_blocks(documents, 8192, 8192, end=-1) == []
-
-
-def test_the_mixed_text_alternates_between_kinds(tmp_path: Path) -> None:
-    (tmp_path / "text").mkdir()
-    for kind, texts in (("prose", ["p" * 13_000]), ("code", ["c", "d", "e"])):
-        lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
-        (tmp_path / "text" / f"{kind}-calibration.jsonl").write_text(lines)
-    mixed = calibration_file(tmp_path, "mixed").read_text().splitlines()
-    assert [json.loads(line)["text"] for line in mixed] == ["p" * 12_000, "c", "p" * 1_000, "d"]
 
 
 def test_a_needle_stands_where_the_share_of_the_filler_is_nearest() -> None:
@@ -153,17 +135,6 @@ def test_scores_compare_with_the_source(tmp_path: Path) -> None:
     assert found.excess == pytest.approx(found.loss - own.loss, abs=1e-3)
     assert found.loss_error is not None
     assert found.by_position[-1].last == 698
-
-
-def test_records_find_a_cell_by_its_keys(tmp_path: Path) -> None:
-    records = Records(tmp_path / "real.json", Job._fields)
-    job = Job("smollm2", 1, "fit", "mixed", None, 0)
-    records.add(job._asdict() | {"minutes": 1.0})
-    records.add(job._asdict() | {"minutes": 2.0})
-    records.add(job._replace(seed=1)._asdict() | {"minutes": 3.0})
-    again = Records(tmp_path / "real.json", Job._fields)
-    assert [cell["minutes"] for cell in again.cells] == [2.0, 3.0]
-    assert again.find(**job._replace(calibration_tokens=5)._asdict()) is None
 
 
 def loss(value: float, kl: float) -> dict[str, Any]:

@@ -6,11 +6,10 @@ import os
 from pathlib import Path
 
 import pytest
-import torch
 
 from gqa_convert.checkpoint.atomic_files import atomic_file, write_json, write_whole
 from gqa_convert.checkpoint.locks import try_lock, wait_for_lock
-from gqa_convert.checkpoint.resource_errors import is_disk_full, is_out_of_memory
+from gqa_convert.checkpoint.resource_errors import is_disk_full
 
 
 def test_a_file_is_replaced_in_one_step(tmp_path: Path) -> None:
@@ -63,11 +62,3 @@ def test_which_errors_mean_a_full_disk() -> None:
         assert is_disk_full(OSError(number, os.strerror(number)))
     assert is_disk_full(RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)"))
     assert not is_disk_full(PermissionError(errno.EACCES, "Permission denied"))
-
-
-def test_which_errors_mean_a_full_memory() -> None:
-    assert is_out_of_memory(MemoryError())
-    assert is_out_of_memory(torch.OutOfMemoryError("Tried to allocate"))
-    assert is_out_of_memory(RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory"))
-    assert is_out_of_memory(RuntimeError("CUDA error: out of memory"))
-    assert not is_out_of_memory(ValueError("out of memory"))

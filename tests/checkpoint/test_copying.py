@@ -89,12 +89,6 @@ def test_ranges_of_every_size_and_place(
         assert answer != "cached" or not direct
 
 
-def test_a_file_has_no_more_bytes_than_were_written(source: SourceFile, tmp_path: Path) -> None:
-    with WrittenFile(tmp_path / "out", len(DATA), lambda _: None) as out:
-        out.copy(source, 0, len(DATA))
-    assert (tmp_path / "out").read_bytes() == DATA
-
-
 def test_a_source_that_ends_too_early(source: SourceFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with (
         pytest.raises(CorruptCheckpointError, match="shorter"),

@@ -9,13 +9,11 @@ from pathlib import Path
 import pytest
 
 from gqa_convert.checkpoint import publication
-from gqa_convert.checkpoint.ownership import foreign_files, set_aside, some
-from gqa_convert.checkpoint.paths import expanded
+from gqa_convert.checkpoint.ownership import foreign_files
 from gqa_convert.checkpoint.signed_card import signed
 from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import OutputError
-from gqa_convert.measuring.sensitivity.inspection import inspect_checkpoint
 from tests.helpers.checkpoints import digests, write_llama
 
 
@@ -147,18 +145,6 @@ def test_a_copy_of_a_result_is_ours_where_its_weights_have_hashes(source: Path, 
         refused(source, copy, WEIGHTS, "copied there")
 
 
-def test_a_result_that_was_renamed_is_ours(source: Path, out: Path, tmp_path: Path) -> None:
-    out.rename(tmp_path / "renamed")
-    replaced(source, tmp_path / "renamed")
-
-
-def test_methods_that_merge_layers_record_hashes(source: Path, tmp_path: Path) -> None:
-    convert_checkpoint(source, tmp_path / "out", 4, ConversionOptions(method="factor"))
-    listed = json.loads((tmp_path / "out" / "gqa_conversion.json").read_text())["written"]
-    assert all("sha256" in entry for entry in listed.values())
-    replaced(source, shutil.copytree(tmp_path / "out", tmp_path / "copy"))
-
-
 def test_files_that_were_changed_since(source: Path, out: Path) -> None:
     """Trained weights of the same name and size, an edited tokenizer."""
     kept = (out / "tokenizer.json").read_bytes()
@@ -193,11 +179,6 @@ def test_the_current_folder(source: Path, out: Path, tmp_path: Path, monkeypatch
     replaced(source, out)
 
 
-def test_a_mount_point(source: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(publication.os.path, "ismount", lambda path: Path(path) == out)
-    refused(source, out, "mount point")
-
-
 @pytest.mark.parametrize("can_exchange", [True, False])
 def test_a_file_that_comes_at_the_last_moment(
     source: Path, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can_exchange: bool
@@ -217,34 +198,3 @@ def test_a_file_that_comes_at_the_last_moment(
     assert after.pop("thesis.tex")
     assert after == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
-
-
-def test_home_folders(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path / "elsewhere")
-    result = convert_checkpoint("~/source", "~/result", 4, ConversionOptions(method="mean"))
-    assert result.out == tmp_path / "result"
-    assert json.loads((tmp_path / "result" / "gqa_conversion.json").read_text())["source"]["id"] == str(source)
-    assert list(Path().iterdir()) == []
-
-
-def test_a_name_that_is_free_is_found(tmp_path: Path) -> None:
-    for number, expected in enumerate(("card.old", "card.old1", "card.old2")):
-        (tmp_path / "card").write_text(str(number))
-        assert set_aside(tmp_path / "card") == tmp_path / expected
-    assert [(tmp_path / name).read_text() for name in ("card.old", "card.old1", "card.old2")] == ["0", "1", "2"]
-    assert some(["a", "b", "c", "d", "e"]) == "a, b, c and 2 more"
-
-
-def test_a_home_folder_is_recorded_as_what_it_stands_for(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A record is read elsewhere, by others, and by commands that look for the folder."""
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert inspect_checkpoint("~/source", candidates=[3]).source == str(source)
-    assert [expanded(name) for name in ("~", "~nobody-of-this-name/x", "./a~b")] == [
-        str(tmp_path),
-        "~nobody-of-this-name/x",
-        "./a~b",
-    ]

@@ -19,7 +19,6 @@ import pytest
 
 from gqa_convert.checkpoint import publication
 from gqa_convert.checkpoint.publication import StagedFolder, check_destination, sweep
-from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.conversion import run as convert
 from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.run import convert_checkpoint
@@ -29,7 +28,6 @@ from gqa_convert.errors import (
     InterruptedRunError,
     NoSpaceError,
     OutputError,
-    SourceNotFoundError,
 )
 from tests.helpers.checkpoints import digests, llama_arrays, write_llama
 from tests.helpers.command_line import run_python
@@ -670,21 +668,3 @@ def large_results(large: Path) -> list[dict[str, str]]:
         results.append(digests(large.parent / "reference"))
         shutil.rmtree(large.parent / "reference")
     return results
-
-
-@pytest.mark.parametrize("address", ["s3://bucket/model", "gs://bucket/model", "https://host/model"])
-def test_an_address_is_no_folder(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would become the folders `s3:` and `bucket`."""
-    monkeypatch.chdir(tmp_path)
-    source = write_llama(tmp_path / "source")
-    with pytest.raises(OutputError, match="is an address, and results are written to folders"):
-        check_destination(Path(address), source, overwrite=False)
-    with pytest.raises(SourceNotFoundError, match=f"{address} is an address, and checkpoints are read from folders"):
-        open_checkpoint(address)
-    with pytest.raises(OutputError, match="is an address, and results are written to folders"):
-        convert_checkpoint(source, address, 4, ConversionOptions(method="mean"))
-    with pytest.raises(SourceNotFoundError, match=f"{address} is an address, and checkpoints are read from folders"):
-        convert_checkpoint(address, tmp_path / "out", 4, ConversionOptions(method="mean"))
-    assert [path.name for path in tmp_path.iterdir()] == ["source"]
-    (tmp_path / "s3:").mkdir()  # a folder of such a name is one
-    check_destination(Path("s3:"), None, overwrite=False)

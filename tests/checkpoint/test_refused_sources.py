@@ -243,9 +243,3 @@ def test_the_line_about_a_damaged_checkpoint(name: str, tmp_path: Path) -> None:
     change, line = CHANGED[name]
     change(folder)
     assert message(folder) == line
-
-
-def test_pictures_may_be_pointers(tmp_path: Path) -> None:
-    folder = write_llama(tmp_path / "source")
-    (folder / "figure.png").write_text(POINTER)
-    assert "figure.png" in open_checkpoint(folder).carried

@@ -4,7 +4,6 @@ import functools
 import json
 import os
 import pty
-import re
 import select
 import signal
 import subprocess
@@ -19,15 +18,12 @@ from typer.testing import CliRunner
 from gqa_convert import __version__
 from gqa_convert.checkpoint.provenance import CalibrationRecord, Divergence
 from gqa_convert.cli import app
-from gqa_convert.cli.commands import COMMANDS
 from gqa_convert.cli.console.conversion import quality_advice
 from gqa_convert.merging.methods import CHOICES
 from tests.helpers.checkpoints import HIDDEN, WIDTH, write_config, write_llama
 from tests.helpers.command_line import COMMAND, assert_mistake, run
 
 POOLING = [method.name for method in CHOICES if method.pooling is not None]
-
-OURS = ("convert", "verify", "uptrain", "demo")
 
 
 @pytest.fixture(scope="module")
@@ -68,17 +64,6 @@ def test_the_first_help_fits_one_screen_and_names_the_nine_commands() -> None:
     ]
 
 
-@pytest.mark.parametrize("command", OURS)
-def test_the_help_of_a_command_fits_two_screens(command: str) -> None:
-    shown = help_of(command, 100).splitlines()
-    assert len(shown) <= 80
-    options = [line for line in shown if line.startswith("  -") and "--help" not in line]
-    assert 1 <= len(options) <= 12
-    assert (
-        1 <= sum(" gqa-convert " in line or "-m gqa_convert" in line for line in shown if line.startswith("    ")) <= 3
-    )
-
-
 def test_hidden_options_are_shown_when_all_are_asked_for() -> None:
     few = help_of("convert", 100)
     assert "--kl-steps" not in few
@@ -90,28 +75,6 @@ def test_hidden_options_are_shown_when_all_are_asked_for() -> None:
     assert "--kl-steps S" in shown
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_help_shows_no_type_beside_flags_and_arguments(command: str) -> None:
-    shown = help_of(command, 80)
-    assert not re.search(r"[<{]\w", shown)
-
-
-@pytest.mark.parametrize("columns", [60, 80])
-@pytest.mark.parametrize("command", COMMANDS)
-def test_help_shows_names_whole(command: str, columns: int) -> None:
-    shown = help_of(command, columns)
-    for param in get_command(app).commands[command].params:  # type: ignore[attr-defined]
-        name = param.metavar if param.param_type_name == "argument" else max(param.opts, key=len)
-        assert getattr(param, "hidden", False) or re.search(rf"(^|[ (]){re.escape(name)}", shown, re.MULTILINE), name
-
-
-def test_the_help_of_method_is_the_registrys() -> None:
-    from gqa_convert.merging.methods import METHOD_HELP
-
-    (option,) = [each for each in get_command(app).commands["convert"].params if each.name == "method"]  # type: ignore[attr-defined]
-    assert option.help == METHOD_HELP
-
-
 def test_a_mistake_points_to_the_help_of_its_command() -> None:
     assert_mistake(run("convert"), "Missing argument 'SOURCE': see gqa-convert convert --help")
     assert_mistake(run("convert", "x", "--gruops", "3"), "see gqa-convert convert --help")
@@ -120,26 +83,6 @@ def test_a_mistake_points_to_the_help_of_its_command() -> None:
     assert_mistake(run("inspect", "x", "--max-loss-increase", "low"), "'--max-loss-increase': 'low'", "valid")
     assert_mistake(run("inspect", "x", "--max-loss-increase", "-0.1"), "--max-loss-increase", "-0.1")
     assert_mistake(run("convert", "x", "y", "--groups", "8,a"), "--groups 8,a: 'a' is not an integer: write a number")
-
-
-def test_the_usage_and_the_hint_at_hidden_options_are_well_formed() -> None:
-    assert help_of("evaluate", 80).startswith("Usage: gqa-convert evaluate [OPTIONS] [MODEL...]\n")
-    assert help_of("verify", 80).endswith("\n1 more option is shown by: gqa-convert verify --help-all\n")
-
-
-def test_a_copy_changes_no_tensor(source: Path, tmp_path: Path) -> None:
-    planned = run("convert", source, "--groups", 12, "--dry-run").stdout
-    assert "No tensor changes: the source has 12 K/V heads already" in planned
-    assert "Changes" not in planned
-    made = run("convert", source, tmp_path / "copy", "--groups", 12).stdout
-    assert "done  12 -> 12 K/V heads (copy) in 2 layers" in made
-
-
-def test_the_last_line_of_convert_is_about_quality(source: Path, tmp_path: Path) -> None:
-    last = run("convert", source, tmp_path / "pooled", "--groups", 4, "-m", "mean").stdout.splitlines()[-1]
-    assert last.startswith("note: after mean the model is often useless until it is uptrained")
-    assert f"gqa-convert evaluate {source} {tmp_path / 'pooled'} --data TEXT" in last
-    assert "convert --calibration TEXT, method fit, loses far less" in last
 
 
 def measured(after: float | None, kl_steps: int = 0) -> CalibrationRecord:
@@ -168,24 +111,6 @@ def test_advice_on_quality(method: str, calibration: CalibrationRecord | None, w
     assert quality_advice("copy", "in", "out", None) is quality_advice("repeat", "in", "out", None) is None
 
 
-def test_who_asked_for_no_last_stage_is_not_told_to_ask_for_it() -> None:
-    advice = quality_advice("fit", "in", "out", measured(0.4), last_stage_refused=True)
-    assert advice == "to lower the divergence, uptrain with the source as teacher: docs/uptraining.md"
-
-
-def test_who_has_a_model_that_hears_is_not_told_to_uptrain_it() -> None:
-    for method, calibration, words in (
-        ("mean", None, "often useless: measure"),
-        ("fit", measured(0.4), "to lower the divergence, train all layers together for longer, with --kl-steps 200"),
-    ):
-        advice = quality_advice(method, "in", "out", calibration, trains=False)
-        assert advice is not None
-        assert words in advice
-        assert "uptrain" not in advice
-    advice = quality_advice("fit", "in", "out", measured(0.4), last_stage_refused=True, trains=False)
-    assert advice == "measure the loss with gqa-convert evaluate in out --data TEXT"
-
-
 def test_a_dry_run_shows_the_cache_at_a_context_for_a_batch(tmp_path: Path) -> None:
     """Of two layers, the second has a window of 64 tokens."""
     source = write_llama(tmp_path / "source")
@@ -210,14 +135,6 @@ def test_a_dry_run_shows_the_cache_at_a_context_for_a_batch(tmp_path: Path) -> N
     assert (whole["tokens"], whole["before"]) == (64, 2 * 12 * head * 64)
 
 
-def test_options_of_a_dry_run_need_it(source: Path, tmp_path: Path) -> None:
-    for option in ("--context", "--batch"):
-        assert_mistake(run("convert", source, tmp_path / "out", "-n", "4", option, "2"), option, "add --dry-run")
-    assert_mistake(run("convert", source, "-n", "4", "--dry-run", "--context", "4q"), "write it like 4096, 4k or 2M")
-    assert run("convert", source, tmp_path / "out", "-n", "4", "--dry-run").returncode == 0
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_plan_writes_json_to_stdout_and_nothing_else(source: Path) -> None:
     result = run("convert", source, "--groups", 3, "--method", "mean", "--json", "--dry-run")
     assert result.returncode == 0
@@ -229,23 +146,6 @@ def test_plan_writes_json_to_stdout_and_nothing_else(source: Path) -> None:
     assert plan["weight_bytes"]["before"] - plan["weight_bytes"]["after"] == 4 * 9 * WIDTH * HIDDEN * 4
     assert plan["parameters"]["before"] - plan["parameters"]["after"] == 4 * 9 * WIDTH * HIDDEN
     assert result.stderr == ""
-
-
-def test_plan_for_people(source: Path) -> None:
-    result = run("convert", source, "-n", 4, "--dry-run")
-    assert result.returncode == 0
-    assert result.stderr == ""
-    assert "\x1b" not in result.stdout
-    for word in (
-        f"[{12 * WIDTH}, {HIDDEN}]",
-        f"[{4 * WIDTH}, {HIDDEN}]",
-        "0-1",
-        "K/V cache per token",
-        "tensor parallel",
-        "vLLM",
-        "of disk",
-    ):
-        assert word in result.stdout
 
 
 def test_convert_verify_and_overwrite(source: Path, tmp_path: Path) -> None:
@@ -286,11 +186,6 @@ def test_a_failed_verification_exits_with_1(source: Path, tmp_path: Path) -> Non
     assert json.loads(result.stdout)["passed"] is False
     assert result.stderr == ""
     assert "FAIL" in run("verify", out, "--source", source, "--no-logits").stdout
-
-
-def test_quiet_prints_nothing(source: Path, tmp_path: Path) -> None:
-    result = run("convert", source, tmp_path / "out", "--groups", 4, "--quiet")
-    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
 
 
 def test_a_new_shard_size(source: Path, tmp_path: Path) -> None:
@@ -339,12 +234,6 @@ def test_mistakes_get_one_line(
     assert_mistake(run(*filled), *words)
     assert sorted(source.rglob("*")) == before
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_mistake_with_json_is_one_object_too(source: Path) -> None:
-    result = run("convert", source, "--groups", 5, "--json", "--dry-run")
-    assert result.returncode == 2
-    assert "--groups 5" in json.loads(result.stdout)["error"]
 
 
 def test_a_terminal_sees_a_progress_bar(source: Path, tmp_path: Path) -> None:
@@ -424,19 +313,6 @@ def test_a_reader_that_has_gone_is_no_matter(source: Path, arguments: tuple[str,
     result = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
     os.close(write)
     assert (result.returncode, result.stderr) == (0, "")
-
-
-@pytest.mark.parametrize("flags", [(), ("--json",)])
-def test_mistakes_exit_with_2_whatever_is_behind_the_streams(source: Path, flags: tuple[str, ...]) -> None:
-    with Path("/dev/full").open("w") as full:
-        result = subprocess.run(
-            [*COMMAND, "convert", source, "-n", "5", "--dry-run", *flags],
-            stdout=full,
-            stderr=full,
-            timeout=120,
-            check=False,
-        )
-    assert result.returncode == 2
 
 
 def test_arguments_that_are_no_utf8(source: Path, tmp_path: Path) -> None:

@@ -8,10 +8,9 @@ import pytest
 import typer
 
 from gqa_convert.checkpoint.provenance import Divergence
-from gqa_convert.cli.console import progress, tables
+from gqa_convert.cli.console import progress
 from gqa_convert.cli.console.conversion_progress import ConversionScreen
-from gqa_convert.cli.console.screen import stdout_console, tokens_text
-from gqa_convert.cli.console.tables import show_table
+from gqa_convert.cli.console.screen import tokens_text
 from gqa_convert.cli.console.training import TrainingScreen
 from gqa_convert.cli.options import token_count, token_counts
 from gqa_convert.conversion.fit.layer_store import LayerRecord
@@ -80,41 +79,6 @@ def test_work_of_an_earlier_process_does_not_count(clock: Clock, capsys: pytest.
     assert capsys.readouterr().err.splitlines() == ["fitting: 90.0%  0:00:10 left"]
 
 
-def test_quiet_and_short_work_say_nothing(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
-    with progress.ProgressScreen(quiet=True) as screen:
-        screen.say("a line")
-        clock.now += 60
-        screen.show("work", 1, 2)
-    with progress.ProgressScreen(quiet=False) as screen:
-        clock.now += 29
-        screen.show("work", 1, 2)
-    assert capsys.readouterr() == ("", "")
-
-
-def test_a_terminal_has_bars_whose_labels_are_no_markup(monkeypatch: pytest.MonkeyPatch) -> None:
-    stream = terminal(monkeypatch)
-    with progress.ProgressScreen(quiet=False) as screen:
-        screen.show("texts/[/].txt", 1, 4, "[bold]detail")
-        screen.say("[red] a line")
-    shown = stream.getvalue()
-    assert "texts/[/].txt" in shown
-    assert "[bold]detail" in shown
-    assert "25%" in shown
-    assert "[red] a line" in shown
-
-
-def test_a_closed_terminal_does_not_end_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    stream = terminal(monkeypatch)
-
-    def broken(*_: object) -> int:
-        raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr(stream, "write", broken)
-    with progress.ProgressScreen(quiet=False) as screen:
-        screen.say("a line")
-        screen.show("work", 1, 2)
-
-
 def shown_by(screen_of: type, clock: Clock, capsys: pytest.CaptureFixture[str], *calls: tuple[str, object]) -> str:
     """Return what a screen prints where every call is 31 seconds after the one before."""
     with progress.ProgressScreen(quiet=False) as lines:
@@ -177,29 +141,6 @@ def test_the_objective_and_the_held_out_loss_have_names(
         "step 3: language-model loss on held-out text 3.2500 nats per token",
         f"uptraining: 75.0%  step 3 of 4  {said}  1,000 tokens/s",
     ]
-
-
-def test_a_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    columns = ["model", "loss"]
-    rows = [["./[red]a", "2.1234 ± 0.0100"], ["./b", ""]]
-    console = tables.stdout_console()
-    monkeypatch.setattr(tables, "stdout_console", lambda: console)
-    console.width = 80
-    show_table(columns, rows, title="Losses")
-    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
-    assert lines[0] == "Losses"
-    assert lines[2].split() == ["model", "loss"]
-    assert lines[2].endswith(f"{'loss':>15}")
-    assert lines[4] == " ./[red]a  2.1234 ± 0.0100"
-    console.width = 14
-    show_table(columns, rows)
-    assert max(map(len, capsys.readouterr().out.splitlines())) <= 14
-
-
-def test_a_pipe_has_the_columns_that_the_environment_states(monkeypatch: pytest.MonkeyPatch) -> None:
-    for stated, columns in (("40", 40), ("", 120), ("wide", 120)):
-        monkeypatch.setenv("COLUMNS", stated)
-        assert stdout_console().width == columns
 
 
 def test_numbers_of_tokens_are_read_and_printed_in_powers_of_1000() -> None:

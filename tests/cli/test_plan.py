@@ -10,7 +10,6 @@ from gqa_convert.conversion.fit.memory import estimate_needs
 from gqa_convert.conversion.fit.options import CalibrationOptions
 from gqa_convert.conversion.plan import make_plan
 from tests.helpers.own_files import make_source
-from tests.helpers.tiny import make_checkpoint
 
 
 @pytest.mark.parametrize(
@@ -50,11 +49,3 @@ def test_layers_of_an_encoder_and_of_a_decoder_share_a_row(tmp_path: Path, capsy
     show_plan(plan, estimate_needs(plan, CalibrationOptions()), {})
     rows = [line.split()[:2] for line in capsys.readouterr().out.splitlines() if "k.weight" in line]
     assert rows == [["0-2", "layer.0.SelfAttention.k.weight"], ["0-1", "layer.1.EncDecAttention.k.weight"]]
-
-
-def test_runs_of_layers_in_the_table_of_changes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source = make_checkpoint("llama", tmp_path / "source", num_hidden_layers=6)
-    plan = make_plan(open_checkpoint(source), [3, 3, 4, 3, 4, 3], method="mean")
-    show_plan(plan, estimate_needs(plan, CalibrationOptions()), {})
-    rows = [line.split("  ")[0].strip() for line in capsys.readouterr().out.splitlines() if "k_proj" in line]
-    assert rows == ["0-1, 3, 5", "2, 4"]

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from gqa_convert.cli.console.screen import print_json
 from tests.helpers.checkpoints import write_llama
 from tests.helpers.command_line import run
 
@@ -49,13 +48,6 @@ def test_terminals_that_know_ascii_only(source: Path, monkeypatch: pytest.Monkey
     assert json.loads(mistake.stdout)["exit_code"] == 2
     assert run("convert", f"{source}?", "--groups", 4, "--dry-run").stderr.count("\n") == 1
     assert run("convert", "--help").returncode == 0
-
-
-def test_json_in_every_encoding(capsysbinary: pytest.CaptureFixture[bytes]) -> None:
-    sys.stdout.reconfigure(encoding="latin-1")  # type: ignore[union-attr]
-    for value in ({"name": "é"}, {"name": "→"}, {"name": "a\udcffb"}):
-        print_json(value)
-        assert json.loads(capsysbinary.readouterr().out.decode("latin-1")) == value
 
 
 def shell(words: str, *arguments: Path) -> subprocess.CompletedProcess[str]:

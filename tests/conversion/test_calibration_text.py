@@ -6,8 +6,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 from transformers import BartConfig, GPT2Config
@@ -17,10 +15,8 @@ from gqa_convert.conversion.fit import calibration_text
 from gqa_convert.conversion.fit.calibration_text import Calibration, calibration_batches, calibration_tokens_for
 from gqa_convert.data import sources
 from gqa_convert.data.hub import HubDataset
-from gqa_convert.data.sources import Source
 from gqa_convert.errors import ConfigError, DataError, GQAConvertError, OptionError
-from gqa_convert.families.loading import load_tokenizer
-from tests.helpers.data_helpers import DEMO, EOS, PAD, WORDS, span_tokenizer
+from tests.helpers.data_helpers import EOS, PAD, WORDS, span_tokenizer
 
 LENGTH = 12
 CAUSAL = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 96, "vocab_size": 700}
@@ -153,38 +149,6 @@ def test_a_text_is_used_whole_where_it_is_short(tmp_path: Path) -> None:
     assert f"{len(tokens)} tokens of {tmp_path / 'a.jsonl'}: 10 blocks of up to 12" in made.description
 
 
-def test_several_texts_contribute_equally_as_far_as_they_can(tmp_path: Path) -> None:
-    model = model_of(tmp_path / "model", CAUSAL)
-    texts = {"a": documents(211), "b": documents(311)[211:], "c": documents(317)[311:]}
-    paths = [written(tmp_path / f"{name}.jsonl", found) for name, found in texts.items()]
-    tokens_of = [stream_of(found) for found in texts.values()]
-    whole = len(tokens_of[2]) // LENGTH
-    assert 0 < whole < 5
-
-    def drawn(sources: list[Path], tokens: int) -> list[int]:
-        """The number of the text that each block is from, without the two that are held out."""
-        made = calibration_batches(
-            model, sources, tokens, seed=3, sequence_length=LENGTH, batch_tokens=LENGTH, held_out_tokens=2 * LENGTH
-        )
-        rows = [batch["input_ids"][0].tolist() for batch in (*made.batches, *made.held_out)]
-        found = [[number for number, stream in enumerate(tokens_of) if any(_occurs(row, stream))] for row in rows]
-        assert len({tuple(row) for row in rows}) == len(rows)
-        assert all(len(numbers) == 1 for numbers in found)
-        assert " and ".join(str(path) for path in sources) in made.description
-        return [numbers[0] for numbers in found]
-
-    assert drawn(paths[:2], 10 * LENGTH)[:10] == [0, 1] * 5
-    mixed = drawn(paths, 20 * LENGTH)
-    assert [mixed[:20].count(number) for number in range(3)] == [(20 - whole + 1) // 2, (20 - whole) // 2, whole]
-    assert 2 not in mixed[20:]
-    with pytest.raises(DataError, match="list of calibration texts is empty"):
-        calibration_batches(model, [], 100, seed=0)
-
-
-def _occurs(row: list[int], stream: list[int]) -> Iterator[bool]:
-    return (stream[start : start + len(row)] == row for start in range(len(stream)))
-
-
 def test_blocks_come_from_all_over_the_text(tmp_path: Path) -> None:
     model, found = model_of(tmp_path / "model", CAUSAL), documents(503)
     tokens, path = stream_of(found), written(tmp_path / "a.jsonl", found)
@@ -203,67 +167,6 @@ def test_blocks_come_from_all_over_the_text(tmp_path: Path) -> None:
         assert rows_of(again) == rows_of(made)
     assert len({tuple(each) for each in starts.values()}) == 4
     assert len({start % LENGTH for each in starts.values() for start in each}) > 1
-
-
-def test_a_text_with_just_enough_blocks(tmp_path: Path) -> None:
-    model, found = model_of(tmp_path / "model", CAUSAL), documents(19)
-    made = calibration_batches(model, written(tmp_path / "a.jsonl", found), 9 * LENGTH, seed=3, sequence_length=LENGTH)
-    assert len(stream_of(found)) == 9 * LENGTH + 4
-    assert (made.tokens, made.warning, {len(row) for row in rows_of(made)}) == (9 * LENGTH, None, {LENGTH})
-
-
-def test_the_digest_stands_for_tokens_and_options(tmp_path: Path) -> None:
-    model, found = model_of(tmp_path / "model", CAUSAL), documents(100)
-    path, other = written(tmp_path / "a.jsonl", found), written(tmp_path / "b.jsonl", [[7, *found[0][1:]], *found[1:]])
-    options = {"tokens": 10**4, "seed": 3, "sequence_length": LENGTH, "batch_tokens": 60}
-    changes: list[dict[str, Any]] = [
-        {},
-        {"tokens": 60},
-        {"seed": 4},
-        {"sequence_length": LENGTH + 1},
-        {"batch_tokens": 48},
-        {"source": other},
-    ]
-    digests = {calibration_batches(model, **{"source": path, **options, **change}).digest for change in changes}
-    assert len(digests) == len(changes)
-    copy = written(tmp_path / "copy.jsonl", found)
-    assert calibration_batches(model, copy, **options).digest == calibration_batches(model, path, **options).digest
-
-
-def test_tokens_are_those_of_a_real_tokenizer(tmp_path: Path) -> None:
-    tokenizer, passage = load_tokenizer(DEMO), Path(calibration_text.__file__).read_text(encoding="utf-8")[:6000]
-    (tmp_path / "a.txt").write_text(passage, encoding="utf-8")
-    made = calibration_batches(DEMO, tmp_path / "a.txt", 10**6, seed=0)
-    tokens = [*tokenizer(passage, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
-    rows = sorted(rows_of(made), key=lambda row: attention_kind_of(row, tokens))
-    assert [token for row in rows for token in row] == tokens
-    assert made.sequence_length == 512  # max_position_embeddings
-
-
-def test_the_ways_to_name_a_text(tmp_path: Path) -> None:
-    model, found = model_of(tmp_path / "model", CAUSAL), documents(6)
-    folder = tmp_path / "texts"
-    folder.mkdir()
-    written(folder / "a.jsonl", found, "content")
-    pq.write_table(pa.table({"content": [words(*each) for each in found]}), folder / "b.parquet")
-    (folder / "c.txt").write_text(words(*found[0]))
-
-    def tokens_of(source: Any) -> list[int]:
-        return [
-            token
-            for row in rows_of(calibration_batches(model, source, 500, seed=0, sequence_length=100))
-            for token in row
-        ]
-
-    tokens = stream_of(found)
-    assert tokens_of({"source": str(folder / "a.jsonl"), "text_field": "content"}) == tokens
-    assert tokens_of(Source(str(folder / "*.parquet"), text_field="content")) == tokens
-    assert tokens_of(str(folder / "c.txt")) == tokens_of(folder / "c.txt") == stream_of(found[:1])
-    assert tokens_of({"source": str(folder), "text_field": "content"}) == 2 * tokens + stream_of(found[:1])
-    with pytest.raises(DataError, match=r"has no 'text', found id, content.*text_field"):
-        tokens_of(folder / "a.jsonl")
-    with pytest.raises(DataError, match="does not exist"):
-        tokens_of(folder / "d.jsonl")
 
 
 def test_further_blocks_do_not_change_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,26 +205,6 @@ def test_a_large_text_is_thinned_evenly(tmp_path: Path, monkeypatch: pytest.Monk
     assert all(attention_kind_of(row, tokens) >= 0 for row in rows_of(made))
     whole = calibration_batches(model, path, 10**6, seed=1, sequence_length=LENGTH)
     assert whole.tokens == len(stream_of(found)) - (len(stream_of(found)) % LENGTH == 1)
-
-
-def test_parts_of_a_long_document_are_not_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, path, state = (
-        model_of(tmp_path / "model", CAUSAL),
-        tmp_path / "a.txt",
-        [number for each in documents(3000) for number in each],
-    )
-    path.write_text(words(*state).replace(" ", "\n"))
-    monkeypatch.setattr(calibration_text, "_WHOLE", 1000)
-    monkeypatch.setattr("gqa_convert.data.files.PIECE", 300)
-    tokens = [3 + number for number in state]
-    rows = rows_of(calibration_batches(model, path, 20 * LENGTH, seed=1, sequence_length=LENGTH))
-    parts = [part for row in rows for part in " ".join(map(str, row)).split(f" {EOS} ")]
-    assert len(parts) > len(rows)
-    assert all(
-        attention_kind_of(run, tokens) >= 0
-        for part in parts
-        if len(run := [token for token in map(int, part.split()) if token != EOS]) > 2
-    )
 
 
 def watched(pieces: list[Any], seen: list[str]) -> list[Any]:
@@ -396,19 +279,6 @@ def test_bart_gets_a_block_on_both_sides(tmp_path: Path) -> None:
     assert BartConfig().is_encoder_decoder
 
 
-def test_the_decoder_begins_as_the_checkpoint_says(tmp_path: Path) -> None:
-    path = written(tmp_path / "a.jsonl", documents(10))
-    config = {key: value for key, value in BART.items() if key != "decoder_start_token_id"}
-    model = model_of(tmp_path / "model", config)
-    assert rows_of(calibration_batches(model, path, 20, seed=0), "decoder_input_ids")[0][0] == EOS
-    (model / "generation_config.json").write_text(json.dumps({"decoder_start_token_id": 9}))
-    assert rows_of(calibration_batches(model, path, 20, seed=0), "decoder_input_ids")[0][0] == 9
-    (model / "config.json").write_text(json.dumps(BART))
-    assert rows_of(calibration_batches(model, path, 20, seed=0), "decoder_input_ids")[0][0] == 2
-    t5 = model_of(tmp_path / "t5", {key: value for key, value in T5.items() if key != "decoder_start_token_id"})
-    assert rows_of(calibration_batches(t5, path, 20, seed=0), "decoder_input_ids")[0][0] == PAD
-
-
 def test_short_texts(tmp_path: Path) -> None:
     model, path = model_of(tmp_path / "model", CAUSAL), tmp_path / "a.txt"
     path.write_text("w5")
@@ -447,12 +317,6 @@ def test_mistakes_are_one_line(
     assert "\n" not in str(caught.value)
 
 
-def test_a_tokenizer_may_have_more_tokens_than_the_text_uses(tmp_path: Path) -> None:
-    model = model_of(tmp_path / "model", CAUSAL | {"vocab_size": 400})
-    path = written(tmp_path / "a.jsonl", [[number % 300 for number in range(50)]])
-    assert calibration_batches(model, path, 1000, seed=0).tokens == 51
-
-
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "t5", "bart", "mbart", "marian", "pegasus", "gqa_t5"])
 def test_no_tokenizer(tmp_path: Path, model_type: str) -> None:
     """For several of these, transformers makes up a tokenizer without words."""
@@ -460,9 +324,3 @@ def test_no_tokenizer(tmp_path: Path, model_type: str) -> None:
     with pytest.raises(DataError, match="has no tokenizer") as caught:
         calibration_batches(tmp_path, written(tmp_path / "a.jsonl", documents(20)), 100, seed=0)
     assert "\n" not in str(caught.value)
-
-
-def test_a_tokenizer_without_end_of_text(tmp_path: Path) -> None:
-    model = model_of(tmp_path / "model", CAUSAL, eos=None)
-    with pytest.raises(DataError, match="no end-of-text token"):
-        calibration_batches(model, written(tmp_path / "a.jsonl", documents(20)), 100, seed=0)

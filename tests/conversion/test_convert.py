@@ -4,18 +4,16 @@ import hashlib
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 
 from gqa_convert.checkpoint.copying import BLOCK
-from gqa_convert.checkpoint.source import Checkpoint, open_checkpoint
+from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.conversion import writing
-from gqa_convert.conversion.fit import defaults
 from gqa_convert.conversion.options import ConversionOptions
-from gqa_convert.conversion.plan import Plan, make_plan
+from gqa_convert.conversion.plan import make_plan
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import (
     ConfigError,
@@ -34,11 +32,8 @@ from tests.helpers.checkpoints import (
     read_weights,
     same_weights,
     write_config,
-    write_index,
     write_llama,
 )
-from tests.helpers.own_files import make_source
-from tests.helpers.tiny import make_checkpoint
 from tests.helpers.verification import failed
 
 KEY = "model.layers.1.self_attn.k_proj.weight"
@@ -85,90 +80,6 @@ def test_tied_heads_merge_without_loss_and_repeat_back(tmp_path: Path) -> None:
     record = json.loads((tmp_path / "up" / "gqa_conversion.json").read_text())
     assert (record["method"], record["previous"]["method"]) == ("repeat", "mean")
     assert "gqa_conversion.json" not in record["written"], "the earlier record is no file of the result"
-
-
-def test_norms_of_heads_that_go_leave_files_in_which_nothing_changes(tmp_path: Path) -> None:
-    """Of the first file another tensor stays, of the second nothing."""
-    source = make_checkpoint("stablelm", tmp_path / "source", shards="50GB", qk_layernorm=True)
-    tensors = load_file(source / "model.safetensors")
-    norms = "model.layers.0.self_attn.k_layernorm.norms."
-    files = [{"model.norm.weight", f"{norms}11.weight"}, {f"{norms}10.weight"}]
-    files.append(tensors.keys() - files[0] - files[1])
-    weight_map = {}
-    for number, names in enumerate(files, 1):
-        file = f"model-{number:05d}-of-00003.safetensors"
-        save_file({name: tensors[name] for name in names}, source / file, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(names, file)
-    (source / "model.safetensors").unlink()
-    write_index(source / "model.safetensors.index.json", weight_map)
-    convert_checkpoint(source, tmp_path / "out", 3, ConversionOptions(method="mean"))
-    assert failed(verify_checkpoint(tmp_path / "out", source, logits=False)) == {}
-    assert not (tmp_path / "out" / "model-00002-of-00003.safetensors").exists()
-
-
-@pytest.mark.parametrize("method", ["mean", "factor"])
-@pytest.mark.parametrize(("heads", "groups", "decoder"), [(8, 4, "copy"), (16, 8, "repeat")])
-def test_layers_that_have_n_already_are_copied(
-    tmp_path: Path, method: str, heads: int, groups: int, decoder: str
-) -> None:
-    """A T5 whose decoder has 4 K/V heads, converted again with its encoder."""
-    source = make_source("t5", tmp_path / "source", num_heads=heads, d_kv=8)
-    convert_checkpoint(source, tmp_path / "four", 4, ConversionOptions(method="mean"))
-    options = ConversionOptions(method=method, encoder=True)
-    plan = convert_checkpoint(tmp_path / "four", tmp_path / "out", groups, options).plan
-    assert {layer.attention_kind for layer, _ in plan.merged_layers} == {"encoder"}
-    kv_changes = [change for change in plan.changes if change.name.split(".")[-2] in ("k", "v")]
-    assert {change.method for change in kv_changes if "decoder" in change.name} == {decoder}
-    assert failed(verify_checkpoint(tmp_path / "out", tmp_path / "four", logits=False)) == {}
-    before, after = read_weights(tmp_path / "four"), read_weights(tmp_path / "out")
-    for name in before:
-        assert not name.startswith("decoder") or np.array_equal(after[name][:1], before[name][:1])
-
-
-@pytest.mark.parametrize(("method", "words"), [("factor", "are averaged"), ("fit", "start from")])
-def test_a_plan_says_what_can_not_be_absorbed(tmp_path: Path, method: str, words: str) -> None:
-    source = make_checkpoint("qwen3", tmp_path / "source")  # norms behind its key projections
-    plan = make_plan(open_checkpoint(source), 3, method=method)
-    changed = {change.name.split(".")[-2] for change in plan.changes if change.method == method}
-    assert changed == {"k_proj", "v_proj", "o_proj"} | (set() if method == "factor" else {"q_proj"})
-    assert any(f"keys {words}" in warning and "in 2 of 2 attention layers" in warning for warning in plan.warnings)
-    out = tmp_path / "out"
-    if method == "factor":
-        convert_checkpoint(source, out, 3, ConversionOptions(method=method))
-        assert json.loads((out / "gqa_conversion.json").read_text())["result"] is not None
-
-
-def test_a_file_with_projections_that_absorb_maps_is_no_copy(tmp_path: Path) -> None:
-    """Also where no key and no value projection lies in it."""
-    for name, shards in (("one", 1), ("many", 20)):
-        source = write_llama(tmp_path / name, shards=shards)
-        convert_checkpoint(source, tmp_path / f"{name}-out", 3, ConversionOptions(method="factor"))
-    assert same_weights(tmp_path / "one-out", tmp_path / "many-out")
-
-
-def test_a_source_that_is_rewritten_is_planned_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[str] = []
-
-    def counted(checkpoint: Checkpoint, *given: Any, **options: Any) -> Plan:
-        made.append(checkpoint.config["model_type"])
-        return make_plan(checkpoint, *given, **options)
-
-    monkeypatch.setattr(defaults, "make_plan", counted)
-    source = make_source("gpt_neox", tmp_path / "source")
-    plan = convert_checkpoint(source, tmp_path / "out", 3, ConversionOptions(method="mean")).plan
-    assert made == ["phi"]
-    assert plan.checkpoint.source_id == str(source)
-
-
-def test_index_totals_are_those_of_the_new_tensors(source: Path, tmp_path: Path) -> None:
-    convert_checkpoint(source, tmp_path / "out", 3, ConversionOptions(method="mean"))
-    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
-    weights = read_weights(tmp_path / "out")
-    assert index["metadata"]["total_size"] == sum(array.nbytes for array in weights.values())
-    assert index["metadata"]["total_parameters"] == sum(array.size for array in weights.values())
-    assert {
-        name: sorted(load_file(tmp_path / "out" / file)) for name, file in index["weight_map"].items()
-    }.keys() == weights.keys()
 
 
 def test_tensors_of_large_files_keep_their_place_in_a_block(
@@ -280,13 +191,6 @@ def test_shapes_that_contradict_the_config(source: Path, change: dict) -> None:
     write_config(source, **change)
     with pytest.raises(ConfigError, match="config"):
         make_plan(open_checkpoint(source), 1)
-
-
-def test_a_config_older_than_the_key(source: Path) -> None:
-    config = {key: value for key, value in CONFIG.items() if key not in ("num_key_value_heads", "head_dim")}
-    (source / "config.json").write_text(json.dumps(config))
-    plan = make_plan(open_checkpoint(source), 4)
-    assert (plan.source_kv_heads, plan.config["num_key_value_heads"]) == (HEADS, 4)
 
 
 def test_tensors_that_are_missing_or_of_a_type_that_cannot_be_merged(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from gqa_convert.data import sources
 from gqa_convert.data.stdlib_text import source_files
 from gqa_convert.demo import CHECKPOINT
 from gqa_convert.verify import verify_checkpoint
-from tests.helpers.checkpoints import HEADS, same_weights, write_llama
+from tests.helpers.checkpoints import same_weights, write_llama
 from tests.helpers.command_line import run
 from tests.helpers.verification import edit_json
 
@@ -75,11 +75,3 @@ def test_what_cannot_be_run_on_text(tmp_path: Path, changes: dict[str, object], 
     source = Path(shutil.copytree(CHECKPOINT, tmp_path / "source"))
     edit_json(source / "config.json", **changes)
     assert why_no_text(open_checkpoint(source)) == reason
-
-
-def test_copied_heads_need_no_text(tmp_path: Path) -> None:
-    source = write_llama(tmp_path / "source")
-    result = convert_checkpoint(source, tmp_path / "out", HEADS)
-    assert result.calibration is None
-    assert not any("averaged" in warning for warning in result.plan.warnings)
-    assert same_weights(source, tmp_path / "out")

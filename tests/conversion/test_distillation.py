@@ -66,18 +66,6 @@ def test_the_result_diverges_as_little_as_is_said(name: str, tmp_path: Path, mon
     assert distance(case.logits(result), case.logits(folded.placed(case, result, 3))) < folded.EXACT
 
 
-@pytest.mark.parametrize("name", ["llama", "t5"])
-def test_the_divergence_after_the_layers_is_that_of_the_result(name: str, tmp_path: Path) -> None:
-    """On the batches that judge, the last ones."""
-    case = folded.build(name)
-    source = case.save(tmp_path / "source")
-    batches = batches_for(case.model, count=16)
-    _, kl_steps, kl = fitted(source, tmp_path / "out", batches=batches, steps=2)
-    result = case.load(tmp_path / "out")
-    assert kl_steps == 0
-    assert divergence(open_model(source), result, batches[-2:]) == pytest.approx(kl.after, rel=2e-3)
-
-
 def test_the_text_that_judges_is_not_learned_from(llama: Path, tmp_path: Path) -> None:
     plan = plan_of(llama)
     batches = batches_for(open_model(llama), count=3)
@@ -104,27 +92,6 @@ def test_where_nothing_is_won_nothing_is_changed(tied: bool, tmp_path: Path, mon
     assert kl.before == kl.after
     assert (kl.after < 1e-6) is tied
     assert digests(tmp_path / "layers") == digests(tmp_path / "whole")
-
-
-def test_other_steps_begin_again_from_the_layers(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was asked for before leaves no trace, and an unchanged request is not done again."""
-    monkeypatch.setattr(distillation, "RATE", 2e-3)
-    plan = plan_of(llama)
-    batches = [*batches_for(open_model(llama)), *batches_for(open_model(llama), count=1, seed=9) * 4]
-    with LayerStore(tmp_path / "a", {}, keep=False) as store, LayerStore(tmp_path / "b", {}, keep=False) as straight:
-        after = {}
-        for kl_steps in (0, 6, 3, 0):
-            fit(plan, store, batches, batches[4:5], steps=2, kl_steps=kl_steps)
-            found = contents(store, plan)
-            assert after.setdefault(kl_steps, found) == found
-        assert after[6] != after[0] != after[3]
-        fit(plan, straight, batches, batches[4:5], steps=2, kl_steps=6)
-        assert contents(straight, plan) == after[6]
-        monkeypatch.setattr(distillation, "train_together", None)
-        fit(plan, straight, batches, batches[4:5], steps=2, kl_steps=6)
-        assert contents(straight, plan) == after[6]
-        with pytest.raises(TypeError, match="not callable"):
-            fit(plan, straight, batches, batches[3:4], steps=2, kl_steps=6)
 
 
 def test_unasked_it_is_done_where_it_is_worth_its_time_and_possible(

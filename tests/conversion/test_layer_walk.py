@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gqa_convert.conversion.fit.attention_calls import AttentionCall, parts_of
+from gqa_convert.conversion.fit.attention_calls import parts_of
 from gqa_convert.conversion.fit.layer_walk import LayerWalk
 from gqa_convert.conversion.fit.merged_attention import replaced
 from gqa_convert.families.table import FAMILIES
@@ -165,34 +165,9 @@ def test_the_residual_stream_is_found(case: str, place: str, factor: float) -> N
     assert found.factor == pytest.approx(factor)
 
 
-def test_a_target_brings_the_students_stream_to_the_sources() -> None:
-    """By what the layer makes of a contribution, which Granite multiplies."""
-    model = build("granite", residual_multiplier=0.5).model.requires_grad_(False)
-    names = attention_of(model, "o_proj")
-    walk = LayerWalk(model, batches_for(model), names, "o_proj")
-    source, student = walk.streams(2)
-    first, second = walk.layers[:2]
-    source.advance(first)
-    own = changed(walk.module(names[0]), 0)
-    student.advance(first, {names[0]: partial(replaced, walk.module(names[0]), own)})
-    wanted = source.advance(second, watch=names[1:2])[names[1]]
-    calls = student.attention(second, names[1], streams=wanted).calls
-    made = student.advance(second, watch=names[1:2])[names[1]]
-    for call, there, here in zip(calls, wanted, made, strict=True):
-        assert (there - here).abs().max() > 1e-3
-        torch.testing.assert_close(0.5 * (call.target - call.output), there - here, rtol=1e-4, atol=1e-5)
-
-
 def test_batches_of_text_are_divided_and_those_with_images_are_not() -> None:
     """Even where there are as many images as sequences, because rows of images may be parts of them."""
     long, short = torch.zeros(2, 600, dtype=torch.long), torch.zeros(5, 200, dtype=torch.long)
     assert [len(part["input_ids"]) for part in parts_of({"input_ids": long})] == [1, 1]
     assert [len(part["input_ids"]) for part in parts_of({"input_ids": short})] == [2, 2, 1]
     assert [len(part["input_ids"]) for part in parts_of({"input_ids": long, "pixel_values": torch.ones(2, 3)})] == [2]
-
-
-def test_a_target_lies_between_both_kinds() -> None:
-    zeros, ones = torch.zeros(1, 2, 3), torch.ones(1, 2, 3)
-    call = AttentionCall(zeros, (), {}, output=zeros, target=ones)
-    assert torch.equal(call.between(0), zeros)
-    assert torch.equal(call.between(0.25), 0.25 * ones)

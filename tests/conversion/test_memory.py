@@ -51,17 +51,6 @@ def test_each_part_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert estimate("factor").disk_bytes > estimate("mean").disk_bytes
 
 
-def test_the_last_stage_runs_where_memory_and_time_allow(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = plan_by("fit")
-    needed = memory.last_stage_bytes(plan, 512) / memory._STAGE_SHARE
-    assert memory.trains_together(plan, 512, needed + 2, "cpu")
-    assert not memory.trains_together(plan, 512, needed - 2, "cpu")
-    assert not memory.trains_together(plan, 1024, needed + 2, "cpu")
-    monkeypatch.setattr(memory, "_MOST_PARAMETERS", 1000)
-    assert not memory.trains_together(plan, 512, 1e15, "cpu")
-    assert memory.trains_together(plan, 512, 1e15, "cuda")
-
-
 @pytest.mark.parametrize("name", ["llama", "gpt2", "t5"])
 def test_memory_for_what_is_trained_is_asked_for(name: str, tmp_path: Path) -> None:
     """What is trained with its gradients and moments, what that began with, and the weights that modules run with."""

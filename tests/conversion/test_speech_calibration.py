@@ -50,16 +50,6 @@ def test_a_folder_and_the_same_sound_as_ready_batches_give_the_same_result(tmp_p
     assert all(torch.equal(one[name], weights(source)[name]) for name in encoder)
 
 
-def test_all_layers_are_trained_together_on_fresh_sound(tmp_path: Path, source: Path) -> None:
-    folder = sound_folder(tmp_path / "sounds", 60)
-    calibration = CalibrationOptions(source=str(folder), tokens=200, steps=2, kl_steps=4)
-    converted = convert_checkpoint(source, tmp_path / "out", 3, ConversionOptions(calibration=calibration))
-    assert converted.calibration is not None
-    assert converted.calibration.kl_steps == 4
-    assert converted.calibration.kl is not None
-    assert converted.calibration.kl.after < converted.calibration.kl.before
-
-
 def test_what_is_no_folder_of_sound_is_refused_before_anything_is_written(tmp_path: Path, source: Path) -> None:
     (tmp_path / "notes.txt").write_text("no sound")
     out = tmp_path / "out"

@@ -10,13 +10,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from gqa_convert.conversion.fit.calibration_text import calibration_batches
-from gqa_convert.data.documents import TextField
 from gqa_convert.data.hub import HubDataset
 from gqa_convert.data.labels import IGNORED
 from gqa_convert.data.samples import evaluation_blocks, open_samples
-from gqa_convert.data.sources import Source, open_source, text_fields
-from gqa_convert.errors import DataError, RecipeError
-from gqa_convert.training.recipe import make_recipe
+from gqa_convert.errors import DataError
 from tests.helpers.data_helpers import demo_tokenizer
 from tests.helpers.uptrain_runs import DEMO
 
@@ -159,17 +156,6 @@ def test_other_forms_of_rows_give_the_same_samples(chats: Path, tmp_path: Path) 
         np.testing.assert_array_equal(packed(source, tokenizer, tmp_path / "cache")["labels"], expected)
 
 
-def test_a_prompt_and_its_response(tmp_path: Path) -> None:
-    tokenizer = tokenizer_with(PLAIN)
-    pairs = [(TEXTS[0], TEXTS[1]), (TEXTS[2], TEXTS[3])] * 10
-    messages = rows_file(tmp_path, [{"messages": said(*pair)} for pair in pairs])
-    columns = rows_file(tmp_path, [{"instruction": one, "output": other} for one, other in pairs], "columns.jsonl")
-    source = {"source": str(columns), "format": "chat", "source_field": "instruction", "target_field": "output"}
-    expected, found = (packed(each, tokenizer, tmp_path / "cache") for each in (str(messages), source))
-    for name in expected:
-        np.testing.assert_array_equal(found[name], expected[name])
-
-
 def test_text_and_conversations_in_one_run(chats: Path, tmp_path: Path) -> None:
     tokenizer = tokenizer_with(PLAIN)
     (tmp_path / "words.txt").write_text("one two three " * 100)
@@ -221,40 +207,6 @@ def test_conversations_that_cannot_be_used(template: str | None, rows: list[Any]
     assert "\n" not in str(refused.value)
 
 
-def test_forgetful_templates_can_be_learned_whole(chats: Path, tmp_path: Path) -> None:
-    source = {"source": str(chats), "format": "chat", "loss_on": "all"}
-    assert (packed(source, tokenizer_with(FORGETFUL), tmp_path / "cache")["labels"] != IGNORED).any()
-
-
-def test_plain_text_is_no_conversation(tmp_path: Path) -> None:
-    (tmp_path / "words.txt").write_text("one two three " * 100)
-    with pytest.raises(DataError, match="plain text, which has no fields"):
-        packed({"source": str(tmp_path / "words.txt"), "format": "chat"}, tokenizer_with(PLAIN), tmp_path / "cache")
-
-
-def test_a_text_field_beside_the_messages_stays_text(tmp_path: Path) -> None:
-    path = rows_file(tmp_path, [{"messages": CHATS[0], "text": "plain"}])
-    source = Source(str(path))
-    assert text_fields(source, open_source(source, tmp_path), chats=True) == TextField()
-
-
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({"data": {"source": "a.jsonl", "format": "chat"}, "objective": "pairs"}, "only the objective causal reads"),
-        (
-            {"data": {"source": "a.jsonl", "format": "text", "loss_on": "all"}},
-            "names loss_on, which belongs to conversations",
-        ),
-        ({"data": {"source": "a.jsonl", "format": "chats"}}, "must be auto, text or chat"),
-        ({"data": {"source": "a.jsonl", "format": "chat", "source_field": "a"}}, "source_field without target_field"),
-    ],
-)
-def test_contradicting_keys(keys: dict[str, Any], message: str) -> None:
-    with pytest.raises(RecipeError, match=message):
-        make_recipe({"model": "m", "output": "o", "tokens": 10**6} | keys)
-
-
 def test_a_stream_of_conversations(chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gqa_convert.data.sources.commit_of", lambda *_, **__: "0" * 40)
     monkeypatch.setattr(HubDataset, "open_rows", lambda _: [{"messages": chat} for chat in CHATS])
@@ -265,10 +217,3 @@ def test_a_stream_of_conversations(chats: Path, tmp_path: Path, monkeypatch: pyt
     )
     for name in file:
         np.testing.assert_array_equal(stream[name], file[name])
-
-
-def test_a_stream_without_an_answer_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gqa_convert.data.sources.commit_of", lambda *_, **__: "0" * 40)
-    monkeypatch.setattr(HubDataset, "open_rows", lambda _: [{"messages": said(TEXTS[0])}] * 9)
-    with pytest.raises(DataError, match="org/some has no message of the assistant"):
-        packed({"source": "org/some", "format": "chat"}, tokenizer_with(PLAIN), tmp_path / "cache")

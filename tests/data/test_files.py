@@ -1,6 +1,5 @@
 """Sources of text: what is read of them, and what is refused."""
 
-import dataclasses
 import gzip
 import json
 from pathlib import Path
@@ -16,7 +15,7 @@ from gqa_convert.data.documents import TextField
 from gqa_convert.data.encoders import text_encoder
 from gqa_convert.data.files import Files
 from gqa_convert.data.samples import open_samples
-from gqa_convert.data.sources import Source, as_source, open_source
+from gqa_convert.data.sources import as_source, open_source
 from gqa_convert.data.token_files import tokenize
 from gqa_convert.errors import DataError
 from tests.helpers.data_helpers import EOS, span_tokenizer
@@ -81,15 +80,6 @@ def test_long_files_are_read_in_pieces(tmp_path: Path, monkeypatch: pytest.Monke
     assert tokens_of(str(path), tmp_path / "cache") == [3 + number % 400 for number in range(3000)] + [EOS]
 
 
-def test_the_standard_library_is_there() -> None:
-    train, held_out = (open_source(Source(name), Path()) for name in ("python-stdlib", "python-stdlib:held-out"))
-    assert isinstance(train, Files)
-    assert isinstance(held_out, Files)
-    assert len(train.files) > 10 * len(held_out.files) > 0
-    assert not set(train.files) & set(held_out.files)
-    assert sum(len(piece.text) for piece in held_out.pieces(TextField())) > 10**5
-
-
 def test_the_standard_library_is_listed_in_order_without_what_is_installed_in_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -120,19 +110,6 @@ def test_the_beginning_of_text_is_written_where_the_tokenizer_writes_it(tmp_path
         single="<s> $A", special_tokens=[("<s>", bos)]
     )
     assert tokens_of(str(path), tmp_path, tokenizer=tokenizer) == [bos, 4, 5, EOS, bos, 6, EOS]
-
-
-@pytest.mark.parametrize("indent", [None, 2])
-@pytest.mark.parametrize("name", ["some.json", "some.jsonl", "some.json.gz"])
-def test_an_array_is_read_as_its_items(name: str, indent: int | None, tmp_path: Path) -> None:
-    text = json.dumps([{"id": 1, "text": "w1 w2"}, {"text": ""}, {"text": "w3"}], indent=indent)
-    path = written(tmp_path, name, gzip.compress(text.encode()) if name.endswith(".gz") else text)
-    assert tokens_of(str(path), tmp_path) == [4, 5, EOS, 6, EOS]
-
-
-def test_half_a_surrogate_pair_is_replaced(tmp_path: Path) -> None:
-    path = written(tmp_path, "some.jsonl", '{"text": "w1 \\ud800"}\n')
-    assert tokens_of(str(path), tmp_path) == [4, TOKENIZER.unk_token_id, EOS]
 
 
 BAD: dict[str, tuple[str, str | bytes, str]] = {
@@ -207,40 +184,6 @@ def test_bad_sources(tmp_path: Path) -> None:
         as_source({"weight": 2})
     with pytest.raises(DataError, match="at least one source"):
         open_samples([], TOKENIZER, objective="causal", sequence_length=4, cache=tmp_path)
-
-
-@pytest.mark.parametrize("key", ["split", "name", "revision"])
-@pytest.mark.parametrize("place", ["text.txt", ".", "*.txt", "python-stdlib"])
-def test_local_text_has_no_keys_of_the_hub(tmp_path: Path, key: str, place: str) -> None:
-    (tmp_path / "text.txt").write_text("some text")
-    source = place if place == "python-stdlib" else str(tmp_path / place)
-    open_source(as_source({"source": source, "split": "train"}), tmp_path)  # the default, which splits nothing off
-    with pytest.raises(DataError, match=f"{key} = 'other' only applies to datasets on the Hub: remove {key}") as caught:
-        open_source(as_source({"source": source, key: "other"}), tmp_path)
-    assert str(caught.value).startswith(source)
-
-
-def test_sources_as_mappings() -> None:
-    given = Source(source="org/some", weight=2.0, text_field="content", split="train[:1%]", name="en", revision="v1")
-    assert as_source(given) is given
-    assert as_source(dataclasses.asdict(given)) == given
-    assert as_source({"source": "org/some", "weight": 2}) == Source("org/some", 2)
-
-
-def test_a_tokenizer_without_end_of_text(tmp_path: Path) -> None:
-    path = written(tmp_path, "some.txt", "w1")
-    with pytest.raises(DataError, match="no end-of-text token"):
-        open_samples(str(path), span_tokenizer(eos=None), objective="causal", sequence_length=4, cache=tmp_path)
-
-
-def test_other_separators_of_lines_end_no_row(tmp_path: Path) -> None:
-    """JSON may hold the line separators of Unicode as they are."""
-    texts = ["w1\u2028w2", "w3\u2029w4\x85w5\x0cw6"]
-    rows = [json.dumps({"text": text}, ensure_ascii=False) for text in texts]
-    path = written(tmp_path, "some.jsonl", "\r\n".join(rows))
-    assert [piece.text for piece in Files("some", [path]).pieces(TextField())] == texts
-    path = written(tmp_path, "some.txt", "w1\r\nw2\rw3")
-    assert [piece.text for piece in Files("some", [path]).pieces(TextField())] == ["w1\r\nw2\rw3"]
 
 
 @pytest.mark.parametrize("suffix", ["gz", "zst"])

@@ -74,13 +74,6 @@ def test_samples_do_not_depend_on_how_they_are_asked_for(size: int, length: int,
         assert all((alone[name][0] == together[name][row]).all() for name in together)
 
 
-def test_epochs_and_seeds_differ() -> None:
-    samples, other = samples_of(1000, 10), samples_of(1000, 10, seed=6)
-    first, second = samples.batch(range(100))["input_ids"], samples.batch(range(100, 200))["input_ids"]
-    assert (first != second).any()
-    assert (first != other.batch(range(100))["input_ids"]).any()
-
-
 def test_sources_keep_their_share_and_their_own_order() -> None:
     sampler = CausalSampler(4, document_mask=False)
     sources = [(array_tokens(np.arange(2, 43)), 3.0), (array_tokens(np.arange(1001, 1042)), 1.0)]

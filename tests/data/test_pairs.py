@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gqa_convert.data.hub import HubDataset
-from gqa_convert.data.pairs import Frame, frames_of, shortened
+from gqa_convert.data.pairs import shortened
 from gqa_convert.data.samples import Samples, evaluation_blocks, open_samples
 from gqa_convert.data.tokenizing import tokenizer_state
 from gqa_convert.errors import DataError
-from tests.helpers.seq2seq import BOS, EOS, MASK, PAD, bart_tokenizer, language_tokenizer, write_pairs
+from tests.helpers.seq2seq import BOS, EOS, MASK, bart_tokenizer, write_pairs
 
 PAIRS = {"source_field": "a", "target_field": "b"}
 
@@ -135,11 +135,6 @@ def test_evaluation_takes_the_first_pairs(tmp_path: Path) -> None:
         assert rows_of(blocks.batch(range(len(blocks)))) == set(pairs[: len(blocks)])
 
 
-def test_frames_are_the_tokenizers_own() -> None:
-    assert frames_of(bart_tokenizer()) == (Frame([BOS], [EOS]), Frame([BOS], [EOS]))
-    assert frames_of(bart_tokenizer(framed=False)) == (Frame([], []), Frame([], [EOS]))  # a decoder must learn to stop
-
-
 @pytest.mark.parametrize(
     ("row", "keys", "message"),
     [
@@ -155,21 +150,6 @@ def test_what_is_no_pair(tmp_path: Path, row: dict[str, Any], keys: dict[str, An
     with pytest.raises(DataError, match=message):
         opened({"source": str(tmp_path / "p.jsonl"), **keys}, bart_tokenizer(), tmp_path / "cache")
     assert not list((tmp_path / "cache").glob("*.json"))
-
-
-def test_plain_text_and_columns_that_are_missing(tmp_path: Path) -> None:
-    (tmp_path / "p.txt").write_text("w1")
-    with pytest.raises(DataError, match=r"is plain text, which has no fields \(a and b\): name JSON lines"):
-        opened({"source": str(tmp_path / "p.txt"), **PAIRS}, bart_tokenizer(), tmp_path)
-    pq.write_table(pa.table({"a": ["x"]}), tmp_path / "p.parquet")
-    with pytest.raises(DataError, match=r"has no 'b', found a: name the fields with `source_field` and `target_field`"):
-        opened({"source": str(tmp_path / "p.parquet"), **PAIRS}, bart_tokenizer(), tmp_path)
-
-
-def test_tokenizers_that_mark_languages_are_refused(tmp_path: Path) -> None:
-    write_pairs(tmp_path / "p.jsonl", 2)
-    with pytest.raises(DataError, match=r"marks the language of every text .*: train and evaluate this model with"):
-        opened({"source": str(tmp_path / "p.jsonl"), **PAIRS}, language_tokenizer(), tmp_path / "cache")
 
 
 def test_the_state_of_a_tokenizer_in_python_is_that_of_its_files(tmp_path: Path) -> None:
@@ -191,10 +171,3 @@ def test_the_state_of_a_tokenizer_in_python_is_that_of_its_files(tmp_path: Path)
         (tmp_path / name / "source.spm").write_bytes(content)
         states.append(tokenizer_state(Slow(tmp_path / name)))
     assert states[0] == states[1] != states[2]
-
-
-def test_pad_is_the_tokenizers(tmp_path: Path) -> None:
-    write_pairs(tmp_path / "p.jsonl", 9)
-    batch = opened({"source": str(tmp_path / "p.jsonl"), **PAIRS}, bart_tokenizer(), tmp_path).batch(range(9))
-    assert (batch["input_ids"][batch["attention_mask"] == 0] == PAD).all()
-    assert (batch["input_ids"][batch["attention_mask"] == 1] != PAD).all()

@@ -1,7 +1,5 @@
 """Folders of sound, and the batches that a model which hears is calibrated on."""
 
-import json
-import sys
 import tempfile
 from pathlib import Path
 
@@ -13,7 +11,7 @@ import torch
 from gqa_convert.conversion.fit.calibration_text import digest_of
 from gqa_convert.data.audio_files import AudioFile, list_audio_files, read_audio
 from gqa_convert.data.speech import Speech, SpeechModel, SpeechSize, cut_windows, speech_batches
-from gqa_convert.errors import DataError, MissingExtraError
+from gqa_convert.errors import DataError
 from gqa_convert.families.loading import load_model
 from tests.helpers.speech import RATE, WINDOW_SECONDS, hearing_model, sound_folder, write_sound
 
@@ -95,12 +93,6 @@ def test_sound_that_cannot_be_used_is_named(tmp_path: Path) -> None:
         read_audio(tmp_path / "short.wav", RATE)
 
 
-def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "soxr", None)
-    with pytest.raises(MissingExtraError, match=r"soxr, which is not installed: pip install 'gqa-convert\[audio\]'"):
-        read_audio(tmp_path / "any.wav", RATE)
-
-
 def test_a_long_sound_is_cut_into_windows_whose_texts_are_not_known(tmp_path: Path, speech: SpeechModel) -> None:
     write_sound(tmp_path / "long.wav", 2.75 * WINDOW_SECONDS)
     write_sound(tmp_path / "whole.wav", WINDOW_SECONDS)
@@ -179,26 +171,3 @@ def test_a_folder_without_texts_gets_those_that_the_model_writes(tmp_path: Path,
     most = speech.model.config.max_target_positions
     assert found.layers[0]["decoder_input_ids"].shape[1] == min(most, 1 + min(heard))
     assert "2 texts written by the source" in found.description()
-
-
-def test_a_checkpoint_without_a_feature_extractor_gets_that_of_the_type(tmp_path: Path, speech: SpeechModel) -> None:
-    folder = hearing_model(tmp_path / "model", extractor=False)
-    bare = SpeechModel(speech.model, folder)
-    assert any("preprocessor_config.json" in note for note in bare.notes)
-    write_sound(tmp_path / "sound.wav", 1.0)
-    windows = list(cut_windows([AudioFile(tmp_path / "sound.wav", None)], speech))
-    assert torch.equal(bare.features(windows), speech.features(windows))
-
-
-def test_a_text_may_hold_other_ends_of_lines(tmp_path: Path) -> None:
-    folder = sound_folder(tmp_path / "sounds", 1)
-    row = {"file_name": "00.wav", "text": "one\u2028two\u0085three"}
-    (folder / "metadata.jsonl").write_text(json.dumps(row, ensure_ascii=False), encoding="utf-8")
-    assert list_audio_files(folder)[0].text == "one\u2028two\u0085three"
-
-
-def test_json_of_a_row_is_an_object(tmp_path: Path) -> None:
-    folder = sound_folder(tmp_path / "sounds", 1)
-    (folder / "metadata.jsonl").write_text(json.dumps(["00.wav", "text"]))
-    with pytest.raises(DataError, match="without file_name"):
-        list_audio_files(folder)

@@ -102,20 +102,6 @@ def test_every_token_of_a_stream_is_predicted_once(
     assert found[0] != found[1]
 
 
-@pytest.mark.parametrize("objective", ["causal", "span_corruption"])
-def test_shuffled_samples_do_not_depend_on_how_much_of_the_stream_is_known(
-    tmp_path: Path, from_rows: Callable[[Any], None], objective: str
-) -> None:
-    """A resumed run may find the whole stream on disk, and must read what it would have read."""
-    from_rows(Rows())
-    settings: dict[str, Any] = {"objective": objective, "sequence_length": 32, "shuffle_window": 1500}
-    early, late, other = (
-        opened(tmp_path, tokens, **settings, seed=seed).batch(range(30))["labels"].tolist()
-        for tokens, seed in ((960, 3), (None, 3), (None, 4))
-    )
-    assert early == late != other
-
-
 def test_a_broken_stream_continues_where_it_ended(tmp_path: Path, from_rows: Callable[[Any], None]) -> None:
     from_rows(Rows(fails_at=777))
     with pytest.raises(
@@ -146,25 +132,6 @@ def test_bad_rows(tmp_path: Path, from_rows: Callable[[Any], None], row: dict[st
     from_rows(lambda _: [row])
     with pytest.raises(DataError, match=message):
         opened(tmp_path, None)
-
-
-def test_a_stream_beside_files(tmp_path: Path, from_rows: Callable[[Any], None]) -> None:
-    rows = Rows()
-    from_rows(rows)
-    path = tmp_path / "some.txt"
-    path.write_text(" ".join(["w499"] * 100), encoding="utf-8")
-    samples = open_samples(
-        ["org/some", {"source": str(path), "weight": 3}],
-        TOKENIZER,
-        objective="causal",
-        sequence_length=LENGTH,
-        tokens=40 * LENGTH,
-        shuffle_window=LENGTH,
-        cache=tmp_path,
-    )
-    inputs = samples.batch(range(40))["input_ids"]
-    assert ((inputs == 502).mean(axis=1) > 0.9).sum() == 30
-    assert rows.read <= 100
 
 
 @pytest.mark.parametrize("objective", ["causal", "span_corruption"])

@@ -15,12 +15,11 @@ from gqa_convert.conversion.fit.options import CalibrationOptions
 from gqa_convert.conversion.plan import make_plan
 from gqa_convert.data import text_generation
 from gqa_convert.data.order import mix
-from gqa_convert.data.sources import Source, is_on_hub, open_source
+from gqa_convert.data.sources import Source, is_on_hub
 from gqa_convert.data.text_generation import _Writer, own_text
-from gqa_convert.errors import DataError, InterruptedRunError, OptionError, RecipeError, StoppedError
+from gqa_convert.errors import InterruptedRunError, RecipeError, StoppedError
 from gqa_convert.training.recipe import make_recipe
-from gqa_convert.training.run_text import with_own_text
-from tests.helpers.uptrain_runs import DEMO, losses, make_student, run, weights
+from tests.helpers.uptrain_runs import DEMO, make_student
 
 SMALL: dict[str, Any] = {"tokens": 40, "device": "cpu"}
 
@@ -110,22 +109,6 @@ def test_calibration_reads_it_as_it_reads_the_file(tmp_path: Path) -> None:
     assert " and " in both.description
 
 
-def test_a_run_reads_it_and_records_what_it_is(home: Path, tmp_path: Path) -> None:
-    (tmp_path / "student").symlink_to(home / "student")
-    own = {"source": "self", "tokens": 150, "seed": 3}
-    summary = run(home, tmp_path / "own", data=own, tokens=64, teacher=str(DEMO))
-    (file,) = (tmp_path / "cache" / "gqa-convert" / "tokens").glob("own-text-*.jsonl")
-    expected = own_text(DEMO, tmp_path / "again", tokens=150, seed=3, device="cpu")
-    assert file.read_bytes() == expected.file.read_bytes()
-    run(home, tmp_path / "file", data=str(file), tokens=64, teacher=str(DEMO))
-    assert losses(tmp_path / "own") == losses(tmp_path / "file")
-    assert weights(tmp_path / "own") == weights(tmp_path / "file")
-    record = json.loads((tmp_path / "own" / "model" / "gqa_conversion.json").read_text())["uptraining"][-1]
-    (stated,) = record["recipe"]["data"]
-    assert (stated["source"], stated["tokens"], stated["seed"]) == ("self", 150, 3)
-    assert summary["steps"] == 1
-
-
 def test_what_is_refused(tmp_path: Path) -> None:
     keys = {"model": "m", "output": "o", "data": "self", "tokens": 10**6}
     for name, value in (("tokens", 100), ("temperature", 0.5), ("seed", 1)):
@@ -138,22 +121,3 @@ def test_what_is_refused(tmp_path: Path) -> None:
     assert is_on_hub(Source("selfish"))
     (tmp_path / "self").write_text("a file comes first")
     assert not Source("self").is_self
-
-
-def test_a_run_needs_to_know_the_source() -> None:
-    with pytest.raises(RecipeError, match="that m was converted from is not on this machine: name it as teacher"):
-        with_own_text(Source("self"), "m", None, lambda *_: None)
-
-
-def test_a_source_that_cannot_write_says_how_to_go_on(tmp_path: Path) -> None:
-    shutil.copytree(DEMO, tmp_path / "mute")
-    settings = tmp_path / "mute" / "tokenizer_config.json"
-    stated = json.loads(settings.read_text()) | {"bos_token": None, "eos_token": None}
-    settings.write_text(json.dumps(stated))
-    with pytest.raises(DataError, match="no token that begins a document: name text instead"):
-        own_text(tmp_path / "mute", tmp_path / "here", **SMALL)
-    with pytest.raises(OptionError, match="is 0: it must be at least 1"):
-        own_text(DEMO, tmp_path / "here", tokens=0, device="cpu")
-    assert not list((tmp_path / "here").iterdir())
-    with pytest.raises(DataError, match="is the text that a model writes itself"):
-        open_source(Source("self"), tmp_path)

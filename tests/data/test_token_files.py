@@ -13,7 +13,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -83,19 +82,6 @@ def test_the_file_holds_the_tokens_of_the_documents(closed: bool, paths: list[Pa
     assert seen[-1] == ("label", text.total_bytes, text.total_bytes)
 
 
-def test_several_processes_make_the_same_file(paths: list[Path], tmp_path: Path) -> None:
-    """They leave the caller's environment and its other processes as they were."""
-    environment, other = dict(os.environ), get_context("fork").Process(target=time.sleep, args=(60,))
-    other.start()
-    one, several = (made(paths, tmp_path / str(count), demo_tokenizer(), processes=count) for count in (1, 2))
-    assert ids(one) == ids(several)
-    assert (one.fingerprint, one.ends.tolist()) == (several.fingerprint, several.ends.tolist())
-    assert dict(os.environ) == environment
-    other.join(0.3)
-    assert other.is_alive()
-    other.kill()
-
-
 def test_a_killed_process_continues(paths: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = made(paths, tmp_path / "whole")
     encode, calls = TextEncoder.encode, [0]
@@ -119,13 +105,6 @@ def test_a_killed_process_continues(paths: list[Path], tmp_path: Path, monkeypat
     again = made(paths, tmp_path / "cache")
     assert calls[0] == batches - 6
     assert (ids(again), again.fingerprint) == (ids(whole), whole.fingerprint)
-
-
-@pytest.mark.parametrize("processes", [1, 2])
-def test_errors_of_a_row_name_the_file_and_the_line(processes: int, paths: list[Path], tmp_path: Path) -> None:
-    paths[1].write_bytes(paths[1].read_bytes() + b"\r\nno JSON")
-    with pytest.raises(DataError, match=r"some\.jsonl line 121 is not JSON"):
-        made([paths[1]], tmp_path / "cache", processes=processes)
 
 
 def test_tokens_are_those_of_their_text_and_tokenizer(tmp_path: Path) -> None:
@@ -245,22 +224,3 @@ def test_the_other_processes_wait_and_read(paths: list[Path], tmp_path: Path) ->
     other = opened(paths[0], cache, is_local_main=False, wait=lambda: main.append(opened(paths[0], cache)))
     assert other.fingerprint == main[0].fingerprint
     assert (other.batch([7, 2])["input_ids"] == main[0].batch([7, 2])["input_ids"]).all()
-
-
-def test_a_batch_is_quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bound is generous: what it would catch is work per token in Python."""
-    monkeypatch.undo()
-    rng = np.random.default_rng(0)
-    path = tmp_path / "some.txt"
-    path.write_text(" ".join(f"w{number}" for number in rng.integers(0, 500, 60000)))
-    for objective, length in (("causal", 2048), ("span_corruption", 512)):
-        samples = open_samples(
-            str(path), span_tokenizer(200), objective=objective, sequence_length=length, cache=tmp_path
-        )
-        samples.batch(range(8))
-        times = []
-        for turn in range(20):
-            before = time.perf_counter()
-            samples.batch(range(8 * turn, 8 * turn + 8))
-            times.append(time.perf_counter() - before)
-        assert min(times) < 0.01

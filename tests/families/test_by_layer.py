@@ -17,18 +17,15 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
 from gqa_convert.attention import register
-from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.conversion.options import ConversionOptions
-from gqa_convert.conversion.plan import make_plan
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import ConfigError
 from gqa_convert.families.layerwise import kv_heads_by_layer
-from gqa_convert.families.loading import load_model
 from gqa_convert.families.modeling import gqa_by_layer
 from gqa_convert.families.table import FAMILIES
 from gqa_convert.verify import verify_checkpoint
 from tests.helpers.checkpoints import read_weights
-from tests.helpers.elsewhere import WAYS, Elsewhere, generated, logits, logits_in_parts, measure
+from tests.helpers.elsewhere import WAYS, generated, logits, logits_in_parts, measure
 from tests.helpers.native import distance
 from tests.helpers.tiny import HEADS, make_checkpoint, make_config
 from tests.helpers.verification import failed
@@ -158,51 +155,6 @@ def gemma(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_checkpoint("gemma3_text", folder, num_hidden_layers=4, sliding_window_pattern=2, tie_word_embeddings=True)
     convert_checkpoint(folder, folder.parent / "out", COUNTS, ConversionOptions(method="factor"))
     return folder
-
-
-def test_a_result_elsewhere(gemma: Path, elsewhere: Elsewhere) -> None:
-    """A process without gqa-convert loads the result, saves it and loads it again."""
-    out = gemma.parent / "out"
-    found = elsewhere.ask(
-        "measure", folder=str(out), auto="AutoModelForCausalLM", ways=["greedy", "without a cache"], saved=True
-    )
-    assert not isinstance(found, str), found
-    assert found["class"].endswith("gqa_by_layer.GQAGemma3ForCausalLM")
-    assert found["info"] == {"missing_keys": [], "unexpected_keys": [], "mismatched_keys": []}
-    model, missing = load_model(out, torch.float32)
-    assert not missing
-    assert torch.equal(found["logits"], logits(model))
-    assert found["tokens"]["greedy"] == found["tokens"]["without a cache"]
-    assert found["heads"] == {"self": sorted(COUNTS)}
-    assert found["saved"]["differing"] == []
-    assert torch.equal(found["saved"]["logits"], found["logits"])
-    assert found["saved"]["config"]["num_key_value_heads"] == COUNTS
-    assert "gqa_by_layer.py" in found["saved"]["files"]
-
-
-def test_verify_proves_it_and_finds_damage(gemma: Path) -> None:
-    out = gemma.parent / "out"
-    report = verify_checkpoint(out, gemma)
-    assert report.passed, failed(report)
-    assert {"logits", "cache heads", "attention functions", "modelling file"} <= {check.name for check in report.checks}
-    config = out / "config.json"
-    before = config.read_bytes()
-    try:
-        for key in ("num_key_value_heads", "multi_query_group_num"):
-            config.write_text(json.dumps(json.loads(before) | {key: [12, 4, 3, 3]}))
-            assert "config" in failed(verify_checkpoint(out, gemma, logits=False))
-    finally:
-        config.write_bytes(before)
-
-
-def test_a_result_is_a_source_again(gemma: Path, tmp_path: Path) -> None:
-    out = gemma.parent / "out"
-    convert_checkpoint(out, tmp_path / "again", [4, 2, 3, 1], ConversionOptions(method="mean"))
-    report = verify_checkpoint(tmp_path / "again", out, logits=False)
-    assert report.passed, failed(report)
-    plan = make_plan(open_checkpoint(out), 1)
-    assert plan.config["model_type"] == "gqa_gemma3_text"
-    assert plan.config["num_key_value_heads"] == [1, 1, 1, 1]
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from typing import Any
 
 import pytest
-import transformers
 
 from gqa_convert.families.context_length import LONGEST, block_length, stated_positions
 from gqa_convert.families.windows import has_window, window_of
@@ -58,12 +57,6 @@ def test_windows(config: dict[str, Any], windowed: bool) -> None:
     assert has_window(config) is windowed
 
 
-def test_t5_reads_any_number() -> None:
-    config = transformers.T5Config(n_positions=8).to_dict()
-    assert config["n_positions"] == 8
-    assert stated_positions(config) is None
-
-
 @pytest.mark.parametrize("positions", [1, 2, 5])
 def test_a_text_longer_than_the_positions_has_a_loss(positions: int) -> None:
     assert text_loss(make_source_model("gpt2", n_positions=positions), list(range(3, 26))) > 0
@@ -86,9 +79,3 @@ def test_windows_by_layer_are_those_of_transformers(model_type: str) -> None:
         del stated["layer_types"]
         assert [window_of(stated, layer) for layer in range(12)] == wanted
     assert window_of(stated | {"sliding_window": None}, 0) is None
-
-
-def test_patterns_of_windows() -> None:
-    for pattern in (4, "LLLG"):
-        stated = {"sliding_window": 64, "sliding_window_pattern": pattern}
-        assert [window_of(stated, layer) for layer in range(5)] == [64, 64, 64, None, 64]

@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.conversion.options import ConversionOptions
-from gqa_convert.conversion.plan import make_plan
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import ConfigError, UnsupportedFamilyError
 from gqa_convert.families import decilm
@@ -77,17 +75,6 @@ def test_it_computes_what_the_stock_class_computes_with_the_heads_repeated(
     assert [HEADS // block["attention"]["n_heads_in_group"] for block in blocks] == COUNTS
 
 
-@pytest.mark.parametrize("hidden_size", [64, 96, 576, 896, 2048, 3584, 4096, 8192, 16384])
-def test_a_factor_yields_every_multiple_of_256(hidden_size: int) -> None:
-    """By the rule of the engines: int(2 * factor * hidden_size / 3), rounded up to a multiple of 256."""
-    for size in range(256, 256 * 150, 256):
-        factor = decilm.ffn_mult(size, hidden_size)
-        assert factor is not None
-        yielded = int(2 * factor * hidden_size / 3)
-        assert yielded + (256 - yielded % 256) % 256 == size
-    assert decilm.ffn_mult(300, hidden_size) is None
-
-
 def test_engines_read_the_config_by_attributes() -> None:
     """vLLM reads entries of `block_configs` as attributes, asks which there are, and sends configs to other processes."""
     config = DeciLMConfig(**decilm.restate(CONFIG, (12, 3)))
@@ -98,10 +85,6 @@ def test_engines_read_the_config_by_attributes() -> None:
         assert first.ffn.ffn_mult == 4.0
         assert not hasattr(first.ffn, "intermediate_size")
     assert json.loads(config.to_json_string())["block_configs"] == decilm.restate(CONFIG, (12, 3))["block_configs"]
-
-
-def test_the_factor_of_a_published_model() -> None:
-    assert decilm.ffn_mult(28672, 8192) == 5.25
 
 
 @pytest.mark.parametrize(
@@ -135,16 +118,3 @@ def test_the_heads_of_each_layer() -> None:
     without["block_configs"][0]["attention"] = {"n_heads_in_group": None, "no_op": True}
     with pytest.raises(UnsupportedFamilyError, match=r"layer 0 .* leaves out attention or MLP"):
         decilm.kv_heads_by_layer(without, "config.json")
-
-
-def test_a_window_that_the_config_leaves_to_its_class(tmp_path: Path) -> None:
-    """Mistral's class has one of 4096 tokens, which a DeciLM would lose."""
-    folder = make_checkpoint("mistral", tmp_path / "source", **sizes("mistral"))
-    config = json.loads((folder / "config.json").read_text())
-    for window, file in ({"sliding_window": None}, "gqa_decilm"), ({}, "gqa_by_layer"):
-        del config["sliding_window"]
-        config |= window
-        (folder / "config.json").write_text(json.dumps(config))
-        plan = make_plan(open_checkpoint(folder), COUNTS)
-        assert plan.modeling is not None
-        assert plan.modeling.file == file

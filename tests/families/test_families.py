@@ -2,7 +2,6 @@
 head is replaced by its group's mean, with a cache and without one."""
 
 import copy
-import json
 import runpy
 from collections.abc import Callable
 from dataclasses import replace
@@ -32,7 +31,6 @@ from gqa_convert.families import engines
 from gqa_convert.families.engines import ENGINES
 from gqa_convert.families.geometry import AttentionFinder
 from gqa_convert.families.table import COMPOSITES, FAMILIES, REFUSALS, find_family
-from tests.helpers import chatglm
 from tests.helpers.native import CASES, MASK, REPRESENTATIVE, TOKENS, distance, load, logits
 from tests.helpers.tiny import HEADS, make_checkpoint, make_config, merge_in_place
 
@@ -189,26 +187,10 @@ def test_refusals_say_why(model_type: str | None, reason: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_the_first_chatglm_is_refused(tmp_path: Path) -> None:
-    chatglm.write_source(tmp_path / "source")
-    (tmp_path / "source" / "config.json").write_text(
-        json.dumps(chatglm.CONFIG | {"multi_query_attention": False}), encoding="utf-8"
-    )
-    with pytest.raises(UnsupportedFamilyError, match="only ChatGLM2 and later"):
-        make_plan(open_checkpoint(tmp_path / "source"), 3)
-
-
 def test_shared_adapters_are_refused(source: Callable[..., Path]) -> None:
     folder = source("zamba2", use_shared_attention_adapter=True)
     with pytest.raises(UnsupportedFamilyError, match="use_shared_attention_adapter"):
         make_plan(open_checkpoint(folder), 3)
-
-
-def test_engines_are_told_of_known_types_once() -> None:
-    for family in FAMILIES.values():
-        assert not family.run_in & family.listed_in
-        assert family.beyond_window_in <= family.run_in
-        assert family.run_in | family.listed_in <= set(ENGINES[1:])
 
 
 @pytest.mark.parametrize("model_type", ["qwen2_moe", "qwen3_moe"])

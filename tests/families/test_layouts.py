@@ -58,25 +58,6 @@ def test_quarters_round_trip(quarter: int, width: int, columns: int, vector: boo
     assert np.array_equal(layouts.join(found, cut), array)
 
 
-def test_cross_attention_holds_keys_and_values_only() -> None:
-    cut = layouts.fused("blocks", 0, 3, 2)
-    assert [(section.role, section.starts) for section in cut] == [("key", (0, 2, 4)), ("value", (6, 8, 10))]
-
-
 def test_sections_must_tile_the_axis() -> None:
     with pytest.raises(ValueError, match="do not tile"):
         layouts.split(np.zeros((10, 2)), layouts.separate("key", 3, 4))
-
-
-def test_the_converted_layout_has_section_behind_section() -> None:
-    """Queries keep their count, and keys and values get the new one, larger or smaller."""
-    grouped = layouts.fused("grouped", 4, 2, 3)
-    assert layouts.regrouped(grouped, 2) == grouped
-    for groups in (1, 4):
-        found = layouts.regrouped(grouped, groups)
-        assert [(section.role, section.heads) for section in found] == [
-            ("query", 4),
-            ("key", groups),
-            ("value", groups),
-        ]
-        assert [start for section in found for start in section.starts] == list(range(0, (4 + 2 * groups) * 3, 3))

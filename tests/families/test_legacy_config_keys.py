@@ -154,14 +154,3 @@ def test_types_with_keys_of_their_own(model_type: str, tmp_path: Path) -> None:
     less = {name: value for name, value in config.items() if name != min(keys)}
     (out / "config.json").write_text(json.dumps(less))
     assert set(failed(verify_checkpoint(out, str(source), logits=False))) == {"config"}
-
-
-def test_counts_that_are_null_are_left_out() -> None:
-    assert "num_experts" not in legacy_config_keys({"model_type": "qwen3_moe", "num_local_experts": None})
-
-
-def test_a_number_is_the_same_as_a_float() -> None:
-    scaling = {"short_factor": [1.0], "long_factor": [2.0], "original_max_position_embeddings": 4096.0}
-    config = {"model_type": "phi3", "original_max_position_embeddings": 4096}
-    keys = legacy_config_keys(config | {"rope_parameters": scaling | {"rope_type": "longrope", "rope_theta": 1e4}})
-    assert keys["rope_scaling"] == {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}

@@ -4,7 +4,6 @@ once each K/V head is replaced by its group's mean.
 
 import ast
 import json
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -15,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
 from torch import nn
 from transformers.models.auto import modeling_auto
 
@@ -25,13 +23,11 @@ from gqa_convert.conversion.plan import make_plan
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import UnsupportedFamilyError
 from gqa_convert.families.family import MODELING
-from gqa_convert.families.loading import load_model
 from gqa_convert.families.table import FAMILIES, Modeling
 from tests.helpers.elsewhere import (
     WAYS,
     Elsewhere,
     attentions,
-    cached_heads,
     first_output,
     logits,
     logits_in_parts,
@@ -259,97 +255,6 @@ def test_every_auto_class_loads_it(model_type: str, sources: Callable[[str], Pat
         assert distance(found["output"], first_output(model, found["missing"])) < ROUNDING, auto
 
 
-def attention_of_a_user(
-    module: nn.Module, query: Any, key: Any, value: Any, mask: Any, *, scaling: Any = None, **options: Any
-) -> tuple[Any, None]:
-    """An attention function that somebody wrote for transformers, which takes fewer K/V heads and a mask with four axes."""
-    del module
-    size = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(size, 1), value.repeat_interleave(size, 1)
-    scores = query @ key.mT * (query.shape[-1] ** -0.5 if scaling is None else scaling)
-    for added in (options.get("position_bias"), mask):
-        scores = scores if added is None else scores + added
-    return (scores.softmax(-1) @ value).transpose(1, 2), None
-
-
-ONLY_EAGER = {"gpt_neo": "runs with eager attention, not users", "bloom": "unpack", "falcon, RW": "unpack"}
-"""What says that a case takes no such function, or no such mask: transformers' ALiBi accepts masks of padding alone."""
-
-
-@pytest.mark.usefixtures("modeling_files_registered")
-@pytest.mark.parametrize("case", [*ONLY_EAGER, *(name for name in OWN if name not in ONLY_EAGER), "falcon, 7B"])
-def test_attention_of_a_user_reads_the_mask_of_a_user(
-    case: str, sources: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is called with N heads and gives the logits of eager attention, or is refused."""
-    called: list[int] = []
-
-    def users(module: nn.Module, query: Any, key: Any, *arguments: Any, **options: Any) -> tuple[Any, None]:
-        called.append(key.shape[1])
-        return attention_of_a_user(module, query, key, *arguments, **options)
-
-    monkeypatch.setitem(transformers.AttentionInterface._global_mapping, "users", users)
-    groups = FEWER.get(case, 3)
-    folder = converted(sources(case), groups)
-    ids = torch.randint(3, 60, (2, 7), generator=torch.Generator().manual_seed(0))
-    allowed = torch.rand(2, 1, 7, 7, generator=torch.Generator().manual_seed(1)) > 0.3
-    allowed = (allowed | torch.eye(7, dtype=torch.bool)).tril()
-    mask = torch.where(allowed, 0.0, torch.finfo(torch.float32).min)
-    model_type = CASES[case][0]
-    inputs = {"input_ids": ids, "attention_mask": mask}
-    if model_type == "opt":  # which counts positions by a mask of padding
-        inputs["position_ids"] = torch.arange(7).expand(2, 7)
-    if auto_class(model_type) != "AutoModelForCausalLM":
-        inputs = {"input_ids": ids, "decoder_input_ids": ids, "decoder_attention_mask": mask}
-    if model_type == "whisper":
-        inputs["input_features"] = torch.rand(2, 8, 40)
-        del inputs["input_ids"]
-
-    def run(kind: str, **changed: torch.Tensor) -> torch.Tensor:
-        model, _ = load_model(folder, torch.float32, attn_implementation=kind)
-        with torch.no_grad():
-            found: torch.Tensor = model(**inputs | changed, use_cache=False).logits
-        return found
-
-    if case in ONLY_EAGER:
-        with pytest.raises(ValueError, match=ONLY_EAGER[case]):
-            run("users")
-        return
-    expected = run("eager")
-    assert distance(run("users"), expected) < ROUNDING
-    assert groups in called
-    name = "attention_mask" if "attention_mask" in inputs else "decoder_attention_mask"
-    causal = torch.full((2, 1, 7, 7), torch.finfo(torch.float32).min).triu(1)
-    assert distance(run("users", **{name: causal}), expected) > 0.01, "the mask has no effect"
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_own_count_is_a_stock_checkpoint(case: str, sources: Callable[[str], Path]) -> None:
-    source, heads = sources(case), SOURCE_HEADS.get(case, HEADS)
-    folder = converted(source, heads)
-    assert not list(folder.glob("*.py"))
-    before, after = (json.loads((each / "config.json").read_text()) for each in (source, folder))
-    older = {"torch_dtype", "rotary_emb_base", "rotary_pct", "rope_theta", "partial_rotary_factor"}
-    added = {"multi_query_attention": True, "multi_query_group_num": heads}
-    assert {key: value for key, value in after.items() if key not in older - before.keys()} == before | added
-    ours, theirs = (load_file(each / "model.safetensors") for each in (folder, source))
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name].view(torch.uint8), tensor.view(torch.uint8)) for name, tensor in theirs.items())
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_full_heads_do_not_load_as_merged_ones(
-    case: str, sources: Callable[[str], Path], elsewhere: Elsewhere, tmp_path: Path
-) -> None:
-    """The weights of one count under the config of another raise, rather than be misread."""
-    source, heads = sources(case), SOURCE_HEADS.get(case, HEADS)
-    mixed = shutil.copytree(converted(source, FEWER.get(case, 3)), tmp_path / "mixed")
-    full = converted(source, 12) if heads == 1 else source
-    shutil.copyfile(full / "model.safetensors", mixed / "model.safetensors")
-    error = elsewhere.ask("load", folder=str(mixed), auto=auto_class(CASES[case][0]))
-    assert "mismatch" in str(error)
-
-
 @pytest.fixture(scope="session")
 def package(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Elsewhere]:
     """A process with gqa-convert, whose classes transformers knows."""
@@ -458,23 +363,6 @@ def test_imports(file: Path) -> None:
     assert roots <= {"torch", "transformers", "huggingface_hub"} | sys.stdlib_module_names
 
 
-@pytest.mark.parametrize("case", ["t5", "gpt2, cross-attention", "whisper", "falcon, 40B"])
-def test_plan_tells_what_is_needed(case: str, sources: Callable[[str], Path]) -> None:
-    row, source = Row(case), sources(case)
-    modeling = modeling_of(row.model_type)
-    plan = make_plan(open_checkpoint(source), 3, native=False)
-    assert plan.route == "own file"
-    assert not plan.loads_in
-    summary = plan.summary()
-    assert summary["modeling_file"] == f"{modeling.file}.py"
-    assert summary["result_model_type"] == modeling.model_type
-    held = cached_heads(load_stock(source, row.model_type))
-    sizes = plan.cache_bytes()
-    assert ("cross_kv_bytes_per_encoder_token" in sizes) == ("cross" in held)
-    for both in sizes.values():
-        assert both.before * 3 == both.after * row.heads
-
-
 def test_slices_of_bloom_are_refused(tmp_path: Path) -> None:
     """Its sum of slices has no bias, and the class of results has no slices. How many there are (`pretraining_tp`) matters
     nowhere else.
@@ -484,14 +372,4 @@ def test_slices_of_bloom_are_refused(tmp_path: Path) -> None:
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps(config | {"slow_but_exact": True}))
     with pytest.raises(UnsupportedFamilyError, match=r"slow_but_exact = True.*set it to false"):
-        make_plan(open_checkpoint(source), 3)
-
-
-@pytest.mark.parametrize("kind", ["grouped_query_attention", "multiquery_attention"])
-def test_mpt_of_other_kinds_is_refused_for_what_it_is(kind: str, tmp_path: Path) -> None:
-    source = make_source("mpt", tmp_path / "source")
-    config = json.loads((source / "config.json").read_text())
-    config["attn_config"] |= {"attn_type": kind, "kv_n_heads": 4}
-    (source / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UnsupportedFamilyError, match=f"attn_type = .{kind}.*fewer K/V heads already.*llm-foundry"):
         make_plan(open_checkpoint(source), 3)

@@ -10,12 +10,8 @@ import torch
 from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.families.loading import load_model, outline_model
-from gqa_convert.hub.options import PublishOptions
-from gqa_convert.hub.publishing import publish
 from gqa_convert.serving.checking import check_serving
-from gqa_convert.training.teacher import check_vocabularies
 from tests.helpers.processors import save_llava_processor
-from tests.helpers.verification import save_tokenizer
 from tests.helpers.wrappers import make_wrapper
 
 
@@ -69,20 +65,3 @@ def test_engines_are_refused_for_what_they_lack(source: Callable[[str], Path]) -
     assert {client["detail"] for client in report.clients} == {
         "llava is an encoder-decoder or reads more than text, and only language models are compared"
     }
-
-
-@pytest.mark.parametrize("model_type", ["llava", "qwen2_vl", "paligemma"])
-def test_the_card_names_the_class_and_the_task(model_type: str, source: Callable[[str], Path]) -> None:
-    out = converted(source(model_type))
-    publish(out, PublishOptions("me/gqa-3"), dry_run=True)
-    text = (out / "README.md").read_text()
-    assert "AutoModelForImageTextToText.from_pretrained(" in text
-    assert "pipeline_tag: image-text-to-text" in text
-
-
-@pytest.mark.parametrize("model_type", ["llava", "qwen2_vl", "paligemma"])
-def test_distillation_finds_the_vocabulary(model_type: str, source: Callable[[str], Path]) -> None:
-    folder = source(model_type)
-    if not (folder / "tokenizer.json").is_file():
-        save_tokenizer(folder)
-    check_vocabularies(folder, folder)

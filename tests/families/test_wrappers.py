@@ -17,8 +17,6 @@ from gqa_convert.conversion.plan import make_plan
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import OptionError, UnsupportedFamilyError
 from gqa_convert.families.table import COMPOSITES, FAMILIES, INNER, family_of, find_family
-from gqa_convert.families.wrappers import decoder_config
-from gqa_convert.training.optimizers import choose_trained
 from gqa_convert.verify.run import verify_checkpoint
 from tests.helpers.wrappers import WRAPPER_TYPES, image_inputs, load_wrapper, make_wrapper, merge_decoder_heads
 
@@ -116,13 +114,6 @@ def test_verify_passes_and_finds_a_changed_vision_tensor(
     assert [check.name for check in found.checks if not check.passed] == ["untouched tensors"]
 
 
-@pytest.mark.parametrize("model_type", ["llava", "qwen2_vl"])
-def test_factoring_passes_verification(model_type: str, source: Callable[[str], Path]) -> None:
-    folder = source(model_type)
-    report = verify_checkpoint(converted(folder, "factor"), folder)
-    assert report.passed, [check for check in report.checks if not check.passed]
-
-
 def test_early_configs_state_the_decoder_beside_the_wrapper(tmp_path: Path) -> None:
     folder = make_wrapper("qwen2_vl", tmp_path / "source", flat=True)
     out = converted(folder)
@@ -131,26 +122,6 @@ def test_early_configs_state_the_decoder_beside_the_wrapper(tmp_path: Path) -> N
     assert config["num_key_value_heads"] == config["multi_query_group_num"] == GROUPS
     report = verify_checkpoint(out, folder)
     assert report.passed, [check for check in report.checks if not check.passed]
-
-
-def test_a_repeated_count_changes_with_the_nested_one(source: Callable[[str], Path], tmp_path: Path) -> None:
-    folder = tmp_path / "source"
-    folder.mkdir()
-    for path in source("qwen2_vl").iterdir():
-        (folder / path.name).write_bytes(path.read_bytes())
-    (folder / "config.json").write_text(json.dumps(config_of(folder) | {"num_key_value_heads": 12}))
-    out = converted(folder)
-    config = config_of(out)
-    assert config["num_key_value_heads"] == GROUPS
-    assert "multi_query_group_num" not in config
-    assert verify_checkpoint(out, folder, logits=False).passed
-
-
-def test_a_config_that_states_only_what_differs() -> None:
-    stated = {"model_type": "llava", "text_config": {"model_type": "mistral", "num_hidden_layers": 2}}
-    config = decoder_config(stated)
-    assert [config[key] for key in ("num_attention_heads", "num_key_value_heads", "num_hidden_layers")] == [32, 8, 2]
-    assert decoder_config({"model_type": "llava", "text_config": {}})["model_type"] == "llama"
 
 
 def test_the_table_of_composites_is_complete() -> None:
@@ -171,13 +142,6 @@ def test_a_decoder_that_cannot_be_converted_is_refused(decoder: str, reason: str
     assert "llava" in str(caught.value)
     with pytest.raises(UnsupportedFamilyError, match="wraps a decoder"):
         find_family("llava")
-
-
-def test_the_plan_counts_the_decoder_alone(source: Callable[[str], Path]) -> None:
-    plan = make_plan(open_checkpoint(source("llava")), GROUPS)
-    assert (plan.family.model_type, len(plan.layers), len(plan.changes), plan.source_kv_heads) == ("llava", 2, 4, 12)
-    assert plan.loads_in == {"transformers"}
-    assert not plan.listed_in
 
 
 def test_the_layer_walk_finds_the_decoder(source: Callable[[str], Path]) -> None:
@@ -220,9 +184,3 @@ def test_text_is_refused_where_only_images_run_the_cross_attention(source: Calla
     assert plan_conversion(open_checkpoint(folder), GROUPS, ConversionOptions())[0].method == "mean"
     report = verify_checkpoint(converted(folder), folder)
     assert report.passed, [check for check in report.checks if not check.passed]
-
-
-def test_trained_names_leave_the_vision_tower_out(source: Callable[[str], Path]) -> None:
-    model = load_wrapper(source("llava"))
-    assert len(choose_trained(model, "attention")) == 8
-    assert not any("vision" in name for name in choose_trained(model, "kv"))

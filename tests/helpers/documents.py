@@ -134,10 +134,3 @@ def recipe_commands(path: Path) -> Iterator[Command]:
     for number, line in enumerate(text.splitlines(), 1):
         if found := re.match(r"#\s+(?:convert|launch)\s+(\S.*)", line):
             yield from _parts(found[1], number)
-
-
-def example_commands(help_text: str) -> Iterator[Command]:
-    """The examples in a command's help: lines that begin with a program's name."""
-    for line in help_text.replace("\\\n", "").replace("\\[", "[").splitlines():
-        if re.match(r"\s*(gqa-convert|torchrun|accelerate launch|[A-Z_]+=\S+ torchrun)\s", line):
-            yield from _parts(line.strip(), 0)

@@ -31,8 +31,6 @@ class HubSource:
     config: dict[str, Any]
     auto: str = "AutoModelForCausalLM"
     """The auto class that its weights are made with."""
-    made_as: tuple[tuple[str, Any], ...] = ()
-    """Config values of the model that the weights are made with, where they differ from the config in the repository."""
     prefix: str = ""
     """What transformers puts in front of its names and the repository does not."""
     buffers: Callable[[Tensors], Tensors] = lambda _: {}
@@ -106,7 +104,7 @@ def _separate(tensors: Tensors) -> Tensors:
 
 def hub_tensors(source: HubSource) -> Tensors:
     """The tensors of a repository's files, in its type."""
-    config = transformers.AutoConfig.for_model(**source.config | dict(source.made_as))
+    config = transformers.AutoConfig.for_model(**source.config)
     torch.manual_seed(0)
     model = getattr(transformers, source.auto).from_config(config, dtype=torch.float32)
     randomise(model)
@@ -367,69 +365,6 @@ _WHISPER = _PAIR | {
     "torch_dtype": "float32",
 }
 
-_QWEN15 = _SIZES | {
-    "architectures": ["Qwen2ForCausalLM"],
-    "bos_token_id": 1,
-    "eos_token_id": 1,
-    "max_position_embeddings": 32768,
-    "max_window_layers": 21,
-    "model_type": "qwen2",
-    "num_key_value_heads": HEADS,
-    "rms_norm_eps": 1e-06,
-    "rope_theta": 1000000.0,
-    "sliding_window": 32768,
-    "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16",
-    "use_sliding_window": False,
-}
-
-_PHI = _SIZES | {
-    "architectures": ["PhiForCausalLM"],
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "hidden_act": "gelu_new",
-    "max_position_embeddings": 2048,
-    "model_type": "phi",
-    "num_key_value_heads": None,
-    "partial_rotary_factor": 0.5,
-    "qk_layernorm": False,
-    "rope_scaling": None,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-    "torch_dtype": "float16",
-}
-
-_STABLELM = _SIZES | {
-    "architectures": ["StableLmForCausalLM"],
-    "bos_token_id": 1,
-    "eos_token_id": 1,
-    "max_position_embeddings": 4096,
-    "model_type": "stablelm",
-    "num_key_value_heads": HEADS,
-    "partial_rotary_factor": 0.25,
-    "rope_theta": 10000,
-    "tie_word_embeddings": False,
-    "torch_dtype": "float16",
-    "use_qkv_bias": True,
-}
-
-_GEMMA = _SIZES | {
-    "architectures": ["GemmaForCausalLM"],
-    "attention_bias": False,
-    "bos_token_id": 2,
-    "eos_token_id": 1,
-    "head_dim": 16,
-    "hidden_act": "gelu",
-    "hidden_activation": "gelu_pytorch_tanh",
-    "max_position_embeddings": 8192,
-    "model_type": "gemma",
-    "num_key_value_heads": HEADS,
-    "pad_token_id": 0,
-    "rms_norm_eps": 1e-06,
-    "rope_scaling": None,
-    "rope_theta": 10000.0,
-    "torch_dtype": "bfloat16",
-}
 
 _GPTJ = {
     "architectures": ["GPTJForCausalLM"],
@@ -486,58 +421,6 @@ _MARIAN = _PAIR | {
     "static_position_embeddings": True,
 }
 
-_NLLB = _PAIR | {
-    "activation_function": "relu",
-    "architectures": ["M2M100ForConditionalGeneration"],
-    "bos_token_id": 0,
-    "decoder_start_token_id": 2,
-    "eos_token_id": 2,
-    "max_length": 200,
-    "max_position_embeddings": 64,
-    "model_type": "m2m_100",
-    "pad_token_id": 1,
-    "scale_embedding": True,
-    "tokenizer_class": "NllbTokenizer",
-    "torch_dtype": "float32",
-}
-
-_PHI3 = _SIZES | {
-    "architectures": ["Phi3ForCausalLM"],
-    "auto_map": {
-        "AutoConfig": "configuration_phi3.Phi3Config",
-        "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM",
-    },
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "max_position_embeddings": 4096,
-    "model_type": "phi3",
-    "num_key_value_heads": HEADS,
-    "original_max_position_embeddings": 4096,
-    "pad_token_id": 2,
-    "rms_norm_eps": 1e-05,
-    "rope_scaling": None,
-    "rope_theta": 10000.0,
-    "sliding_window": 2047,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "attention_bias": False,
-}
-
-_OLMO2 = _SIZES | {
-    "architectures": ["Olmo2ForCausalLM"],
-    "attention_bias": False,
-    "eos_token_id": 2,
-    "max_position_embeddings": 4096,
-    "model_type": "olmo2",
-    "num_key_value_heads": HEADS,
-    "pad_token_id": 1,
-    "rms_norm_eps": 1e-06,
-    "rope_scaling": None,
-    "rope_theta": 500000,
-    "tie_word_embeddings": False,
-    "torch_dtype": "float32",
-}
-
 
 def _gptj_buffers() -> Tensors:
     return {"attn.bias": _causal_mask(64, torch.uint8), "attn.masked_bias": torch.tensor(-1e9)}
@@ -549,21 +432,9 @@ HUB_SOURCES: dict[str, HubSource] = {
     "meta-llama/Llama-2-7b-hf": HubSource(
         _LLAMA, buffers=each_layer("model.layers", 2, lambda: dict(_ROTARY)), layout="both", fit=True
     ),
-    "openlm-research/open_llama_7b, without num_key_value_heads": HubSource(
-        {key: value for key, value in _LLAMA.items() if key not in ("num_key_value_heads", "rope_scaling")},
-        buffers=each_layer("model.layers", 2, lambda: dict(_ROTARY)),
-        layout="sharded bin",
-    ),
     "a Llama with num_key_value_heads: null": HubSource(_LLAMA | {"num_key_value_heads": None}),
     "EleutherAI/pythia-1b": HubSource(
         _PYTHIA, buffers=each_layer("gpt_neox.layers", 2, _pythia_buffers), layout="both", type_of_copy="phi", fit=True
-    ),
-    "huggyllama/llama-7b, of the first config": HubSource(
-        {key: value for key, value in _LLAMA.items() if key not in ("num_key_value_heads", "rope_scaling")}
-        | {"architectures": ["LLaMAForCausalLM"], "max_sequence_length": 2048, "pad_token_id": -1, "bos_token_id": 0},
-        made_as=(("pad_token_id", None),),
-        buffers=each_layer("model.layers", 2, lambda: dict(_ROTARY)),
-        layout="sharded bin",
     ),
     "EleutherAI/gpt-j-6b": HubSource(
         _GPTJ, buffers=each_layer("transformer.h", 2, _gptj_buffers), layout="bin", type_of_copy="phi"
@@ -579,13 +450,6 @@ HUB_SOURCES: dict[str, HubSource] = {
         layout="old bin",
         type_of_copy="gqa_gpt_neo",
     ),
-    "Salesforce/codegen-350M-mono": HubSource(
-        {key: value for key, value in _GPTJ.items() if key != "rotary"}
-        | {"architectures": ["CodeGenForCausalLM"], "model_type": "codegen", "n_ctx": 64, "torch_dtype": "float16"},
-        buffers=each_layer("transformer.h", 2, lambda: {"attn.causal_mask": _causal_mask(64, torch.uint8)}),
-        layout="bin",
-        type_of_copy="phi",
-    ),
     "Helsinki-NLP/opus-mt-en-de": HubSource(
         _MARIAN,
         SEQ2SEQ,
@@ -594,34 +458,6 @@ HUB_SOURCES: dict[str, HubSource] = {
         layout="old bin",
         type_of_copy="gqa_marian",
     ),
-    "facebook/nllb-200-distilled-600M": HubSource(
-        _NLLB, SEQ2SEQ, duplicated=_BART_EMBEDDINGS, layout="bin", type_of_copy="gqa_m2m_100"
-    ),
-    "microsoft/Phi-3-mini-4k-instruct": HubSource(_PHI3, layout="sharded"),
-    "allenai/OLMo-2-1124-7B": HubSource(_OLMO2, layout="sharded"),
-    "facebook/galactica-like OPT without biases": HubSource(
-        _OPT
-        | {
-            "do_layer_norm_before": True,
-            "word_embed_proj_dim": 96,
-            "enable_bias": False,
-            "layer_norm_elementwise_affine": False,
-        },
-        type_of_copy="gqa_opt",
-    ),
-    "stanford-crfm/alias-gpt2-small-x21": HubSource(
-        _GPT2 | {"reorder_and_upcast_attn": True, "scale_attn_by_inverse_layer_idx": True},
-        buffers=each_layer(
-            "transformer.h",
-            2,
-            lambda: {"attn.bias": _causal_mask(64, torch.uint8), "attn.masked_bias": torch.tensor(-1e4)},
-        ),
-        type_of_copy="gqa_gpt2",
-    ),
-    "google/t5-v1_1-small": HubSource(
-        _T5, SEQ2SEQ, duplicated=_T5_EMBEDDINGS, layout="bin", type_of_copy="gqa_t5", fit=True
-    ),
-    "google/flan-t5-small": HubSource(_T5, SEQ2SEQ, duplicated=_T5_EMBEDDINGS, type_of_copy="gqa_t5"),
     "t5-small": HubSource(
         {key: value for key, value in _T5.items() if key not in ("feed_forward_proj", "tie_word_embeddings")}
         | {"architectures": ["T5ForConditionalGeneration"], "task_specific_params": {"summarization": _GENERATION}},
@@ -635,21 +471,7 @@ HUB_SOURCES: dict[str, HubSource] = {
         layout="bin",
         type_of_copy="gqa_t5",
     ),
-    "google/mt5-small": HubSource(
-        _T5 | {"architectures": ["MT5ForConditionalGeneration"], "model_type": "mt5", "tokenizer_class": "T5Tokenizer"},
-        SEQ2SEQ,
-        duplicated=_T5_EMBEDDINGS,
-        layout="bin",
-        type_of_copy="gqa_mt5",
-    ),
     "facebook/opt-350m": HubSource(_OPT, layout="bin", type_of_copy="gqa_opt", fit=True),
-    "facebook/opt-1.3b, without the prefix model.": HubSource(
-        _OPT | {"do_layer_norm_before": True, "word_embed_proj_dim": 96, "_remove_final_layer_norm": False},
-        prefix="model.",
-        left_out=("lm_head.weight",),
-        layout="bin",
-        type_of_copy="gqa_opt",
-    ),
     "openai-community/gpt2": HubSource(
         _GPT2,
         prefix="transformer.",
@@ -657,19 +479,6 @@ HUB_SOURCES: dict[str, HubSource] = {
         left_out=("lm_head.weight",),
         type_of_copy="gqa_gpt2",
         fit=True,
-    ),
-    "distilbert/distilgpt2": HubSource(
-        _GPT2 | {"_num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}},
-        buffers=each_layer(
-            "transformer.h",
-            2,
-            lambda: {"attn.bias": _causal_mask(64, torch.uint8), "attn.masked_bias": torch.tensor(-1e4)},
-        ),
-        layout="bin",
-        type_of_copy="gqa_gpt2",
-    ),
-    "bigscience/bloom-560m": HubSource(
-        _BLOOM, prefix="transformer.", left_out=("lm_head.weight",), type_of_copy="gqa_bloom", fit=True
     ),
     "bigscience/bloom-7b1": HubSource(
         {key: value for key, value in _BLOOM.items() if key not in ("n_embed", "num_attention_heads")}
@@ -683,11 +492,6 @@ HUB_SOURCES: dict[str, HubSource] = {
     "mosaicml/mpt-7b": HubSource(
         _MPT, left_out=("lm_head.weight",), layout="sharded bin", type_of_copy="gqa_mpt", fit=True
     ),
-    "Qwen/Qwen1.5-0.5B": HubSource(_QWEN15, left_out=("lm_head.weight",)),
-    "microsoft/phi-2": HubSource(_PHI | {"num_key_value_heads": HEADS, "partial_rotary_factor": 0.5}, layout="sharded"),
-    "microsoft/phi-1_5": HubSource(_PHI),
-    "stabilityai/stablelm-2-1_6b": HubSource(_STABLELM),
-    "google/gemma-7b": HubSource(_GEMMA, left_out=("lm_head.weight",), layout="sharded", fit=True),
     "openai/whisper-tiny": HubSource(_WHISPER, SPEECH, left_out=("proj_out.weight",), type_of_copy="gqa_whisper"),
     "facebook/bart-large-cnn": HubSource(
         _BART | _GENERATION | {"forced_bos_token_id": 0, "task_specific_params": {"summarization": _GENERATION}},

@@ -4,7 +4,6 @@ A server process imports it once and forks the others. Nothing here takes a job 
 torchrun would: processes must notice by themselves.
 """
 
-import errno
 import multiprocessing
 import os
 import signal
@@ -159,15 +158,4 @@ def uptrain_on_its_own_machine(*arguments: str) -> None:
     """The same, as if each process ran on a machine of its own, with a cache of its own."""
     os.environ["XDG_CACHE_HOME"] += os.environ["RANK"]
     os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    uptrain(*arguments)
-
-
-def uptrain_on_a_full_disk(*arguments: str) -> None:
-    """The same, where the first process finds no room for a checkpoint's record, which the others don't write."""
-    from gqa_convert.training import checkpoints
-
-    def full(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    checkpoints.sync = full  # type: ignore[assignment]
     uptrain(*arguments)

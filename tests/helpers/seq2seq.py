@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import MBartTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tests.helpers.own_files import SIZES, make_source
@@ -30,15 +30,6 @@ def bart_tokenizer(*, framed: bool = True) -> Any:
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>", unk_token="<unk>"
     )
-
-
-def language_tokenizer() -> Any:
-    """mBART's own tokenizer class with a vocabulary of words: language codes around each text."""
-    vocabulary = [(name, 0.0) for name in ("<s>", "<pad>", "</s>", "<unk>")] + [
-        (f"▁w{number}", -1.0) for number in range(WORDS)
-    ]
-    vocabulary += [(code, 0.0) for code in ("en_XX", "de_DE", "ro_RO")] + [("<mask>", 0.0)]
-    return MBartTokenizer(vocab=vocabulary)
 
 
 def words(random: np.random.Generator, count: int) -> str:

@@ -16,17 +16,15 @@ from gqa_convert.checkpoint.byte_sizes import size
 from gqa_convert.checkpoint.machine import measurement
 from gqa_convert.checkpoint.signed_card import is_our_card
 from gqa_convert.checkpoint.source import open_checkpoint
-from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions
+from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import GQAConvertError, OptionError, PublishError
 from gqa_convert.hub.converted import open_converted
-from gqa_convert.hub.markup import significant
 from gqa_convert.hub.options import PublishOptions
 from gqa_convert.hub.publishing import publish
 from gqa_convert.training.recipe import make_recipe
 from gqa_convert.verify import verify_checkpoint
 from tests.helpers.checkpoints import HEADS, WIDTH, digests, write_llama
-from tests.helpers.speech import hearing_model
 from tests.helpers.tiny import make_checkpoint
 
 REPO = "me/gqa-3"
@@ -149,37 +147,6 @@ def test_a_native_one(out: Path) -> None:
     assert warnings == []
 
 
-def test_a_fitted_one(tmp_path: Path) -> None:
-    from tests.helpers.evaluate_models import causal
-
-    words = tmp_path / "calibration words.txt"
-    words.write_text("def add(left, right):\n    return left + right\n" * 400)
-    made = causal(tmp_path / "source")
-    groups = json.loads((made / "config.json").read_bytes())["num_key_value_heads"] // 2
-    out = tmp_path / "fitted"
-    convert_checkpoint(
-        made,
-        out,
-        groups,
-        ConversionOptions(calibration=CalibrationOptions(source=str(words), tokens=480, steps=2, kl_steps=2)),
-    )
-    text, _, warnings = card(out)
-    content = json.loads((out / "gqa_conversion.json").read_bytes())
-    assert "method `fit`" in text
-    assert "It was fitted to the texts named above" in text
-    assert "Calibration text: `480 tokens of calibration words.txt: " in text
-    divergence = content["calibration"]["kl"]
-    assert f"diverged from the source's by {significant(divergence['after'])} nats per token" in text
-    assert (f"{significant(divergence['before'])} before all layers were trained" in text) == (
-        divergence["after"] < divergence["before"]
-    )
-    assert "The command was not recorded: the work was started from Python." in text
-    assert "A local checkpoint (`source`), converted" in text
-    assert "torch" in text.split("Versions: ")[1]
-    assert any("--base-model" in each for each in warnings)
-    assert any("no licence" in each for each in warnings)
-
-
 def test_one_with_code_of_its_own(tmp_path: Path) -> None:
     from tests.helpers.own_files import make_source
 
@@ -199,14 +166,6 @@ def test_one_with_code_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "out" / "gqa_t5.py").unlink()
     with pytest.raises(PublishError, match=r"lacks gqa_t5\.py"):
         card(tmp_path / "out")
-
-
-def test_the_cache_of_a_model_that_hears_is_stated_for_its_sound(tmp_path: Path) -> None:
-    source = hearing_model(tmp_path / "source")
-    convert_checkpoint(source, tmp_path / "out", 3, ConversionOptions(method="first"))
-    text = card(tmp_path / "out", license="apache-2.0")[0]
-    of_all_heads = 1500 * 2 * 2 * 12 * 8 * 4  # positions, keys and values, layers, heads of 8, float32
-    assert f"per 30 seconds of sound | {of_all_heads:,} | {of_all_heads // 4:,} |" in text
 
 
 @pytest.mark.usefixtures("modeling_files_registered")
@@ -295,24 +254,6 @@ def test_a_licence_that_is_given(out: Path) -> None:
         card(out, license="my own: one")
 
 
-def test_what_a_source_states_outlives_its_readme(out: Path) -> None:
-    source_readme(out, '---\nlicense: llama2\nlanguage: [de, en]\nlicense_name: "--><b>"\n---\n')
-    _, front, _ = card(out)
-    assert front["language"] == ["de", "en"]
-    written = (out / "README.md").read_text()
-    for before, after in (('"license": "llama2"', '"license": "mit"'), ("\nlicense: llama2", "\nlicense: mit")):
-        assert before in written
-        (out / "README.md").write_text(written.replace(before, after))
-        with pytest.raises(PublishError, match="edited"):
-            card(out)
-    assert card(out, overwrite_card=True)[1]["license"] == "llama2"
-    (out / "README.md").write_text("---\nlicense: mit\n---\nMy own.\n")
-    assert "license" not in card(out, overwrite_card=True)[1]
-    marker = f"<!-- written by gqa-convert publish from a source that states {{[}}, sha256 {'0' * 64} -->\n"
-    source_readme(out, f"---\nlicense: mit\n---\n{marker}")
-    assert "license" not in card(out)[1]
-
-
 def test_what_convert_did_not_write_stays_here(out: Path, tmp_path: Path) -> None:
     def sent() -> set[str]:
         return {each.path for each in publish(out, PublishOptions(REPO), dry_run=True).files}
@@ -385,19 +326,6 @@ def test_weights_that_changed_are_not_published(out: Path) -> None:
     record(out, written=written)
     with pytest.raises(PublishError, match=r"model\.safetensors was written by neither convert nor uptrain"):
         card(out)
-
-
-def test_what_was_merged_once_stays_merged(out: Path) -> None:
-    content = record(out)
-    record(out, previous=content, method="copy", source_kv_heads=3)
-    text = card(out)[0]
-    assert "| K/V heads per layer | 12 | 3 |" in text
-    assert text.count("**Conversion**") == 2
-    assert "from 3 K/V heads per layer to 3, method `copy`" in text
-    assert "Merging heads changes what the model computes." in text
-    assert "It was not uptrained after the conversion." in text
-    record(out, previous=content | {"method": "repeat"}, method="copy")
-    assert "Merging heads" not in card(out)[0]
 
 
 def test_the_base_model_is_what_is_known(out: Path) -> None:

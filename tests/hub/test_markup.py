@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from jinja2 import UndefinedError
 
-from gqa_convert.hub.markup import Markdown, code, fenced, in_words, plain, render, shell, significant
+from gqa_convert.hub.markup import Markdown, code, fenced, in_words, render, shell, significant
 
 
 def test_significant_digits() -> None:
@@ -28,11 +28,6 @@ def test_bars_and_backticks_end_nothing() -> None:
     assert code("a``b||c") == "`a''b¦¦c`"
     assert code("") == "` `"
     assert fenced(shell(["/x/```", "a\n```"]), "sh") == "```sh\n'```' 'a\\n```'\n```"
-
-
-def test_paths_lose_their_folders() -> None:
-    assert plain("in /home/jane/x y, https://a.b/c and ~jane/z") == "in x y, https://a.b/c and z"
-    assert plain("a\u202e<b>\n*") == r"a\\u202e&lt;b&gt;\\n\*"
 
 
 def test_a_template_is_rendered_strictly(tmp_path: Path) -> None:

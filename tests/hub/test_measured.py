@@ -105,16 +105,6 @@ def headline(text: str) -> str:
     return text.split("gqa-convert made this model")[0]
 
 
-def test_word_errors_of_a_model_that_hears(base: Path, tmp_path: Path) -> None:
-    paired = PAIRED.model_copy(update={"word_error_rate": 0.25, "word_error_rate_standard_error": 0.0625})
-    rates = {"word_error_rate": 0.375, "word_error_rate_standard_error": 0.125}
-    ours = score(base / "out", 3.125, difference=paired, **rates)
-    file = evaluation(tmp_path / "e.json", score(base / "source"), ours, objective="speech")
-    text, index, _ = card(base / "out", file)
-    assert "Word errors: 0.375 ± 0.12 per word that is said; paired difference to the source: 0.25 ± 0.062." in text
-    assert [each["value"] for each in index[0]["metrics"] if each["type"] == "word_error_rate"] == [0.375]
-
-
 def test_losses_of_the_model_and_its_source(base: Path, tmp_path: Path) -> None:
     out, source = base / "out", base / "source"
     ours = score(
@@ -172,14 +162,6 @@ def test_a_third_reference_gives_no_difference_to_the_source(base: Path, tmp_pat
     assert "KL divergence from `another`: 0.5 nats per token." in text
 
 
-def test_a_loss_below_the_sources(base: Path, tmp_path: Path) -> None:
-    better = PAIRED.model_copy(update={"loss": -0.125})
-    text, _, _ = card(
-        base / "out", evaluation(tmp_path / "e.json", score(base / "source"), score(base / "out", difference=better))
-    )
-    assert "Loss: 0.125 ± 0.0078 below the source's" in text
-
-
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_the_newest_of_several_results_on_a_text_counts(base: Path, tmp_path: Path, order: tuple[int, int]) -> None:
     files = [
@@ -199,13 +181,6 @@ def test_a_hub_dataset_keeps_its_id(base: Path, tmp_path: Path) -> None:
     dataset = index[0]["dataset"]
     assert dataset.pop("name").startswith("org/corpus, causal, split test, name en, ")
     assert dataset == {"type": "org/corpus", "config": "en", "split": "test", "revision": "0" * 40}
-
-
-def test_losses_that_are_not_finite(base: Path, tmp_path: Path) -> None:
-    text, index, _ = card(base / "out", evaluation(tmp_path / "e.json", score(base / "out", None, scored_nan=17)))
-    assert "17 losses were not finite." in text
-    assert "- **Loss: not measured.**" in text
-    assert "loss" not in [metric["type"] for metric in index[0]["metrics"]]
 
 
 def test_results_of_other_checkpoints_stay_out(base: Path, tmp_path: Path) -> None:
@@ -265,19 +240,6 @@ def test_times_of_an_engine(base: Path, tmp_path: Path) -> None:
     assert "Decode time of `source` (vllm 0.11):" in text
     assert "| 3 | 1 | 64 | 4 |  |  |  |" in text
     assert "| 1 |  |" not in text.split("Decode time")[1]
-
-
-def test_times_that_say_nothing_of_the_model(base: Path, tmp_path: Path) -> None:
-    for file in (
-        benchmark(tmp_path / "b.json", base / "another", {12: 10.0, 3: 5.0}),
-        benchmark(tmp_path / "c.json", base / "source", {12: 10.0, 4: 5.0}),
-    ):
-        text, _, warnings = card(base / "out", file)
-        assert "Decode speed: not measured." in text
-        assert len(warnings) == 1
-    text, _, _ = card(base / "out", benchmark(tmp_path / "d.json", base / "out", {3: 5.0}))
-    assert "Decode step" not in headline(text)
-    assert "| 3 | 2 | 512 | 5 |" in text
 
 
 def lm_eval(path: Path, model: str, **more: Any) -> Path:

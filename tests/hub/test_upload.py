@@ -173,15 +173,6 @@ def test_messages_show_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(problem.value).startswith("the Hub refused me/gqa-3 (*** https://hub/x); nothing was sent")
 
 
-def test_other_files_stay_and_replaced_ones_are_named(out: Path, hub: UploadHub) -> None:
-    hub.add("me/gqa-3", {"notes.txt": b"mine", "config.json": b"{}", "old.gguf": b"0"})
-    result, made = publish(out, hub.url, "--repo-id", "me/gqa-3")
-    assert result.returncode == 0, result.stderr
-    assert made["replaced"] == ["config.json"]
-    assert hub.branches["me/gqa-3"]["main"]["notes.txt"] == b"mine"
-    assert any("old.gguf" in warning for warning in made["warnings"])
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -144,30 +144,11 @@ def test_bits_per_byte_do_not_depend_on_the_tokenizer(tmp_path: Path) -> None:
     assert reference["note"] == two["note"]
 
 
-def test_a_tokenizer_that_differs_only_in_tokens_that_the_text_lacks_is_not_compared(tmp_path: Path) -> None:
-    constant(tmp_path / "one", "abc", [0.0] * 3)
-    constant(tmp_path / "two", "abd", [0.0] * 3)
-    (tmp_path / "text.txt").write_text("abba" * 10)
-    (result,) = run(tmp_path, "two", data="text.txt", reference="one")["results"]
-    assert (result["kl"], result["difference"]["loss"]) == (None, None)
-    assert "tokens are not those of" in result["note"]
-
-
 def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
     causal(tmp_path / "small", vocab_size=40)
     (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
     with pytest.raises(DataError, match=r"small produces token \d+, and the model has a vocabulary of 40"):
         run(tmp_path, "small", data="text.txt")
-
-
-def test_a_uniform_model_without_a_beginning_token(tmp_path: Path) -> None:
-    constant(tmp_path / "letters", "abcd", [0.0] * 4)
-    constant(tmp_path / "pairs", [a + b for a in "abcd" for b in "abcd"], [0.0] * 16)
-    (tmp_path / "text.txt").write_text("abcdabdc" * 10)
-    one, two = run(tmp_path, "letters", "pairs", data="text.txt")["results"]
-    assert one["bits_per_byte"] == pytest.approx(2)
-    assert two["bits_per_byte"] == pytest.approx(2)
-    assert (one["bytes"], two["bytes"]) == (79, 78)
 
 
 def test_divergence_and_differences_from_a_reference(home: Path) -> None:
@@ -205,54 +186,6 @@ def test_divergence_and_differences_from_a_reference(home: Path) -> None:
     )
     assert report["reference"]["loss"] == same["loss"]
     assert result["loss"] - same["loss"] == pytest.approx(result["difference"]["loss"])
-
-
-def test_models_have_the_figures_that_they_have_alone(home: Path, tmp_path: Path) -> None:
-    """Also the reference, whether it can be compared with the first model or not."""
-    own = ("loss", "loss_standard_error", "perplexity", "bits_per_byte", "bits_per_byte_standard_error", "tokens")
-    constant(tmp_path / "letters", "abc", list(np.log([0.6, 0.3, 0.1])))
-    constant(tmp_path / "same letters", "abc", list(np.log([0.5, 0.3, 0.2])))
-    constant(tmp_path / "pairs", [a + b for a in "abc" for b in "abc"], [0.0] * 9)
-    (tmp_path / "text.txt").write_text("abcabbac" * 20)
-    for folder, data, reference, models in (
-        (home, "rows.jsonl", "one", ("two", "one")),
-        (tmp_path, "text.txt", "letters", ("pairs", "same letters")),
-    ):
-        alone = run(folder, reference, data=data)["results"][0]
-        report = run(folder, *models, data=data, reference=reference)
-        assert [report["reference"][key] for key in own] == [alone[key] for key in own]
-        separate = [run(folder, model, data=data, reference=reference)["results"][0] for model in models]
-        assert report["results"] == separate
-
-
-def test_a_standard_error_is_that_of_many_texts(tmp_path: Path) -> None:
-    """Letters drawn at random, one by one: the error over blocks is that of independent draws."""
-    shares = np.array([0.6, 0.3, 0.1])
-    constant(tmp_path / "letters", "abc", list(np.log(shares)))
-    text = "".join(np.random.default_rng(0).choice(list("abc"), 100_000, p=shares))
-    (tmp_path / "text.txt").write_text(text)
-    (result,) = run(tmp_path, "letters", data="text.txt", batch=64)["results"]
-    spread = math.sqrt((shares * np.log(shares) ** 2).sum() - (shares * np.log(shares)).sum() ** 2)
-    assert result["loss_standard_error"] == pytest.approx(spread / math.sqrt(100_000), rel=0.15)
-
-
-def test_documents_of_which_nothing_is_scored_do_not_count_as_blocks(tmp_path: Path) -> None:
-    """Without a beginning-of-text token a document of one token has none to score."""
-    constant(tmp_path / "letters", "abc", list(np.log([0.6, 0.3, 0.1])))
-    texts = ["a" + "b" * 30 + "c" * 10, "c" + "a" * 25, "b", "a"]
-    losses = np.concatenate([np.repeat(-np.log([0.3, 0.1]), [30, 10]), np.repeat(-np.log(0.6), 25)])
-    for kept, error in (
-        (texts[::2], None),
-        (
-            texts,
-            2**0.5 * math.hypot(*(40, 25) * (np.array([losses[:40].mean(), losses[40:].mean()]) - losses.mean())) / 65,
-        ),
-    ):
-        write_rows(tmp_path / "rows.jsonl", [{"text": text} for text in kept])
-        result, other = run(tmp_path, "letters", "letters", data="rows.jsonl")["results"]
-        assert result["loss_standard_error"] == (None if error is None else pytest.approx(error, rel=1e-5))
-        assert (result["bits_per_byte_standard_error"] is None) == (error is None)
-        assert other["difference"]["standard_error"] == (None if error is None else 0)
 
 
 def test_vocabularies_padded_to_different_sizes_are_compared_where_they_overlap(home: Path, tmp_path: Path) -> None:
@@ -336,43 +269,6 @@ def test_pairs_have_transformers_own_loss(tmp_path: Path, kind: Any, batch: int)
     assert (result["tokens"], result["bytes"]) == (count, sum(len(row["b"]) for row in rows))
     assert report["objective"] == "pairs"
     assert result["kv_bytes_per_token"] == {t5: 4 * 2 * 8 * 4, bart: 3 * 2 * 8 * 4}[kind]  # of the decoder's own layers
-
-
-def test_mbarts_decoder_begins_with_the_last_token_of_the_target(tmp_path: Path) -> None:
-    """Whatever its config says."""
-    from tests.helpers.seq2seq import bart_tokenizer, model, write_pairs
-
-    model(tmp_path / "model", "mbart", bart_tokenizer())
-    pairs = write_pairs(tmp_path / "pairs.jsonl", 6)
-    report = run(tmp_path, "model", data="pairs.jsonl", pairs=("a", "b"), batch=4)
-    tokenizer, own = bart_tokenizer(), AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "model").eval()
-    total, count = 0.0, 0
-    for source, target in pairs:
-        made = tokenizer(source, text_target=target, return_tensors="pt", return_token_type_ids=False)
-        with torch.no_grad():
-            total += float(own(**made).loss) * made["labels"].numel()
-        count += made["labels"].numel()
-    (result,) = report["results"]
-    assert result["loss"] == pytest.approx(total / count, rel=1e-5)
-    cut = run(tmp_path, "model", data="pairs.jsonl", pairs=("a", "b"), window=3)["results"][0]
-    assert cut["tokens"] == sum(min(3, len(target.split()) + 2) for _, target in pairs)
-
-
-def test_tokenizers_that_mark_languages_are_refused(tmp_path: Path) -> None:
-    from tests.helpers.seq2seq import language_tokenizer, model, write_pairs
-
-    model(tmp_path / "model", "mbart", language_tokenizer())
-    write_pairs(tmp_path / "pairs.jsonl", 6)
-    with pytest.raises(DataError, match=r"the tokenizer marks the language of every text"):
-        run(tmp_path, "model", data="pairs.jsonl", pairs=("a", "b"))
-
-
-def test_pairs_longer_than_the_model_are_cut_and_counted(tmp_path: Path) -> None:
-    bart(tmp_path / "model")
-    rows = [{"a": "w1 " * 30, "b": "w2"}, {"a": "w1", "b": "w2"}, {"a": "w1 " * 20, "b": "w2"}]
-    write_rows(tmp_path / "pairs.jsonl", rows)
-    (result,) = run(tmp_path, "model", data="pairs.jsonl", pairs=("a", "b"))["results"]
-    assert result["note"] == "1 pairs were cut to the window"
 
 
 def test_a_limit_of_tokens_ends_all_models_texts_at_the_same_place(home: Path) -> None:

@@ -10,10 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from gqa_convert.checkpoint.machine import measurement
-from gqa_convert.cli.console.evaluation import show_evaluation
 from gqa_convert.data.hub import HubDataset
-from gqa_convert.measuring.results import EvaluationFile, ModelScores, ScoredText
 from tests.helpers.data_helpers import demo_tokenizer
 from tests.helpers.evaluate_models import POSITIONS, bart, causal, command_line, t5, write_rows
 
@@ -63,14 +60,6 @@ def test_json_and_the_table(ask: Any, home: Path, tmp_path: Path) -> None:
     for words in (f"{one['loss']:.4f}", f"{one['bits_per_byte']:.4f}", "differences are from two"):
         assert words in out
     assert (home / "one" / "config.json").is_file()
-
-
-def test_a_folder_given_without_its_name_is_called_by_it(ask: Any, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(home / "one")
-    code, out, _ = ask(".", "../two", "--data", "../text.txt", "--json")
-    assert code == 0
-    assert [each["model"] for each in json.loads(out)["results"]] == [str(home / "one"), "../two"]
-    assert "differences are from one" in ask(".", "../two", "--data", "../text.txt")[1]
 
 
 def test_results_are_overwritten_only_when_asked(ask: Any, tmp_path: Path) -> None:
@@ -180,21 +169,6 @@ def test_losses_that_are_no_numbers_are_told(ask: Any, tmp_path: Path) -> None:
     quiet = ask(tmp_path / "all", "--data", "text.txt", "-q")
     assert quiet[0] == 1
     assert "NaN" in quiet[2]
-
-
-def test_names_that_look_like_marks_of_the_console(capsys: pytest.CaptureFixture[str]) -> None:
-    scores = ModelScores(model="a[/red]b", tokens=9, bytes=12, scored_nan=3, note="not of c[/bold]d")
-    file = EvaluationFile(
-        **measurement("evaluate", None).as_json(),
-        data=ScoredText(source="x[/b]"),
-        objective="causal",
-        context=5,
-        results=[scores],
-    )
-    show_evaluation(file)
-    shown = capsys.readouterr().out
-    for words in ("3 of 9 tokens have no finite loss: red]b", "red]b: not of c[/bold]d", "of x[/b], windows"):
-        assert words in shown
 
 
 def test_the_commit_of_a_hub_dataset_is_recorded(ask: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from gqa_convert.data.documents import Piece
-from gqa_convert.measuring.evaluation.examples import Example, Material, byte_ends, encode, text_material
-from tests.helpers.data_helpers import demo_tokenizer, span_tokenizer
+from gqa_convert.measuring.evaluation.examples import Example, Material, text_material
+from tests.helpers.data_helpers import demo_tokenizer
 
 TEXT = "def mean(values):\n    return sum(values) / len(values)  # ein Mittelwert: naïve, 中文, 🙂\n"
 
@@ -34,19 +34,3 @@ def test_batches_hold_every_example_and_the_longest_first() -> None:
     batch = made.batch([4, 0])
     assert batch.inputs["input_ids"].tolist() == [[1, 2, 3, 4], [1, 2, 3, 0]]
     assert (batch.rows.tolist(), batch.targets.tolist(), batch.places.tolist()) == ([3, 6], [400, 300], [4, 0])
-
-
-def test_bytes_of_tokens_add_up_to_the_text() -> None:
-    tokenizer = demo_tokenizer()
-    _, ends = encode(tokenizer, TEXT)
-    assert np.array_equal(byte_ends(TEXT, ends), [len(TEXT[:end].encode()) for end in ends])
-    assert ends[-1] == len(TEXT)
-    _, ends = encode(span_tokenizer(), "w1 w2  ")  # which has no token for the spaces
-    assert ends.tolist() == [2, 7]
-    pieces = [Piece("é" * 3000, last=False), Piece(TEXT * 40), Piece("x" * 9)]
-    made = text_material(pieces, tokenizer, window=16)
-    assert made.byte_count == sum(len(piece.text.encode()) for piece in pieces)
-    blocks = made.by_block(made.sizes)  # type: ignore[arg-type]
-    assert blocks.sum() == made.byte_count
-    assert len(blocks) == made.block_count == -(-(6000 + len((TEXT * 40).encode())) // 2048) + 1
-    assert all(abs(size - 2048) < 20 for size in blocks[:-2])

@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 
 from gqa_convert.checkpoint.machine import measurement
-from gqa_convert.cli.console.evaluation import show_evaluation
 from gqa_convert.errors import MissingExtraError, OptionError, OutputError, ReportError
 from gqa_convert.measuring.evaluation.page import check_drawings, draw, measured_texts
-from gqa_convert.measuring.evaluation.table import notes, short_names
 from gqa_convert.measuring.results import (
     BenchmarkFile,
     Difference,
@@ -32,28 +30,6 @@ def scores(model: str, fingerprint: str | None = None, loss: float | None = 2.0,
 def evaluation(*results: ModelScores, text: str = "a.txt", **more: Any) -> EvaluationFile:
     known = {"objective": "causal", "context": 64, "data": ScoredText(source=text, sha256=text)} | more
     return EvaluationFile(**measurement("evaluate", None).as_json(), results=list(results), **known)
-
-
-@pytest.mark.parametrize(
-    ("names", "short"),
-    [
-        (["/a/b/llama", "/a/b/llama-gqa4"], ["llama", "llama-gqa4"]),
-        (["/a/llama", "/b/llama", "c"], ["/a/llama", "/b/llama", "c"]),
-        (["llama", "mine/llama"], ["llama", "mine/llama"]),
-        (["one/llama"], ["llama"]),
-        (["./llama", "llama"], ["./llama", "llama"]),
-    ],
-)
-def test_names_are_whole_where_their_ends_are_equal(names: list[str], short: list[str]) -> None:
-    found = short_names([scores(name) for name in names])
-    assert [found[name] for name in names] == short
-
-
-def test_a_model_that_is_also_the_reference_has_one_row() -> None:
-    file = evaluation(scores("out", "2"), scores("m", "1"), reference=scores("m", "1"))
-    assert [each.model for each in file.entries()] == ["m", "out"]
-    copy = evaluation(scores("copy", "1"), reference=scores("m", "1"))
-    assert [each.model for each in copy.entries()] == ["m", "copy"]
 
 
 def test_results_of_one_checkpoint_belong_together_whatever_it_is_called() -> None:
@@ -91,33 +67,6 @@ def test_results_of_one_checkpoint_belong_together_whatever_it_is_called() -> No
 def test_a_table_for_each_text(other: dict[str, Any], tables: int) -> None:
     texts = measured_texts([evaluation(scores("m", "1")), evaluation(scores("n", "2"), **other)])
     assert [len(text.entries) for text in texts] == ([2] if tables == 1 else [1, 1])
-
-
-def test_differences_in_bits_per_byte_say_so() -> None:
-    entry = scores("b", "2", difference=Difference(to="a", bits_per_byte=0.25, bits_per_byte_standard_error=0.5))
-    (text,) = measured_texts([evaluation(scores("a", "1"), entry)])
-    assert text.columns["difference"] == ["", "+0.2500 ±0.5000 bits/byte"]
-    assert notes(text.entries, {"a": "a", "b": "b"}) == ["differences are from a, paired over the same text"]
-
-
-def test_a_table_with_everything_fits_a_terminal(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    known = {"loss_standard_error": 0.01, "perplexity": 7.389, "bits_per_byte": 0.75, "kv_bytes_per_token": 327_680}
-    measured = {"kl": 0.125, "kl_standard_error": 0.0625, "top1_agreement": 0.975}
-    difference = Difference(to="llama-7b", loss=0.5, standard_error=0.125)
-    entries = [scores("demo_checkpoint", "1", **known), scores("gqa8", "2", difference=difference, **known, **measured)]
-    show_evaluation(evaluation(*entries))
-    shown = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["model", "K/V/token", "loss", "difference", "KL", "top-1"] in shown
-    cells = ["gqa8", "327.7", "kB", "2.0000", "+0.5000", "±0.1250", "0.1250", "±0.0625", "97.50%"]
-    assert cells in shown
-    assert ["demo_checkpoint", "327.7", "kB", "2.0000"] in shown
-    show_evaluation(evaluation(scores("llama-7b", "1", **known)))
-    assert ["model", "K/V/token", "loss", "perplexity", "bits/byte"] in [
-        line.split() for line in capsys.readouterr().out.splitlines()
-    ]
 
 
 class Cells(HTMLParser):
@@ -161,11 +110,6 @@ def test_names_are_escaped_and_the_page_needs_no_other_file(tmp_path: Path) -> N
 def drawn(figure_of: list[EvaluationFile], folder: Path) -> str:
     draw(figure_of, None, folder / "a.svg")
     return (folder / "a.svg").read_text()
-
-
-def test_the_plot_has_bits_per_byte_where_tokens_differ(tmp_path: Path) -> None:
-    assert "loss (nats per token)" in drawn([evaluation(scores("a", "1"), scores("b", "2"))], tmp_path)
-    assert "bits per byte" in drawn([evaluation(scores("a", "1"), scores("b", "2", tokens=5))], tmp_path)
 
 
 def test_a_page_is_drawn_again_but_no_file_of_others_is_replaced(tmp_path: Path) -> None:

@@ -12,12 +12,11 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, T5Config
 
 from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.conversion.fit.calibration_text import calibration_batches
-from gqa_convert.errors import DataError, GroupsError, NonFiniteError, OptionError
+from gqa_convert.errors import DataError, GroupsError, OptionError
 from gqa_convert.families.geometry import AttentionFinder
 from gqa_convert.families.table import FAMILIES
 from gqa_convert.measuring.sensitivity.inspection import (
     MergedLoss,
-    conversion_command,
     inspect_checkpoint,
     recommend_within_loss,
 )
@@ -27,7 +26,7 @@ from gqa_convert.merging.attention_heads import LayerLayout
 from gqa_convert.merging.merge_layer import Moments, merge_layer
 from tests.helpers.chatglm import write_source
 from tests.helpers.checkpoints import llama_arrays, write_llama
-from tests.helpers.command_line import assert_mistake, loaded_after, run
+from tests.helpers.command_line import assert_mistake, run
 from tests.helpers.data_helpers import span_tokenizer
 from tests.helpers.tiny import HEADS, make_checkpoint, randomise
 
@@ -155,18 +154,6 @@ def test_errors_are_those_of_the_dropped_eigenvalues(planted: tuple[Path, Path],
         assert min(by_groups[1], by_groups[2], by_groups[4]) > 0.05  # no multiple of 3, or fewer
 
 
-def test_errors_of_the_weights_alone_count_every_direction_alike(planted: tuple[Path, Path]) -> None:
-    model = AutoModelForCausalLM.from_pretrained(planted[0], dtype=torch.float32)
-    result = inspect_checkpoint(planted[0], candidates=[6, 1, 6]).as_json()
-    assert (result["loss"], result["recommendation"], result["calibration"]) == (None, None, None)
-    assert result["groups"] == [1, 6]
-    for layer, module in zip(result["layers"], model.model.layers, strict=True):
-        for error in layer["errors"]:
-            keys, values = direct_errors(module.self_attn, np.eye(model.config.hidden_size + 1), error["groups"])
-            assert error["keys"] == pytest.approx(keys, rel=1e-4, abs=2e-5)
-            assert values - 2e-5 < error["values"] < 1.05 * values + 2e-5  # not the least one without moments
-
-
 def test_the_planted_number_is_recommended(planted: tuple[Path, Path], inspected: dict[str, Any]) -> None:
     increases = {each["groups"]: each["increase"] for each in inspected["loss"]["by_groups"]}
     assert abs(increases[3]) < 1e-4
@@ -236,17 +223,6 @@ def test_t5_is_inspected_in_self_and_cross_attention(tmp_path: Path) -> None:
     assert result["loss"]["by_groups"][0]["loss"] != pytest.approx(expected, rel=1e-5)
 
 
-def test_default_candidates_are_divisors_and_at_most_six(tmp_path: Path) -> None:
-    heads = {"num_attention_heads": 24, "num_key_value_heads": 24, "num_hidden_layers": 1}
-    source = write_llama(tmp_path / "wide", arrays=llama_arrays(layers=1, heads=24), config=heads)
-    assert inspect_checkpoint(source).groups == (1, 2, 3, 6, 8, 12)
-
-
-def test_layers_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
-    source = write_llama(tmp_path / "deep", arrays=llama_arrays(layers=11), config={"num_hidden_layers": 11})
-    assert [layer.label for layer in inspect_checkpoint(source, candidates=[6]).layers] == [str(n) for n in range(11)]
-
-
 def test_recommendations() -> None:
     losses = [MergedLoss(2, 3.0, 0.5), MergedLoss(4, None, None), MergedLoss(6, 2.7, 0.2), MergedLoss(12, 2.6, 0.1)]
     assert recommend_within_loss(losses, 0.2) == (
@@ -260,15 +236,6 @@ def test_recommendations() -> None:
         == "none of N = 2, 4, 6, 12 adds at most 0.09 nats per token by the closed form: allow more with --max-loss-increase"
     )
     assert recommend_within_loss(losses[1:2], 0.1)[0] is None
-
-
-def test_commands() -> None:
-    command = conversion_command("org/model", 6, ["my text.txt", "b"], encoder=True, revision=None)
-    assert command == (
-        "gqa-convert convert org/model model-gqa --groups 6 --calibration 'my text.txt' --calibration b --encoder"
-    )
-    command = conversion_command("m", [8, 4], "x", encoder=False, revision="r")
-    assert command == "gqa-convert convert m m-gqa --groups 8,4 --calibration x --revision r"
 
 
 def test_mistakes(weights: Path, planted: tuple[Path, Path], tmp_path: Path) -> None:
@@ -292,24 +259,6 @@ def test_mistakes(weights: Path, planted: tuple[Path, Path], tmp_path: Path) -> 
     refused(OptionError, "no class of type chatglm", tmp_path / "chatglm", calibration="x")
 
 
-def test_a_source_that_yields_nan(planted: tuple[Path, Path], tmp_path: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(planted[0])
-    model.model.embed_tokens.weight.data[FIRST_WORD:] = float("nan")
-    model.save_pretrained(tmp_path / "broken")
-    span_tokenizer(0).save_pretrained(tmp_path / "broken")
-    words = r"yields NaN or Inf at model\.layers\.0\.self_attn on the calibration text"
-    with pytest.raises(NonFiniteError, match=words):
-        inspect_checkpoint(tmp_path / "broken", calibration=str(planted[1]), calibration_tokens=640)
-
-
-def test_weights_alone_need_no_torch(weights: Path) -> None:
-    code = (
-        "from gqa_convert.measuring.sensitivity.inspection import inspect_checkpoint\n"
-        "inspect_checkpoint(sys.argv[1], candidates=[3])"
-    )
-    assert not loaded_after(code, str(weights)) & {"torch", "transformers", "matplotlib"}
-
-
 def test_the_command_for_people_and_for_scripts(weights: Path, planted: tuple[Path, Path]) -> None:
     people = run("inspect", weights, "--candidates", "1,4")
     assert people.returncode == 0
@@ -329,11 +278,3 @@ def test_the_command_for_people_and_for_scripts(weights: Path, planted: tuple[Pa
     assert printed["loss"]["by_groups"][0].keys() == {"groups", "loss", "increase"}
     assert_mistake(run("inspect", weights, "--candidates", "1,x"), "'--candidates': '1,x' is not a list of numbers")
     assert_mistake(run("inspect", weights, "--candidates", "5"), "choose among [1, 2, 3, 4, 6]")
-
-
-def test_the_help_shows_nine_options() -> None:
-    shown = run("inspect", "--help").stdout
-    options = [line for line in shown.partition("Options:")[2].splitlines() if line.startswith("  -")]
-    assert len(options) == 10, "nine, and --help"
-    assert "--seed" not in shown
-    assert "gqa-convert inspect ./Llama-2-7b --calibration text.txt --kv-budget 50%" in shown

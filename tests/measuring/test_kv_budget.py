@@ -21,11 +21,11 @@ from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions
 from gqa_convert.conversion.plan import make_plan
 from gqa_convert.errors import GroupsError, OptionError, OutputError
 from gqa_convert.measuring.sensitivity import layer_merging, merged_copies
-from gqa_convert.measuring.sensitivity.choice import BudgetChoice, HeadAllocation, choose_candidate
+from gqa_convert.measuring.sensitivity.choice import BudgetChoice
 from gqa_convert.measuring.sensitivity.choosing import choose_num_kv_heads
 from gqa_convert.measuring.sensitivity.inspection import inspect_checkpoint
 from gqa_convert.measuring.sensitivity.kv_budget import KVBudget, LayerCosts, largest_uniform, least_sum
-from gqa_convert.measuring.sensitivity.merged_copies import open_inputs, score_copies, split
+from gqa_convert.measuring.sensitivity.merged_copies import open_inputs, score_copies
 from gqa_convert.verify import verify_checkpoint
 from tests.helpers.command_line import assert_mistake, run
 from tests.helpers.data_helpers import DEMO
@@ -105,11 +105,6 @@ def test_the_optimisation_finds_what_trying_everything_finds() -> None:
         assert largest_uniform(layers, limit) == max(each for each in possible if len(set(each)) == 1)
 
 
-def test_of_equal_costs_the_fewest_bytes_are_taken() -> None:
-    layers = [LayerCosts("a", 4, 2, {1: 0.0, 2: 0.0}), LayerCosts("b", 4, 2, {1: 0.5, 2: 0.0})]
-    assert least_sum(layers, 14) == (1, 2)
-
-
 def test_the_budget_is_taken_from_the_layers_that_merge_for_free(
     source: Path, converted: tuple[Path, dict[str, Any], str]
 ) -> None:
@@ -135,26 +130,6 @@ def test_the_budget_is_taken_from_the_layers_that_merge_for_free(
     report = verify_checkpoint(out, source)
     assert report.passed, failed(report)
     assert {path.name for path in out.parent.iterdir()} == {"source", "out", "text.txt"}, "nothing else is left"
-
-
-def test_passes_do_not_matter(
-    source: Path, text: Path, converted: tuple[Path, dict[str, Any], str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Measured in three passes rather than in one, each layer costs the same."""
-    monkeypatch.setattr(merged_copies, "MOST_COPIES", 7)
-    seen: list[tuple[str, int, int]] = []
-    choice = choose_num_kv_heads(
-        source,
-        KVBudget("1000", nbytes=1000),
-        ConversionOptions(method="factor", calibration=CalibrationOptions(str(text), 640, 64, device="cpu")),
-        progress=lambda *step: seen.append(step),
-    )
-    assert choice.kv_bytes_per_token <= choice.limit_kv_bytes_per_token == 1000
-    assert choice.candidates[0].groups == (3,) * 4
-    for ours, theirs in zip(choice.layers, converted[1]["budget"]["layers"], strict=True):
-        assert {str(groups): kl for groups, kl in ours.kl.items()} == pytest.approx(theirs["kl"], rel=1e-3, abs=1e-6)
-    assert seen.count(("each layer alone", 4, 4)) == 3
-    assert seen[-1] == ("candidates", 4, 4)
 
 
 def test_for_fit_layers_are_fitted_and_each_only_once(
@@ -229,34 +204,6 @@ def test_a_score_is_that_of_the_whole_models(source: Path, monkeypatch: pytest.M
         assert score.kl == pytest.approx(divergence / (96 + 20), rel=1e-3, abs=1e-6)
         assert score.loss == pytest.approx(loss / (93 + 19), rel=1e-5)
     assert (scores[1].kl or 0.0) > 1e-3
-
-
-def test_a_fifth_of_the_blocks_is_held_out_from_the_end() -> None:
-    batches = [{"input_ids": torch.arange(first, first + 4)[:, None]} for first in (0, 4, 8)]
-    text, held_out = split(batches)
-    assert [batch["input_ids"].flatten().tolist() for batch in text] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
-    assert [batch["input_ids"].flatten().tolist() for batch in held_out] == [[10, 11]]
-    text, held_out = split([{"input_ids": torch.zeros(size, 1)} for size in (7, 2, 1)])
-    assert [len(batch["input_ids"]) for batch in (*text, *held_out)] == [7, 1, 1, 1]
-    text, held_out = split([{"input_ids": torch.arange(1)[:, None]}] * 2)
-    assert (len(text), len(held_out)) == (1, 1)
-
-
-@pytest.mark.parametrize(
-    ("uniform", "listed", "margin", "chosen"),
-    [
-        (0.5, 0.47, 1.0, "list"),
-        (0.5, 0.47, 0.95, "list"),
-        (0.5, 0.48, 0.95, "uniform"),
-        (0.5, 0.48, 1.0, "list"),
-        (0.0, 0.0, 1.0, "uniform"),
-        (0.5, None, 1.0, "uniform"),
-        (None, 0.5, 0.95, "list"),
-    ],
-)
-def test_a_list_must_win_by_a_margin(uniform: float | None, listed: float | None, margin: float, chosen: str) -> None:
-    candidates = [HeadAllocation("uniform", (2, 2), 8, uniform), HeadAllocation("list", (3, 1), 8, listed)]
-    assert choose_candidate(candidates, margin).rule == chosen
 
 
 @pytest.mark.parametrize(

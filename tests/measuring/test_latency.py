@@ -1,7 +1,6 @@
 """Benchmarking: live K/V bytes, shapes as converted, turns that favour none, sweeps, and what a user may get wrong."""
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +14,15 @@ from gqa_convert import convert_checkpoint
 from gqa_convert.attention import register
 from gqa_convert.checkpoint.fingerprint import fingerprint
 from gqa_convert.conversion.options import ConversionOptions
-from gqa_convert.conversion.plan import make_plan
 from gqa_convert.errors import (
     GQAConvertError,
     GroupsError,
     OptionError,
 )
 from gqa_convert.families.loading import load_model
-from gqa_convert.measuring.latency import cells
 from gqa_convert.measuring.latency.decoding import Decoder
 from gqa_convert.measuring.latency.models import build, open_model
 from gqa_convert.measuring.latency.run import BenchmarkOptions, benchmark_model
-from gqa_convert.measuring.latency.timing import alternate, quartiles, timed
 from gqa_convert.measuring.latency.versions import make_models, plan_versions
 from gqa_convert.measuring.results import BenchmarkFile, TimedCell, load_result
 from tests.helpers.checkpoints import HEADS, WIDTH, write_llama
@@ -98,24 +94,6 @@ def test_the_result_of_a_sweep(llama: Path, tmp_path: Path) -> None:
     assert result.fingerprint == fingerprint(llama)
     (tmp_path / "result.json").write_text(json.dumps(result.as_json(), allow_nan=False))
     assert load_result(tmp_path / "result.json") == result
-
-
-def test_a_version_without_the_models_weights_has_no_fingerprint(llama: Path) -> None:
-    grouped = benchmark_model(llama, options=options(candidates=(3,)))
-    assert (grouped.weights, grouped.fingerprint) == ("random", fingerprint(llama))
-    assert grouped.results[0].fingerprint is None
-    half = benchmark_model(llama, options=options(dtype="bfloat16"))
-    assert (half.weights, half.dtype) == ("own", "bfloat16")
-    assert [cell.kv_bytes_per_token for cell in half.results] == [2 * 2 * heads * WIDTH * 2 for heads in (3, 4, 12)]
-
-
-def test_an_encoder_decoder_has_two_caches(tmp_path: Path) -> None:
-    result = benchmark_model(write_model(tmp_path, "t5"), options=options(batch=(2,)))
-    for heads, cell in by_heads(result).items():
-        per_token = 2 * 2 * heads * 16 * 4  # two decoder layers; three in the encoder, which keeps none
-        assert cell.kv_bytes_per_token == cell.cross_kv_bytes_per_encoder_token == per_token
-        assert cell.kv_bytes == 2 * (7 + 7) * per_token
-        assert cell.encoder_tokens == 7
 
 
 @pytest.mark.parametrize(
@@ -200,50 +178,6 @@ def test_steps_are_taken_back(tmp_path: Path) -> None:
         assert decoder.cache_bytes() == before
 
 
-def test_a_drifting_machine_favours_none() -> None:
-    """Each turn takes longer than the one before: medians stay within two turns' drift, where one contender after the
-    other would be 24 turns' apart."""
-    now, taken = 1.0, []
-
-    def turn(number: int) -> float:
-        nonlocal now
-        taken.append(number)
-        now += 0.05
-        return now
-
-    turns = [lambda number=number: turn(number) for number in range(4)]
-    medians = [quartiles(each)[1] for each in alternate(turns, repetitions=8)]
-    assert max(medians) - min(medians) < 2.001 * 0.05
-    assert taken[:12] == [3, 0, 1, 2, 0, 1, 2, 3, 1, 2, 3, 0]  # the first four warm up
-    assert quartiles([4.0, 1.0, 3.0, 2.0, 5.0]) == [2.0, 3.0, 4.0]
-    assert 0.02 <= timed(lambda: time.sleep(0.02), torch.device("cpu")) < 0.5
-
-
-def test_versions_take_turns_of_all_steps(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[int] = []
-    step = Decoder.step
-
-    def counted(decoder: Decoder) -> None:
-        step(decoder)
-        seen.append(decoder.cache_bytes()[0] // (2 * 2 * WIDTH * 4))
-
-    monkeypatch.setattr(Decoder, "step", counted)
-    monkeypatch.setattr(cells, "STEPS", 2)
-    benchmark_model(llama, options=options(candidates=(3, 12), repetitions=2, context=(10,)))
-    turns = {heads: [heads * (10 + lead) for lead in (1, 2, 3)] for heads in (3, 12)}  # one step leads, two are timed
-    assert seen == [count for heads in (12, 3, 3, 12, 12, 3) for count in turns[heads]]
-
-
-def test_defaults(llama: Path, tmp_path: Path) -> None:
-    """Candidates are the divisors of the model's own number, the context half of its positions."""
-    result = benchmark_model(llama, options=options(candidates=None, context=None))
-    assert [cell.groups for cell in result.results] == [1, 2, 3, 4, 6, 12]
-    assert result.results[0].context == 32
-    grouped = write_model(tmp_path, "llama", num_key_value_heads=4)
-    found = benchmark_model(grouped, options=options(candidates=None)).results
-    assert [cell.groups for cell in found] == [1, 2, 4]
-
-
 @pytest.mark.parametrize(
     ("changes", "error", "words"),
     [
@@ -261,14 +195,6 @@ def test_mistakes(llama: Path, changes: dict[str, Any], error: type[GQAConvertEr
     with pytest.raises(error, match=words) as caught:
         benchmark_model(llama, options=options(**changes))
     assert caught.value.exit_code == 2
-
-
-def test_a_cache_that_exceeds_the_memory_is_refused(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = make_plan(open_model(llama, None), 12).kv_cache_bytes(tokens=20).after
-    monkeypatch.setattr("gqa_convert.measuring.latency.run.available_memory", lambda _: 2 * cache - 1)
-    benchmark_model(llama, options=options(context=(20,)))
-    with pytest.raises(OptionError, match=r"--context 20 with --batch 2: the K/V cache takes .* give less"):
-        benchmark_model(llama, options=options(batch=(1, 2), context=(7, 20)))
 
 
 def test_the_command(tmp_path: Path) -> None:

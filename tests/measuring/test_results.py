@@ -14,7 +14,6 @@ from gqa_convert.measuring.results import (
     ModelScores,
     ScoredText,
     TimedCell,
-    check_result_path,
     load_result,
     write_result,
 )
@@ -96,9 +95,3 @@ def test_files_of_others_are_kept(tmp_path: Path, overwrite: bool) -> None:
             write_result(file, evaluation())
         assert file.read_bytes() == changed()
     assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
-
-
-@pytest.mark.parametrize(("name", "words"), [("no/a.json", "does not exist"), (".", "exists already")])
-def test_paths_that_cannot_be_written(tmp_path: Path, name: str, words: str) -> None:
-    with pytest.raises(OutputError, match=words):
-        check_result_path(tmp_path / name)

@@ -16,7 +16,6 @@ from gqa_convert.families.loading import load_model
 from gqa_convert.measuring.evaluation.run import EvaluationOptions, evaluate
 from gqa_convert.measuring.evaluation.table import columns
 from gqa_convert.measuring.evaluation.word_errors import word_errors
-from gqa_convert.measuring.sensitivity.inspection import inspect_checkpoint
 from tests.helpers.evaluate_models import causal
 from tests.helpers.speech import WINDOW_SECONDS, hearing_model, sound_folder, write_sound
 
@@ -65,14 +64,6 @@ def test_a_result_is_scored_beside_its_source(tmp_path: Path, source: Path) -> N
         scores.word_error_rate - (found.reference.word_error_rate or 0)
     )
     assert "word errors" in columns(found.entries(), {str(source): "source", str(merged): "merged"})
-
-
-def test_what_merging_costs_is_measured_on_sound(tmp_path: Path, source: Path) -> None:
-    folder = sound_folder(tmp_path / "sounds", 40)
-    found = inspect_checkpoint(source, calibration=str(folder), calibration_tokens=200, candidates=[3])
-    assert found.loss is not None
-    assert found.loss.source == pytest.approx(np.log(2400), rel=0.1)
-    assert found.loss.tokens > 20
 
 
 def test_what_cannot_be_scored_is_refused(tmp_path: Path, source: Path) -> None:

@@ -1,6 +1,5 @@
 """What a checkpoint's config and tensors say of the maps that its projections can absorb."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,23 +13,6 @@ from gqa_convert.families.rotary import rotary_pairs
 from gqa_convert.families.table import FAMILIES
 from gqa_convert.merging.absorption_limits import find_absorption_limits
 from tests.helpers.checkpoints import llama_arrays, write_llama
-
-
-def test_reasons_are_clauses(tmp_path: Path) -> None:
-    """They follow "since" in a note of the plan. Cross-attention has no rotary positions."""
-    source = open_checkpoint(write_llama(tmp_path / "source", config={"clip_qkv": 8.0}))
-    finder = AttentionFinder(source, FAMILIES["llama"])
-    limits = find_absorption_limits(finder, finder.layers[0])
-    assert limits.key_constraint == limits.value_constraint
-    reasons = [limits.key_constraint]
-    for family in FAMILIES.values():
-        reasons += [family.key_constraint, family.value_constraint]
-    assert limits.key_constraint is not None
-    assert limits.pairs.size == finder.layers[0].key_head_dim
-    assert not find_absorption_limits(finder, replace(finder.layers[0], attention_kind="cross")).pairs.size
-    for reason in filter(None, reasons):
-        assert reason[0].islower()
-        assert reason[-1].isalpha()
 
 
 @pytest.mark.parametrize(

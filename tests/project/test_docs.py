@@ -21,8 +21,8 @@ from gqa_convert.cli import app, main
 from gqa_convert.conversion.fit import calibration_text, defaults
 from gqa_convert.data import sources
 from gqa_convert.data.stdlib_text import source_files
-from tests.helpers.document_workplace import INSTEAD, NOT_EXECUTED, NOT_RUN, furnish, needed, reason, shortened
-from tests.helpers.documents import DOCUMENTS, ROOT, Block, Command, blocks, commands, example_commands, recipe_commands
+from tests.helpers.document_workplace import NOT_EXECUTED, NOT_RUN, furnish, needed, reason, shortened
+from tests.helpers.documents import DOCUMENTS, ROOT, Block, Command, blocks, commands, recipe_commands
 
 SHELL = ("sh", "console", "indented")
 TEXT = ("json", "text", "yaml")
@@ -75,39 +75,6 @@ def check(command: Command) -> None:
                 assert not option.startswith("--") or f'"{option}"' in source, f"{script} has no {option}"
 
 
-def test_what_counts_as_a_command(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text(
-        "Text.\n\n    gqa-convert convert A \\\n        -n 3\n    other program\n\n- a list\n\n    goes on\n\nText\n    and more of it.\n\n"
-        "```console\n$ A=1 gqa-convert convert B && gqa-convert convert C > D  # comment\nshown\n\nshown too\n$ torchrun -m gqa_convert uptrain E\n```\n",
-        encoding="utf-8",
-    )
-    indented, session = blocks(page)
-    assert (indented.language, indented.line, session.language, session.line) == ("indented", 3, "console", 15)
-    first, other = commands(indented)
-    assert (first.words, other.program, reason(other)) == (("gqa-convert", "convert", "A", "-n", "3"), "other", None)
-    before, after, launched = commands(session)
-    assert (before.ours, after.ours, after.stdout, after.shown) == (
-        ("convert", "B"),
-        ("convert", "C"),
-        "D",
-        "shown\n\nshown too",
-    )
-    assert (launched.ours, launched.line) == (("uptrain", "E"), 19)
-    with pytest.raises(AssertionError, match="neither run nor listed"):
-        test_a_command_is_understood(page, other)
-    with pytest.raises(Exception, match="No such option"):
-        check(Command(1, ("gqa-convert", "convert", "A", "-n", "3", "--no-such-option")))
-
-
-@pytest.mark.parametrize("path", DOCUMENTS, ids=named)
-def test_blocks_are_of_known_kinds(path: Path) -> None:
-    for block in blocks(path):
-        assert block.language in (*SHELL, *TEXT, "python"), (
-            f"{path.name}:{block.line}: say what language the block is in"
-        )
-
-
 @pytest.mark.parametrize(("path", "command"), ALL, ids=[f"{named(path)}:{command.line}" for path, command in ALL])
 def test_a_command_is_understood(path: Path, command: Command) -> None:
     assert command.program == "gqa-convert" or reason(command), (
@@ -158,18 +125,6 @@ def shown_is_printed(shown: str, printed: str, name: str) -> None:
     lines = iter([masked(line) for line in printed.splitlines()])
     for line in map(masked, shown.splitlines()):
         assert line in ("", "...") or line in lines, f"not printed: {line}\n{printed}"
-
-
-def test_what_a_session_may_leave_out() -> None:
-    shown_is_printed("one 1.5\n...\nthree", "zero\none  2.5\ntwo\nthree", "verify")
-    for shown, name in (
-        ("one 1.5", "convert"),
-        ("three\none 2.5", "verify"),
-        ("four", "verify"),
-        ("gqa-convert: choose 3", "verify"),
-    ):
-        with pytest.raises(AssertionError, match="not printed"):
-            shown_is_printed(shown, "one 2.5\ntwo\nthree\ngqa-convert: choose 2", name)
 
 
 class Session:
@@ -243,14 +198,6 @@ def test_the_commands_run(path: Path, tmp_path: Path, run: Run, monkeypatch: pyt
                     session.type(command)
 
 
-@pytest.mark.parametrize("name", sorted(PROGRAM.commands))  # type: ignore[attr-defined]
-def test_the_examples_in_a_commands_help_are_understood(name: str) -> None:
-    examples = list(example_commands(PROGRAM.commands[name].help or ""))  # type: ignore[attr-defined]
-    assert any(command.ours and command.ours[0] == name for command in examples)
-    for command in examples:
-        parsed(list(command.ours or ()))
-
-
 @pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda path: path.stem)
 def test_a_recipes_own_commands_are_understood(path: Path) -> None:
     convert, *launch = recipe_commands(path)
@@ -260,13 +207,6 @@ def test_a_recipes_own_commands_are_understood(path: Path) -> None:
     for command in launch:
         assert ROOT / str(parsed(list(command.ours or ()))["recipe"]) == path
         check(command)
-
-
-def test_what_keeps_commands_short_is_understood() -> None:
-    for name, instead in INSTEAD.items():
-        if name != "uptrain":
-            known = {option for parameter in PROGRAM.commands[name].params for option in parameter.opts}  # type: ignore[attr-defined]
-            assert instead.keys() <= known
 
 
 def slugs(path: Path) -> set[str]:

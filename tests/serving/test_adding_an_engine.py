@@ -2,7 +2,6 @@
 
 import ast
 import re
-import shutil
 from pathlib import Path
 
 import pytest
@@ -52,31 +51,3 @@ def test_every_engine_is_complete(name: str) -> None:
 
 def test_every_engine_that_a_dry_run_lists_can_be_checked() -> None:
     assert {name.lower() for name in plan.ENGINES} - {"transformers"} == set(ENGINES)
-
-
-def test_an_engine_by_the_guide(tmp_path: Path) -> None:
-    """Each step of the guide, with a fake engine in a copy of the files, removes the line that names it."""
-    for path in (ENTRIES, GUIDE, TYPES, *HELP):
-        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(ROOT / path, tmp_path / path)
-    guide = (ROOT / "docs" / "developing.md").read_text(encoding="utf-8")
-    module, entry = re.findall(r"```text\n(.*?)```", guide, re.DOTALL)
-    ((name, engine),) = eval(f"{{{entry}}}", {"_HERE": "gqa_convert.serving", "Engine": Engine}).items()
-
-    def edit(path: Path, old: str, new: str) -> None:
-        content = (tmp_path / path).read_text(encoding="utf-8")
-        assert old in content
-        (tmp_path / path).write_text(content.replace(old, new, 1), encoding="utf-8")
-
-    def steps() -> list[str]:
-        return [line.split(":")[0] for line in forgotten(name, engine, tmp_path)]
-
-    assert steps() == ["step 1", "step 2", "step 3", "step 4"]
-    (tmp_path / "gqa_convert/serving/example.py").write_text(module, encoding="utf-8")
-    assert steps() == ["step 2", "step 3", "step 4", "step 5"]
-    edit(ENTRIES, "ENGINES = {\n", f"ENGINES = {{\n{entry}")
-    for path in HELP:
-        edit(path, "llama.cpp or vllm", "llama.cpp, vllm or example")
-    edit(GUIDE, "| | llama.cpp", "| | Example 1.0 | llama.cpp")
-    edit(TYPES, '"vllm.*"', '"vllm.*", "example_engine.*"')
-    assert steps() == []

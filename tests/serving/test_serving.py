@@ -3,9 +3,7 @@
 import json
 import os
 import pickle
-import signal
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ import pytest
 from gqa_convert import convert_checkpoint
 from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.errors import CorruptCheckpointError, MissingExtraError, OptionError, SourceNotFoundError
-from gqa_convert.serving import checking, process
+from gqa_convert.serving import checking
 from gqa_convert.serving.checking import check_serving, has_our_code
 from gqa_convert.serving.comparing import TOLERANCE, compare
 from gqa_convert.serving.engines import ENGINES, Engine, find_interpreter
@@ -180,12 +178,6 @@ def test_what_can_not_be_checked_is_said(tmp_path: Path) -> None:
         assert not report.passed
 
 
-def test_code_in_a_checkpoint_is_no_obstacle_where_it_is_not_needed(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = json.loads((out / "config.json").read_text())
-    (out / "config.json").write_text(json.dumps(config | {"auto_map": {"AutoModelForCausalLM": "modeling.Model"}}))
-    assert verdict(out, monkeypatch, "right")[0] == "ok"
-
-
 @pytest.mark.usefixtures("modeling_files_registered")
 def test_only_this_packages_code_runs_in_an_engine(tmp_path: Path) -> None:
     """Layers that differ in number need the class of their config, which is a file of the checkpoint."""
@@ -250,46 +242,6 @@ def test_a_named_interpreter_is_used_alone(tmp_path: Path, monkeypatch: pytest.M
     assert find_interpreter(FAKE, "./chatty")[1] == np.__version__
 
 
-@pytest.mark.parametrize(
-    ("then", "seconds", "code"), [("exit 3", 60.0, 3), ("wait", 2.0, None), ("kill -9 $$", 60.0, -9)]
-)
-def test_a_process_leaves_nothing_behind(tmp_path: Path, then: str, seconds: float, code: int | None) -> None:
-    reader = fifo(tmp_path / "fifo")
-    ended = process.run(["sh", "-c", f"exec 3> {tmp_path}/fifo; sleep 600 & echo started; {then}"], seconds=seconds)
-    assert (ended.code, ended.output) == (code, ["started"])
-    assert closed(reader)
-
-
-def test_a_process_ends_with_this_program(tmp_path: Path) -> None:
-    reader = fifo(tmp_path / "fifo")
-
-    def stop(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGUSR1, stop)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            process.run(["sh", "-c", f"exec 3> {tmp_path}/fifo; sleep 600 & sleep 1; kill -USR1 $PPID; wait"])
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-    assert closed(reader)
-
-
-def fifo(path: Path) -> int:
-    os.mkfifo(path)
-    return os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-
-
-def closed(reader: int) -> bool:
-    """Whether no process has the other end open, soon."""
-    for _ in range(100):
-        try:
-            return os.read(reader, 1) == b""
-        except BlockingIOError:
-            time.sleep(0.05)
-    return False
-
-
 def test_the_command(tmp_path: Path) -> None:
     folder = write_llama(tmp_path / "own", config={"model_type": "gqa_t5"})
     result = run("check-serving", folder)
@@ -300,8 +252,3 @@ def test_the_command(tmp_path: Path) -> None:
     assert (skipped.returncode, "--python vllm=PATH" in skipped.stdout) == (1, True)
     assert_mistake(run("check-serving", folder, "--python", "vllm"), "--python 'vllm' is not NAME=PATH")
     assert_mistake(run("check-serving", folder, "--engine", "tgi"), "'tgi'", "llama.cpp, vllm")
-
-
-@pytest.mark.parametrize("name", ENGINES)
-def test_how_to_get_an_engine_fits_a_line(name: str) -> None:
-    assert len(ENGINES[name].how_to_install) < 120

@@ -44,13 +44,6 @@ def test_a_damaged_checkpoint_replaces_none_that_is_whole(tmp_path: Path) -> Non
     assert steps(checkpoints) == [4]
 
 
-def test_steps_are_ordered_as_numbers(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path / "checkpoints", 1, main=True)
-    for step in (999_999, 1_000_000):
-        save(checkpoints, step)
-    assert [path.name for path in checkpoints.whole()] == ["step-1000000"]
-
-
 def test_damaged_checkpoints_do_not_count_among_the_kept(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path / "checkpoints", 2, main=True)
     for step in (1, 2):

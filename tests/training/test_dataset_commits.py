@@ -8,7 +8,6 @@ import huggingface_hub
 import pytest
 
 from gqa_convert.data.hub import HubDataset
-from gqa_convert.errors import ResumeError
 from tests.helpers.uptrain_runs import make_student, run
 
 OLD, NEW = "a" * 40, "b" * 40
@@ -82,12 +81,6 @@ def test_the_hub_is_not_needed_to_resume(
     hub.commit, hub.asked = None, 0
     assert resumed(home, stopped)["steps"] == 4
     assert hub.asked == 0
-
-
-def test_the_commit_may_be_pinned_later(home: Path, stopped: Path) -> None:
-    assert resumed(home, stopped, data={"source": "org/some", "revision": OLD})["steps"] == 4
-    with pytest.raises(ResumeError, match=f"data was .*{OLD}.* and is now .*{NEW}"):
-        resumed(home, stopped, tokens=320, data={"source": "org/some", "revision": NEW})
 
 
 def test_evaluation_data_keep_their_commit(home: Path, hub: Hub, tmp_path: Path) -> None:

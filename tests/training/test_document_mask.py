@@ -18,8 +18,7 @@ from gqa_convert.families.loading import load_model, load_tokenizer
 from gqa_convert.families.table import FAMILIES
 from gqa_convert.training.document_mask import check_apart
 from tests.helpers import own_files, tiny
-from tests.helpers.command_line import run as run_command
-from tests.helpers.uptrain_runs import DEMO, losses, recipe, run
+from tests.helpers.uptrain_runs import DEMO, run
 
 LENGTHS = [9, 1, 14, 8]
 """Of the documents in a row: more and less than a window of 4."""
@@ -136,14 +135,6 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield folder
 
 
-def test_one_document_trains_as_without_the_mask(home: Path, tmp_path: Path) -> None:
-    """In all of a run, since there is a single end of a document in the text and sampling passes it by."""
-    keys = {"model": str(home / "mistral"), "data": str(home / "long.txt"), "tokens": 128}
-    run(home, tmp_path / "with", document_mask=True, **keys)
-    run(home, tmp_path / "without", **keys)
-    assert losses(tmp_path / "with") == pytest.approx(losses(tmp_path / "without"), rel=1e-5)
-
-
 def test_evaluation_keeps_documents_apart(home: Path, tmp_path: Path) -> None:
     """The loss at the start is that of each document by itself."""
     keys = {"model": str(home / "mistral"), "data": str(home / "short.jsonl"), "tokens": 64, "document_mask": True}
@@ -166,24 +157,3 @@ def test_evaluation_keeps_documents_apart(home: Path, tmp_path: Path) -> None:
             count += int((labels[start:end] != -100).sum())
     assert count > 200
     assert summary["evaluation"]["start"] == pytest.approx(total / count, rel=1e-5)
-
-
-def test_a_run_refuses_a_student_and_a_teacher(home: Path, tmp_path: Path) -> None:
-    """Before the first step, in one line."""
-    keys = {"data": str(home / "long.txt"), "document_mask": True}
-    with pytest.raises(RecipeError, match=r"one document changes what .*jamba \(jamba\) computes"):
-        run(home, tmp_path / "run", model=str(home / "mistral"), teacher=str(home / "jamba"), **keys)
-    assert not (tmp_path / "run" / "metrics.jsonl").exists()
-    result = run_command("uptrain", recipe(home, tmp_path / "run", model=str(home / "jamba"), **keys), "-q")
-    assert (result.returncode, result.stdout, result.stderr.count("\n")) == (2, "", 1)
-    assert "remove document_mask" in result.stderr
-
-
-def test_encoder_decoders_are_refused(home: Path, tmp_path: Path) -> None:
-    own_files.make_source("t5", tmp_path / "t5", vocab_size=len(load_tokenizer(DEMO)))
-    load_tokenizer(DEMO).save_pretrained(tmp_path / "t5")
-    with pytest.raises(
-        RecipeError,
-        match=r"document_mask needs a decoder-only model, and .*t5 is an encoder-decoder: remove document_mask",
-    ):
-        run(home, tmp_path / "run", model=str(tmp_path / "t5"), data=str(home / "long.txt"), document_mask=True)

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from gqa_convert.errors import GQAConvertError, LaunchError, MissingExtraError, RecipeError
+from gqa_convert.errors import GQAConvertError, LaunchError, MissingExtraError
 from gqa_convert.losses.output_layer import restore_output_layer
 from gqa_convert.training import lora as adapters
 from gqa_convert.training import run as running
@@ -156,22 +156,6 @@ def test_merging_changes_no_logits(kind: str, targets: Any, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({"lora": 8}, "lora is 8: it must be a mapping"),
-        ({"lora": {"rank": 0}}, "lora.rank is 0"),
-        ({"lora": {"r": 8}}, "did you mean 'rank'"),
-        ({"lora": {"targets": "mlp"}}, "must be attention or all-linear"),
-        ({"lora": {"quantize": "int8"}}, "must be nf4"),
-        ({"lora": {}, "trainable": "kv"}, "remove trainable"),
-    ],
-)
-def test_contradicting_keys(keys: dict[str, Any], message: str) -> None:
-    with pytest.raises(RecipeError, match=message):
-        make_recipe({"model": "m", "output": "o", "data": "d", "tokens": 10**6} | keys)
-
-
-@pytest.mark.parametrize(
     ("missing", "sharded", "error", "message"),
     [
         ("peft", False, MissingExtraError, r"gqa-convert\[lora\]"),
@@ -191,11 +175,3 @@ def test_what_adapters_need(
 
     with pytest.raises(error, match=message):
         begin()
-
-
-def test_the_attention_of_an_unknown_type_needs_all_linear() -> None:
-    from transformers import MambaConfig, MambaForCausalLM
-
-    model = MambaForCausalLM(MambaConfig(vocab_size=32, hidden_size=16, num_hidden_layers=1, state_size=4))
-    with pytest.raises(RecipeError, match="use all-linear"):
-        adapters.target_modules(model, Lora(targets="attention"))

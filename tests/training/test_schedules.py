@@ -31,12 +31,6 @@ def test_warmup_rises_in_a_straight_line_and_nothing_rises_after_it(
     assert all(after <= before for before, after in itertools.pairwise(found[max(0, warmup - 1) :]))
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_no_step_jumps(schedule: Schedule) -> None:
-    found = shares(schedule, 2000, 100)
-    assert max(abs(after - before) for before, after in itertools.pairwise(found)) <= 1 / 100 + 1e-12
-
-
 @pytest.mark.parametrize("schedule", ["cosine", "wsd"])
 @pytest.mark.parametrize("final", [0.0, 0.1, 1.0])
 @pytest.mark.parametrize(("steps", "warmup"), [(10, 0), (1000, 999)])
@@ -54,11 +48,6 @@ def test_wsd_is_stable_and_then_falls_in_a_straight_line() -> None:
     found = shares("wsd", 100, 10, final_learning_rate=0, decay_share=0.2)
     assert found[9:80] == [1.0] * 71
     assert found[80:] == pytest.approx([(100 - step) / 20 for step in range(81, 101)])
-
-
-def test_wsd_keeps_its_warmup_where_the_decay_would_begin_before_its_end() -> None:
-    found = shares("wsd", 10, 5, final_learning_rate=0, decay_share=1)
-    assert found == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0, 0.8, 0.6, 0.4, 0.2, 0.0])
 
 
 def test_the_peak_is_the_recipes() -> None:

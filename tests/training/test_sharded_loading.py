@@ -103,11 +103,6 @@ def share(folder: str) -> None:
             sharding.shard(model, accelerator.device, bf16=False)
 
 
-def test_layers_that_share_parameters_are_not_trained_apart(tmp_path: Path) -> None:
-    job = Job(share, (str(make_checkpoint("zamba2", tmp_path / "zamba2")),), tmp_path / "logs", 2, **FSDP)
-    assert job.wait(120) == [0, 0], job.text()
-
-
 def test_an_outline_takes_no_memory_and_keeps_ties(tmp_path: Path) -> None:
     config = GPT2Config(vocab_size=4000, n_embd=768, n_layer=8, n_head=12)
     model = GPT2LMHeadModel(config)

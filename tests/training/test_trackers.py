@@ -6,33 +6,7 @@ from typing import Any
 
 from accelerate.tracking import GeneralTracker
 
-from gqa_convert.training.metrics import start_trackers
-from gqa_convert.training.recipe import make_recipe
 from tests.helpers.uptrain_runs import make_student, run
-
-BASE: dict[str, Any] = {"model": "m", "output": "runs/trial", "data": "d", "tokens": 10_000_000}
-
-
-class Accelerator:
-    """Records with what trackers are started."""
-
-    def __init__(self) -> None:
-        self.started: list[tuple[str, Any, Any]] = []
-
-    def init_trackers(self, project: str, config: Any, init_kwargs: Any) -> None:
-        self.started.append((project, config, init_kwargs))
-
-
-def test_wandb_continues_its_run() -> None:
-    accelerator = Accelerator()
-    stated = make_recipe(BASE | {"trackers": ["wandb", "tensorboard", "dvclive"]})
-    start_trackers(accelerator, stated, "0123456789abcdef", Path("runs/trial/trackers"))
-    ((project, config, options),) = accelerator.started
-    assert (project, config["learning_rate"]) == ("gqa-convert", 2e-4)
-    assert options["wandb"] == {"id": "0123456789abcdef", "resume": "allow", "name": "trial"}
-    assert options["dvclive"]["dir"] == "runs/trial/trackers/dvclive"
-    start_trackers(accelerator, make_recipe(BASE), "0123456789abcdef", Path("runs/trial/trackers"))
-    assert len(accelerator.started) == 1
 
 
 class Remembering(GeneralTracker):

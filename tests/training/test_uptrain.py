@@ -18,7 +18,6 @@ from gqa_convert import convert_checkpoint
 from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.errors import CorruptCheckpointError, DeviceMemoryError, MissingExtraError, RecipeError
 from gqa_convert.families.loading import load_model
-from gqa_convert.training.metrics import Recovery, recovery
 from gqa_convert.training.trainer import Trainer
 from tests.helpers.data_helpers import span_tokenizer
 from tests.helpers.uptrain_runs import DEMO, STEPS, in_float32, leftovers, losses, metrics, run, student_home, weights
@@ -232,45 +231,6 @@ def test_an_option_trains_and_resumes_bit_for_bit(
         assert trained == {key for key, _ in before.named_parameters() if any(part in key for part in parts)}
 
 
-def test_gradient_checkpointing_changes_no_loss(home: Path, tmp_path: Path) -> None:
-    run(home, tmp_path / "plain", tokens=128)
-    run(home, tmp_path / "saving", tokens=128, gradient_checkpointing=True)
-    assert losses(tmp_path / "saving") == pytest.approx(losses(tmp_path / "plain"), rel=1e-5)
-
-
-def test_encoder_decoders(home: Path, t5: Path, tmp_path: Path) -> None:
-    keys = {
-        "model": str(t5),
-        "data": str(home / "words.txt"),
-        "schedule": "constant",
-        "warmup_steps": 0,
-        "evaluation_data": str(home / "words.txt"),
-        "evaluation_tokens": 256,
-    }
-    run(home, tmp_path / "run", **keys, tokens=100)
-    summary = run(home, tmp_path / "run", **keys, tokens=300)
-    run(home, tmp_path / "whole", **keys, tokens=300)
-    assert weights(tmp_path / "run") == weights(tmp_path / "whole")
-    assert all(math.isfinite(loss) for loss in losses(tmp_path / "run"))
-    assert summary["evaluation"]["final"] < summary["evaluation"]["start"]
-    made = tmp_path / "run" / "model"
-    assert (made / "gqa_t5.py").is_file()
-    model, missing = load_model(made, torch.float32, run_code=True)
-    assert not missing
-    assert model.config.model_type == "gqa_t5"
-
-
-def test_an_encoder_decoder_learns_from_its_source(home: Path, t5: Path, tmp_path: Path) -> None:
-    run(
-        home,
-        tmp_path / "run",
-        model=str(t5),
-        data=str(home / "words.txt"),
-        teacher=str(home / "t5"),
-    )
-    assert all(line["kl"] > 0 for line in metrics(tmp_path / "run"))
-
-
 def test_mistakes_are_found_before_anything_is_trained(
     home: Path, t5: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -301,33 +261,3 @@ def test_mistakes_are_found_before_anything_is_trained(
     monkeypatch.setattr(Trainer, "losses", full)
     with pytest.raises(DeviceMemoryError, match="out of memory: lower micro_batch_size"):
         run(home, tmp_path / "run")
-
-
-def test_new_evaluation_data_are_measured_from_the_start(home: Path, tmp_path: Path) -> None:
-    keys = {"schedule": "constant", "warmup_steps": 0}
-    run(home, tmp_path / "run", **keys, tokens=192)
-    summary = run(home, tmp_path / "run", **keys, evaluation_data=str(home / "other.txt"), evaluation_tokens=256)
-    run(home, tmp_path / "whole", **keys, evaluation_data=str(home / "other.txt"), evaluation_tokens=256)
-    assert summary["evaluation"] == json.loads((tmp_path / "whole" / "summary.json").read_text())["evaluation"]
-
-
-def test_large_models_come_in_several_files(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from gqa_convert.training import export
-
-    run(home, tmp_path / "one", tokens=64)
-    monkeypatch.setattr(export, "_SHARD", "1MB")
-    run(home, tmp_path / "many", tokens=64)
-    made = tmp_path / "many" / "model"
-    assert (made / "model.safetensors.index.json").is_file()
-    assert not (made / "model.safetensors").exists()
-    one, many = (
-        AutoModelForCausalLM.from_pretrained(tmp_path / name / "model").state_dict() for name in ("one", "many")
-    )
-    assert one.keys() == many.keys()
-    assert all(torch.equal(one[name], many[name]) for name in one)
-
-
-def test_recovery() -> None:
-    assert recovery({"start": 3.0, "last": 2.0}) == Recovery(3.0, None, 2.0, None)
-    assert recovery({"start": 3.0, "source": 1.0, "last": 1.5}) == Recovery(3.0, 1.0, 1.5, 0.75)
-    assert recovery({"start": 1.0, "source": 1.0, "last": 0.5}) == Recovery(1.0, 1.0, 0.5, None)

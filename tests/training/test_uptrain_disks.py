@@ -1,11 +1,7 @@
 """Uptraining on disks that are full or can't be written, and behind terminals that go away."""
 
 import json
-import os
-import pty
-import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +10,7 @@ import pytest
 from gqa_convert.errors import NoSpaceError, OutputError
 from gqa_convert.training.metrics import StepMetrics
 from tests.helpers.command_line import run as run_command
-from tests.helpers.uptrain_runs import in_child, leftovers, metrics, recipe, run, student_home, wait_for, weights
+from tests.helpers.uptrain_runs import leftovers, metrics, recipe, run, student_home, weights
 
 
 @pytest.fixture(scope="module")
@@ -98,10 +94,6 @@ def test_an_output_that_cannot_be_written(home: Path, disk: Path) -> None:
         uptrain_checkpoint(path, [])
 
 
-def command(path: Path, *options: str) -> list[str]:
-    return [sys.executable, "-m", "gqa_convert", "uptrain", str(path), *options]
-
-
 def test_the_command_line(home: Path, tmp_path: Path) -> None:
     output = tmp_path / "run"
     first = run_command("uptrain", recipe(home, output), "--json")
@@ -118,42 +110,3 @@ def test_the_command_line(home: Path, tmp_path: Path) -> None:
     wrong = run_command("uptrain", recipe(home, output), "seed=1")
     assert (wrong.returncode, wrong.stdout, wrong.stderr.count("\n")) == (2, "", 1)
     assert "seed was 0 and is now 1" in wrong.stderr
-
-
-@pytest.mark.slow
-def test_a_terminal_that_is_closed(home: Path, tmp_path: Path) -> None:
-    """It sends SIGHUP, and from then on nothing can be printed."""
-    output = tmp_path / "run"
-    path = recipe(home, output, tokens=64 * 400, save_every=1000)
-    master, slave = pty.openpty()
-    process = subprocess.Popen(command(path), stdin=slave, stdout=slave, stderr=slave, start_new_session=True)
-    os.close(slave)
-    wait_for(lambda: (output / "metrics.jsonl").is_file() and (output / "metrics.jsonl").stat().st_size > 0)
-    os.close(master)
-    process.send_signal(signal.SIGHUP)
-    process.wait(60)
-    (saved,) = (output / "checkpoints").iterdir()
-    assert saved.name == f"step-{len(metrics(output)):06d}"
-    assert leftovers(output) == []
-
-
-def test_nobody_reads_the_messages(home: Path, tmp_path: Path) -> None:
-    output = tmp_path / "run"
-
-    def broken() -> None:
-        from gqa_convert.cli.console.progress import ProgressScreen
-        from gqa_convert.cli.console.training import TrainingScreen
-        from gqa_convert.training.uptrain import uptrain_checkpoint
-
-        read, write = os.pipe()
-        os.close(read)
-        os.dup2(write, 2)
-        sys.stderr = os.fdopen(2, "w", buffering=1)
-        with ProgressScreen(quiet=False) as progress:
-            screen = TrainingScreen(progress)
-            uptrain_checkpoint(
-                recipe(home, output), [], on_message=screen.say, on_step=screen.step, on_tokenize=screen.show
-            )
-
-    assert in_child(broken) == (0, "")
-    assert (output / "summary.json").is_file()

@@ -90,20 +90,6 @@ def test_killed_at_any_file_event_and_run_again(home: Path, whole: Path, tmp_pat
         shutil.rmtree(output)
 
 
-def test_killed_again_and_again(home: Path, whole: Path, tmp_path: Path) -> None:
-    """Each time after a few more file events, so that nothing depends on a run that died only once."""
-    output = tmp_path / "run"
-    for number in (30, 31, 33):
-
-        def killed(number: int = number) -> None:
-            AtFileEvent(output, number, die)
-            run(home, output)
-
-        assert in_child(killed) == (-signal.SIGKILL, "")
-    assert in_child(lambda: run(home, output)) == (0, "")
-    assert_same(output, whole)
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_saves_at_the_end_of_the_step(home: Path, whole: Path, tmp_path: Path, number: signal.Signals) -> None:
     output = tmp_path / "run"
@@ -156,15 +142,6 @@ def test_signals_before_and_between_the_steps(
     run(home, output)
     assert_same(output, whole)
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
-
-
-def test_run_again_after_the_end(whole: Path) -> None:
-    before = {path: path.stat().st_mtime_ns for path in whole.rglob("*") if path.name != ".lock"}
-    said: list[str] = []
-    summary = uptrain_checkpoint(whole.with_suffix(".yaml"), [], on_message=said.append).as_json()
-    assert summary == json.loads((whole / "summary.json").read_text())
-    assert said == [f"{whole} is already complete: raise the budget to continue it, or name another output"]
-    assert {path: path.stat().st_mtime_ns for path in whole.rglob("*") if path.name != ".lock"} == before
 
 
 def test_a_file_beside_the_model_is_no_run_s_to_delete(home: Path, whole: Path, tmp_path: Path) -> None:
@@ -229,17 +206,6 @@ def test_a_damaged_checkpoint_is_passed_over_aloud(whole: Path, tmp_path: Path, 
     assert any("resuming from" in line and "step-000004" in line for line in said)
     assert weights(output) == weights(whole)
     assert sorted(path.name for path in (output / "checkpoints").iterdir()) == ["step-000006"]
-
-
-def test_when_every_checkpoint_is_damaged(home: Path, whole: Path, tmp_path: Path) -> None:
-    output = tmp_path / "run"
-    shutil.copytree(whole, output)
-    (output / "summary.json").unlink()
-    for path in (output / "checkpoints").glob("*/*.distcp"):
-        os.truncate(path, 10)
-    with pytest.raises(ResumeError, match=r"every checkpoint .* is damaged .* has 10 bytes, expected"):
-        run(home, output)
-    assert (output / "model").is_dir()
 
 
 def nan_at(monkeypatch: pytest.MonkeyPatch, steps: set[int], above: float = 0.0) -> None:
@@ -324,14 +290,6 @@ def test_a_refused_run_leaves_no_folder(wrong: str, home: Path, tmp_path: Path) 
         uptrain_checkpoint(recipe(home, tmp_path / "run"), [f"output={made / 'run'}", wrong])
     assert caught.value.exit_code == 2
     assert not made.exists()
-
-
-def test_a_refused_run_leaves_an_empty_folder_empty(home: Path, tmp_path: Path) -> None:
-    output = tmp_path / "run"
-    output.mkdir()
-    with pytest.raises(GQAConvertError):
-        run(home, output, data="nowhere.txt")
-    assert list(output.iterdir()) == []
 
 
 def test_text_that_fails_on_the_way_costs_no_step(

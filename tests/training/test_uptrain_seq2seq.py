@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
@@ -19,7 +18,7 @@ from gqa_convert.data.samples import open_samples
 from gqa_convert.errors import RecipeError
 from gqa_convert.families.loading import load_model
 from gqa_convert.families.table import FAMILIES
-from gqa_convert.training.objectives import check_input, choose_objective, possible_objectives, sample_length
+from gqa_convert.training.objectives import check_input, choose_objective, possible_objectives
 from gqa_convert.training.recipe import make_recipe
 from tests.helpers.data_helpers import span_tokenizer
 from tests.helpers.own_files import SIZES
@@ -134,45 +133,6 @@ def test_interrupted_and_resumed_is_uninterrupted(home: Path, tmp_path: Path, di
     assert lines[-1]["tokens"] >= 384 > lines[-2]["tokens"]
 
 
-def test_micro_batches_do_not_matter(home: Path, tmp_path: Path) -> None:
-    """Labels are counted over the step, however it is cut: texts of different lengths, and a last micro-batch that is
-    short.
-    """
-    expected: list[float] = []
-    for size in (1, 2, 4):
-        keys = pair_keys(home) | {
-            "tokens_per_step": 150,
-            "tokens": 450,
-            "learning_rate": 1e-4,
-            "evaluation_data": None,
-        }
-        run(home, tmp_path / f"{size}", **keys, micro_batch_size=size)
-        expected = expected or losses(tmp_path / "1")
-        assert losses(tmp_path / f"{size}") == pytest.approx(expected, rel=2e-5)
-    norms = [[line["gradient_norm"] for line in metrics(tmp_path / f"{size}")] for size in (1, 2, 4)]
-    assert norms[0] == pytest.approx(norms[1], rel=2e-4)
-    assert norms[0] == pytest.approx(norms[2], rel=2e-4)
-
-
-def test_a_short_run_lowers_the_loss(home: Path, tmp_path: Path) -> None:
-    keys = (
-        pair_keys(home)
-        | STEADY
-        | {"tokens": 60 * 256, "tokens_per_step": 256, "micro_batch_size": 8, "save_every": 100}
-    )
-    run(home, tmp_path / "run", **keys)
-    found = losses(tmp_path / "run")
-    assert np.mean(found[-5:]) < np.mean(found[:5]) - 0.5
-
-
-def test_a_student_that_is_its_teacher_learns_nothing(home: Path, tmp_path: Path) -> None:
-    (tmp_path / "teacher").symlink_to(home / "bart-gqa")
-    keys = pair_keys(home) | {"teacher": str(tmp_path / "teacher")}
-    run(home, tmp_path / "run", **keys)
-    for line in metrics(tmp_path / "run"):
-        assert line["loss"] == line["kl"] == pytest.approx(0, abs=1e-6)
-
-
 def test_what_is_left_out_and_cut_is_said(home: Path, tmp_path: Path) -> None:
     from gqa_convert.training.uptrain import uptrain_checkpoint
     from tests.helpers.uptrain_runs import recipe
@@ -229,45 +189,3 @@ def test_every_refusal_names_an_objective_that_is_accepted(kind: str, tokenizer:
                 given = fields if name == "pairs" else "d"
                 assert choose_objective(make_recipe(base | {"data": given, "objective": name}), config, made) == name
     assert choose_objective(make_recipe(base | {"data": fields}), config, made) == "pairs"
-
-
-def test_document_mask_is_for_decoders() -> None:
-    recipe = make_recipe({"model": "m", "output": "o", "tokens": "10M", "data": "d", "document_mask": True})
-    with pytest.raises(
-        RecipeError, match="document_mask needs a decoder-only model, and m is an encoder-decoder: remove document_mask"
-    ):
-        choose_objective(recipe, config_of("bart"), bart_tokenizer())
-    assert choose_objective(recipe, {"model_type": "llama"}, bart_tokenizer()) == "causal"
-
-
-def test_decoders_are_told_what_they_can_do() -> None:
-    base = {"model": "m", "output": "o", "tokens": "10M", "data": "d"}
-    config, tokenizer = {"model_type": "llama"}, bart_tokenizer()
-    assert choose_objective(make_recipe(base), config, tokenizer) == "causal"
-    with pytest.raises(
-        RecipeError, match="objective is span_corruption and m is a decoder-only model: use the objective causal"
-    ):
-        choose_objective(make_recipe(base | {"objective": "span_corruption"}), config, tokenizer)
-    fields = {"source": "d", "source_field": "a", "target_field": "b"}
-    with pytest.raises(
-        RecipeError,
-        match="names source_field and target_field, and m is a decoder-only model: add `format: chat` if they are a prompt and its response, or name the text with text_field",
-    ):
-        choose_objective(make_recipe(base | {"data": fields}), config, tokenizer)
-
-
-def test_the_usual_length_is_no_more_than_the_model_reads() -> None:
-    recipe = make_recipe({"model": "m", "output": "o", "tokens": "10M", "data": "d"})
-    assert sample_length(recipe, config_of("bart")) == 64
-    assert sample_length(recipe, config_of("bart") | {"max_position_embeddings": 1024}) == 512
-    assert sample_length(recipe, {"model_type": "t5", "is_encoder_decoder": True, "n_positions": 64}) == 512
-    assert sample_length(recipe, {"model_type": "llama", "max_position_embeddings": 4096}) == 2048
-
-
-def test_sound_is_refused_before_a_tokenizer_is_looked_for(home: Path, tmp_path: Path) -> None:
-    from tests.helpers.own_files import make_source
-
-    make_source("whisper", tmp_path / "whisper")
-    with pytest.raises(RecipeError, match="reads audio"):
-        run(home, tmp_path / "run", model=str(tmp_path / "whisper"))
-    assert not (tmp_path / "run" / "metrics.jsonl").exists()
