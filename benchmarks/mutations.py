@@ -142,11 +142,24 @@ def tests_of(place: dict[str, Any], touching: dict[int, list[str]], tests: dict[
     return chosen
 
 
-def outcome(copy: Path, tests: list[str]) -> str:
-    """Run tests in a fork, which has the large libraries: "failed", "passed" or "time"."""
+class FirstFailure:
+    """A plugin of pytest: writes down the name of the first test that fails."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.failed:
+            self.path.write_text(report.nodeid)
+
+
+def noticed_by(copy: Path, tests: list[str]) -> str | None:
+    """Run tests in a fork, which has the large libraries: the test that fails, "time" or "collection"; None if all pass."""
     import pytest
 
-    (copy / "chosen.txt").write_text("\n".join(tests))
+    chosen, failure = copy / "chosen.txt", copy / "failure.txt"
+    chosen.write_text("\n".join(tests))
+    failure.write_text("collection")
     child = os.fork()
     if not child:
         os.setsid()
@@ -154,12 +167,12 @@ def outcome(copy: Path, tests: list[str]) -> str:
             os.dup2(nowhere.fileno(), 1)
             os.dup2(nowhere.fileno(), 2)
         enter(copy)
-        os._exit(pytest.main([*PYTEST, "-x", "@chosen.txt"]))
+        os._exit(pytest.main([*PYTEST, "-x", f"@{chosen}"], plugins=[FirstFailure(failure)]))
     ends = time.monotonic() + 5 * LIMIT
     while time.monotonic() < ends:
         done, status = os.waitpid(child, os.WNOHANG)
         if done:
-            return "failed" if status else "passed"
+            return failure.read_text() if status else None
         time.sleep(0.05)
     os.killpg(child, signal.SIGKILL)
     os.waitpid(child, 0)
@@ -192,12 +205,14 @@ def run(folder: Path, places: list[dict[str, Any]], output: Path) -> None:
         text = path.read_text(encoding="utf-8")
         tree = ast.parse(text)
         mutate(list(ast.walk(tree))[place["node"]])
-        chosen = tests_of(place, data.contexts_by_lineno(str(path)), tests)
+        measured = next((file for file in data.measured_files() if file.endswith(place["file"])), "")
+        chosen = tests_of(place, data.contexts_by_lineno(measured), tests)
         path.write_text(ast.unparse(tree), encoding="utf-8")
-        place |= {"tests": len(chosen), "outcome": outcome(copy, chosen)}
+        place["noticed_by"] = noticed_by(copy, chosen)
         path.write_text(text, encoding="utf-8")
-        caught = sum(each["outcome"] != "passed" for each in places[:number])
-        print(f"{caught}/{number}", place["outcome"], f"{place['file']}:{place['line']}", place["change"], flush=True)
+        caught = sum(each["noticed_by"] is not None for each in places[:number])
+        where = f"{place['file']}:{place['line']} {place['change']}"
+        print(f"{caught} of {number}: {where} noticed by {place['noticed_by']}", flush=True)
         output.write_text(json.dumps({"caught": caught, "tried": number, "places": places[:number]}, indent=1) + "\n")
 
 

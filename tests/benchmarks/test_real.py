@@ -1,6 +1,5 @@
 """The pure parts of the benchmark on a real model."""
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.real.conversions import Job, Stopwatch
-from benchmarks.real.documents import cut_blocks
-from benchmarks.real.needle import CITIES, DEPTHS, make_haystack, matches, places, statement, summarise
+from benchmarks.real.conversions import Job
+from benchmarks.real.needle import make_haystack, matches, summarise
 from benchmarks.real.report import MISSING, blocks
 from benchmarks.real.scores import Reference, position_bins, score
 
@@ -27,38 +25,6 @@ def written(ids: list[int]) -> str:
 def test_bins_cover_every_predicting_position_once(window: int) -> None:
     covered = [position for first, last in position_bins(window) for position in range(first, last + 1)]
     assert covered == list(range(window - 1))
-
-
-def test_blocks_take_a_part_of_each_document_and_long_ones_a_single_document() -> None:
-    documents = [list(range(100)), [7] * 5000, [8] * 5000]
-    short = cut_blocks(documents, 512, 2500, end=-1)
-    assert [len(block) for block in short] == [512] * 4
-    assert short[0][99:102] == [99, -1, 7]
-    assert short[3][-1] == 7
-    assert {token for block in cut_blocks(documents, 512, 4096, end=-1) for token in block} >= {7, 8}
-    assert cut_blocks(documents, 4096, 8192, end=-1) == [[7] * 4096, [8] * 4096]
-    assert cut_blocks(documents, 8192, 8192, end=-1) == []
-
-
-def test_a_needle_stands_where_the_share_of_the_filler_is_nearest() -> None:
-    assert places([10] * 10, [0.0, 0.24, 0.5, 1.0]) == [0, 2, 5, 10]
-    assert places([90, 10], [0.5, 0.95]) in ([0, 1], [1, 1])
-
-
-def test_a_haystack_is_as_long_as_asked_for_and_contains_each_answer_at_its_depth() -> None:
-    filler = [f"Sentence number {number} of the filler, which is prose." for number in range(300)]
-    haystack = make_haystack(filler, 4000, characters, seed=1)
-    text = written(haystack.text)
-    longest = max(len(question + answer) for question, answer in zip(haystack.questions, haystack.answers, strict=True))
-    assert 3800 < len(text) + longest <= 4000
-    cities = {city for city in CITIES if city in text}
-    assert len(cities) == len(DEPTHS)
-    for depth, question, answer in zip(DEPTHS, haystack.questions, haystack.answers, strict=True):
-        stated = f"{written(question).strip()}{written(answer)}."
-        assert abs(text.index(stated) / len(text) - depth) < 0.06
-        assert stated.startswith(statement("").removesuffix(" is").rstrip())
-    assert make_haystack(filler, 4000, characters, seed=1) == haystack
-    assert make_haystack(filler, 4000, characters, seed=2) != haystack
 
 
 class Copying:
@@ -90,17 +56,6 @@ def test_a_model_that_copies_finds_every_needle() -> None:
     assert (result.needles, result.found, result.by_depth) == (5, 1.0, (1.0,) * 5)
     none = summarise([[[True, False]] * 5])
     assert (none.found, none.digits) == (0.0, 0.5)
-
-
-def test_a_stopwatch_continues_after_a_kill(tmp_path: Path) -> None:
-    path = tmp_path / "watch.json"
-    path.write_text(json.dumps({"wall": 120.0, "processor": 60.0}))
-    watch = Stopwatch(path)
-    wall, processor = watch.minutes
-    assert 2.0 <= wall < 2.1
-    assert 1.0 <= processor < 1.1
-    watch.save()
-    assert json.loads(path.read_text())["wall"] >= 120.0
 
 
 class Bigram(torch.nn.Module):

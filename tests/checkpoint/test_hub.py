@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -22,8 +21,6 @@ from tests.helpers.checkpoints import (
     Arrays,
     digests,
     llama_arrays,
-    read_weights,
-    same_weights,
     write_config,
     write_llama,
 )
@@ -141,11 +138,6 @@ class TestPlan:
         assert {entry.file for entry in hub.log if entry.nbytes} == read
         assert sum(entry.nbytes for entry in hub.log) < 20_000 < plan["weight_bytes"]["before"] // 50
 
-    def test_a_server_that_ignores_ranges(self, hub: HubServer, folders: dict[str, Path], tmp_path: Path) -> None:
-        hub.ranges = False
-        plan = ask(hub, tmp_path, "plan", "org/model")
-        assert plan["changes"] == make_plan(open_checkpoint(folders["main"]), 4).summary()["changes"]
-
     def test_a_branch_a_commit_and_an_id_without_organisation(self, hub: HubServer, tmp_path: Path) -> None:
         commit = hub.commit("org/model", "dev")
         assert ask(hub, tmp_path, "plan", "org/model", revision="dev")["revision"] == commit
@@ -204,18 +196,6 @@ class TestConvert:
         answer = ask(hub, tmp_path / "cache", "plan", "org/model", HF_HUB_OFFLINE="1")
         assert answer["error"] == "CorruptCheckpointError"
         assert "model-00002-of-00003.safetensors is missing" in answer["message"]
-
-    def test_bin_files_are_downloaded_and_work(self, hub: HubServer, tmp_path: Path) -> None:
-        ask(hub, tmp_path / "cache", "convert", "org/old", tmp_path / "out")
-        reference = write_llama(tmp_path / "source", arrays=large_arrays(), config={"hidden_size": 1200})
-        convert_checkpoint(reference, tmp_path / "expected", 4, ConversionOptions(method="mean"))
-        assert same_weights(tmp_path / "out", tmp_path / "expected")
-
-    def test_a_branch(self, hub: HubServer, folders: dict[str, Path], tmp_path: Path) -> None:
-        ask(hub, tmp_path / "cache", "convert", "org/model", tmp_path / "out", revision="dev")
-        assert np.array_equal(
-            read_weights(tmp_path / "out")["lm_head.weight"], read_weights(folders["dev"])["lm_head.weight"]
-        )
 
     def test_what_cannot_be_converted_is_not_downloaded(self, hub: HubServer, tmp_path: Path) -> None:
         assert ask(hub, tmp_path, "convert", "org/quantised", tmp_path / "out")["error"] == "UnsupportedFormatError"

@@ -13,11 +13,10 @@ from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import PublishError
 from gqa_convert.hub.options import PublishOptions
 from gqa_convert.hub.publishing import publish
-from gqa_convert.training.uptrain import uptrain_checkpoint
 from gqa_convert.verify import verify_checkpoint
 from tests.helpers.checkpoints import write_llama
 from tests.helpers.command_line import run
-from tests.helpers.uptrain_runs import recipe, student_home
+from tests.helpers.uptrain_runs import student_home
 
 SECRET = "-----BEGIN OPENSSH PRIVATE KEY-----"
 
@@ -95,18 +94,6 @@ def test_convert_leaves_the_link_out_and_names_it(link: Link, source: Path, outs
     assert holds_secret(tmp_path / "out") == []
     assert not {path.name for path in (tmp_path / "out").iterdir()} & {"notes.txt", "more.txt", "notes"}
     assert verify_checkpoint(tmp_path / "out", source).passed
-
-
-@pytest.mark.parametrize("link", LINKS)
-def test_uptrain_leaves_the_link_out_and_names_it(link: Link, home: Path, outside: Path, tmp_path: Path) -> None:
-    student = shutil.copytree(home / "student", tmp_path / "student")
-    names = link(student, outside)
-    said: list[str] = []
-    path = recipe(home, tmp_path / "run", model=str(student), tokens=64)
-    uptrain_checkpoint(path, [], on_message=said.append)
-    assert f"{student}: links that lead out of the folder are not copied: {names}" in said
-    assert (tmp_path / "run" / "model" / "tokenizer.json").is_file()
-    assert holds_secret(tmp_path / "run" / "model") == []
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "LICENSE", "gqa_extra.py"])

@@ -92,14 +92,6 @@ def test_other_files_in_a_result(source: Path, out: Path) -> None:
     replaced(source, out)
 
 
-def test_a_checkpoint_of_somebody_else(source: Path, tmp_path: Path) -> None:
-    theirs = write_llama(tmp_path / "theirs")
-    refused(source, theirs, "config.json", "model.safetensors")
-    for content in ("", "{", "[]", "{}", '{"written": {}}', '{"written": 3, "source": {"files": {"config.json": {}}}}'):
-        (theirs / "gqa_conversion.json").write_text(content)
-        refused(source, theirs, "config.json")
-
-
 WEIGHTS = "model-00002-of-00003.safetensors"
 
 
@@ -143,17 +135,6 @@ def test_a_copy_of_a_result_is_ours_where_its_weights_have_hashes(source: Path, 
         replaced(source, copy)
     else:
         refused(source, copy, WEIGHTS, "copied there")
-
-
-def test_files_that_were_changed_since(source: Path, out: Path) -> None:
-    """Trained weights of the same name and size, an edited tokenizer."""
-    kept = (out / "tokenizer.json").read_bytes()
-    rewrite(out / "tokenizer.json", bytes(len(kept)))
-    refused(source, out, "tokenizer.json")
-    rewrite(out / "tokenizer.json", kept)  # the same content, copied again
-    replaced(source, out)
-    rewrite(out / WEIGHTS, bytes((out / WEIGHTS).stat().st_size))
-    refused(source, out, WEIGHTS)
 
 
 def test_a_card_of_publish_may_be_replaced_and_an_edited_one_not(source: Path, out: Path) -> None:

@@ -59,15 +59,6 @@ REFUSED: dict[str, tuple[Files, str]] = {
         "HERE holds an adapter of meta-llama/Llama-2-7b-hf, not a whole model (adapter_config.json): merge it with "
         + peft("AutoPeftModelForCausalLM"),
     ),
-    "a LoRA adapter of a T5, with a config": (
-        WHOLE | {"adapter_config.json": adapter("google/flan-t5-xl", "SEQ_2_SEQ_LM"), "adapter_model.bin": "{}"},
-        "HERE holds an adapter of google/flan-t5-xl, not a whole model (adapter_config.json): merge it with "
-        + peft("AutoPeftModelForSeq2SeqLM"),
-    ),
-    "an adapter that does not say of what": (
-        {"adapter_config.json": adapter(None, None), "adapter_model.safetensors": "{}"},
-        "HERE holds an adapter, not a whole model (adapter_config.json): merge it with " + peft("AutoPeftModel"),
-    ),
     "an adapter beside its base": (
         WHOLE | {"model.safetensors": "{}", "adapter_config.json": adapter(), "adapter_model.safetensors": "{}"},
         (
@@ -78,27 +69,13 @@ REFUSED: dict[str, tuple[Files, str]] = {
     ),
     # quantised
     "GPTQ": (quantised(quant_method="gptq", bits=4, group_size=128, desc_act=False), gptqmodel("gptq")),
-    "AWQ": (quantised(quant_method="awq", bits=4, version="gemm", zero_point=True), gptqmodel("awq")),
     "bitsandbytes": (
         quantised(quant_method="bitsandbytes", load_in_4bit=True, bnb_4bit_quant_type="nf4"),
-        f"HERE/config.json says that the weights are quantised (bitsandbytes): {ORIGINAL}",
-    ),
-    "bitsandbytes, of before methods were named": (
-        quantised(load_in_8bit=True, llm_int8_threshold=6.0),
         f"HERE/config.json says that the weights are quantised (bitsandbytes): {ORIGINAL}",
     ),
     "FP8 with scales per block": (
         quantised(activation_scheme="dynamic", fmt="e4m3", quant_method="fp8", weight_block_size=[128, 128]),
         plain("fp8"),
-    ),
-    "mxfp4": (quantised(quant_method="mxfp4", modules_to_not_convert=["lm_head"]), plain("mxfp4")),
-    "compressed-tensors": (
-        quantised(quant_method="compressed-tensors", format="float-quantized", config_groups={}),
-        f"HERE/config.json says that the weights are quantised (compressed-tensors): {ORIGINAL}",
-    ),
-    "torchao": (
-        quantised(quant_method="torchao", quant_type={"default": {"_type": "Int4WeightOnlyConfig"}}),
-        f"HERE/config.json says that the weights are quantised (torchao): {ORIGINAL}",
     ),
     "MLX": (
         WHOLE
@@ -123,15 +100,7 @@ REFUSED: dict[str, tuple[Files, str]] = {
         {"original/consolidated.00.pth": "{}", "original/params.json": "{}", "original/tokenizer.model": "{}"},
         f"{VENDOR} (found original/consolidated.00.pth)",
     ),
-    "Llama as Meta hands it out": (
-        {"consolidated.00.pth": "{}", "params.json": "{}", "checklist.chk": "", "tokenizer.model": "{}"},
-        f"{VENDOR} (found consolidated.00.pth)",
-    ),
     "ONNX": (WHOLE | {"onnx/model_quantized.onnx": "{}"}, f"{EXPORTED} (found onnx/model_quantized.onnx)"),
-    "OpenVINO": (
-        WHOLE | {"openvino_model.xml": "{}", "openvino_model.bin": "{}"},
-        f"{EXPORTED} (found openvino_model.bin)",
-    ),
     "TensorFlow": (
         WHOLE | {"tf_model.h5": "{}"},
         (
@@ -147,23 +116,12 @@ REFUSED: dict[str, tuple[Files, str]] = {
         },
         "HERE holds no weights itself: name one of its 2 subfolders with weights, such as checkpoint-500",
     ),
-    "a repository with one model in a folder": (
-        {"README.md": "", "model/config.json": "{}", "model/model.safetensors.index.json": "{}"},
-        "HERE holds no weights itself: name its subfolder model, which does",
-    ),
     # incomplete downloads
     "Git LFS pointers": (
         WHOLE | {"pytorch_model.bin": POINTER},
         (
             "HERE/pytorch_model.bin is only a Git LFS pointer to its content: fetch the files with `git lfs pull`, or download the repository "
             "with `hf download`"
-        ),
-    ),
-    "a Git LFS pointer in place of an index": (
-        WHOLE | {"model.safetensors.index.json": POINTER},
-        (
-            "HERE/model.safetensors.index.json is only a Git LFS pointer to its content: fetch the files with `git lfs pull`, or download the "
-            "repository with `hf download`"
         ),
     ),
     "missing shards": (
@@ -177,13 +135,6 @@ REFUSED: dict[str, tuple[Files, str]] = {
         (
             f"HERE/{SHARDS[2]} is missing, although pytorch_model.bin.index.json names it, because a download was interrupted, which left a file "
             "such as aGk=.4d7a.incomplete: repeat it (`hf download` resumes), and convert HERE then"
-        ),
-    ),
-    "an interrupted download by a browser": (
-        WHOLE | {"model.safetensors.crdownload": "{}"},
-        (
-            "HERE holds no weights yet, because a download was interrupted, which left a file such as model.safetensors.crdownload: repeat it "
-            "(`hf download` resumes), and convert HERE then"
         ),
     ),
 }

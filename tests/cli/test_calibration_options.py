@@ -49,15 +49,6 @@ def test_plan_says_it() -> None:
     assert set(as_json["estimate"]) == fields
 
 
-def test_a_device_without_text() -> None:
-    for command in (("convert", MODEL, "--groups", "2", "--dry-run", "--method", "factor"), ("inspect", MODEL)):
-        refused = run(*command, "--device", "cpu")
-        assert (refused.returncode, refused.stdout) == (2, "")
-        assert "--device cpu needs calibration text" in refused.stderr
-    built_in = run("convert", MODEL, "--groups", "2", "--device", "cpu", "--dry-run")
-    assert built_in.returncode == 0
-
-
 @pytest.mark.parametrize("command", ["convert", "inspect"])
 @pytest.mark.parametrize(
     ("options", "words"),

@@ -1,6 +1,5 @@
 """The command line as a user meets it: real processes, their exit codes, what they print and where."""
 
-import functools
 import json
 import os
 import pty
@@ -12,18 +11,12 @@ from pathlib import Path
 
 import pytest
 from safetensors.numpy import load_file
-from typer.main import get_command
 from typer.testing import CliRunner
 
 from gqa_convert import __version__
-from gqa_convert.checkpoint.provenance import CalibrationRecord, Divergence
 from gqa_convert.cli import app
-from gqa_convert.cli.console.conversion import quality_advice
-from gqa_convert.merging.methods import CHOICES
-from tests.helpers.checkpoints import HIDDEN, WIDTH, write_config, write_llama
+from tests.helpers.checkpoints import WIDTH, write_config, write_llama
 from tests.helpers.command_line import COMMAND, assert_mistake, run
-
-POOLING = [method.name for method in CHOICES if method.pooling is not None]
 
 
 @pytest.fixture(scope="module")
@@ -34,14 +27,6 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_version() -> None:
     result = run("--version")
     assert (result.returncode, result.stdout) == (0, f"gqa-convert {__version__}\n")
-
-
-@functools.cache
-def help_of(command: str, columns: int) -> str:
-    """Return what `gqa-convert COMMAND --help` prints in this process."""
-    result = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": str(columns)})
-    assert result.exit_code == 0
-    return result.stdout
 
 
 def test_the_first_help_fits_one_screen_and_names_the_nine_commands() -> None:
@@ -64,17 +49,6 @@ def test_the_first_help_fits_one_screen_and_names_the_nine_commands() -> None:
     ]
 
 
-def test_hidden_options_are_shown_when_all_are_asked_for() -> None:
-    few = help_of("convert", 100)
-    assert "--kl-steps" not in few
-    assert few.endswith(" more options are shown by: gqa-convert convert --help-all\n")
-    shown = run("convert", "--help-all").stdout
-    for param in get_command(app).commands["convert"].params:  # type: ignore[attr-defined]
-        assert max(param.opts, key=len).removeprefix("as_") in shown.replace("SOURCE", "source").replace("OUT", "out")
-    assert "more options" not in shown
-    assert "--kl-steps S" in shown
-
-
 def test_a_mistake_points_to_the_help_of_its_command() -> None:
     assert_mistake(run("convert"), "Missing argument 'SOURCE': see gqa-convert convert --help")
     assert_mistake(run("convert", "x", "--gruops", "3"), "see gqa-convert convert --help")
@@ -83,32 +57,6 @@ def test_a_mistake_points_to_the_help_of_its_command() -> None:
     assert_mistake(run("inspect", "x", "--max-loss-increase", "low"), "'--max-loss-increase': 'low'", "valid")
     assert_mistake(run("inspect", "x", "--max-loss-increase", "-0.1"), "--max-loss-increase", "-0.1")
     assert_mistake(run("convert", "x", "y", "--groups", "8,a"), "--groups 8,a: 'a' is not an integer: write a number")
-
-
-def measured(after: float | None, kl_steps: int = 0) -> CalibrationRecord:
-    kl = None if after is None else Divergence(after, after)
-    return CalibrationRecord(
-        text="text.txt", tokens=4096, sequence_length=512, seed=0, steps=100, digest="0", kl_steps=kl_steps, kl=kl
-    )
-
-
-@pytest.mark.parametrize(
-    ("method", "calibration", "words"),
-    [
-        *((method, None, ["often useless", "evaluate in out --data TEXT", "far less"]) for method in POOLING),
-        ("factor", None, ["evaluate in out --data TEXT", "--calibration TEXT, method fit, loses less"]),
-        ("factor", measured(0.4), ["evaluate in out --data TEXT", "--calibration TEXT, method fit, loses less"]),
-        ("fit", measured(None), ["evaluate in out --data TEXT"]),
-        ("fit", measured(0.4), ["uptrain with the source as teacher", "--kl-steps 200"]),
-        ("fit", measured(0.4, kl_steps=200), ["uptrain with the source as teacher", "--kl-steps 400"]),
-        ("fit", measured(0.01), ["little to gain"]),
-    ],
-)
-def test_advice_on_quality(method: str, calibration: CalibrationRecord | None, words: list[str]) -> None:
-    advice = quality_advice(method, "in", "out", calibration)
-    assert advice is not None
-    assert all(word in advice for word in words), advice
-    assert quality_advice("copy", "in", "out", None) is quality_advice("repeat", "in", "out", None) is None
 
 
 def test_a_dry_run_shows_the_cache_at_a_context_for_a_batch(tmp_path: Path) -> None:
@@ -133,19 +81,6 @@ def test_a_dry_run_shows_the_cache_at_a_context_for_a_batch(tmp_path: Path) -> N
     write_config(source, sliding_window=16, use_sliding_window=False, layer_types=None)
     whole = json.loads(run("convert", source, "-n", "4", "--dry-run", "--json").stdout)["kv_cache"]
     assert (whole["tokens"], whole["before"]) == (64, 2 * 12 * head * 64)
-
-
-def test_plan_writes_json_to_stdout_and_nothing_else(source: Path) -> None:
-    result = run("convert", source, "--groups", 3, "--method", "mean", "--json", "--dry-run")
-    assert result.returncode == 0
-    plan = json.loads(result.stdout)
-    assert (plan["heads"], plan["source_kv_heads"], plan["groups"], plan["method"]) == (12, 12, 3, "mean")
-    assert plan["kv_bytes_per_token"] == {"before": 2 * 2 * 12 * WIDTH * 4, "after": 2 * 2 * 3 * WIDTH * 4}
-    assert plan["tensor_parallel"] == {"split": [1, 3], "with_copied_kv_heads": [6, 12]}
-    assert len(plan["changes"]) == 4
-    assert plan["weight_bytes"]["before"] - plan["weight_bytes"]["after"] == 4 * 9 * WIDTH * HIDDEN * 4
-    assert plan["parameters"]["before"] - plan["parameters"]["after"] == 4 * 9 * WIDTH * HIDDEN
-    assert result.stderr == ""
 
 
 def test_convert_verify_and_overwrite(source: Path, tmp_path: Path) -> None:

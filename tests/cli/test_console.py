@@ -11,11 +11,9 @@ from gqa_convert.checkpoint.provenance import Divergence
 from gqa_convert.cli.console import progress
 from gqa_convert.cli.console.conversion_progress import ConversionScreen
 from gqa_convert.cli.console.screen import tokens_text
-from gqa_convert.cli.console.training import TrainingScreen
 from gqa_convert.cli.options import token_count, token_counts
 from gqa_convert.conversion.fit.layer_store import LayerRecord
 from gqa_convert.conversion.fit.progress import ALL_TOGETHER, MERGING_LAYERS, OWN_TEXT, FitProgress
-from gqa_convert.training.metrics import StepMetrics
 
 LOSS, KL = "language-model loss", "KL divergence from the teacher"
 
@@ -53,18 +51,6 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
     stream = Terminal()
     monkeypatch.setattr(sys, "stderr", stream)
     return stream
-
-
-def test_a_line_every_thirty_seconds_with_the_time_left(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
-    with progress.ProgressScreen(quiet=False) as screen:
-        for second in range(101):
-            clock.now = 1000.0 + second
-            screen.show("merging", second, 200)
-    assert capsys.readouterr().err.splitlines() == [
-        "merging: 15.0%  0:02:50 left",
-        "merging: 30.0%  0:02:20 left",
-        "merging: 45.0%  0:01:50 left",
-    ]
 
 
 def test_work_of_an_earlier_process_does_not_count(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
@@ -116,30 +102,6 @@ def test_the_stages_of_a_conversion(clock: Clock, capsys: pytest.CaptureFixture[
         "all layers together: 100.0%",
         "all layers together: KL divergence from the source 0.5000 -> 0.1250 nats per token",
         "converting: 25.0%",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("parts", "said"),
-    [
-        ({"lm": 2.5}, f"{LOSS} 2.5000 nats per token"),
-        ({"kl": 2.5}, f"{KL} 2.5000 nats per token"),
-        (
-            {"lm": 2.0, "kl": 3.0},
-            f"weighted sum of {LOSS} and {KL} 2.5000 nats per token",
-        ),
-    ],
-)
-def test_the_objective_and_the_held_out_loss_have_names(
-    parts: dict[str, float], said: str, clock: Clock, capsys: pytest.CaptureFixture[str]
-) -> None:
-    values = {"tokens": 100, "learning_rate": 1e-4, "gradient_norm": 1.0, "tokens_per_second": 1000.0, **parts}
-    metrics = StepMetrics(step=3, loss=2.5, evaluation_loss=3.25, **values)  # type: ignore[arg-type]
-    shown = shown_by(TrainingScreen, clock, capsys, ("show", ("a.txt", 1, 4)), ("step", (metrics, 4)))
-    assert shown.splitlines() == [
-        "a.txt: 25.0%",
-        "step 3: language-model loss on held-out text 3.2500 nats per token",
-        f"uptraining: 75.0%  step 3 of 4  {said}  1,000 tokens/s",
     ]
 
 

@@ -36,20 +36,6 @@ def test_names_are_printed_as_they_are(source: Path, tmp_path: Path) -> None:
     assert str(tmp_path / "no[/]thing") in missing.stderr
 
 
-def test_terminals_that_know_ascii_only(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
-    shown = run("convert", source, "--groups", 4, "--dry-run")
-    assert (shown.returncode, shown.stderr) == (0, "")
-    assert shown.stdout.isascii()
-    assert "[bold]x[/] :warning: \\xe9 \\xb1: llama" in shown.stdout
-    assert json.loads(run("convert", source, "--groups", 4, "--json", "--dry-run").stdout)["source"] == str(source)
-    mistake = run("convert", source, "--groups", 5, "--json", "--dry-run")
-    assert mistake.returncode == 2
-    assert json.loads(mistake.stdout)["exit_code"] == 2
-    assert run("convert", f"{source}?", "--groups", 4, "--dry-run").stderr.count("\n") == 1
-    assert run("convert", "--help").returncode == 0
-
-
 def shell(words: str, *arguments: Path) -> subprocess.CompletedProcess[str]:
     """A command of the shell in which `plan` stands for this program's, with pipes whose first failure counts."""
     command = (

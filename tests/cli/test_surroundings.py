@@ -1,7 +1,6 @@
 """Commands where folders have unusual names, and where nothing can be written."""
 
 import errno
-import io
 import os
 import signal
 import sys
@@ -67,16 +66,6 @@ def test_unusual_names_and_trailing_slashes(
         assert code == 0, f"{command[0]}: {err}"
     assert digests(folder / "source", ignore=()) == before
     assert {path.name for path in folder.iterdir()} == {"source", "out"}
-
-
-def test_ascii_streams(folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    for command in commands(f"{folder}/"):
-        written = io.BytesIO()
-        for name in ("stdout", "stderr"):
-            monkeypatch.setattr(sys, name, io.TextIOWrapper(written, encoding="ascii", write_through=True))
-        code, _, _ = run(*command)
-        assert code == 0, written.getvalue()
-        written.getvalue().decode("ascii")
 
 
 def test_a_full_disk_in_every_command_that_writes(folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,21 +47,6 @@ def factored(source: Path) -> Path:
     return out
 
 
-def test_layers_are_counted_by_their_numbers(tmp_path: Path) -> None:
-    """Not by their order in the files, where layer 10 comes before layer 2."""
-    source = make_checkpoint("llama", tmp_path / "source", head_dim=8, intermediate_size=256, num_hidden_layers=11)
-    counts = [12, 6, 4, 3, 2, 1, 12, 6, 4, 3, 2]
-    plan = convert_checkpoint(source, tmp_path / "out", counts, ConversionOptions(method="mean")).plan
-    numbers = [change["name"].split(".")[2] for change in plan.summary()["changes"]]
-    assert numbers == sorted(numbers, key=int)
-    assert len(set(numbers)) == 11
-    weights = read_weights(tmp_path / "out")
-    rows = [len(weights[f"model.layers.{layer}.self_attn.v_proj.weight"]) for layer in range(11)]
-    assert rows == [8 * count for count in counts]
-    assert json.loads((tmp_path / "out" / "gqa_conversion.json").read_text())["groups"] == counts
-    assert verify_checkpoint(tmp_path / "out", source, logits=False).passed
-
-
 def test_the_plan(source: Path) -> None:
     plan = make_plan(open_checkpoint(source), COUNTS, method="mean")
     per_head = 2 * 8 * 4  # keys and values, head_dim, float32
@@ -148,16 +133,3 @@ def test_what_has_no_form_for_a_list(tmp_path: Path) -> None:
         GroupsError, match=r"this llama .* since it was saved as LlamaForSequenceClassification.*; give one number"
     ):
         make_plan(open_checkpoint(odd), [12, 3])
-
-
-def test_what_cannot_become_a_decilm_keeps_its_classes(source: Path, tmp_path: Path) -> None:
-    odd = make_checkpoint("llama", tmp_path / "odd", head_dim=8)  # its intermediate size is no multiple of 256
-    plan = make_plan(open_checkpoint(odd), [12, 3])
-    assert plan.config["model_type"] == "gqa_llama"
-    assert plan.config["num_key_value_heads"] == plan.config["multi_query_group_num"] == [12, 3]
-    assert (plan.route, plan.loads_in, plan.listed_in) == ("own file", frozenset(), frozenset())
-    (reason,) = [each for each in plan.warnings if "DeciLM" in each]
-    assert reason.startswith("vLLM and llama.cpp don't run the result, which can't become a DeciLM, since its interm")
-    stated = make_plan(open_checkpoint(source), COUNTS)
-    assert stated.config["model_type"] == MODEL_TYPE
-    assert not any("DeciLM" in each for each in stated.warnings)

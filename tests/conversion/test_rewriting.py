@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModel, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from gqa_convert import convert_checkpoint, verify_checkpoint
 from gqa_convert.checkpoint.source import Checkpoint, open_checkpoint
@@ -71,7 +71,6 @@ def _rope(part: float, /, **scaling: Any) -> dict[str, Any]:
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
-LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0, 1.5, 2, 3], "long_factor": [2.0, 3, 4, 5]}
 ORIGINAL = {"original_max_position_embeddings": 16}
 SERIAL = {"use_parallel_residual": False}
@@ -80,12 +79,9 @@ UNTIED = {"tie_word_embeddings": False, "reorder_and_upcast_attn": True, "n_inne
 
 CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "neox": ("gpt_neox", {"layer_norm_eps": 1e-3}, "phi"),
-    "neox, no attention bias": ("gpt_neox", {"attention_bias": False} | _rope(0.5), "phi"),
     "neox, tied": ("gpt_neox", {"tie_word_embeddings": True, "hidden_act": "gelu_new"} | _rope(1.0), "phi"),
-    "neox, linear": ("gpt_neox", _rope(0.5, rope_type="linear", factor=3.0), "phi"),
     "neox, dynamic": ("gpt_neox", DYNAMIC, "phi"),
     "neox, yarn": ("gpt_neox", _rope(0.5, **YARN), "phi"),
-    "neox, llama3": ("gpt_neox", _rope(0.5, **LLAMA3, **ORIGINAL), "phi"),
     "neox, longrope": ("gpt_neox", _rope(1.0, **LONGROPE, **ORIGINAL), "phi"),
     "serial": ("gpt_neox", SERIAL | _rope(1.0), "starcoder2"),
     "serial, tied, no bias": (
@@ -94,9 +90,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
         "starcoder2",
     ),
     "gptj": ("gptj", {"layer_norm_epsilon": 1e-3}, "phi"),
-    "gptj, all rows, tied": ("gptj", {"rotary_dim": WIDTH, "n_inner": None, "tie_word_embeddings": True}, "phi"),
     "codegen": ("codegen", {}, "phi"),
-    "codegen, relu": ("codegen", {"rotary_dim": WIDTH, "activation_function": "relu", "n_inner": None}, "phi"),
     "gpt2": ("gpt2", {}, "gpt_bigcode"),
     "gpt2, untied": ("gpt2", UNTIED, "gpt_bigcode"),
 }
@@ -147,20 +141,6 @@ def test_the_route_is_chosen(tmp_path: Path) -> None:
         assert plan_rewriting(checkpoint, groups, native=chosen) is checkpoint
     with pytest.raises(OptionError, match="no stock class computes the same as this gpt2: gpt_bigcode, which is GPT-2"):
         plan_rewriting(gpt2, 3, native=True)
-
-
-@pytest.mark.parametrize("name", ["neox", "gptj", "codegen", "gpt2"])
-def test_a_model_without_its_head(name: str, tmp_path: Path) -> None:
-    case = build(name)
-    case.model = case.model.base_model
-    source = case.save(tmp_path / "source")
-    assert not any(key.startswith(case.model.base_model_prefix) for key in load_file(source / "model.safetensors"))
-    convert_checkpoint(source, tmp_path / "out", 1, STOCK)
-    result = AutoModel.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
-    pool(case, 1)
-    with torch.no_grad():
-        found, expected = (model(elsewhere.PADDED).last_hidden_state for model in (result, case.model))
-    assert distance(found, expected) < FOLDED
 
 
 def test_half_precision_is_rounded_once(tmp_path: Path) -> None:
@@ -334,20 +314,11 @@ def test_types_with_their_own_code(case: str, tmp_path: Path) -> None:
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "Baichuan 13B": ("baichuan", {"max_position_embeddings": None}, "ALiBi"),
     "InternLM2, another scaling": ("internlm2", {"rope_scaling": {"type": "longrope", "factor": 2.0}}, "rope_scaling"),
-    "InternLM2, a reward model": (
-        "internlm2",
-        {"architectures": ["InternLM2ForRewardModel"]},
-        "InternLM2ForRewardModel",
-    ),
     "Baichuan, either version": ("baichuan", {"architectures": None}, "architectures"),
     "MiniCPM with experts": ("minicpm", {"num_experts": 8}, "experts"),
-    "MiniCPM, sparse": ("minicpm", {"sparse_config": {"topk": 4}}, "sparse"),
-    "MiniCPM, no counts": ("minicpm", {"num_hidden_layers": None}, "num_hidden_layers"),
     "Qwen, other biases": ("qwen", {"no_bias": False}, "no_bias"),
-    "Qwen, other widths": ("qwen", {"kv_channels": 16}, "kv_channels"),
     "InternLM, unknown positions": ("internlm", {"rotary": {"base": 1e4, "type": "yarn"}}, "rotary"),
     "fewer layers": ("internlm2", {"num_hidden_layers": 1}, "model.layers.1"),
-    "more layers": ("baichuan", {"num_hidden_layers": 3}, "model.layers.2"),
 }
 
 
@@ -360,18 +331,6 @@ def test_what_no_stock_class_computes_is_refused_and_leaves_nothing(name: str, t
         convert_checkpoint(source, tmp_path / "out", 3, MEAN)
     assert digests(tmp_path) == before
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
-
-
-@pytest.mark.parametrize("change", ["missing", "strange"])
-def test_a_tensor_that_is_missing_or_strange(change: str, tmp_path: Path) -> None:
-    reference = REFERENCES["internlm2"]()
-    if change == "missing":
-        del reference.tensors["model.layers.1.feed_forward.w3.weight"]
-    else:
-        reference.tensors["vit.weight"] = torch.zeros(2)
-    checkpoint = open_checkpoint(reference.save(tmp_path / "source"))
-    with pytest.raises(ConfigError, match="w3.weight is missing" if change == "missing" else "vit.weight"):
-        plan_rewriting(checkpoint)
 
 
 def test_the_commands_rewrite_a_source_and_leave_nothing_beside_the_result(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from gqa_convert.conversion.fit.calibration_text import calibration_batches
 from gqa_convert.data.hub import HubDataset
 from gqa_convert.data.labels import IGNORED
-from gqa_convert.data.samples import evaluation_blocks, open_samples
+from gqa_convert.data.samples import evaluation_blocks
 from gqa_convert.errors import DataError
 from tests.helpers.data_helpers import demo_tokenizer
 from tests.helpers.uptrain_runs import DEMO
@@ -154,22 +154,6 @@ def test_other_forms_of_rows_give_the_same_samples(chats: Path, tmp_path: Path) 
         {"source": str(shared), "messages_field": "conversations"},
     ):
         np.testing.assert_array_equal(packed(source, tokenizer, tmp_path / "cache")["labels"], expected)
-
-
-def test_text_and_conversations_in_one_run(chats: Path, tmp_path: Path) -> None:
-    tokenizer = tokenizer_with(PLAIN)
-    (tmp_path / "words.txt").write_text("one two three " * 100)
-    samples = open_samples(
-        [str(chats), str(tmp_path / "words.txt")],
-        tokenizer,
-        objective="causal",
-        sequence_length=LENGTH,
-        cache=tmp_path / "cache",
-    )
-    batch = samples.batch(range(8))
-    assert batch["input_ids"].max() < len(tokenizer)
-    for row, index in zip(batch["labels"], range(8), strict=True):
-        assert (row == IGNORED).any() == (index % 2 == 0)
 
 
 def test_calibration_renders_conversations(chats: Path, monkeypatch: pytest.MonkeyPatch) -> None:

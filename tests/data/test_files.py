@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 from tokenizers import processors
 
-from gqa_convert.data import files, stdlib_text
+from gqa_convert.data import files
 from gqa_convert.data.documents import TextField
 from gqa_convert.data.encoders import text_encoder
 from gqa_convert.data.files import Files
@@ -78,26 +78,6 @@ def test_long_files_are_read_in_pieces(tmp_path: Path, monkeypatch: pytest.Monke
     assert [piece.last for piece in pieces] == [False] * (len(pieces) - 1) + [True]
     assert [piece.first for piece in pieces] == [True] + [False] * (len(pieces) - 1)
     assert tokens_of(str(path), tmp_path / "cache") == [3 + number % 400 for number in range(3000)] + [EOS]
-
-
-def test_the_standard_library_is_listed_in_order_without_what_is_installed_in_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    names = ["a/b.py", "a/sub/c.py", "a-b.py", "a.py"]
-    tests = ["a/sub/tests/e.py", "test/d.py"]
-    for name in (*names, *tests, "site-packages/f.py", "a/__pycache__/g.py", "a/h.txt", "tests.txt/i"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        written(tmp_path, name, "x")
-    monkeypatch.setattr(stdlib_text.sysconfig, "get_path", lambda _: str(tmp_path))
-
-    def listed(**options: bool) -> list[str]:
-        parts = [stdlib_text.source_files(held_out, **options) for held_out in (False, True)]
-        assert all(stdlib_text.is_held_out(path.relative_to(tmp_path).as_posix()) for path in parts[1])
-        assert all(part == sorted(part) for part in parts)
-        return sorted(path.relative_to(tmp_path).as_posix() for part in parts for path in part)
-
-    assert listed() == sorted(names)
-    assert listed(with_tests=True) == sorted([*names, *tests])
 
 
 def test_the_beginning_of_text_is_written_where_the_tokenizer_writes_it(tmp_path: Path) -> None:
@@ -184,14 +164,3 @@ def test_bad_sources(tmp_path: Path) -> None:
         as_source({"weight": 2})
     with pytest.raises(DataError, match="at least one source"):
         open_samples([], TOKENIZER, objective="causal", sequence_length=4, cache=tmp_path)
-
-
-@pytest.mark.parametrize("suffix", ["gz", "zst"])
-def test_a_compressed_file_with_changed_bytes(tmp_path: Path, suffix: str) -> None:
-    plain = b"".join(b'{"text": "w%d"}\n' % (number % 7) for number in range(500))
-    packed = bytearray(gzip.compress(plain, mtime=0) if suffix == "gz" else pa.compress(plain, "zstd", asbytes=True))
-    packed[20:28] = b"\xff" * 8
-    path = tmp_path / f"text.jsonl.{suffix}"
-    path.write_bytes(packed)
-    with pytest.raises(DataError, match=r"text\.jsonl\..* can't be read"):
-        tokens_of(str(path), tmp_path / "cache")

@@ -13,7 +13,7 @@ from gqa_convert.data.audio_files import AudioFile, list_audio_files, read_audio
 from gqa_convert.data.speech import Speech, SpeechModel, SpeechSize, cut_windows, speech_batches
 from gqa_convert.errors import DataError
 from gqa_convert.families.loading import load_model
-from tests.helpers.speech import RATE, WINDOW_SECONDS, hearing_model, sound_folder, write_sound
+from tests.helpers.speech import RATE, hearing_model, sound_folder, write_sound
 
 
 @pytest.fixture(scope="module")
@@ -91,16 +91,6 @@ def test_sound_that_cannot_be_used_is_named(tmp_path: Path) -> None:
         read_audio(tmp_path / "nan.wav", RATE)
     with pytest.raises(DataError, match=r"short\.wav lasts 0\.10 seconds"):
         read_audio(tmp_path / "short.wav", RATE)
-
-
-def test_a_long_sound_is_cut_into_windows_whose_texts_are_not_known(tmp_path: Path, speech: SpeechModel) -> None:
-    write_sound(tmp_path / "long.wav", 2.75 * WINDOW_SECONDS)
-    write_sound(tmp_path / "whole.wav", WINDOW_SECONDS)
-    windows = list(cut_windows([AudioFile(tmp_path / "long.wav", "text")], speech))
-    assert [len(window.samples) / RATE for window in windows] == [2, 2, 1.5]
-    assert {window.text for window in windows} == {None}
-    whole = list(cut_windows([AudioFile(tmp_path / "whole.wav", "text")], speech))
-    assert [window.text for window in whole] == ["text"]
 
 
 def made(speech: SpeechModel, folder: Path, size: SpeechSize, seed: int = 0) -> Speech:

@@ -102,23 +102,6 @@ def test_every_token_of_a_stream_is_predicted_once(
     assert found[0] != found[1]
 
 
-def test_a_broken_stream_continues_where_it_ended(tmp_path: Path, from_rows: Callable[[Any], None]) -> None:
-    from_rows(Rows(fails_at=777))
-    with pytest.raises(
-        DataError, match=r"org/some was interrupted after 777 rows \(the line went dead\): check the net"
-    ):
-        opened(tmp_path, None)
-    (record,) = tmp_path.glob("*.json")
-    assert json.loads(record.read_text())["record"]["pieces"] == 750
-    from_rows(Rows())
-    again = opened(tmp_path, None)
-    assert again.batch(range(600))["input_ids"].ravel().tolist() == expected_tokens()[: 600 * LENGTH]
-    rows = Rows()
-    from_rows(rows)
-    assert opened(tmp_path, None).epoch_samples == again.epoch_samples
-    assert rows.opened == 0
-
-
 @pytest.mark.parametrize(
     ("row", "message"),
     [

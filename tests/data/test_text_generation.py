@@ -15,10 +15,8 @@ from gqa_convert.conversion.fit.options import CalibrationOptions
 from gqa_convert.conversion.plan import make_plan
 from gqa_convert.data import text_generation
 from gqa_convert.data.order import mix
-from gqa_convert.data.sources import Source, is_on_hub
 from gqa_convert.data.text_generation import _Writer, own_text
-from gqa_convert.errors import InterruptedRunError, RecipeError, StoppedError
-from gqa_convert.training.recipe import make_recipe
+from gqa_convert.errors import InterruptedRunError, StoppedError
 from tests.helpers.uptrain_runs import DEMO, make_student
 
 SMALL: dict[str, Any] = {"tokens": 40, "device": "cpu"}
@@ -107,17 +105,3 @@ def test_calibration_reads_it_as_it_reads_the_file(tmp_path: Path) -> None:
     assert set(seen) == {"generating text"}
     both = prepare_calibration(plan, CalibrationOptions(["self", str(file)], **options))
     assert " and " in both.description
-
-
-def test_what_is_refused(tmp_path: Path) -> None:
-    keys = {"model": "m", "output": "o", "data": "self", "tokens": 10**6}
-    for name, value in (("tokens", 100), ("temperature", 0.5), ("seed", 1)):
-        with pytest.raises(RecipeError, match=f"has {name}, which only text of the source itself has"):
-            make_recipe(keys | {"data": {"source": "text.txt", name: value}})
-    assert make_recipe(keys).data[0].tokens == 10**6
-    with pytest.raises(RecipeError, match="evaluation_data is self"):
-        make_recipe(keys | {"evaluation_data": "self"})
-    assert not is_on_hub(Source("self"))
-    assert is_on_hub(Source("selfish"))
-    (tmp_path / "self").write_text("a file comes first")
-    assert not Source("self").is_self

@@ -19,8 +19,6 @@ from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 from gqa_convert.attention import register
 from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.run import convert_checkpoint
-from gqa_convert.errors import ConfigError
-from gqa_convert.families.layerwise import kv_heads_by_layer
 from gqa_convert.families.modeling import gqa_by_layer
 from gqa_convert.families.table import FAMILIES
 from gqa_convert.verify import verify_checkpoint
@@ -135,17 +133,6 @@ def test_the_config_holds_a_list_and_the_object_a_number() -> None:
             by_layer(make_config("qwen3", num_hidden_layers=4), wrong)
     for name in ("GQANothing", "GQA", "LlamaConfig", "GQAAutoModel"):
         assert not hasattr(gqa_by_layer, name)
-
-
-def test_the_heads_that_a_config_states() -> None:
-    config = {"model_type": "gqa_qwen3", "num_hidden_layers": 2, "num_attention_heads": 12}
-    assert kv_heads_by_layer(config | {"num_key_value_heads": [12, 3]}, "config.json") == (12, 3)
-    assert kv_heads_by_layer(config | {"model_type": "qwen3", "num_key_value_heads": 3}, "config.json") is None
-    for wrong in (12, [12], None):
-        with pytest.raises(ConfigError, match="a number for each layer"):
-            kv_heads_by_layer(config | {"num_key_value_heads": wrong}, "config.json")
-    with pytest.raises(ConfigError, match="= 5 in layer 1"):
-        kv_heads_by_layer(config | {"num_key_value_heads": [12, 5]}, "config.json")
 
 
 @pytest.fixture(scope="module")

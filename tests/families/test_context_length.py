@@ -6,7 +6,6 @@ import pytest
 
 from gqa_convert.families.context_length import LONGEST, block_length, stated_positions
 from gqa_convert.families.windows import has_window, window_of
-from gqa_convert.losses.text_loss import text_loss
 from tests.helpers.own_files import make_source_model
 
 
@@ -55,11 +54,6 @@ def test_what_a_config_states(config: dict[str, Any], stated: int | None, block:
 )
 def test_windows(config: dict[str, Any], windowed: bool) -> None:
     assert has_window(config) is windowed
-
-
-@pytest.mark.parametrize("positions", [1, 2, 5])
-def test_a_text_longer_than_the_positions_has_a_loss(positions: int) -> None:
-    assert text_loss(make_source_model("gpt2", n_positions=positions), list(range(3, 26))) > 0
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
@@ -27,7 +26,6 @@ from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions
 from gqa_convert.conversion.plan import make_plan
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import ConfigError, GroupsError, UnsupportedFamilyError
-from gqa_convert.families import engines
 from gqa_convert.families.engines import ENGINES
 from gqa_convert.families.geometry import AttentionFinder
 from gqa_convert.families.table import COMPOSITES, FAMILIES, REFUSALS, find_family
@@ -185,28 +183,6 @@ def test_refusals_say_why(model_type: str | None, reason: str) -> None:
     with pytest.raises(UnsupportedFamilyError, match=reason) as caught:
         find_family(model_type)
     assert "\n" not in str(caught.value)
-
-
-def test_shared_adapters_are_refused(source: Callable[..., Path]) -> None:
-    folder = source("zamba2", use_shared_attention_adapter=True)
-    with pytest.raises(UnsupportedFamilyError, match="use_shared_attention_adapter"):
-        make_plan(open_checkpoint(folder), 3)
-
-
-@pytest.mark.parametrize("model_type", ["qwen2_moe", "qwen3_moe"])
-def test_a_window_that_the_config_leaves_to_its_class(model_type: str) -> None:
-    config = {"model_type": model_type, "use_sliding_window": True, "max_position_embeddings": 32768}
-    assert engines.same_up_to("llama.cpp", config) == CONFIG_MAPPING[model_type](use_sliding_window=True).sliding_window
-    assert engines.same_up_to("llama.cpp", config | {"sliding_window": None}) is None
-
-
-@pytest.mark.parametrize(
-    ("asked", "tokens"), [({}, None), ({"use_sliding_window": False}, None), ({"use_sliding_window": True}, 4096)]
-)
-def test_a_window_that_is_not_in_use(asked: dict[str, bool], tokens: int | None) -> None:
-    """As Qwen's own configs have it; transformers 5 writes no window then."""
-    config = {"model_type": "qwen2", "sliding_window": 4096, "max_position_embeddings": 32768} | asked
-    assert engines.same_up_to("llama.cpp", config) == tokens
 
 
 @pytest.mark.parametrize(

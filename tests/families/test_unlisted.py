@@ -15,7 +15,6 @@ from gqa_convert.errors import GQAConvertError, UnsupportedFamilyError
 from gqa_convert.families.loading import load_model
 from gqa_convert.families.records import ALL, FAMILIES, REFUSALS
 from gqa_convert.verify.proof import prover
-from tests.helpers.own_files import CASES, make_source
 from tests.helpers.tiny import make_checkpoint
 
 HIDDEN: dict[str, dict[str, Any]] = {
@@ -94,23 +93,6 @@ def test_nothing_is_written_of_a_type_that_works_otherwise(
         convert_checkpoint(tmp_path / "source", tmp_path / "out", 3, options, prove=prover(tmp_path / "source"))
     assert "\n" not in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
-
-
-@pytest.mark.parametrize("case", ["falcon", "falcon, 7B", "falcon, 40B", "falcon, RW"])
-def test_a_hidden_falcon_does_not_pass_by_its_keys(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`num_kv_heads` acts in one of its architectures only, and its class ignores a usual key beside it."""
-    model_type, changes = CASES[case]
-    source = make_source(model_type, tmp_path / "source", **changes)
-    config = json.loads((source / "config.json").read_text())
-    hide(model_type, monkeypatch)
-    for keys in ({}, {"num_key_value_heads": 12}, {"num_key_value_heads": 3, "num_kv_heads": 3}):
-        (source / "config.json").write_text(json.dumps(config | keys))
-        with pytest.raises(GQAConvertError) as caught:
-            convert_checkpoint(
-                source, tmp_path / "out", 3, ConversionOptions(method="mean"), prove=prover(tmp_path / "source")
-            )
-        assert "\n" not in str(caught.value)
-        assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
 def saved(model_type: str, folder: Path) -> Path:

@@ -10,7 +10,6 @@ import torch
 from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.families.loading import load_model, outline_model
-from gqa_convert.serving.checking import check_serving
 from tests.helpers.processors import save_llava_processor
 from tests.helpers.wrappers import make_wrapper
 
@@ -57,11 +56,3 @@ def test_text_is_causal(model_type: str, load: Any, source: Callable[[str], Path
             model(input_ids=each, attention_mask=torch.ones_like(each)).logits[:, :-1] for each in (ids, changed)
         )
     torch.testing.assert_close(one, other)
-
-
-def test_engines_are_refused_for_what_they_lack(source: Callable[[str], Path]) -> None:
-    report = check_serving(converted(source("llava")))
-    assert {client["status"] for client in report.clients} == {"not supported"}
-    assert {client["detail"] for client in report.clients} == {
-        "llava is an encoder-decoder or reads more than text, and only language models are compared"
-    }

@@ -324,27 +324,6 @@ _MPT = {
     "vocab_size": VOCABULARY,
 }
 
-_FALCON = {
-    "alibi": True,
-    "apply_residual_connection_post_layernorm": False,
-    "architectures": ["FalconForCausalLM"],
-    "auto_map": {
-        "AutoConfig": "configuration_falcon.FalconConfig",
-        "AutoModelForCausalLM": "modeling_falcon.FalconForCausalLM",
-    },
-    "bias": True,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "hidden_size": 96,
-    "model_type": "falcon",
-    "multi_query": False,
-    "new_decoder_architecture": False,
-    "num_attention_heads": HEADS,
-    "num_hidden_layers": 2,
-    "parallel_attn": False,
-    "torch_dtype": "bfloat16",
-    "vocab_size": VOCABULARY,
-}
 
 _WHISPER = _PAIR | {
     "activation_function": "gelu",
@@ -384,21 +363,6 @@ _GPTJ = {
     "vocab_size": VOCABULARY,
 }
 
-_GPT_NEO = {
-    "architectures": ["GPTNeoForCausalLM"],
-    "attention_layers": ["global", "local"],
-    "attention_types": [[["global", "local"], 1]],
-    "bos_token_id": 1,
-    "eos_token_id": 1,
-    "hidden_size": 96,
-    "intermediate_size": None,
-    "max_position_embeddings": 64,
-    "model_type": "gpt_neo",
-    "num_heads": HEADS,
-    "num_layers": 2,
-    "vocab_size": VOCABULARY,
-    "window_size": 16,
-}
 
 _MARIAN = _PAIR | {
     "activation_function": "swish",
@@ -432,23 +396,11 @@ HUB_SOURCES: dict[str, HubSource] = {
     "meta-llama/Llama-2-7b-hf": HubSource(
         _LLAMA, buffers=each_layer("model.layers", 2, lambda: dict(_ROTARY)), layout="both", fit=True
     ),
-    "a Llama with num_key_value_heads: null": HubSource(_LLAMA | {"num_key_value_heads": None}),
     "EleutherAI/pythia-1b": HubSource(
         _PYTHIA, buffers=each_layer("gpt_neox.layers", 2, _pythia_buffers), layout="both", type_of_copy="phi", fit=True
     ),
     "EleutherAI/gpt-j-6b": HubSource(
         _GPTJ, buffers=each_layer("transformer.h", 2, _gptj_buffers), layout="bin", type_of_copy="phi"
-    ),
-    "EleutherAI/gpt-neo-125m": HubSource(
-        _GPT_NEO,
-        buffers=each_layer(
-            "transformer.h",
-            2,
-            lambda: {f"attn.attention.{name.removeprefix('attn.')}": each for name, each in _gptj_buffers().items()},
-        ),
-        left_out=("lm_head.weight",),
-        layout="old bin",
-        type_of_copy="gqa_gpt_neo",
     ),
     "Helsinki-NLP/opus-mt-en-de": HubSource(
         _MARIAN,
@@ -488,7 +440,6 @@ HUB_SOURCES: dict[str, HubSource] = {
         layout="sharded bin",
         type_of_copy="gqa_bloom",
     ),
-    "tiiuae/falcon-rw-1b": HubSource(_FALCON, layout="bin", type_of_copy="gqa_falcon", fit=True),
     "mosaicml/mpt-7b": HubSource(
         _MPT, left_out=("lm_head.weight",), layout="sharded bin", type_of_copy="gqa_mpt", fit=True
     ),
@@ -500,13 +451,6 @@ HUB_SOURCES: dict[str, HubSource] = {
         left_out=("lm_head.weight",),
         type_of_copy="gqa_bart",
         fit=True,
-    ),
-    "facebook/bart-base, without a head": HubSource(
-        _BART | {"architectures": ["BartModel"], "torch_dtype": "float32"},
-        "AutoModel",
-        duplicated=tuple((a.removeprefix("model."), b.removeprefix("model.")) for a, b in _BART_EMBEDDINGS),
-        layout="bin",
-        type_of_copy="gqa_bart",
     ),
 }
 """By the repository that each one imitates."""

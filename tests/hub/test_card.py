@@ -239,21 +239,6 @@ def test_licences(out: Path, front: str, repo_id: str, said: str, warned: str) -
         assert "must begin" not in " ".join(warnings)
 
 
-def test_a_licence_that_is_given(out: Path) -> None:
-    from_hub(out)
-    text, front, warnings = card(out, license="MIT")
-    assert front["license"] == "mit"
-    assert "`mit`, as its publisher states." in text
-    assert "replaces apache-2.0" in " ".join(warnings)
-    assert card(out, license="MIT") == (text, front, warnings)
-    text, front, _ = card(out)  # what the source states has not been forgotten
-    assert (front["license"], front["language"]) == ("apache-2.0", ["en", "de"])
-    assert "`apache-2.0`, that of the source" in text
-    assert card(out, license="apache-2.0")[0] == text
-    with pytest.raises(OptionError, match="--license"):
-        card(out, license="my own: one")
-
-
 def test_what_convert_did_not_write_stays_here(out: Path, tmp_path: Path) -> None:
     def sent() -> set[str]:
         return {each.path for each in publish(out, PublishOptions(REPO), dry_run=True).files}
@@ -290,15 +275,6 @@ def test_folders_of_the_machine_stay_out_of_the_card(out: Path) -> None:
     assert any("gqa_conversion.json" in each and "/home/jane/" in each for each in warnings)
 
 
-def test_files_that_are_not_what_they_were(out: Path) -> None:
-    from_hub(out)
-    (out / "tokenizer.json").write_text('{"version": "2.0"}')
-    assert card(out)[2] == ["changed since the conversion: tokenizer.json"]
-    origin = json.loads((out / "gqa_conversion.json").read_text())["source"]
-    record(out, source=origin | {"model_type": "gpt_neox"})
-    assert "rewritten from `gpt_neox` to `llama`" in card(out)[0]
-
-
 def test_access_tokens_are_not_published(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.get_token", lambda: "hidden_act")
     with pytest.raises(PublishError, match=r"config\.json holds an access token"):
@@ -326,26 +302,6 @@ def test_weights_that_changed_are_not_published(out: Path) -> None:
     record(out, written=written)
     with pytest.raises(PublishError, match=r"model\.safetensors was written by neither convert nor uptrain"):
         card(out)
-
-
-def test_the_base_model_is_what_is_known(out: Path) -> None:
-    _, front, warnings = card(out)
-    assert "base_model" not in front
-    assert any("--base-model" in each for each in warnings)
-    given, front, warnings = card(out, base_model="org/other")
-    assert front["base_model"] == "org/other"
-    assert "[org/other](https://huggingface.co/org/other), converted" in given
-    assert not any("--base-model" in each for each in warnings)
-    earlier = from_hub(out, "org/first")
-    from_hub(out, "./looks/like", None)
-    assert "base_model" not in card(out)[1]
-    record(out, previous=earlier)
-    assert card(out)[1]["base_model"] == "org/first"
-    from_hub(out, "org/nearer")
-    assert card(out)[1]["base_model"] == "org/nearer"
-    for name in ("no id: at all", "", "org/", "/home/me/model"):
-        with pytest.raises(OptionError, match="--base-model"):
-            card(out, base_model=name)
 
 
 HOSTILE = "`|x|` </div><script>alert(1)</script>\n---\nlicense: mit\n---\n# Heading\n```\n[a](javascript:b) \u202e![i](http://e) ${{7*7}} {{ x }}"

@@ -146,22 +146,6 @@ def test_losses_of_the_model_and_its_source(base: Path, tmp_path: Path) -> None:
     ]
 
 
-def test_a_third_reference_gives_no_difference_to_the_source(base: Path, tmp_path: Path) -> None:
-    third = Difference(to="another", loss=-0.75, standard_error=0.031)
-    file = evaluation(
-        tmp_path / "e.json",
-        score(base / "source", difference=third),
-        score(base / "out", 3.125, difference=third, kl=0.5),
-        reference=score(base / "another"),
-    )
-    text, _, _ = card(base / "out", file)
-    assert "**Loss: 3.125 ± 0.062 nats per token**" in headline(text)
-    assert "difference to the source's was not measured on the same tokens" in headline(text)
-    assert "0.625" not in text
-    assert "Paired difference in loss to `another`: -0.75 ± 0.031 nats per token." in text
-    assert "KL divergence from `another`: 0.5 nats per token." in text
-
-
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_the_newest_of_several_results_on_a_text_counts(base: Path, tmp_path: Path, order: tuple[int, int]) -> None:
     files = [
@@ -213,33 +197,6 @@ def test_times_of_the_model_and_its_source(base: Path, tmp_path: Path, timed: st
     assert "| 3 | 2 | 1,024 | 10 | 1.5 | 99.5 |  |" in text
     assert "| 4 | 2 |" not in text
     assert "Decode speed: not measured" not in text
-
-
-def test_times_of_an_engine(base: Path, tmp_path: Path) -> None:
-    """Every model that an engine ran has its own fingerprint; another result may have the same N."""
-    other = shutil.copytree(base / "out", tmp_path / "other")
-    record = json.loads((other / "gqa_conversion.json").read_bytes())
-    (other / "gqa_conversion.json").write_text(json.dumps(record | {"created": "2030-01-01T00:00:00Z"}))
-    cells = [
-        TimedCell(
-            groups=groups,
-            model=folder.name,
-            fingerprint=fingerprint(folder),
-            batch=1,
-            context=64,
-            decode_ms_per_token=time,
-        )
-        for folder, groups, time in ((base / "source", 12, 6.0), (other, 3, 1.0), (base / "out", 3, 4.0))
-    ]
-    file = BenchmarkFile(
-        **HEAD, engine="vllm", engine_version="0.11", model="source", fingerprint=cells[0].fingerprint, results=cells
-    )
-    write_result(tmp_path / "b.json", file)
-    text, _, _ = card(base / "out", tmp_path / "b.json")
-    assert "- **Decode step: 1.50 times as fast as the source's** in vllm on cpu" in headline(text)
-    assert "Decode time of `source` (vllm 0.11):" in text
-    assert "| 3 | 1 | 64 | 4 |  |  |  |" in text
-    assert "| 1 |  |" not in text.split("Decode time")[1]
 
 
 def lm_eval(path: Path, model: str, **more: Any) -> Path:

@@ -173,27 +173,6 @@ def test_messages_show_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(problem.value).startswith("the Hub refused me/gqa-3 (*** https://hub/x); nothing was sent")
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (("--repo-id", "public/one", "--private"), ("is public",)),
-        (("--repo-id", "public/single"), ("model.safetensors", "in place of")),
-    ],
-)
-def test_what_the_hub_shows_is_refused_before_anything_is_written(
-    out: Path, hub: UploadHub, options: tuple[str, ...], words: tuple[str, ...]
-) -> None:
-    hub.add("public/one", {})
-    hub.add("public/single", {"model.safetensors": b"0"})
-    before, repositories = digests(out, ignore=()), set(hub.branches)
-    result, made = publish(out, hub.url, *options)
-    assert_refused(result, 2, *words)
-    assert set(made) == {"error", "exit_code"}
-    assert digests(out, ignore=()) == before
-    assert set(hub.branches) == repositories
-    assert hub.puts == []
-
-
 def test_no_login_no_rights_no_network(out: Path, hub: UploadHub) -> None:
     before = digests(out, ignore=())
     assert_refused(publish(out, hub.url, "--repo-id", "me/gqa-3", token=None)[0], 2, "hf auth login", "--dry-run")

@@ -105,18 +105,6 @@ def test_documents_of_different_lengths_in_padded_batches(home: Path, batch: int
     assert (result["tokens"], result["bytes"]) == (count, nbytes)
 
 
-def test_without_a_beginning_token_the_first_one_is_not_scored(home: Path, tmp_path: Path) -> None:
-    tokenizer = demo_tokenizer()
-    tokenizer.bos_token = None
-    causal(tmp_path / "model", tokenizer=tokenizer)
-    ids = tokens_of(TEXT[:60])[1:]
-    (result,) = evaluate(
-        [str(tmp_path / "model")], Source(str(home / "short.txt")), EvaluationOptions(device="cpu")
-    ).as_json()["results"]
-    assert result["loss"] == pytest.approx(whole_loss(model_of(tmp_path / "model"), ids), rel=1e-6)
-    assert (result["tokens"], result["bytes"]) == (len(ids) - 1, 60 - len(tokenizer.decode(ids[:1])))
-
-
 def test_bits_per_byte_do_not_depend_on_the_tokenizer(tmp_path: Path) -> None:
     """A model of letters and one of pairs of letters give every text the same probability; differences are in bits per
     byte alone.
@@ -269,11 +257,3 @@ def test_pairs_have_transformers_own_loss(tmp_path: Path, kind: Any, batch: int)
     assert (result["tokens"], result["bytes"]) == (count, sum(len(row["b"]) for row in rows))
     assert report["objective"] == "pairs"
     assert result["kv_bytes_per_token"] == {t5: 4 * 2 * 8 * 4, bart: 3 * 2 * 8 * 4}[kind]  # of the decoder's own layers
-
-
-def test_a_limit_of_tokens_ends_all_models_texts_at_the_same_place(home: Path) -> None:
-    ids = tokens_of(TEXT * 4)[:101]
-    one, two = run(home, "one", "two", data="long.txt", tokens=100)["results"]
-    assert abs(one["tokens"] - 100) <= 1  # a text that ends elsewhere may have other last tokens
-    assert (one["tokens"], one["bytes"]) == (two["tokens"], two["bytes"])
-    assert one["bytes"] == len(demo_tokenizer().decode(ids[1:]).encode())

@@ -1,8 +1,8 @@
 """Pages and plots of results: which results belong together, what they are called, and what may be in their names."""
 
 import json
+import re
 import sys
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -69,44 +69,6 @@ def test_a_table_for_each_text(other: dict[str, Any], tables: int) -> None:
     assert [len(text.entries) for text in texts] == ([2] if tables == 1 else [1, 1])
 
 
-class Cells(HTMLParser):
-    """The cells of the tables of a page, and whether it has anything that runs or is loaded."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.cells: list[str] = []
-        self.tags: set[str] = set()
-        self._inside = False
-        self.feed(page)
-
-    def handle_starttag(self, tag: str, attrs: Any) -> None:
-        self.tags.add(tag)
-        self._inside = tag == "td"
-        assert not any(name in ("src", "onload", "onerror") for name, _ in attrs)
-
-    def handle_data(self, data: str) -> None:
-        if self._inside:
-            self.cells.append(data)
-
-    def handle_endtag(self, tag: str) -> None:  # noqa: ARG002
-        self._inside = False
-
-
-def test_names_are_escaped_and_the_page_needs_no_other_file(tmp_path: Path) -> None:
-    name = "<script>$x_{$<img src=a onerror=b>--&"
-    broken = scores("nan", "3", None, scored_nan=4, note="<b>")
-    draw([evaluation(scores(name, "1"), broken, text=name)], tmp_path / "a.html", tmp_path / "a.svg")
-    page = (tmp_path / "a.html").read_text()
-    found = Cells(page)
-    assert name in found.cells
-    assert "NaN" in found.cells
-    assert "4 of 9 tokens have no finite loss: nan" in page
-    assert "nan: &lt;b&gt;" in page
-    assert "svg" in found.tags
-    assert not found.tags & {"script", "img", "b", "link", "iframe"}
-    assert "<svg" in (tmp_path / "a.svg").read_text()
-
-
 def drawn(figure_of: list[EvaluationFile], folder: Path) -> str:
     draw(figure_of, None, folder / "a.svg")
     return (folder / "a.svg").read_text()
@@ -155,11 +117,11 @@ def test_the_command_draws_its_models_and_earlier_results(
     (tmp_path / "one").rename(tmp_path / "moved")
     code, _, err = ask("moved", "two", "--data", "text.txt", "--with", "one.json", "--html", "a.html", "-o", "two.json")
     assert (code, err) == (0, "")
-    rows = Cells((tmp_path / "a.html").read_text()).cells
-    assert [each for each in rows if each in ("one", "moved", "two")] == ["one", "two"]
+    cells = re.findall(r"<t[dh][^>]*>([^<]*)<", (tmp_path / "a.html").read_text())
+    assert [each for each in cells if each in ("one", "moved", "two")] == ["one", "two"]
     assert ask("--with", "one.json", "--with", "two.json", "--plot", "a.png", "--html", "b.html") == (0, "", "")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-    assert Cells((tmp_path / "b.html").read_text()).cells == rows
+    assert re.findall(r"<t[dh][^>]*>([^<]*)<", (tmp_path / "b.html").read_text()) == cells
     code, out, err = ask("--with", "one.json", "--html", "b.html", "--json")
     assert (code, out, err) == (0, '{"html": "b.html", "plot": null}\n', "")
     for arguments, words in (

@@ -16,7 +16,6 @@ from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import NoLanguageModelError
 from gqa_convert.families.loading import headless_class
 from gqa_convert.verify import verify_checkpoint
-from tests.helpers.command_line import assert_mistake, run
 from tests.helpers.own_files import SIZES
 from tests.helpers.tiny import make_config, randomise
 from tests.helpers.verification import edit, failed, flip, save_tokenizer
@@ -100,19 +99,6 @@ def test_faults_of_headless_checkpoints_are_found(tmp_path: Path, auto: str) -> 
     assert {"tensor names", "untouched tensors", "loads"} <= set(failed(verify_checkpoint(out, source)))
 
 
-def test_a_lost_head_is_found(tmp_path: Path) -> None:
-    source = save(tmp_path / "source", CLASSIFIER)
-    convert_checkpoint(source, tmp_path / "out", 3, ConversionOptions(method="mean"))
-    edit(tmp_path / "out", "score.weight", lambda _: None)
-    assert {"tensor names", "untouched tensors", "loads"} == set(failed(verify_checkpoint(tmp_path / "out", source)))
-    language_model = save(tmp_path / "model", "AutoModelForCausalLM")
-    convert_checkpoint(language_model, tmp_path / "other", 3, ConversionOptions(method="mean"))
-    edit(tmp_path / "other", "lm_head.weight", lambda _: None)
-    findings = failed(verify_checkpoint(tmp_path / "other", language_model))
-    assert {"tensor names", "untouched tensors", "loads"} == set(findings)
-    assert "lm_head.weight" in findings["loads"]
-
-
 @pytest.mark.parametrize(
     ("architecture", "auto"),
     [
@@ -163,10 +149,3 @@ def test_what_needs_a_head_says_so(sources: dict[str, Path], tmp_path: Path, com
     assert mistake.value.exit_code == 2
     assert "amage" not in str(mistake.value)
     assert [path for path in out.rglob("*") if path.name != ".lock"] == []  # the lock of a run
-
-
-def test_the_command_line_without_a_head(sources: dict[str, Path]) -> None:
-    text = sources[LAYERS].parent / "text.txt"
-    assert_mistake(
-        run("evaluate", sources[CLASSIFIER], "--data", text), "LlamaForSequenceClassification", "no language-model head"
-    )

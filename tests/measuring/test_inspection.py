@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, T5Config
 
 from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.conversion.fit.calibration_text import calibration_batches
-from gqa_convert.errors import DataError, GroupsError, OptionError
 from gqa_convert.families.geometry import AttentionFinder
 from gqa_convert.families.table import FAMILIES
 from gqa_convert.measuring.sensitivity.inspection import (
@@ -20,11 +19,9 @@ from gqa_convert.measuring.sensitivity.inspection import (
     inspect_checkpoint,
     recommend_within_loss,
 )
-from gqa_convert.measuring.sensitivity.kv_budget import KVBudget
 from gqa_convert.merging.absorption_limits import find_absorption_limits
 from gqa_convert.merging.attention_heads import LayerLayout
 from gqa_convert.merging.merge_layer import Moments, merge_layer
-from tests.helpers.chatglm import write_source
 from tests.helpers.checkpoints import llama_arrays, write_llama
 from tests.helpers.command_line import assert_mistake, run
 from tests.helpers.data_helpers import span_tokenizer
@@ -236,27 +233,6 @@ def test_recommendations() -> None:
         == "none of N = 2, 4, 6, 12 adds at most 0.09 nats per token by the closed form: allow more with --max-loss-increase"
     )
     assert recommend_within_loss(losses[1:2], 0.1)[0] is None
-
-
-def test_mistakes(weights: Path, planted: tuple[Path, Path], tmp_path: Path) -> None:
-    def refused(kind: type[Exception], words: str, source: Path = weights, **options: Any) -> None:
-        with pytest.raises(kind, match=words):
-            inspect_checkpoint(source, **options)
-
-    words = r"--candidates \[5\] do not all merge 12 K/V heads evenly: choose among \[1, 2, 3, 4, 6\]"
-    refused(GroupsError, words, candidates=[5])
-    refused(GroupsError, "do not all merge", candidates=[3, 12])
-    refused(OptionError, "--calibration-tokens 9 needs calibration text", calibration_tokens=9)
-    refused(OptionError, "--kv-budget need text", max_loss_increase=0.2)
-    refused(OptionError, "--kv-budget need text", kv_budget=KVBudget("9", nbytes=9))
-    both = {"max_loss_increase": 0.1, "kv_budget": KVBudget("9", nbytes=9)}
-    refused(OptionError, "exclude each other", calibration="x", **both)
-    refused(DataError, "one block and none left", planted[0], calibration=str(planted[1]), calibration_tokens=LENGTH)
-    alone = {"num_attention_heads": 1, "num_key_value_heads": 1, "num_hidden_layers": 1}
-    mqa = write_llama(tmp_path / "mqa", arrays=llama_arrays(layers=1, heads=1), config=alone)
-    refused(GroupsError, "there is nothing to merge", mqa)
-    write_source(tmp_path / "chatglm")
-    refused(OptionError, "no class of type chatglm", tmp_path / "chatglm", calibration="x")
 
 
 def test_the_command_for_people_and_for_scripts(weights: Path, planted: tuple[Path, Path]) -> None:

@@ -23,7 +23,6 @@ from gqa_convert.errors import GroupsError, OptionError, OutputError
 from gqa_convert.measuring.sensitivity import layer_merging, merged_copies
 from gqa_convert.measuring.sensitivity.choice import BudgetChoice
 from gqa_convert.measuring.sensitivity.choosing import choose_num_kv_heads
-from gqa_convert.measuring.sensitivity.inspection import inspect_checkpoint
 from gqa_convert.measuring.sensitivity.kv_budget import KVBudget, LayerCosts, largest_uniform, least_sum
 from gqa_convert.measuring.sensitivity.merged_copies import open_inputs, score_copies
 from gqa_convert.verify import verify_checkpoint
@@ -207,16 +206,6 @@ def test_a_score_is_that_of_the_whole_models(source: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(
-    ("stated", "limit"),
-    [("50%", 500), ("29%", 290), ("12.55%", 125), ("500", 500), ("0.5kB", 500), ("10%", 100)],
-)
-def test_what_a_budget_allows(stated: str, limit: int) -> None:
-    budget = cache_budget(stated)
-    assert budget is not None
-    assert budget.limit(1000, 100) == limit
-
-
-@pytest.mark.parametrize(
     ("stated", "words"),
     [
         ("100%", "is 1,000 bytes per token: state less than the 1,000 of the source, and at least 83"),
@@ -255,12 +244,3 @@ def test_what_cannot_be_converted_is_refused_before_text_is_read(source: Path, t
     out = tmp_path / "result"
     assert_mistake(run("convert", source, out, "--kv-budget", "5%"), "and at least 256, which one K/V head")
     assert not out.exists()
-
-
-def test_inspect_ends_in_a_list_and_its_conversion(source: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layer_merging, "SHORT_STEPS", 1)
-    found = inspect_checkpoint(
-        source, calibration=str(text), calibration_tokens=640, candidates=[3], kv_budget=SHARE, device="cpu"
-    ).as_json()
-    assert found["recommendation"]["groups"] == found["budget"]["groups"] == CHOSEN
-    assert f"--groups 12,3,12,3 --calibration {text}" in found["recommendation"]["command"]

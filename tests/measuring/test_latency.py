@@ -28,7 +28,7 @@ from gqa_convert.measuring.results import BenchmarkFile, TimedCell, load_result
 from tests.helpers.checkpoints import HEADS, WIDTH, write_llama
 from tests.helpers.command_line import assert_mistake, run
 from tests.helpers.own_files import SIZES
-from tests.helpers.tiny import make_checkpoint, make_config
+from tests.helpers.tiny import make_config
 
 QUICK = ("--context", "6", "--repetitions", "1", "--device", "cpu")
 
@@ -149,19 +149,6 @@ def test_the_own_version_has_the_own_weights_and_shares_them(llama: Path) -> Non
     assert len(list(own.parameters())) - len(shared) == 2 * 2  # keys and values of two layers
 
 
-@pytest.mark.usefixtures("modeling_files_registered")
-def test_a_model_whose_layers_differ_is_timed_with_its_own_numbers(tmp_path: Path) -> None:
-    make_checkpoint("llama", tmp_path / "source", head_dim=8, intermediate_size=256, num_hidden_layers=3)
-    convert_checkpoint(tmp_path / "source", tmp_path / "list", [12, 3, 1], ConversionOptions(method="mean"))
-    result = benchmark_model(tmp_path / "list", options=options(candidates=None))
-    assert (result.kv_heads, result.weights) == ([12, 3, 1], "own")
-    (cell,) = result.results
-    assert (cell.groups, cell.kv_bytes_per_token) == ([12, 3, 1], 16 * 2 * 8 * 4)
-    assert cell.fingerprint == fingerprint(tmp_path / "list")
-    with pytest.raises(OptionError, match="--candidates: the layers of"):
-        benchmark_model(tmp_path / "list", options=options(candidates=(3,)))
-
-
 def test_steps_are_taken_back(tmp_path: Path) -> None:
     """Every turn begins at the same context, sliding windows included."""
     for model_type, attention in (("llama", "gqa"), ("gemma2", "eager")):
@@ -195,23 +182,6 @@ def test_mistakes(llama: Path, changes: dict[str, Any], error: type[GQAConvertEr
     with pytest.raises(error, match=words) as caught:
         benchmark_model(llama, options=options(**changes))
     assert caught.value.exit_code == 2
-
-
-def test_the_command(tmp_path: Path) -> None:
-    """In a folder whose name looks like a mark of the console."""
-    source = write_llama(tmp_path / "so[/red]urce")
-    result = run("benchmark", source, "--candidates", "3,12", "--batch", "1,2", *QUICK, "--json")
-    assert result.returncode == 0, result.stderr
-    assert result.stderr == ""
-    told = json.loads(result.stdout)
-    assert [(each["batch"], each["groups"]) for each in told["results"]] == [(1, 3), (1, 12), (2, 3), (2, 12)]
-    assert told["command"][:2] == ["gqa-convert", "benchmark"]
-    result = run("benchmark", source, "--candidates", "3,12", *QUICK)
-    assert (result.returncode, result.stderr) == (0, "")
-    for word in ("so[/red]urce: llama", "random keys", "prefill ms"):
-        assert word in result.stdout
-    quiet = run("benchmark", source, "--candidates", "3", *QUICK, "--quiet")
-    assert (quiet.stdout, quiet.stderr) == ("", "")
 
 
 def test_speeds_are_of_the_source_and_of_nothing_else(tmp_path: Path) -> None:

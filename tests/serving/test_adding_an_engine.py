@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from gqa_convert.families import engines as plan
 from gqa_convert.serving.engines import ENGINES, Engine
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,7 +46,3 @@ def forgotten(name: str, engine: Engine, root: Path) -> list[str]:
 @pytest.mark.parametrize("name", ENGINES)
 def test_every_engine_is_complete(name: str) -> None:
     assert forgotten(name, ENGINES[name], ROOT) == []
-
-
-def test_every_engine_that_a_dry_run_lists_can_be_checked() -> None:
-    assert {name.lower() for name in plan.ENGINES} - {"transformers"} == set(ENGINES)

@@ -94,30 +94,6 @@ def test_packed_documents_are_as_they_are_alone_or_refused(case: str) -> None:
     assert distance(model, [32]) < 2e-5
 
 
-def test_a_model_is_left_in_the_mode_that_it_was_in() -> None:
-    model = model_of("jamba").train()
-    with pytest.raises(
-        RecipeError, match=r"one document changes what there \(jamba\) computes for another in the same row"
-    ):
-        check_apart("there", model, 32)
-    assert model.training
-    check_apart("there", model_of("mixtral").to(torch.bfloat16), 32)
-
-
-@pytest.mark.parametrize("model_type", ["phi3", "llama"])
-def test_long_rope_takes_the_frequencies_of_the_longest_document(model_type: str) -> None:
-    """Of 14 tokens here. Below the length that was trained first, nothing is chosen."""
-    rotary = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 10}
-    pairs, beside = {"phi3": (4, {"original_max_position_embeddings": 10}), "llama": (8, {})}[model_type]
-    factors = {"short_factor": [1.0] * pairs, "long_factor": [4.0] * pairs}
-    model = tiny.make_model(tiny.make_config(model_type, kv_heads=3, rope_parameters=rotary | factors, **beside))
-    assert distance(model) > 0.1
-    assert distance(model, [4, 6]) < 2e-5
-    check_apart("here", model, 10)
-    with pytest.raises(RecipeError, match=r"longrope.* lower sequence_length to 10, or remove document_mask"):
-        check_apart("here", model, 11)
-
-
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Checkpoints with the demo's tokenizer; long text and short documents."""

@@ -87,27 +87,6 @@ def test_bytes_of_weights_gradients_and_moments_are_those_of_tensors(
     assert "gathered layers" in shared.keys() - alone.keys()
 
 
-def test_adapters_and_weights_in_four_bits(home: Path, tmp_path: Path) -> None:
-    keys = {"precision": "bf16", "lora": {"rank": 4}}
-    plain = estimated(home, tmp_path / "run", precision="bf16")
-    adapted = estimated(home, tmp_path / "run", **keys)
-    in_bits = estimated(home, tmp_path / "run", **keys | {"lora": {"rank": 4, "quantize": "nf4"}})
-    own = adapted.parameters["trained"]
-    assert adapted.memory["gradients"] == 4 * own
-    assert adapted.memory["weights"] == 2 * (adapted.parameters["all"] - own) + 4 * own
-    assert in_bits.memory["weights"] < 0.5 * adapted.memory["weights"] < 0.4 * plain.memory["weights"]
-    assert adapted.flops < plain.flops
-
-
-def test_what_saves_memory_does(home: Path, tmp_path: Path) -> None:
-    keys: dict[str, Any] = {"sequence_length": 256, "tokens_per_step": 1024, "tokens": 4096, "micro_batch_size": 4}
-    plain = estimated(home, tmp_path / "run", **keys)
-    recomputed = estimated(home, tmp_path / "run", **keys, gradient_checkpointing=True)
-    assert recomputed.memory["activations"] < plain.memory["activations"] / 2
-    smaller = estimated(home, tmp_path / "run", **keys | {"micro_batch_size": 2})
-    assert smaller.memory["activations"] == pytest.approx(plain.memory["activations"] / 2, rel=0.02)
-
-
 _LLAMA: dict[str, Any] = {"model_type": "llama", "vocab_size": 32000, "max_position_embeddings": 4096}
 _7B: dict[str, Any] = _LLAMA | {
     "hidden_size": 4096,
@@ -186,20 +165,6 @@ def test_recipes_state_the_memory_and_the_time_that_are_estimated(
     assert float(time[3]) == pytest.approx(found.flops * found.steps, rel=0.05)
     assert (found.shards > 1) == ("fsdp2.yaml" in text)
     assert found.memory_needed < 72e9  # what a GPU with 80 GB has, with a tenth for what is not counted
-
-
-def test_an_estimate_writes_nothing_and_adds_up(home: Path, tmp_path: Path) -> None:
-    path = recipe(home, tmp_path / "run", teacher=str(DEMO), sharding="full")
-    before = sorted(home.rglob("*"))
-    found = estimate(path, [], named_gpus(2, "a100"))
-    assert (found.gpus, found.shards, found.steps, found.samples_per_step, found.micro_batches) == (2, 2, 6, 2, 1)
-    assert found.tokens_needed == 6 * 64
-    assert found.hours == pytest.approx(6 * found.flops / (2 * 312e12 * 0.35 * 3600))
-    assert found.memory_needed == sum(found.memory.values())
-    assert found.fits is True
-    assert sorted(home.rglob("*")) == before
-    assert not (tmp_path / "run").exists()
-    assert estimate(path, [], Hardware(2, memory=10**6)).fits is False
 
 
 def test_the_command_line(home: Path, tmp_path: Path) -> None:

@@ -14,14 +14,12 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
-    PretrainedConfig,
     T5Config,
     T5ForConditionalGeneration,
 )
 from transformers.optimization import Adafactor as TransformersAdafactor
 
 import gqa_convert
-from gqa_convert.errors import RecipeError
 from gqa_convert.training import adafactor
 from gqa_convert.training.optimizers import Adafactor, build_optimizer, choose_trained
 from gqa_convert.training.recipe import Recipe, make_recipe
@@ -90,35 +88,6 @@ def test_t5_has_three_attentions() -> None:
     }
     assert len(choose_trained(t5(), "kv")) == 3 * 2
     assert len(choose_trained(t5(), "attention")) == 3 * 4
-
-
-def test_what_a_model_holds_fixed_stays_so() -> None:
-    model = llama()
-    model.model.embed_tokens.weight.requires_grad_(False)
-    assert "model.embed_tokens.weight" not in choose_trained(model, "all")
-    assert not model.model.embed_tokens.weight.requires_grad
-
-
-def test_gpt2_trains_its_fused_projection_whole_and_no_mlp() -> None:
-    model = gpt2()
-    assert kinds(model, "kv") == {"attn.c_attn.weight", "attn.c_attn.bias"}
-    assert kinds(model, "attention") == {
-        f"attn.{name}.{kind}" for name in ("c_attn", "c_proj") for kind in ("weight", "bias")
-    }
-
-
-def test_nothing_to_train_is_refused() -> None:
-    model = nn.ModuleDict({"layer": nn.Linear(2, 2)})
-    model.config = PretrainedConfig()
-    with pytest.raises(RecipeError, match="has no parameters that are known to be of that kind: use all"):
-        choose_trained(model, "kv")
-    assert len(choose_trained(model, "all")) == 2
-    headless = nn.ModuleDict({"mlp": nn.Linear(2, 2)})
-    headless.config = LlamaConfig(**LLAMA)
-    with pytest.raises(RecipeError, match="model type 'llama' has no parameters that are known to be of that kind"):
-        choose_trained(headless, "attention")
-    with pytest.raises(RecipeError, match="trainable is all"):
-        choose_trained(llama().requires_grad_(False), "all")
 
 
 def test_frozen_parameters_are_in_no_group() -> None:

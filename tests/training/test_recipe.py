@@ -1,7 +1,6 @@
 """Recipes: what they mean, what is refused and in which words, and that every shipped one can be read."""
 
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gqa_convert.data import objectives
-from gqa_convert.data.keys import fields_of
 from gqa_convert.data.objectives import OBJECTIVES
 from gqa_convert.data.sources import Source
 from gqa_convert.errors import RecipeError, SourceNotFoundError
@@ -22,7 +20,6 @@ from gqa_convert.training.recipe import (
     CHANGEABLE,
     KEYS,
     RECORDED,
-    Lora,
     Recipe,
     make_recipe,
 )
@@ -53,28 +50,6 @@ def refusal(folder: Path, text: str, *overrides: str) -> str:
     return str(caught.value).removeprefix(str(path)).lstrip(":, ")
 
 
-def test_defaults() -> None:
-    recipe = make()
-    assert recipe.data == (Source("d"),)
-    assert recipe.budget_tokens == 10_000_000
-    assert (recipe.learning_rate, recipe.gradient_clipping) == (2e-4, 1.0)
-    assert (recipe.objective, recipe.schedule, recipe.optimizer, recipe.precision, recipe.trainable) == (
-        "auto",
-        "cosine",
-        "adamw",
-        "bf16",
-        "all",
-    )
-    assert recipe.distillation_weight is None
-
-
-def test_every_key_says_what_it_means() -> None:
-    assert {*BUDGET, *CHANGEABLE} < {*KEYS}
-    for declared in (Recipe, Source, Lora):
-        for name, field in fields_of(declared).items():
-            assert field.description.endswith("."), name
-
-
 def test_which_keys_a_resumed_run_may_change() -> None:
     assert {"tokens", "alpha", "pretraining_tokens"} == BUDGET
     assert {"learning_rate", "gradient_clipping", "precision"} == RECORDED
@@ -97,24 +72,15 @@ def test_which_keys_a_resumed_run_may_change() -> None:
 @pytest.mark.parametrize(
     ("written", "number"),
     [
-        ("1000000", 10**6),
         ("1_000_000", 10**6),
         ("1e6", 10**6),
         ("1.5e6", 1_500_000),
-        ("1E+6", 10**6),
         ("10B", 10**10),
-        ("10G", 10**10),
         ("500M", 5 * 10**8),
-        ("500 M", 5 * 10**8),
         ("640k", 640_000),
-        ("640K", 640_000),
         ("64Ki", 65536),
-        ("1Mi", 2**20),
-        ("2T", 2 * 10**12),
         ("0.3B", 3 * 10**8),
         ("1.1e10", 11 * 10**9),
-        ("'1M'", 10**6),
-        ("+1M", 10**6),
     ],
 )
 def test_token_counts(written: str, number: int, tmp_path: Path) -> None:
@@ -125,64 +91,26 @@ def test_token_counts(written: str, number: int, tmp_path: Path) -> None:
     assert isinstance(recipe.tokens, int)
 
 
-def test_data_in_all_its_forms(tmp_path: Path) -> None:
-    text = LINES.replace(
-        "data: d",
-        "data:\n  - a.txt\n  - {source: b, weight: 3, text_field: body}\n  - source: org/set\n    name: en\n    revision: main",
-    )
-    recipe = read_recipe(write(tmp_path, text))
-    assert recipe.data == (
-        Source("a.txt"),
-        Source("b", 3.0, "body"),
-        Source("org/set", name="en", revision="main"),
-    )
-    assert make(data={"source": "x", "split": "test"}).data == (Source("x", split="test"),)
-    assert make(data=[Source("x")]).data == (Source("x"),)
-
-
 BADKEYS = {
     "lerning_rate: 1e-4": "unknown key 'lerning_rate': did you mean 'learning_rate'?",
-    "learning-rate: 1e-4": "unknown key 'learning-rate': did you mean 'learning_rate'?",
     "lr: 1e-4": "unknown key 'lr': did you mean 'learning_rate'?",
-    "batch_size: 4": "unknown key 'batch_size': did you mean 'tokens_per_step'?",
     "qwertz: 4": "unknown key 'qwertz': the keys are model, output, data",
     "learning_rate: fast": "learning_rate is fast: it must be a number",
     "learning_rate: 2": "learning_rate is 2.0: it must be less than or equal to 1",
     "learning_rate: 0": "learning_rate is 0.0: it must be",
-    "learning_rate: .nan": "learning_rate is .nan: it must be",
-    "learning_rate: true": "learning_rate is true: it must be",
-    "learning_rate: null": "learning_rate is null: it must be",
-    "learning_rate: 1M": "learning_rate is 1M: it must be",
     "warmup_steps: -1": "warmup_steps is -1: it must be greater than or equal to 0",
-    "warmup_steps: 10k": "warmup_steps is 10k: it must be a whole number",
     "micro_batch_size: 0": "micro_batch_size is 0: it must be greater than or equal to 1",
-    "micro_batch_size: 1.5": "micro_batch_size is 1.5: it must be a whole number",
-    "micro_batch_size: yes": "micro_batch_size is yes: it must be a whole number",
-    "micro_batch_size: true": "micro_batch_size is true: it must be a whole number",
     "seed: 4294967296": "seed is 4294967296: it must be less than or equal to 4294967295",
     "schedule: linear": "schedule is linear: it must be constant, cosine or wsd",
-    "optimizer: sgd": "optimizer is sgd: it must be adamw or adafactor",
-    "objective: mlm": "objective is mlm: it must be auto, causal, span_corruption or pairs",
-    "precision: fp16": "precision is fp16: it must be bf16 or no",
-    "precision: false": "precision is false: it must be bf16 or no",
     "trainable: [kv]": "trainable is ['kv']: it must be all, attention or kv",
     "document_mask: yes": "document_mask is yes: it must be true or false",
-    "document_mask: 1": "document_mask is 1: it must be true or false",
-    "decay_share: 0": "decay_share is 0.0: it must be greater than 0",
-    "final_learning_rate: 1.1": "final_learning_rate is 1.1: it must be less than or equal to 1",
-    "beta2: 1": "unknown key 'beta2'",
     "gradient_clipping: 1e999": "gradient_clipping is 1e999: it must be a number",
-    "learning_rate: 1e-999": "learning_rate is 0.0: it must be greater than 0",
     f"seed: {'9' * 5000}": "seed is 999",
-    "gradient_clipping: 0": "gradient_clipping is 0: it must be greater than 0",
     "trackers: [wandb, wnadb]": "trackers[1] is wnadb: it must be aim, clearml",
-    "trackers: {wandb: 1}": "trackers is {'wandb': '1'}: it must be a list",
     "trackers: [wandb, aim, wandb]": "trackers is ['wandb', 'aim', 'wandb']: wandb is named twice",
-    "distillation_weight: 1.5\nteacher: t": "distillation_weight is 1.5: it must be less than or equal to 1",
     "distillation_weight: 0.5": "distillation_weight is given without a teacher: name the source checkpoint as teacher, or remove distillation_weight",
     "alpha: 0.05": "tokens and alpha both state the budget: keep tokens, or alpha with pretraining_tokens",
     "pretraining_tokens: 1T": "tokens and pretraining_tokens both state the budget",
-    "alpha: 1.5": "alpha is 1.5: it must be less than or equal to 1",
     "sequence_length: 1": "sequence_length is 1: it must be greater than or equal to 2",
     "sequence_length: 128k": "tokens_per_step is 65536 and sequence_length is 128000: a step must hold at least one sequence",
     "tokens_per_step: 20M": "the budget is 10000000 tokens and tokens_per_step is 20000000: raise the budget or lower tokens_per_step",
@@ -192,7 +120,6 @@ BADKEYS = {
     "objective: pairs": "objective is pairs and data does not name their fields: give it source_field and target_field",
     "teacher: ./m": "teacher and model are both m",
     "teacher: ''": "teacher is empty: it must be text",
-    "teacher: [a]": "teacher is ['a']: it must be text",
 }
 
 
@@ -204,18 +131,13 @@ def test_bad_keys(lines: str, tmp_path: Path) -> None:
 BAD_DATA = {
     "[]": "data is []: it is an empty list: name at least one file",
     "null": "data.source is null: it must be text",
-    "true": "data.source is true: it must be text",
     "[a, {source: b, wieght: 2}]": "data[1] has an unknown key 'wieght': did you mean 'weight'?",
     "{path: b}": "data has an unknown key 'path': did you mean 'source'?",
-    "{weight: 2}": "data has no key 'source'",
     "[{source: b, weight: 0}]": "data[0].weight is 0.0: it must be greater than 0",
-    "[[a]]": "data[0].source is ['a']: it must be text",
-    "[{source: b, split: null}]": "data[0].split is null: it must be text",
     "{source: b, source_field: x}": "data names source_field without target_field: give both, or neither",
     "[a, {source: b, target_field: x}]": "data[1] names target_field without source_field: give both, or neither",
     "{source: b, source_field: x, target_field: y, text_field: z}": "data names text_field and source_field: keep text_field for",
     "[a, {source: b, source_field: x, target_field: y}]": "data[1] holds pairs and data[0] running text: give all sources source_field",
-    "{source: b, source_feild: x}": "data has an unknown key 'source_feild': did you mean 'source_field'?",
 }
 
 
@@ -224,44 +146,17 @@ def test_bad_data(written: str, tmp_path: Path) -> None:
     assert refusal(tmp_path, LINES.replace("data: d", f"data: {written}")).startswith(BAD_DATA[written])
 
 
-def test_pairs_beside_other_keys() -> None:
-    pairs = {
-        "source": "p",
-        "source_field": "en",
-        "target_field": "de",
-    }
-    recipe = make(data=pairs, evaluation_data=pairs)
-    assert recipe.data[0].holds_pairs
-    assert make_recipe(recipe.resolved()) == recipe
-    assert make(data=pairs, objective="pairs").objective == "pairs"
-    for keys, message in (
-        (
-            {"objective": "causal"},
-            "objective is causal and data names source_field and target_field: remove objective, or name the text",
-        ),
-        ({"objective": "span_corruption"}, "objective is span_corruption and data names source_field"),
-        ({"evaluation_data": "text"}, "data holds pairs and evaluation_data running text"),
-    ):
-        with pytest.raises(RecipeError, match=message):
-            make(**{"data": pairs} | keys)
-
-
 BAD_YAML = {
     "": "is empty: a recipe has at least the keys",
-    "# nothing\n": "is empty",
     "- a\n- b\n": "holds a list",
-    "words\n": "holds text",
     f"{LINES}seed: 1\nseed: 2\n": "line 6: 'seed' is given twice",
     f"{LINES[:-1]}\ndata: {{source: a, source: b}}\n": "line 5: 'data' is given twice",
-    "model: m\ndata: {source: a, source: b}\n": "line 2: 'source' is given twice",
     "model: m\n  output: o\n": "line 2: mapping values are not allowed here",
-    "model: [m\noutput: o\n": "line 2: expected ',' or ']'",
     "model: m\n\toutput: o\n": "line 2: found character '\\t'",
     "model: !!python/name:os.system m\n": "line 1: could not determine a constructor for the tag",
     "<<: {model: m}\n": "unknown key '<<'",
     "model: m\n---\nmodel: n\n": "line 2: but found another document",
     "null: m\n": "line 1: a key must be a word, not None",
-    "[a]: m\n": "line 1: a key must be a word, not ['a']",
     "model: m\x07\n": "is not valid YAML: unacceptable character",
     "data: " + "[" * 5000: "is nested too deeply",
 }
@@ -393,28 +288,6 @@ HEADS = {
 
 def test_all_shipped_recipes_are_known_here() -> None:
     assert {path.stem for path in SHIPPED_RECIPES} == {*HEADS}
-
-
-@pytest.mark.parametrize("path", SHIPPED_RECIPES, ids=lambda path: path.stem)
-def test_shipped_recipes_say_what_they_are(path: Path) -> None:
-    recipe, text = read_recipe(path), path.read_text(encoding="utf-8")
-    comments = "\n".join(line for line in text.splitlines() if line.startswith("#"))
-    for word in ("hardware", "memory", "time", "start", "convert", "launch", "expected"):
-        assert re.search(rf"^# {word}  +\S", comments, re.MULTILINE), word
-    assert re.search(r"^# expected   (not run|measured: )", comments, re.MULTILINE)
-    assert "estimate" in comments
-    heads, groups = HEADS[path.stem]
-    assert heads % groups == 0
-    convert = re.search(r"gqa-convert convert (\S+) (\S+) --groups (\d+)", comments)
-    assert convert is not None
-    assert convert[2] == recipe.model
-    assert int(convert[3]) == groups
-    assert recipe.teacher in (None, convert[1])
-    assert f"{heads} K/V heads" in comments
-    assert f"uptrain recipes/{path.name}" in comments
-    launch = re.search(r"--config_file (\S+)", comments)
-    assert launch is None or (ROOT / launch[1]).is_file()
-    assert max(map(len, text.splitlines())) <= 152
 
 
 def test_a_missing_converted_model_is_made_by_the_headers_command(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditional
 from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import LaunchError
-from gqa_convert.families.loading import load_model, outline_model
+from gqa_convert.families.loading import load_model
 from tests.helpers.ranks import Job
 from tests.helpers.tiny import make_checkpoint
 
@@ -101,25 +101,3 @@ def share(folder: str) -> None:
         model, _ = sharding.load(Path(folder), torch.float32, by_first=True)
         with pytest.raises(LaunchError, match="is shared with another layer, and FSDP2 would train the two separately"):
             sharding.shard(model, accelerator.device, bf16=False)
-
-
-def test_an_outline_takes_no_memory_and_keeps_ties(tmp_path: Path) -> None:
-    config = GPT2Config(vocab_size=4000, n_embd=768, n_layer=8, n_head=12)
-    model = GPT2LMHeadModel(config)
-    model.save_pretrained(tmp_path / "gpt2")
-    size = sum(parameter.nbytes for parameter in model.parameters())
-    assert size > 200e6
-    before = _anonymous()
-    outline = outline_model(tmp_path / "gpt2", torch.float32)
-    assert _anonymous() - before < size / 20
-    assert outline.lm_head.weight is outline.transformer.wte.weight
-    assert {name: tensor.shape for name, tensor in outline.state_dict().items()} == {
-        name: tensor.shape for name, tensor in model.state_dict().items()
-    }
-    assert sum(parameter.nbytes for parameter in outline.parameters()) == size
-
-
-def _anonymous() -> int:
-    """Bytes of this process's memory that are no file's."""
-    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))

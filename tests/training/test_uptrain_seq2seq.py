@@ -1,6 +1,5 @@
 """Runs of encoder-decoders on pairs, against transformers' own losses and against one another."""
 
-import json
 import re
 import sys
 from collections.abc import Iterator
@@ -131,19 +130,6 @@ def test_interrupted_and_resumed_is_uninterrupted(home: Path, tmp_path: Path, di
         int(line["step"] * per_step * samples.tokens_per_sample) for line in lines
     ]
     assert lines[-1]["tokens"] >= 384 > lines[-2]["tokens"]
-
-
-def test_what_is_left_out_and_cut_is_said(home: Path, tmp_path: Path) -> None:
-    from gqa_convert.training.uptrain import uptrain_checkpoint
-    from tests.helpers.uptrain_runs import recipe
-
-    rows = [{"a": "w1 w2 w3 w4 w5 w6", "b": "w1"}, {"a": "w1", "b": ""}, {"a": "w1", "b": "w2"}]
-    (tmp_path / "some.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    said: list[str] = []
-    keys = {"model": str(home / "bart-gqa"), "data": pairs(tmp_path, "some"), "sequence_length": 6}
-    uptrain_checkpoint(recipe(home, tmp_path / "run", **keys), [], on_message=said.append)
-    assert f"1 of the 2 pairs of {tmp_path}/some.jsonl are truncated to 6 tokens" in said
-    assert f"1 rows of {tmp_path}/some.jsonl with an empty source or target are skipped" in said
 
 
 def config_of(kind: str) -> dict[str, Any]:
