@@ -23,7 +23,7 @@ from transformers import (
 )
 from transformers.cache_utils import DynamicCache, StaticCache
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
-from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding, eager_attention_forward
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
 
 from gqa_convert.attention import (
     GroupedQueryAttention,
@@ -34,7 +34,6 @@ from gqa_convert.attention import (
     grouped_query_attention,
     register,
 )
-from gqa_convert.attention.interface import attention_forward
 from gqa_convert.attention.multihead import merge_heads
 from gqa_convert.errors import GroupsError, NonFiniteError, OptionError
 from tests.helpers.attention import numbers
@@ -135,31 +134,6 @@ def test_packed_or_not_the_function_computes_the_same(
             torch.testing.assert_close(gradient.double(), wanted, rtol=5 * tolerance, atol=5 * tolerance)
 
 
-@pytest.mark.parametrize("queries", [1, 5, 60])
-def test_the_function_compiles_as_one_graph(queries: int) -> None:
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    compiled = torch.compile(grouped_query_attention, fullgraph=True, backend="eager", dynamic=True)
-    for batch, keys in ((2, 70), (3, 71), (5, 90)):
-        query, key, value = numbers(batch, 12, queries, 6), numbers(batch, 3, keys, 6), numbers(batch, 3, keys, 6)
-        mask = torch.rand(batch, 1, 1, keys) < 0.7
-        expected = grouped_query_attention(query, key, value, causal=True, mask=mask)
-        torch.testing.assert_close(compiled(query, key, value, causal=True, mask=mask), expected, **EXACT)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-
-
-def test_later_keys_of_a_static_buffer_are_not_seen() -> None:
-    query, key, value = numbers(2, 12, 4, 6), numbers(2, 3, 20, 6), numbers(2, 3, 20, 6)
-    mask, bias = torch.rand(2, 1, 4, 20) < 0.7, numbers(1, 12, 4, 20)
-    expected = grouped_query_attention(
-        query, key[:, :, :9], value[:, :, :9], causal=True, mask=mask[..., :9], bias=bias[..., :9]
-    )
-    key[:, :, 9:] = torch.nan
-    torch.testing.assert_close(
-        grouped_query_attention(query, key, value, causal=True, cached=5, mask=mask, bias=bias), expected, **EXACT
-    )
-
-
 @pytest.mark.parametrize("queries", [3, 30])
 @pytest.mark.parametrize("as_bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -176,30 +150,6 @@ def test_rows_that_see_nothing_are_zeros_without_nan_in_gradients(
     result.float().square().sum().backward()
     assert all(x.grad is not None and x.grad.isfinite().all() for x in (query, key, value))
     assert not query.grad[:, :, 1].any()
-
-
-@pytest.mark.parametrize("vdim", [8, 5])
-@pytest.mark.parametrize("dropout", [0.0, 0.2])
-@pytest.mark.parametrize("groups", [3, 12])
-@pytest.mark.parametrize("queries", [1, 3, 60])
-def test_every_kernel_makes_zeros_of_rows_that_see_nothing(
-    vdim: int, dropout: float, groups: int, queries: int
-) -> None:
-    query, key, value, bias = (
-        numbers(2, 12, queries, 8).requires_grad_(),
-        numbers(2, groups, 70, 8).requires_grad_(),
-        numbers(2, groups, 70, vdim).requires_grad_(),
-        numbers(1, 12, queries, 70).requires_grad_(),
-    )
-    mask = torch.rand(2, 1, queries, 70) < 0.5
-    mask[1, :, -1] = False
-    for options in ({"bias": bias}, {}):
-        result = grouped_query_attention(query, key, value, mask=mask, dropout=dropout, **options)
-        gradients = torch.autograd.grad(result.square().sum(), (query, key, value, *options.values()))
-        assert not result[1, :, -1].any()
-        assert not gradients[0][1, :, -1].any()
-        assert result.isfinite().all()
-        assert all(gradient.isfinite().all() for gradient in gradients)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -238,10 +188,6 @@ def test_dropout_drops_weights_and_keeps_the_mean() -> None:
     dropped = torch.stack([grouped_query_attention(query, key, value, causal=True, dropout=0.2) for _ in range(400)])
     assert not torch.allclose(dropped[0], full)
     torch.testing.assert_close(dropped.mean(0), full, rtol=0, atol=0.25)
-
-
-def test_no_keys_give_zeros() -> None:
-    assert not grouped_query_attention(numbers(1, 4, 2, 3), numbers(1, 2, 0, 3), numbers(1, 2, 0, 5)).any()
 
 
 @pytest.mark.parametrize(
@@ -309,22 +255,6 @@ def test_the_layer_equals_eager_attention_of_transformers(groups: int, fraction:
     assert torch.equal(turned[..., width:], heads[..., width:])
 
 
-def test_eager_attention_with_repeated_heads_agrees_on_biased_scores() -> None:
-    query, key, value, bias = numbers(2, 12, 20, 6), numbers(2, 4, 20, 6), numbers(2, 4, 20, 6), numbers(1, 12, 20, 20)
-    module = nn.Module()
-    module.num_key_value_groups = 3  # type: ignore[assignment]
-    expected = eager_attention_forward(module, query.float(), key.float(), value.float(), bias.float(), scaling=1.0)[
-        0
-    ].transpose(1, 2)
-    result = grouped_query_attention(query, key, value, bias=bias, scale=1.0)
-    torch.testing.assert_close(result.float(), expected, rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("biased", [(), ("v",), ("q", "v", "out")])
-def test_each_projection_has_its_own_bias(biased: tuple[str, ...]) -> None:
-    assert {name.split("_")[0] for name in layer(bias=biased).state_dict() if name.endswith("bias")} == set(biased)
-
-
 @pytest.mark.parametrize("chunks", [[20], [7, 1, 1, 11], [1] * 20, [18, 2]])
 @pytest.mark.parametrize("capacity", [0, 64])
 def test_chunked_prefill_and_decoding_equal_one_pass(chunks: list[int], capacity: int) -> None:
@@ -346,46 +276,6 @@ def test_chunked_prefill_and_decoding_equal_one_pass(chunks: list[int], capacity
     assert cache.keys.shape == (2, 3, 20, HEAD_DIM)
     assert cache.values.shape == (2, 3, 20, 5)
     assert cache.nbytes == 2 * 3 * 20 * (HEAD_DIM + 5) * 8
-
-
-def test_a_cache_can_forget_and_refuses_gradients() -> None:
-    attention, inputs, cache = layer(4, causal=True, rotary=Rotary()), numbers(2, 10, EMBED_DIM), KVCache()
-    with pytest.raises(OptionError, match="gradients"):
-        attention(inputs, cache=cache)
-    with torch.no_grad():
-        attention(inputs[:, :6], cache=cache)
-        attention(numbers(2, 3, EMBED_DIM), cache=cache)
-        cache.truncate(6)
-        torch.testing.assert_close(attention(inputs[:, 6:], cache=cache), attention(inputs)[:, 6:], **EXACT)
-        with pytest.raises(OptionError, match="cannot be cut"):
-            cache.truncate(11)
-        with pytest.raises(OptionError, match="the cache holds"):
-            attention(inputs[:1], cache=cache)
-    with pytest.raises(OptionError, match="empty"):
-        KVCache().keys  # noqa: B018
-
-
-def test_a_cache_may_be_filled_in_and_outside_of_inference_mode() -> None:
-    attention, inputs, cache = layer(4, causal=True, rotary=Rotary()), numbers(2, 10, EMBED_DIM), KVCache(16)
-    outputs = []
-    for mode, piece in (
-        (torch.inference_mode, slice(0, 6)),
-        (torch.no_grad, slice(6, 8)),
-        (torch.inference_mode, slice(8, 10)),
-    ):
-        with mode():
-            outputs.append(attention(inputs[:, piece], cache=cache).clone())
-    torch.testing.assert_close(torch.cat(outputs, 1), attention(inputs).detach(), **EXACT)
-
-
-def test_packed_documents_equal_separate_runs() -> None:
-    attention = layer(3, causal=True, rotary=Rotary())
-    lengths = [4, 9, 7]
-    documents = [numbers(1, length, EMBED_DIM) for length in lengths]
-    ids = torch.repeat_interleave(torch.tensor([5, 2, 9]), torch.tensor(lengths))[None]
-    positions = torch.cat([torch.arange(length) for length in lengths])
-    packed = attention(torch.cat(documents, 1), documents=ids, positions=positions)
-    torch.testing.assert_close(packed, torch.cat([attention(document) for document in documents], 1), **EXACT)
 
 
 @pytest.mark.parametrize("order", ["batch first", "length first"])
@@ -427,12 +317,6 @@ def test_alibi_equals_bloom(heads: int) -> None:
     )
     assert torch.equal(alibi_bias(heads, 2, 9), ours[:, :, 7:])
     assert not ours.masked_fill(visible, 0).any()
-
-
-@pytest.mark.parametrize("groups", [5, 24, 0, -1])
-def test_groups_that_do_not_divide_are_refused(groups: int) -> None:
-    with pytest.raises(GroupsError, match=f"12.*{groups}"):
-        layer(groups)
 
 
 @pytest.mark.parametrize(
@@ -708,68 +592,8 @@ def test_relative_positions_of_t5_are_added() -> None:
     assert torch.equal(ours, theirs)
 
 
-def test_what_cannot_be_honoured_is_refused() -> None:
-    tensors = torch.zeros(1, 12, 2, 6), torch.zeros(1, 3, 2, 6), torch.zeros(1, 3, 2, 6)
-    for option in (
-        {"s_aux": torch.zeros(12)},
-        {"sinks": torch.zeros(12)},
-        {"softcap": 50.0},
-        {"cache": object()},
-        {"output_attentions": True},
-    ):
-        with pytest.raises(OptionError, match="eager"):
-            attention_forward(nn.Module(), *tensors, None, **option)
-    attention_forward(nn.Module(), *tensors, None, softcap=None, output_attentions=False, sliding_window=4)
-
-
 def test_the_examples_of_the_page_run() -> None:
     page = (Path(__file__).parents[2] / "docs" / "python.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     assert len(blocks) == 4
     exec("\n".join(blocks), {})
-
-
-def test_all_masks_together_hide_what_each_hides() -> None:
-    attention, inputs = layer(3, causal=True), numbers(2, 8, EMBED_DIM)
-    mask, key_mask, documents = (
-        torch.rand(1, 12, 8, 8) < 0.7,
-        torch.rand(2, 8) < 0.7,
-        torch.tensor([[1, 1, 1, 2, 2, 2, 2, 2], [1, 1, 1, 1, 1, 3, 3, 3]]),
-    )
-    together = mask & key_mask[:, None, None] & (documents[:, None, :, None] == documents[:, None, None])
-    result = attention(inputs, mask=mask, key_mask=key_mask, documents=documents)
-    torch.testing.assert_close(result, attention(inputs, mask=together), **EXACT)
-    query, key, value = (part.detach() for part in attention.project(inputs, inputs, inputs))
-    expected = oracle(query, key, value, together & lower_right(8, 8)).transpose(1, 2).flatten(2)
-    torch.testing.assert_close(result, attention.out_proj(expected), **EXACT)
-
-
-def test_the_layer_drops_in_training_only() -> None:
-    attention, inputs = layer(3, dropout=0.5), numbers(1, 8, EMBED_DIM)
-    assert not torch.equal(attention(inputs), attention(inputs))
-    attention.eval()
-    assert torch.equal(attention(inputs), attention(inputs))
-
-
-def test_a_cache_grows_by_doubling_and_not_at_all_within_its_capacity() -> None:
-    for capacity, most in ((0, 7), (40, 1)):
-        cache = KVCache(capacity)
-        held = [cache.append(numbers(1, 3, 1, 6), numbers(1, 3, 1, 5))[0] for _ in range(40)]
-        assert len({keys.data_ptr() for keys in held}) <= most
-
-
-def test_means_are_taken_wide_and_copies_are_exact() -> None:
-    rows = torch.tensor([[1e8], [1.0], [-1e8]])
-    assert merge_heads(rows, 3, 1).item() == torch.tensor(1 / 3).item()
-    assert merge_heads(torch.tensor([[torch.nan], [1.0]]), 2, 2).isnan().tolist() == [[True], [False]]
-
-
-def test_a_single_query_without_a_mask_sees_every_key() -> None:
-    query, key, value = numbers(2, 12, 1, 6), numbers(2, 3, 9, 6), numbers(2, 3, 9, 6)
-    result, weights = attention_forward(nn.Module(), query, key, value, None)
-    assert weights is None
-    torch.testing.assert_close(result.transpose(1, 2), oracle(query, key, value, torch.tensor(True)), **EXACT)
-    # a mask of floats and a position bias add up
-    query, mask, bias = numbers(2, 12, 4, 6), numbers(2, 1, 4, 9), numbers(1, 12, 4, 9)
-    result = attention_forward(nn.Module(), query, key, value, mask, position_bias=bias, scaling=1.0)[0].transpose(1, 2)
-    torch.testing.assert_close(result, oracle(query, key, value, torch.tensor(True), mask + bias, 1.0), **EXACT)

@@ -169,69 +169,6 @@ def test_gradients_are_those_of_the_reference() -> None:
                 torch.testing.assert_close(mine, other, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("need", [False, True])
-@pytest.mark.parametrize("as_float", [False, True])
-def test_a_query_that_sees_no_key_gives_zeros(need: bool, as_float: bool) -> None:
-    ours, _ = pair(2, batch_first=True)
-    padding = hidden(BATCH, KEYS)
-    padding[1] = True
-    query, key = numbers(BATCH, QUERIES, EMBED_DIM).requires_grad_(), numbers(BATCH, KEYS, EMBED_DIM)
-    out, weights = ours(
-        query, key, key, key_padding_mask=as_floats(padding) if as_float else padding, need_weights=need
-    )
-    torch.testing.assert_close(out[1], ours.out_proj.bias.expand(QUERIES, EMBED_DIM))
-    assert weights is None or not weights[1].any()
-    out.square().sum().backward()
-    assert all(parameter.grad.isfinite().all() for parameter in (query, *ours.parameters()))
-
-
-def test_weights_are_returned_after_dropout_and_the_mean_is_kept() -> None:
-    ours, _ = pair(2, dropout=0.5, batch_first=True)
-    query = numbers(BATCH, QUERIES, EMBED_DIM)
-    out, weights = ours(query, query, query, average_attn_weights=False)
-    value = ours.v_proj(query).unflatten(-1, (2, -1)).transpose(1, 2).repeat_interleave(3, dim=1)
-    torch.testing.assert_close(out, ours.out_proj((weights @ value).transpose(1, 2).flatten(2)))
-    assert 0.3 < (weights == 0).double().mean() < 0.7
-    full = ours.eval()(query, query, query)[0]
-    ours.train()
-    for need in (False, True):
-        with torch.no_grad():
-            runs = torch.stack([ours(query, query, query, need_weights=need)[0] for _ in range(600)])
-        assert runs.std(0).min() > 0
-        torch.testing.assert_close(runs.mean(0), full, rtol=0, atol=6 * runs.std(0).max().item() / 600**0.5)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_keeps_its_type_and_is_as_close_as_the_original(dtype: torch.dtype) -> None:
-    ours, theirs = pair(2, batch_first=True)
-    query = numbers(BATCH, 40, EMBED_DIM)
-    exact = theirs(query, query, query, average_attn_weights=False)
-    low, reference = copy.deepcopy(ours).to(dtype), copy.deepcopy(theirs).to(dtype)
-    result, other = (module(*[query.to(dtype)] * 3, average_attn_weights=False) for module in (low, reference))
-    for mine, there, true in zip(result, other, exact, strict=True):
-        assert mine.dtype == dtype
-        assert (mine.double() - true).abs().max() <= 2 * (there.double() - true).abs().max()
-
-
-def test_weights_begin_as_those_of_the_original() -> None:
-    for options in ({}, {"kdim": 100, "vdim": 300}):
-        ours, theirs = (
-            GroupedMultiheadAttention(480, 12, groups=3, **options),
-            nn.MultiheadAttention(480, 12, **options),
-        )
-        there = (
-            theirs.in_proj_weight.chunk(3)
-            if theirs.in_proj_weight is not None
-            else (theirs.q_proj_weight, theirs.k_proj_weight, theirs.v_proj_weight)
-        )
-        for mine, other in zip((ours.q_proj.weight, ours.k_proj.weight, ours.v_proj.weight), there, strict=True):
-            assert mine.abs().max().item() == pytest.approx(other.abs().max().item(), rel=0.01)
-            assert mine.std().item() == pytest.approx(other.std().item(), rel=0.02)
-        for mine, other in ((ours.q_proj.bias, theirs.in_proj_bias), (ours.out_proj.bias, theirs.out_proj.bias)):
-            assert not mine.any()
-            assert not other.any()
-
-
 # Inside torch's Transformer modules
 
 
@@ -352,77 +289,6 @@ def test_whole_transformers_compute_the_same(groups: int, batch_first: bool, pre
         torch.testing.assert_close(ours(source, target, **masks), theirs(source, target, **masks), rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("when", ["in the layer", "in the stack"])
-def test_attention_that_is_replaced_by_hand_takes_no_fast_path(when: str) -> None:
-    layer = encoder_layer(batch_first=True)
-    if when == "in the layer":
-        layer.self_attn = GroupedMultiheadAttention.from_multihead(layer.self_attn, 2)
-        with pytest.warns(UserWarning, match="enable_nested_tensor"):
-            encoder = nn.TransformerEncoder(layer, 2)
-    else:
-        encoder = nn.TransformerEncoder(layer, 2)
-        assert encoder.use_nested_tensor
-        for part in encoder.layers:
-            part.self_attn = GroupedMultiheadAttention.from_multihead(part.self_attn, 2)
-    shaken(encoder).eval()
-    source, padding = numbers(BATCH, KEYS, EMBED_DIM), left_aligned(BATCH, KEYS)
-    expected = encoder.train()(source, src_key_padding_mask=padding)
-    encoder.eval()
-    torch.testing.assert_close(encoder(source, src_key_padding_mask=padding), expected)
-    with torch.no_grad():
-        torch.testing.assert_close(encoder(source, src_key_padding_mask=padding), expected)
-    with torch.inference_mode():
-        torch.testing.assert_close(encoder(source, src_key_padding_mask=padding), expected)
-
-
-def test_training_lowers_the_loss_and_moves_every_parameter() -> None:
-    model = convert_module(nn.Transformer(EMBED_DIM, HEADS, 1, 1, 20, batch_first=True, dtype=torch.float64), 2).train()
-    before = copy.deepcopy(model.state_dict())
-    optimizer = torch.optim.Adam(model.parameters(), 3e-3)
-    source, target = numbers(8, KEYS, EMBED_DIM), numbers(8, QUERIES, EMBED_DIM)
-    losses = []
-    for _ in range(30):
-        optimizer.zero_grad()
-        loss = (model(source, target) - source[:, :QUERIES].flip(1)).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < 0.8 * losses[0]
-    unmoved = {name for name, tensor in model.state_dict().items() if torch.equal(tensor, before[name])}
-    assert unmoved <= {name for name in before if name.endswith("k_proj.bias")}  # the softmax ignores a constant
-
-
-def test_the_encoder_compiles_and_saves(tmp_path: Any) -> None:
-    torch._dynamo.reset()
-    encoder, _ = converted(nn.TransformerEncoder(encoder_layer(batch_first=True), 2), 2, mode=False)
-    source, padding = numbers(BATCH, KEYS, EMBED_DIM), left_aligned(BATCH, KEYS)
-    expected = encoder(source, src_key_padding_mask=padding)
-    compiled = torch.compile(encoder, backend="eager", fullgraph=True)
-    for enabled in (True, False):
-        with torch.set_grad_enabled(enabled):
-            torch.testing.assert_close(compiled(source, src_key_padding_mask=padding), expected)
-    torch.save(encoder, tmp_path / "encoder.pt")
-    loaded = torch.load(tmp_path / "encoder.pt", weights_only=False)
-    with torch.no_grad():
-        torch.testing.assert_close(loaded(source, src_key_padding_mask=padding), expected)
-
-
-def test_autocast_computes_in_half_precision() -> None:
-    encoder, reference = converted(
-        nn.TransformerEncoder(encoder_layer(batch_first=True, dtype=torch.float32), 2), HEADS, mode=False
-    )
-    source, padding = torch.randn(BATCH, KEYS, EMBED_DIM), hidden(BATCH, KEYS)
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        result, expected = (
-            encoder(source, src_key_padding_mask=padding),
-            reference(source, src_key_padding_mask=padding),
-        )
-        torch.testing.assert_close(result.float(), expected.float(), rtol=0.05, atol=0.05)
-        attention = encoder.layers[0].self_attn
-        out, weights = attention(source, source, source, key_padding_mask=padding)
-        assert out.dtype == weights.dtype == torch.bfloat16
-
-
 # Refusals
 
 
@@ -493,17 +359,3 @@ def test_what_cannot_be_grouped_is_refused() -> None:
     nested = torch.nested.nested_tensor([torch.zeros(2, EMBED_DIM), torch.zeros(3, EMBED_DIM)])
     with pytest.raises(OptionError, match="nested"):
         GroupedMultiheadAttention(EMBED_DIM, HEADS, batch_first=True)(nested, nested, nested)
-
-
-def test_the_source_is_left_alone_and_shared_modules_stay_shared() -> None:
-    shared = nn.MultiheadAttention(EMBED_DIM, HEADS, dropout=0.25)
-    model = nn.ModuleList([shared, shared, nn.Linear(2, 2)]).eval()
-    before = copy.deepcopy(model.state_dict())
-    made = convert_module(model, 2)
-    assert made[0] is made[1]
-    assert (made[0].training, made[0].dropout) == (False, 0.25)
-    with torch.no_grad():
-        for parameter in made.parameters():
-            parameter.zero_()
-    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
-    assert isinstance(convert_module(shared, 2), GroupedMultiheadAttention)

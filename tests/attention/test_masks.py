@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from gqa_convert.attention import GroupedQueryAttention, KVCache, grouped_query_attention
+from gqa_convert.attention import GroupedQueryAttention
 from gqa_convert.errors import OptionError
 from tests.helpers.attention import numbers
 
@@ -52,41 +52,6 @@ def test_a_mask_is_aligned_with_batch_heads_queries_and_keys(sizes: tuple[int, .
     torch.testing.assert_close(result, expected(attention, inputs, full), rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("argument", ["mask", "bias"])
-@pytest.mark.parametrize("first", [BATCH, 2, 3, BATCH * HEADS])
-@pytest.mark.parametrize("key_mask", [False, True])
-def test_three_axes_are_refused(argument: str, first: int, key_mask: bool) -> None:
-    given = torch.rand(first, LENGTH, LENGTH) < 0.5 if argument == "mask" else torch.rand(first, LENGTH, LENGTH)
-    options: dict[str, Any] = {argument: given}
-    if key_mask:
-        options["key_mask"] = torch.ones(BATCH, LENGTH, dtype=torch.bool)
-    with pytest.raises(
-        OptionError, match=rf"{argument}\[:, None\] for one per sequence, {argument}\[None\] for one per query head"
-    ):
-        layer(dtype=torch.float32)(torch.zeros(BATCH, LENGTH, EMBED_DIM), **options)
-    if not key_mask:
-        with pytest.raises(OptionError, match="three axes"):
-            grouped_query_attention(*(torch.zeros(BATCH, heads, LENGTH, 4) for heads in (HEADS, 2, 2)), **options)
-
-
-@torch.no_grad()
-def test_what_the_refusal_advises_is_right() -> None:
-    attention, inputs = layer(), numbers(BATCH, LENGTH, EMBED_DIM)
-    mask = torch.rand(BATCH, LENGTH, LENGTH) < 0.6
-    mask[..., 0] = True
-    per_sequence = torch.cat([attention(inputs[i : i + 1], mask=mask[i]) for i in range(BATCH)])
-    torch.testing.assert_close(attention(inputs, mask=mask[:, None]), per_sequence)
-    torch.testing.assert_close(attention(inputs, mask=mask[None]), expected(attention, inputs, as_floats(mask)[None]))
-    assert not torch.allclose(attention(inputs, mask=mask[None]), per_sequence)
-    flat = torch.rand(BATCH * HEADS, LENGTH, LENGTH) < 0.6
-    flat[..., 0] = True
-    by_hand = torch.stack([torch.stack([flat[i * HEADS + head] for head in range(HEADS)]) for i in range(BATCH)])
-    result = attention(inputs, mask=flat.unflatten(0, (BATCH, HEADS)))
-    torch.testing.assert_close(result, expected(attention, inputs, as_floats(by_hand)))
-    one = torch.rand(1, LENGTH, LENGTH) < 0.6
-    torch.testing.assert_close(attention(inputs, mask=one), attention(inputs, mask=one[0]))
-
-
 @pytest.mark.parametrize(
     "shape", [(), (LENGTH,), (LENGTH, 1), (BATCH, 1, LENGTH, 1), (4, LENGTH), (1, 2, 1, LENGTH), (1, 1, 1, 1, LENGTH)]
 )
@@ -100,14 +65,6 @@ def test_other_shapes_are_refused(shape: tuple[int, ...], argument: str) -> None
         layer(dtype=torch.float32)(
             torch.zeros(BATCH, LENGTH, EMBED_DIM), **{argument: given < 0.5 if argument == "mask" else given}
         )
-
-
-@torch.no_grad()
-def test_a_mask_of_the_new_token_alone_is_refused() -> None:
-    attention, cache = layer(causal=True), KVCache()
-    attention(numbers(2, LENGTH, EMBED_DIM), cache=cache)
-    with pytest.raises(OptionError, match=r"\[2, 6, 1, 6\]"):
-        attention(numbers(2, 1, EMBED_DIM), mask=torch.ones(2, 1, 1, 1, dtype=torch.bool), cache=cache)
 
 
 @pytest.mark.parametrize("with_bias", [False, True])
@@ -128,16 +85,3 @@ def test_a_float_mask_is_added_beside_a_key_mask(with_bias: bool, with_documents
         added = added + as_floats(documents[:, :, None] == documents[:, None])[:, None]
     result = attention(inputs, mask=mask, key_mask=key_mask, documents=documents, bias=bias if with_bias else None)
     torch.testing.assert_close(result, expected(attention, inputs, added), rtol=0, atol=1e-12)
-
-
-def test_types_that_have_no_clear_meaning_are_refused() -> None:
-    attention, inputs = layer(), numbers(BATCH, LENGTH, EMBED_DIM)
-    with pytest.raises(OptionError, match=r"torch\.int64.*True where a query sees a key"):
-        attention(inputs, mask=torch.ones(LENGTH, LENGTH, dtype=torch.int64))
-    with pytest.raises(OptionError, match=r"torch\.bool.*boolean mask as mask"):
-        attention(inputs, bias=torch.ones(LENGTH, LENGTH, dtype=torch.bool))
-    with pytest.raises(OptionError, match=r"torch\.float32.*True where a key is a token"):
-        attention(inputs, key_mask=torch.zeros(BATCH, LENGTH))
-    for shape in ((LENGTH,), (1, LENGTH), (BATCH, 1), (LENGTH, BATCH)):
-        with pytest.raises(OptionError, match=r"\[batch, keys\] = \[6, 5\]"):
-            attention(inputs, key_mask=torch.ones(shape, dtype=torch.bool))
