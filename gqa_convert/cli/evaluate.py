@@ -2,13 +2,13 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from gqa_convert.errors import OptionError
 
-from .options import Device, Json, Quiet, argument, command_line, hidden_option, option, token_count
+from .options import Device, Json, Quiet, argument, command_line, hidden_option, option, token_count, token_counts
 
 
 def evaluate(
@@ -30,6 +30,24 @@ def evaluate(
         option("--window T", "Tokens read at once. Default: the model's positions, at most 2k.", parser=token_count),
     ] = None,
     batch: Annotated[int, option("--batch B", "Windows scored at once.")] = 4,
+    retrieval: Annotated[
+        bool,
+        option(
+            "--retrieval",
+            "Ask causal models for facts in long texts; with --data, also score the tokens that need a long context.",
+        ),
+    ] = False,
+    lengths: Annotated[
+        Any,
+        option(
+            "--lengths T,T,...",
+            "Tokens of the texts of --retrieval. Default: 512, 1024, 2048 and 4096 within the context.",
+            parser=token_counts,
+        ),
+    ] = None,
+    questions: Annotated[
+        int | None, option("--questions N", "Questions of each kind at each length of --retrieval. Default: 24.")
+    ] = None,
     device: Device = None,
     html: Annotated[Path | None, option("--html PAGE.html", "Page with tables and the plot; needs matplotlib.")] = None,
     plot: Annotated[
@@ -96,10 +114,15 @@ def evaluate(
         return
     if not models:
         raise OptionError("name a MODEL and the text to score with --data TEXT, or only files of results with --with")
-    if data is None:
-        raise OptionError("--data is missing: name the text to score")
+    if data is None and not retrieval:
+        raise OptionError("--data is missing: name the text to score, or ask for facts with --retrieval")
+    if data is None and (html or plot):
+        raise OptionError("--html and --plot draw losses: name the text to score with --data")
+    if not retrieval and (lengths or questions is not None):
+        raise OptionError("--lengths and --questions belong to --retrieval: add it, or leave them out")
     if output is not None:
         check_result_path(output, overwrite=overwrite)
+    from gqa_convert.measuring.evaluation.long_contexts import RetrievalOptions
     from gqa_convert.measuring.evaluation.run import EvaluationOptions
     from gqa_convert.measuring.evaluation.run import evaluate as run
 
@@ -111,17 +134,17 @@ def evaluate(
         batch=batch,
         dtype=dtype,
         device=device,
+        retrieval=RetrievalOptions(lengths, 24 if questions is None else questions) if retrieval else None,
     )
-    text = as_source(
-        {
-            "source": data,
-            "text_field": text_field,
-            "split": data_split,
-            "name": data_name,
-            "source_field": source_field,
-            "target_field": target_field,
-        }
-    )
+    stated = {
+        "source": data,
+        "text_field": text_field,
+        "split": data_split,
+        "name": data_name,
+        "source_field": source_field,
+        "target_field": target_field,
+    }
+    text = None if data is None else as_source(stated)
     with ProgressScreen(quiet=quiet) as screen:
         results = run(models, text, options, command=command_line(), progress=screen.show)
     if output is not None:

@@ -121,6 +121,7 @@ def _eval_results(measured: Measured, task: str) -> list["EvalResult"]:
     figures = []
     for words, scored in measured.scored.items():
         text, name = scored.file.data, one_line(words)
+        assert text is not None
         # the client joins entries of one type and configuration under the name of the first
         dataset: dict[str, Any] = {"dataset_name": name, "dataset_type": "text", "dataset_config": name}
         if is_hub_dataset(text.model_dump()):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from gqa_convert.checkpoint.byte_sizes import size
-from gqa_convert.measuring.evaluation.table import number
+from gqa_convert.measuring.evaluation.table import number, percent
 
 FOLDERS = re.compile(r"""(?<![^\s'"=,:(\[])(?:~[\w.-]*)?/(?:[^/\s'"]+/)*(?=[^/\s'"])""")
 """The folders of an absolute path: a published card must not reveal them."""
@@ -37,7 +37,7 @@ def render(template: Path, card: object) -> str:
     environment = Environment(
         undefined=StrictUndefined, finalize=_escaped, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )
-    tools = (code, fenced, shell, number, significant, size, in_words, Markdown)
+    tools = (code, fenced, shell, number, percent, significant, size, in_words, Markdown)
     environment.filters |= {tool.__name__: tool for tool in tools}
     return environment.from_string(template.read_text(encoding="utf-8")).render(card=card)
 

@@ -75,9 +75,11 @@ class Measured:
 
     Attributes:
         scored: by the text and how it was scored, in words.
+        asked: evaluations with questions about long texts.
     """
 
     scored: dict[str, Scored] = field(default_factory=dict)
+    asked: list[Scored] = field(default_factory=list)
     timed: list[Timed] = field(default_factory=list)
     tasks: list[TaskFile] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
@@ -109,12 +111,16 @@ def _add_evaluation(measured: Measured, file: EvaluationFile, model: Converted) 
     scores = {score.fingerprint: score for score in file.entries()}
     if model.fingerprint not in scores:
         return False
+    scored = Scored(file, scores[model.fingerprint], scores.get(model.first.source.fingerprint))
+    if scored.ours.retrieval:
+        measured.asked.append(scored)
+    if file.data is None:
+        return True
     text = f"{file.data.source}, {file.objective}"
     options = file.data.model_dump(exclude={"source", "sha256"}) | file.model_dump(include={"context"})
     for key, value in options.items():
         if value not in (None, "train", "text"):
             text += f", {key.replace('_', ' ')} {value}"
-    scored = Scored(file, scores[model.fingerprint], scores.get(model.first.source.fingerprint))
     if measured.scored.setdefault(text, scored).file.created < file.created:
         measured.scored[text] = scored
     return True

@@ -31,6 +31,33 @@ class _Measurement(_Stored):
     machine: Machine
 
 
+class Found(_Stored):
+    """The share of questions on long texts that a model answers exactly, of one kind or at one length; null for all.
+
+    `difference` is the share minus that of the model that the others are compared with, paired text by text.
+    """
+
+    kind: str | None
+    length: int | None
+    questions: int
+    found: float
+    standard_error: float | None = None
+    difference: float | None = None
+    difference_standard_error: float | None = None
+
+
+class Retrieval(_Stored):
+    """What a model finds in long texts. `written_loss` is the loss of the model that the others are compared with, in
+    nats per token of the text that this model writes.
+    """
+
+    found: list[Found]
+    written_loss: float | None = None
+    written_loss_standard_error: float | None = None
+    written_difference: float | None = None
+    written_difference_standard_error: float | None = None
+
+
 class Difference(_Stored):
     """How much more a model loses than another on the same text; nats per token and bits per byte."""
 
@@ -41,6 +68,8 @@ class Difference(_Stored):
     bits_per_byte_standard_error: float | None = None
     word_error_rate: float | None = None
     word_error_rate_standard_error: float | None = None
+    key_loss: float | None = None
+    key_loss_standard_error: float | None = None
 
 
 class ModelScores(_Stored):
@@ -58,13 +87,19 @@ class ModelScores(_Stored):
     bits_per_byte_standard_error: float | None = None
     word_error_rate: float | None = None
     word_error_rate_standard_error: float | None = None
-    tokens: int
+    tokens: int = 0
     bytes: int | None = None
     scored_nan: int = 0
     difference: Difference | None = None
     kl: float | None = None
     kl_standard_error: float | None = None
     top1_agreement: float | None = None
+    key_tokens: int | None = None
+    key_loss: float | None = None
+    key_loss_standard_error: float | None = None
+    key_kl: float | None = None
+    key_kl_standard_error: float | None = None
+    retrieval: Retrieval | None = None
     note: str | None = None
 
 
@@ -82,11 +117,20 @@ class ScoredText(_Stored):
     sha256: str | None = None
 
 
+class AskedQuestions(_Stored):
+    """What models were asked: so many questions of each kind at each length, in tokens."""
+
+    lengths: list[int]
+    questions: int
+    seed: int
+
+
 class EvaluationFile(_Measurement):
-    """What `evaluate` writes."""
+    """What `evaluate` writes; `data` is null where no text was scored, `questions` where none were asked."""
 
     kind: Literal["evaluate"] = "evaluate"
-    data: ScoredText
+    data: ScoredText | None = None
+    questions: AskedQuestions | None = None
     objective: str
     context: int | None = None
     reference: ModelScores | None = None

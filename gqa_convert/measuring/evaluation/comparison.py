@@ -8,6 +8,7 @@ two models is paired: block by block.
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -69,6 +70,7 @@ class Measured:
         scores: of the model on the material.
         problem: why its predictions can't be compared with another model's token by token, None if they can.
         word_error_rate: wrong words per word that is said; not defined for text.
+        is_key: [n], whether each token is one that the long context makes likelier; None if not asked for.
     """
 
     candidate: Candidate
@@ -77,6 +79,7 @@ class Measured:
     scores: Scores
     problem: str | None = None
     word_error_rate: Mean = UNDEFINED
+    is_key: npt.NDArray[np.bool_] | None = None
 
     @property
     def not_finite(self) -> int:
@@ -96,6 +99,12 @@ class Measured:
             return UNDEFINED
         return mean(self.material.by_block(self.scores.loss), self.material.by_block(sizes * math.log(2)))
 
+    def over_key_tokens(self, values: npt.NDArray[np.float32] | None) -> Mean:
+        """The mean of a score over the key tokens; not defined without them."""
+        if values is None or self.is_key is None or self.not_finite:
+            return UNDEFINED
+        return mean(self.material.by_block(values * self.is_key), self.material.by_block(self.is_key))
+
     def from_reference(self, values: npt.NDArray[np.float32] | None) -> Mean:
         """The mean over tokens of a score that compares them with the reference; not defined without one."""
         kl = self.scores.kl
@@ -104,12 +113,16 @@ class Measured:
         return mean(self.material.by_block(values), self.material.by_block(np.ones(self.material.tokens)))
 
 
+def is_same_vocabulary(tokenizer: Any, other: Any) -> bool:
+    """Whether no token means different texts to two tokenizers."""
+    theirs = {number: token for token, number in other.get_vocab().items()}
+    return all(theirs.get(number, token) == token for token, number in tokenizer.get_vocab().items())
+
+
 def incomparable(candidate: Candidate, material: Material, other: Measured) -> str | None:
     """The reason why two models' predictions can't be compared token by token, None if they can."""
-    theirs = {number: token for token, number in other.candidate.tokenizer.get_vocab().items()}
-    ours = candidate.tokenizer.get_vocab()
-    other_vocabulary = any(theirs.get(number, token) != token for token, number in ours.items())
-    if other_vocabulary or material.fingerprint != other.material.fingerprint:
+    same = is_same_vocabulary(candidate.tokenizer, other.candidate.tokenizer)
+    if not same or material.fingerprint != other.material.fingerprint:
         return f"its tokens are not those of {other.candidate.name}"
     return None
 
@@ -122,6 +135,7 @@ def difference(measured: Measured, other: Measured) -> Difference:
     loss = UNDEFINED if measured.problem else measured.loss().minus(other.loss())
     bits = measured.bits_per_byte().minus(other.bits_per_byte())
     words = measured.word_error_rate.minus(other.word_error_rate)
+    key = measured.over_key_tokens(measured.scores.loss).minus(other.over_key_tokens(other.scores.loss))
     return Difference(
         to=other.candidate.name,
         loss=loss.value,
@@ -130,20 +144,30 @@ def difference(measured: Measured, other: Measured) -> Difference:
         bits_per_byte_standard_error=bits.error,
         word_error_rate=words.value,
         word_error_rate_standard_error=words.error,
+        key_loss=key.value,
+        key_loss_standard_error=key.error,
     )
+
+
+def identity(candidate: Candidate, dtype: str) -> dict[str, Any]:
+    """The fields of an entry that say which model it is."""
+    return {
+        "model": candidate.name,
+        "revision": candidate.revision,
+        "fingerprint": candidate.fingerprint,
+        "kv_bytes_per_token": candidate.kv_bytes_per_token,
+        "dtype": dtype,
+    }
 
 
 def model_scores(measured: Measured, other: Measured | None = None) -> ModelScores:
     """A model's entry in the results: its losses, and its differences from another model."""
-    candidate, material, scores = measured.candidate, measured.material, measured.scores
+    material, scores = measured.material, measured.scores
     loss, bits, kl = measured.loss(), measured.bits_per_byte(), measured.from_reference(scores.kl)
     words = measured.word_error_rate
+    key_loss, key_kl = (measured.over_key_tokens(values) for values in (scores.loss, scores.kl))
     return ModelScores(
-        model=candidate.name,
-        revision=candidate.revision,
-        fingerprint=candidate.fingerprint,
-        kv_bytes_per_token=candidate.kv_bytes_per_token,
-        dtype=measured.dtype,
+        **identity(measured.candidate, measured.dtype),
         loss=loss.value,
         loss_standard_error=loss.error,
         perplexity=math.exp(loss.value) if loss.value is not None and loss.value < 700 else None,
@@ -158,6 +182,11 @@ def model_scores(measured: Measured, other: Measured | None = None) -> ModelScor
         kl=kl.value,
         kl_standard_error=kl.error,
         top1_agreement=measured.from_reference(scores.agrees).value,
+        key_tokens=None if measured.is_key is None else int(measured.is_key.sum()),
+        key_loss=key_loss.value,
+        key_loss_standard_error=key_loss.error,
+        key_kl=key_kl.value,
+        key_kl_standard_error=key_kl.error,
         note=_note(measured),
     )
 

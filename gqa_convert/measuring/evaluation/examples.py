@@ -118,6 +118,15 @@ class Material:
         """Sums of the scored tokens' values in each block, in the order of the text: [block_count]."""
         return np.bincount(self.blocks, values, self.block_count).astype(np.float64)
 
+    def with_short_context(self, context: int) -> "Material":
+        """The same scored tokens, each read behind the last `context` to 2 * `context` - 1 tokens before it."""
+        cut = []
+        for example in self.examples:
+            for first in range(0, len(example.read), context):
+                read = example.read[max(0, first - context) : first + context]
+                cut.append(Example(read, example.targets[first : first + context]))
+        return Material(cut, self.blocks, self.block_count)
+
     def order(self, batch: int) -> list[list[int]]:
         """The numbers of the examples in batches, the longest first: memory runs out at the beginning if at all, and
         little padding is needed.

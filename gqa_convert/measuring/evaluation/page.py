@@ -106,6 +106,8 @@ def measured_texts(files: Sequence[EvaluationFile]) -> list[MeasuredText]:
     found: dict[object, MeasuredText] = {}
     models: dict[object, dict[object, ModelScores]] = {}
     for file in files:
+        if file.data is None:
+            continue
         text = (file.data.sha256 or file.data, file.objective, file.context)
         entries = models.setdefault(text, {})
         for each in file.entries():

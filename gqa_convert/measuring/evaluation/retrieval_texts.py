@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from string import Formatter
 from typing import Any, NamedTuple
 
 from gqa_convert.errors import OptionError
@@ -52,93 +53,73 @@ _CHARACTERS = range(40, 400)
 
 
 class Wording(NamedTuple):
-    """How facts of one kind are stated and asked for; `{key}`, `{value}` and `{other}` are drawn from pools.
+    """How facts of one kind are stated and asked for. `{town}` and `{town2}` are two draws from the pool of towns.
 
     Attributes:
         line: states a fact.
-        ask: stands behind the text; its continuation is the value.
-        key, value: the pools of their parts.
+        ask: stands behind the text.
+        answer: continues it.
         head: stands above the lines of a block.
         lines: facts of a block; 1 for facts that stand apart.
-        joint: stands between the parts of a key or a value.
-        other: the pool of what is not asked for.
     """
 
     line: str
     ask: str
-    key: tuple[str, ...]
-    value: tuple[str, ...]
+    answer: str
     head: str = ""
     lines: int = 1
-    joint: str = " "
-    other: str = "word"
 
 
-_WORD, _NAME, _TOWN, _NUMBER = ("word",), ("name",), ("town",), ("number",)
 WORDINGS: dict[str, tuple[Wording, ...]] = {
     "needles": (
         Wording(
-            "The gate of {key} opens with the code {value}.",
-            "Question: Which code opens the gate of {key}?\nAnswer: The gate opens with the code",
-            _TOWN,
-            _NUMBER,
+            "The gate of {town} opens with the number {number}.",
+            "Question: Which number opens the gate of {town}?\nAnswer: The gate opens with the number",
+            "{number}",
         ),
         Wording(
-            "As a child, {key} lived in the small town of {value}.",
-            "Question: Where did {key} live as a child?\nAnswer: In the town of",
-            _NAME,
-            _TOWN,
+            "As a child, {name} lived in the small town of {town}.",
+            "Question: Where did {name} live as a child?\nAnswer: In the town of",
+            "{town}",
         ),
         Wording(
-            "Please note that {key} hid the spare key behind the {value}.",
-            "Question: Where is the spare key that {key} hid?\nAnswer: Behind the",
-            _NAME,
-            _WORD,
+            "Please note that {name} hid the spare key under the {word}.",
+            "Question: Where is the spare key that {name} hid?\nAnswer: Under the",
+            "{word}",
         ),
     ),
     "records": (
         Wording(
-            '{{"user": "{key}", "pin": {value}}}',
-            'The same entry as above:\n\n{{"user": "{key}", "pin":',
-            _NAME,
-            _NUMBER,
+            '{{"user": "{name}", "pin": {number}}}',
+            'The same entry as above:\n\n{{"user": "{name}", "pin":',
+            "{number}",
             "Registered users:",
             6,
         ),
-        Wording("{key}_port = {value}", "{key}_port =", _WORD, _NUMBER, "[ports]", 6),
-        Wording("room {key}: reserved for {value}", "room {key}: reserved for", _WORD, _NAME, "Bookings", 6),
+        Wording("{word}_port = {number}", "{word}_port =", "{number}", "[ports]", 6),
+        Wording("room {word}: reserved for {name}", "room {word}: reserved for", "{name}", "Bookings", 6),
     ),
     "tables": (
         Wording(
-            "| {key} | {value} | {other} |",
-            "The row of {key} again:\n\n| {key} |",
-            _NAME,
-            _NUMBER,
+            "| {name} | {number} | {word} |",
+            "The row of {name} again:\n\n| {name} |",
+            "{number}",
             "| driver | points | team |\n|---|---|---|",
             5,
         ),
+        Wording("{name},{word},{word2}", "borrower,item,shelf\n{name},", "{word}", "borrower,item,shelf", 5),
         Wording(
-            "{key},{value},{other}",
-            "borrower,item,shelf\n{key},",
-            _NAME,
-            _WORD,
-            "borrower,item,shelf",
-            5,
-        ),
-        Wording(
-            "<tr><td>{key}</td><td>{value}</td><td>{other}</td></tr>",
-            "<tr><td>{key}</td><td>",
-            _WORD,
-            _TOWN,
-            "<table>",
-            4,
-            other="name",
+            "<tr><td>{word}</td><td>{town}</td><td>{name}</td></tr>", "<tr><td>{word}</td><td>", "{town}", "<table>", 4
         ),
     ),
     "copying": (
-        Wording("{key} {value} {other}", "{key}", _WORD * 4, _WORD * 3),
-        Wording("Stops: {key}, {value}, {other}.", "Stops: {key},", _TOWN * 2, _TOWN * 2, joint=", ", other="town"),
-        Wording("Serial {key}-{value}-{other}", "Serial {key}-", _NUMBER, _NUMBER * 2, joint="-", other="number"),
+        Wording(
+            "{word} {word2} {word3} {word4} {word5} {word6} {word7} {word8}",
+            "{word} {word2} {word3} {word4}",
+            "{word5} {word6} {word7}",
+        ),
+        Wording("Stops: {town}, {town2}, {town3}, {town4}, {town5}.", "Stops: {town}, {town2},", "{town3}, {town4}"),
+        Wording("Serial {number}-{number2}-{number3}-{number4}", "Serial {number}-", "{number2}-{number3}"),
     ),
 }
 
@@ -204,6 +185,7 @@ def filler() -> list[str]:
             if any(line[:1] in (" ", "*", "-", "=", ".") for line in lines) or paragraph.endswith(":"):
                 continue
             found += _SENTENCE.split(" ".join(lines))
+    found = list(dict.fromkeys(found))  # topics share passages
     return [each for each in found if len(each) in _CHARACTERS and each[-1] in ".!?" and not drawn.search(each)]
 
 
@@ -242,6 +224,14 @@ def make_text(tokenizer: Any, length: int, number: int, seed: int) -> RetrievalT
     return RetrievalText(length, number, questions, len(shared), room)
 
 
+def text_beginnings(tokenizer: Any, count: int, size: int, seed: int) -> list[list[int]]:
+    """The first tokens of so many texts of prose, of one size each."""
+    begin = [] if tokenizer.bos_token_id is None else [int(tokenizer.bos_token_id)]
+    starts = random.Random(seed).sample(range(len(filler())), count)
+    texts = [" ".join(_sentence(start + number) for number in range(size // 8)) for start in starts]
+    return [(begin + _encode(tokenizer, text))[:size] for text in texts]
+
+
 def _draw_facts(chance: random.Random, number: int) -> Iterator[_Facts]:
     """Facts of all kinds, of which none has a part in common with another."""
     pools = {name: iter(chance.sample(pool, min(len(pool), 100))) for name, pool in _POOLS.items()}
@@ -260,10 +250,9 @@ def _draw_facts(chance: random.Random, number: int) -> Iterator[_Facts]:
 
 def _draw(wording: Wording, pools: Mapping[str, Iterator[Any]]) -> tuple[str, tuple[str, str]]:
     """A fact: its line, and the end of the prompt that asks for it with the answer."""
-    key = wording.joint.join(str(next(pools[name])) for name in wording.key)
-    value = wording.joint.join(str(next(pools[name])) for name in wording.value)
-    other = next(pools[wording.other])
-    return wording.line.format(key=key, value=value, other=other), (wording.ask.format(key=key, other=other), value)
+    names = [name for _, name, _, _ in Formatter().parse(wording.line) if name]
+    drawn = {name: next(pools[name.rstrip("2345678")]) for name in names}
+    return wording.line.format(**drawn), (wording.ask.format(**drawn), wording.answer.format(**drawn))
 
 
 def _fill(tokenizer: Any, facts: Sequence[_Facts], shares: Sequence[float], first: int, size: int) -> list[int]:

@@ -3,7 +3,7 @@
 import gc
 import hashlib
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -20,9 +20,16 @@ from gqa_convert.data.token_files import default_cache
 from gqa_convert.errors import OptionError
 from gqa_convert.families.loading import no_bars
 from gqa_convert.measuring import Progress
-from gqa_convert.measuring.evaluation import candidates
+from gqa_convert.measuring.evaluation import candidates, long_contexts
 from gqa_convert.measuring.evaluation.candidates import CAUSAL, SPANS, SPEECH, Candidate
-from gqa_convert.measuring.evaluation.comparison import UNDEFINED, Measured, incomparable, mean, model_scores
+from gqa_convert.measuring.evaluation.comparison import (
+    UNDEFINED,
+    Measured,
+    identity,
+    incomparable,
+    mean,
+    model_scores,
+)
 from gqa_convert.measuring.evaluation.examples import (
     Material,
     pair_material,
@@ -31,10 +38,12 @@ from gqa_convert.measuring.evaluation.examples import (
     text_material,
 )
 from gqa_convert.measuring.evaluation.forward import Scored, score
+from gqa_convert.measuring.evaluation.long_contexts import LongContexts, RetrievalOptions, chosen_lengths, retrieval
+from gqa_convert.measuring.evaluation.retrieval_texts import filler
 from gqa_convert.measuring.evaluation.texts import read_pairs, read_pieces
 from gqa_convert.measuring.evaluation.word_errors import word_errors
 from gqa_convert.measuring.out_of_memory import memory_explained
-from gqa_convert.measuring.results import EvaluationFile, ScoredText
+from gqa_convert.measuring.results import AskedQuestions, EvaluationFile, ModelScores, ScoredText
 
 _LESS = "lower --batch or --window, use --dtype bfloat16, or a device with more memory"
 _SEED = 0
@@ -57,6 +66,8 @@ class EvaluationOptions:
         batch: windows or examples at a time.
         dtype: see `candidates.load`.
         device: the first GPU by default; the CPU where there is none.
+        retrieval: questions about long texts, of causal models; with them the first model, without a reference, is one.
+            None for no questions.
     """
 
     reference: str | None = None
@@ -66,11 +77,12 @@ class EvaluationOptions:
     batch: int = 4
     dtype: str = "auto"
     device: str | None = None
+    retrieval: RetrievalOptions | None = None
 
 
 def evaluate(
     models: Sequence[str],
-    data: Source,
+    data: Source | None,
     options: EvaluationOptions,
     *,
     command: list[str] | None = None,
@@ -80,7 +92,7 @@ def evaluate(
 
     Args:
         models: folders and Hub ids.
-        data: the text.
+        data: the text; None for questions alone.
         options: how to score it.
         command: the command line, for the record.
         progress: called with the name of a stage, the steps done and the number of steps.
@@ -89,7 +101,8 @@ def evaluate(
         GQAConvertError: one of its subclasses for models, text or options that can't be evaluated.
     """
     _check(data, options)
-    (data,) = pinned([data], find_commits([data], {}, default_cache()))
+    if data is not None:
+        (data,) = pinned([data], find_commits([data], {}, default_cache()))
     names = list(models)
     if options.reference is not None:
         names.insert(0, options.reference)
@@ -97,38 +110,49 @@ def evaluate(
     with warnings.catch_warnings(), no_bars():
         warnings.simplefilter("ignore")  # torch's and transformers', for those who program with them
         found = candidates.find_models(names, options.revision)
-        objective = candidates.common_objective(found, pairs=data.holds_pairs)
+        objective = candidates.common_objective(found, pairs=data is not None and data.holds_pairs)
         window = candidates.common_window(found, objective, options.window)
-        if objective == SPEECH:
-            text: Any = list_audio_files(local_path(data.source))
-        else:
-            text = _read(data, found[0].tokenizer, options.tokens, partial(progress, "reading"))
-        first = reference = None
+        lengths = chosen_lengths(found, objective, options.retrieval) if options.retrieval else []
+        text = None if data is None else _read(data, objective, found[0].tokenizer, options.tokens, progress)
+        first = reference = first_model = first_asked = None
         scores = []
         for candidate in found:
             gc.collect()  # the model before it
             with memory_explained(candidate.name, _LESS):
                 model = candidates.load(candidate, options.dtype, device)
-                material = _material(text, candidate, model, objective, window, options, progress)
-                scored = Scored(model, material)
-                measured = _score(candidate, scored, first, reference, options.batch, progress)
-            scores.append(model_scores(measured, first))
-            if first is None:
-                first = measured
-                reference = scored if options.reference else None
-            del model, scored
+                entry = ModelScores(**identity(candidate, str(model.dtype).removeprefix("torch.")))
+                if text is not None:
+                    material = _material(text, candidate, model, objective, window, options, progress)
+                    scored = Scored(model, material)
+                    measured = _score(candidate, scored, first, reference, options, progress)
+                    entry = model_scores(measured, first)
+                    if first is None:
+                        first = measured
+                        reference = scored if options.reference or options.retrieval else None
+                    del scored
+                if options.retrieval:
+                    first_model = model if first_model is None else first_model
+                    asked = _ask(candidate, model, lengths, options, first_asked, first_model, progress)
+                    entry = entry.model_copy(update={"retrieval": retrieval(asked, first_asked)})
+                    first_asked = first_asked or asked
+            scores.append(entry)
+            del model
+    questions = None
+    if options.retrieval:
+        questions = AskedQuestions(lengths=lengths, questions=options.retrieval.questions, seed=options.retrieval.seed)
     return EvaluationFile(
         **measurement("evaluate", command, device).as_json(),
-        data=_described(data, options, text),
+        data=None if data is None else _described(data, options, text),
+        questions=questions,
         objective=objective,
-        context=window,
+        context=None if data is None else window,
         reference=scores.pop(0) if options.reference else None,
         results=scores,
     )
 
 
-def _check(data: Source, options: EvaluationOptions) -> None:
-    if (data.source_field is None) != (data.target_field is None):
+def _check(data: Source | None, options: EvaluationOptions) -> None:
+    if data is not None and (data.source_field is None) != (data.target_field is None):
         raise OptionError("--source-field and --target-field need each other: give both or neither")
     for name in ("tokens", "batch", "window"):
         value = getattr(options, name)
@@ -138,10 +162,13 @@ def _check(data: Source, options: EvaluationOptions) -> None:
         raise OptionError(f"--dtype is {options.dtype!r}: give one of {', '.join(DTYPES)}")
 
 
-def _read(data: Source, tokenizer: Any, tokens: int | None, progress: Callable[[int, int], None]) -> Any:
+def _read(data: Source, objective: str, tokenizer: Any, tokens: int | None, progress: Progress) -> Any:
+    show = partial(progress, "reading")
+    if objective == SPEECH:
+        return list_audio_files(local_path(data.source))
     if data.source_field and data.target_field:
-        return read_pairs(data, (data.source_field, data.target_field), tokens, progress)
-    return read_pieces(data, tokenizer, tokens, progress)
+        return read_pairs(data, (data.source_field, data.target_field), tokens, show)
+    return read_pieces(data, tokenizer, tokens, show)
 
 
 def _described(data: Source, options: EvaluationOptions, text: Any) -> ScoredText:
@@ -182,7 +209,7 @@ def _score(
     scored: Scored,
     first: Measured | None,
     reference: Scored | None,
-    batch: int,
+    options: EvaluationOptions,
     progress: Progress,
 ) -> Measured:
     """A model's scores.
@@ -192,7 +219,7 @@ def _score(
         scored: the same, loaded, with its examples.
         first: scores of the model that it is compared with.
         reference: that model, loaded, if its distributions are compared.
-        batch: examples at a time.
+        options: examples at a time, and whether key tokens are found.
         progress: called with the name of a stage, the steps done and the number of steps.
 
     Raises:
@@ -208,7 +235,38 @@ def _score(
         progress(f"scoring {candidate.name}", done, material.tokens)
 
     problem = None if first is None else incomparable(candidate, material, first)
-    scores = score(scored, batch, reference=None if problem else reference, progress=advance)
+    scores = score(scored, options.batch, reference=None if problem else reference, progress=advance)
+    is_key = None
+    if options.retrieval and first is None:
+        done = 0
+        is_key = long_contexts.key_tokens(scored, scores.loss, options.batch, advance)
+    elif first is not None and not problem:
+        is_key = first.is_key
     dtype = str(scored.model.dtype).removeprefix("torch.")
     words = UNDEFINED if material.heard is None else mean(*word_errors(material.said, material.heard))
-    return Measured(candidate, dtype, material, scores, problem, words)
+    return Measured(candidate, dtype, material, scores, problem, words, is_key)
+
+
+def _ask(
+    candidate: Candidate,
+    model: Any,
+    lengths: Sequence[int],
+    options: EvaluationOptions,
+    first: LongContexts | None,
+    first_model: Any,
+    progress: Progress,
+) -> LongContexts:
+    """What a model finds in long texts; see `long_contexts.measure`."""
+    assert options.retrieval is not None
+    largest = max(candidate.tokenizer(" ".join(filler()), verbose=False)["input_ids"])
+    check_vocabulary(candidate.config, largest, candidate.folder)
+    return long_contexts.measure(
+        candidate,
+        model,
+        lengths,
+        options.retrieval,
+        options.batch,
+        first=first,
+        first_model=first_model,
+        progress=partial(progress, f"asking {candidate.name}"),
+    )

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gqa_convert.checkpoint.byte_sizes import size
-from gqa_convert.measuring.results import Difference, EvaluationFile, ModelScores
+from gqa_convert.measuring.results import AskedQuestions, Difference, EvaluationFile, ModelScores
 
 
 def title(results: EvaluationFile) -> str:
@@ -14,7 +14,8 @@ def title(results: EvaluationFile) -> str:
         how = "sounds of one window each"
     elif results.objective != "causal":
         how = f"{results.objective} of at most {results.context} tokens"
-    return f"{results.entries()[0].tokens:,} tokens of {results.data.source}, {how}"
+    source = "" if results.data is None else results.data.source
+    return f"{results.entries()[0].tokens:,} tokens of {source}, {how}"
 
 
 def short_names(entries: Sequence[ModelScores]) -> dict[str, str]:
@@ -47,12 +48,40 @@ def columns(entries: Sequence[ModelScores], names: dict[str, str]) -> dict[str, 
             "difference": _difference(each.difference),
             "KL": _with_error(each.kl, each.kl_standard_error),
             "top-1": number(each.top1_agreement, ".2%"),
+            "key loss": _with_error(each.key_loss, each.key_loss_standard_error),
+            "key KL": _with_error(each.key_kl, each.key_kl_standard_error),
         }
         for heading, cell in cells.items():
             found.setdefault(heading, [""] * len(entries))[row] = cell
     if any(found["KL"]):
         del found["perplexity"], found["bits/byte"]
         found["loss"] = [cell.partition(" ")[0] for cell in found["loss"]]
+    return {heading: cells for heading, cells in found.items() if any(cells)}
+
+
+def retrieval_title(asked: AskedQuestions) -> str:
+    """What was asked, in one line."""
+    lengths = ", ".join(f"{length:,}" for length in asked.lengths)
+    return f"Exact answers in percent in texts of {lengths} tokens, {asked.questions} questions of each kind at each length"
+
+
+def retrieval_columns(entries: Sequence[ModelScores], names: dict[str, str]) -> dict[str, list[str]]:
+    """The cells of each column by its heading: shares of exact answers in percent by kind and by length, and the loss of
+    the first model on what each model writes.
+    """
+    found: dict[str, list[str]] = {}
+    for each in entries:
+        assert each.retrieval is not None
+        found.setdefault("model", []).append(names[each.model])
+        for part in each.retrieval.found:
+            if part.kind is None or part.length is None:
+                heading = part.kind or (f"{part.length:,}" if part.length else "all")
+                found.setdefault(heading, []).append(percent(part.found, part.standard_error))
+                if heading == "all":
+                    cell = percent(part.difference, part.difference_standard_error, "+")
+                    found.setdefault("difference", []).append(cell)
+        written = _with_error(each.retrieval.written_loss, each.retrieval.written_loss_standard_error)
+        found.setdefault("own text", []).append(written)
     return {heading: cells for heading, cells in found.items() if any(cells)}
 
 
@@ -71,6 +100,13 @@ def _with_error(value: float | None, error: float | None, sign: str = "") -> str
 def number(value: float | None, form: str) -> str:
     """A number as a cell of a table; None is an empty cell."""
     return "" if value is None else format(value, form)
+
+
+def percent(share: float | None, error: float | None = None, sign: str = "") -> str:
+    """A share in percent with its standard error; None is an empty cell."""
+    if share is None:
+        return ""
+    return format(100 * share, f"{sign}.0f") + ("" if error is None else f" ±{100 * error:.0f}")
 
 
 def notes(entries: Sequence[ModelScores], names: dict[str, str]) -> list[str]:
