@@ -20,6 +20,7 @@ from gqa_convert.conversion.plan import make_plan
 from gqa_convert.errors import ConfigError
 from gqa_convert.families.table import FAMILIES, Family
 from tests.helpers import own_files
+from tests.helpers.selection import slow_but
 from tests.helpers.tiny import make_checkpoint
 
 _TWICE = {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2}
@@ -68,7 +69,7 @@ class Case:
         self.tensors = {new(name): tensor for name, tensor in self.tensors.items()}
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(scope="module", params=slow_but(("llama", "phi3", "qwen3_next", "lfm2", "gpt2", "t5"), CASES))
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     model_type: str = request.param
     folder = tmp_path_factory.mktemp(model_type) / "source"

@@ -42,6 +42,7 @@ def test_the_result_computes_what_the_source_computes_with_repeated_heads(
     assert failed(verify_checkpoint(out, source)) == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, source in HUB_SOURCES.items() if source.fit])
 def test_two_steps_of_fit(name: str, folder: Callable[[str], Path], tmp_path: Path) -> None:
     out = tmp_path / "out"

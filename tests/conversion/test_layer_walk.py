@@ -16,6 +16,7 @@ from gqa_convert.families.table import FAMILIES
 from tests.helpers import native, own_files
 from tests.helpers.folding_cases import build
 from tests.helpers.native import distance
+from tests.helpers.selection import slow_but
 
 ATTENTION = re.compile(
     r"\b(self_attn|encoder_attn|attn|attention|self_attention|SelfAttention|EncDecAttention|mixer|temporal_block)$"
@@ -122,15 +123,27 @@ def check(case: str, *, encoder: bool = False) -> None:
 TIED = ("zamba", "zamba2", "zamba2, no rotary")
 """Types whose layers share the weights of one attention module, which the walk replaces in the first of them alone."""
 TWO_WIDTHS = ("gemma4_text",)  # tested with its record
+EVERY_RUN = (
+    "llama",
+    "phi3",
+    "gemma2",
+    "qwen3_next",
+    "granite",
+    "gpt2, cross-attention",
+    "bloom",
+    "falcon",
+    "t5",
+    "whisper",
+)
 CASES = [case for case in (*native.CASES, *own_files.CASES) if case not in (*TIED, *TWO_WIDTHS)]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", slow_but(EVERY_RUN, CASES))
 def test_a_student_equals_ordinary_calls(case: str) -> None:
     check(case)
 
 
-@pytest.mark.parametrize("case", ["t5", "bart", "marian", "whisper", "switch_transformers"])
+@pytest.mark.parametrize("case", slow_but(EVERY_RUN, ["t5", "bart", "marian", "whisper", "switch_transformers"]))
 def test_a_student_reads_its_own_encoder(case: str) -> None:
     check(case, encoder=True)
 

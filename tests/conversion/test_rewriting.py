@@ -41,6 +41,7 @@ from tests.helpers.native import distance
 from tests.helpers.own_files import SIZES, make_source, make_source_model
 from tests.helpers.quantised_sources import BLOCK, write_fp8, write_mxfp4
 from tests.helpers.remote_types import REFERENCES, VOCABULARY, Reference
+from tests.helpers.selection import slow_but
 from tests.helpers.tiny import HEADS
 from tests.helpers.verification import edit_json, failed, save_tokenizer
 
@@ -102,7 +103,7 @@ def build(name: str) -> Case:
     return Case(model_type, make_source_model(model_type, **copy.deepcopy(changes)), HEADS)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow_but(("neox", "neox, yarn", "serial", "gptj", "codegen", "gpt2"), CASES))
 def test_decoders(name: str, tmp_path: Path) -> None:
     """With all heads and with merged ones, which replace those of the source's own class in the reference."""
     case = build(name)

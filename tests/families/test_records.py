@@ -11,6 +11,7 @@ from gqa_convert.families.family import LegacyConfigKeys
 from gqa_convert.families.records import ALL, COMPOSITES, FAMILIES, INNER, REFUSALS, RESTATED
 from tests.helpers import folding_cases as cases
 from tests.helpers import own_files
+from tests.helpers.selection import slow_but
 
 ROOT = Path(__file__).parents[2]
 DERIVED = json.loads((ROOT / "gqa_convert" / "families" / "derived.json").read_text(encoding="utf-8"))
@@ -20,9 +21,7 @@ SOME = ("llama", "gemma3_text", "phi3", "stablelm", "cohere", "olmo2", "gpt_neox
 """Types with other layouts, norms and rotary positions, which are looked at in every run."""
 
 
-@pytest.mark.parametrize(
-    "model_type", [name if name in SOME else pytest.param(name, marks=pytest.mark.slow) for name in DERIVED]
-)
+@pytest.mark.parametrize("model_type", slow_but(SOME, DERIVED))
 def test_a_derived_row_is_what_the_class_says(model_type: str) -> None:
     assert json.loads(json.dumps(SCRIPT["derive"](model_type, FACTS[model_type]))) == DERIVED[model_type], (
         f"transformers' class of {model_type} changed: run python tools/derive_families.py {model_type}"

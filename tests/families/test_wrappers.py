@@ -53,7 +53,7 @@ def config_of(folder: Path) -> dict[str, object]:
 
 @pytest.mark.parametrize(
     "model_type",
-    [each if each in REPRESENTATIVE else pytest.param(each, marks=pytest.mark.slow) for each in WRAPPER_TYPES],
+    WRAPPER_TYPES,
 )
 def test_result_is_the_source_with_merged_heads(model_type: str, source: Callable[[str], Path]) -> None:
     """With an image among the inputs; and only keys and values of the decoder differ in the files."""

@@ -25,6 +25,7 @@ from gqa_convert.merging.head_grouping import reorder_heads
 from tests.helpers import chatglm
 from tests.helpers.folding_cases import CASES, EXACT, SOME, Case, Maps, build, converted, placed, tie
 from tests.helpers.native import distance
+from tests.helpers.selection import slow_but
 
 pytestmark = pytest.mark.usefixtures("modeling_files_registered")
 
@@ -54,7 +55,7 @@ def move(case: Case, layout: LayerLayout, order: Array | None = None) -> None:
         found[homes[name]].copy_(torch.from_numpy(array.copy()))
 
 
-@pytest.mark.parametrize("name", sorted(CASES))
+@pytest.mark.parametrize("name", slow_but(SOME, sorted(CASES)))
 def test_heads_change_places_where_nothing_is_in_the_way_and_there_only(name: str, tmp_path: Path) -> None:
     """And nothing is lost, to the last bit, by splitting and merging them."""
     case = build(name)
@@ -70,7 +71,7 @@ def test_heads_change_places_where_nothing_is_in_the_way_and_there_only(name: st
         assert distance(other.logits(), expected) > 0.01
 
 
-@pytest.mark.parametrize("name", sorted(CASES.keys() - {"falcon, 7B"}))
+@pytest.mark.parametrize("name", slow_but(SOME, sorted(CASES.keys() - {"falcon, 7B"})))
 def test_heads_that_are_images_of_fewer_merge_without_loss(name: str, tmp_path: Path) -> None:
     """And what is free to be absorbed is what was read out of transformers."""
     case = build(name)

@@ -79,7 +79,7 @@ FAST = {"llama", "phi3", "stablelm", "neox", "gpt2 as gpt_bigcode", "t5", "gpt2,
 
 @pytest.mark.parametrize(
     ("name", "groups", "method", "options"),
-    [row if row[0] in FAST else pytest.param(*row, marks=pytest.mark.slow) for row in GOOD],
+    [pytest.param(*row, marks=[] if row[0] in FAST else [pytest.mark.slow]) for row in GOOD],
 )
 def test_good_conversions_pass(made: Made, name: str, groups: int, method: str, options: dict[str, Any]) -> None:
     out, source = made(name, groups, method, **options)
