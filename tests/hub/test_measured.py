@@ -16,10 +16,13 @@ from gqa_convert.errors import ReportError
 from gqa_convert.hub.options import PublishOptions
 from gqa_convert.hub.publishing import publish
 from gqa_convert.measuring.results import (
+    AskedQuestions,
     BenchmarkFile,
     Difference,
     EvaluationFile,
+    Found,
     ModelScores,
+    Retrieval,
     ScoredText,
     TimedCell,
     write_result,
@@ -144,6 +147,45 @@ def test_losses_of_the_model_and_its_source(base: Path, tmp_path: Path) -> None:
             ],
         }
     ]
+
+
+def found(share: float, difference: float | None) -> Retrieval:
+    error = None if difference is None else 0.03125
+    parts = [
+        Found(kind=kind, length=length, questions=96, found=share, standard_error=0.04, difference=difference)
+        for kind, length in ((None, None), (None, 2048), ("needles", None), ("needles", 2048))
+    ]
+    parts[0] = parts[0].model_copy(update={"difference_standard_error": error})
+    return Retrieval(found=parts, written_loss=3 + share, written_loss_standard_error=0.125)
+
+
+@pytest.mark.parametrize("with_text", [True, False])
+def test_what_the_model_and_its_source_find(base: Path, tmp_path: Path, with_text: bool) -> None:
+    key = {"key_tokens": 77, "key_loss": 1.5, "key_loss_standard_error": 0.25} if with_text else {"loss": None}
+    ours = score(base / "out", retrieval=found(0.5, -0.25), **key, key_kl=0.75 if with_text else None)
+    source = score(base / "source", retrieval=found(0.75, None), **key)
+    questions = AskedQuestions(lengths=[2048], questions=24, seed=0)
+    more = {} if with_text else {"data": None}
+    text, index, _ = card(base / "out", evaluation(tmp_path / "e.json", source, ours, questions=questions, **more))
+    line = "- **Retrieval: 50 ±4% of questions on long texts answered exactly** where the source answers 75 ±4%."
+    assert line in headline(text)
+    assert "24 of each kind, in percent; differences are paired, from the source:\n\n| kind" in text
+    table = text[text.index("| kind | tokens") :].split("\n\n")[0].splitlines()
+    assert table[2:] == [
+        "| all | all | 75 ±4 | 50 ±4 | -25 | 3 |",
+        "| all | 2,048 | 75 ±4 | 50 ±4 | -25 |  |",
+        "| needles | all | 75 ±4 | 50 ±4 | -25 |  |",
+    ]
+    assert (
+        "On the text that this model writes, the loss of the source is 3.5 ± 0.12 nats per token, and 3.75 ± 0.12 on its own."
+        in text
+    )
+    tokens = "On the 77 tokens that a long context makes likelier (LongPPL's key tokens): loss 1.5 ± 0.25 where the source has 1.5 ± 0.25; KL divergence 0.75 nats per token."
+    assert (tokens in text) == with_text
+    assert bool(index) == with_text
+    assert ("Loss and tasks: not measured" in text) != with_text
+    assert "quality was not measured" not in text
+    assert text.count("gqa-convert evaluate 'a b'") == 1 + with_text
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
