@@ -172,13 +172,13 @@ class TestConvert:
             assert result["revision"] == hub.commit("org/model", "main")
             assert digests(tmp_path / f"out{number}") == digests(tmp_path / "online")
             assert f"those of commit {result['revision']} in its cache" in result["warnings"][-1]
-            assert time.monotonic() - started < 10
+            assert time.monotonic() - started < 60
         for url, env in [(nobody, {}), (hub.url, {"HF_HUB_OFFLINE": "1"})]:
             started = time.monotonic()
             answer = ask(url, tmp_path / "empty", "plan", "org/model", **env)
             assert answer["error"] == "SourceNotFoundError"
             assert "is not in the Hub's cache, and the Hub cannot be reached" in answer["message"]
-            assert time.monotonic() - started < 10
+            assert time.monotonic() - started < 60
 
     def test_the_commit_whose_headers_were_read_is_downloaded(
         self, hub: HubServer, folders: dict[str, Path], tmp_path: Path
@@ -229,4 +229,4 @@ class TestErrors:
         answer = ask(hub, tmp_path, "plan", BROKEN)
         assert answer["error"] == "SourceNotFoundError"
         assert "500" in answer["message"]
-        assert time.monotonic() - started < 15
+        assert time.monotonic() - started < 60
