@@ -8,14 +8,14 @@ FOLDER contains the model and the text, which are made once:
     python -m benchmarks.real.text FOLDER/smollm2 FOLDER/text
 
 Each cell is a conversion and its scores: loss and divergence from the source by kind of text and window length, and
-retrieval of needles. Scores that the output has already are not measured again, so a killed command
+retrieval of facts. Scores that the output has already are not measured again, so a killed command
 resumes when it is repeated. `python -m benchmarks.real.report` writes the tables of docs/results/README.md.
 """
 
 import argparse
 import gc
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
@@ -25,16 +25,17 @@ import torch
 
 from benchmarks.records import Cell, Records
 from gqa_convert.families.loading import load_model, load_tokenizer
+from gqa_convert.measuring.evaluation.retrieval import LENGTHS, QUESTIONS, ask, share_found
+from gqa_convert.measuring.evaluation.retrieval_texts import KINDS as FACTS
 
 from .conversions import METHODS, Conversion, Job, converted, discard
-from .documents import MIXED, held_out_blocks, read_documents
-from .folders import DEFAULT_FOLDER, GROUPS, SMOLLM2, model_folder, scratch, text_file
-from .needle import LENGTHS, retrieve, sentences
+from .documents import MIXED, held_out_blocks
+from .folders import DEFAULT_FOLDER, GROUPS, SMOLLM2, model_folder, scratch
 from .scores import Reference, score
 from .text import KINDS
 
 OUTPUT = Path("docs/results/real.json")
-PARTS = ("loss", "needle")
+PARTS = ("loss", "retrieval")
 QUICK_TOKENS = 1024
 
 
@@ -65,10 +66,6 @@ class Bench:
         """Drop the source from memory."""
         self.__dict__.pop("_source_model", None)
         gc.collect()
-
-    def _encode(self, text: str) -> list[int]:
-        found: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
-        return found
 
     def _windows(self, scores: Cell) -> Iterator[tuple[str, int]]:
         """Kinds and window lengths that have no score yet."""
@@ -102,9 +99,7 @@ class Bench:
                     save()
                 continue
             whole = self._source_model if model is None else model
-            filler = sentences(list(read_documents(text_file(self._folder, "prose", "held-out"))))
-            found = retrieve(whole, filler, self._encode, self._options.needle_lengths, self._options.haystacks)
-            scores["needle"] = {length: asdict(each) for length, each in found.items()}
+            scores["retrieval"] = retrieval(whole, self._tokenizer, self._options.lengths, self._options.questions)
             save()
 
     def _loss(self, model: Any, kind: str, window: int) -> Cell | None:
@@ -118,6 +113,23 @@ class Bench:
         if model is not None:
             self.free()
         return asdict(score(model, reference, blocks))
+
+
+def retrieval(model: Any, tokenizer: Any, lengths: Sequence[int], questions: int) -> dict[str, Cell]:
+    """The shares of facts that a model finds at each length, and of each kind."""
+    answers = ask(model, tokenizer, lengths, questions)
+    found: dict[str, Cell] = {}
+    for length in lengths:
+        here = [each for each in answers if each.length == length]
+        by_kind = {kind: share_found([each for each in here if each.kind == kind]).value for kind in FACTS}
+        share = share_found(here)
+        found[str(length)] = {
+            "questions": len(here),
+            "found": share.value,
+            "found_error": share.error,
+            "by_kind": by_kind,
+        }
+    return found
 
 
 def jobs(options: argparse.Namespace) -> Iterator[Job]:
@@ -166,7 +178,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what is scored (default: all)")
     parser.add_argument("--tokens", type=int, help="held-out tokens per kind of text and window (default: 8192)")
     parser.add_argument("--windows", nargs="+", type=int, help="window lengths (default: 512 2048)")
-    parser.add_argument("--haystacks", type=int, help="texts per length, with five needles each (default: 4)")
+    parser.add_argument("--questions", type=int, help=f"of each kind at each length (default: {QUESTIONS})")
     parser.add_argument("--calibration", choices=(MIXED, "prose", "code"), default=MIXED, help="kind of text (mixed)")
     parser.add_argument("--calibration-tokens", type=int, help="default: the converter's own")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of scoring (float32)")
@@ -179,8 +191,8 @@ def parsed() -> argparse.Namespace:
     options.seeds = options.seeds[:1] if quick else options.seeds
     options.tokens = options.tokens or (QUICK_TOKENS if quick else 8192)
     options.windows = options.windows or ([512] if quick else [512, 2048])
-    options.haystacks = options.haystacks or (1 if quick else 4)
-    options.needle_lengths = LENGTHS[:1] if quick else LENGTHS
+    options.questions = options.questions or (2 if quick else QUESTIONS)
+    options.lengths = LENGTHS[:1] if quick else LENGTHS
     return options
 
 

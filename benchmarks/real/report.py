@@ -18,11 +18,12 @@ from benchmarks.records import Cell
 from .__main__ import OUTPUT
 from .conversions import METHODS
 from .folders import SMOLLM2
-from .needle import DEPTHS
 from .text import KINDS
 
 PAGE = Path("docs/results/README.md")
 MISSING = "Not measured yet."
+DEPTHS = (5, 25, 50, 75, 95)
+"""Percent of the text before each needle of earlier records, which hold `needle` in place of `retrieval`."""
 Data = dict[str, Any]
 
 
@@ -85,11 +86,16 @@ def with_error(row: Row, kind: str, window: str, name: str) -> str:
     return text + (f" ({min(values):.3f} to {max(values):.3f})" if len(values) > 1 else "")
 
 
-def found_needles(cells: list[Cell]) -> str:
+def retrieval(cell: Cell) -> dict[str, Cell]:
+    """What was found at each length."""
+    found: dict[str, Cell] = cell.get("retrieval") or cell.get("needle") or {}
+    return found
+
+
+def share_found(cells: list[Cell]) -> str:
     """The share over all lengths and seeds."""
-    each = [length for cell in cells for length in cell.get("needle", {}).values()]
-    count = sum(length["needles"] for length in each)
-    return f"{100 * sum(length['found'] * length['needles'] for length in each) / count:.0f}%" if count else ""
+    each = [length["found"] for cell in cells for length in retrieval(cell).values()]
+    return f"{100 * statistics.mean(each):.0f}%" if each else ""
 
 
 def results_table(data: Data) -> str:
@@ -103,8 +109,8 @@ def results_table(data: Data) -> str:
         line = [row.method, " to ".join(f"{each:.1f}" for each in _ends(cell["minutes"] for cell in row.cells))]
         line += [_before_and_after(data, row, kind, window) for kind in KINDS]
         line += [with_error(row, kind, window, "kl") for kind in KINDS]
-        needles = found_needles(row.cells)
-        lines.append([*line, f"{found_needles([source_scores(data)])} -> {needles}" if needles else ""])
+        found = share_found(row.cells)
+        lines.append([*line, f"{share_found([source_scores(data)])} -> {found}" if found else ""])
     header = ["method", "minutes", *(f"loss, {kind}" for kind in KINDS), *(f"KL, {kind}" for kind in KINDS), "needles"]
     return f"Windows of {int(window):,} tokens:\n\n{table(header, lines)}"
 
@@ -148,29 +154,31 @@ def _all_rows(data: Data) -> list[tuple[str, list[Cell]]]:
     return [("source", [source_scores(data)]), *((row.method, row.cells) for row in rows(data))]
 
 
-def needle_table(data: Data) -> str:
-    """Shares of needles found by length, and by depth over all lengths."""
-    lengths = sorted(
-        {length for _, cells in _all_rows(data) for cell in cells for length in cell.get("needle", {})}, key=int
-    )
+def retrieval_table(data: Data) -> str:
+    """Shares found by length, and by kind of question or depth over all lengths."""
+    lengths = sorted({length for _, cells in _all_rows(data) for cell in cells for length in retrieval(cell)}, key=int)
+    parts = [name for _, cells in _all_rows(data) for cell in cells for name in _parts(cell)]
+    header = ["method", *(f"{int(length):,} tokens" for length in lengths), *dict.fromkeys(parts)]
     lines = []
     for label, cells in _all_rows(data):
-        each = [cell["needle"] for cell in cells if "needle" in cell]
-        if each:
-            by_length = [
-                statistics.mean(cell[length]["found"] for cell in each if length in cell) for length in lengths
-            ]
-            by_depth = [
-                statistics.mean(length["by_depth"][number] for cell in each for length in cell.values())
-                for number in range(len(DEPTHS))
-            ]
-            lines.append([label, *(f"{100 * share:.0f}%" for share in (*by_length, *by_depth))])
-    header = [
-        "method",
-        *(f"{int(length):,} tokens" for length in lengths),
-        *(f"depth {100 * depth:.0f}%" for depth in DEPTHS),
-    ]
+        measured = [cell for cell in cells if retrieval(cell)]
+        shares = [
+            [retrieval(cell)[length]["found"] for cell in measured if length in retrieval(cell)] for length in lengths
+        ]
+        shares += [[_parts(cell)[name] for cell in measured if name in _parts(cell)] for name in dict.fromkeys(parts)]
+        if measured:
+            lines.append([label, *(f"{100 * statistics.mean(each):.0f}%" if each else "" for each in shares)])
     return table(header, lines) if lines else MISSING
+
+
+def _parts(cell: Cell) -> dict[str, float]:
+    """The shares of each kind of question, or at each depth of earlier records, over all lengths."""
+    found: dict[str, list[float]] = {}
+    for length in retrieval(cell).values():
+        depths = {f"depth {depth}%": share for depth, share in zip(DEPTHS, length.get("by_depth", ()), strict=False)}
+        for name, share in length.get("by_kind", depths).items():
+            found.setdefault(name, []).append(share)
+    return {name: statistics.mean(shares) for name, shares in found.items()}
 
 
 def sources_table(data: Data) -> str:
@@ -188,7 +196,7 @@ def blocks(data: Data) -> dict[str, str]:
         "results": results_table(data),
         "sources": sources_table(data),
         "windows": windows_table(data),
-        "needles": needle_table(data),
+        "needles": retrieval_table(data),
     }
 
 

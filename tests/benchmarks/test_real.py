@@ -8,54 +8,14 @@ import pytest
 import torch
 
 from benchmarks.real.conversions import Job
-from benchmarks.real.needle import make_haystack, matches, summarise
 from benchmarks.real.report import MISSING, blocks
 from benchmarks.real.scores import Reference, position_bins, score
-
-
-def characters(text: str) -> list[int]:
-    return [ord(character) for character in text]
-
-
-def written(ids: list[int]) -> str:
-    return "".join(map(chr, ids))
 
 
 @pytest.mark.parametrize("window", [64, 512, 2048])
 def test_bins_cover_every_predicting_position_once(window: int) -> None:
     covered = [position for first, last in position_bins(window) for position in range(first, last + 1)]
     assert covered == list(range(window - 1))
-
-
-class Copying:
-    """Predicts what followed the last occurrence of the last four characters; counts how often it reads the text."""
-
-    def __init__(self) -> None:
-        self.read: list[int] = []
-
-    def crop(self, count: int) -> None:
-        self.read = self.read[:count]
-
-    def __call__(self, input_ids: torch.Tensor, **options: Any) -> Any:  # noqa: ARG002
-        start = len(self.read)
-        self.read += input_ids[0].tolist()
-        logits = torch.zeros(1, input_ids.shape[1], 256)
-        for place in range(input_ids.shape[1]):
-            text = written(self.read[: start + place + 1])
-            earlier = text.rfind(text[-8:], 0, -1)
-            logits[0, place, self.read[earlier + 8] if earlier >= 0 else 0] = 1.0
-        return SimpleNamespace(logits=logits, past_key_values=self)
-
-
-def test_a_model_that_copies_finds_every_needle() -> None:
-    filler = [f"Sentence number {number} of the filler, which is prose." for number in range(300)]
-    haystack = make_haystack(filler, 2000, characters, seed=1)
-    found = matches(Copying(), haystack)
-    assert all(tokens[1:] for tokens in found)
-    result = summarise([found])
-    assert (result.needles, result.found, result.by_depth) == (5, 1.0, (1.0,) * 5)
-    none = summarise([[[True, False]] * 5])
-    assert (none.found, none.digits) == (0.0, 0.5)
 
 
 class Bigram(torch.nn.Module):
@@ -99,8 +59,11 @@ def loss(value: float, kl: float) -> dict[str, Any]:
 
 
 def test_the_report_has_a_row_for_each_method() -> None:
-    needle = {"512": {"needles": 5, "found": 0.8, "found_error": 0.1, "by_depth": [1.0] * 5, "digits": 0.9}}
-    scores = {"loss": {"prose": {"512": loss(3.0, 0.0)}, "chat": {"512": None}}, "needle": needle}
+    found = {
+        "512": {"questions": 8, "found": 0.8, "found_error": 0.1, "by_kind": {"needles": 0.6, "copying": 0.8}},
+        "1024": {"questions": 8, "found": 0.6, "found_error": 0.1, "by_kind": {"needles": 0.4, "copying": 0.6}},
+    }
+    scores = {"loss": {"prose": {"512": loss(3.0, 0.0)}, "chat": {"512": None}}, "retrieval": found}
     fit = Job("smollm2", 1, "fit", "mixed", None, 0)._asdict()
     measured = {
         "minutes": 9.0,
@@ -108,7 +71,7 @@ def test_the_report_has_a_row_for_each_method() -> None:
         "tokens_read": 102_400,
         "calibration_kl": {"before": 0.5, "after": 0.25, "curve": [[50, 0.4], [100, 0.3]]},
         "loss": {"prose": {"512": loss(3.2, 0.2)}},
-        "needle": needle,
+        "retrieval": found,
     }
     mean = Job("smollm2", 1, "mean", None, None, None)._asdict() | {
         "minutes": 0.1,
@@ -122,6 +85,12 @@ def test_the_report_has_a_row_for_each_method() -> None:
     made = blocks(data)
     (row,) = [line for line in made["results"].splitlines() if "| fit |" in line]
     assert "3.000 -> 3.300, 90.0%" in row
-    assert "80%" in row
+    assert "70% -> 70%" in row
+    assert made["needles"].splitlines()[0] == "| method | 512 tokens | 1,024 tokens | needles | copying |"
+    assert made["needles"].splitlines()[2:] == ["| source | 80% | 60% | 50% | 70% |", "| fit | 80% | 60% | 50% | 70% |"]
+    earlier = {"needle": {"512": {"needles": 5, "found": 0.8, "by_depth": [1.0, 0.9, 0.8, 0.7, 0.6]}}}
+    table = blocks(data | {"models": {"smollm2": {"scores": earlier}}, "cells": []})["needles"].splitlines()
+    assert table[0] == "| method | 512 tokens | depth 5% | depth 25% | depth 50% | depth 75% | depth 95% |"
+    assert table[2] == "| source | 80% | 100% | 90% | 80% | 70% | 60% |"
     nothing = blocks({"commands": [], "models": {}, "cells": []})
     assert MISSING in nothing["results"]
