@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from gqa_convert import __version__
 from gqa_convert.cli import app
 from tests.helpers.checkpoints import WIDTH, write_config, write_llama
-from tests.helpers.command_line import COMMAND, assert_mistake, run
+from tests.helpers.command_line import assert_mistake, run
 
 
 @pytest.fixture(scope="module")
@@ -218,36 +218,6 @@ def test_a_signal_ends_it_with_one_line(tmp_path: Path, number: signal.Signals) 
     assert stdout == ""
     assert stderr == f"gqa-convert: stopped by {number.name}: no partial result was written\n"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["pipe", "source"]
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("convert", "{source}", "-n", "3", "--json", "--dry-run"),
-        ("convert", "{source}", "-n", "3", "--dry-run"),
-        ("--help",),
-        ("--version",),
-    ],
-)
-def test_a_full_disk_behind_stdout_gets_one_line(source: Path, arguments: tuple[str, ...]) -> None:
-    command = [*COMMAND, *(argument.format(source=source) for argument in arguments)]
-    with Path("/dev/full").open("w") as full:
-        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
-    assert (result.returncode, result.stderr.count("\n")) == (1, 1)
-    assert result.stderr.endswith("No space left on device\n")
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [("convert", "{source}", "-n", "3", "--json", "--dry-run"), ("convert", "{source}", "-n", "3", "--dry-run")],
-)
-def test_a_reader_that_has_gone_is_no_matter(source: Path, arguments: tuple[str, ...]) -> None:
-    command = [*COMMAND, *(argument.format(source=source) for argument in arguments)]
-    read, write = os.pipe()
-    os.close(read)
-    result = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
-    os.close(write)
-    assert (result.returncode, result.stderr) == (0, "")
 
 
 def test_arguments_that_are_no_utf8(source: Path, tmp_path: Path) -> None:

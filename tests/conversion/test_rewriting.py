@@ -40,7 +40,7 @@ from tests.helpers.folding_cases import Case, pool
 from tests.helpers.native import distance
 from tests.helpers.own_files import SIZES, make_source, make_source_model
 from tests.helpers.quantised_sources import BLOCK, write_fp8, write_mxfp4
-from tests.helpers.remote_types import REFERENCES, VOCABULARY, Reference
+from tests.helpers.remote_types import FIRST_FALCONS, REFERENCES, VOCABULARY, Reference, write_first_falcon
 from tests.helpers.selection import slow_but
 from tests.helpers.tiny import HEADS
 from tests.helpers.verification import edit_json, failed, save_tokenizer
@@ -310,6 +310,19 @@ def test_types_with_their_own_code(case: str, tmp_path: Path) -> None:
     assert error < 1e-5, f"{case}: {error:.2e}"
     assert written.config["model_type"] == RESTATED[reference.config["model_type"]]
     assert not any(key.startswith(("AutoConfig", "AutoModel")) for key in written.config.get("auto_map", {}))
+
+
+def test_every_type_with_its_own_code_has_a_reference() -> None:
+    assert {make().config["model_type"] for make in REFERENCES.values()} | FIRST_FALCONS.keys() == RESTATED.keys()
+
+
+@pytest.mark.parametrize("name", FIRST_FALCONS)
+def test_the_first_falcons(name: str, tmp_path: Path) -> None:
+    model = write_first_falcon(name, tmp_path / "source")
+    written = rewritten(tmp_path / "source", tmp_path / "stock")
+    with torch.no_grad():
+        assert torch.equal(logits(tmp_path / "stock"), model(IDS[None]).logits[0])
+    assert written.config["model_type"] == RESTATED[name]
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {

@@ -249,21 +249,6 @@ _GPT2 = {
     "vocab_size": VOCABULARY,
 }
 
-_BLOOM = {
-    "apply_residual_connection_post_layernorm": False,
-    "architectures": ["BloomForCausalLM"],
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 3,
-    "model_type": "bloom",
-    "n_embed": 96,
-    "n_inner": None,
-    "n_layer": 2,
-    "num_attention_heads": HEADS,
-    "seq_length": 2048,
-    "unk_token_id": 0,
-    "vocab_size": VOCABULARY,
-}
 
 _PYTHIA = _SIZES | {
     "architectures": ["GPTNeoXForCausalLM"],
@@ -432,25 +417,9 @@ HUB_SOURCES: dict[str, HubSource] = {
         type_of_copy="gqa_gpt2",
         fit=True,
     ),
-    "bigscience/bloom-7b1": HubSource(
-        {key: value for key, value in _BLOOM.items() if key not in ("n_embed", "num_attention_heads")}
-        | {"hidden_size": 96, "n_head": HEADS, "unk_token_id": 0, "torch_dtype": "float16"},
-        prefix="transformer.",
-        left_out=("lm_head.weight",),
-        layout="sharded bin",
-        type_of_copy="gqa_bloom",
-    ),
     "mosaicml/mpt-7b": HubSource(
         _MPT, left_out=("lm_head.weight",), layout="sharded bin", type_of_copy="gqa_mpt", fit=True
     ),
     "openai/whisper-tiny": HubSource(_WHISPER, SPEECH, left_out=("proj_out.weight",), type_of_copy="gqa_whisper"),
-    "facebook/bart-large-cnn": HubSource(
-        _BART | _GENERATION | {"forced_bos_token_id": 0, "task_specific_params": {"summarization": _GENERATION}},
-        SEQ2SEQ,
-        duplicated=_BART_EMBEDDINGS,
-        left_out=("lm_head.weight",),
-        type_of_copy="gqa_bart",
-        fit=True,
-    ),
 }
 """By the repository that each one imitates."""

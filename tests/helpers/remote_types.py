@@ -15,6 +15,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import linear, normalize, silu
+from transformers import FalconConfig, FalconForCausalLM
+
+from tests.helpers.tiny import randomise
 
 HEADS, WIDTH, HIDDEN, INNER, VOCABULARY, LAYERS = 12, 8, 96, 40, 64, 2
 
@@ -187,6 +190,11 @@ def _llama(kv_heads: int, theta: float, names: dict[str, str] = LLAMA) -> Callab
     return forward
 
 
+def internlm() -> Reference:
+    config = _common("internlm", "InternLMForCausalLM", bias=True, rotary={"base": 20000, "type": "dynamic"})
+    return Reference(config, _llama_shapes(HEADS, biases="qkvo"), _llama(HEADS, 20000.0))
+
+
 def internlm2() -> Reference:
     groups = 4
     config = _common(
@@ -265,6 +273,10 @@ def _baichuan(unit: bool, architecture: str) -> Reference:
         return linear(rms(x, whole("model.norm"), 1e-6), normalize(head) if unit else head)
 
     return Reference(config, shapes, forward)
+
+
+def baichuan() -> Reference:
+    return _baichuan(False, "BaiChuanForCausalLM")
 
 
 def baichuan2() -> Reference:
@@ -352,8 +364,43 @@ def minicpm() -> Reference:
 
 
 REFERENCES: dict[str, Callable[[], Reference]] = {
+    "internlm": internlm,
     "internlm2": internlm2,
+    "baichuan": baichuan,
     "baichuan, second version": baichuan2,
     "qwen": qwen,
     "minicpm": minicpm,
 }
+
+
+FIRST_FALCONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "RefinedWeb": (
+        {"new_decoder_architecture": True, "num_kv_heads": 4},
+        {"n_head_kv": 4, "alibi": False, "parallel_attn": True},
+    ),
+    "RefinedWebModel": ({"multi_query": True}, {"multi_query": True, "parallel_attn": True}),
+}
+"""By the old name of the type: values of the present config, and of the old one."""
+
+
+def write_first_falcon(name: str, folder: Path) -> FalconForCausalLM:
+    """A Falcon with the config of the releases before transformers knew the type; the model itself."""
+    shape, old = FIRST_FALCONS[name]
+    sizes = {"hidden_size": 96, "num_attention_heads": 12, "num_hidden_layers": 2, "vocab_size": VOCABULARY}
+    torch.manual_seed(0)
+    model = FalconForCausalLM(FalconConfig(**sizes, **shape)).eval()
+    randomise(model)
+    model.save_pretrained(folder)
+    stated = {
+        "model_type": name.split(",")[0],
+        "architectures": ["RWForCausalLM"],
+        "n_head": 12,
+        "n_layer": 2,
+        "hidden_size": 96,
+        "vocab_size": VOCABULARY,
+        "layer_norm_epsilon": 1e-5,
+        "apply_residual_connection_post_layernorm": False,
+        "torch_dtype": "float32",
+    }
+    (folder / "config.json").write_text(json.dumps(stated | old))
+    return model

@@ -116,29 +116,18 @@ def test_a_native_one(out: Path) -> None:
     content = json.loads((out / "gqa_conversion.json").read_bytes())
     before, after = 2 * 2 * HEADS * WIDTH * 4, 2 * 2 * 3 * WIDTH * 4
     errors = content["merge_error"].values()
-    python = content["machine"]["versions"]["python"]
     for words in (
-        "# gqa-3\n",
         f"[org/model](https://huggingface.co/org/model) at revision `{COMMIT}`, converted to grouped-query attention: 3 key/value heads per layer in place of 12, not uptrained.",
         f"- **K/V cache: {size(after)} per token, 25.0% of the source's {size(before)}.**",
         "- **Loss: not measured.**",
-        "| K/V heads per layer | 12 | 3 |",
         f"| K/V-cache bytes per token | {before:,} | {after:,} |",
         f"| parameters | {content['parameters']['before']:,} | {content['parameters']['after']:,} |",
         'AutoModelForCausalLM.from_pretrained("me/gqa-3")',
-        'tokenizer = AutoTokenizer.from_pretrained("me/gqa-3")',
         "No custom code is needed. Software that has classes for it: llama.cpp, transformers, vLLM.",
-        "```sh\nvllm serve me/gqa-3\n```",
-        "llama-server -m gqa-3.gguf\n```",
         "**Conversion** from 12 K/V heads per layer to 3, method `mean`: the K/V heads of a group were replaced by their mean",
-        "No calibration text was used.",
         "gqa-convert convert org/model 'out folder' --groups 3",
         f"within one method only: {sum(errors) / 4:.4g} in the mean over 4 tensors, {max(errors):.4g} at most.",
-        "Loss and tasks: not measured.",
-        "Decode speed: not measured.",
         "- Its quality was not measured",
-        "- It was not uptrained",
-        f"python {python}",
     ):
         assert words in text
     assert "trust_remote_code" not in text
@@ -210,11 +199,7 @@ def test_an_uptrained_one(out: Path) -> None:
         ("license: mit", REPO, "`mit`, that of the source", ""),
         ("license: llama2", REPO, "`llama2`", "acceptable use policy"),
         ("license: llama3", "me/gqa-3", "**Built with Meta Llama 3**", "must begin with 'Llama 3'"),
-        ("license: llama3", "me/Llama-3-8B-gqa", "**Built with Meta Llama 3**", "acceptable use policy"),
-        ("license: gemma", REPO, "`gemma`", "passed on"),
-        ("license: cc-by-nc-4.0", REPO, "`cc-by-nc-4.0`", "non-commercial"),
         ("license: cc-by-nc-nd-4.0", REPO, "`cc-by-nc-nd-4.0`", "forbids sharing changed versions"),
-        ("license: bigscience-bloom-rail-1.0", REPO, "`bigscience-bloom-rail-1.0`", "restrictions"),
         (
             "license: other\nlicense_name: odd\nlicense_link: LICENSE",
             REPO,
@@ -222,9 +207,7 @@ def test_an_uptrained_one(out: Path) -> None:
             "read it",
         ),
         ("license: something-new", REPO, "`something-new`", "does not know its terms"),
-        ("license: [mit, gemma]", REPO, "Not known", "no licence is known"),
         ("language: en", REPO, "Not known", "no licence is known"),
-        ("license: [", REPO, "Not known", "no licence is known"),
     ],
 )
 def test_licences(out: Path, front: str, repo_id: str, said: str, warned: str) -> None:
@@ -235,8 +218,6 @@ def test_licences(out: Path, front: str, repo_id: str, said: str, warned: str) -
     assert warned in " ".join(warnings)
     assert bool(warned) == bool(warnings)
     assert card(out, repo_id)[1].get("license") == found.get("license")  # from our own card now
-    if repo_id == "me/Llama-3-8B-gqa":
-        assert "must begin" not in " ".join(warnings)
 
 
 def test_what_convert_did_not_write_stays_here(out: Path, tmp_path: Path) -> None:

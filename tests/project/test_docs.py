@@ -25,8 +25,6 @@ from tests.helpers.document_workplace import NOT_EXECUTED, NOT_RUN, furnish, nee
 from tests.helpers.documents import DOCUMENTS, ROOT, Block, Command, blocks, commands, recipe_commands
 
 SHELL = ("sh", "console", "indented")
-TEXT = ("json", "text", "yaml")
-"""Languages of blocks that hold nothing to type."""
 
 NOT_COMMANDS = ("134 MB  +  N x (1.05 MB + 0.59 MB x B)",)
 """Indented blocks that are neither."""

@@ -10,8 +10,6 @@ import pytest
 import torch
 from torch import nn
 from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     T5Config,
@@ -44,10 +42,6 @@ def t5() -> T5ForConditionalGeneration:
     return T5ForConditionalGeneration(
         T5Config(vocab_size=40, d_model=24, d_kv=4, d_ff=20, num_layers=1, num_decoder_layers=1, num_heads=6)
     )
-
-
-def gpt2(**keys: Any) -> GPT2LMHeadModel:
-    return GPT2LMHeadModel(GPT2Config(vocab_size=40, n_positions=16, n_embd=24, n_layer=1, n_head=6, **keys))
 
 
 def recipe(**keys: Any) -> Recipe:
