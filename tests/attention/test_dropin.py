@@ -115,25 +115,6 @@ def test_arguments_and_results_are_those_of_multihead_attention(
         assert_same(ours(query, key, value, **given), theirs(query, key, value, **given))
 
 
-def test_the_arguments_have_the_same_order() -> None:
-    ours, theirs = pair(2, batch_first=True)
-    query, key, value = (
-        numbers(BATCH, QUERIES, EMBED_DIM),
-        numbers(BATCH, KEYS, EMBED_DIM),
-        numbers(BATCH, KEYS, EMBED_DIM),
-    )
-    given = (hidden(BATCH, KEYS), True, hidden(QUERIES, KEYS), False, False)
-    assert_same(ours(query, key, value, *given), theirs(query, key, value, *given))
-    options = (0.25, False, False, False, 10, 14, True, None, torch.float64)
-    made, original = (
-        GroupedMultiheadAttention(EMBED_DIM, HEADS, *options, groups=2),
-        nn.MultiheadAttention(EMBED_DIM, HEADS, *options),
-    )
-    for name in ("embed_dim", "num_heads", "head_dim", "dropout", "kdim", "vdim", "batch_first"):
-        assert getattr(made, name) == getattr(original, name)
-    made.load_state_dict(GroupedMultiheadAttention.from_multihead(original, 2).state_dict())
-
-
 @pytest.mark.parametrize("groups", GROUPS)
 @pytest.mark.parametrize("queries", [1, QUERIES, KEYS, 60])
 def test_a_causal_hint_gives_what_it_gives_there(groups: int, queries: int) -> None:
@@ -235,39 +216,6 @@ def test_encoders_compute_the_same(
     one = source[0] if batch_first else source[:, 0]
     for masks in ({}, {name: causal}, {"src_key_padding_mask": padding[0]}):
         torch.testing.assert_close(ours(one, **masks), theirs(one, **masks), rtol=0, atol=1e-10)
-
-
-@pytest.mark.parametrize("groups", GROUPS)
-@pytest.mark.parametrize("batch_first", [True, False])
-@pytest.mark.parametrize("stacked", [False, True])
-@pytest.mark.parametrize("norm_first", [False, True])
-def test_decoders_compute_the_same(groups: int, batch_first: bool, stacked: bool, norm_first: bool, mode: bool) -> None:
-    layer: nn.Module = decoder_layer(batch_first=batch_first, norm_first=norm_first)
-    ours, theirs = converted(nn.TransformerDecoder(layer, 2) if stacked else layer, groups, mode)
-    target, memory = (turned(numbers(BATCH, length, EMBED_DIM), batch_first) for length in (QUERIES, KEYS))
-    causal = nn.Transformer.generate_square_subsequent_mask(QUERIES, dtype=torch.float64)
-    choices: list[dict[str, Any]] = [
-        {},
-        {"tgt_mask": causal},
-        {"tgt_mask": causal, "tgt_is_causal": True},
-        {"tgt_mask": causal == -torch.inf, "memory_key_padding_mask": hidden(BATCH, KEYS)},
-        {
-            "tgt_mask": causal,
-            "tgt_key_padding_mask": as_floats(hidden(BATCH, QUERIES)),
-            "memory_mask": hidden(QUERIES, KEYS),
-        },
-        {
-            "tgt_mask": as_floats(hidden(BATCH * HEADS, QUERIES, QUERIES)),
-            "memory_mask": as_floats(hidden(BATCH * HEADS, QUERIES, KEYS)),
-        },
-        {"tgt_key_padding_mask": hidden(BATCH, QUERIES), "memory_key_padding_mask": as_floats(hidden(BATCH, KEYS))},
-    ]
-    for masks in choices:
-        torch.testing.assert_close(ours(target, memory, **masks), theirs(target, memory, **masks), rtol=0, atol=1e-10)
-    target, memory = (x[0] if batch_first else x[:, 0] for x in (target, memory))
-    torch.testing.assert_close(
-        ours(target, memory, tgt_mask=causal), theirs(target, memory, tgt_mask=causal), rtol=0, atol=1e-10
-    )
 
 
 @pytest.mark.parametrize("groups", GROUPS)

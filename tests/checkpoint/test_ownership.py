@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from gqa_convert.checkpoint import publication
 from gqa_convert.checkpoint.ownership import foreign_files
 from gqa_convert.checkpoint.signed_card import signed
 from gqa_convert.conversion.options import ConversionOptions
@@ -158,24 +157,3 @@ def test_the_current_folder(source: Path, out: Path, tmp_path: Path, monkeypatch
     assert Path.cwd().stat().st_nlink > 1
     monkeypatch.chdir(tmp_path)
     replaced(source, out)
-
-
-@pytest.mark.parametrize("can_exchange", [True, False])
-def test_a_file_that_comes_at_the_last_moment(
-    source: Path, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can_exchange: bool
-) -> None:
-    exchange = publication._exchange
-
-    def late(first: Path, second: Path) -> bool:
-        if not (first / "thesis.tex").exists():
-            (out / "thesis.tex").write_text("just saved")
-        return can_exchange and exchange(first, second)
-
-    monkeypatch.setattr(publication, "_exchange", late)
-    before = digests(out, ignore=())
-    with pytest.raises(OutputError, match=r"thesis\.tex"):
-        convert_checkpoint(source, out, 3, ConversionOptions(method="mean", overwrite=True))
-    after = digests(out, ignore=())
-    assert after.pop("thesis.tex")
-    assert after == before
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]

@@ -16,7 +16,6 @@ from gqa_convert.data.hub import HubDataset
 from gqa_convert.data.pairs import shortened
 from gqa_convert.data.samples import Samples, evaluation_blocks, open_samples
 from gqa_convert.data.tokenizing import tokenizer_state
-from gqa_convert.errors import DataError
 from tests.helpers.seq2seq import BOS, EOS, MASK, bart_tokenizer, write_pairs
 
 PAIRS = {"source_field": "a", "target_field": "b"}
@@ -133,23 +132,6 @@ def test_evaluation_takes_the_first_pairs(tmp_path: Path) -> None:
         )
         assert len(blocks) == max(1, int((sizes <= limit).sum()))
         assert rows_of(blocks.batch(range(len(blocks)))) == set(pairs[: len(blocks)])
-
-
-@pytest.mark.parametrize(
-    ("row", "keys", "message"),
-    [
-        ({"a": "x"}, PAIRS, r"line 1 has no 'b', found a: name the fields with `source_field` and `target_field`"),
-        ({"a": "x", "b": 3}, PAIRS, r"line 1: 'b' holds a int, expected text: name another field"),
-        ({"t": {"a": "x"}}, {"source_field": "t.a", "target_field": "t.b"}, r"line 1: 't' has no 'b', found a"),
-        ({"a": "", "b": ""}, PAIRS, r"holds no text: name another source, or other fields"),
-        ({"a": "x", "b": "y"}, {}, r"does not name their fields: add `source_field` and `target_field`"),
-    ],
-)
-def test_what_is_no_pair(tmp_path: Path, row: dict[str, Any], keys: dict[str, Any], message: str) -> None:
-    (tmp_path / "p.jsonl").write_text(json.dumps(row) + "\n")
-    with pytest.raises(DataError, match=message):
-        opened({"source": str(tmp_path / "p.jsonl"), **keys}, bart_tokenizer(), tmp_path / "cache")
-    assert not list((tmp_path / "cache").glob("*.json"))
 
 
 def test_the_state_of_a_tokenizer_in_python_is_that_of_its_files(tmp_path: Path) -> None:

@@ -133,25 +133,6 @@ def test_what_takes_too_much_memory_lies_in_mapped_files(
     assert all(state == "(deleted)" for _, state in of_files)
 
 
-def test_windows_are_divided_and_drawn_in_an_order_of_the_seed(tmp_path: Path, speech: SpeechModel) -> None:
-    folder = sound_folder(tmp_path / "sounds", 12)
-    whole = made(speech, folder, SpeechSize(10_000, 0, 0))
-    count = whole.layers[0]["decoder_input_ids"].numel()
-    parts = made(speech, folder, SpeechSize(count // 3, count // 9, 10_000))
-    rows = [
-        sum(len(batch["decoder_input_ids"]) for batch in part) for part in (parts.layers, parts.held_out, parts.fresh)
-    ]
-    assert sum(rows) == 12
-    assert min(rows) >= 1
-    few = made(speech, folder, SpeechSize(count // 3, 1, 0))
-    assert sum(len(batch["decoder_input_ids"]) for batch in few.held_out) == 1
-    (only,) = made(speech, sound_folder(tmp_path / "one", 1), SpeechSize(100, 10, 0)).layers
-    assert len(only["decoder_input_ids"]) == 1
-    drawn = (made(speech, folder, SpeechSize(count // 3, 0, 0), seed) for seed in (1, 1, 2))
-    first, again, other = (digest_of([], each.layers) for each in drawn)
-    assert first == again != other
-
-
 def test_a_folder_without_texts_gets_those_that_the_model_writes(tmp_path: Path, speech: SpeechModel) -> None:
     folder = sound_folder(tmp_path / "sounds", 2, texts=False)
     found = made(speech, folder, SpeechSize(10_000, 0, 0))

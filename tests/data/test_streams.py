@@ -102,21 +102,6 @@ def test_every_token_of_a_stream_is_predicted_once(
     assert found[0] != found[1]
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"content": "w1"}, "org/some row 1 has no 'text', found content"),
-        ({"text": 3}, "holds a int"),
-        ({"text": ""}, "holds no text"),
-        ({"text": "w1 w2"}, "has 3 tokens, fewer than one sample of 17"),
-    ],
-)
-def test_bad_rows(tmp_path: Path, from_rows: Callable[[Any], None], row: dict[str, Any], message: str) -> None:
-    from_rows(lambda _: [row])
-    with pytest.raises(DataError, match=message):
-        opened(tmp_path, None)
-
-
 @pytest.mark.parametrize("objective", ["causal", "span_corruption"])
 def test_evaluation_reads_the_beginning(tmp_path: Path, from_rows: Callable[[Any], None], objective: str) -> None:
     rows = Rows()

@@ -110,19 +110,15 @@ KINDS = {
 ONE_BASE = KINDS | {"sliding_attention": {"rope_type": "default", "rope_theta": 500.0}}
 
 SPECIAL: dict[str, tuple[dict[str, Any], set[str]]] = {
-    "apertus": (rope(500.0) | {"hidden_act": "silu"}, {"rope_theta", "rope_scaling"}),
-    "falcon": (rope(500.0), {"rope_theta"}),
     "gemma3n_text": ({"rope_parameters": KINDS}, {"rope_theta", "rope_local_base_freq", "rope_scaling"}),
     "gpt_neox": (
         rope(500.0, rope_type="linear", factor=4.0, partial_rotary_factor=0.5),
         {"rotary_emb_base", "rotary_pct", "rope_scaling"},
     ),
-    "gpt_oss": (rope(500.0), {"rope_theta", "rope_scaling"}),
     "llama": (
         longrope(16, original_max_position_embeddings=16),
         {"rope_theta", "rope_scaling", "original_max_position_embeddings"},
     ),
-    "olmo": (LINEAR, {"rope_theta", "rope_scaling"}),
     "olmo3": ({"rope_parameters": ONE_BASE}, {"rope_theta", "rope_scaling"}),
     "phi3": (
         longrope(8) | {"original_max_position_embeddings": 16},

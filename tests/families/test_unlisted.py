@@ -20,25 +20,14 @@ from tests.helpers.tiny import make_checkpoint
 HIDDEN: dict[str, dict[str, Any]] = {
     "cohere": {"use_qk_norm": True},
     "gemma2": {},
-    "glm": {},
-    "granite": {},
     "llama": {"attention_bias": True},
     "mixtral": {},
     "olmo2": {},
-    "olmoe": {},
     "qwen3": {},
-    "smollm3": {},
 }
 """Types whose records are hidden, norms of keys of three kinds among them."""
 
 REFUSED: dict[str, dict[str, Any]] = {
-    "deepseek_v2": {
-        "kv_lora_rank": 16,
-        "q_lora_rank": None,
-        "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 8,
-        "v_head_dim": 16,
-    },
     "deepseek_v3": {
         "kv_lora_rank": 16,
         "q_lora_rank": 24,
@@ -47,8 +36,6 @@ REFUSED: dict[str, dict[str, Any]] = {
         "v_head_dim": 16,
     },
     "diffllama": {},
-    "doge": {},
-    "jetmoe": {"kv_channels": 8},
     "laguna": {"num_attention_heads_per_layer": [12, 24]},
     "mimo_v2_flash": {},
 }

@@ -25,7 +25,6 @@ from gqa_convert.hub.publishing import publish
 from gqa_convert.training.recipe import make_recipe
 from gqa_convert.verify import verify_checkpoint
 from tests.helpers.checkpoints import HEADS, WIDTH, digests, write_llama
-from tests.helpers.tiny import make_checkpoint
 
 REPO = "me/gqa-3"
 COMMAND = ["gqa-convert", "convert", "org/model", "out folder", "--groups", "3"]
@@ -155,24 +154,6 @@ def test_one_with_code_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "out" / "gqa_t5.py").unlink()
     with pytest.raises(PublishError, match=r"lacks gqa_t5\.py"):
         card(tmp_path / "out")
-
-
-@pytest.mark.usefixtures("modeling_files_registered")
-def test_one_whose_layers_differ(tmp_path: Path) -> None:
-    sizes = {"head_dim": 8, "intermediate_size": 256, "num_hidden_layers": 4}
-    make_checkpoint("llama", tmp_path / "source", **sizes)
-    convert_checkpoint(tmp_path / "source", tmp_path / "list", [12, 4, 3, 1], ConversionOptions(method="mean"))
-    text, _, _ = card(tmp_path / "list", "me/list")
-    assert "from 12 K/V heads per layer to 12, 4, 3, 1 by layer, method `mean`" in text
-    assert "| K/V heads per layer | 12 | 1 to 12 (mean 5) |" in text
-    head_bytes = 2 * 8 * 4
-    assert f"| {48 * head_bytes:,} | {20 * head_bytes:,} |" in text
-    assert "vllm serve me/list --trust-remote-code\n" in text
-    assert "transformers has no class whose layers differ" in text
-    assert "split the K/V heads of every layer: 1; with copied K/V heads (vLLM) also 12." in text
-    record(tmp_path / "list", groups=[12, 4, 1, 1])
-    with pytest.raises(PublishError, match=r"says N = \[12, 4, 1, 1\], which the weights contradict"):
-        card(tmp_path / "list")
 
 
 def test_an_uptrained_one(out: Path) -> None:

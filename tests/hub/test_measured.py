@@ -188,19 +188,6 @@ def test_what_the_model_and_its_source_find(base: Path, tmp_path: Path, with_tex
     assert text.count("gqa-convert evaluate 'a b'") == 1 + with_text
 
 
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_the_newest_of_several_results_on_a_text_counts(base: Path, tmp_path: Path, order: tuple[int, int]) -> None:
-    files = [
-        evaluation(tmp_path / "old.json", score(base / "out", 4.5), created="2026-05-01T00:00:00Z"),
-        evaluation(tmp_path / "new.json", score(base / "out", 3.5), created="2026-05-02T00:00:00Z"),
-    ]
-    text, index, warnings = card(base / "out", *(files[place] for place in order))
-    assert "3.5 ± " in headline(text)
-    assert "4.5 ± " not in text
-    assert len(index) == 1
-    assert warnings == []
-
-
 def test_a_hub_dataset_keeps_its_id(base: Path, tmp_path: Path) -> None:
     data = ScoredText(source="org/corpus", name="en", split="test", revision="0" * 40, tokens_limit=4096)
     _, index, _ = card(base / "out", evaluation(tmp_path / "e.json", score(base / "out"), data=data))

@@ -13,7 +13,6 @@ from gqa_convert.errors import MissingExtraError, OptionError, OutputError, Repo
 from gqa_convert.measuring.evaluation.page import check_drawings, draw, measured_texts
 from gqa_convert.measuring.results import (
     BenchmarkFile,
-    Difference,
     EvaluationFile,
     ModelScores,
     ScoredText,
@@ -30,29 +29,6 @@ def scores(model: str, fingerprint: str | None = None, loss: float | None = 2.0,
 def evaluation(*results: ModelScores, text: str = "a.txt", **more: Any) -> EvaluationFile:
     known = {"objective": "causal", "context": 64, "data": ScoredText(source=text, sha256=text)} | more
     return EvaluationFile(**measurement("evaluate", None).as_json(), results=list(results), **known)
-
-
-def test_results_of_one_checkpoint_belong_together_whatever_it_is_called() -> None:
-    """And those of two checkpoints do not, though they are called alike."""
-    difference = Difference(to="m", loss=0.5, standard_error=0.125)
-    first = evaluation(
-        scores("m", "1"), scores("out", "2", 2.5, difference=difference), scores("x", "4", dtype="float32")
-    )
-    again = evaluation(scores("moved", "2", 2.5), scores("out", "3", 3.0), scores("x", "4", dtype="bfloat16"))
-    (text,) = measured_texts([first, again])
-    assert [(each.model, each.loss) for each in text.entries] == [
-        ("m", 2.0),
-        ("out", 2.5),
-        ("x", 2.0),
-        ("out", 3.0),
-        ("x", 2.0),
-    ]
-    assert text.columns["difference"] == ["", "+0.5000 ±0.1250", "", "", ""]
-    assert text.columns["K/V/token"] == ["4.1 kB"] * 5
-    (text,) = measured_texts([again, first])
-    assert "+0.5000 ±0.1250" in text.columns["difference"], "the entry with a difference is shown"
-    unknown = evaluation(scores("m"), scores("m"))
-    assert len(measured_texts([unknown])[0].entries) == 2
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,8 @@ import transformers
 from safetensors.torch import load_file
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from gqa_convert.cli import app
 from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.run import convert_checkpoint
-from gqa_convert.errors import NoLanguageModelError
 from gqa_convert.families.loading import headless_class
 from gqa_convert.verify import verify_checkpoint
 from tests.helpers.own_files import SIZES
@@ -117,35 +115,3 @@ def test_faults_of_headless_checkpoints_are_found(tmp_path: Path, auto: str) -> 
 )
 def test_the_class_without_a_head(architecture: str, auto: str | None) -> None:
     assert headless_class({"architectures": [architecture]}) == auto
-
-
-@pytest.fixture(scope="module")
-def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("headless")
-    (root / "text.txt").write_text(" ".join(f"w{number % 40 + 3}" for number in range(3000)))
-    return {auto: save(root / auto, auto) for auto in (LAYERS, CLASSIFIER, TAGGER, READER)}
-
-
-@pytest.mark.parametrize("auto", [LAYERS, CLASSIFIER, READER])
-@pytest.mark.parametrize("command", ["evaluate", "benchmark", "fit", "factor", "inspect", "uptrain", "check-serving"])
-def test_what_needs_a_head_says_so(sources: dict[str, Path], tmp_path: Path, command: str, auto: str) -> None:
-    """One line, exit code 2, nothing half-written, and no word of damage."""
-    source, out = sources[auto], tmp_path / "out"
-    text = str(source.parent / "text.txt")
-    recipe = tmp_path / "recipe.yaml"
-    run_of_one_step = "tokens: 64\ntokens_per_step: 64\nsequence_length: 32\nprecision: 'no'\n"
-    recipe.write_text(f"model: {source}\noutput: {out}\ndata: [{{source: {text}}}]\n{run_of_one_step}")
-    arguments = {
-        "evaluate": ["evaluate", str(source), "--data", text],
-        "benchmark": ["benchmark", str(source)],
-        "fit": ["convert", str(source), str(out), "--groups", "3", "--calibration", text],
-        "factor": ["convert", str(source), str(out), "--groups", "3", "--method", "factor", "--calibration", text],
-        "inspect": ["inspect", str(source), "--calibration", text],
-        "uptrain": ["uptrain", str(recipe)],
-        "check-serving": ["check-serving", str(source), "--engine", "llama.cpp"],
-    }[command]
-    with pytest.raises(NoLanguageModelError, match="has no language-model head: ") as mistake:
-        app(arguments, standalone_mode=False)
-    assert mistake.value.exit_code == 2
-    assert "amage" not in str(mistake.value)
-    assert [path for path in out.rglob("*") if path.name != ".lock"] == []  # the lock of a run

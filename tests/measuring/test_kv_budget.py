@@ -19,14 +19,14 @@ from gqa_convert.cli.options import cache_budget
 from gqa_convert.conversion.fit.merged_attention import replaced
 from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions
 from gqa_convert.conversion.plan import make_plan
-from gqa_convert.errors import GroupsError, OptionError, OutputError
+from gqa_convert.errors import OptionError
 from gqa_convert.measuring.sensitivity import layer_merging, merged_copies
 from gqa_convert.measuring.sensitivity.choice import BudgetChoice
 from gqa_convert.measuring.sensitivity.choosing import choose_num_kv_heads
 from gqa_convert.measuring.sensitivity.kv_budget import KVBudget, LayerCosts, largest_uniform, least_sum
 from gqa_convert.measuring.sensitivity.merged_copies import open_inputs, score_copies
 from gqa_convert.verify import verify_checkpoint
-from tests.helpers.command_line import assert_mistake, run
+from tests.helpers.command_line import run
 from tests.helpers.data_helpers import DEMO
 from tests.helpers.tiny import make_checkpoint
 from tests.helpers.verification import failed
@@ -219,28 +219,3 @@ def test_a_score_is_that_of_the_whole_models(source: Path, monkeypatch: pytest.M
 def test_a_bad_budget(stated: str, words: str) -> None:
     with pytest.raises(OptionError, match=words):
         cache_budget(stated).limit(1000, 83)  # type: ignore[union-attr]
-
-
-def test_what_cannot_be_converted_is_refused_before_text_is_read(source: Path, tmp_path: Path) -> None:
-    def refused(kind: type[Exception], words: str, checkpoint: Path, **options: Any) -> None:
-        half = KVBudget("50%", share=Fraction(1, 2))
-        out = options.pop("out", tmp_path / "out")
-        text = CalibrationOptions(str(tmp_path / "no text"))
-        asked = ConversionOptions(**({"calibration": text} | options))
-        with pytest.raises(kind, match=words):
-            choose_num_kv_heads(checkpoint, half, asked, out=out)
-
-    sizes = {"head_dim": 8, "intermediate_size": 256}
-    mixtral = make_checkpoint("mixtral", tmp_path / "mixtral")
-    refused(GroupsError, "all layers of a mixtral have one number", mixtral)
-    words = "all layers of a mixtral have one number"
-    assert_mistake(run("inspect", mixtral, "--kv-budget", "50%", "-c", tmp_path / "no text"), words)
-    mqa = make_checkpoint("llama", tmp_path / "mqa", kv_heads=1, **sizes)
-    refused(OptionError, "state less than the 128 of the source, and at least 128", mqa)
-    mute = make_checkpoint("llama", tmp_path / "mute", **sizes)
-    refused(OptionError, "it has no tokenizer: state the numbers with --groups", mute)
-    refused(OutputError, "name another folder|the source", source, out=source)
-    refused(OptionError, "--fit-steps 3 needs calibration text", source, calibration=CalibrationOptions(steps=3))
-    out = tmp_path / "result"
-    assert_mistake(run("convert", source, out, "--kv-budget", "5%"), "and at least 256, which one K/V head")
-    assert not out.exists()

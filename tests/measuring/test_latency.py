@@ -21,10 +21,10 @@ from gqa_convert.errors import (
 )
 from gqa_convert.families.loading import load_model
 from gqa_convert.measuring.latency.decoding import Decoder
-from gqa_convert.measuring.latency.models import build, open_model
+from gqa_convert.measuring.latency.models import open_model
 from gqa_convert.measuring.latency.run import BenchmarkOptions, benchmark_model
 from gqa_convert.measuring.latency.versions import make_models, plan_versions
-from gqa_convert.measuring.results import BenchmarkFile, TimedCell, load_result
+from gqa_convert.measuring.results import load_result
 from tests.helpers.checkpoints import HEADS, WIDTH, write_llama
 from tests.helpers.command_line import assert_mistake, run
 from tests.helpers.own_files import SIZES
@@ -50,10 +50,6 @@ def write_model(folder: Path, model_type: str, **changes: Any) -> Path:
         model = transformers.AutoModelForSpeechSeq2Seq
     model.from_config(made).save_pretrained(folder)
     return folder
-
-
-def by_heads(result: BenchmarkFile) -> dict[Any, TimedCell]:
-    return {cell.groups: cell for cell in result.results}
 
 
 def versions_of(folder: Path, candidates: tuple[int, ...], attention: str = "gqa") -> list[Any]:
@@ -96,28 +92,6 @@ def test_the_result_of_a_sweep(llama: Path, tmp_path: Path) -> None:
     assert load_result(tmp_path / "result.json") == result
 
 
-@pytest.mark.parametrize(
-    ("model_type", "attention", "encoder_tokens"),
-    [
-        ("gpt_neox", "gqa", None),
-        ("opt", "gqa", None),
-        ("gemma2", "eager", None),
-        ("mpt", "eager", None),
-        ("whisper", "gqa", 20),
-        ("jamba", "gqa", None),
-    ],
-)
-def test_other_kinds_of_models(tmp_path: Path, model_type: str, attention: str, encoder_tokens: int | None) -> None:
-    """Translated ones, modelling files, separate attention code, windows and capped scores, sound, recurrent layers."""
-    result = benchmark_model(write_model(tmp_path, model_type), options=options(candidates=(3, 12)))
-    found = by_heads(result)
-    assert found[12].kv_bytes == 4 * found[3].kv_bytes > 0
-    assert (result.attention, found[3].encoder_tokens) == (attention, encoder_tokens)
-    per_token = found[3].cross_kv_bytes_per_encoder_token or 0
-    of_sound = found[3].cross_kv_bytes_per_30_seconds
-    assert of_sound == (1500 * per_token if model_type == "whisper" else None)
-
-
 @pytest.mark.parametrize("model_type", ["llama", "t5", "opt"])
 def test_versions_have_the_shapes_of_a_conversion(tmp_path: Path, model_type: str) -> None:
     source = write_model(tmp_path / "source", model_type)
@@ -147,22 +121,6 @@ def test_the_own_version_has_the_own_weights_and_shares_them(llama: Path) -> Non
         assert grouped(ids).logits.isfinite().all()
     shared = {id(part) for part in own.parameters()} & {id(part) for part in grouped.parameters()}
     assert len(list(own.parameters())) - len(shared) == 2 * 2  # keys and values of two layers
-
-
-def test_steps_are_taken_back(tmp_path: Path) -> None:
-    """Every turn begins at the same context, sliding windows included."""
-    for model_type, attention in (("llama", "gqa"), ("gemma2", "eager")):
-        register()
-        config = json.loads((write_model(tmp_path, model_type) / "config.json").read_text())
-        model = build(config, "it", "float32", attention, "cpu")
-        decoder = Decoder(model, 1, 6, None)
-        decoder.prefill()
-        before = decoder.cache_bytes()
-        for _ in range(3):
-            decoder.step()
-        assert decoder.cache_bytes() > before
-        decoder.rewind()
-        assert decoder.cache_bytes() == before
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,10 @@ from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.data.audio_files import list_audio_files
 from gqa_convert.data.sources import Source
 from gqa_convert.data.speech import SpeechModel, cut_windows
-from gqa_convert.errors import DataError, OptionError
 from gqa_convert.families.loading import load_model
 from gqa_convert.measuring.evaluation.run import EvaluationOptions, evaluate
 from gqa_convert.measuring.evaluation.table import columns
 from gqa_convert.measuring.evaluation.word_errors import word_errors
-from tests.helpers.evaluate_models import causal
 from tests.helpers.speech import WINDOW_SECONDS, hearing_model, sound_folder, write_sound
 
 
@@ -64,15 +62,3 @@ def test_a_result_is_scored_beside_its_source(tmp_path: Path, source: Path) -> N
         scores.word_error_rate - (found.reference.word_error_rate or 0)
     )
     assert "word errors" in columns(found.entries(), {str(source): "source", str(merged): "merged"})
-
-
-def test_what_cannot_be_scored_is_refused(tmp_path: Path, source: Path) -> None:
-    folder = sound_folder(tmp_path / "sounds", 1, texts=False)
-    with pytest.raises(DataError, match="the folder has no texts"):
-        evaluate([str(source)], Source(str(folder)), EvaluationOptions())
-    reads = causal(tmp_path / "reads")
-    with pytest.raises(OptionError, match="only one of them"):
-        evaluate([str(source), str(reads)], Source(str(folder)), EvaluationOptions())
-    pairs = Source(str(folder), source_field="a", target_field="b")
-    with pytest.raises(OptionError, match="are for texts"):
-        evaluate([str(source)], pairs, EvaluationOptions())

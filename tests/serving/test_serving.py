@@ -12,7 +12,7 @@ import pytest
 
 from gqa_convert import convert_checkpoint
 from gqa_convert.conversion.options import ConversionOptions
-from gqa_convert.errors import CorruptCheckpointError, MissingExtraError, OptionError, SourceNotFoundError
+from gqa_convert.errors import MissingExtraError
 from gqa_convert.serving import checking
 from gqa_convert.serving.checking import check_serving, has_our_code
 from gqa_convert.serving.comparing import compare
@@ -129,35 +129,6 @@ def test_a_tie_in_the_reference_is_forgiven_and_nothing_more() -> None:
     assert (found["problems"], found["ties"], found["tokens"]) == ([], 1, 4)
     row[other] = row[token] - 2 * found["allowed"]
     assert compare(reference, answer, prompts)["problems"]
-
-
-def test_what_can_not_be_checked_is_said(tmp_path: Path) -> None:
-    with pytest.raises(SourceNotFoundError, match="holds no config"):
-        check_serving(tmp_path)
-    with pytest.raises(SourceNotFoundError, match="nowhere is no folder"):
-        check_serving(tmp_path / "nowhere")
-    folder = write_llama(tmp_path / "out", config={"vocab_size": 999})
-    with pytest.raises(OptionError, match=r"choose from llama\.cpp, vllm"):
-        check_serving(folder, ["tgi"])
-    with pytest.raises(
-        CorruptCheckpointError, match=r"lm_head\.weight, which is \[24, 60\] where the model needs \[999, 60\]"
-    ):
-        check_serving(folder, engines={"fake": FAKE})
-    unfit = {
-        "gqa_t5": ({}, "comes with a modelling file"),
-        "own": ({"auto_map": {"AutoModelForCausalLM": "modeling.Model"}}, "comes with a modelling file"),
-        "gqa_qwen3": ({"num_key_value_heads": [12, 1]}, "comes with a modelling file"),
-        "t5": ({"is_encoder_decoder": True, "architectures": []}, "encoder-decoder"),
-    }
-    for model_type, (config, words) in unfit.items():
-        folder = write_llama(tmp_path / model_type, config={"model_type": model_type, **config})
-        report = check_serving(folder)
-        assert [(entry["client"], entry["status"]) for entry in report.clients] == [
-            ("llama.cpp", "not supported"),
-            ("vllm", "not supported"),
-        ]
-        assert words in report.clients[0]["detail"]
-        assert not report.passed
 
 
 @pytest.mark.usefixtures("modeling_files_registered")

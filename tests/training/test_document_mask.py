@@ -4,21 +4,18 @@ convolutions.
 
 import json
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.nn.functional import cross_entropy
 
-from gqa_convert.data.samples import evaluation_blocks
 from gqa_convert.errors import RecipeError
-from gqa_convert.families.loading import load_model, load_tokenizer
+from gqa_convert.families.loading import load_tokenizer
 from gqa_convert.families.table import FAMILIES
 from gqa_convert.training.document_mask import check_apart
 from tests.helpers import own_files, tiny
-from tests.helpers.uptrain_runs import DEMO, run
+from tests.helpers.uptrain_runs import DEMO
 
 LENGTHS = [9, 1, 14, 8]
 """Of the documents in a row: more and less than a window of 4."""
@@ -109,27 +106,3 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
         yield folder
-
-
-def test_evaluation_keeps_documents_apart(home: Path, tmp_path: Path) -> None:
-    """The loss at the start is that of each document by itself."""
-    keys = {"model": str(home / "mistral"), "data": str(home / "short.jsonl"), "tokens": 64, "document_mask": True}
-    summary = run(home, tmp_path / "run", evaluation_data=str(home / "short.jsonl"), evaluation_tokens=300, **keys)
-    tokenizer = load_tokenizer(home / "mistral")
-    blocks = evaluation_blocks(
-        [str(home / "short.jsonl")], tokenizer, objective="causal", sequence_length=32, tokens=300, document_mask=True
-    )
-    model, _ = load_model(home / "mistral", torch.float32)
-    total, count = 0.0, 0
-    for number in range(len(blocks)):
-        ids, labels = (torch.from_numpy(blocks.batch([number])[name][0]) for name in ("input_ids", "labels"))
-        ends = [0, *((ids == tokenizer.eos_token_id).nonzero().flatten() + 1).tolist(), len(ids)]
-        for start, end in pairwise(ends):
-            if (labels[start:end] == -100).all():
-                continue
-            with torch.no_grad():
-                logits = model(input_ids=ids[None, start:end], use_cache=False).logits[0]
-            total += float(cross_entropy(logits, labels[start:end], reduction="sum"))
-            count += int((labels[start:end] != -100).sum())
-    assert count > 200
-    assert summary["evaluation"]["start"] == pytest.approx(total / count, rel=1e-5)

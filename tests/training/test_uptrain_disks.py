@@ -1,6 +1,5 @@
 """Uptraining on disks that are full or can't be written, and behind terminals that go away."""
 
-import json
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +8,6 @@ import pytest
 
 from gqa_convert.errors import NoSpaceError, OutputError
 from gqa_convert.training.metrics import StepMetrics
-from tests.helpers.command_line import run as run_command
 from tests.helpers.uptrain_runs import leftovers, metrics, recipe, run, student_home, weights
 
 
@@ -92,21 +90,3 @@ def test_an_output_that_cannot_be_written(home: Path, disk: Path) -> None:
 
     with pytest.raises(OutputError, match=r"can't be used .*Read-only file system"):
         uptrain_checkpoint(path, [])
-
-
-def test_the_command_line(home: Path, tmp_path: Path) -> None:
-    output = tmp_path / "run"
-    first = run_command("uptrain", recipe(home, output), "--json")
-    assert first.returncode == 0, first.stderr
-    assert json.loads(first.stdout) == json.loads((output / "summary.json").read_text())
-    assert "6 steps of 64 tokens on 1 process(es), from step 1" in first.stderr
-    assert "arning" not in first.stderr
-    again = run_command("uptrain", recipe(home, output), "-q")
-    assert (again.returncode, again.stdout, again.stderr) == (0, "", "")
-    shown = run_command("uptrain", recipe(home, output))
-    assert shown.returncode == 0, shown.stderr
-    assert "done  384 tokens in 6 steps" in shown.stdout
-    assert f"{output} is already complete" in shown.stderr
-    wrong = run_command("uptrain", recipe(home, output), "seed=1")
-    assert (wrong.returncode, wrong.stdout, wrong.stderr.count("\n")) == (2, "", 1)
-    assert "seed was 0 and is now 1" in wrong.stderr

@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from gqa_convert.errors import DivergedError, LaunchError, OutputError, ResumeError, StoppedError
+from gqa_convert.errors import DivergedError, ResumeError, StoppedError
 from gqa_convert.training import run as running
 from gqa_convert.training.metrics import RunLog
-from gqa_convert.training.run_folder import OutputLock
 from gqa_convert.training.uptrain import uptrain_checkpoint
 from tests.helpers.uptrain_runs import (
     STEPS,
@@ -21,7 +20,6 @@ from tests.helpers.uptrain_runs import (
     die,
     in_child,
     leftovers,
-    losses,
     metrics,
     run,
     student_home,
@@ -252,44 +250,3 @@ def test_divergence_ends_a_run_that_can_go_on_otherwise(
     summary = run(home, output, **keys, learning_rate=1e-4)
     assert summary["changes"] == ["from step 7: learning_rate was 0.001 and is now 0.0001"]
     assert sorted(path.name for path in (output / "checkpoints").iterdir()) == ["step-000012"]
-
-
-def test_what_is_in_the_way(home: Path, tmp_path: Path) -> None:
-    output = tmp_path / "foreign"
-    (output / "model").mkdir(parents=True)
-    (output / "model" / "config.json").write_text("{}")
-    with pytest.raises(OutputError, match="model exists and was not written by a run of this program"):
-        run(home, output)
-    lock = OutputLock(tmp_path / "locked")
-    with pytest.raises(LaunchError, match="another process is training into"):
-        run(home, tmp_path / "locked")
-    lock.release()
-    (tmp_path / "notes").mkdir()
-    (tmp_path / "notes" / "readme.txt").write_text("mine")
-    (tmp_path / "notes" / "recipe.yaml").write_text("mine")
-    run(home, tmp_path / "notes", tokens=64)
-    assert {(tmp_path / "notes" / name).read_text() for name in ("readme.txt", "recipe.yaml")} == {"mine"}
-
-
-def test_text_that_fails_on_the_way_costs_no_step(
-    home: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from gqa_convert.data.samples import Samples
-    from gqa_convert.errors import DataError
-
-    original = Samples.batch
-
-    def batch(self: Any, indices: Any) -> Any:
-        if max(indices) >= 6:
-            raise DataError("the stream broke off: check the network")
-        return original(self, indices)
-
-    output = tmp_path / "run"
-    with monkeypatch.context() as patch:
-        patch.setattr(Samples, "batch", batch)
-        with pytest.raises(DataError, match="the stream broke off"):
-            run(home, output, save_every=100)
-    assert [path.name for path in (output / "checkpoints").iterdir()] == ["step-000003"]
-    run(home, output)
-    assert losses(output) == losses(whole)
-    assert weights(output) == weights(whole)

@@ -14,8 +14,6 @@ from safetensors.torch import load_file, save_file
 
 from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.run import convert_checkpoint
-from gqa_convert.families.rotary import rotary_pairs
-from gqa_convert.families.table import FAMILIES
 from gqa_convert.verify import verify_checkpoint
 from gqa_convert.verify.geometry import Heads
 from gqa_convert.verify.inputs import read_inputs
@@ -616,31 +614,3 @@ def test_the_measures_are_those_of_whole_products(rotary: tuple[list[int], list[
         for each in (source, merged)
     )
     assert losses["values"].error == pytest.approx(float((one - other).norm() / one.norm()), rel=1e-9)
-
-
-ROTARY_ROWS = {
-    "gpt_neox": 16,
-    "gptj": 4,
-    "falcon": 64,
-    "phi": 32,
-    "stablelm": 16,
-    "llama": 64,
-    "zamba2": 0,
-    "bamba": 32,
-}
-"""Of heads of 64."""
-
-
-@pytest.mark.parametrize("model_type", ROTARY_ROWS)
-def test_rows_that_turn_are_those_of_the_models(model_type: str) -> None:
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-    stated = CONFIG_MAPPING[model_type](**({"rotary_dim": 4} if model_type == "gptj" else {}))
-    found = {
-        key: value
-        for key, value in json.loads(stated.to_json_string()).items()
-        if key not in ("hidden_size", "num_attention_heads", "head_dim")
-    }
-    found |= {"hidden_size": 256, "num_attention_heads": 4, "mamba_n_heads": 8, "mamba_d_head": 64}
-    found |= {} if model_type == "falcon" else {"head_dim": 64}
-    assert rotary_pairs(FAMILIES[model_type], found, 64).size == ROTARY_ROWS[model_type]
