@@ -121,8 +121,6 @@ class WrittenFile:
         self._opened = {self._cached, self._direct}
         self._progress = progress
         self._at = 0
-        self._free: list[memoryview] = []
-        """Buffers of whole blocks that have been written."""
         self._can_share = True
         self._threads = ThreadPoolExecutor(_THREADS)
         self._waiting: deque[Future[None]] = deque()
@@ -148,6 +146,9 @@ class WrittenFile:
     def copy(self, source: SourceFile, start: int, nbytes: int) -> None:
         """Append a byte range of another file.
 
+        Where the range begins at the same place of a block in both files, its whole blocks are shared, or written past the
+        page cache.
+
         Raises:
             CorruptCheckpointError: the source ends too early, for example because it was truncated during the copy.
             OSError: writing failed.
@@ -155,12 +156,12 @@ class WrittenFile:
         if start + nbytes > os.fstat(source.fd).st_size:
             raise source.ended()
         end = start + nbytes
-        if nbytes >= _SMALL:
-            edge = -self._at % BLOCK
-            self._copy_cached(source, start, start + edge)
-            blocks = (nbytes - edge) // BLOCK * BLOCK
-            self._copy_blocks(source, start + edge, start + edge + blocks)
-            start += edge + blocks
+        if nbytes >= _SMALL and (start - self._at) % BLOCK == 0:
+            edge = start + -start % BLOCK
+            last = end - end % BLOCK
+            self._copy_cached(source, start, edge)
+            self._copy_blocks(source, edge, last)
+            start = last
         self._copy_cached(source, start, end)
 
     def _copy_cached(self, source: SourceFile, start: int, end: int) -> None:
@@ -171,33 +172,21 @@ class WrittenFile:
             start += len(step)
 
     def _copy_blocks(self, source: SourceFile, start: int, end: int) -> None:
-        """Append whole blocks, of which the first begins at a block of the new file."""
+        """Append whole blocks."""
         if self._share_blocks(source, start, end - start):
             self._advance(end - start)
             return
-        while start < end:
-            if start % BLOCK == 0:
-                nbytes = min(_STEP, end - start)
-                written = self._threads.submit(self._write_pages, source, start, nbytes, self._at)
-            else:
-                nbytes = min(_SMALL, end - start)
-                buffer = self._free.pop() if self._free else memoryview(mmap.mmap(-1, _SMALL))
-                source.read_into(buffer[:nbytes], start)
-                written = self._threads.submit(self._write_buffer, buffer, nbytes, self._at)
-            self._waiting.append(written)
+        for first in range(start, end, _STEP):
+            nbytes = min(_STEP, end - first)
+            self._waiting.append(self._threads.submit(self._write_pages, source, first, nbytes, self._at))
             self._wait_for_all_but(_QUEUED)
             self._advance(nbytes)
-            start += nbytes
 
     def _write_pages(self, source: SourceFile, start: int, nbytes: int, at: int) -> None:
         try:
             self._write_blocks(source.pages(start, nbytes), at)
         except OSError as problem:
             raise source.ended() if problem.errno == errno.EFAULT else problem from None
-
-    def _write_buffer(self, buffer: memoryview, nbytes: int, at: int) -> None:
-        self._write_blocks(buffer[:nbytes], at)
-        self._free.append(buffer)
 
     def _write_blocks(self, view: memoryview, at: int) -> None:
         try:
@@ -210,13 +199,12 @@ class WrittenFile:
 
     def _share_blocks(self, source: SourceFile, start: int, nbytes: int) -> bool:
         """Let the file share the source's blocks, if its filesystem can (XFS, btrfs, bcachefs)."""
-        if start % BLOCK == 0 and self._can_share:
+        if self._can_share:
             try:
                 fcntl.ioctl(self._cached, _FICLONERANGE, struct.pack("=qQQQ", source.fd, start, nbytes, self._at))
             except OSError:
                 self._can_share = False
-            return self._can_share
-        return False
+        return self._can_share
 
     def _wait_for_all_but(self, count: int) -> None:
         while len(self._waiting) > count:

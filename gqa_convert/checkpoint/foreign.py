@@ -4,8 +4,7 @@ Adapters, training checkpoints, foreign formats, unfinished downloads and Git LF
 """
 
 import json
-import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from fnmatch import fnmatch
 from typing import TYPE_CHECKING, Any, Final
@@ -15,62 +14,26 @@ from gqa_convert.errors import CorruptCheckpointError, SourceNotFoundError, Unsu
 if TYPE_CHECKING:
     from gqa_convert.checkpoint.hub import CheckpointFiles
 
-ADAPTER = "adapter_config.json"
+_ADAPTER = "adapter_config.json"
 _LFS_POINTER = b"version https://git-lfs"
 _POINTER_BYTES = 1024
 """Git LFS pointers are shorter than this."""
 _TOKENIZER = ("*.json", "*.model", "*.spm", "*.tiktoken", "vocab*", "merges.txt")
 """Sidecar files whose content a conversion or transformers reads."""
-
-_LOADERS = {"CAUSAL_LM": "AutoPeftModelForCausalLM", "SEQ_2_SEQ_LM": "AutoPeftModelForSeq2SeqLM"}
-"""peft's classes by the kind of task that an adapter states."""
-
 _UNFINISHED = ("*.incomplete", "*.part", "*.crdownload", "*.aria2", "*.download")
-
 _RUN: Final = "resolved_recipe.yaml"
 """A file in the folder of every run of uptrain."""
-
-_FORMATS: Final[tuple[tuple[tuple[str, ...], str], ...]] = (
-    (
-        (ADAPTER, "adapter_model.*"),
-        "an adapter, not a whole model: merge it into its base model first (merge_and_unload)",
-    ),
-    (
-        ("*.distcp", ".metadata"),
-        "a distributed training checkpoint: consolidate it first (torch.distributed.checkpoint.format_utils)",
-    ),
-    (
-        ("global_step*/*", "zero_to_fp32.py"),
-        "a DeepSpeed checkpoint: consolidate it first with its zero_to_fp32.py",
-    ),
-    (
-        ("*.gguf",),
-        "GGUF files and no other weights: convert the Hugging Face checkpoint that they were made from",
-    ),
-    (
-        ("*.h5", "*.msgpack", "*.ckpt.index"),
-        "only weights for TensorFlow or Flax, which transformers 5 cannot read: load it in transformers 4 with from_pretrained(..., from_tf=True) or from_flax=True, and save it with save_pretrained",
-    ),
-    (
-        ("consolidated*.safetensors", "consolidated*.pth", "original/consolidated*"),
-        "weights in the vendor's original layout: use the Hugging Face version",
-    ),
-    (
-        (
-            "*.onnx",
-            "*.onnx_data",
-            "openvino_model.*",
-            "*.mlmodel",
-            "*.mlpackage/*",
-            "*.tflite",
-            "*.nemo",
-            "*.ot",
-            "*.pte",
-        ),
-        "only a model exported for another program: convert the Hugging Face checkpoint that it was exported from",
-    ),
+_OTHER_PROGRAMS = (
+    "*.gguf *.h5 *.msgpack *.ckpt.index consolidated* *.onnx* openvino_model.* *.ml* *.tflite *.nemo *.ot *.pte"
 )
-"""Patterns of file names, and what a folder with such files and without others holds."""
+_HOLDS: Final[Mapping[str, Sequence[str]]] = {
+    "an adapter, not a whole model: merge it into its base model first (merge_and_unload)": ["adapter_*"],
+    "a training checkpoint in parts: consolidate it first (torch.distributed.checkpoint.format_utils, or DeepSpeed's zero_to_fp32.py)": [
+        *("*.distcp", ".metadata", "global_step*/*", "zero_to_fp32.py")
+    ],
+    "only weights for other programs: convert the Hugging Face checkpoint that they were made from": _OTHER_PROGRAMS.split(),
+}
+"""What a folder with files of these patterns and without others holds."""
 
 
 def refuse_foreign_weights(names: Sequence[str], where: str, *, parts: Sequence[str] = ()) -> None:
@@ -90,42 +53,28 @@ def refuse_foreign_weights(names: Sequence[str], where: str, *, parts: Sequence[
             f"{where} holds a run of gqa-convert uptrain: name its subfolder model/, which exists once the run is complete (found {_RUN})"
         )
     if parts:
-        several = f"one of its {len(parts)} subfolders with weights, such as {parts[-1]}"
-        one = f"its subfolder {parts[0]}, which does"
-        raise SourceNotFoundError(f"{where} holds no weights itself: name {several if len(parts) > 1 else one}")
-    for patterns, text in _FORMATS:
-        anywhere = (*patterns, *(f"*/{pattern}" for pattern in patterns))
+        raise SourceNotFoundError(
+            f"{where} holds no weights itself: name a subfolder with weights, such as {parts[-1]} ({len(parts)} found)"
+        )
+    for text, patterns in _HOLDS.items():
         for name in names:
-            if any(fnmatch(name, pattern) for pattern in anywhere):
+            if any(fnmatch(name, pattern) or fnmatch(name, f"*/{pattern}") for pattern in patterns):
                 raise UnsupportedFormatError(f"{where} holds {text} (found {name})")
 
 
-def refuse_adapter(files: "CheckpointFiles", *, model: bool) -> None:
-    """Raise UnsupportedFormatError if a folder holds an adapter, with its base model and how to merge it.
-
-    Args:
-        files: of the folder.
-        model: whether it holds a whole model too.
+def refuse_adapter(files: "CheckpointFiles") -> None:
+    """Raise UnsupportedFormatError if a folder holds an adapter, with its base model. Beside a whole model, transformers
+    with peft would load the adapter's base model instead.
     """
-    if ADAPTER not in files.sizes:
+    if _ADAPTER not in files.sizes:
         return
-    stated: Any = None
-    with suppress(ValueError):
-        stated = json.loads(files.read(ADAPTER, 0, files.sizes[ADAPTER]))
-    if not isinstance(stated, dict):
-        stated = {}
-    base = stated.get("base_model_name_or_path")
+    base: Any = None
+    with suppress(ValueError, AttributeError):
+        base = json.loads(files.read(_ADAPTER, 0, files.sizes[_ADAPTER])).get("base_model_name_or_path")
     of = f" of {base}" if base and isinstance(base, str) else ""
-    if model:
-        raise UnsupportedFormatError(
-            f"{files.name} holds a model and an adapter{of} ({ADAPTER}), and transformers with peft loads the adapter's base model instead: "
-            f"move {ADAPTER} and adapter_model.* to another folder, or merge the adapter first (merge_and_unload)"
-        )
-    loader = _LOADERS.get(str(stated.get("task_type")), "AutoPeftModel")
-    call = f"from peft import {loader} as M; M.from_pretrained({files.name!r}).merge_and_unload().save_pretrained('MERGED')"
     raise UnsupportedFormatError(
-        f"{files.name} holds an adapter{of}, not a whole model ({ADAPTER}): merge it with `{shlex.join(['python', '-c', call])}`, "
-        "copy the base model's tokenizer beside it, and convert MERGED"
+        f"{files.name} holds an adapter{of} ({_ADAPTER}): merge it into its base model (peft's merge_and_unload), save that with its tokenizer, "
+        "and convert it; or, to convert a model without it, move adapter_* to another folder"
     )
 
 

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Iterable
-from fnmatch import fnmatch
 
 from gqa_convert.checkpoint.foreign import refuse_foreign_weights
 from gqa_convert.errors import SourceNotFoundError, UnsupportedFormatError
@@ -15,60 +14,30 @@ TORCH_INDEX = "pytorch_model.bin.index.json"
 PREFERENCE = (SAFETENSORS_SINGLE, SAFETENSORS_INDEX, TORCH_SINGLE, TORCH_INDEX)
 """The order in which transformers looks for weights."""
 
-_WEIGHT_PATTERNS = (
-    "*.safetensors",
-    "*.safetensors.index.json",
-    "*.safetensors.index.*.json",
-    "*.bin",
-    "*.bin.index.json",
-    "*.bin.index.*.json",
-    "*.pt",
-    "*.pth",
-    "*.ckpt",
-    "*.ckpt.*",
-    "*.h5",
-    "*.msgpack",
-    "*.gguf",
-    "*.onnx",
-    "*.onnx_data",
-    "*.ot",
-    "*.tflite",
-    "*.distcp",
-    "*.npz",
-    "*.nemo",
-    "*.mlmodel",
-    "adapter_config.json",
+_WEIGHTS = re.compile(
+    r"adapter_config\.json|.*\.ckpt\..*|.*\.(safetensors|bin)\.index(\..*)?\.json"
+    r"|.*\.(safetensors|bin|pt|pth|ckpt|h5|msgpack|gguf|onnx|onnx_data|ot|tflite|distcp|npz|nemo|mlmodel)"
 )
-"""Weights in any format, adapters with their configs, and training state: none of them may lie beside converted
-weights."""
-
-_WEIGHT_FOLDERS = ("original/*", "onnx/*", "coreml/*", "openvino/*", "metal/*", "global_step*/*")
+"""The names of weights in any format, adapters with their configs, and training state: none of them may lie beside
+converted weights.
+"""
+_WEIGHT_FOLDERS = re.compile(r"(original|onnx|coreml|openvino|metal|global_step[^/]*)/")
 
 _VARIANT = re.compile(
     r"(model\.(?P<single>[\w-]+)\.safetensors|pytorch_model\.(?P<bin>[\w-]+)\.bin"
     r"|(model\.safetensors|pytorch_model\.bin)\.index\.(?P<index>[\w-]+)\.json)"
 )
 
-_WRAPPERS = (
-    (
-        re.compile(r"^base_model\.model\.|\.(base_layer|lora_[AB]|lora_embedding_[AB]|modules_to_save)\."),
-        "PEFT",
-        "merge_and_unload()",
-    ),
-    (re.compile(r"^module\."), "DistributedDataParallel or DeepSpeed", "its attribute module"),
-    (re.compile(r"(^|\.)_orig_mod\."), "torch.compile", "its attribute _orig_mod"),
-    (re.compile(r"(^|\.)_fsdp_wrapped_module\."), "FSDP", "accelerate's unwrap_model"),
-    (re.compile(r"(^|\.)_checkpoint_wrapped_module\."), "activation checkpointing", "the model before it was wrapped"),
+_WRAPPED = re.compile(
+    r"^base_model\.model\.|\.(base_layer|lora_[AB]|lora_embedding_[AB]|modules_to_save)\.|^module\."
+    r"|(^|\.)(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
 )
-"""Pattern of tensor names inside a wrapper, the library that wraps, and how to reach the wrapped model."""
+"""What the names of tensors inside a wrapper hold."""
 
 
 def is_weight_file(name: str) -> bool:
     """Return whether the file at this relative path holds weights or training state, in any format."""
-    base = name.rsplit("/", 1)[-1]
-    return any(fnmatch(base, pattern) for pattern in _WEIGHT_PATTERNS) or any(
-        fnmatch(name, folder) for folder in _WEIGHT_FOLDERS
-    )
+    return bool(_WEIGHTS.fullmatch(name.rpartition("/")[2]) or _WEIGHT_FOLDERS.match(name))
 
 
 def choose_weights(files: Iterable[str], where: str) -> str:
@@ -101,9 +70,8 @@ def choose_weights(files: Iterable[str], where: str) -> str:
 
 def refuse_wrapped_tensor(name: str, where: str) -> None:
     """Raise UnsupportedFormatError if a tensor's name has the prefix of a wrapper, which transformers would not find."""
-    for pattern, wrapper, inside in _WRAPPERS:
-        if pattern.search(name):
-            raise UnsupportedFormatError(
-                f"{where} holds a model wrapped by {wrapper} (tensor {name}), whose tensor names transformers does not recognise: save the "
-                f"wrapped model ({inside}) with save_pretrained, and convert that"
-            )
+    if _WRAPPED.search(name):
+        raise UnsupportedFormatError(
+            f"{where} holds tensor {name}, which a wrapper has named (PEFT, DistributedDataParallel, DeepSpeed, torch.compile or FSDP) and transformers "
+            "does not find: save the model inside (merge_and_unload, accelerate's unwrap_model) with save_pretrained, and convert that"
+        )

@@ -6,34 +6,19 @@ import shlex
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
+from gqa_convert.checkpoint.headers import DTYPE_BITS
 from gqa_convert.checkpoint.strict_json import Config, JsonObject
 from gqa_convert.errors import UnsupportedFormatError
 
 RESTORED: Final = frozenset({"fp8", "mxfp4"})
 """Quantisation methods that `gqa-convert convert` dequantises."""
 
-_GPTQMODEL = frozenset({"gptq", "awq"})
-"""Methods that the package gptqmodel dequantises."""
-
 _TENSORS = re.compile(
     r"\.(qweight|qzeros|scales|g_idx|SCB|weight_scale|weight_scale_inv|weight_scale_2|input_scale|weight_packed|absmax"
     r"|quant_map|quant_state\.[\w.]+|weight_format|codebooks)$"
 )
 _BYTES = re.compile(r"(weight|_blocks|_scales)$")
-_DTYPES = frozenset(
-    {
-        "F8_E5M2",
-        "F8_E4M3",
-        "F8_E8M0",
-        "F8_E4M3FNUZ",
-        "F8_E5M2FNUZ",
-        "U8",
-        "I8",
-        "F4",
-        "F6_E2M3",
-        "F6_E3M2",
-    }
-)
+_DTYPES = frozenset(dtype for dtype, bits in DTYPE_BITS.items() if bits <= 8) - {"BOOL"}
 
 _ORIGINAL = "convert the unquantised checkpoint that it was made from"
 
@@ -74,9 +59,11 @@ def refuse_quantised_config(config: Mapping[str, Any], source: str, where: str) 
             raise UnsupportedFormatError(
                 f"{where} has {key} = {json.dumps(value)}, which transformers cannot load: remove the key if the weights are not quantised"
             )
-        raise UnsupportedFormatError(
-            f"{where} says that the weights are quantised ({method}): {_advice(method, source)}"
-        )
+        advice = _ORIGINAL
+        if method in RESTORED:
+            command = shlex.join(["gqa-convert", "convert", source, "PLAIN", "--groups", "N"])
+            advice = f"`{command}` writes them dequantised in bfloat16, and with the source's own number of K/V heads it changes nothing else"
+        raise UnsupportedFormatError(f"{where} says that the weights are quantised ({method}): {advice}")
 
 
 def _stated(config: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
@@ -100,21 +87,6 @@ def _method(value: Any) -> str:
     if method is None and (value.get("load_in_4bit") or value.get("load_in_8bit")):
         return "bitsandbytes"
     return "unnamed method" if method is None else str(method)
-
-
-def _advice(method: str, source: str) -> str:
-    """What a user of a method can do."""
-    if method in RESTORED:
-        command = shlex.join(["gqa-convert", "convert", source, "PLAIN", "--groups", "N"])
-        unchanged = "with the source's own number of K/V heads it changes nothing else"
-        return f"`{command}` writes them dequantised in bfloat16, and {unchanged}"
-    if method in _GPTQMODEL:
-        call = f"from gptqmodel.utils.model_dequant import dequantize_model as d; d({source!r}, 'PLAIN')"
-        return f"`pip install gptqmodel`, then `{shlex.join(['python', '-c', call])}` dequantises them; or {_ORIGINAL}"
-    if method == "mlx":
-        command = shlex.join(["mlx_lm.convert", "--hf-path", source, "--mlx-path", "PLAIN", "--dequantize"])
-        return f"`{command}` (pip install mlx-lm) dequantises them; or {_ORIGINAL}"
-    return _ORIGINAL
 
 
 def refuse_quantised_tensor(name: str, dtype: str, where: str) -> None:

@@ -265,7 +265,7 @@ def read_checkpoint(files: CheckpointFiles, *, quantised: bool = False, download
 
 
 def _read_config(files: CheckpointFiles, quantised_too: bool) -> JsonObject:
-    foreign.refuse_adapter(files, model=not files.sizes.keys().isdisjoint(formats.PREFERENCE))
+    foreign.refuse_adapter(files)
     if CONFIG not in files.sizes:
         _choose_weights(files)  # raises a more helpful error for foreign formats
         raise ConfigError(f"{files.name} has no config.json: name the folder that save_pretrained wrote")

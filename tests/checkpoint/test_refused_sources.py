@@ -31,44 +31,47 @@ def plain(method: str) -> str:
     )
 
 
-def gptqmodel(method: str) -> str:
+def merging(base: str) -> str:
     return (
-        f"HERE/config.json says that the weights are quantised ({method}): `pip install gptqmodel`, then `python -c 'from "
-        "gptqmodel.utils.model_dequant import dequantize_model as d; d('\"'\"'HERE'\"'\"', '\"'\"'PLAIN'\"'\"')'` dequantises them; "
-        f"or {ORIGINAL}"
-    )
-
-
-def peft(loader: str) -> str:
-    return (
-        f"`python -c 'from peft import {loader} as M; M.from_pretrained('\"'\"'HERE'\"'\"').merge_and_unload()"
-        ".save_pretrained('\"'\"'MERGED'\"'\"')'`, copy the base model's tokenizer beside it, and convert MERGED"
+        f"HERE holds an adapter{base} (adapter_config.json): merge it into its base model (peft's merge_and_unload), save that with its "
+        "tokenizer, and convert it; or, to convert a model without it, move adapter_* to another folder"
     )
 
 
 WHOLE = {"config.json": json.dumps(CONFIG)}
 SHARDS = [f"pytorch_model-{number:05d}-of-00003.bin" for number in (1, 2, 3)]
 INDEX = json.dumps({"metadata": {}, "weight_map": {f"t{number}": file for number, file in enumerate(SHARDS)}})
-EXPORTED = "HERE holds only a model exported for another program: convert the Hugging Face checkpoint that it was exported from"
-VENDOR = "HERE holds weights in the vendor's original layout: use the Hugging Face version"
+OTHERS = "HERE holds only weights for other programs: convert the Hugging Face checkpoint that they were made from"
 
 REFUSED: dict[str, tuple[Files, str]] = {
     # adapters
     "a LoRA adapter": (
         {"adapter_config.json": adapter(), "adapter_model.safetensors": "{}", "tokenizer.json": "{}"},
-        "HERE holds an adapter of meta-llama/Llama-2-7b-hf, not a whole model (adapter_config.json): merge it with "
-        + peft("AutoPeftModelForCausalLM"),
+        merging(" of meta-llama/Llama-2-7b-hf"),
     ),
+    "an adapter whose config is no object": ({"adapter_config.json": "[]"}, merging("")),
     "an adapter beside its base": (
         WHOLE | {"model.safetensors": "{}", "adapter_config.json": adapter(), "adapter_model.safetensors": "{}"},
+        merging(" of meta-llama/Llama-2-7b-hf"),
+    ),
+    "an adapter without its config": (
+        WHOLE | {"adapter_model.bin": "{}"},
         (
-            "HERE holds a model and an adapter of meta-llama/Llama-2-7b-hf (adapter_config.json), and transformers with peft loads the "
-            "adapter's base model instead: move adapter_config.json and adapter_model.* to another folder, or merge the adapter first "
-            "(merge_and_unload)"
+            "HERE holds an adapter, not a whole model: merge it into its base model first (merge_and_unload) (found adapter_model.bin)"
+        ),
+    ),
+    "a training checkpoint in parts": (
+        WHOLE | {"checkpoint/__0_0.distcp": "", "checkpoint/.metadata": ""},
+        (
+            "HERE holds a training checkpoint in parts: consolidate it first (torch.distributed.checkpoint.format_utils, or DeepSpeed's "
+            "zero_to_fp32.py) (found checkpoint/__0_0.distcp)"
         ),
     ),
     # quantised
-    "GPTQ": (quantised(quant_method="gptq", bits=4, group_size=128, desc_act=False), gptqmodel("gptq")),
+    "GPTQ": (
+        quantised(quant_method="gptq", bits=4, group_size=128, desc_act=False),
+        f"HERE/config.json says that the weights are quantised (gptq): {ORIGINAL}",
+    ),
     "bitsandbytes": (
         quantised(quant_method="bitsandbytes", load_in_4bit=True, bnb_4bit_quant_type="nf4"),
         f"HERE/config.json says that the weights are quantised (bitsandbytes): {ORIGINAL}",
@@ -83,38 +86,23 @@ REFUSED: dict[str, tuple[Files, str]] = {
             "config.json": json.dumps(CONFIG | {"quantization": {"group_size": 64, "bits": 4}}),
             "model.safetensors": "{}",
         },
-        (
-            "HERE/config.json says that the weights are quantised (mlx): `mlx_lm.convert --hf-path HERE --mlx-path PLAIN --dequantize` "
-            f"(pip install mlx-lm) dequantises them; or {ORIGINAL}"
-        ),
+        f"HERE/config.json says that the weights are quantised (mlx): {ORIGINAL}",
     ),
     # foreign formats
-    "GGUF": (
-        WHOLE | {"model-Q4_K_M.gguf": "{}"},
-        (
-            "HERE holds GGUF files and no other weights: convert the Hugging Face checkpoint that they were made from (found "
-            "model-Q4_K_M.gguf)"
-        ),
-    ),
+    "GGUF": (WHOLE | {"model-Q4_K_M.gguf": "{}"}, f"{OTHERS} (found model-Q4_K_M.gguf)"),
     "original/ of Llama": (
         {"original/consolidated.00.pth": "{}", "original/params.json": "{}", "original/tokenizer.model": "{}"},
-        f"{VENDOR} (found original/consolidated.00.pth)",
+        f"{OTHERS} (found original/consolidated.00.pth)",
     ),
-    "ONNX": (WHOLE | {"onnx/model_quantized.onnx": "{}"}, f"{EXPORTED} (found onnx/model_quantized.onnx)"),
-    "TensorFlow": (
-        WHOLE | {"tf_model.h5": "{}"},
-        (
-            "HERE holds only weights for TensorFlow or Flax, which transformers 5 cannot read: load it in transformers 4 with "
-            "from_pretrained(..., from_tf=True) or from_flax=True, and save it with save_pretrained (found tf_model.h5)"
-        ),
-    ),
+    "ONNX": (WHOLE | {"onnx/model_quantized.onnx": "{}"}, f"{OTHERS} (found onnx/model_quantized.onnx)"),
+    "TensorFlow": (WHOLE | {"tf_model.h5": "{}"}, f"{OTHERS} (found tf_model.h5)"),
     "a trainer's folder": (
         {
             "checkpoint-500/config.json": "{}",
             "checkpoint-500/model.safetensors": "{}",
             "checkpoint-1000/pytorch_model.bin": "{}",
         },
-        "HERE holds no weights itself: name one of its 2 subfolders with weights, such as checkpoint-500",
+        "HERE holds no weights itself: name a subfolder with weights, such as checkpoint-500 (2 found)",
     ),
     # incomplete downloads
     "Git LFS pointers": (

@@ -254,7 +254,7 @@ class TestRefusals:
             ("model.layers.0._orig_mod.", "torch.compile"),
             ("base_model.model.", "PEFT"),
             ("_fsdp_wrapped_module.", "FSDP"),
-            ("model.layers.0._checkpoint_wrapped_module.", "activation checkpointing"),
+            ("model.layers.0._checkpoint_wrapped_module.", "FSDP"),
         ],
     )
     def test_a_wrapped_model(self, tmp_path: Path, prefix: str, wrapper: str) -> None:
@@ -322,7 +322,7 @@ class TestRefusals:
             (["__0_0.distcp", ".metadata"], "consolidate"),
             (["resolved_recipe.yaml", "checkpoints/step-000008/__0_0.distcp"], "folder model/"),
             (["global_step12/mp_rank_00_model_states.pt", "latest"], "zero_to_fp32"),
-            (["flax_model.msgpack"], "TensorFlow or Flax"),
+            (["flax_model.msgpack"], "weights for other programs"),
         ],
     )
     @pytest.mark.parametrize("config", [True, False])
