@@ -5,10 +5,8 @@ import shutil
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from gqa_convert.checkpoint.copying import BLOCK, LARGE, SourceFile, WrittenFile
 from gqa_convert.checkpoint.dtypes import DTYPES
@@ -17,9 +15,9 @@ from gqa_convert.checkpoint.source_files import SourceFiles, read_tensor
 from gqa_convert.conversion.plan import OutputFile, Plan, RegroupedTensor
 from gqa_convert.errors import NonFiniteError, NoSpaceError
 from gqa_convert.families import layouts
+from gqa_convert.merging.factorisation import Array
 from gqa_convert.merging.pooling import pool_groups
 
-Array = npt.NDArray[Any]
 Progress = Callable[[int], None]
 MergedTensors = Mapping[str, tuple[Path, TensorEntry]]
 """The tensors of layers that were merged as a whole, by name: each with its safetensors file and its entry there."""

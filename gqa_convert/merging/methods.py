@@ -12,7 +12,7 @@ from typing import Literal
 from gqa_convert.errors import OptionError
 
 Pooling = Literal["mean", "first"]
-"""How the numbers of several heads become those of one; the arithmetic is in `pooling`."""
+"""How the numbers of several heads become those of one: a key of `pooling.POOLINGS`, which holds the arithmetic."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

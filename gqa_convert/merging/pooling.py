@@ -2,8 +2,9 @@
 2023, section 2.1).
 """
 
+from collections.abc import Callable, Mapping
 from functools import reduce
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -11,6 +12,11 @@ from gqa_convert.errors import NonFiniteError
 from gqa_convert.merging.factorisation import Array
 from gqa_convert.merging.methods import Pooling
 
+POOLINGS: Final[Mapping[Pooling, Callable[[Array], Array]]] = {
+    "mean": lambda heads: np.asarray(reduce(np.add, heads) / len(heads)),
+    "first": lambda heads: np.asarray(heads[0]),
+}
+"""What each way of pooling makes of the heads of a group, [m, n] -> [n]."""
 _BLOCK_NUMBERS = 1 << 16
 """Numbers merged at a time, over all heads of a group: as many as a core's cache holds in float32."""
 
@@ -34,7 +40,7 @@ def pool_groups(
     Raises:
         NonFiniteError: a number is NaN or Inf.
     """
-    size = len(heads) // groups
+    size, pool = len(heads) // groups, POOLINGS[pooling]
     step = _BLOCK_NUMBERS // size
     wide_type: Any = np.float32 if heads.itemsize == 2 else np.float64
     grouped = heads.reshape(groups, size, -1)
@@ -48,8 +54,7 @@ def pool_groups(
                     f"tensor {name} holds NaN or Inf, which would spread to every merged head: repair the checkpoint first"
                 )
             squared_norm += float(np.einsum("hn,hn->", block, block))
-            pooled = block[0] if pooling == "first" else reduce(np.add, block) / size
-            rounded = pooled.astype(dtype)
+            rounded = pool(block).astype(dtype)
             merged[group, start : start + step] = rounded
             block -= rounded.astype(wide_type)
             squared_error += float(np.einsum("hn,hn->", block, block))

@@ -6,6 +6,7 @@ import pytest
 
 from gqa_convert.errors import OptionError
 from gqa_convert.merging.methods import CHOICES, METHOD_HELP, METHODS, MergeMethod, choose_method, names
+from gqa_convert.merging.pooling import POOLINGS
 from gqa_convert.verify.result import FACTORED, FITTED, PLAIN
 
 GUIDE = Path(__file__).parents[2] / "docs" / "methods.md"
@@ -31,6 +32,16 @@ def test_verify_has_a_proof_of_every_method() -> None:
     assert {name: name for name in PLAIN} == {method.name: method.pooling for method in CHOICES if method.pooling}, (
         where
     )
+
+
+def test_each_way_of_pooling_has_its_arithmetic() -> None:
+    where = "POOLINGS in gqa_convert/merging/pooling.py and the methods disagree"
+    assert POOLINGS.keys() == {method.pooling for method in CHOICES if method.pooling}, where
+
+
+def test_a_method_that_pools_reads_no_text() -> None:
+    where = "the writer pools tensors without text: let the method merge whole layers"
+    assert {method.text for method in CHOICES if method.pooling} == {"never"}, where
 
 
 def test_all_methods_that_merge_layers_begin_with_the_closed_form() -> None:

@@ -17,14 +17,14 @@ from gqa_convert.families.geometry import AttentionFinder
 from gqa_convert.families.layerwise import find_form, why_not_decilm
 from gqa_convert.families.table import Family, Modeling, family_of
 from gqa_convert.merging.absorption_limits import find_absorption_limits
-from gqa_convert.merging.methods import COPY, choose_method
+from gqa_convert.merging.methods import COPY, MEAN, choose_method
 
 
 def make_plan(
     checkpoint: Checkpoint,
     groups: int | Sequence[int],
     *,
-    method: str = "mean",
+    method: str = MEAN.name,
     seed: int = 0,
     encoder: bool = False,
     native: bool | None = None,
@@ -36,7 +36,8 @@ def make_plan(
         checkpoint: the opened source.
         groups: K/V heads per layer in the result (the paper's GQA-N); or those of each attention layer, in the order of
             the layers' numbers.
-        method: `mean` or `first`; `factor` or `fit`, which change queries and outputs too.
+        method: `mean` or `first`; `factor` or `fit`, which change queries and outputs too. The default is the method that
+            reads nothing but weights; `plan_conversion` makes the plan that `convert` carries out by default.
         seed: of the order of batches in `fit`.
         encoder: convert an encoder's self-attention too. It keeps no cache, and the paper leaves it alone (section 2).
         native: as the user asked for it; refused where it does not fit the family. A source that is rewritten for a stock

@@ -8,11 +8,10 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 
 from gqa_convert.families.layouts import Role, Section
+from gqa_convert.merging.factorisation import Array
 
-Array = npt.NDArray[Any]
 DType = np.dtype[Any]
 
 WIDE: Final = {"BF16": "F32", "F16": "F32", "F32": "F64", "F64": "F64"}

@@ -7,11 +7,11 @@ from gqa_convert.checkpoint.headers import TensorEntry
 from gqa_convert.checkpoint.source import Checkpoint
 from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.conversion.rewriting import arrays
-from gqa_convert.conversion.rewriting.arrays import Array
 from gqa_convert.conversion.rewriting.recipes import Compute, RewrittenTensor, in_another_form
 from gqa_convert.conversion.rewriting.stock_form import FOLDED, Module, StockForm, stock_config
 from gqa_convert.errors import ConfigError, UnsupportedFormatError
 from gqa_convert.families import layouts
+from gqa_convert.merging.factorisation import Array
 
 Shape = tuple[int, ...]
 Sources = dict[str, Shape | None]
