@@ -14,12 +14,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from gqa_convert.attention.masks import and_order, split_mask
 from gqa_convert.errors import GroupsError, OptionError
 
-SHORT: Final = 16
-"""The most queries for which the query heads of a group become further queries of one head."""
-
-SHORT_ON_CPU: Final = 48
-"""The same on a CPU: 16 to 48 queries behind 4096 keys took 0.6 to 0.9 of `enable_gqa`'s time in bfloat16, 0.8 to 1.1
-in float32.
+SHORT: Final = 48
+"""The most queries for which a CPU packs the query heads of a group: 16 to 48 queries behind 4096 keys took 0.6 to 0.9 of
+`enable_gqa`'s time in bfloat16, 0.8 to 1.1 in float32.
 """
 
 
@@ -137,8 +134,8 @@ def _packs(
 ) -> bool:
     """Whether the query heads of a group become further queries of one head, so that keys are read once for all of them.
 
-    They do unless `enable_gqa` reaches a faster kernel that reads shared heads in place. Other kernels would repeat keys
-    and values.
+    They do unless `enable_gqa` reaches a kernel that reads shared heads in place: on an H200, one query behind 4096 keys
+    at a batch of 32 takes it as long as packed queries or less. Other kernels would repeat keys and values.
     """
     queries, head_dim = query.shape[2:]
     if query.shape[1] == key.shape[1]:
@@ -149,9 +146,9 @@ def _packs(
         if dropout != 0.0 or (bias is not None and bias.requires_grad):
             return True
         # packed, a prompt needs a mask for its order, which costs more than it gains
-        return queries <= SHORT_ON_CPU and not is_prompt
-    in_place = query.is_cuda and not is_masked and query.element_size() == 2 and head_dim <= 256 and head_dim % 8 == 0
-    return queries <= SHORT or not in_place
+        return queries <= SHORT and not is_prompt
+    fits = query.element_size() == 2 and head_dim <= 256 and head_dim % 8 == 0
+    return not (query.is_cuda and fits and not is_masked)
 
 
 def _packed(

@@ -118,7 +118,7 @@ def test_no_key_or_value_is_repeated(groups: int, queries: int, monkeypatch: pyt
 def test_packed_or_not_the_function_computes_the_same(
     short: int, groups: int, queries: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(core, "SHORT_ON_CPU", short)
+    monkeypatch.setattr(core, "SHORT", short)
     given = [numbers(1, heads, length, 8).to(dtype) for heads, length in ((12, queries), (groups, 50), (groups, 50))]
     query, key, value = (tensor.clone().requires_grad_() for tensor in given)
     exact = [tensor.double().requires_grad_() for tensor in given]
