@@ -64,6 +64,13 @@ def convert(
             "Steps of fit's last stage, which trains all layers together. Default: twice --fit-steps if the model fits in memory and lost 0.02 nats per token or more, else 0.",
         ),
     ] = None,
+    mix: Annotated[
+        bool,
+        hidden_option(
+            "--mix/--no-mix",
+            "Let a quarter of a decoder's calibration text for fit be of other kinds: text that SOURCE writes itself, Python sources and made-up records.",
+        ),
+    ] = True,
     device: Device = None,
     seed: Seed = 0,
     encoder: Annotated[
@@ -148,6 +155,7 @@ def convert(
             seed=seed,
             steps=fit_steps,
             kl_steps=kl_steps,
+            mix=mix,
             device=device,
         ),
         encoder=encoder,

@@ -1,15 +1,17 @@
 """Text that a checkpoint writes itself (`self` as a source), generated once into the cache and then read like any other.
 
 Liu et al. 2023 (LLM-QAT) distil on such text where that of the pretraining is not at hand. Each text begins with the
-token that begins documents and is sampled from the model's own distribution.
+token that begins documents and is sampled from the model's own distribution. Conversations begin as the chat template
+begins a user's message, so that the model asks itself, and then answers (Xu et al. 2024, Magpie, section 2).
 """
 
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
@@ -35,8 +37,12 @@ GENERATING: Final = "generating text"
 """The label of progress."""
 LENGTH: Final = 512
 """The most tokens of one text."""
+QUESTION: Final = 96
+"""The most tokens of a question in a conversation."""
 BATCH: Final = 16
 """The texts that are generated at once."""
+_MARKS: Final = ("<<question>>", "<<answer>>")
+"""Stand for messages while a chat template is taken apart."""
 _NEEDS_HEAD: Final = "text is sampled from its predictions; name the language model that the checkpoint was made from"
 
 Progress = Callable[[str, int, int], None]
@@ -47,12 +53,16 @@ class OwnText:
     """Text of a checkpoint's own.
 
     Attributes:
-        file: JSON lines in the cache, with `text`.
+        file: JSON lines in the cache, with `text`, or for conversations with `messages`.
         label: what it is, for records.
     """
 
     file: Path
     label: str
+
+    def texts(self) -> list[str]:
+        """The documents in the file."""
+        return [json.loads(line)["text"] for line in self.file.read_text("utf-8").splitlines()]
 
 
 def own_text(
@@ -63,6 +73,7 @@ def own_text(
     seed: int = 0,
     temperature: float = 1.0,
     device: str | None = None,
+    conversations: bool = False,
     progress: Progress = lambda label, done, total: None,
 ) -> OwnText:
     """The text that a checkpoint writes, generated unless the cache has it; a call that was stopped is continued.
@@ -76,11 +87,12 @@ def own_text(
         seed: of the sampling.
         temperature: of the sampling, above 0.
         device: such as `cpu` or `cuda:1`; None for a GPU if there is one.
+        conversations: of one question and one answer, in place of documents.
         progress: called with a label, the tokens that are generated and their number.
 
     Raises:
         OptionError: the model is an encoder-decoder, or a number is out of range.
-        DataError: the tokenizer has no token to begin with.
+        DataError: the tokenizer has no token to begin with, or no chat template.
         OutputError: the file can't be written.
         StoppedError: a signal asked to stop; finished batches are kept.
     """
@@ -88,14 +100,20 @@ def own_text(
         raise OptionError(f"tokens is {tokens}: it must be at least 1")
     checkpoint = open_checkpoint(str(model), download=True)
     settings = {"length": LENGTH, "batch": BATCH, "temperature": temperature, "seed": seed, "tokens": tokens}
+    if conversations:
+        settings["conversations"] = True
     key = json.dumps([_files_of(checkpoint), settings], sort_keys=True)
     file = cache / f"own-text-{hashlib.sha256(key.encode()).hexdigest()[:32]}.jsonl"
     name = local_path(checkpoint.source_id).name if checkpoint.folder else checkpoint.source_id
-    label = f"{name}'s own text (at least {tokens:,} tokens at temperature {temperature:g}, seed {seed})"
+    kind = "conversations" if conversations else "text"
+    label = f"{name}'s own {kind} (at least {tokens:,} tokens at temperature {temperature:g}, seed {seed})"
     if not file.is_file():
         with _explained(file):
             cache.mkdir(parents=True, exist_ok=True)
-        _write(checkpoint, file, tokens, seed, temperature, chosen_device(device), progress)
+        write = partial(
+            _Conversations if conversations else _Writer, checkpoint, chosen_device(device), seed, temperature
+        )
+        _write(checkpoint, file, tokens, write, progress)
     return OwnText(file, label)
 
 
@@ -110,9 +128,7 @@ def _write(
     checkpoint: Checkpoint,
     file: Path,
     tokens: int,
-    seed: int,
-    temperature: float,
-    device: str,
+    open_writer: "Callable[[], _Writer]",
     progress: Progress,
 ) -> None:
     """Generate the file. Batch b is a function of the settings and b alone, so that a run that was interrupted continues
@@ -126,7 +142,7 @@ def _write(
         done = sum(batch["tokens"] for batch in batches)
         try:
             with loading.explained(name), loading.no_bars():
-                writer = _Writer(checkpoint, device, seed, temperature)
+                writer = open_writer()
             while done < tokens:
                 batches.append(writer.batch(len(batches)))
                 with _explained(file):
@@ -147,7 +163,7 @@ def _write(
                 ) from None
             raise
         with _explained(file), atomic_file(file) as out:
-            rows = ({"text": text} for batch in batches for text in batch["texts"])
+            rows = (row for batch in batches for row in batch["rows"])
             out.writelines((json.dumps(row, ensure_ascii=False) + "\n").encode() for row in rows)
         _unfinished_path(file).unlink(missing_ok=True)
 
@@ -205,7 +221,7 @@ class _Writer:
             raise DataError("the tokenizer has no token that begins a document: name text instead")
         model, _ = loading.load_model(checkpoint.folder, torch.float32 if device == "cpu" else "auto")
         self._tokenizer, self._model = tokenizer, model.to(device).eval()
-        self._begin = torch.full((BATCH, 1), int(begin), device=self._model.device)
+        self._begin = int(begin)
         stated = getattr(model.generation_config, "eos_token_id", None) or tokenizer.eos_token_id
         self._ends = {end for end in (stated if isinstance(stated, list) else [stated]) if end is not None}
         context = stated_positions(checkpoint.config)
@@ -221,16 +237,79 @@ class _Writer:
 
     def batch(self, number: int) -> dict[str, Any]:
         """The texts of a batch that hold any, and the tokens generated for all."""
+        rows = self._sampled([[self._begin]] * BATCH, mix(self._seed, number))
+        texts = [self._tokenizer.decode(row, skip_special_tokens=True) for row in rows]
+        return {"rows": [{"text": text} for text in texts if text.strip()], "tokens": sum(map(len, rows))}
+
+    def _sampled(self, beginnings: Sequence[Sequence[int]], seed: int, **settings: int) -> list[list[int]]:
+        """The tokens that the model writes behind each beginning, up to the first end-of-text, which is included."""
         import torch
 
-        torch.manual_seed(mix(self._seed, number))
+        torch.manual_seed(seed)
+        width = max(map(len, beginnings))
+        padding = [width - len(beginning) for beginning in beginnings]
+        pad = self._model.generation_config.pad_token_id
+        ids = torch.tensor([[pad] * left + [*each] for left, each in zip(padding, beginnings, strict=True)])
+        mask = torch.tensor([[0] * left + [1] * (width - left) for left in padding])
+        device = self._model.device
         with torch.inference_mode():
-            made = self._model.generate(input_ids=self._begin, attention_mask=torch.ones_like(self._begin))
-        rows = [self._until_end(row) for row in made[:, 1:].tolist()]
-        texts = [self._tokenizer.decode(row, skip_special_tokens=True) for row in rows]
-        return {"texts": [text for text in texts if text.strip()], "tokens": sum(map(len, rows))}
+            made = self._model.generate(input_ids=ids.to(device), attention_mask=mask.to(device), **settings)
+        return [self._until_end(row) for row in made[:, width:].tolist()]
 
     def _until_end(self, tokens: list[int]) -> list[int]:
-        """Tokens up to the first end-of-text, which is included."""
         end = next((at + 1 for at, token in enumerate(tokens) if token in self._ends), len(tokens))
         return tokens[:end]
+
+
+class _Conversations(_Writer):
+    """Writes conversations of a question and an answer."""
+
+    def __init__(self, checkpoint: Checkpoint, device: str, seed: int, temperature: float) -> None:
+        super().__init__(checkpoint, device, seed, temperature)
+        turns = _chat_turns(self._tokenizer)
+        if turns is None:
+            raise DataError("the tokenizer has no chat template: name text instead")
+        self._opening, self._between = turns
+
+    def batch(self, number: int) -> dict[str, Any]:
+        """The conversations of a batch that are complete enough to have a question, and the tokens generated for all."""
+        seed = mix(self._seed, number)
+        asked = self._sampled([self._opening] * BATCH, seed, max_new_tokens=QUESTION)
+        questions = [self._tokenizer.decode(row, skip_special_tokens=True).strip() for row in asked]
+        questions = [question for question in questions if question]
+        if not questions:
+            raise DataError("the model asks nothing where its chat template lets a user speak: name text instead")
+        beginnings = [[*self._opening, *self._encode(question), *self._between] for question in questions]
+        answers = self._sampled(beginnings, mix(seed, 1))
+        rows = []
+        for question, answer in zip(questions, answers, strict=True):
+            answered = self._tokenizer.decode(answer, skip_special_tokens=True)
+            messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answered}]
+            rows.append({"messages": messages})
+        return {"rows": rows, "tokens": sum(map(len, asked)) + sum(map(len, answers))}
+
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+
+def has_chat_template(tokenizer: Any) -> bool:
+    """Whether conversations can begin with a user's message."""
+    return _chat_turns(tokenizer) is not None
+
+
+def _chat_turns(tokenizer: Any) -> tuple[list[int], list[int]] | None:
+    """The tokens before a user's first message, and those between it and the answer; None without a template for that."""
+    if not getattr(tokenizer, "chat_template", None):
+        return None
+    messages = [{"role": "user", "content": _MARKS[0]}, {"role": "assistant", "content": _MARKS[1]}]
+    try:
+        text = str(tokenizer.apply_chat_template(messages, tokenize=False))
+    except Exception:  # a template may refuse anything in its own words
+        return None
+    opening, first, rest = text.partition(_MARKS[0])
+    between, second, _ = rest.partition(_MARKS[1])
+    if not (first and second and opening):
+        return None
+    before, after = (tokenizer(part, add_special_tokens=False)["input_ids"] for part in (opening, between))
+    return before, after

@@ -24,7 +24,7 @@ def test_mistakes(tmp_path: Path) -> None:
         (["-n", "3", "-m", "factor", "-c", __file__, "--kl-steps", "5"], ["--kl-steps 5", "factor", "fit"]),
         (["-n", "3", "-c", __file__, "--kl-steps", "-1"], ["--kl-steps -1"]),
         (
-            ["-n", "3", "-c", __file__, "--calibration-tokens", "90000", "--kl-steps", "5"],
+            ["-n", "3", "-c", __file__, "--calibration-tokens", "90000", "--kl-steps", "5", "--no-mix"],
             ["--kl-steps 5", "more text"],
         ),
         (["-n", "3", "-c", str(tmp_path / "none.txt")], ["none.txt"]),

@@ -39,7 +39,7 @@ def far(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def calibration(source: Path, **options: Any) -> Any:
     plan = make_plan(open_checkpoint(source), 3, method="fit")
-    given = CalibrationOptions(__file__, 1024, sequence_length=LENGTH, kl_steps=1, **options)
+    given = CalibrationOptions(__file__, 1024, sequence_length=LENGTH, kl_steps=1, mix=False, **options)
     return prepare_calibration(plan, given)
 
 

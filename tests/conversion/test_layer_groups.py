@@ -75,7 +75,7 @@ def test_verify_finds_damage(source: Path, factored: Path, tmp_path: Path) -> No
 def test_fit_on_text(source: Path, text: Path, tmp_path: Path) -> None:
     """Layers with the source's number are copies, and the others are fitted."""
     seen: list[tuple[int, int]] = []
-    fitting = CalibrationOptions(text, tokens=512, sequence_length=64, steps=2, kl_steps=2, device="cpu")
+    fitting = CalibrationOptions(text, tokens=512, sequence_length=64, steps=2, kl_steps=2, mix=False, device="cpu")
 
     def look(progress: Any) -> None:
         seen.append((progress.layer and progress.done, progress.total))

@@ -261,7 +261,9 @@ def test_a_fit_that_was_interrupted_goes_on(tmp_path: Path) -> None:
     save_tokenizer(source)
     edit_json(source / "tokenizer_config.json", eos_token="w2")
     (tmp_path / "text.txt").write_text(" ".join(f"w{number % 47}" for number in range(2000)))
-    text = CalibrationOptions(source=tmp_path / "text.txt", tokens=500, sequence_length=30, steps=1, kl_steps=0)
+    text = CalibrationOptions(
+        source=tmp_path / "text.txt", tokens=500, sequence_length=30, steps=1, kl_steps=0, mix=False
+    )
     options = ConversionOptions(calibration=text, native=True)
     done = tmp_path / ".out.gqa-merging"
 

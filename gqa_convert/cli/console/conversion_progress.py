@@ -34,6 +34,8 @@ class ConversionScreen:
         """Show where the work on layers is."""
         self._show(progress.label, progress.done, progress.total, progress.detail)
         layer, kl = progress.layer, progress.kl
+        if progress.note is not None:
+            self.say(f"note: {progress.note}")
         if layer is not None and layer.gap_left is not None:
             left = f"{layer.gap_left:.1%} of mean pooling's error remains"
             self.say(f"layer {progress.done} of {progress.total}  {layer.module}: {left}")

@@ -1,5 +1,6 @@
 """The batches that the source runs on: blocks of calibration text, sound, or batches that the caller has made ready."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -9,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from gqa_convert.checkpoint.devices import chosen_device
 from gqa_convert.checkpoint.paths import local_path
-from gqa_convert.conversion.fit.options import BATCH_TOKENS, CalibrationOptions, steps_together
+from gqa_convert.conversion.fit.memory import free_memory, trains_together
+from gqa_convert.conversion.fit.options import BATCH_TOKENS, CalibrationOptions, steps_together, wanted_tokens
 from gqa_convert.conversion.fit.progress import LISTENING, OWN_TEXT
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.errors import DataError, OptionError
@@ -58,19 +60,6 @@ def prepare_calibration(
     if plan.merge_method.trains:
         held_out = max(BATCH_TOKENS, held_out)
     return _text(plan, options, tokens, held_out, fresh, progress)
-
-
-def wanted_tokens(plan: Plan, options: CalibrationOptions) -> int:
-    """How many tokens the layers are fitted on: as stated, or by the source's size."""
-    from gqa_convert.conversion.fit.calibration_text import calibration_tokens_for
-
-    if options.tokens is not None:
-        return options.tokens
-    if hears(plan.checkpoint.config) and options.batches is None:
-        from gqa_convert.data.speech import speech_tokens_for
-
-        return speech_tokens_for(plan.checkpoint.config)
-    return calibration_tokens_for(plan.checkpoint.config)
 
 
 def divide_batches(
@@ -182,28 +171,55 @@ def sound_files(plan: Plan, options: CalibrationOptions) -> "list[AudioFile]":
 def _text(
     plan: Plan, options: CalibrationOptions, tokens: int, held_out: int, fresh: int, progress: Progress
 ) -> "Calibration":
-    """Blocks of text, in which the source has written what `self` stands for."""
-    from gqa_convert.conversion.fit.calibration_text import calibration_batches
-    from gqa_convert.data.sources import is_self
-    from gqa_convert.data.text_generation import own_text
+    """Blocks of text, in which the source has written what `self` stands for, with other kinds of text among them."""
+    from gqa_convert.conversion.fit.calibration_text import (
+        calibration_batches,
+        calibration_length_for,
+        check_number,
+    )
+    from gqa_convert.conversion.fit.mixed_text import OWN_SHARE, OwnTexts, description, mixed
+    from gqa_convert.data.model_tokenizer import usable_tokenizer
+    from gqa_convert.data.sources import as_source, is_self, open_source
+    from gqa_convert.data.text_generation import OwnText, has_chat_template, own_text
     from gqa_convert.data.token_files import default_cache
 
-    folder = plan.checkpoint.folder
+    folder, config = plan.checkpoint.folder, plan.checkpoint.config
     assert folder is not None
-    texts = _sources(options)
-    if any(is_self(text) for text in texts):
+
+    def written(count: float, *, conversations: bool = False) -> OwnText:
         # encoding the text again can take fewer tokens than its sampling gave, and the last text of a block is cut
-        needed = (tokens + held_out) * (_SPARE + 1) // _SPARE
-        own = own_text(
+        return own_text(
             folder,
             default_cache(),
-            tokens=needed,
+            tokens=math.ceil(count * (_SPARE + 1) / _SPARE),
             seed=options.seed,
             device=chosen_device(options.device),
+            conversations=conversations,
             progress=lambda _, done, total: progress(OWN_TEXT, done, total),
         )
-        texts = [own if is_self(text) else text for text in texts]
-    return calibration_batches(
+
+    check_number("--calibration-tokens", tokens)
+    texts = _sources(options)
+    for text in texts:
+        if not is_self(text):
+            open_source(
+                as_source(str(text) if isinstance(text, Path) else text), default_cache()
+            )  # what does not exist is refused before anything is written
+    is_own = [is_self(text) for text in texts]
+    texts = [written(tokens + held_out) if own else text for text, own in zip(texts, is_own, strict=True)]
+    note, added = None, ""
+    if options.mix and plan.merge_method.trains and not is_encoder_decoder(config):
+        own, device = OwnTexts(), chosen_device(options.device)
+        length = options.sequence_length or calibration_length_for(config)
+        if not any(is_own) and _is_held_by(plan, device):
+            trained_on = BATCH_TOKENS * fresh if trains_together(plan, length, free_memory(device), device) else 0
+            count, chats = OWN_SHARE * (tokens + held_out + trained_on), has_chat_template(usable_tokenizer(folder))
+            own = OwnTexts(written(count / (1 + chats)), written(count / 2, conversations=True) if chats else None)
+        texts = mixed(texts, own, options.seed)
+        kinds = description(texts)
+        note = f"mixed into the calibration text, so that other kinds of text are kept too: {kinds} (--no-mix leaves them out)"
+        added = f"; mixed in: {kinds}"
+    made = calibration_batches(
         folder,
         texts,
         tokens,
@@ -214,6 +230,12 @@ def _text(
         fresh_tokens=BATCH_TOKENS * fresh,
         context=_context(plan),
     )
+    return replace(made, description=made.description + added, note=note)
+
+
+def _is_held_by(plan: Plan, device: str) -> bool:
+    """Whether a device has memory for the source's weights in float32 and a little more, so that it can write text."""
+    return 2 * 4 * plan.parameters_before < free_memory(device)
 
 
 def _sources(options: CalibrationOptions) -> list[Any]:

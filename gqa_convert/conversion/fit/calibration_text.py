@@ -7,9 +7,9 @@ block, as in denoising without noise.
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gqa_convert.checkpoint.strict_json import Config
+from gqa_convert.conversion.fit.mixed_text import MadeUpRecords, SharedText
 from gqa_convert.conversion.fit.stretched_blocks import stretched, stretches
 from gqa_convert.data.decoder_start import decoder_start
 from gqa_convert.data.documents import Piece
@@ -69,7 +70,8 @@ class Calibration:
         sequence_length: the input tokens of the longest block.
         digest: SHA-256 over `batches` and the settings; equal digests mean equal batches.
         description: a description of the text, for reports.
-        warning: a message for the user, or None.
+        warning: a message for the user about too little text, or None.
+        note: what was mixed into the text, or None.
         held_out: batches of other blocks of the same text, for evaluation; empty if the text has no further blocks.
         fresh: batches of still other blocks, for training on text that no batch before has; empty if the text has none.
     """
@@ -80,6 +82,7 @@ class Calibration:
     digest: str
     description: str
     warning: str | None = None
+    note: str | None = None
     held_out: "list[dict[str, Tensor]]" = field(default_factory=list)
     fresh: "list[dict[str, Tensor]]" = field(default_factory=list)
 
@@ -138,7 +141,8 @@ def calibration_batches(
         source: a file, a folder, a pattern, the id of a Hub dataset or `python-stdlib`, of text or, rendered by the chat
             template, of conversations in rows with `messages`; or, as in a recipe's `data`, a
             mapping with further keys such as `text_field` and `split`, whose weight is ignored; or an `OwnText`; or a list of these,
-            from which blocks are drawn in turn. Where one has too little text, the others contribute more.
+            from which blocks are drawn in turn, or by their shares where they are `SharedText`. Where one has too little
+            text, the others contribute more.
         tokens: the number of text tokens, rounded up to whole blocks.
         seed: determines the choice of blocks, their order and the corruption.
         sequence_length: tokens per block (per encoder input for span corruption). The default is the model's context
@@ -154,16 +158,14 @@ def calibration_batches(
         DataError: the text or the tokenizer can't be read or does not fit the model, or the text has fewer than 2
             tokens.
     """
-    for name, number in (("--calibration-tokens", tokens), ("batch_tokens", batch_tokens)):
-        if number < 1:
-            raise OptionError(f"{name} is {number}, expected a number above 0")
+    check_number("--calibration-tokens", tokens)
+    check_number("batch_tokens", batch_tokens)
     config, tokenizer = read_config(model_folder), usable_tokenizer(model_folder)
     blocks = _blocks_of(model_folder, config, tokenizer, sequence_length, context, seed)
     wanted = [-(-count // blocks.raw) for count in (tokens, held_out_tokens, fresh_tokens)]
-    # the text that blocks are drawn from does not depend on the number of further blocks
-    label, texts = _read_all(source, tokenizer, wanted[0] * blocks.raw, closed=blocks.kind != "spans")
-    text = np.concatenate(texts)
-    parts = _drawn([len(each) for each in texts], blocks.raw, wanted, seed)
+    label, texts = _read_all(source, tokenizer, wanted, blocks)
+    text = np.concatenate([each.tokens for each in texts])
+    parts = _drawn(texts, blocks.raw, wanted, seed)
     rows = max(1, batch_tokens // blocks.length)
     made, held_out, fresh = ([blocks.batch(text, *each) for each in _batched(part, rows)] for part in parts)
     largest = max(int(batch[name].max()) for batch in made for name in _TOKENS & batch.keys())
@@ -183,14 +185,51 @@ def calibration_batches(
     settings = [blocks.kind, blocks.length, context, seed, batch_tokens, tokens]
     batches_made = _tensors(made)
     digest = digest_of(settings, batches_made)
-    return Calibration(batches_made, used, length, digest, description, warning, _tensors(held_out), _tensors(fresh))
+    return Calibration(
+        batches=batches_made,
+        tokens=used,
+        sequence_length=length,
+        digest=digest,
+        description=description,
+        warning=warning,
+        held_out=_tensors(held_out),
+        fresh=_tensors(fresh),
+    )
+
+
+def check_number(name: str, number: int) -> None:
+    """Refuse a number below 1.
+
+    Raises:
+        OptionError: it is.
+    """
+    if number < 1:
+        raise OptionError(f"{name} is {number}, expected a number above 0")
 
 
 class _Block(NamedTuple):
-    """A block's first token, and its number of tokens."""
+    """A block's first token, its number of tokens, and whether spans may be copied over its end."""
 
     start: int
     length: int
+    can_be_copied_into: bool = True
+
+
+class _Text(NamedTuple):
+    """A text.
+
+    Attributes:
+        tokens: [n].
+        share: of all blocks.
+        can_be_copied_into: whether spans may be copied over the end of a block.
+        is_sampled: whether it is a sample in random order, of which more may be drawn another time: its blocks are taken
+            from its beginning.
+    """
+
+    tokens: npt.NDArray[Any]
+    share: float
+    can_be_copied_into: bool = True
+    is_sampled: bool = False
 
 
 _WORDS = {"causal": "tokens", "shifted": "tokens for encoder and decoder", "spans": "tokens after span corruption"}
@@ -229,7 +268,8 @@ class _Blocks:
         if self.corruption is not None:
             return self.corruption.batch(ids, [(mix(self.seed), block.start) for block in blocks])
         if self.kind == "causal":
-            return stretched(ids, first, self.context, self.seed)
+            copied = [block.can_be_copied_into for block in blocks]
+            return stretched(ids, first, self.context, self.seed, copied)
         decoder = np.roll(ids, 1, axis=1)
         decoder[:, 0] = self.start
         return {"input_ids": ids, "decoder_input_ids": decoder, "labels": ids.copy()}
@@ -256,33 +296,48 @@ def _blocks_of(
     return _Blocks("spans", length, corruption.shape_for(length).raw, context, seed, start, corruption)
 
 
-def _drawn(sizes: Sequence[int], length: int, counts: Sequence[int], seed: int) -> list[list[_Block]]:
-    """Blocks of texts that stand behind one another, drawn from the texts in turn: as many as each count says, without
-    overlap. Where there are fewer than the first count, all texts are used up in blocks for it, and the last block of a
-    text is shorter.
+def _drawn(texts: Sequence[_Text], length: int, counts: Sequence[int], seed: int) -> list[list[_Block]]:
+    """Blocks of texts that stand behind one another, drawn from the texts by their shares: as many as each count says,
+    without overlap. Where there are fewer than the first count, all texts are used up in blocks for it, and the last block
+    of a text is shorter.
 
     Args:
-        sizes: the tokens of each text.
+        texts: the texts.
         length: the tokens of a block.
         counts: the number of blocks of each part.
         seed: determines their choice and order.
     """
-    uses_all = sum(size // length for size in sizes) < counts[0]
-    begins = np.cumsum([0, *sizes]).tolist()
+    uses_all = sum(len(text.tokens) // length for text in texts) < counts[0]
+    begin = 0
     orders = []
-    for number, size in enumerate(sizes):
+    for number, text in enumerate(texts):
         key = mix(seed, number) if number else seed
-        whole, rest = divmod(size, length)
-        begin = begins[number] + (0 if uses_all else mix(key, 1) % (rest + 1))
-        order = [_Block(begin + length * permuted(place, whole, mix(key, 2)), length) for place in range(whole)]
+        whole, rest = divmod(len(text.tokens), length)
+        first, places = begin, list(range(whole))
+        if not text.is_sampled:
+            first += 0 if uses_all else mix(key, 1) % (rest + 1)
+            places = [permuted(at, whole, mix(key, 2)) for at in places]
+        order = [_Block(first + length * at, length, text.can_be_copied_into) for at in places]
         if uses_all and rest > 1:
-            order.append(_Block(begin + whole * length, rest))
+            order.append(_Block(first + whole * length, rest, text.can_be_copied_into))
         orders.append(order)
-    blocks = [block for turn in zip_longest(*orders) for block in turn if block is not None]
+        begin += len(text.tokens)
+    blocks = _taken_by_shares(orders, [text.share for text in texts])
     ends = np.cumsum(counts).tolist()
     if uses_all:
         ends[0] = len(blocks)
     return [blocks[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
+
+
+def _taken_by_shares(orders: Sequence[Sequence[_Block]], shares: Sequence[float]) -> list[_Block]:
+    """All blocks, such that the texts have their shares of any first ones, as far as they have blocks left."""
+    taken = [0] * len(orders)
+    blocks = []
+    while left := [number for number, order in enumerate(orders) if taken[number] < len(order)]:
+        number = min(left, key=lambda each: (taken[each] + 0.5) / shares[each])
+        blocks.append(orders[number][taken[number]])
+        taken[number] += 1
+    return blocks
 
 
 def _batched(blocks: Sequence[_Block], rows: int) -> Iterator[tuple[list[_Block], int]]:
@@ -295,20 +350,39 @@ def _batched(blocks: Sequence[_Block], rows: int) -> Iterator[tuple[list[_Block]
             yield alike[first : first + rows], first
 
 
-def _read_all(source: Any, tokenizer: Any, count: int, *, closed: bool) -> tuple[str, list[npt.NDArray[Any]]]:
-    """The labels of all sources, and the tokens of each."""
+def _read_all(source: Any, tokenizer: Any, wanted: Sequence[int], blocks: _Blocks) -> tuple[str, list[_Text]]:
+    """The labels of all sources, and the tokens of each. Of what is mixed in, whole blocks are taken, and no more than its
+    share of what the user's texts hold.
+    """
     sources = list(source) if isinstance(source, Sequence) and not isinstance(source, str) else [source]
     if not sources:
         raise DataError(
             "the list of calibration texts is empty: name a file, a folder, a pattern or a dataset on the Hub"
         )
+    every = [one if isinstance(one, SharedText) else SharedText(one, 1 / len(sources)) for one in sources]
+    named = [text for text in every if not text.mixed_in]
     labels, texts = [], []
-    for one in sources:
-        label, text = _read(one, tokenizer, count, closed=closed)
-        if len(text) < 2:
-            raise DataError(f"{label} holds {len(text)} tokens, calibration needs at least 2: name more text")
+    # the text that blocks are drawn from does not depend on the number of further blocks
+    needed, closed = wanted[0] * blocks.raw, blocks.kind != "spans"
+    for text in named:
+        label, tokens = _read(text.source, tokenizer, needed, closed=closed)
+        if len(tokens) < 2:
+            raise DataError(f"{label} holds {len(tokens)} tokens, calibration needs at least 2: name more text")
         labels.append(label)
-        texts.append(text)
+        texts.append(_Text(tokens, text.share))
+    per_share = sum(len(text.tokens) for text in texts) / sum(text.share for text in named)
+    for text in every:
+        if not text.mixed_in:
+            continue
+        most = int(text.share * per_share) // blocks.raw
+        if isinstance(text.source, MadeUpRecords):
+            count = min(most, math.ceil(text.share * sum(wanted)))
+            tokens = text.source.blocks(tokenizer, blocks.raw, count)
+            texts.append(_Text(tokens, text.share, can_be_copied_into=False, is_sampled=True))
+        else:
+            _, tokens = _read(text.source, tokenizer, needed, closed=closed)
+            is_sampled = isinstance(text.source, OwnText)
+            texts.append(_Text(tokens[: most * blocks.raw], text.share, is_sampled=is_sampled))
     return " and ".join(labels), texts
 
 

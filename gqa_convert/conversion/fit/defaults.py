@@ -47,7 +47,7 @@ def plan_conversion(
         method = CALIBRATED_DEFAULT.name
     elif method is None:
         method = DEFAULT.name
-        if calibration == CalibrationOptions(seed=calibration.seed, device=calibration.device):
+        if calibration == CalibrationOptions(seed=calibration.seed, device=calibration.device, mix=calibration.mix):
             reason = why_no_text(checkpoint)
             if reason:
                 method = MEAN.name

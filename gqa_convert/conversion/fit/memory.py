@@ -7,8 +7,7 @@ from types import SimpleNamespace
 from gqa_convert.checkpoint.devices import chosen_device, has_gpu_driver
 from gqa_convert.checkpoint.machine import available_memory
 from gqa_convert.checkpoint.results import Result
-from gqa_convert.conversion.fit.batches import wanted_tokens
-from gqa_convert.conversion.fit.options import BATCH_TOKENS, CalibrationOptions, steps_together
+from gqa_convert.conversion.fit.options import BATCH_TOKENS, CalibrationOptions, steps_together, wanted_tokens
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.families.config_sizes import HIDDEN_SIZE_KEYS, VOCABULARY_KEYS
 from gqa_convert.families.context_length import stated_count

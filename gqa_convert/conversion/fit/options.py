@@ -7,7 +7,7 @@ from typing import Any, Final
 from gqa_convert.checkpoint.devices import chosen_device
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.errors import OptionError
-from gqa_convert.families.loading import check_language_model
+from gqa_convert.families.loading import check_language_model, hears
 from gqa_convert.merging.methods import CHOICES, DEFAULT, METHODS, names
 
 STEPS: Final = 100
@@ -40,6 +40,8 @@ class CalibrationOptions:
     """
     device: str | None = None
     """To run the source on, such as `cpu` or `cuda:1`; by default a GPU if there is one."""
+    mix: bool = True
+    """For `fit` of a decoder: let other kinds of text be a quarter of the blocks, see `mixed_text`."""
     batches: Iterable[Mapping[str, Any]] | None = None
     """In place of text, ready batches: tensors by the names under which the model's forward pass takes them. The first
     ones, with `tokens` tokens, are for the layers; an eighth as many are held out, and the last stage learns from the
@@ -60,6 +62,19 @@ def steps_per_layer(options: CalibrationOptions) -> int:
 def steps_together(options: CalibrationOptions) -> int:
     """The steps of the stage that trains all layers together, where it runs."""
     return _TIMES * steps_per_layer(options) if options.kl_steps is None else options.kl_steps
+
+
+def wanted_tokens(plan: Plan, options: CalibrationOptions) -> int:
+    """How many tokens the layers are fitted on: as stated, or by the source's size."""
+    from gqa_convert.conversion.fit.calibration_text import calibration_tokens_for
+
+    if options.tokens is not None:
+        return options.tokens
+    if hears(plan.checkpoint.config) and options.batches is None:
+        from gqa_convert.data.speech import speech_tokens_for
+
+        return speech_tokens_for(plan.checkpoint.config)
+    return calibration_tokens_for(plan.checkpoint.config)
 
 
 def check_calibration(method: str, options: CalibrationOptions) -> None:
@@ -95,6 +110,8 @@ def check_calibration(method: str, options: CalibrationOptions) -> None:
         if value is not None and (not wanted.trains or value < 0):
             able = names(tuple(each for each in CHOICES if each.trains))
             raise OptionError(f"{option} {value} with --method {method}: only {able} takes it, 0 or more")
+    if not options.mix and not wanted.trains:
+        raise OptionError(f"--no-mix with --method {method}: nothing is mixed into its text, leave the option out")
     if options.batches is not None and (options.source, options.sequence_length) != (None, None):
         raise OptionError("ready batches take the place of text and its length: give one or the other")
     if options.device is not None:

@@ -29,6 +29,8 @@ class FitProgress:
     """The layer that has just been merged."""
     kl: Divergence | None = None
     """Of the last stage, once it has ended."""
+    note: str | None = None
+    """For the user."""
 
 
 OnProgress = Callable[[FitProgress], None]

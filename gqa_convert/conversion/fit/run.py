@@ -148,6 +148,9 @@ def fit_checkpoint(
         on_progress(FitProgress(MERGING_LAYERS, 0, count, "loading the source"))
         model = open_model(plan.checkpoint.folder, device=chosen_device(options.device))
         steps = _last_stage_steps(plan, model, calibration, options)
+        for note in (calibration.note, calibration.warning):
+            if note is not None:
+                on_progress(FitProgress(MERGING_LAYERS, 0, count, note=note))
         fitting = FitOptions(
             method=plan.merge_method,
             steps=steps_per_layer(options),

@@ -9,6 +9,7 @@ does not show in them, and hardly what it does to find an earlier passage again.
 """
 
 import random
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -26,7 +27,9 @@ def stretches(length: int, context: int | None) -> bool:
     return context is not None and context > length >= SHORTEST
 
 
-def stretched(ids: Integers, first: int, context: int | None, seed: int) -> dict[str, Integers]:
+def stretched(
+    ids: Integers, first: int, context: int | None, seed: int, copied: Sequence[bool] = ()
+) -> dict[str, Integers]:
     """A batch of blocks, of which every second one is stretched.
 
     Args:
@@ -34,6 +37,7 @@ def stretched(ids: Integers, first: int, context: int | None, seed: int) -> dict
         first: the number of the first block among all; odd ones are stretched.
         context: the position up to which they skip; None leaves all blocks as they are.
         seed: of the spans and the positions.
+        copied: for each block, whether spans are copied over its end; by default all blocks.
 
     Returns:
         The arguments of the model's forward pass: `input_ids` [b, L], and where blocks are stretched also
@@ -48,7 +52,8 @@ def stretched(ids: Integers, first: int, context: int | None, seed: int) -> dict
     for row in range(len(ids)):
         if (first + row) % _EVERY:
             chance = random.Random(mix(seed, first + row))
-            _copy_spans(ids[row], chance)
+            if not copied or copied[row]:
+                _copy_spans(ids[row], chance)
             place = chance.randrange(length // 8, length - length // 8)
             most = context - length
             least = min(most, length // 8)

@@ -1,0 +1,140 @@
+"""What is mixed into calibration text."""
+
+import json
+import re
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from gqa_convert.checkpoint.source import open_checkpoint
+from gqa_convert.conversion.fit import batches
+from gqa_convert.conversion.fit.batches import prepare_calibration
+from gqa_convert.conversion.fit.mixed_text import MadeUpRecords, OwnTexts, mixed
+from gqa_convert.conversion.fit.options import CalibrationOptions
+from gqa_convert.conversion.plan import make_plan
+from gqa_convert.data.made_up_records import made_up_records
+from gqa_convert.demo import CHECKPOINT as DEMO
+from gqa_convert.errors import DataError, OptionError
+from tests.helpers.command_line import run
+
+LENGTH = 64
+WORD = "zebra "
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> Path:
+    """Text that can be told from all that is mixed in."""
+    file = tmp_path / "words.txt"
+    file.write_text(WORD * 20_000)
+    return file
+
+
+def prepared(source: Any, **options: Any) -> Any:
+    plan = make_plan(open_checkpoint(str(DEMO)), 3, method="fit")
+    given = {"tokens": 100 * LENGTH, "sequence_length": LENGTH, "kl_steps": 0, "device": "cpu"} | options
+    return prepare_calibration(plan, CalibrationOptions(source, **given))
+
+
+def decoded(batches: Any) -> list[str]:
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    return [tokenizer.decode(row) for batch in batches for row in batch["input_ids"]]
+
+
+def test_a_quarter_of_the_blocks_is_mixed_in(words: Path) -> None:
+    made = prepared(str(words))
+    texts = decoded(made.batches)
+    assert len(texts) == 100
+    assert sum("zebra" in text for text in texts) == 75
+    half = texts[:50], texts[50:]
+    assert all(abs(sum("zebra" in text for text in part) - 37.5) < 3 for part in half), "in every part of the text"
+    assert re.search(r"; mixed in: 10% text of its own, 8% Python sources, 7% made-up records$", made.description)
+    assert made.note is not None
+    assert "--no-mix" in made.note
+
+
+def test_nothing_is_mixed_in_unasked_or_where_nothing_is_trained(words: Path) -> None:
+    plain = prepared(str(words), mix=False)
+    assert all("zebra" in text for text in decoded(plain.batches))
+    assert plain.note is None
+    plan = make_plan(open_checkpoint(str(DEMO)), 3, method="factor")
+    factored = prepare_calibration(plan, CalibrationOptions(str(words), tokens=640, sequence_length=LENGTH))
+    assert all("zebra" in text for text in decoded(factored.batches))
+
+
+def test_little_text_stays_three_quarters_of_all(tmp_path: Path) -> None:
+    (tmp_path / "few.txt").write_text(WORD * 600)
+    made = prepared(str(tmp_path / "few.txt"), tokens=10_000)
+    texts = decoded(made.batches)
+    own = sum("zebra" in text for text in texts)
+    assert own / len(texts) >= 0.75
+    assert len(texts) > own
+    assert made.warning is not None
+
+
+def test_kinds_that_the_user_brings_are_not_mixed_in() -> None:
+    sources = [each.source for each in mixed(["python-stdlib"], OwnTexts(), 0)]
+    assert [type(source) for source in sources] == [str, MadeUpRecords]
+    first, second, *others = mixed(["a", "b"], OwnTexts(), 0)
+    assert first.share == second.share
+    assert first.share + second.share + sum(each.share for each in others) == pytest.approx(1)
+
+
+def test_what_does_not_exist_is_refused_before_text_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    from gqa_convert.data import text_generation
+
+    monkeypatch.setattr(text_generation, "own_text", lambda *_, **__: pytest.fail("text was written"))
+    with pytest.raises(DataError, match=r"absent\.txt does not exist"):
+        prepared("absent.txt")
+    with pytest.raises(OptionError, match="--calibration-tokens is 0"):
+        prepared("python-stdlib", tokens=0)
+
+
+def test_a_model_that_does_not_fit_writes_nothing(words: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batches, "free_memory", lambda device: 1000)
+    made = prepared(str(words))
+    assert "of its own" not in made.description
+    assert "8% Python sources" in made.description
+
+
+def test_the_command_says_what_is_mixed_in(words: Path, tmp_path: Path) -> None:
+    options = ["-n", "3", "-c", words, "--calibration-tokens", "640", "--calibration-length", "64", "--fit-steps", "1"]
+    shown = run("convert", DEMO, tmp_path / "out", *options, "--kl-steps", "0")
+    assert shown.returncode == 0, shown.stderr
+    assert "note: mixed into the calibration text" in shown.stderr
+    record = json.loads((tmp_path / "out" / "gqa_conversion.json").read_text())["calibration"]
+    assert "made-up records" in record["text"]
+    refused = run("convert", DEMO, tmp_path / "other", "-n", "3", "-m", "factor", "-c", words, "--no-mix")
+    assert refused.returncode == 2
+    assert "--no-mix" in refused.stderr
+
+
+def test_blocks_of_records_begin_with_a_document_and_more_of_them_begin_alike() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    few, many = (MadeUpRecords(3).blocks(tokenizer, 128, count) for count in (2, 5))
+    assert few.shape == (256,)
+    assert np.array_equal(many[:256], few)
+    assert not np.array_equal(MadeUpRecords(4).blocks(tokenizer, 128, 2), few)
+    first = next(made_up_records(3, 307, ()))
+    assert tokenizer.decode(few[:128]).startswith(first[:60])
+
+
+def test_what_a_document_asks_for_stands_above() -> None:
+    """Every answer is what the facts say, which no model can know."""
+    documents = list(islice(made_up_records(1, 1500, ["Some other paragraph."]), 400))
+    assert len(set(documents)) == 400
+    asked = 0
+    for document in documents:
+        facts, _, questions = document.rstrip("\n").rpartition("\n\n")
+        for question, answer in re.findall(r"What is the \w+ of (.+)\?\n(.+)", questions):
+            asked += 1
+            assert re.search(
+                rf"{re.escape(question)}(?s:.)*?{re.escape(answer)}|{re.escape(answer)}.*{re.escape(question)}", facts
+            )
+    assert asked > 50
+    lengths = sorted(map(len, documents))
+    assert lengths[0] < 400
+    assert 1000 < lengths[-1] < 4000
