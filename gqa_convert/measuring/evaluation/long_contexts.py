@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from gqa_convert.data.model_tokenizer import check_vocabulary
 from gqa_convert.data.order import mix
 from gqa_convert.errors import OptionError
 from gqa_convert.families.context_length import stated_positions
@@ -16,7 +17,7 @@ from gqa_convert.measuring.evaluation.comparison import UNDEFINED, Mean, is_same
 from gqa_convert.measuring.evaluation.examples import Example, Material
 from gqa_convert.measuring.evaluation.forward import Scored, score
 from gqa_convert.measuring.evaluation.retrieval import LENGTHS, QUESTIONS, Answer, ask, share_found
-from gqa_convert.measuring.evaluation.retrieval_texts import KINDS, text_beginnings
+from gqa_convert.measuring.evaluation.retrieval_texts import KINDS, filler, text_beginnings
 from gqa_convert.measuring.results import Found, Retrieval
 
 SHORT_CONTEXT = 256
@@ -40,9 +41,10 @@ class RetrievalOptions:
 
 @dataclass(frozen=True)
 class LongContexts:
-    """What was measured of a model: its answers, and the loss of the first model on the text that this model writes."""
+    """A model, its answers, and the first model's loss on the text that it writes."""
 
     candidate: Candidate
+    model: Any
     answers: list[Answer]
     written_loss: Mean
 
@@ -88,20 +90,24 @@ def key_tokens(
 def measure(
     candidate: Candidate,
     model: Any,
+    first: LongContexts | None,
     lengths: Sequence[int],
     options: RetrievalOptions,
     batch: int,
-    *,
-    first: LongContexts | None,
-    first_model: Any,
     progress: Callable[[int, int], None],
 ) -> LongContexts:
-    """Ask a model, and let another one, with the same vocabulary, read what it writes."""
-    answers = ask(model, candidate.tokenizer, lengths, options.questions, options.seed, batch=batch, progress=progress)
+    """Ask a model, and let the first one read what it writes, if their tokens are the same.
+
+    Raises:
+        DataError: the tokenizer does not belong to the model.
+    """
+    tokenizer = candidate.tokenizer
+    check_vocabulary(candidate.config, max(tokenizer(" ".join(filler()), verbose=False)["input_ids"]), candidate.folder)
+    answers = ask(model, tokenizer, lengths, options.questions, options.seed, batch=batch, progress=progress)
     loss = UNDEFINED
-    if first is None or is_same_vocabulary(candidate.tokenizer, first.candidate.tokenizer):
-        loss = loss_of_rows(first_model, write(model, candidate.tokenizer, options.seed), batch)
-    return LongContexts(candidate, answers, loss)
+    if first is None or is_same_vocabulary(tokenizer, first.candidate.tokenizer):
+        loss = loss_of_rows(first.model if first else model, write(model, tokenizer, options.seed), batch)
+    return LongContexts(candidate, model, answers, loss)
 
 
 def write(model: Any, tokenizer: Any, seed: int) -> npt.NDArray[np.int64]:

@@ -9,9 +9,11 @@ All prompts of a text have one length and share all but their last tokens.
 
 import random
 import re
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from string import Formatter
 from typing import Any, NamedTuple
 
@@ -21,47 +23,13 @@ KINDS = ("needles", "records", "tables", "copying")
 PER_TEXT = 2
 """Questions of each kind that are asked about one text."""
 
-_WORDS = """
-    anchor apricot badger ballad bamboo barley basil beaver blanket blossom bonnet butter cactus camel candle canoe carpet
-    castle cedar cellar cherry chimney cinnamon clover cobalt copper coral cottage cotton cricket dagger daisy dolphin
-    donkey dragon eagle ember falcon feather fiddle forest fountain garlic ginger glacier goblet granite hammer harvest
-    hazel heron honey island ivory jacket jasmine kettle kitten ladder lantern lemon lily lobster magnet mango maple marble
-    meadow mirror monkey mustard nectar nutmeg olive orchid otter paddle parrot pebble pepper pigeon pillow pirate planet
-    poppy prairie pumpkin rabbit raven ribbon river rocket saddle salmon sandal satin shovel silver sparrow spider squirrel
-    statue sugar sunset teapot temple thunder tiger timber tulip turtle valley velvet violet violin walnut whistle willow
-    winter
-"""
-_NAMES = """
-    Agnes Albert Amelia Arthur Beatrice Bernard Carla Cedric Clara Conrad Daphne Dennis Edgar Elena Esther Felix Fiona
-    Gerald Gloria Harold Helena Hugo Irene Isaac Jasper Judith Karen Lionel Lucy Martha Martin Monica Nathan Nora Oscar
-    Pamela Percy Ralph Rosa Rupert Sylvia Teresa Ursula Victor Walter Wilma
-"""
-_TOWNS = [
-    first + last
-    for first in ("Ald", "Bren", "Cor", "Dun", "Fen", "Hal", "Kel", "Mor", "Nor", "Pel", "Rav", "Sel", "Tor", "Wen")
-    for last in ("bury", "cester", "dale", "ford", "ham", "holm", "mouth", "stead", "wick", "worth")
-]
-_POOLS: dict[str, Sequence[Any]] = {
-    "word": _WORDS.split(),
-    "name": _NAMES.split(),
-    "town": _TOWNS,
-    "number": range(10_000, 100_000),
-}
 _SENTENCE = re.compile(r"(?<=[.!?])\s+")
 _CHARACTERS = range(40, 400)
 """Of a sentence of the manual; shorter ones are headings and fragments."""
 
 
 class Wording(NamedTuple):
-    """How facts of one kind are stated and asked for. `{town}` and `{town2}` are two draws from the pool of towns.
-
-    Attributes:
-        line: states a fact.
-        ask: stands behind the text.
-        answer: continues it.
-        head: stands above the lines of a block.
-        lines: facts of a block; 1 for facts that stand apart.
-    """
+    """How facts are stated and asked for; see retrieval.toml."""
 
     line: str
     ask: str
@@ -70,58 +38,9 @@ class Wording(NamedTuple):
     lines: int = 1
 
 
-WORDINGS: dict[str, tuple[Wording, ...]] = {
-    "needles": (
-        Wording(
-            "The gate of {town} opens with the number {number}.",
-            "Question: Which number opens the gate of {town}?\nAnswer: The gate opens with the number",
-            "{number}",
-        ),
-        Wording(
-            "As a child, {name} lived in the small town of {town}.",
-            "Question: Where did {name} live as a child?\nAnswer: In the town of",
-            "{town}",
-        ),
-        Wording(
-            "Please note that {name} hid the spare key under the {word}.",
-            "Question: Where is the spare key that {name} hid?\nAnswer: Under the",
-            "{word}",
-        ),
-    ),
-    "records": (
-        Wording(
-            '{{"user": "{name}", "pin": {number}}}',
-            'The same entry as above:\n\n{{"user": "{name}", "pin":',
-            "{number}",
-            "Registered users:",
-            6,
-        ),
-        Wording("{word}_port = {number}", "{word}_port =", "{number}", "[ports]", 6),
-        Wording("room {word}: reserved for {name}", "room {word}: reserved for", "{name}", "Bookings", 6),
-    ),
-    "tables": (
-        Wording(
-            "| {name} | {number} | {word} |",
-            "The row of {name} again:\n\n| {name} |",
-            "{number}",
-            "| driver | points | team |\n|---|---|---|",
-            5,
-        ),
-        Wording("{name},{word},{word2}", "borrower,item,shelf\n{name},", "{word}", "borrower,item,shelf", 5),
-        Wording(
-            "<tr><td>{word}</td><td>{town}</td><td>{name}</td></tr>", "<tr><td>{word}</td><td>", "{town}", "<table>", 4
-        ),
-    ),
-    "copying": (
-        Wording(
-            "{word} {word2} {word3} {word4} {word5} {word6} {word7} {word8}",
-            "{word} {word2} {word3} {word4}",
-            "{word5} {word6} {word7}",
-        ),
-        Wording("Stops: {town}, {town2}, {town3}, {town4}, {town5}.", "Stops: {town}, {town2},", "{town3}, {town4}"),
-        Wording("Serial {number}-{number2}-{number3}-{number4}", "Serial {number}-", "{number2}-{number3}"),
-    ),
-}
+_STATED = tomllib.loads(Path(__file__).with_name("retrieval.toml").read_text(encoding="utf-8"))
+_WORDS: dict[str, list[str]] = {name: words.split() for name, words in _STATED["pools"].items()}
+WORDINGS = {kind: [Wording(**stated) for stated in _STATED[kind]] for kind in KINDS}
 
 
 @dataclass(frozen=True)
@@ -177,7 +96,7 @@ def filler() -> list[str]:
     """Sentences of the Python manual, in its order, without digits and without the words that facts are made of."""
     from pydoc_data.topics import topics
 
-    drawn = re.compile(r"\d|\b(" + "|".join([*_POOLS["word"], *_POOLS["name"]]) + r")\b", re.IGNORECASE)
+    drawn = re.compile(r"\d|\b(" + "|".join(_WORDS["word"] + _WORDS["name"]) + r")\b", re.IGNORECASE)
     found: list[str] = []
     for name in sorted(topics):
         for paragraph in topics[name].split("\n\n"):
@@ -234,7 +153,10 @@ def text_beginnings(tokenizer: Any, count: int, size: int, seed: int) -> list[li
 
 def _draw_facts(chance: random.Random, number: int) -> Iterator[_Facts]:
     """Facts of all kinds, of which none has a part in common with another."""
-    pools = {name: iter(chance.sample(pool, min(len(pool), 100))) for name, pool in _POOLS.items()}
+    pools: dict[str, Iterator[Any]] = {
+        name: iter(chance.sample(words, min(len(words), 100))) for name, words in _WORDS.items()
+    }
+    pools["number"] = iter(chance.sample(range(10_000, 100_000), 100))
     for place, kind in enumerate(KINDS):
         wordings = WORDINGS[kind]
         for each in range(PER_TEXT):

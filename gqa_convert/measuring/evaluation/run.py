@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from gqa_convert.checkpoint.devices import chosen_device
 from gqa_convert.checkpoint.machine import measurement
@@ -20,7 +20,7 @@ from gqa_convert.data.token_files import default_cache
 from gqa_convert.errors import OptionError
 from gqa_convert.families.loading import no_bars
 from gqa_convert.measuring import Progress
-from gqa_convert.measuring.evaluation import candidates, long_contexts
+from gqa_convert.measuring.evaluation import candidates
 from gqa_convert.measuring.evaluation.candidates import CAUSAL, SPANS, SPEECH, Candidate
 from gqa_convert.measuring.evaluation.comparison import (
     UNDEFINED,
@@ -38,8 +38,14 @@ from gqa_convert.measuring.evaluation.examples import (
     text_material,
 )
 from gqa_convert.measuring.evaluation.forward import Scored, score
-from gqa_convert.measuring.evaluation.long_contexts import LongContexts, RetrievalOptions, chosen_lengths, retrieval
-from gqa_convert.measuring.evaluation.retrieval_texts import filler
+from gqa_convert.measuring.evaluation.long_contexts import (
+    LongContexts,
+    RetrievalOptions,
+    chosen_lengths,
+    key_tokens,
+    measure,
+    retrieval,
+)
 from gqa_convert.measuring.evaluation.texts import read_pairs, read_pieces
 from gqa_convert.measuring.evaluation.word_errors import word_errors
 from gqa_convert.measuring.out_of_memory import memory_explained
@@ -114,29 +120,18 @@ def evaluate(
         window = candidates.common_window(found, objective, options.window)
         lengths = chosen_lengths(found, objective, options.retrieval) if options.retrieval else []
         text = None if data is None else _read(data, objective, found[0].tokenizer, options.tokens, progress)
-        first = reference = first_model = first_asked = None
+        task = _Task(text, objective, window, lengths)
+        first: _Subject | None = None
         scores = []
         for candidate in found:
             gc.collect()  # the model before it
             with memory_explained(candidate.name, _LESS):
                 model = candidates.load(candidate, options.dtype, device)
-                entry = ModelScores(**identity(candidate, str(model.dtype).removeprefix("torch.")))
-                if text is not None:
-                    material = _material(text, candidate, model, objective, window, options, progress)
-                    scored = Scored(model, material)
-                    measured = _score(candidate, scored, first, reference, options, progress)
-                    entry = model_scores(measured, first)
-                    if first is None:
-                        first = measured
-                        reference = scored if options.reference or options.retrieval else None
-                    del scored
-                if options.retrieval:
-                    first_model = model if first_model is None else first_model
-                    asked = _ask(candidate, model, lengths, options, first_asked, first_model, progress)
-                    entry = entry.model_copy(update={"retrieval": retrieval(asked, first_asked)})
-                    first_asked = first_asked or asked
+                entry, subject = _measured(candidate, model, task, options, first, progress)
             scores.append(entry)
-            del model
+            if first is None:
+                first = subject if options.reference or options.retrieval else subject._replace(scored=None)
+            del model, subject
     questions = None
     if options.retrieval:
         questions = AskedQuestions(lengths=lengths, questions=options.retrieval.questions, seed=options.retrieval.seed)
@@ -149,6 +144,47 @@ def evaluate(
         reference=scores.pop(0) if options.reference else None,
         results=scores,
     )
+
+
+class _Task(NamedTuple):
+    """What models are measured on: a text, how it is scored, and the lengths of the texts that questions are about."""
+
+    text: Any
+    objective: str
+    window: int
+    lengths: Sequence[int]
+
+
+class _Subject(NamedTuple):
+    """What was measured of a model, each None where it was not; those after the first are compared with it."""
+
+    measured: Measured | None
+    scored: Scored | None
+    asked: LongContexts | None
+
+
+def _measured(
+    candidate: Candidate,
+    model: Any,
+    task: _Task,
+    options: EvaluationOptions,
+    first: _Subject | None,
+    progress: Progress,
+) -> tuple[ModelScores, _Subject]:
+    """The entry of a model in the results, and what later ones are compared with."""
+    entry = ModelScores(**identity(candidate, str(model.dtype).removeprefix("torch.")))
+    measured = scored = asked = None
+    if task.text is not None:
+        scored = Scored(model, _material(candidate, model, task, options, progress))
+        others = first and first.measured
+        measured = _score(candidate, scored, others, first and first.scored, options, progress)
+        entry = model_scores(measured, others)
+    if options.retrieval:
+        show = partial(progress, f"asking {candidate.name}")
+        others_asked = first and first.asked
+        asked = measure(candidate, model, others_asked, task.lengths, options.retrieval, options.batch, show)
+        entry = entry.model_copy(update={"retrieval": retrieval(asked, others_asked)})
+    return entry, _Subject(measured, scored, asked)
 
 
 def _check(data: Source | None, options: EvaluationOptions) -> None:
@@ -180,28 +216,26 @@ def _described(data: Source, options: EvaluationOptions, text: Any) -> ScoredTex
 
 
 def _material(
-    text: Any,
     candidate: Candidate,
     model: Any,
-    objective: str,
-    window: int,
+    task: _Task,
     options: EvaluationOptions,
     progress: Progress,
 ) -> Material:
     """The model's tokens of the text or sound, in examples."""
     tokenizer = candidate.tokenizer
-    if objective == SPEECH:
+    if task.objective == SPEECH:
         show = partial(progress, f"transcribing with {candidate.name}")
         speech = SpeechModel(model, candidate.folder)
-        return speech_material(speech, text, batch=options.batch, tokens=options.tokens, progress=show)
+        return speech_material(speech, task.text, batch=options.batch, tokens=options.tokens, progress=show)
     show = partial(progress, f"tokenising for {candidate.name}")
-    if objective == CAUSAL:
-        return text_material(text, tokenizer, window=window, progress=show)
+    if task.objective == CAUSAL:
+        return text_material(task.text, tokenizer, window=task.window, progress=show)
     start = decoder_start(candidate.folder, candidate.config, tokenizer)
-    if objective == SPANS:
-        return span_material(text, tokenizer, start=start, length=window, seed=_SEED)
+    if task.objective == SPANS:
+        return span_material(task.text, tokenizer, start=start, length=task.window, seed=_SEED)
     first = None if starts_with_last(candidate.config) else start
-    return pair_material(text, tokenizer, start=first, length=window, progress=show)
+    return pair_material(task.text, tokenizer, start=first, length=task.window, progress=show)
 
 
 def _score(
@@ -239,34 +273,9 @@ def _score(
     is_key = None
     if options.retrieval and first is None:
         done = 0
-        is_key = long_contexts.key_tokens(scored, scores.loss, options.batch, advance)
+        is_key = key_tokens(scored, scores.loss, options.batch, advance)
     elif first is not None and not problem:
         is_key = first.is_key
     dtype = str(scored.model.dtype).removeprefix("torch.")
     words = UNDEFINED if material.heard is None else mean(*word_errors(material.said, material.heard))
     return Measured(candidate, dtype, material, scores, problem, words, is_key)
-
-
-def _ask(
-    candidate: Candidate,
-    model: Any,
-    lengths: Sequence[int],
-    options: EvaluationOptions,
-    first: LongContexts | None,
-    first_model: Any,
-    progress: Progress,
-) -> LongContexts:
-    """What a model finds in long texts; see `long_contexts.measure`."""
-    assert options.retrieval is not None
-    largest = max(candidate.tokenizer(" ".join(filler()), verbose=False)["input_ids"])
-    check_vocabulary(candidate.config, largest, candidate.folder)
-    return long_contexts.measure(
-        candidate,
-        model,
-        lengths,
-        options.retrieval,
-        options.batch,
-        first=first,
-        first_model=first_model,
-        progress=partial(progress, f"asking {candidate.name}"),
-    )
