@@ -1,6 +1,6 @@
 """Folders that hold something else than a whole checkpoint that transformers loads: what they hold, and what to do.
 
-Adapters, training checkpoints, foreign formats, unfinished downloads and Git LFS pointers.
+Adapters, training checkpoints, foreign formats and Git LFS pointers.
 """
 
 import json
@@ -20,7 +20,6 @@ _POINTER_BYTES = 1024
 """Git LFS pointers are shorter than this."""
 _TOKENIZER = ("*.json", "*.model", "*.spm", "*.tiktoken", "vocab*", "merges.txt")
 """Sidecar files whose content a conversion or transformers reads."""
-_UNFINISHED = ("*.incomplete", "*.part", "*.crdownload", "*.aria2", "*.download")
 _RUN: Final = "resolved_recipe.yaml"
 """A file in the folder of every run of uptrain."""
 _OTHER_PROGRAMS = (
@@ -93,16 +92,3 @@ def refuse_pointers(files: "CheckpointFiles", names: Iterable[str]) -> None:
     for name in names:
         if any(fnmatch(name, pattern) for pattern in _TOKENIZER):
             refuse_pointer(files, name)
-
-
-def unfinished_download(files: "CheckpointFiles") -> str:
-    """A clause about a download into this folder that was interrupted, or "" without a trace of one."""
-    found = [name for name in files.sizes if any(fnmatch(name, pattern) for pattern in _UNFINISHED)]
-    if files.folder is not None:
-        # where the Hub's client keeps what it has not finished: of a download to a folder, and in its cache
-        beside = (files.folder / ".cache" / "huggingface", files.folder.absolute().parent.parent / "blobs")
-        found += [path.name for folder in beside for path in sorted(folder.rglob("*.incomplete"))]
-    if not found:
-        return ""
-    count = f"{len(found)} files" if len(found) > 1 else "a file"
-    return f" a download was interrupted, which left {count} such as {found[0]}: repeat it (`hf download` resumes), and convert {files.name} then"

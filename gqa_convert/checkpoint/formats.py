@@ -23,11 +23,6 @@ converted weights.
 """
 _WEIGHT_FOLDERS = re.compile(r"(original|onnx|coreml|openvino|metal|global_step[^/]*)/")
 
-_VARIANT = re.compile(
-    r"(model\.(?P<single>[\w-]+)\.safetensors|pytorch_model\.(?P<bin>[\w-]+)\.bin"
-    r"|(model\.safetensors|pytorch_model\.bin)\.index\.(?P<index>[\w-]+)\.json)"
-)
-
 _WRAPPED = re.compile(
     r"^base_model\.model\.|\.(base_layer|lora_[AB]|lora_embedding_[AB]|modules_to_save)\.|^module\."
     r"|(^|\.)(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
@@ -55,16 +50,10 @@ def choose_weights(files: Iterable[str], where: str) -> str:
     for name in PREFERENCE:
         if name in names:
             return name
-    for found in filter(None, map(_VARIANT.fullmatch, names)):
-        variant = found["single"] or found["bin"] or found["index"]
-        raise UnsupportedFormatError(
-            f"{where} holds only weights of the variant {variant!r} (found {found[0]}), which transformers does not load by default: "
-            f"load it with from_pretrained(..., variant={variant!r}), save it with save_pretrained without a variant, and name that folder"
-        )
     parts = [name.rpartition("/")[0] for name in names if "/" in name and name.rpartition("/")[2] in PREFERENCE]
     refuse_foreign_weights(names, where, parts=parts)
     raise SourceNotFoundError(
-        f"{where} holds no weights (none of {', '.join(PREFERENCE)}): name the folder that save_pretrained wrote"
+        f"{where} holds no weights that transformers loads by default (none of {', '.join(PREFERENCE)}): name the folder that save_pretrained wrote, or finish the download"
     )
 
 

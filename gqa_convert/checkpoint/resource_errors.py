@@ -16,7 +16,10 @@ def is_out_of_memory(problem: BaseException) -> bool:
         isinstance(problem, MemoryError)
         or type(problem).__name__ == "OutOfMemoryError"
         or "can't allocate memory" in str(problem)
-        or (isinstance(problem, RuntimeError) and "out of memory" in str(problem))
+        or (
+            isinstance(problem, RuntimeError)
+            and any(sign in str(problem) for sign in ("out of memory", "ALLOC_FAILED"))
+        )
     )
 
 

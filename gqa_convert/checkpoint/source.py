@@ -225,7 +225,7 @@ def _local_path(source: str | Path) -> Path | None:
 def read_checkpoint(files: CheckpointFiles, *, quantised: bool = False, download: bool = False) -> Checkpoint:
     """Read and check the config and all headers of the checkpoint in `files`; raises as `open_checkpoint` does."""
     config = _read_config(files, quantised)
-    chosen = _choose_weights(files)
+    chosen = formats.choose_weights(files.sizes, files.name)
     named = config.get("transformers_weights")
     if named is not None and named != chosen:
         raise UnsupportedFormatError(
@@ -267,22 +267,12 @@ def read_checkpoint(files: CheckpointFiles, *, quantised: bool = False, download
 def _read_config(files: CheckpointFiles, quantised_too: bool) -> JsonObject:
     foreign.refuse_adapter(files)
     if CONFIG not in files.sizes:
-        _choose_weights(files)  # raises a more helpful error for foreign formats
+        formats.choose_weights(files.sizes, files.name)  # raises a more helpful error for foreign formats
         raise ConfigError(f"{files.name} has no config.json: name the folder that save_pretrained wrote")
     config = _read_json(files, CONFIG, ConfigError)
     if not quantised_too or quantised.quantisation_method(config) not in quantised.RESTORED:
         quantised.refuse_quantised_config(config, files.name, f"{files.name}/{CONFIG}")
     return config
-
-
-def _choose_weights(files: CheckpointFiles) -> str:
-    """The weight file or index that transformers would load; a folder without one may be an unfinished download."""
-    try:
-        return formats.choose_weights(files.sizes, files.name)
-    except SourceNotFoundError:
-        if unfinished := foreign.unfinished_download(files):
-            raise CorruptCheckpointError(f"{files.name} holds no weights yet, because{unfinished}") from None
-        raise
 
 
 def _read_json(files: CheckpointFiles, name: str, error: type[GQAConvertError]) -> JsonObject:
@@ -306,10 +296,10 @@ def _read_index(files: CheckpointFiles, name: str) -> tuple[dict[str, str], Json
     named = sorted(set(weight_map.values()))
     missing = [file for file in named if file not in files.sizes]
     if missing:
-        unfinished = foreign.unfinished_download(files)
-        reason = f", because{unfinished}" if unfinished else ": download or copy it again"
         others = f" (and {len(missing) - 1} more of its {len(named)} files)" if len(missing) > 1 else ""
-        raise CorruptCheckpointError(f"{files.name}/{missing[0]} is missing, although {name} names it{others}{reason}")
+        raise CorruptCheckpointError(
+            f"{files.name}/{missing[0]} is missing, although {name} names it{others}: finish the download (`hf download` resumes), or copy it again"
+        )
     return weight_map, metadata
 
 

@@ -114,15 +114,16 @@ REFUSED: dict[str, tuple[Files, str]] = {
     ),
     "missing shards": (
         WHOLE | {"pytorch_model.bin.index.json": INDEX, SHARDS[1]: "{}"},
-        f"HERE/{SHARDS[0]} is missing, although pytorch_model.bin.index.json names it (and 1 more of its 3 files): download or copy it again",
-    ),
-    "an interrupted hf download --local-dir": (
-        WHOLE
-        | {"pytorch_model.bin.index.json": INDEX, SHARDS[0]: "{}", SHARDS[1]: "{}"}
-        | {".cache/huggingface/download/aGk=.4d7a.incomplete": "{}"},
         (
-            f"HERE/{SHARDS[2]} is missing, although pytorch_model.bin.index.json names it, because a download was interrupted, which left a file "
-            "such as aGk=.4d7a.incomplete: repeat it (`hf download` resumes), and convert HERE then"
+            f"HERE/{SHARDS[0]} is missing, although pytorch_model.bin.index.json names it (and 1 more of its 3 files): finish the "
+            "download (`hf download` resumes), or copy it again"
+        ),
+    ),
+    "a variant that transformers does not load by default": (
+        WHOLE | {"model.fp16.safetensors": "{}"},
+        (
+            "HERE holds no weights that transformers loads by default (none of model.safetensors, model.safetensors.index.json, "
+            "pytorch_model.bin, pytorch_model.bin.index.json): name the folder that save_pretrained wrote, or finish the download"
         ),
     ),
 }
@@ -163,22 +164,12 @@ CHANGED: dict[str, tuple[Callable[[Path], object], str]] = {
             "with `hf download`"
         ),
     ),
-    "a snapshot in the Hub's cache of which a shard is still on its way": (
-        lambda folder: (folder / "model-00002-of-00002.safetensors").rename(
-            folder.parent.parent / "blobs" / "4d7a.incomplete"
-        ),
-        (
-            "HERE/model-00002-of-00002.safetensors is missing, although model.safetensors.index.json names it, because a download was "
-            "interrupted, which left a file such as 4d7a.incomplete: repeat it (`hf download` resumes), and convert HERE then"
-        ),
-    ),
 }
 
 
 @pytest.mark.parametrize("name", CHANGED)
 def test_the_line_about_a_damaged_checkpoint(name: str, tmp_path: Path) -> None:
-    folder = write_llama(tmp_path / "snapshots" / "main", arrays=llama_arrays(), shards=2)
-    (tmp_path / "blobs").mkdir()
+    folder = write_llama(tmp_path / "source", arrays=llama_arrays(), shards=2)
     change, line = CHANGED[name]
     change(folder)
     assert message(folder) == line

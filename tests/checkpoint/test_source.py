@@ -358,24 +358,6 @@ class TestRefusals:
         (single / "config.json").unlink()
         refused(single, ConfigError, "no config.json")
 
-    @pytest.mark.parametrize(
-        ("files", "variant"),
-        [
-            (["model.fp16.safetensors"], "fp16"),
-            (["pytorch_model.fp16.bin"], "fp16"),
-            (["model.bf-16.safetensors"], "bf-16"),
-            (["model.safetensors.index.fp16.json", "model-00001-of-00002.fp16.safetensors"], "fp16"),
-            (["pytorch_model.bin.index.no_ema.json", "pytorch_model-00001-of-00002.no_ema.bin"], "no_ema"),
-        ],
-    )
-    def test_a_variant_alone(self, single: Path, files: list[str], variant: str) -> None:
-        (single / "model.safetensors").unlink()
-        for file in files:
-            (single / file).write_bytes(b"{}")
-        refused(
-            single, UnsupportedFormatError, f"only weights of the variant {variant!r}", files[0], f"variant={variant!r}"
-        )
-
     def test_no_weights(self, single: Path) -> None:
         (single / "model.safetensors").unlink()
         refused(single, SourceNotFoundError, "model.safetensors", "pytorch_model.bin")
