@@ -21,7 +21,6 @@ sys.dont_write_bytecode = False
 EXPECTED_SKIPS = (
     "only root may mount file systems",
     "tmpfs can't be mounted here",
-    "peak memory is read where Linux has it",
     "there is no /dev/shm",
 )
 """How the reasons begin for which a machine may skip a test. `-ra` prints every skip; another reason is a failure."""

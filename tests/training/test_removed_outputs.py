@@ -12,6 +12,7 @@ from torch.nn.functional import linear
 from gqa_convert.losses import distillation
 from gqa_convert.training import models
 from gqa_convert.training.uptrain import uptrain_checkpoint
+from tests.helpers.largest import LargestWith
 from tests.helpers.uptrain_runs import DEMO, metrics, recipe, run, student_home
 
 PART = 24
@@ -80,3 +81,11 @@ def test_steps_are_those_of_whole_logits(
         assert found.keys() == expected.keys()
         for name, value in expected.items():
             assert found[name] == pytest.approx(value, rel=1e-5), name
+
+
+def test_no_logits_of_a_whole_micro_batch(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither in training nor in evaluation, of the student or of the teacher."""
+    monkeypatch.setattr(distillation, "_POSITIONS", PART)
+    with LargestWith(VOCABULARY, HIDDEN_SIZE) as largest:
+        run(home, tmp_path / "run", **few_steps(home, **DISTILLED))
+    assert largest.rows == PART
