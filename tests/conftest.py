@@ -5,9 +5,14 @@ import os
 import sys
 from collections.abc import Generator, Iterator
 
+import hypothesis
 import pytest
 
 pytest.register_assert_rewrite("tests.helpers")
+
+# How long an example takes says nothing where other programs run.
+hypothesis.settings.register_profile("suite", deadline=None)
+hypothesis.settings.load_profile("suite")
 
 # Two workers share the machine's cores, and tiny models gain nothing from threads. This has to be set before anything
 # imports torch, and subprocesses inherit it.

@@ -24,9 +24,7 @@ from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.errors import CorruptCheckpointError, GQAConvertError
 from tests.helpers.checkpoints import CONFIG, llama_arrays
 
-fuzz = settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
-)
+fuzz = settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 
 
 def parse_file(raw: bytes) -> Header:
