@@ -11,7 +11,7 @@ import pytest
 pytest.register_assert_rewrite("tests.helpers")
 
 # How long an example takes says nothing where other programs run.
-hypothesis.settings.register_profile("suite", deadline=None)
+hypothesis.settings.register_profile("suite", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("suite")
 
 # Two workers share the machine's cores, and tiny models gain nothing from threads. This has to be set before anything
