@@ -245,7 +245,7 @@ def test_the_site_has_all_pages() -> None:
 
 
 def test_the_reference_has_all_public_names() -> None:
-    page = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "converting.md").read_text(encoding="utf-8")
     described = set(re.findall(r"^::: gqa_convert\.(\w+)$", page, re.MULTILINE))
     assert described == set(gqa_convert.__all__) - {"__version__"}
 
@@ -266,4 +266,4 @@ def test_the_site_is_built_without_warnings(tmp_path: Path) -> None:
                 f"{name} links to {target}"
             )
     assert pages["methods.html"].count("<math") > 20
-    assert "<code>config.json</code> is missing or no JSON object" in pages["python.html"]
+    assert "<code>config.json</code> is missing or no JSON object" in pages["converting.html"]
