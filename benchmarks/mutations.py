@@ -2,7 +2,7 @@
 
     pip install coverage
     python -m benchmarks.mutations touch --folder FOLDER
-    python -m benchmarks.mutations run --folder FOLDER --count 20 --output mutations.json
+    python -m benchmarks.mutations run --folder FOLDER
 
 `touch` copies the checkout into FOLDER and runs the tests there once, noting the lines that each test executes. `run`
 draws places from the copy's merging, conversion, verify, training, data and losses, equally many from each, and runs
@@ -14,6 +14,7 @@ import argparse
 import ast
 import contextlib
 import importlib
+import itertools
 import json
 import os
 import random
@@ -25,9 +26,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
+import coverage
+import pytest
+
 PACKAGES = ("merging", "conversion", "verify", "training", "data", "losses")
-COPIED = ("gqa_convert", "tests", "benchmarks", "recipes", "docs", "pyproject.toml", "README.md", "constraints.txt")
+COUNT = 20
+"""Places of each package."""
 LIMIT = 60
 """Seconds of tests for each place."""
 PYTEST = ["-q", "-m", "slow or not slow", "-p", "no:cacheprovider"]
@@ -54,16 +58,11 @@ def mutate(node: Any) -> str | None:
     if isinstance(node, ast.Name) and node.id in NAMES:
         node.id = NAMES[node.id]
         return f"-> {node.id}"
-    if (
-        isinstance(node, ast.If | ast.While)
-        and isinstance(node.test, ast.UnaryOp)
-        and isinstance(node.test.op, ast.Not)
-    ):
-        node.test = node.test.operand
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        node.operand = ast.UnaryOp(ast.Not(), node.operand)
         return "not dropped"
     if isinstance(node, ast.If) and isinstance(node.body[-1], ast.Return | ast.Raise | ast.Continue):
-        last = node.body[-1]
-        node.body[-1] = ast.copy_location(ast.Pass(), last)
+        last, node.body[-1] = node.body[-1], ast.copy_location(ast.Pass(), node.body[-1])
         return f"{type(last).__name__} removed"
     return None
 
@@ -74,25 +73,21 @@ def candidates(folder: Path, package: str) -> Iterator[dict[str, Any]]:
         text = path.read_text(encoding="utf-8")
         nodes: list[Any] = list(ast.walk(ast.parse(text)))
         for number, node in enumerate(nodes):
-            change = mutate(node)
-            if change is not None:
+            if change := mutate(node):
                 line = node.body[-1].lineno if change.endswith("removed") else node.lineno
                 place = {"package": package, "file": str(path.relative_to(folder)), "node": number, "line": line}
                 yield place | {"text": text.splitlines()[line - 1].strip(), "change": change}
 
 
 class Recorder:
-    """A plugin of pytest: tells coverage which test runs, and writes down how long each took and whether it passed."""
+    """A plugin of pytest: tells coverage which test runs, and writes down how long it took and whether it passed."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.test = path, dict[str, Any]()
+        self.path = path
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        import coverage
-
-        current = coverage.Coverage.current()
-        assert current is not None
-        current.switch_context(nodeid)
+        if (current := coverage.Coverage.current()) is not None:
+            current.switch_context(nodeid)
         self.test = {"name": nodeid, "seconds": 0.0, "passed": True}
 
     def pytest_runtest_logreport(self, report: Any) -> None:
@@ -113,19 +108,18 @@ def enter(copy: Path) -> None:
 
 def touch(folder: Path) -> None:
     """Copy the checkout, and run its tests under coverage."""
-    import coverage
-    import pytest
-
     copy = folder / "checkout"
-    for name in COPIED:
-        copier: Any = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
-        copy.mkdir(parents=True, exist_ok=True)
-        copier(ROOT / name, copy / name)
+    shutil.copytree(Path(__file__).parents[1], copy, ignore=shutil.ignore_patterns(".*", "__pycache__"))
     enter(copy)
     recorded = coverage.Coverage(data_file=str(folder / "coverage"), include=[str(copy / "gqa_convert" / "*")])
     with recorded.collect():
         pytest.main([*PYTEST, "tests"], plugins=[Recorder(folder / "tests.jsonl")])
     recorded.save()
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """What a `Recorder` wrote."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def tests_of(place: dict[str, Any], touching: dict[int, list[str]], tests: dict[str, Any]) -> list[str]:
@@ -134,72 +128,56 @@ def tests_of(place: dict[str, Any], touching: dict[int, list[str]], tests: dict[
     nearest: list[str] = next((touching[line] for line in lines if line in touching), [])
     own = [name for name in tests if name.startswith(f"tests/{place['package']}/")]
     found = [name for name in nearest if name in tests and tests[name]["passed"]] or own
-    total = 0.0
-    chosen: list[str] = []
-    for name in sorted(found, key=lambda name: float(tests[name]["seconds"])):
-        total += tests[name]["seconds"]
-        if total < LIMIT or not chosen:
-            chosen.append(name)
-    return chosen
-
-
-class FirstFailure:
-    """A plugin of pytest: writes down the name of the first test that fails."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def pytest_runtest_logreport(self, report: Any) -> None:
-        if report.failed:
-            self.path.write_text(report.nodeid)
+    ordered = sorted(found, key=lambda name: float(tests[name]["seconds"]))
+    ends = itertools.accumulate(tests[name]["seconds"] for name in ordered)
+    return [name for name, end in zip(ordered, ends, strict=True) if end < LIMIT] or ordered[:1]
 
 
 def noticed_by(copy: Path, tests: list[str]) -> str | None:
     """Run tests in a fork, which has the large libraries: the test that fails, "time" or "collection"; None if all pass."""
-    import pytest
-
-    chosen, failure = copy / "chosen.txt", copy / "failure.txt"
+    chosen, results = copy / "chosen.txt", copy / "results.jsonl"
     chosen.write_text("\n".join(tests))
-    failure.write_text("collection")
+    results.write_text("")
     child = os.fork()
     if not child:
         os.setsid()
-        with Path(os.devnull).open("w") as nowhere:
-            os.dup2(nowhere.fileno(), 1)
-            os.dup2(nowhere.fileno(), 2)
+        for stream in (1, 2):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
         enter(copy)
         resource.setrlimit(resource.RLIMIT_CPU, (3 * LIMIT, 3 * LIMIT))  # however busy the machine is
         signal.alarm(60 * LIMIT)
-        os._exit(pytest.main([*PYTEST, "-x", f"@{chosen}"], plugins=[FirstFailure(failure)]))
+        os._exit(pytest.main([*PYTEST, "-x", f"@{chosen}"], plugins=[Recorder(results)]))
     _, status = os.waitpid(child, 0)
     if os.WIFSIGNALED(status):
         with contextlib.suppress(ProcessLookupError):  # what the tests started
             os.killpg(child, signal.SIGKILL)
         return "time"
-    return failure.read_text() if status else None
+    failed = [test["name"] for test in read(results) if not test["passed"]]
+    return (failed or ["collection"])[0] if status else None
 
 
-def draw(copy: Path, count: int, given: Path | None) -> list[dict[str, Any]]:
+def identity(place: dict[str, Any]) -> tuple[str, ...]:
+    """What stays the same of a place where other lines change."""
+    return place["file"], place["text"], place["change"]
+
+
+def draw(copy: Path, given: Path | None) -> list[dict[str, Any]]:
     """Places, equally many of each package in turn; or those of an earlier result that the copy still has."""
     every = {package: list(candidates(copy, package)) for package in PACKAGES}
     if given is None:
-        samples = [random.Random(name).sample(share, count) for name, share in every.items()]
+        samples = [random.Random(name).sample(share, COUNT) for name, share in every.items()]
         return [place for each in zip(*samples, strict=True) for place in each]
-    known = {(place["file"], place["text"], place["change"]): place for share in every.values() for place in share}
-    wanted = [(place["file"], place["text"], place["change"]) for place in json.loads(given.read_text())["places"]]
+    wanted = [identity(place) for place in json.loads(given.read_text())["places"]]
+    known = {identity(place): place for share in every.values() for place in share}
     return [known[place] for place in wanted if place in known]
 
 
-def run(folder: Path, places: list[dict[str, Any]], output: Path) -> None:
-    """Try each place, and write the result after each."""
-    import coverage
-
-    for library in ("torch", "transformers.models.llama.modeling_llama"):  # so that forks need not import them
-        importlib.import_module(library)
+def run(folder: Path, places: list[dict[str, Any]]) -> None:
+    """Try each place, and write FOLDER/mutations.json after each."""
+    importlib.import_module("transformers.models.llama.modeling_llama")  # with torch, so that forks need not import it
     data = coverage.CoverageData(str(folder / "coverage"))
     data.read()
-    copy, lines = folder / "checkout", (folder / "tests.jsonl").read_text().splitlines()
-    tests = {test["name"]: test for test in map(json.loads, lines)}
+    copy, tests = folder / "checkout", {test["name"]: test for test in read(folder / "tests.jsonl")}
     for number, place in enumerate(places, 1):
         path = copy / place["file"]
         text = path.read_text(encoding="utf-8")
@@ -211,24 +189,19 @@ def run(folder: Path, places: list[dict[str, Any]], output: Path) -> None:
         place["noticed_by"] = noticed_by(copy, chosen)
         path.write_text(text, encoding="utf-8")
         caught = sum(each["noticed_by"] is not None for each in places[:number])
-        where = f"{place['file']}:{place['line']} {place['change']}"
-        print(f"{caught} of {number}: {where} noticed by {place['noticed_by']}", flush=True)
-        output.write_text(json.dumps({"caught": caught, "tried": number, "places": places[:number]}, indent=1) + "\n")
+        print(f"{caught} of {number}:", *(place[key] for key in ("file", "line", "change", "noticed_by")), flush=True)
+        found = {"caught": caught, "tried": number, "places": places[:number]}
+        (folder / "mutations.json").write_text(json.dumps(found, indent=1) + "\n")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("step", choices=["touch", "run"])
     parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--count", type=int, default=20, help="places of each package")
     parser.add_argument("--places", type=Path, help="an earlier result, whose places are tried again")
-    parser.add_argument("--output", type=Path, default=Path("mutations.json"))
     given = parser.parse_args()
     folder = given.folder.resolve()
-    if given.step == "touch":
-        touch(folder)
-    else:
-        run(folder, draw(folder / "checkout", given.count, given.places), given.output.resolve())
+    touch(folder) if given.step == "touch" else run(folder, draw(folder / "checkout", given.places))
 
 
 if __name__ == "__main__":
