@@ -146,12 +146,14 @@ def test_standard_errors_are_over_texts() -> None:
     assert found.error == pytest.approx((3 / 2 * (0.8**2 + 0.2**2 + 0.6**2)) ** 0.5 / 5)
 
 
-@pytest.mark.parametrize("batch", [3, 8])
-@pytest.mark.parametrize("kind", ["llama", "mamba"])
+@pytest.mark.parametrize("batch", [3])
+@pytest.mark.parametrize("kind", ["llama", "mistral", "mamba"])
 def test_a_shared_cache_changes_nothing(kind: str, batch: int) -> None:
     tokenizer = demo_tokenizer()
-    if kind == "llama":
-        model: Any = make_model(make_config("llama", vocab_size=len(tokenizer), max_position_embeddings=600))
+    if kind != "mamba":
+        window = {"sliding_window": 100} if kind == "mistral" else {}
+        sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": 600}
+        model: Any = make_model(make_config(kind, **sizes, **window))
     else:
         torch.manual_seed(0)
         model = MambaForCausalLM(MambaConfig(vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=2)).eval()
@@ -163,7 +165,7 @@ def test_a_shared_cache_changes_nothing(kind: str, batch: int) -> None:
     )
     written = continuations(model, text, batch)
     shares = [read for read in reads if 1 < read < text.shared]
-    assert bool(shares) == (kind == "llama")
+    assert bool(shares) == (kind != "mamba")
     for question, found in zip(text.questions, written, strict=True):
         prompt = torch.tensor([question.prompt])
         whole = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=text.room)
