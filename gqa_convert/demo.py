@@ -63,7 +63,7 @@ def run_demo(
     ids = _held_out_ids(held_out_tokens)
     out.mkdir(parents=True, exist_ok=True)
     write_whole(path, recipe)  # first: it marks the folder as a demo's
-    text = CalibrationOptions(_TEXT, tokens=calibration_tokens, kl_steps=0)  # 200 take two minutes
+    text = CalibrationOptions(_TEXT, tokens=calibration_tokens, kl_steps=0, mix=False)  # 200 steps take two minutes
     conversions = {"mean": ConversionOptions(method="mean"), "fit": ConversionOptions(calibration=text)}
     plan = make_plan(open_checkpoint(CHECKPOINT), GROUPS)
     sizes = plan.kv_cache_bytes()
