@@ -39,7 +39,7 @@ LENGTH: Final = 512
 """The most tokens of one text."""
 QUESTION: Final = 96
 """The most tokens of a question in a conversation."""
-BATCH: Final = 16
+BATCH: Final = 32
 """The texts that are generated at once."""
 _MARKS: Final = ("<<question>>", "<<answer>>")
 """Stand for messages while a chat template is taken apart."""
@@ -219,7 +219,10 @@ class _Writer:
         begin = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
         if begin is None:
             raise DataError("the tokenizer has no token that begins a document: name text instead")
-        model, _ = loading.load_model(checkpoint.folder, torch.float32 if device == "cpu" else "auto")
+        halves = loading.multiplies_bfloat16(torch.device(device))
+        model, _ = loading.load_model(checkpoint.folder, "auto" if halves else torch.float32)
+        if halves and model.dtype == torch.float16:
+            model = model.to(torch.bfloat16)
         self._tokenizer, self._model = tokenizer, model.to(device).eval()
         self._begin = int(begin)
         stated = getattr(model.generation_config, "eos_token_id", None) or tokenizer.eos_token_id

@@ -382,3 +382,12 @@ def load_tokenizer(folder: Path) -> Any:
 
     with no_warnings():  # about model types of results, which transformers does not know
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+
+
+def multiplies_bfloat16(device: Any) -> bool:
+    """Whether a torch device has instructions for it."""
+    import torch
+
+    if device.type == "cpu":
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return device.type == "cuda" and bool(torch.cuda.is_bf16_supported(including_emulation=False))

@@ -204,7 +204,7 @@ def test_least_finds_the_bottom() -> None:
 
 
 def test_precision_is_reduced_for_wide_sources_of_16_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gqa_convert.conversion.fit.model_loading._multiplies_bfloat16", lambda device: True)
+    monkeypatch.setattr("gqa_convert.conversion.fit.model_loading.multiplies_bfloat16", lambda device: True)
     found = {}
     for hidden_size in (128, 256):
         for dtype in (torch.bfloat16, torch.float32):

@@ -16,12 +16,14 @@ from gqa_convert.conversion.fit.batches import prepare_calibration
 from gqa_convert.conversion.fit.mixed_text import MadeUpRecords, OwnTexts, mixed
 from gqa_convert.conversion.fit.options import CalibrationOptions
 from gqa_convert.conversion.plan import make_plan
+from gqa_convert.data import text_generation
 from gqa_convert.data.made_up_records import made_up_records
 from gqa_convert.demo import CHECKPOINT as DEMO
 from gqa_convert.errors import DataError, OptionError
 from tests.helpers.command_line import run
 
 LENGTH = 64
+OWN_LENGTH = 40
 WORD = "zebra "
 
 
@@ -31,6 +33,11 @@ def words(tmp_path: Path) -> Path:
     file = tmp_path / "words.txt"
     file.write_text(WORD * 20_000)
     return file
+
+
+@pytest.fixture(autouse=True)
+def short_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_generation, "LENGTH", OWN_LENGTH)
 
 
 def prepared(source: Any, **options: Any) -> Any:
@@ -84,8 +91,6 @@ def test_kinds_that_the_user_brings_are_not_mixed_in() -> None:
 
 
 def test_what_does_not_exist_is_refused_before_text_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    from gqa_convert.data import text_generation
-
     monkeypatch.setattr(text_generation, "own_text", lambda *_, **__: pytest.fail("text was written"))
     with pytest.raises(DataError, match=r"absent\.txt does not exist"):
         prepared("absent.txt")
@@ -100,9 +105,9 @@ def test_a_model_that_does_not_fit_writes_nothing(words: Path, monkeypatch: pyte
     assert "8% Python sources" in made.description
 
 
-def test_the_command_says_what_is_mixed_in(words: Path, tmp_path: Path) -> None:
+def test_the_command_says_what_is_mixed_in(small: Path, words: Path, tmp_path: Path) -> None:
     options = ["-n", "3", "-c", words, "--calibration-tokens", "640", "--calibration-length", "64", "--fit-steps", "1"]
-    shown = run("convert", DEMO, tmp_path / "out", *options, "--kl-steps", "0")
+    shown = run("convert", small, tmp_path / "out", *options, "--kl-steps", "0")
     assert shown.returncode == 0, shown.stderr
     assert "note: mixed into the calibration text" in shown.stderr
     record = json.loads((tmp_path / "out" / "gqa_conversion.json").read_text())["calibration"]

@@ -17,7 +17,7 @@ from gqa_convert.conversion.plan import Plan
 from gqa_convert.errors import ConfigError
 from gqa_convert.families.config_sizes import HIDDEN_SIZE_KEYS
 from gqa_convert.families.context_length import stated_count
-from gqa_convert.families.loading import check_complete, load_model
+from gqa_convert.families.loading import check_complete, load_model, multiplies_bfloat16
 from gqa_convert.families.table import family_of
 from gqa_convert.families.wrappers import is_wrapper
 
@@ -166,13 +166,6 @@ def precision_of(plan: Plan, device: torch.device) -> Precision:
     changed = {change.name for change in plan.changes}
     dtypes = {entry.dtype for _, name, entry in plan.checkpoint.tensors() if name in changed}
     hidden_size = stated_count(plan.checkpoint.config, HIDDEN_SIZE_KEYS) or 0
-    if dtypes <= {"F16", "BF16"} and hidden_size >= _WIDE and _multiplies_bfloat16(device):
+    if dtypes <= {"F16", "BF16"} and hidden_size >= _WIDE and multiplies_bfloat16(device):
         return partial(torch.autocast, device.type, torch.bfloat16)
     return nullcontext
-
-
-def _multiplies_bfloat16(device: torch.device) -> bool:
-    """Whether the device has instructions for it."""
-    if device.type == "cpu":
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return device.type == "cuda" and bool(torch.cuda.is_bf16_supported(including_emulation=False))
