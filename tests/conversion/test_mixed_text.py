@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,15 @@ from transformers import AutoTokenizer
 from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.conversion.fit import batches
 from gqa_convert.conversion.fit.batches import prepare_calibration
-from gqa_convert.conversion.fit.mixed_text import MadeUpRecords, OwnTexts, mixed
+from gqa_convert.conversion.fit.calibration_text import calibration_batches
+from gqa_convert.conversion.fit.mixed_text import MadeUpRecords, OwnTexts, SharedText, mixed
 from gqa_convert.conversion.fit.options import CalibrationOptions
 from gqa_convert.conversion.plan import make_plan
 from gqa_convert.data import text_generation
 from gqa_convert.data.made_up_records import made_up_records
 from gqa_convert.demo import CHECKPOINT as DEMO
 from gqa_convert.errors import DataError, OptionError
+from tests.data.test_text_generation import with_chat_template
 from tests.helpers.command_line import run
 
 LENGTH = 64
@@ -40,8 +43,8 @@ def short_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text_generation, "LENGTH", OWN_LENGTH)
 
 
-def prepared(source: Any, **options: Any) -> Any:
-    plan = make_plan(open_checkpoint(str(DEMO)), 3, method="fit")
+def prepared(source: Any, *, model: Path = DEMO, **options: Any) -> Any:
+    plan = make_plan(open_checkpoint(str(model)), 3, method="fit")
     given = {"tokens": 100 * LENGTH, "sequence_length": LENGTH, "kl_steps": 0, "device": "cpu"} | options
     return prepare_calibration(plan, CalibrationOptions(source, **given))
 
@@ -61,6 +64,15 @@ def test_a_quarter_of_the_blocks_is_mixed_in(words: Path) -> None:
     assert re.search(r"; mixed in: 10% text of its own, 8% Python sources, 7% made-up records$", made.description)
     assert made.note is not None
     assert "--no-mix" in made.note
+
+
+def test_a_model_with_a_chat_template_converses(words: Path, tmp_path: Path) -> None:
+    model = with_chat_template(tmp_path / "model")
+    made = prepared(str(words), model=model, tokens=200 * LENGTH)
+    assert "mixed in: 5% text of its own, 5% conversations of its own, 8% Python sources" in made.description
+    texts = decoded(made.batches)
+    assert sum("zebra" in text for text in texts) == 150
+    assert 5 <= sum("<user>" in text or "<assistant>" in text for text in texts) <= 10
 
 
 def test_nothing_is_mixed_in_unasked_or_where_nothing_is_trained(words: Path) -> None:
@@ -143,3 +155,21 @@ def test_what_a_document_asks_for_stands_above() -> None:
     lengths = sorted(map(len, documents))
     assert lengths[0] < 400
     assert 1000 < lengths[-1] < 4000
+
+
+def test_questions_are_not_copied_over(words: Path, tmp_path: Path) -> None:
+    """Spans are copied over the ends of other blocks that are stretched; positions skip in both."""
+    source = shutil.copytree(DEMO, tmp_path / "source")
+    config = json.loads((source / "config.json").read_text()) | {"max_position_embeddings": 2048}
+    (source / "config.json").write_text(json.dumps(config))
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    texts = [SharedText(str(words), 0.5), SharedText(MadeUpRecords(1), 0.5, "made-up records")]
+    made = calibration_batches(source, texts, 8 * 512, seed=0, sequence_length=512, context=2048)
+    rows = [row for batch in made.batches for row in batch["input_ids"]]
+    whole = MadeUpRecords(1).blocks(tokenizer, 512, 4).reshape(4, 512)
+    records = [row.numpy() for row in rows if "zebra" not in tokenizer.decode(row)]
+    assert len(records) == 4
+    for row, expected in zip(records, whole, strict=True):
+        assert np.array_equal(row, expected)
+    skipping = [bool(positions[-1] > 511) for batch in made.batches for positions in batch["position_ids"]]
+    assert sum(skipping) == 4

@@ -15,8 +15,8 @@ from gqa_convert.conversion.fit.options import CalibrationOptions
 from gqa_convert.conversion.plan import make_plan
 from gqa_convert.data import text_generation
 from gqa_convert.data.order import mix
-from gqa_convert.data.text_generation import _Writer, own_text
-from gqa_convert.errors import InterruptedRunError, StoppedError
+from gqa_convert.data.text_generation import _Writer, has_chat_template, own_text
+from gqa_convert.errors import DataError, InterruptedRunError, StoppedError
 from tests.helpers.uptrain_runs import DEMO, make_student
 
 SMALL: dict[str, Any] = {"tokens": 40, "device": "cpu"}
@@ -69,6 +69,53 @@ def test_it_is_what_generate_samples(tmp_path: Path) -> None:
     expected = [text for text in expected if text.strip()]
     assert len(expected) > 2
     assert texts[: len(expected)] == expected
+
+
+CHAT = (
+    "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}</{{ message['role'] }}>\n{% endfor %}"
+)
+
+
+def with_chat_template(folder: Path) -> Path:
+    """The bundled model with a chat template."""
+    shutil.copytree(DEMO, folder)
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": CHAT}))
+    return folder
+
+
+def test_conversations_begin_where_the_template_lets_a_user_speak(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gqa_convert.data.text_generation.QUESTION", 6)
+    source = with_chat_template(tmp_path / "source")
+    own = own_text(source, tmp_path / "cache", **SMALL, conversations=True)
+    found = [json.loads(line)["messages"] for line in own.file.read_text().splitlines()]
+    assert all([each["role"] for each in messages] == ["user", "assistant"] for messages in found)
+    model = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+
+    def sampled(beginnings: list[str], tokens: int, seed: int) -> list[str]:
+        ids = tokenizer(beginnings, add_special_tokens=False, padding=True, padding_side="left", return_tensors="pt")
+        torch.manual_seed(seed)
+        made = model.generate(**ids, max_new_tokens=tokens, do_sample=True, top_k=0)
+        return tokenizer.batch_decode(made[:, ids["input_ids"].shape[1] :], skip_special_tokens=True)
+
+    seed = mix(0, 0)
+    questions = [each.strip() for each in sampled(["<user>"] * 8, 6, seed) if each.strip()]
+    assert [messages[0]["content"] for messages in found[: len(questions)]] == questions
+    answers = sampled([f"<user>{question}</user>\n<assistant>" for question in questions], 8, mix(seed, 1))
+    assert [messages[1]["content"] for messages in found[: len(answers)]] == answers
+
+
+def test_what_has_no_chat_template_or_one_of_its_own_mind_writes_documents_only(tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    assert not has_chat_template(tokenizer)
+    with pytest.raises(DataError, match="no chat template"):
+        own_text(DEMO, tmp_path, **SMALL, conversations=True)
+    for template, has in ((CHAT, True), ("{{ raise_exception('no') }}", False), ("no messages", False)):
+        tokenizer.chat_template = template
+        assert has_chat_template(tokenizer) == has
 
 
 def test_a_stopped_run_is_continued_to_the_same_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

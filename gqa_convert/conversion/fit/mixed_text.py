@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from gqa_convert.data.made_up_records import made_up_records
 from gqa_convert.data.sources import STDLIB
+from gqa_convert.data.stdlib_text import source_files
 from gqa_convert.data.text_generation import BATCH, OwnText
 
 OWN_SHARE = 0.10
@@ -98,7 +99,7 @@ def mixed(texts: Sequence[Any], own: OwnTexts, seed: int) -> list[SharedText]:
     written = {"text of its own": own.documents, "conversations of its own": own.conversations}
     written = {kind: text for kind, text in written.items() if text is not None}
     added = [SharedText(text, OWN_SHARE / len(written), kind) for kind, text in written.items()]
-    if STDLIB not in texts:
+    if STDLIB not in texts and source_files(held_out=False):  # which some systems leave out
         added.append(SharedText(STDLIB, CODE_SHARE, "Python sources"))
     filler = []
     if own.documents is not None:  # its first ones, which are the same however many it writes
