@@ -1,15 +1,14 @@
-"""Tokens a second of the uptraining loop, beside a bare loop in plain torch and transformers' Trainer, on the same
-model, batches and optimizer.
+"""Tokens per second of `gqa-convert uptrain`, beside a bare loop in plain torch on the same model, text lengths and
+optimizer.
 
     python benchmarks/uptrain_speed.py --output docs/results/uptrain-cpu.json
-    torchrun --standalone --nproc_per_node 2 benchmarks/uptrain_speed.py       (a CPU: ACCELERATE_USE_CPU=true
-    OMP_NUM_THREADS=1 in front) python benchmarks/uptrain_speed.py --device cuda --output docs/results/uptrain-cuda.json
+    python benchmarks/uptrain_speed.py --processes 2
+    python benchmarks/uptrain_speed.py --tree OTHER_CHECKOUT      (another version of the package)
 
-Every round gives each contender the same number of optimizer steps, in an order that alternates; the first round warms
-up and does not count. The figure to read is the ratio within a round, as a median with its range. All contenders have a
-model of their own, from the same random weights: fused AdamW, gradients clipped to norm 1, and the bare loop does
-nothing else but forward, cross-entropy, backward and step on tensors that are there already. The Trainer logs nothing
-and saves nothing.
+Every round runs the command and the bare loop once, in an order that alternates, each in processes of its own. A run's
+figure is the median over its steps without the first three. The figure to read is the ratio within a round, as a median
+with its range. The bare loop does nothing but forward, cross-entropy, backward, clipping and step, on tensors that are
+there already.
 """
 
 import argparse
@@ -17,11 +16,10 @@ import json
 import os
 import platform
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
-import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,330 +28,154 @@ import torch
 import transformers
 from torch.nn.functional import cross_entropy
 
-from gqa_convert.training import sharding
-from gqa_convert.training.checkpoints import Progress
-from gqa_convert.training.distributed import join, taking_part
-from gqa_convert.training.optimizers import build_optimizer
-from gqa_convert.training.recipe import Recipe, make_recipe
-from gqa_convert.training.trainer import Trainer
-
-SIZES: dict[str, dict[str, int]] = {
-    "demo": {
-        "hidden_size": 192,
-        "intermediate_size": 320,
-        "num_hidden_layers": 5,
-        "num_attention_heads": 12,
-        "num_key_value_heads": 3,
-        "head_dim": 32,
-        "vocab_size": 2048,
-    },
-    "14M": {
-        "hidden_size": 384,
-        "intermediate_size": 1024,
-        "num_hidden_layers": 6,
-        "num_attention_heads": 12,
-        "num_key_value_heads": 3,
-        "head_dim": 32,
-        "vocab_size": 8192,
-    },
-    "110M": {
-        "hidden_size": 768,
-        "intermediate_size": 2048,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 12,
-        "num_key_value_heads": 3,
-        "head_dim": 64,
-        "vocab_size": 32000,
-    },
+ROOT = Path(__file__).parents[1]
+TOKENIZER = ROOT / "gqa_convert" / "demo_checkpoint"
+SIZES = {
+    "demo": {"hidden_size": 192, "intermediate_size": 320, "num_hidden_layers": 5},
+    "14M": {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 6},
+    "110M": {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12},
 }
-PEAK = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
-"""Operations a second in bfloat16, dense, by NVIDIA's data sheets."""
-
-Turn = Callable[[], float]
-"""Takes the steps of one round; seconds."""
+WARM_UP = 3
+"""The steps of a run that do not count."""
 
 
-class Blocks:
-    """Random samples that are there already, as a memory-mapped file's would be."""
-
-    def __init__(self, length: int, vocabulary: int) -> None:
-        self.tokens_per_sample = length
-        self._text = np.random.default_rng(0).integers(2, vocabulary, 1_000_000).astype(np.uint16)
-
-    def batch(self, indices: list[int]) -> dict[str, np.ndarray[Any, Any]]:
-        length = self.tokens_per_sample
-        starts = [index * length % (len(self._text) - length - 1) for index in indices]
-        rows = np.stack([self._text[start : start + length + 1] for start in starts]).astype(np.int64)
-        return {"input_ids": rows[:, :-1], "labels": rows[:, 1:]}
-
-
-def make_model(arguments: argparse.Namespace) -> Any:
+def make_model(folder: Path, size: str, length: int) -> None:
+    """Write a random Llama with 12 query heads and 3 K/V heads, and text for it."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        **SIZES[arguments.size], max_position_embeddings=arguments.length, tie_word_embeddings=True
+        **SIZES[size],
+        num_attention_heads=12,
+        num_key_value_heads=3,
+        vocab_size=2048,
+        max_position_embeddings=length,
+        tie_word_embeddings=True,
     )
-    return transformers.LlamaForCausalLM(config).train()
+    transformers.LlamaForCausalLM(config).save_pretrained(folder / "model")
+    transformers.AutoTokenizer.from_pretrained(TOKENIZER).save_pretrained(folder / "model")
+    words = np.random.default_rng(0).integers(0, 10_000, 300_000)
+    (folder / "text.txt").write_text(" ".join(f"word{number}" for number in words), encoding="utf-8")
 
 
-def placed(model: Any, accelerator: Any) -> Any:
-    return (
-        sharding.replicate(model, accelerator.device) if accelerator.num_processes > 1 else model.to(accelerator.device)
-    )
+def launched(command: list[str], arguments: argparse.Namespace, folder: Path) -> None:
+    """Run `python COMMAND` in as many processes as are asked for."""
+    environment = os.environ | {"PYTHONPATH": str(arguments.tree), "XDG_CACHE_HOME": str(folder / "cache")}
+    if arguments.device == "cpu":
+        environment["ACCELERATE_USE_CPU"] = "true"
+    launcher = [sys.executable]
+    if arguments.processes > 1:
+        environment["OMP_NUM_THREADS"] = "1"
+        number = str(arguments.processes)
+        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", number]
+    done = subprocess.run([*launcher, *command], env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(done.stderr)
 
 
-def ours(arguments: argparse.Namespace, recipe: Recipe, accelerator: Any) -> Turn:
-    inner = make_model(arguments)
-    model = placed(inner, accelerator)
-    samples: Any = Blocks(arguments.length, inner.config.vocab_size)
-    steps = arguments.steps * (arguments.rounds + 1)
-    trainer = Trainer(
-        recipe,
-        model,
-        build_optimizer(inner, recipe),
-        samples,
-        accelerator,
-        steps=steps + 1,
-        teacher=None,
-        progress=Progress(),
-    )
-    run = trainer.run(lambda: False)
+def run_uptrain(arguments: argparse.Namespace, folder: Path, number: int) -> float:
+    """Tokens per second of the command."""
+    tokens = arguments.length * arguments.micro_batch * arguments.accumulation * arguments.processes
+    output = folder / f"run-{number}"
+    recipe = {
+        "model": str(folder / "model"),
+        "data": str(folder / "text.txt"),
+        "output": str(output),
+        "tokens": tokens * arguments.steps,
+        "tokens_per_step": tokens,
+        "sequence_length": arguments.length,
+        "micro_batch_size": arguments.micro_batch,
+        "precision": arguments.precision,
+        "save_every": 10**6,
+    }
+    path = folder / f"run-{number}.yaml"
+    path.write_text(json.dumps(recipe), encoding="utf-8")
+    launched(["-m", "gqa_convert", "uptrain", str(path), "--quiet"], arguments, folder)
+    lines = (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[WARM_UP:]
+    return float(statistics.median(json.loads(line)["tokens_per_second"] for line in lines))
 
-    def turn() -> float:
+
+def run_bare(arguments: argparse.Namespace, folder: Path, number: int) -> float:
+    """Tokens per second of the bare loop, which this script runs in other processes."""
+    result = folder / f"bare-{number}.json"
+    names = ("device", "length", "micro_batch", "accumulation", "steps", "precision")
+    options = [f"--{name.replace('_', '-')}={getattr(arguments, name)}" for name in names]
+    launched([__file__, "--bare", str(folder), "--output", str(result), *options], arguments, folder)
+    return float(json.loads(result.read_text(encoding="utf-8")))
+
+
+def bare_loop(arguments: argparse.Namespace) -> None:
+    """Train in this process, and write the tokens per second of all processes."""
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    model: Any = transformers.LlamaForCausalLM.from_pretrained(arguments.bare / "model", dtype=torch.float32)
+    device = torch.device(arguments.device, int(os.environ.get("LOCAL_RANK", "0")) if arguments.device == "cuda" else 0)
+    model = model.to(device).train()
+    if processes > 1:
+        torch.distributed.init_process_group("nccl" if arguments.device == "cuda" else "gloo")
+        model = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    parameters = list(model.parameters())
+    optimizer = torch.optim.AdamW(parameters, lr=1e-4, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    ids = torch.randint(2, 2048, (arguments.micro_batch, arguments.length + 1), device=device)
+    times = []
+    for _ in range(arguments.steps):
         began = time.perf_counter()
-        for _ in range(arguments.steps):
-            next(run)
-        return synchronised(accelerator) - began
-
-    return turn
-
-
-def bare(arguments: argparse.Namespace, recipe: Recipe, accelerator: Any) -> Turn:
-    inner = make_model(arguments)
-    model = placed(inner, accelerator)
-    optimizer = build_optimizer(inner, recipe)
-    blocks, size = Blocks(arguments.length, inner.config.vocab_size), recipe.micro_batch_size
-    batch = {
-        name: torch.from_numpy(rows.copy()).to(accelerator.device)
-        for name, rows in blocks.batch(list(range(size))).items()
-    }
-    parts = arguments.accumulation
-
-    def turn() -> float:
-        began = time.perf_counter()
-        for _ in range(arguments.steps):
-            for part in range(parts):
-                sharding.set_gradient_sync(model, part == parts - 1)
-                with torch.autocast(accelerator.device.type, torch.bfloat16, enabled=recipe.precision == "bf16"):
-                    logits = model(input_ids=batch["input_ids"], use_cache=False).logits
-                (cross_entropy(logits.float().flatten(0, 1), batch["labels"].flatten()) / parts).backward()
-            torch.nn.utils.clip_grad_norm_(inner.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-        return synchronised(accelerator) - began
-
-    return turn
-
-
-class _Rows(torch.utils.data.Dataset[Any]):  # type: ignore[misc]
-    """The same samples for the Trainer, which shifts labels itself."""
-
-    def __init__(self, blocks: Blocks, number: int) -> None:
-        self._blocks, self._number = blocks, number
-
-    def __len__(self) -> int:
-        return self._number
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        ids = torch.from_numpy(self._blocks.batch([index])["input_ids"][0].copy())
-        return {"input_ids": ids, "labels": ids}
-
-
-def stock(arguments: argparse.Namespace, recipe: Recipe, accelerator: Any) -> Turn:
-    """Its loop runs on a thread of its own, and a callback holds it between rounds: where its processes do not speak to
-    one another.
-    """
-    import threading
-
-    model = make_model(arguments)
-    steps = arguments.steps * (arguments.rounds + 1)
-    go, ready = threading.Semaphore(0), threading.Semaphore(0)
-
-    class Pacer(transformers.TrainerCallback):  # type: ignore[misc]
-        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
-            if state.global_step % arguments.steps == 0:
-                ready.release()
-                go.acquire()
-
-    samples = (steps + 1) * arguments.accumulation * recipe.micro_batch_size * accelerator.num_processes
-    settings = transformers.TrainingArguments(
-        output_dir=tempfile.mkdtemp(),
-        max_steps=steps + 1,
-        per_device_train_batch_size=recipe.micro_batch_size,
-        gradient_accumulation_steps=arguments.accumulation,
-        learning_rate=recipe.learning_rate,
-        lr_scheduler_type="constant",
-        optim="adamw_torch_fused",
-        adam_beta2=0.95,
-        weight_decay=0.0,
-        max_grad_norm=1.0,
-        bf16=recipe.precision == "bf16",
-        logging_strategy="no",
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-        use_cpu=accelerator.device.type == "cpu",
-        dataloader_num_workers=0,
-        ddp_find_unused_parameters=False,
-        dataloader_pin_memory=accelerator.device.type == "cuda",
-    )
-    rows = _Rows(Blocks(arguments.length, model.config.vocab_size), samples)
-    trainer = transformers.Trainer(model, settings, train_dataset=rows, callbacks=[Pacer()])
-    threads = torch.get_num_threads()
-
-    def work() -> None:
-        torch.set_num_threads(threads)
-        if accelerator.device.type == "cuda":
-            torch.cuda.set_device(accelerator.device)
-        trainer.train()
-
-    threading.Thread(target=work, daemon=True).start()
-    ready.acquire()
-
-    def turn() -> float:
-        began = time.perf_counter()
-        go.release()
-        ready.acquire()
-        return synchronised(accelerator) - began
-
-    return turn
-
-
-def synchronised(accelerator: Any) -> float:
-    """The time when this device has nothing left to do."""
-    if accelerator.device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter()
-
-
-def spread(numbers: list[float]) -> dict[str, float]:
-    return {
-        "median": round(statistics.median(numbers), 4),
-        "least": round(min(numbers), 4),
-        "most": round(max(numbers), 4),
-    }
-
-
-def flops_per_token(model: Any, length: int) -> float:
-    """Forward and backward: 6 for each weight in a product, 12 L d for causal attention's two products, of which half
-    is done.
-    """
-    config = model.config
-    inner = config.num_attention_heads * config.head_dim
-    return float(
-        6 * sum(parameter.numel() for parameter in model.parameters()) + 6 * config.num_hidden_layers * inner * length
-    )
-
-
-def measure(arguments: argparse.Namespace, accelerator: Any) -> dict[str, Any]:
-    tokens = arguments.length * arguments.micro_batch * arguments.accumulation * accelerator.num_processes
-    recipe = make_recipe(
-        {
-            "model": "m",
-            "output": "o",
-            "data": "d",
-            "tokens": tokens * 1000,
-            "tokens_per_step": tokens,
-            "micro_batch_size": arguments.micro_batch,
-            "precision": arguments.precision,
-            "schedule": "constant",
-            "learning_rate": 1e-4,
-        }
-    )
-    makers = {"ours": ours, "bare": bare, "trainer": stock}
-    turns = {
-        name: make(arguments, recipe, accelerator) for name, make in makers.items() if name in arguments.contenders
-    }
-    times: dict[str, list[float]] = {name: [] for name in turns}
-    for round_number in range(arguments.rounds + 1):
-        for name in list(turns) if round_number % 2 else reversed(list(turns)):
-            if accelerator.num_processes > 1:
-                torch.distributed.barrier()
-            times[name].append(turns[name]())
-    kept = {name: each[1:] for name, each in times.items()}
-    rates = {name: [arguments.steps * tokens / seconds for seconds in each] for name, each in kept.items()}
-    found: dict[str, Any] = {"tokens_per_second": {name: spread(each) for name, each in rates.items()}}
-    found["ours_over"] = {
-        name: spread([mine / theirs for mine, theirs in zip(rates["ours"], rates[name], strict=True)])
-        for name in rates
-        if name != "ours"
-    }
-    model = make_model(arguments)
-    found |= {
-        "model": {"size": arguments.size, "parameters": sum(parameter.numel() for parameter in model.parameters())},
-        "length": arguments.length,
-        "micro_batch": arguments.micro_batch,
-        "accumulation": arguments.accumulation,
-        "steps_per_round": arguments.steps,
-        "rounds": arguments.rounds,
-        "processes": accelerator.num_processes,
-        "precision": recipe.precision,
-    }
-    if accelerator.device.type == "cuda":
-        device = torch.cuda.get_device_name()
-        peak = next((number for key, number in PEAK.items() if key in device), None)
-        operations = statistics.median(rates["ours"]) * flops_per_token(model, arguments.length)
-        found |= {"device": device, "mfu": peak and round(operations / (peak * accelerator.num_processes), 4)}
-    return found
+        for part in range(arguments.accumulation):
+            model.require_backward_grad_sync = part == arguments.accumulation - 1
+            with torch.autocast(device.type, torch.bfloat16, enabled=arguments.precision == "bf16"):
+                logits = model(input_ids=ids[:, :-1], use_cache=False).logits
+            loss = cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
+            (loss / arguments.accumulation).backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if arguments.device == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - began)
+    tokens = arguments.length * arguments.micro_batch * arguments.accumulation * processes
+    if os.environ.get("RANK", "0") == "0":
+        arguments.output.write_text(json.dumps(tokens / statistics.median(times[WARM_UP:])), encoding="utf-8")
+    if processes > 1:
+        torch.distributed.destroy_process_group()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tree", type=Path, default=ROOT, help="the checkout whose package is measured")
+    parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--size", choices=SIZES, help="default: demo on a CPU, 110M on a GPU")
-    parser.add_argument("--length", type=int, help="tokens of a sample; default 256 on a CPU, 1024 on a GPU")
-    parser.add_argument("--micro-batch", type=int, help="samples of a forward pass; default 4 on a CPU, 16 on a GPU")
+    parser.add_argument("--size", choices=SIZES, default="demo")
+    parser.add_argument("--length", type=int, default=256, help="tokens of a sample")
+    parser.add_argument("--micro-batch", type=int, default=4, help="samples of a forward pass")
     parser.add_argument("--accumulation", type=int, default=2, help="forward passes of a step")
-    parser.add_argument("--steps", type=int, help="of a round; default 5 on a CPU, 20 on a GPU")
-    parser.add_argument("--rounds", type=int, default=11)
-    parser.add_argument("--precision", choices=("bf16", "no"), help="default: no on a CPU, bf16 on a GPU")
-    parser.add_argument(
-        "--contenders", nargs="+", choices=("ours", "bare", "trainer"), default=["ours", "bare", "trainer"]
-    )
+    parser.add_argument("--steps", type=int, default=30, help="of a run")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--precision", choices=("bf16", "no"), default="no")
     parser.add_argument("--output", type=Path, help="a JSON file")
+    parser.add_argument("--bare", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    defaults = {
-        "size": ("demo", "110M"),
-        "length": (256, 1024),
-        "micro_batch": (4, 16),
-        "steps": (5, 20),
-        "precision": ("no", "bf16"),
-    }
-    for name, choices in defaults.items():
-        if getattr(arguments, name) is None:
-            setattr(arguments, name, choices[arguments.device == "cuda"])
-    if arguments.device == "cpu":
-        os.environ["ACCELERATE_USE_CPU"] = "true"
-    warnings.simplefilter("ignore")
-    load = os.getloadavg()[0]
-    with taking_part():
-        accelerator = join()
-        found = measure(arguments, accelerator)
-        if not accelerator.is_main_process:
-            return
-    found |= {
-        "machine": platform.machine(),
+    if arguments.bare:
+        bare_loop(arguments)
+        return
+    rates: dict[str, list[float]] = {"uptrain": [], "bare": []}
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        make_model(folder, arguments.size, arguments.length)
+        for number in range(arguments.rounds):
+            for name in ("uptrain", "bare") if number % 2 else ("bare", "uptrain"):
+                run = run_uptrain if name == "uptrain" else run_bare
+                rates[name].append(run(arguments, folder, number))
+    ratios = [ours / bare for ours, bare in zip(rates["uptrain"], rates["bare"], strict=True)]
+    settings = {name: value for name, value in vars(arguments).items() if name not in ("output", "bare", "tree")}
+    found = {
+        "tokens_per_second": {name: round(statistics.median(each)) for name, each in rates.items()},
+        "uptrain_over_bare": [round(number, 4) for number in (statistics.median(ratios), min(ratios), max(ratios))],
+        **settings,
         "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "load_before": round(load, 2),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
+        "machine": torch.cuda.get_device_name() if arguments.device == "cuda" else platform.machine(),
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
     }
-    text = json.dumps(found, indent=2)
+    text = json.dumps(found, indent=2) + "\n"
     if arguments.output:
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        arguments.output.write_text(text + "\n")
-    sys.stdout.write(text + "\n")
+        arguments.output.write_text(text, encoding="utf-8")
+    sys.stdout.write(text)
 
 
 if __name__ == "__main__":

@@ -79,7 +79,7 @@ def uptrain(
             result = estimate(recipe, overrides or [], _hardware(hardware or ""))
             show = show_estimate
         elif tokenize_only:
-            from gqa_convert.training.tokenizing import tokenize_recipe
+            from gqa_convert.training.tokenize_only import tokenize_recipe
 
             result = tokenize_recipe(recipe, overrides or [], on_tokenize=screen.show)
             show = show_tokenized

@@ -44,7 +44,7 @@ def list_audio_files(folder: Path) -> list[AudioFile]:
     """
     if not folder.is_dir():
         raise DataError(
-            f"{folder} is no folder: a model that hears is calibrated on a folder of audio files, with their texts in "
+            f"{folder} is no folder: a model that hears takes a folder of audio files, with their texts in "
             "metadata.jsonl or without"
         )
     for metadata, rows in ((folder / "metadata.jsonl", _json_rows), (folder / "metadata.csv", _csv_rows)):

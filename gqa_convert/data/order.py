@@ -89,13 +89,6 @@ class Mixture:
         found = np.bincount(self._source[:rest], minlength=len(self.parts))
         return [turns * part + int(more) for part, more in zip(self.parts, found, strict=True)]
 
-    def samples_for(self, source: int, count: int) -> int:
-        """The number of samples after which `count` of them are from a source."""
-        turns, rest = divmod(count, self.parts[source])
-        if not rest:
-            turns, rest = turns - 1, self.parts[source]
-        return turns * self.period + int(np.flatnonzero(self._source == source)[rest - 1]) + 1
-
 
 def _whole_parts(weights: list[Fraction]) -> list[int]:
     """The smallest whole numbers in the proportion of the weights, with a bounded sum."""

@@ -1,20 +1,22 @@
-"""Pairs of texts for encoder-decoders: their tokens, their samples, and batches of texts of different lengths.
+"""Pairs of texts for encoder-decoders, and samples that are whole documents of different lengths.
 
 Shape legend: b rows, Le tokens of the longest encoder input, Ld tokens of the longest target.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from gqa_convert.data.documents import PairFields, Piece
+from gqa_convert.data.documents import PAIR_KEYS, PairFields, Piece
 from gqa_convert.data.labels import IGNORED
+from gqa_convert.data.objectives import SampleSettings
 from gqa_convert.data.order import Integers, mix, permuted
-from gqa_convert.data.packing import Keys, Sampler
-from gqa_convert.data.token_files import Marked, TokenSource, packed
+from gqa_convert.data.sampler import Batch, Keys, Sampler
+from gqa_convert.data.sources import Source, TextSource
+from gqa_convert.data.token_files import Encoder, Marked, TokenSource, ids_of, packed
 from gqa_convert.data.tokenizing import tokenizer_state
 from gqa_convert.errors import DataError
 
@@ -122,7 +124,7 @@ class DecoderInput(NamedTuple):
     last_first: bool = False
 
 
-def collated(sources: Sequence[Integers], targets: Sequence[Integers], decoder: DecoderInput) -> dict[str, Integers]:
+def collated(sources: Sequence[Integers], targets: Sequence[Integers], decoder: DecoderInput) -> Batch:
     """Pad texts on the right to the longest of the batch.
 
     Args:
@@ -137,15 +139,16 @@ def collated(sources: Sequence[Integers], targets: Sequence[Integers], decoder: 
     starts = [target[-1] if decoder.last_first else decoder.start for target in targets]
     shifted = [np.concatenate([[start], target[:-1]]) for start, target in zip(starts, targets, strict=True)]
     batch = {
-        "input_ids": _padded(sources, decoder.pad),
-        "labels": _padded(targets, IGNORED),
-        "decoder_input_ids": _padded(shifted, decoder.pad),
+        "input_ids": padded(sources, decoder.pad),
+        "labels": padded(targets, IGNORED),
+        "decoder_input_ids": padded(shifted, decoder.pad),
     }
-    mask = _padded([np.ones(len(source), np.int64) for source in sources], 0)
+    mask = padded([np.ones(len(source), np.int64) for source in sources], 0)
     return batch if mask.all() else batch | {"attention_mask": mask}
 
 
-def _padded(rows: Sequence[Integers], value: int) -> Integers:
+def padded(rows: Sequence[Integers], value: int) -> Integers:
+    """Rows of different lengths as one array, filled on the right: [b, longest]."""
     whole = np.full((len(rows), max(map(len, rows))), value, np.int64)
     for row, tokens in zip(whole, rows, strict=True):
         row[: len(tokens)] = tokens
@@ -164,73 +167,100 @@ def shortened(text: npt.NDArray[Any], longest: int, closing: int) -> npt.NDArray
     return text if len(text) <= longest else np.concatenate([text[: longest - closing], text[len(text) - closing :]])
 
 
-class PairSampler(Sampler):
-    """Pairs in a new order each epoch, padded to the longest of their batch.
-
-    Args:
-        length: the most tokens of either text; longer texts are truncated.
-        tokenizer: the model's tokenizer.
-        decoder: how the decoder's input is derived.
+class DocumentSampler(Sampler):
+    """Whole documents in a new order each epoch, one or more for a sample, padded to the longest of their batch.
+    `sequence_length` is the most tokens of a document; longer ones are truncated.
 
     Attributes:
-        raw_tokens: the mean number of tokens in both texts of a pair, over the sources by their shares; before
-            `measure`, the most.
-        longest: tokens of the longest source and the longest target.
-        notes: messages about the pairs for the user.
+        per_sample: the documents of a sample.
+        noun: what samples are called in messages.
+        raw_tokens: the mean number of tokens in a sample, over the sources by their shares; before `measure`, the most.
     """
 
-    shortest = 1
+    per_sample: int
+    noun: str
 
-    def __init__(self, length: int, tokenizer: Any, decoder: DecoderInput) -> None:
-        self._length, self._decoder = length, decoder
-        self._closing = [len(frame.after) for frame in frames_of(tokenizer)]
-        self.raw_tokens = Fraction(2 * length)
+    def __init__(self, settings: SampleSettings) -> None:
+        super().__init__(settings)
+        self.raw_tokens = Fraction(self.per_sample * settings.length)
 
     def measure(self, sources: Sequence[tuple[TokenSource, int]]) -> None:
         """See `Sampler.measure`."""
-        shares = sum(share for _, share in sources)
-        self.raw_tokens, notes, longest = Fraction(0), list[str](), np.zeros(2, np.int64)
-        for pairs, share in sources:
-            whole = _lengths(pairs)
-            lengths = np.minimum(whole, self._length)
-            self.raw_tokens += Fraction(share, shares) * Fraction(int(lengths.sum()), len(lengths))
-            longest = np.maximum(longest, lengths.max(axis=0))
-            if cut := int((whole > self._length).any(axis=1).sum()):
-                notes.append(f"{cut} of the {len(whole)} pairs of {pairs.label} are truncated to {self._length} tokens")
-            if left_out := pairs.pieces - len(whole):
-                notes.append(f"{left_out} rows of {pairs.label} with an empty source or target are skipped")
-        self.longest, self.notes = (int(longest[0]), int(longest[1])), notes
+        shares, longest = sum(share for _, share in sources), self.settings.length
+        self.raw_tokens, notes = Fraction(0), list(self.notes)
+        for tokens, share in sources:
+            whole = self._lengths(tokens)
+            kept = int(np.minimum(whole, longest).sum())
+            self.raw_tokens += Fraction(share, shares) * Fraction(kept, len(whole))
+            cut = int((whole > longest).any(axis=1).sum())
+            if cut:
+                notes.append(
+                    f"{cut} of the {len(whole)} {self.noun} of {tokens.label} are truncated to {longest} tokens"
+                )
+            left_out = tokens.pieces - len(whole)
+            if left_out:
+                notes.append(f"{left_out} rows of {tokens.label} with an empty text are skipped")
+        self.notes = notes
 
     def tokens_for(self, samples: int, window: int) -> None:  # noqa: ARG002
-        """Pairs are few compared with running text, and are read completely."""
+        """Such documents are few compared with running text, and are read completely."""
         return
 
     def count(self, tokens: TokenSource) -> int:
-        """The number of pairs."""
-        return len(tokens.ends) // 2
+        """The number of samples in a source."""
+        return len(tokens.ends) // self.per_sample
 
     def cut(self, tokens: TokenSource, number: int, key: int, window: int) -> int:  # noqa: ARG002
-        """The number of a pair; see `Sampler.cut`."""
+        """The number of a sample within its source; see `Sampler.cut`."""
         epoch, place = divmod(number, self.count(tokens))
         return permuted(place, self.count(tokens), mix(key, epoch, 2))
 
     def first(self, tokens: TokenSource, limit: int) -> list[int]:
-        """The first pairs whose tokens add up to the limit, and at least one."""
-        sums = np.cumsum(np.minimum(_lengths(tokens), self._length).sum(axis=1))
+        """The first samples whose tokens add up to the limit, and at least one."""
+        sums = np.cumsum(np.minimum(self._lengths(tokens), self.settings.length).sum(axis=1))
         return list(range(max(1, int(np.searchsorted(sums, limit, side="right")))))
 
-    def batch(self, places: Sequence[tuple[TokenSource, int]], keys: Keys) -> dict[str, Integers]:  # noqa: ARG002
+    def document(self, tokens: TokenSource, number: int, closing: int) -> Marked:
+        """A document with its marks, truncated; special tokens at its end are kept.
+
+        Args:
+            tokens: of the source.
+            number: of the document.
+            closing: how many of its last tokens are special.
+        """
+        start = int(tokens.ends[number - 1]) if number else 0
+        return shortened(tokens.marked(start, int(tokens.ends[number]) - start), self.settings.length, closing)
+
+    def _lengths(self, tokens: TokenSource) -> Integers:
+        """The tokens of each document, special ones included: [samples, per_sample]."""
+        return np.diff(tokens.ends, prepend=0).reshape(-1, self.per_sample)
+
+
+class PairSampler(DocumentSampler):
+    """Pairs of texts: what the encoder reads, and what the decoder learns to write."""
+
+    per_sample = 2
+    noun = "pairs"
+
+    def __init__(self, settings: SampleSettings) -> None:
+        super().__init__(settings)
+        start, pad = settings.first_token, settings.tokenizer.pad_token_id
+        self._decoder = DecoderInput(start, start if pad is None else int(pad), settings.starts_with_last)
+        self._closing = [len(frame.after) for frame in frames_of(settings.tokenizer)]
+
+    def encoder(self, source: Source, text: TextSource) -> Encoder:
+        """See `PairEncoder`."""
+        if source.source_field is None or source.target_field is None:
+            raise DataError(f"the objective is pairs, and {text.label} does not name their fields: add {PAIR_KEYS}")
+        return PairEncoder(self.settings.tokenizer, PairFields(source.source_field, source.target_field))
+
+    def batch(self, places: Sequence[tuple[TokenSource, int]], keys: Keys) -> Batch:  # noqa: ARG002
         """A batch of pairs; see `collated`."""
-        sides = [[self._text(tokens, 2 * number + side) for tokens, number in places] for side in (0, 1)]
+        sides = []
+        for side, closing in enumerate(self._closing):
+            sides.append([ids_of(self.document(tokens, 2 * number + side, closing)) for tokens, number in places])
         return collated(sides[0], sides[1], self._decoder)
 
-    def _text(self, tokens: TokenSource, number: int) -> Integers:
-        """Text `number` of a source, truncated; the special tokens at the end are kept."""
-        start = int(tokens.ends[number - 1]) if number else 0
-        text = tokens.read(start, int(tokens.ends[number]) - start)
-        return shortened(text, self._length, self._closing[number % 2])
-
-
-def _lengths(pairs: TokenSource) -> Integers:
-    """The tokens of each source and target, special tokens included: [pairs, 2]."""
-    return np.diff(pairs.ends, prepend=0).reshape(-1, 2)
+    def shapes(self, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:  # noqa: ARG002
+        """See `Sampler.shapes`: texts are taken to be as long as they may be."""
+        return {"input_ids": (self.settings.length,), "decoder_input_ids": (self.settings.length,)}

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import BeforeValidator
 from pydantic.dataclasses import dataclass
@@ -29,6 +29,16 @@ _HUB_KEYS = ("split", "name", "revision")
 
 DatasetCommits = dict[str, str]
 """Commits by dataset and revision, such as `org/some@main`."""
+
+
+TextSource = Files | HubDataset
+SourceKind = Literal["text", "chat", "pairs"]
+KINDS: Final[dict[SourceKind, str]] = {
+    "text": "running text",
+    "chat": "conversations",
+    "pairs": "pairs of texts (source_field and target_field)",
+}
+"""What a source holds, as far as its keys state it, in words. `text` is whatever files hold that are named alone."""
 
 
 @dataclass(frozen=True, config=CONFIG)
@@ -76,6 +86,9 @@ class Source:
     tokens: Tokens = key("For `self`: how many tokens the source generates.", default=OWN_TOKENS, ge=1)
     temperature: Real = key("For `self`: the temperature of the sampling.", default=1.0, gt=0, le=100)
     seed: Whole = key("For `self`: the seed of the sampling.", default=0, ge=0, le=2**32 - 1)
+    language: Text | None = key(
+        "For speech: the language in which a model of several languages is to write, such as `en`.", default=None
+    )
 
     @property
     def is_self(self) -> bool:
@@ -83,9 +96,11 @@ class Source:
         return is_self(self.source)
 
     @property
-    def holds_pairs(self) -> bool:
-        """Whether the source holds pairs of texts, not running text or conversations."""
-        return self.source_field is not None and self.format != "chat"
+    def kind(self) -> SourceKind:
+        """What the source holds, as far as its keys state it; files of format `auto` may hold conversations."""
+        if self.format == "chat":
+            return "chat"
+        return "text" if self.source_field is None else "pairs"
 
     def stated(self) -> dict[str, Any]:
         """The values that are not the defaults."""
@@ -132,7 +147,7 @@ def is_self(source: Any) -> bool:
     return isinstance(source, str) and source == SELF and not local_path(SELF).exists()
 
 
-def open_source(source: Source, memory: Path) -> Files | HubDataset:
+def open_source(source: Source, memory: Path) -> TextSource:
     """Resolve a source to files or a Hub dataset, without reading it.
 
     Args:
@@ -175,7 +190,7 @@ def open_source(source: Source, memory: Path) -> Files | HubDataset:
     return Files(given, files, lenient=is_stdlib)
 
 
-def text_fields(source: Source, text: Files | HubDataset, *, chats: bool) -> TextField | ChatFields:
+def text_fields(source: Source, text: TextSource, *, chats: bool) -> TextField | ChatFields:
     """The fields of running text or conversations, which a source states or the first row of its files suggests.
 
     Raises:

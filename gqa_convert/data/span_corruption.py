@@ -7,15 +7,18 @@ has exactly `sequence_length` tokens, end-of-text included, and neither side is 
 Shape legend: b blocks, n tokens of a block, s removed spans.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from gqa_convert.data.encoders import text_encoder
+from gqa_convert.data.objectives import SampleSettings
 from gqa_convert.data.order import Integers
-from gqa_convert.data.packing import Block, BlockSampler, Keys
-from gqa_convert.data.token_files import TokenSource
+from gqa_convert.data.sampler import Batch, Block, BlockSampler, Keys
+from gqa_convert.data.sources import Source, TextSource
+from gqa_convert.data.token_files import Encoder, TokenSource
 from gqa_convert.data.tokenizing import end_of_text
 from gqa_convert.errors import DataError
 
@@ -121,7 +124,7 @@ class SpanCorruption:
             )
         return shape
 
-    def batch(self, raw: Integers, keys: Sequence[tuple[int, int]]) -> dict[str, Integers]:
+    def batch(self, raw: Integers, keys: Keys) -> Batch:
         """Corrupted blocks.
 
         Args:
@@ -187,16 +190,26 @@ def segmented(total: int, parts: int, keys: npt.NDArray[np.uint64]) -> Integers:
 
 class SpanSampler(BlockSampler):
     """Corrupted blocks of token files, cut one behind the other. The tokens left over in an epoch are fewer than a block.
-
-    Args:
-        length: the tokens of the encoder's input.
-        tokenizer: a tokenizer with sentinels and an end-of-text token.
-        decoder_start: the first token of the decoder's input.
+    `sequence_length` is the tokens of the encoder's input.
     """
 
-    def __init__(self, length: int, tokenizer: Any, *, decoder_start: int) -> None:
-        self._corruption = SpanCorruption(tokenizer, decoder_start)
-        super().__init__(self._corruption.shape_for(length).raw, following=0)
+    def __init__(self, settings: SampleSettings) -> None:
+        self._corruption = SpanCorruption(settings.tokenizer, settings.first_token)
+        super().__init__(settings, self._corruption.shape_for(settings.length).raw, following=0)
+
+    @staticmethod
+    def suits(tokenizer: Any) -> bool:
+        """Whether there are sentinels."""
+        return has_sentinels(tokenizer)
+
+    def encoder(self, source: Source, text: TextSource) -> Encoder:
+        """Running text without special tokens."""
+        return text_encoder(source, text, self.settings.tokenizer, closed=False, chats=False, loss_on="all")
+
+    def shapes(self, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:  # noqa: ARG002
+        """See `Sampler.shapes`."""
+        shape = shape_of(self.length)
+        return {"input_ids": (shape.input_length,), "decoder_input_ids": (shape.target_length,)}
 
     def count(self, tokens: TokenSource) -> int:
         """The number of samples in an epoch."""
@@ -207,7 +220,7 @@ class SpanSampler(BlockSampler):
         ends = range(self.length, min(limit, tokens.size) + 1, self.length)
         return [Block(end - self.length, end - self.length) for end in ends]
 
-    def batch(self, places: Sequence[tuple[TokenSource, Block]], keys: Keys) -> dict[str, Integers]:
+    def batch(self, places: Sequence[tuple[TokenSource, Block]], keys: Keys) -> Batch:
         """See `SpanCorruption.batch`."""
         raw = np.stack([tokens.read(place.start, self.length) for tokens, place in places]).astype(np.int64)
         return self._corruption.batch(raw, keys)

@@ -48,6 +48,22 @@ class Window(NamedTuple):
     text: str | None
 
 
+def feature_extractor(folder: Path, config: Mapping[str, Any]) -> tuple[Any, list[str]]:
+    """The feature extractor of a checkpoint, and a note if it has none, so that it is that of the type by default.
+
+    Args:
+        folder: the checkpoint.
+        config: the content of its config.json.
+    """
+    from transformers import AutoFeatureExtractor, WhisperFeatureExtractor
+
+    if (folder / _PREPROCESSOR).is_file():
+        return AutoFeatureExtractor.from_pretrained(folder), []
+    seconds = config["max_source_positions"] // SOUND_POSITIONS
+    note = f"{folder} has no {_PREPROCESSOR}: the features are those of the type by default"
+    return WhisperFeatureExtractor(config["num_mel_bins"], chunk_length=seconds), [note]
+
+
 class SpeechModel:
     """A loaded speech model with its tokenizer and its feature extractor.
 
@@ -60,17 +76,9 @@ class SpeechModel:
     """
 
     def __init__(self, model: Any, folder: Path) -> None:
-        from transformers import AutoFeatureExtractor, WhisperFeatureExtractor
-
         self.model = model
         self.tokenizer = load_tokenizer(folder)
-        self.notes: list[str] = []
-        if (folder / _PREPROCESSOR).is_file():
-            self._extractor = AutoFeatureExtractor.from_pretrained(folder)
-        else:
-            seconds = model.config.max_source_positions // SOUND_POSITIONS
-            self._extractor = WhisperFeatureExtractor(model.config.num_mel_bins, chunk_length=seconds)
-            self.notes.append(f"{folder} has no {_PREPROCESSOR}: the features are those of the type by default")
+        self._extractor, self.notes = feature_extractor(folder, model.config.to_dict())
         self.rate: int = self._extractor.sampling_rate
 
     @property

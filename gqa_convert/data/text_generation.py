@@ -22,6 +22,7 @@ from gqa_convert.checkpoint.paths import local_path
 from gqa_convert.checkpoint.resource_errors import is_disk_full, is_out_of_memory, no_space
 from gqa_convert.checkpoint.source import Checkpoint, open_checkpoint
 from gqa_convert.data.order import mix
+from gqa_convert.data.token_files import OnTokenize
 from gqa_convert.errors import (
     DataError,
     DeviceMemoryError,
@@ -44,8 +45,6 @@ BATCH: Final = 32
 _MARKS: Final = ("<<question>>", "<<answer>>")
 """Stand for messages while a chat template is taken apart."""
 _NEEDS_HEAD: Final = "text is sampled from its predictions; name the language model that the checkpoint was made from"
-
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +73,7 @@ def own_text(
     temperature: float = 1.0,
     device: str | None = None,
     conversations: bool = False,
-    progress: Progress = lambda label, done, total: None,
+    progress: OnTokenize = lambda label, done, total: None,
 ) -> OwnText:
     """The text that a checkpoint writes, generated unless the cache has it; a call that was stopped is continued.
 
@@ -129,7 +128,7 @@ def _write(
     file: Path,
     tokens: int,
     open_writer: "Callable[[], _Writer]",
-    progress: Progress,
+    progress: OnTokenize,
 ) -> None:
     """Generate the file. Batch b is a function of the settings and b alone, so that a run that was interrupted continues
     after its last finished batch and ends with the same file.

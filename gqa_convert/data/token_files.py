@@ -32,8 +32,8 @@ from gqa_convert.checkpoint.paths import cache_folder
 from gqa_convert.checkpoint.resource_errors import is_disk_full, no_space
 from gqa_convert.data.documents import Piece
 from gqa_convert.data.files import Files
-from gqa_convert.data.hub import HubDataset
 from gqa_convert.data.order import Integers
+from gqa_convert.data.sources import TextSource
 from gqa_convert.errors import DataError, DeviceMemoryError, GQAConvertError
 
 Marked = npt.NDArray[np.uint32]
@@ -49,7 +49,7 @@ _BATCH_PIECES = 1024
 _LOOK = 1 << 22
 _THREADS = "TOKENIZERS_PARALLELISM"
 
-Progress = Callable[[str, int, int], None]
+OnTokenize = Callable[[str, int, int], None]
 """Called with the source being tokenised, what is done and the total: bytes of files, tokens of streams."""
 
 
@@ -112,6 +112,7 @@ class TokenSource:
         pieces: the pieces that the tokens were made of.
         complete: whether they are all of the source.
         is_stream: whether the source may never end, so that its first epoch is shuffled within windows.
+        text: the source; None for tokens in memory.
         fingerprint: a hash that identifies the tokens; for a stream also those that are still to come.
     """
 
@@ -123,11 +124,12 @@ class TokenSource:
         pieces: int = 0,
         complete: bool = True,
         is_stream: bool = False,
+        text: TextSource | None = None,
         fingerprint: str = "",
     ) -> None:
         self._tokens, self.size = marked, len(marked)
         self.label, self.pieces, self.complete, self.is_stream = label, pieces, complete, is_stream
-        self.fingerprint = fingerprint
+        self.text, self.fingerprint = text, fingerprint
 
     def marked(self, start: int, count: int) -> Marked:
         """Tokens from a position on with their marks, continuing with the first token after the last: [count]."""
@@ -154,12 +156,12 @@ def ids_of(marked: Marked) -> Integers:
 
 
 def tokenize(
-    text: Files | HubDataset,
+    text: TextSource,
     encoder: Encoder,
     cache: Path,
     *,
     needed: int | None = None,
-    progress: Progress = lambda label, done, total: None,
+    progress: OnTokenize = lambda label, done, total: None,
     processes: int = 1,
 ) -> TokenSource:
     """The tokens of a source, which is tokenised as far as the cache doesn't have it. If several processes call this at
@@ -193,7 +195,7 @@ def tokenize(
     return open_tokens(text, encoder, cache)
 
 
-def open_tokens(text: Files | HubDataset, encoder: Encoder, cache: Path) -> TokenSource:
+def open_tokens(text: TextSource, encoder: Encoder, cache: Path) -> TokenSource:
     """The tokens of a source that another process has tokenised.
 
     Raises:
@@ -211,22 +213,23 @@ def open_tokens(text: Files | HubDataset, encoder: Encoder, cache: Path) -> Toke
         pieces=record.pieces,
         complete=record.complete,
         is_stream=text.is_stream,
+        text=text,
         fingerprint=path.stem if text.is_stream else record.digest,
     )
 
 
-def _path(text: Files | HubDataset, encoder: Encoder, cache: Path) -> Path:
+def _path(text: TextSource, encoder: Encoder, cache: Path) -> Path:
     identity = [_FORMAT, text.identity(), repr(encoder.fields), encoder.key]
     return cache / f"{hashlib.sha256(json.dumps(identity, default=str).encode()).hexdigest()}.tokens"
 
 
 def _append(
-    text: Files | HubDataset,
+    text: TextSource,
     encoder: Encoder,
     path: Path,
     record: _Record,
     needed: int | None,
-    progress: Progress,
+    progress: OnTokenize,
     processes: int,
 ) -> None:
     """Append the tokens of the documents after those of a record until they suffice or the source ends."""

@@ -61,7 +61,7 @@ def remove_output_layer(model: Any, inputs: Mapping[str, Tensor]) -> bool:
 
     Args:
         model: a transformers model with a language-model head. If it is sharded, all processes must call this.
-        inputs: arguments of the model, of which the first row and few positions are used.
+        inputs: arguments of the model, of which the first row and few tokens are used.
 
     Returns:
         Whether the layer was removed; if not, the model is as before.
@@ -125,7 +125,7 @@ def _factor(model: Any, layer: Any, inputs: Mapping[str, Tensor]) -> float | Non
         )
         return made[-1].view(states.shape)
 
-    few = {name: value[:1, :_TRIED] for name, value in inputs.items()}
+    few = {name: value[:1] if value.is_floating_point() else value[:1, :_TRIED] for name, value in inputs.items()}
     was_training, hook = model.training, layer.register_forward_hook(substitute)
     try:
         with torch.no_grad():

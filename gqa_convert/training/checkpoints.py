@@ -144,6 +144,7 @@ class Checkpoints:
             if self._main:
                 shutil.rmtree(work, ignore_errors=True)
                 work.mkdir(parents=True)
+        # dcp.async_save holds a second copy of the state (0.63 GB more for 0.64 GB) and blocks a CPU as long, 2.0 s for 2.2
         with self._explained(work):  # DCP raises an error of one process on all
             dcp.save(state, checkpoint_id=work, no_dist=record.processes == 1, process_group=waiting_group())
         with self._together(), self._explained(work):

@@ -23,18 +23,19 @@ from torch.nn.functional import linear
 
 from gqa_convert.checkpoint.results import Result
 from gqa_convert.checkpoint.source import Checkpoint, open_checkpoint
-from gqa_convert.data.objectives import OBJECTIVES, SampleSettings
+from gqa_convert.data.objectives import make_sampler
 from gqa_convert.errors import GQAConvertError, OptionError, RecipeError
 from gqa_convert.families.loading import model_of_config, no_bars
 from gqa_convert.losses.distillation import positions_at_once
 from gqa_convert.training.adafactor import LEAST_FACTORED
 from gqa_convert.training.lora import check_lora, target_modules
 from gqa_convert.training.models import recompute, turn_dropout_off
-from gqa_convert.training.opening import naming_conversion, text_settings
-from gqa_convert.training.optimizers import choose_trained
+from gqa_convert.training.opening import naming_conversion, sample_settings
 from gqa_convert.training.recipe import Lora, Recipe
 from gqa_convert.training.recipe_files import read_recipe
 from gqa_convert.training.sharding import layers, number_of_shards
+
+_Shapes = Mapping[str, tuple[int, ...]]
 
 UTILISATION = 0.35
 """The assumed share of a GPU's peak."""
@@ -162,13 +163,12 @@ def estimate(path: str | Path, overrides: Sequence[str], hardware: Hardware) -> 
     with no_bars(), naming_conversion(path, recipe.model):
         student = open_checkpoint(recipe.model, download=True)
         teacher = None if recipe.teacher is None else open_checkpoint(recipe.teacher)
-        tokenizer, settings = text_settings(recipe, student)
-    objective, length = OBJECTIVES[settings.pop("objective")], settings.pop("sequence_length")
-    # the texts of pairs are taken to be as long as they may be
-    tokens_per_sample = Fraction(objective.sampler(SampleSettings(tokenizer, length, **settings)).raw_tokens)
-    sizes = (recipe.micro_batch_size, length, objective.target_length(length))
+        sampler = make_sampler(sample_settings(recipe, student))
+    # texts of different lengths are taken to be as long as they may be
+    tokens_per_sample = Fraction(sampler.raw_tokens)
+    shapes = {name: (recipe.micro_batch_size, *shape) for name, shape in sampler.shapes(student.config).items()}
     try:
-        parts, parameters, flops = _costs(recipe, student, teacher, sizes, shards)
+        parts, parameters, flops = _costs(recipe, student, teacher, shapes, shards)
     except GQAConvertError:
         raise
     except Exception as problem:  # whatever a class does with numbers that are not there
@@ -206,14 +206,14 @@ def estimate(path: str | Path, overrides: Sequence[str], hardware: Hardware) -> 
 
 
 def _costs(
-    recipe: Recipe, student: Checkpoint, teacher: Checkpoint | None, sizes: tuple[int, int, int], shards: int
+    recipe: Recipe, student: Checkpoint, teacher: Checkpoint | None, shapes: _Shapes, shards: int
 ) -> tuple[dict[str, float], dict[str, int], int]:
     """The bytes on each GPU by part; the numbers of parameters; and the operations for a micro-batch.
 
     Args:
         recipe: the recipe of the run.
         student, teacher: the checkpoints of the run.
-        sizes: the samples of a micro-batch, their length, and that of their targets; 0 without an encoder.
+        shapes: of the inputs of a micro-batch.
         shards: over how many GPUs each parameter is sharded.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -223,21 +223,20 @@ def _costs(
     with FakeTensorMode():
         # FSDP2 computes in bfloat16 weights, and adapters are on such; otherwise autocasting does
         model = _outline(student, in_bf16 and (shards > 1 or recipe.lora is not None))
-        if recipe.lora is None:
-            choose_trained(model, recipe.trainable)
-        else:
+        if recipe.lora is not None:
             _add_adapters(model, recipe.lora)
         count = sum(parameter.numel() for parameter in model.parameters())
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         learning = sum(parameter.numel() for parameter in trained)
         blocks = [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers(model)]
-        flops, saved = _pass(model, sizes, in_bf16)
-        logits = positions_at_once(sizes[0] * (sizes[2] or sizes[1])) * model.get_input_embeddings().weight.shape[0]
+        flops, saved = _pass(model, shapes, in_bf16)
+        positions = math.prod(shapes.get("decoder_input_ids") or shapes["input_ids"])
+        logits = positions_at_once(positions) * model.get_output_embeddings().weight.shape[0]
         loss = logits * (size + 8)  # the logits, and distributions and gradients in float32 of a part
         if recipe.gradient_checkpointing:  # the inputs of all layers; then one layer at a time, without the logits
             one_layer = saved // max(1, len(blocks))
             recompute(model)
-            flops, saved = _pass(model, sizes, in_bf16)
+            flops, saved = _pass(model, shapes, in_bf16)
             saved += max(0, one_layer - loss)
         parts = {
             "weights": 4 * count / shards,
@@ -259,7 +258,7 @@ def _costs(
             model = _outline(teacher, in_bf16=True)
             taught = sum(parameter.numel() for parameter in model.parameters())
             with torch.no_grad():
-                flops += _pass(model, sizes, False)[0]
+                flops += _pass(model, shapes, False)[0]
             parts["teacher"] = 2 * taught / shards + 2 * logits
     return parts, {"trained": learning, "all": count, "teacher": taught}, flops
 
@@ -281,7 +280,7 @@ def _outline(checkpoint: Checkpoint, in_bf16: bool) -> Any:
 def _add_adapters(model: Any, lora: Lora) -> None:
     """Fix a model's parameters, and add products of adapters to its layers' outputs; PEFT needs numbers to do so."""
     model.requires_grad_(False)
-    for name in target_modules(model, lora):
+    for name in target_modules(model):
         module = model.get_submodule(name)
         rows, columns = module.weight.shape if isinstance(module, nn.Linear) else module.weight.shape[::-1]
         module.adapter_down, module.adapter_up = (
@@ -305,16 +304,15 @@ def _moments(parameter: Tensor, recipe: Recipe) -> int:
     return 4 * count
 
 
-def _pass(model: Any, sizes: tuple[int, int, int], in_bf16: bool) -> tuple[int, int]:
+def _pass(model: Any, shapes: _Shapes, in_bf16: bool) -> tuple[int, int]:
     """The operations of a micro-batch, forwards and (if gradients are enabled) backwards, and the bytes that the forward
     pass saves.
     """
     from torch.utils.flop_counter import FlopCounterMode
 
-    batch, length, target = sizes
-    inputs = {"input_ids": torch.zeros(batch, length, dtype=torch.long)}
-    if target:
-        inputs["decoder_input_ids"] = torch.zeros(batch, target, dtype=torch.long)
+    inputs = {}
+    for name, shape in shapes.items():
+        inputs[name] = torch.zeros(shape, dtype=torch.long if "ids" in name else next(model.parameters()).dtype)
     fixed = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
     saved: dict[int, Any] = {}
 

@@ -8,11 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from gqa_convert.errors import LaunchError, MissingExtraError, RecipeError, UnsupportedFamilyError
+from gqa_convert.errors import LaunchError, MissingExtraError, RecipeError
 from gqa_convert.families.loading import load_model
-from gqa_convert.families.table import family_of
 from gqa_convert.training.checkpoints import StateDict
-from gqa_convert.training.optimizers import trained_names
 from gqa_convert.training.recipe import Lora, Recipe
 
 _ADAPTER = "default"
@@ -70,13 +68,13 @@ def add_adapters(model: nn.Module, lora: Lora) -> list[str]:
         The names of the modules with adapters.
 
     Raises:
-        RecipeError: the attention modules of the model's type are unknown, or no module can have an adapter.
+        RecipeError: no module can have an adapter.
     """
     # where bitsandbytes is installed, PEFT imports it, and it reports kernels that it does without
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     from peft import LoraConfig, inject_adapter_in_model
 
-    targets = target_modules(model, lora)
+    targets = target_modules(model)
     config = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.scale * lora.rank,
@@ -93,11 +91,11 @@ def add_adapters(model: nn.Module, lora: Lora) -> list[str]:
     return targets
 
 
-def target_modules(model: Any, lora: Lora) -> list[str]:
-    """The names of the modules that get an adapter.
+def target_modules(model: Any) -> list[str]:
+    """The names of the modules that get an adapter: every linear layer but the output layer.
 
     Raises:
-        RecipeError: see `add_adapters`.
+        RecipeError: there is none.
     """
     from transformers.pytorch_utils import Conv1D
 
@@ -107,19 +105,8 @@ def target_modules(model: Any, lora: Lora) -> list[str]:
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear | Conv1D) and module is not output
     ]
-    if lora.targets == "attention":
-        try:
-            family = family_of(model.config.to_dict())
-        except UnsupportedFamilyError:
-            raise RecipeError(
-                f"lora.targets is attention, and the attention modules of model type {model.config.model_type!r} are unknown: use all-linear"
-            ) from None
-        weights = trained_names(family, [f"{name}.weight" for name in linear], "attention")
-        linear = [name.removesuffix(".weight") for name in weights]
     if not linear:
-        raise RecipeError(
-            f"model type {model.config.model_type!r} has no linear layer for lora.targets {lora.targets}: remove lora"
-        )
+        raise RecipeError(f"model type {model.config.model_type!r} has no linear layer for adapters: remove lora")
     return linear
 
 

@@ -3,25 +3,24 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
+from gqa_convert.data.sampler import Batch
 from gqa_convert.families.loading import check_complete
 from gqa_convert.losses.output_layer import remove_output_layer
 from gqa_convert.training import sharding
 from gqa_convert.training.document_mask import check_apart
 from gqa_convert.training.lora import add_adapters, loading_options
 from gqa_convert.training.opening import NEEDS_HEAD, explained
-from gqa_convert.training.optimizers import choose_trained
 from gqa_convert.training.recipe import Recipe
 from gqa_convert.training.run_context import RunContext
 from gqa_convert.training.teacher import load_teacher
 
-_TRIED = 8
-"""Tokens on which models are tried."""
-
 
 def load_student(recipe: Recipe, folder: Path, *, sharded: bool = False) -> Any:
-    """The model to train, in float32 on the CPU, without dropout and with the recipe's trained parameters; or with
+    """The model to train, in float32 on the CPU, without dropout; or with
     adapters, the only trained parameters, on weights in the type that `lora.loading_options` states.
 
     Raises:
@@ -35,9 +34,7 @@ def load_student(recipe: Recipe, folder: Path, *, sharded: bool = False) -> Any:
     if recipe.gradient_checkpointing:
         recompute(model)
     turn_dropout_off(model)
-    if recipe.lora is None:
-        choose_trained(model, recipe.trainable)
-    else:
+    if recipe.lora is not None:
         add_adapters(model, recipe.lora)
     return model.train()
 
@@ -78,20 +75,33 @@ def check_documents(context: RunContext, name: str, model: Any, length: int) -> 
         sharding.reshard(model)
 
 
-def remove_output(context: RunContext, name: str, model: Any) -> bool:
+def remove_output(context: RunContext, name: str, model: Any, sample: Batch) -> bool:
     """Take the output layer out of a model, so that no batch's logits are held as a whole; returns whether that was
     possible. Every process calls this.
+
+    Args:
+        context: the run.
+        name: of the checkpoint, for the message.
+        model: the model.
+        sample: on which it is tried.
     """
-    ids = torch.arange(_TRIED, device=model.device)[None] % model.get_input_embeddings().weight.shape[0]
-    inputs = {"input_ids": ids}
-    if model.config.is_encoder_decoder:
-        inputs["decoder_input_ids"] = ids
+    inputs, _ = on_device(sample, model)
     with context.together():
         removed = remove_output_layer(model, inputs)
     sharding.reshard(model)
     if not removed:
         context.say(f"{name} makes the logits of a batch at once: expect more memory than was estimated")
     return removed
+
+
+def on_device(batch: Batch, model: Any) -> tuple[dict[str, Tensor], Tensor]:
+    """A batch on a model's device: the inputs of its forward pass, numbers in its dtype; and the labels."""
+    place = next(parameter for parameter in model.parameters() if parameter.is_floating_point())
+    inputs = {}
+    for name, array in batch.items():
+        tensor = torch.from_numpy(np.ascontiguousarray(array))
+        inputs[name] = tensor.to(place.device, place.dtype if tensor.is_floating_point() else None)
+    return inputs, inputs.pop("labels")
 
 
 def turn_dropout_off(model: Any) -> None:

@@ -6,15 +6,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from gqa_convert.checkpoint.paths import local_path
 from gqa_convert.checkpoint.resource_errors import is_out_of_memory
 from gqa_convert.checkpoint.source import Checkpoint, open_checkpoint
 from gqa_convert.data.decoder_start import decoder_start, starts_with_last
+from gqa_convert.data.objectives import SampleSettings
 from gqa_convert.errors import DeviceMemoryError, MissingExtraError, SourceNotFoundError
 from gqa_convert.families import loading
-from gqa_convert.training.objectives import check_input, choose_objective, sample_length
+from gqa_convert.training.choosing import choose_objective, sample_length
 from gqa_convert.training.recipe import Recipe
 from gqa_convert.training.recipe_files import conversion_command
 
@@ -28,9 +28,8 @@ class Opened:
 
     student: Checkpoint
     student_folder: Path
-    tokenizer: Any
-    settings: dict[str, Any]
-    """Those of the run's samples, as `text_settings` returns them."""
+    settings: SampleSettings
+    """Those of the run's samples."""
     teacher_folder: Path | None
     source_folder: Path | None
     """The checkpoint that the student was converted from, if it is on this machine."""
@@ -40,15 +39,14 @@ def open_recipe(recipe: Recipe) -> Opened:
     """Read the configs and tokenizers of a recipe's models.
 
     Raises:
-        RecipeError: objective, sequence length or teacher don't suit the model, or the model reads audio.
+        RecipeError: objective, sequence length or teacher don't suit the model.
         GQAConvertError: a checkpoint can't be used.
     """
     student = open_checkpoint(recipe.model, download=True)
     folder, teacher_folder = student.folder, None
     assert folder is not None
-    check_input(recipe.model, student.config)
     loading.check_language_model(recipe.model, student.config, NEEDS_HEAD)
-    tokenizer, settings = text_settings(recipe, student)
+    settings = sample_settings(recipe, student)
     if recipe.teacher is not None:
         from gqa_convert.training.teacher import check_vocabularies
 
@@ -58,27 +56,28 @@ def open_recipe(recipe: Recipe) -> Opened:
         assert teacher_folder is not None
         with explained(f"the tokenizer of {recipe.teacher}"):
             check_vocabularies(folder, teacher_folder)
-    return Opened(student, folder, tokenizer, settings, teacher_folder, teacher_folder or _source_of(folder))
+    return Opened(student, folder, settings, teacher_folder, teacher_folder or _source_of(folder))
 
 
-def text_settings(recipe: Recipe, student: Checkpoint) -> tuple[Any, dict[str, Any]]:
-    """The tokenizer of a run and the settings of its samples, from the config and the tokenizer of its model alone.
+def sample_settings(recipe: Recipe, student: Checkpoint) -> SampleSettings:
+    """The settings of a run's samples, from the config and the tokenizer of its model alone.
 
     Raises:
-        RecipeError: objective or sequence length don't suit the model, or the model reads audio.
+        RecipeError: objective or sequence length don't suit the model.
     """
     config, folder = student.config, student.folder
     assert folder is not None
-    check_input(recipe.model, config)
     with explained(f"the tokenizer of {recipe.model}"):
         tokenizer = loading.load_tokenizer(folder)
-    return tokenizer, {
-        "objective": choose_objective(recipe, config, tokenizer),
-        "sequence_length": sample_length(recipe, config),
-        "document_mask": recipe.document_mask,
-        "decoder_start": decoder_start(folder, config, tokenizer) if loading.is_encoder_decoder(config) else None,
-        "starts_with_last": starts_with_last(config),
-    }
+    return SampleSettings(
+        tokenizer,
+        choose_objective(recipe, config, tokenizer),
+        sample_length(recipe, config),
+        recipe.document_mask,
+        decoder_start(folder, config, tokenizer) if loading.is_encoder_decoder(config) else None,
+        starts_with_last(config),
+        folder,
+    )
 
 
 def source_folder(recipe: Recipe) -> Path | None:

@@ -5,11 +5,11 @@ Everything that can be refused without loading a model or a text is refused here
 
 import dataclasses
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from fractions import Fraction
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, TypeAdapter
+from pydantic import AfterValidator, BeforeValidator, TypeAdapter, WithJsonSchema
 from pydantic.dataclasses import dataclass
 
 from gqa_convert.data.keys import (
@@ -25,17 +25,15 @@ from gqa_convert.data.keys import (
     key,
     read_keys,
 )
-from gqa_convert.data.objectives import CAUSAL, OBJECTIVES, PAIRS, ObjectiveName
+from gqa_convert.data.objectives import OBJECTIVES
 from gqa_convert.data.scalars import shown
-from gqa_convert.data.sources import Source, Sources, pinned
+from gqa_convert.data.sources import KINDS, Source, SourceKind, Sources, pinned
 from gqa_convert.errors import RecipeError
 
 Schedule = Literal["constant", "cosine", "wsd"]
 OptimizerName = Literal["adamw", "adafactor"]
 Precision = Literal["bf16", "no"]
-Trainable = Literal["all", "attention", "kv"]
 Sharding = Literal["auto", "replicate", "full"]
-LoraTargets = Literal["attention", "all-linear"]
 Tracker = Literal["aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb"]
 """The experiment trackers that accelerate supports."""
 
@@ -51,6 +49,15 @@ def _check_trackers(trackers: tuple[str, ...]) -> tuple[str, ...]:
     return trackers
 
 
+def _check_objective(name: str) -> str:
+    if name not in ("auto", *OBJECTIVES):
+        raise ValueError(f"it must be auto, {', '.join(OBJECTIVES)}")
+    return name
+
+
+ObjectiveName = Annotated[
+    Text, AfterValidator(_check_objective), WithJsonSchema({"enum": ["auto", *OBJECTIVES], "type": "string"})
+]
 Trackers = Annotated[
     tuple[Tracker, ...],
     BeforeValidator(_read_trackers, json_schema_input_type=Tracker | list[Tracker]),
@@ -61,7 +68,9 @@ Trackers = Annotated[
 
 @dataclass(frozen=True, kw_only=True, config=CONFIG)
 class Lora:
-    """The recipe's key `lora`: low-rank adapters (Hu et al. 2021) on a model whose own weights stay fixed."""
+    """The recipe's key `lora`: low-rank adapters (Hu et al. 2021) on every linear layer but the output layer of a model
+    whose own weights stay fixed.
+    """
 
     rank: Whole = key("The rank of each adapter.", default=64, ge=1, le=2**16, aliases=("r", "lora_r"))
     alpha: Real | None = key(
@@ -69,12 +78,6 @@ class Lora:
         default=None,
         gt=0,
         aliases=("lora_alpha",),
-    )
-    targets: LoraTargets = key(
-        "The projections that get an adapter: `attention` those of every attention module, `all-linear` every linear "
-        "layer but the output layer.",
-        default="all-linear",
-        aliases=("target_modules",),
     )
     dropout: Real = key("The dropout of the adapters' input.", default=0.0, ge=0, lt=1, aliases=("lora_dropout",))
     quantize: Literal["nf4"] | None = key(
@@ -90,7 +93,7 @@ class Lora:
 
     def __str__(self) -> str:
         base = f" on weights in {self.quantize}" if self.quantize else ""
-        return f"LoRA of rank {self.rank} ({self.targets}){base}"
+        return f"LoRA of rank {self.rank}{base}"
 
 
 @dataclass(frozen=True, kw_only=True, config=CONFIG)
@@ -107,9 +110,7 @@ class Recipe:
         "The training text; see [sources of text](#sources-of-text).",
         aliases=("dataset", "datasets"),
     )
-    objective: Literal["auto", ObjectiveName] = key(
-        "What the model learns to predict; see [objectives](#objectives).", default="auto"
-    )
+    objective: ObjectiveName = key("What the model learns to predict; see [objectives](#objectives).", default="auto")
     sequence_length: Tokens | None = key(
         "The length of a sample, which each [objective](#objectives) defines. The default is the model's context, up to "
         "2048, and up to 512 for encoder-decoders.",
@@ -184,9 +185,6 @@ class Recipe:
         default="auto",
         change="execution",
         aliases=("fsdp", "sharding_strategy"),
-    )
-    trainable: Trainable = key(
-        "Which parameters are trained; see [trained parameters](#what-is-trained).", default="all"
     )
     lora: Lora | None = key(
         "Train low-rank adapters instead of the weights; see [adapters](#adapters).",
@@ -397,10 +395,8 @@ def _folder_mistakes(recipe: Recipe) -> Iterator[str]:
 
 
 def _key_mistakes(recipe: Recipe) -> Iterator[str]:
-    if recipe.lora is not None and recipe.trainable != "all":
-        yield f"lora trains adapters alone, and trainable is {recipe.trainable}: remove trainable, and choose with lora.targets"
     if recipe.document_mask and recipe.objective != "auto" and not OBJECTIVES[recipe.objective].masks_documents:
-        yield f"document_mask belongs to the causal objective, and objective is {recipe.objective}: remove one of them"
+        yield f"document_mask does not belong to the objective {recipe.objective}: remove one of them"
     if recipe.evaluate_every is not None and recipe.evaluation_data is None:
         yield f"evaluate_every is {recipe.evaluate_every} and there is no evaluation_data: name text to evaluate on"
 
@@ -416,18 +412,20 @@ def _source_mistakes(recipe: Recipe) -> Iterator[str]:
                 yield f"{name} {mistake}"
             if source.is_self and key_name == "evaluation_data":
                 yield "evaluation_data is self, text that the source writes: name real text, on which a loss means something"
-    objective = recipe.objective
-    pairs = [name for name, source in named if source.holds_pairs]
-    texts = [name for name, source in named if not source.holds_pairs]
-    chats = [name for name, source in named if source.format == "chat"]
-    if chats and objective not in ("auto", CAUSAL):
-        yield f"objective is {objective} and {chats[0]} has format chat, which only the objective causal reads: remove one of them"
-    if texts and objective == PAIRS:
-        yield f"objective is pairs and {texts[0]} does not name their fields: give it source_field and target_field"
-    if pairs and objective not in ("auto", PAIRS):
-        yield f"objective is {objective} and {pairs[0]} names source_field and target_field: remove objective, or name the text with text_field"
-    if pairs and texts:
-        yield f"{pairs[0]} holds pairs and {texts[0]} running text: give all sources source_field and target_field, or none"
+    first, kind = named[0][0], named[0][1].kind
+    reads = None if recipe.objective == "auto" else OBJECTIVES[recipe.objective].reads
+    for name, source in named:
+        if reads is not None and source.kind not in reads:
+            yield (
+                f"objective is {recipe.objective}, which reads {_either(reads)}, and {name} holds {KINDS[source.kind]}: "
+                "name other data, or remove objective"
+            )
+        elif (source.kind == "pairs") != (kind == "pairs"):
+            yield f"{first} holds {KINDS[kind]} and {name} {KINDS[source.kind]}: give all sources source_field and target_field, or none"
+
+
+def _either(kinds: Iterable[SourceKind]) -> str:
+    return " or ".join(KINDS[kind] for kind in kinds)
 
 
 def _contradictions(source: Source) -> Iterator[str]:
@@ -437,7 +435,7 @@ def _contradictions(source: Source) -> Iterator[str]:
         yield "names source_field without target_field: give both, or neither"
     if "target_field" in stated and "source_field" not in stated:
         yield "names target_field without source_field: give both, or neither"
-    if source.holds_pairs and "text_field" in stated:
+    if source.kind == "pairs" and "text_field" in stated:
         yield "names text_field and source_field: keep text_field for running text, or source_field and target_field for pairs"
     for name in ("messages_field", "loss_on"):
         if source.format == "text" and name in stated:

@@ -13,6 +13,7 @@ from gqa_convert.checkpoint.atomic_files import write_json
 from gqa_convert.checkpoint.machine import measurement
 from gqa_convert.checkpoint.provenance import PROVENANCE, earlier_record
 from gqa_convert.checkpoint.publication import check_destination, sweep
+from gqa_convert.data.token_files import OnTokenize
 from gqa_convert.errors import ResumeError
 from gqa_convert.training.checkpoints import Checkpoints, Progress, RunRecord, set_state, state_of, whole_model
 from gqa_convert.training.distributed import join
@@ -25,7 +26,7 @@ from gqa_convert.training.optimizers import build_optimizer
 from gqa_convert.training.recipe import CHANGEABLE, RECORDED, Recipe, make_recipe
 from gqa_convert.training.run_context import RunContext
 from gqa_convert.training.run_folder import OutputLock, RunFolder
-from gqa_convert.training.run_text import OnTokenize, RunText, open_text
+from gqa_convert.training.run_text import RunText, open_text
 from gqa_convert.training.sharding import number_of_shards
 from gqa_convert.training.stopping import StopRequests
 from gqa_convert.training.trainer import Trainer, train
@@ -101,14 +102,15 @@ def _run(
     with context.together():
         model = load_student(recipe, opened.student_folder, sharded=context.sharded)
     student = place_student(model, accelerator, sharded=context.sharded, bf16=recipe.precision == "bf16")
-    check_documents(context, recipe.model, model, opened.settings["sequence_length"])
+    check_documents(context, recipe.model, model, opened.settings.length)
     optimizer, teacher = build_optimizer(model, recipe), None
     if opened.teacher_folder is not None:
         teacher = load_frozen(context, str(recipe.teacher), opened.teacher_folder)
-        check_documents(context, str(recipe.teacher), teacher, opened.settings["sequence_length"])
+        check_documents(context, str(recipe.teacher), teacher, opened.settings.length)
     # the losses of student and teacher are computed of logits, or of the states before them
-    if remove_output(context, recipe.model, model) and teacher is not None:
-        remove_output(context, str(recipe.teacher), teacher)
+    sample = text.samples.batch([0])
+    if remove_output(context, recipe.model, model, sample) and teacher is not None:
+        remove_output(context, str(recipe.teacher), teacher, sample)
     trainer = Trainer(
         recipe, student, optimizer, text.samples, accelerator, steps=steps, teacher=teacher, progress=progress
     )
@@ -205,7 +207,7 @@ def _evaluate_start_and_source(context: RunContext, opened: Opened, trainer: Tra
     """
 
     progress, source = trainer.progress, trainer.teacher
-    if not text.held_out or progress.evaluated_on == text.held_out_fingerprint:
+    if not text.held_out or progress.evaluated_on == text.held_out.fingerprint:
         return
     start = trainer.evaluate(trainer.model, text.held_out)
     progress.evaluations = {"start": start}
@@ -213,12 +215,12 @@ def _evaluate_start_and_source(context: RunContext, opened: Opened, trainer: Tra
     if source is None and opened.source_folder is not None:
         name = str(opened.source_folder)
         source = load_frozen(context, name, opened.source_folder)
-        check_documents(context, name, source, opened.settings["sequence_length"])
-        remove_output(context, name, source)
+        check_documents(context, name, source, opened.settings.length)
+        remove_output(context, name, source, text.held_out.batch([0]))
     if source is not None:
         progress.evaluations["source"] = trainer.evaluate(source, text.held_out)
         context.say(f"language-model loss of the source: {progress.evaluations['source']:.4f} nats per token")
-    progress.evaluated_on = text.held_out_fingerprint
+    progress.evaluated_on = text.held_out.fingerprint
 
 
 # After training

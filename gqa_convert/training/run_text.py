@@ -1,25 +1,20 @@
 """Opens the training and the held-out text of a run."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from gqa_convert.checkpoint.atomic_files import write_whole
-from gqa_convert.data.samples import Samples, evaluation_blocks, open_samples
+from gqa_convert.data.objectives import SampleSettings
+from gqa_convert.data.samples import EvaluationBlocks, Samples, TokenCache, evaluation_blocks, open_samples
 from gqa_convert.data.sources import DatasetCommits, Source, find_commits
 from gqa_convert.data.text_generation import own_text
-from gqa_convert.data.token_files import default_cache
+from gqa_convert.data.token_files import OnTokenize, default_cache
 from gqa_convert.errors import RecipeError
 from gqa_convert.training.distributed import broadcast, gathered
 from gqa_convert.training.opening import Opened
 from gqa_convert.training.recipe import Recipe
 from gqa_convert.training.run_context import RunContext
-
-Batch = dict[str, np.ndarray[Any, Any]]
-OnTokenize = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,15 +23,13 @@ class RunText:
 
     Attributes:
         samples: the training samples.
-        held_out: the held-out text in batches of the size of a micro-batch; empty without evaluation_data.
-        held_out_fingerprint: a hash of the held-out text and the settings.
+        held_out: the held-out text; None without evaluation_data.
         dataset_commits: the commits of the recipe's Hub datasets.
         pinned: the recipe with these commits.
     """
 
     samples: Samples
-    held_out: list[Batch]
-    held_out_fingerprint: str
+    held_out: EvaluationBlocks | None
     dataset_commits: DatasetCommits
     pinned: Recipe
 
@@ -57,38 +50,32 @@ def open_text(context: RunContext, opened: Opened, known: DatasetCommits, on_tok
             commits = find_commits((*recipe.data, *(recipe.evaluation_data or ())), known, default_cache())
     commits = gathered(context.accelerator, commits)[0]
     pinned = recipe.pinned(commits)
-    settings = opened.settings | {
-        "is_local_main": context.accelerator.is_local_main_process,
-        "wait": context.wait,
-        "progress": on_tokenize,
-    }
+    is_local_main = context.accelerator.is_local_main_process
+    cache = TokenCache(is_local_main=is_local_main, wait=context.wait, progress=on_tokenize)
     data = [_for_all(context, source, opened.source_folder, on_tokenize) for source in pinned.data]
     with context.together():
-        samples = open_run_samples(pinned, data, opened.tokenizer, settings)
+        samples = open_run_samples(pinned, data, opened.settings, cache)
     for note in samples.notes:
         context.say(note)
-    held_out, fingerprint, size = list[Batch](), "", recipe.micro_batch_size
+    held_out = None
     if pinned.evaluation_data is not None:
         with context.together():
-            blocks = evaluation_blocks(
-                pinned.evaluation_data, opened.tokenizer, tokens=pinned.evaluation_tokens, **settings
+            held_out = evaluation_blocks(
+                pinned.evaluation_data, opened.settings, cache, tokens=pinned.evaluation_tokens
             )
-        held_out = [blocks.batch(range(at, min(at + size, len(blocks)))) for at in range(0, len(blocks), size)]
-        fingerprint = blocks.fingerprint
-    return RunText(samples, held_out, fingerprint, commits, pinned)
+    return RunText(samples, held_out, commits, pinned)
 
 
-def open_run_samples(recipe: Recipe, data: Sequence[Source], tokenizer: Any, settings: dict[str, Any]) -> Samples:
+def open_run_samples(recipe: Recipe, data: Sequence[Source], settings: SampleSettings, cache: TokenCache) -> Samples:
     """The samples of a run, as many as its whole budget takes.
 
     Args:
         recipe: the recipe of the run.
         data: its sources, with files in the place of `self`.
-        tokenizer: of the model.
-        settings: further arguments of `open_samples`.
+        settings, cache: see `open_samples`.
     """
     most = recipe.budget_tokens + recipe.tokens_per_step  # the last step may go beyond the budget
-    return open_samples(data, tokenizer, seed=recipe.seed, tokens=most, **settings)
+    return open_samples(data, settings, cache, seed=recipe.seed, tokens=most)
 
 
 def with_own_text(

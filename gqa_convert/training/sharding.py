@@ -64,6 +64,7 @@ def replicate(model: Any, device: Any) -> Any:
     from torch.nn.parallel import DistributedDataParallel
 
     devices = [device] if device.type == "cuda" else None
+    # find_unused_parameters is not needed: transformers 5 holds all experts of a layer in one tensor, idle ones too
     return DistributedDataParallel(
         model.to(device), device_ids=devices, gradient_as_bucket_view=True, broadcast_buffers=False
     )

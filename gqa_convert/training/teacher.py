@@ -92,6 +92,7 @@ def teacher_logits(teacher: Any, inputs: Mapping[str, Tensor]) -> Tensor:
         teacher: the model from `load_teacher`.
         inputs: those of the student's forward pass.
     """
+    inputs = {name: each.to(teacher.dtype) if each.is_floating_point() else each for name, each in inputs.items()}
     with torch.no_grad(), torch.autocast(teacher.device.type, enabled=False):
         logits: Tensor = teacher(**inputs, use_cache=False).logits
         return logits

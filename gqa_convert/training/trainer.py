@@ -7,7 +7,7 @@ averages over batches, not over labels.
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,8 @@ from torch import Tensor
 
 from gqa_convert.data.labels import IGNORED
 from gqa_convert.data.order import mix
-from gqa_convert.data.samples import Samples
+from gqa_convert.data.sampler import Batch
+from gqa_convert.data.samples import EvaluationBlocks, Samples
 from gqa_convert.errors import DivergedError, InterruptedRunError, StoppedError
 from gqa_convert.losses.distillation import CombinedLoss, combined_loss, labelled_positions
 from gqa_convert.losses.output_layer import removed_output_layer
@@ -24,9 +25,10 @@ from gqa_convert.training import sharding
 from gqa_convert.training.checkpoints import Checkpoints, Progress, RunRecord, state_of
 from gqa_convert.training.distributed import summed
 from gqa_convert.training.metrics import RunLog, StepMetrics
+from gqa_convert.training.models import on_device
 from gqa_convert.training.recipe import Recipe
 from gqa_convert.training.run_context import RunContext
-from gqa_convert.training.run_text import Batch, RunText
+from gqa_convert.training.run_text import RunText
 from gqa_convert.training.schedules import learning_rate
 from gqa_convert.training.stopping import StopRequests
 from gqa_convert.training.teacher import teacher_logits
@@ -237,7 +239,7 @@ class Trainer:
 
     def losses(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """The loss of a micro-batch, summed over its tokens; and its parts [loss, lm, kl] without gradient."""
-        inputs, labels = self._on_device(batch)
+        inputs, labels = on_device(batch, self.model)
         labelled = labelled_positions(batch["labels"])
         with self._precision():
             output = self.model(**inputs, use_cache=False).logits
@@ -255,12 +257,6 @@ class Trainer:
         nothing = torch.zeros((), device=labels.device)
         parts = [found.sum, nothing if found.lm is None else found.lm, nothing if found.kl is None else found.kl]
         return found.sum, torch.stack([part.detach().double() for part in parts])
-
-    def _on_device(self, batch: Batch) -> tuple[dict[str, Tensor], Tensor]:
-        """The inputs of a model, and the labels."""
-        device = self.accelerator.device
-        inputs = {name: torch.from_numpy(np.ascontiguousarray(array)).to(device) for name, array in batch.items()}
-        return inputs, inputs.pop("labels")
 
     def _precision(self) -> torch.autocast:
         return torch.autocast(self.accelerator.device.type, torch.bfloat16, enabled=self._autocast)
@@ -283,18 +279,21 @@ class Trainer:
                 output, labels, theirs, layer=layer, teacher_layer=their_layer, labelled=labelled, **terms
             )
 
-    def evaluate(self, model: Any, batches: Sequence[Batch]) -> float:
-        """The mean loss in nats per token over fixed batches, which the processes share, in the precision of training."""
+    def evaluate(self, model: Any, blocks: EvaluationBlocks) -> float:
+        """The mean loss in nats per token over held-out text, which the processes share, in the precision of training."""
         rank, processes = self.accelerator.process_index, self.accelerator.num_processes
+        size = self.recipe.micro_batch_size
+        starts = range(0, len(blocks), size)
         was_training = model.training
         model.eval()
         total, count = 0.0, 0.0
         # every process runs the same number of forward passes, because those of a sharded model are collective
-        for at in range(0, len(batches), processes):
-            inputs, labels = self._on_device(batches[min(at + rank, len(batches) - 1)])
+        for at in range(0, len(starts), processes):
+            start = starts[min(at + rank, len(starts) - 1)]
+            inputs, labels = on_device(blocks.batch(range(start, min(start + size, len(blocks)))), model)
             with torch.no_grad(), self._precision():
                 found = self._loss(model, model(**inputs, use_cache=False).logits, labels)
-            if at + rank < len(batches):
+            if at + rank < len(starts):
                 total += float(found.sum)
                 count += float(found.count)
         model.train(was_training)

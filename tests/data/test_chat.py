@@ -12,9 +12,8 @@ import pytest
 from gqa_convert.conversion.fit.calibration_text import calibration_batches
 from gqa_convert.data.hub import HubDataset
 from gqa_convert.data.labels import IGNORED
-from gqa_convert.data.samples import evaluation_blocks
 from gqa_convert.errors import DataError
-from tests.helpers.data_helpers import demo_tokenizer
+from tests.helpers.data_helpers import demo_tokenizer, evaluation_blocks
 from tests.helpers.uptrain_runs import DEMO
 
 PLAIN = (

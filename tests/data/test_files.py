@@ -14,11 +14,10 @@ from gqa_convert.data import files
 from gqa_convert.data.documents import TextField
 from gqa_convert.data.encoders import text_encoder
 from gqa_convert.data.files import Files
-from gqa_convert.data.samples import open_samples
 from gqa_convert.data.sources import as_source, open_source
 from gqa_convert.data.token_files import tokenize
 from gqa_convert.errors import DataError
-from tests.helpers.data_helpers import EOS, span_tokenizer
+from tests.helpers.data_helpers import EOS, open_samples, span_tokenizer
 
 TOKENIZER = span_tokenizer()
 TEXTS = ["w1 w2 w3", "w4", "w5 w6 w7 w8"]

@@ -7,13 +7,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gqa_convert.data.causal import CausalSampler
 from gqa_convert.data.labels import IGNORED
-from gqa_convert.data.packing import CausalSampler
+from gqa_convert.data.objectives import SampleSettings
 from gqa_convert.data.samples import EvaluationBlocks, Samples
 from tests.helpers.data_helpers import EOS, array_tokens
 
 SIZES = st.integers(2, 60)
 LENGTHS = st.integers(1, 12)
+
+
+def causal(length: int, *, document_mask: bool = False) -> CausalSampler:
+    return CausalSampler(SampleSettings(None, "causal", length, document_mask))
 
 
 def samples_of(
@@ -29,14 +34,14 @@ def samples_of(
     tokens = array_tokens(
         np.arange(2, size + 2)[:available], is_stream=window is not None, complete=complete and available is None
     )
-    return Samples([(tokens, 1.0)], CausalSampler(length, document_mask=False), seed, "", window or 1)
+    return Samples([(tokens, 1.0)], causal(length), seed, "", window or 1)
 
 
 @given(size=SIZES, length=LENGTHS, seed=st.integers(0, 2**32))
 def test_each_token_but_the_first_is_predicted_once_per_epoch(size: int, length: int, seed: int) -> None:
     samples = samples_of(size, length, seed=seed)
     blocks = -(-size // length)
-    assert samples.epoch_samples == blocks
+    assert samples.sampler.count(samples.sources[0]) == blocks
     for epoch in range(3):
         batch = samples.batch(range(epoch * blocks, (epoch + 1) * blocks))
         learnt = batch["labels"] != IGNORED
@@ -51,11 +56,10 @@ def test_a_stream_is_shuffled_within_windows_first(size: int, length: int, windo
     whole = samples_of(size, length, window=window)
     batch = whole.batch(range(blocks))
     assert sorted(batch["labels"][batch["labels"] != IGNORED].tolist()) == list(range(3, size + 2))
-    needed = CausalSampler(length, document_mask=False).tokens_for(count, window)
+    needed = causal(length).tokens_for(count, window)
     if needed >= size:
         return
     partial = samples_of(size, length, window=window, available=needed)
-    assert partial.epoch_samples is None
     for index in range(count):
         one, other = partial.batch([index]), whole.batch([index])
         assert all((one[name] == other[name]).all() for name in one)
@@ -75,14 +79,12 @@ def test_samples_do_not_depend_on_how_they_are_asked_for(size: int, length: int,
 
 
 def test_sources_keep_their_share_and_their_own_order() -> None:
-    sampler = CausalSampler(4, document_mask=False)
+    sampler = causal(4)
     sources = [(array_tokens(np.arange(2, 43)), 3.0), (array_tokens(np.arange(1001, 1042)), 1.0)]
     samples = Samples(sources, sampler, 0, "")
     batch = samples.batch(range(44))
     second = batch["input_ids"][:, 0] > 1000
     assert second.sum() == 11
-    assert samples.epoch_samples is not None
-    assert 41 <= samples.epoch_samples <= 44
     labels = batch["labels"][second]
     assert sorted(labels[labels != IGNORED].tolist()) == list(range(1002, 1042))
 
@@ -90,7 +92,7 @@ def test_sources_keep_their_share_and_their_own_order() -> None:
 def test_document_mask() -> None:
     tokens = [5, 6, EOS, 7, EOS, EOS, 8, 9, 10, EOS]
     in_order = array_tokens(tokens * 2, is_stream=True)
-    samples = Samples([(in_order, 1.0)], CausalSampler(10, document_mask=True), 0, "", window=1)
+    samples = Samples([(in_order, 1.0)], causal(10, document_mask=True), 0, "", window=1)
     batch = {name: rows[0].tolist() for name, rows in samples.batch([0]).items()}
     assert batch["input_ids"] == tokens
     assert batch["position_ids"] == [0, 1, 2, 0, 1, 0, 0, 1, 2, 3]
@@ -99,7 +101,7 @@ def test_document_mask() -> None:
 
 @given(size=SIZES, length=LENGTHS, tokens=st.integers(1, 80))
 def test_evaluation_scores_each_token_once_and_in_order(size: int, length: int, tokens: int) -> None:
-    sampler = CausalSampler(length, document_mask=False)
+    sampler = causal(length)
     blocks = EvaluationBlocks([(array_tokens(np.arange(2, size + 2)), tokens)], sampler, "")
     if tokens < 2 or size < 2:
         assert not len(blocks)

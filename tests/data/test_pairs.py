@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from gqa_convert.data.hub import HubDataset
 from gqa_convert.data.pairs import shortened
-from gqa_convert.data.samples import Samples, evaluation_blocks, open_samples
+from gqa_convert.data.samples import Samples
 from gqa_convert.data.tokenizing import tokenizer_state
+from tests.helpers.data_helpers import evaluation_blocks, open_samples
 from tests.helpers.seq2seq import BOS, EOS, MASK, bart_tokenizer, write_pairs
 
 PAIRS = {"source_field": "a", "target_field": "b"}
@@ -55,13 +56,12 @@ def test_every_pair_comes_once_in_an_epoch(tmp_path: Path, kind: str, monkeypatc
         path, keys = "some/pairs", keys | {"revision": "0" * 40}
         monkeypatch.setattr(HubDataset, "open_rows", lambda _: iter(rows))
     made = opened({"source": path, **keys}, bart_tokenizer(), tmp_path / "cache")
-    assert made.epoch_samples == 23
+    assert made.sampler.count(made.sources[0]) == 23
     epochs = [made.batch(range(first, first + 23)) for first in (0, 23)]
     assert rows_of(epochs[0]) == rows_of(epochs[1]) == set(pairs)
     assert not np.array_equal(epochs[0]["labels"], epochs[1]["labels"])  # in another order
     tokens = sum(len(source.split()) + len(target.split()) + 4 for source, target in pairs)
     assert made.tokens_per_sample == Fraction(tokens, 23)
-    assert made.longest == tuple(max(len(pair[side].split()) + 2 for pair in pairs) for side in (0, 1))
     assert (epochs[0]["decoder_input_ids"][:, 0] == EOS).all()
     again = opened({"source": path, **keys}, bart_tokenizer(), tmp_path / "cache")
     assert again.fingerprint == made.fingerprint
@@ -118,8 +118,8 @@ def test_rows_with_an_empty_side_are_left_out_and_counted(tmp_path: Path) -> Non
     rows = [{"a": "w1", "b": "w2"}, {"a": "", "b": "w2"}, {"a": "w1", "b": None}, {"a": "w3", "b": "w\ud800"}]
     (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     made = opened({"source": str(tmp_path / "p.jsonl"), **PAIRS}, bart_tokenizer(), tmp_path)
-    assert made.epoch_samples == 2
-    assert made.notes == [f"2 rows of {tmp_path}/p.jsonl with an empty source or target are skipped"]
+    assert made.sampler.count(made.sources[0]) == 2
+    assert made.notes == [f"2 rows of {tmp_path}/p.jsonl with an empty text are skipped"]
 
 
 def test_evaluation_takes_the_first_pairs(tmp_path: Path) -> None:

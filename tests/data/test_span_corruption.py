@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gqa_convert.data.labels import IGNORED
+from gqa_convert.data.objectives import SampleSettings
 from gqa_convert.data.samples import EvaluationBlocks, Samples
 from gqa_convert.data.span_corruption import (
     Shape,
@@ -48,7 +49,7 @@ def put_together(inputs: list[int], targets: list[int]) -> list[int]:
 
 
 def sampler_for(length: int) -> SpanSampler:
-    return SpanSampler(length, TOKENIZER, decoder_start=PAD)
+    return SpanSampler(SampleSettings(TOKENIZER, "span_corruption", length, decoder_start=PAD))
 
 
 def samples_of(words: np.ndarray, length: int, seed: int = 3) -> Samples:
@@ -107,7 +108,7 @@ def test_an_epoch_uses_no_token_twice() -> None:
     shortest = sampler_for(40).shortest
     size = 5 * shortest + shortest // 2
     samples = samples_of(np.arange(1000, 1000 + size), 40)
-    assert samples.epoch_samples == 5
+    assert samples.sampler.count(samples.sources[0]) == 5
     starts = []
     for epoch in range(2):
         found: list[int] = []
@@ -154,12 +155,12 @@ def test_missing_sentinels() -> None:
     assert has_sentinels(TOKENIZER)
     assert not has_sentinels(span_tokenizer(0))
     with pytest.raises(DataError, match="no sentinel tokens"):
-        SpanSampler(64, span_tokenizer(0), decoder_start=PAD)
+        SpanSampler(SampleSettings(span_tokenizer(0), "span_corruption", 64, decoder_start=PAD))
     with pytest.raises(
         DataError, match="needs 28 sentinel tokens, the tokenizer has 10: make sequence_length"
     ) as caught:
-        SpanSampler(512, span_tokenizer(10), decoder_start=PAD)
+        SpanSampler(SampleSettings(span_tokenizer(10), "span_corruption", 512, decoder_start=PAD))
     fits = int(str(caught.value).split("sequence_length ")[1].split()[0])
-    SpanSampler(fits, span_tokenizer(10), decoder_start=PAD)
+    SpanSampler(SampleSettings(span_tokenizer(10), "span_corruption", fits, decoder_start=PAD))
     with pytest.raises(DataError):
-        SpanSampler(fits + 1, span_tokenizer(10), decoder_start=PAD)
+        SpanSampler(SampleSettings(span_tokenizer(10), "span_corruption", fits + 1, decoder_start=PAD))

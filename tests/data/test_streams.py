@@ -12,9 +12,9 @@ import pytest
 from gqa_convert.data import hub, sources, token_files
 from gqa_convert.data.hub import HubDataset
 from gqa_convert.data.labels import IGNORED
-from gqa_convert.data.samples import Samples, evaluation_blocks, open_samples
+from gqa_convert.data.samples import Samples
 from gqa_convert.errors import DataError
-from tests.helpers.data_helpers import span_tokenizer
+from tests.helpers.data_helpers import evaluation_blocks, open_samples, span_tokenizer
 
 TOKENIZER = span_tokenizer()
 DOCUMENTS = 4000
@@ -73,7 +73,7 @@ def test_a_stream_is_read_as_far_as_it_is_needed(tmp_path: Path, from_rows: Call
     rows = Rows()
     from_rows(rows)
     samples = opened(tmp_path, 10 * LENGTH)
-    assert samples.epoch_samples is None
+    assert not samples.sources[0].complete
     first = samples.batch(range(10))["input_ids"]
     assert first.ravel().tolist() == expected_tokens()[: 10 * LENGTH]
     assert rows.read <= 50 + 50
@@ -94,7 +94,7 @@ def test_every_token_of_a_stream_is_predicted_once(
     from_rows(Rows())
     samples, tokens = opened(tmp_path, None, shuffle_window=window), expected_tokens()
     blocks = -(-len(tokens) // LENGTH)
-    assert samples.epoch_samples == blocks
+    assert samples.sampler.count(samples.sources[0]) == blocks
     epochs = [samples.batch(range(first, first + blocks))["labels"] for first in (0, blocks)]
     found = [labels[labels != IGNORED].tolist() for labels in epochs]
     assert sorted(found[0]) == sorted(found[1]) == sorted(tokens[1:])

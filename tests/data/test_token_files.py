@@ -20,11 +20,11 @@ import pytest
 from gqa_convert.data import files, token_files
 from gqa_convert.data.documents import Piece, TextField
 from gqa_convert.data.files import Files
-from gqa_convert.data.samples import Samples, open_samples
+from gqa_convert.data.samples import Samples
 from gqa_convert.data.token_files import TokenSource, tokenize
 from gqa_convert.data.tokenizing import TextEncoder
 from gqa_convert.errors import DataError, NoSpaceError
-from tests.helpers.data_helpers import EOS, demo_tokenizer, span_tokenizer
+from tests.helpers.data_helpers import EOS, demo_tokenizer, open_samples, span_tokenizer
 
 TOKENIZER = span_tokenizer()
 

@@ -9,6 +9,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import gqa_convert
+from gqa_convert.data import samples
+from gqa_convert.data.objectives import SampleSettings
 from gqa_convert.data.token_files import LAST, TokenSource
 
 DEMO = Path(gqa_convert.__file__).parent / "demo_checkpoint"
@@ -34,3 +36,26 @@ def array_tokens(tokens: npt.ArrayLike, *, is_stream: bool = False, complete: bo
     marked = np.array(tokens, np.uint32)
     marked[marked == EOS] |= LAST
     return TokenSource(marked, is_stream=is_stream, complete=complete)
+
+
+_CACHE = ("is_local_main", "processes", "wait", "progress")
+_OWN = ("seed", "tokens", "shuffle_window")
+
+
+def open_samples(sources: Any, tokenizer: Any, **given: Any) -> samples.Samples:
+    """Samples, by the names of all settings in one call."""
+    return samples.open_samples(sources, *_settings(tokenizer, given), **given)
+
+
+def evaluation_blocks(sources: Any, tokenizer: Any, **given: Any) -> samples.EvaluationBlocks:
+    """Blocks, by the names of all settings in one call."""
+    return samples.evaluation_blocks(sources, *_settings(tokenizer, given), **given)
+
+
+def _settings(tokenizer: Any, given: dict[str, Any]) -> tuple[SampleSettings, samples.TokenCache]:
+    """The settings of samples and the cache, which are taken out of what is given."""
+    cache = {name: given.pop(name) for name in _CACHE if name in given}
+    if "cache" in given:
+        cache["folder"] = given.pop("cache")
+    rest = {name: given.pop(name) for name in list(given) if name not in _OWN}
+    return SampleSettings(tokenizer, length=rest.pop("sequence_length"), **rest), samples.TokenCache(**cache)

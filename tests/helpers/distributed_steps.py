@@ -18,7 +18,6 @@ CASES: dict[str, dict[str, Any]] = {
     "micro batches of 4": {"micro_batch_size": 4},
     "one sample": {"tokens_per_step": LENGTH},
     "no clipping": {"gradient_clipping": None},
-    "kv": {"trainable": "kv"},
     "checkpointing": {"gradient_checkpointing": True},
     "adafactor": {"optimizer": "adafactor", "gradient_clipping": None, "learning_rate": 1e-2},
     "teacher": {"teacher": "t", "distillation_weight": 0.5},
@@ -184,11 +183,8 @@ def adapt(accelerator: Any, folder: Path, keys: dict[str, Any]) -> dict[str, Any
 def choose_parameters(model: Any, recipe: Any) -> None:
     """Let the recipe's parameters or adapters learn."""
     from gqa_convert.training.lora import add_adapters
-    from gqa_convert.training.optimizers import choose_trained
 
-    if recipe.lora is None:
-        choose_trained(model, recipe.trainable)
-    else:
+    if recipe.lora is not None:
         add_adapters(model, recipe.lora)
 
 

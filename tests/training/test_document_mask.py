@@ -2,20 +2,15 @@
 convolutions.
 """
 
-import json
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from gqa_convert.errors import RecipeError
-from gqa_convert.families.loading import load_tokenizer
 from gqa_convert.families.table import FAMILIES
 from gqa_convert.training.document_mask import check_apart
 from tests.helpers import own_files, tiny
-from tests.helpers.uptrain_runs import DEMO
 
 LENGTHS = [9, 1, 14, 8]
 """Of the documents in a row: more and less than a window of 4."""
@@ -89,20 +84,3 @@ def test_packed_documents_are_as_they_are_alone_or_refused(case: str) -> None:
         return
     assert distance(model) < 2e-5
     assert distance(model, [32]) < 2e-5
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Checkpoints with the demo's tokenizer; long text and short documents."""
-    folder = tmp_path_factory.mktemp("home")
-    tokenizer = load_tokenizer(DEMO)
-    sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": 64}
-    for name in ("mistral", "jamba"):
-        tiny.make_model(tiny.make_config(name, kv_heads=3, **sizes)).save_pretrained(folder / name)
-        tokenizer.save_pretrained(folder / name)
-    (folder / "long.txt").write_text("def count(number): return number + 1\n" * 200)
-    documents = [f"def f{number}(x):\n    return {'x + ' * (number % 7)}{number}\n" for number in range(60)]
-    (folder / "short.jsonl").write_text("".join(json.dumps({"text": each}) + "\n" for each in documents))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-        yield folder

@@ -56,12 +56,6 @@ def test_operations_are_those_that_torch_counts(home: Path, tmp_path: Path) -> N
     assert estimated(home, tmp_path / "run").flops == pytest.approx(2 * whole, rel=0.005)
     keys = {"gradient_checkpointing": True, "teacher": str(DEMO)}
     assert 2 * whole * 4 / 3 < estimated(home, tmp_path / "run", **keys).flops < 2 * whole * 5 / 3
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_("k_proj" in name or "v_proj" in name)
-    frozen = estimated(home, tmp_path / "run", trainable="kv")
-    assert frozen.flops == pytest.approx(2 * counted(model), rel=0.02)
-    assert frozen.flops < 1.8 * whole
-    assert 0 < frozen.parameters["trained"] < frozen.parameters["all"] / 4
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adafactor"])

@@ -1,4 +1,4 @@
-"""What is trained, and by which steps."""
+"""The optimizers: which parameters they train, and by which steps."""
 
 import os
 import subprocess
@@ -9,18 +9,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
-)
+from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.optimization import Adafactor as TransformersAdafactor
 
 import gqa_convert
 from gqa_convert.training import adafactor
-from gqa_convert.training.optimizers import Adafactor, build_optimizer, choose_trained
+from gqa_convert.training.optimizers import Adafactor, build_optimizer
 from gqa_convert.training.recipe import Recipe, make_recipe
+from tests.helpers.tiny import make_config, make_model
 
 LLAMA: dict[str, Any] = {
     "vocab_size": 40,
@@ -38,57 +34,15 @@ def llama(**keys: Any) -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(**LLAMA | keys))
 
 
-def t5() -> T5ForConditionalGeneration:
-    return T5ForConditionalGeneration(
-        T5Config(vocab_size=40, d_model=24, d_kv=4, d_ff=20, num_layers=1, num_decoder_layers=1, num_heads=6)
-    )
-
-
 def recipe(**keys: Any) -> Recipe:
     return make_recipe({"model": "m", "output": "o", "data": "d", "tokens": "10M"} | keys)
 
 
-def ends(model: nn.Module, trainable: Any) -> set[str]:
-    """Names of the trained parameters, without the layer."""
-    names = choose_trained(model.requires_grad_(True), trainable)
-    assert names == [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    return {name.split(".", 2)[2] if name.startswith(("model.", "transformer.")) else name for name in names}
-
-
-def kinds(model: nn.Module, trainable: Any) -> set[str]:
-    """The last parts of the names: module, projection, weight or bias."""
-    return {".".join(name.split(".")[-3:]) for name in ends(model, trainable)}
-
-
-def test_llama() -> None:
-    keys_values = {f"self_attn.{name}_proj.{kind}" for name in "kv" for kind in ("weight", "bias")}
-    model = llama(attention_bias=True)
-    assert kinds(model, "kv") == keys_values
-    assert kinds(model, "attention") == keys_values | {
-        f"self_attn.{name}_proj.{kind}" for name in "qo" for kind in ("weight", "bias")
-    }
-    assert len(choose_trained(model, "kv")) == 2 * 4
-    whole = llama()
-    assert len(choose_trained(whole, "all")) == len(list(whole.parameters()))
-
-
-def test_t5_has_three_attentions() -> None:
-    model = t5()
-    assert kinds(model, "kv") == {
-        f"{module}.{name}.weight" for module in ("SelfAttention", "EncDecAttention") for name in "kv"
-    }
-    assert kinds(model, "attention") == {
-        f"{module}.{name}.weight" for module in ("SelfAttention", "EncDecAttention") for name in "qkvo"
-    }
-    assert len(choose_trained(t5(), "kv")) == 3 * 2
-    assert len(choose_trained(t5(), "attention")) == 3 * 4
-
-
-def test_frozen_parameters_are_in_no_group() -> None:
-    model = llama()
-    choose_trained(model, "kv")
-    optimizer = build_optimizer(model, recipe(trainable="kv"))
-    assert sum(len(group["params"]) for group in optimizer.param_groups) == 4
+def test_experts_without_a_token_have_gradients() -> None:
+    """DDP waits for the gradient of every parameter."""
+    model = make_model(make_config("mixtral", num_local_experts=8, num_experts_per_tok=1)).train()
+    model(input_ids=torch.tensor([[3]]), use_cache=False).logits.sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("name", ["adamw", "adafactor"])

@@ -4,14 +4,13 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gqa_convert.data import objectives
 from gqa_convert.data.objectives import OBJECTIVES
 from gqa_convert.data.sources import Source
 from gqa_convert.errors import RecipeError, SourceNotFoundError
@@ -82,7 +81,6 @@ BADKEYS = {
     "micro_batch_size: 0": "micro_batch_size is 0: it must be greater than or equal to 1",
     "seed: 4294967296": "seed is 4294967296: it must be less than or equal to 4294967295",
     "schedule: linear": "schedule is linear: it must be constant, cosine or wsd",
-    "trainable: [kv]": "trainable is ['kv']: it must be all, attention or kv",
     "document_mask: yes": "document_mask is yes: it must be true or false",
     "gradient_clipping: 1e999": "gradient_clipping is 1e999: it must be a number",
     f"seed: {'9' * 5000}": "seed is 999",
@@ -96,8 +94,8 @@ BADKEYS = {
     "tokens_per_step: 20M": "the budget is 10000000 tokens and tokens_per_step is 20000000: raise the budget or lower tokens_per_step",
     "evaluate_every: 5": "evaluate_every is 5 and there is no evaluation_data",
     "evaluation_data: []": "evaluation_data is []: it is an empty list",
-    "document_mask: true\nobjective: span_corruption": "document_mask belongs to the causal objective, and objective is span_corruption",
-    "objective: pairs": "objective is pairs and data does not name their fields: give it source_field and target_field",
+    "document_mask: true\nobjective: span_corruption": "document_mask does not belong to the objective span_corruption: remove one",
+    "objective: pairs": "objective is pairs, which reads pairs of texts (source_field and target_field), and data holds running text: name other data",
     "teacher: ./m": "teacher and model are both m",
     "teacher: ''": "teacher is empty: it must be text",
 }
@@ -117,7 +115,7 @@ BAD_DATA = {
     "{source: b, source_field: x}": "data names source_field without target_field: give both, or neither",
     "[a, {source: b, target_field: x}]": "data[1] names target_field without source_field: give both, or neither",
     "{source: b, source_field: x, target_field: y, text_field: z}": "data names text_field and source_field: keep text_field for",
-    "[a, {source: b, source_field: x, target_field: y}]": "data[1] holds pairs and data[0] running text: give all sources source_field",
+    "[a, {source: b, source_field: x, target_field: y}]": "data[0] holds running text and data[1] pairs of texts (source_field and target_field): give all",
 }
 
 
@@ -290,7 +288,5 @@ def test_the_page_has_every_key_as_it_is_declared() -> None:
 
 def test_every_objective_has_a_record_and_a_row() -> None:
     page = (ROOT / "docs" / "uptraining-reference.md").read_text(encoding="utf-8")
-    where = f"ObjectiveName and OBJECTIVES in {objectives.__file__}"
-    assert get_args(objectives.ObjectiveName) == tuple(OBJECTIVES), f"{where} name different objectives"
     for name in OBJECTIVES:
         assert f"\n| `{name}` |" in page, f"docs/uptraining-reference.md: the table of objectives has no row for {name}"

@@ -15,7 +15,7 @@ from gqa_convert.data.documents import Piece
 from gqa_convert.data.hub import HubDataset
 from gqa_convert.data.tokenizing import TextEncoder
 from gqa_convert.errors import InterruptedRunError, RecipeError, StoppedError
-from gqa_convert.training.tokenizing import tokenize_recipe
+from gqa_convert.training.tokenize_only import tokenize_recipe
 from gqa_convert.training.uptrain import uptrain_checkpoint
 from tests.helpers.command_line import run as run_command
 from tests.helpers.uptrain_runs import make_student, recipe
@@ -117,7 +117,7 @@ def test_the_command(home: Path, tmp_path: Path) -> None:
     assert json.loads(result.stdout)["sources"][0]["tokens"] > 1000
     shown = run_command("uptrain", path, "--tokenize-only")
     assert (shown.returncode, shown.stderr) == (0, "")
-    assert re.search(r"^ +text +.*text.txt: [\d.]+k tokens$", shown.stdout, re.MULTILINE)
+    assert re.search(r"^ +text +.*text.txt: [\d.]+k tokens, [\d,]+ samples$", shown.stdout, re.MULTILINE)
     wrong = run_command("uptrain", path, "objective=span_corruption", "--tokenize-only")
     assert (wrong.returncode, wrong.stdout) == (2, "")
     assert wrong.stderr.startswith("gqa-convert: objective is span_corruption")

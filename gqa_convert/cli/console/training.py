@@ -11,7 +11,7 @@ from .tables import show_done
 if TYPE_CHECKING:
     from gqa_convert.training.estimate import Estimate
     from gqa_convert.training.metrics import RunSummary, StepMetrics
-    from gqa_convert.training.tokenizing import TokenizedRecipe
+    from gqa_convert.training.tokenize_only import TokenizedRecipe
 
 
 class TrainingScreen:
@@ -56,12 +56,10 @@ def show_training(summary: "RunSummary") -> None:
 
 def show_tokenized(found: "TokenizedRecipe") -> None:
     """Print the tokens of each source and where they are."""
-    rows = []
-    for source in found.sources:
-        ready = f"{tokens_text(source.tokens)} tokens"
-        if source.pairs is not None:
-            ready = f"{source.pairs} pairs"
-        rows.append(("text", f"{source.source}: {ready}"))
+    rows = [
+        ("text", f"{source.source}: {tokens_text(source.tokens)} tokens, {source.samples:,} samples")
+        for source in found.sources
+    ]
     rows.append(("cache", found.cache))
     show_done(f"text for {found.samples:,} samples in {found.steps:,} steps", rows)
 

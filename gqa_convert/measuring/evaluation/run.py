@@ -116,7 +116,7 @@ def evaluate(
     with warnings.catch_warnings(), no_bars():
         warnings.simplefilter("ignore")  # torch's and transformers', for those who program with them
         found = candidates.find_models(names, options.revision)
-        objective = candidates.common_objective(found, pairs=data is not None and data.holds_pairs)
+        objective = candidates.common_objective(found, pairs=data is not None and data.kind == "pairs")
         window = candidates.common_window(found, objective, options.window)
         lengths = chosen_lengths(found, objective, options.retrieval) if options.retrieval else []
         text = None if data is None else _read(data, objective, found[0].tokenizer, options.tokens, progress)

@@ -1,18 +1,17 @@
 """Tokenises the text of a recipe ahead of its run, for which no GPU is needed."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from gqa_convert.checkpoint.results import Result
 from gqa_convert.checkpoint.source import open_checkpoint
-from gqa_convert.data.objectives import OBJECTIVES
-from gqa_convert.data.samples import evaluation_blocks
+from gqa_convert.data.samples import TokenCache, evaluation_blocks
 from gqa_convert.data.sources import find_commits
-from gqa_convert.data.token_files import default_cache
+from gqa_convert.data.token_files import OnTokenize
 from gqa_convert.errors import InterruptedRunError, StoppedError
-from gqa_convert.training.opening import source_folder, text_settings
+from gqa_convert.training.opening import sample_settings, source_folder
 from gqa_convert.training.recipe import Recipe
 from gqa_convert.training.recipe_files import read_recipe
 from gqa_convert.training.run_text import open_run_samples, with_own_text
@@ -26,14 +25,14 @@ class TokenizedSource:
         source: as the recipe names it.
         revision: the commit of a Hub dataset; None for files.
         tokens: the tokens that are ready.
-        pairs: the pairs that they are; None for running text.
+        samples: as many as an epoch of them has.
         complete: whether they are all of the source; a stream is tokenised as far as the run needs it.
     """
 
     source: str
     revision: str | None
     tokens: int
-    pairs: int | None
+    samples: int
     complete: bool
 
 
@@ -60,7 +59,7 @@ def tokenize_recipe(
     overrides: Sequence[str] = (),
     *,
     processes: int | None = None,
-    on_tokenize: Callable[[str, int, int], None] = lambda label, done, total: None,
+    on_tokenize: OnTokenize = lambda label, done, total: None,
 ) -> TokenizedRecipe:
     """Tokenise the text of a recipe into the cache in which its run looks for it. A call that was stopped is continued
     by the next one. Hub datasets are streams, which are tokenised as far as the budget of the run needs them.
@@ -84,23 +83,23 @@ def tokenize_recipe(
         raise StoppedError(f"{reason}: what is ready is kept, run the same command again to resume") from None
 
 
-def _tokenized(recipe: Recipe, processes: int, on_tokenize: Callable[[str, int, int], None]) -> TokenizedRecipe:
-    tokenizer, settings = text_settings(recipe, open_checkpoint(recipe.model, download=True))
-    settings |= {"processes": processes, "progress": on_tokenize}
-    pinned = recipe.pinned(find_commits((*recipe.data, *(recipe.evaluation_data or ())), {}, default_cache()))
+def _tokenized(recipe: Recipe, processes: int, on_tokenize: OnTokenize) -> TokenizedRecipe:
+    settings = sample_settings(recipe, open_checkpoint(recipe.model, download=True))
+    cache = TokenCache(processes=processes, progress=on_tokenize)
+    pinned = recipe.pinned(find_commits((*recipe.data, *(recipe.evaluation_data or ())), {}, cache.folder))
     writer = source_folder(recipe)
     data = [with_own_text(source, recipe.model, writer, on_tokenize) for source in pinned.data]
-    samples = open_run_samples(pinned, data, tokenizer, settings)
+    samples = open_run_samples(pinned, data, settings, cache)
     held_out = pinned.evaluation_data or ()
     if held_out:
-        evaluation_blocks(held_out, tokenizer, tokens=recipe.evaluation_tokens, **settings)
+        evaluation_blocks(held_out, settings, cache, tokens=recipe.evaluation_tokens)
     sources = []
     for stated, tokens in zip(pinned.data, samples.sources, strict=True):
-        pairs = len(tokens.ends) // 2 if OBJECTIVES[settings["objective"]].reads_pairs else None
-        sources.append(TokenizedSource(stated.source, stated.revision, tokens.size, pairs, tokens.complete))
+        count = samples.sampler.count(tokens)
+        sources.append(TokenizedSource(stated.source, stated.revision, tokens.size, count, tokens.complete))
     steps = recipe.steps(samples.tokens_per_sample)
     return TokenizedRecipe(
-        cache=str(default_cache()),
+        cache=str(cache.folder),
         sources=tuple(sources),
         evaluation_sources=tuple(source.source for source in held_out),
         steps=steps,

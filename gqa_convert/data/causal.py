@@ -1,0 +1,71 @@
+"""Next tokens, for decoders: blocks of running text and conversations.
+
+Shape legend: b blocks, L tokens of a block.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from gqa_convert.data.encoders import text_encoder
+from gqa_convert.data.labels import IGNORED
+from gqa_convert.data.objectives import SampleSettings
+from gqa_convert.data.order import Integers
+from gqa_convert.data.sampler import Batch, Block, BlockSampler, Keys
+from gqa_convert.data.sources import Source, TextSource
+from gqa_convert.data.token_files import LAST, UNLEARNED, Encoder, TokenSource, ids_of
+
+
+class CausalSampler(BlockSampler):
+    """Blocks for a causal language model. `sequence_length` is the tokens of a block."""
+
+    def __init__(self, settings: SampleSettings) -> None:
+        super().__init__(settings, settings.length, following=1)
+
+    def encoder(self, source: Source, text: TextSource) -> Encoder:
+        """Running text between special tokens, or conversations."""
+        return text_encoder(source, text, self.settings.tokenizer, closed=True, chats=True, loss_on=source.loss_on)
+
+    def batch(self, places: Sequence[tuple[TokenSource, Block]], keys: Keys) -> Batch:  # noqa: ARG002
+        """Blocks of text.
+
+        Returns:
+            `input_ids` and `labels` (the next tokens; IGNORED where there is nothing to predict or learn), and with
+            `document_mask` also `position_ids`, which begin anew with each document: [b, L].
+        """
+        length = self.length
+        rows = np.stack([tokens.marked(place.start, length + 1) for tokens, place in places])
+        ids = ids_of(rows)
+        labels = np.where(rows[:, 1:] & UNLEARNED, IGNORED, ids[:, 1:])
+        for row, (tokens, place) in zip(labels, places, strict=True):
+            row[tokens.size - place.before :] = IGNORED  # they are in an earlier block of the epoch, too
+            if place.start <= tokens.size - 1 < place.start + length:  # the first token does not follow the last
+                row[tokens.size - 1 - place.start] = IGNORED
+        batch = {"input_ids": ids[:, :-1], "labels": labels}
+        if self.settings.document_mask:
+            ends = (rows[:, :-1] & LAST) != 0
+            labels[ends] = IGNORED
+            batch["position_ids"] = _positions(ends)
+        return batch
+
+    def first(self, tokens: TokenSource, limit: int) -> list[Block]:
+        """Blocks that predict each of the first tokens once, except the very first; the last block may be shorter."""
+        scored = min(limit, tokens.size) - 1
+        return [Block(start, start + tokens.size - scored) for start in range(0, scored, self.length)]
+
+    def shapes(self, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:  # noqa: ARG002
+        """See `Sampler.shapes`."""
+        return {"input_ids": (self.length,)}
+
+
+def _positions(ends: Any) -> Integers:
+    """The number of each token in its document: [b, L].
+
+    Args:
+        ends: [b, L], whether a token is the last of its document.
+    """
+    places = np.broadcast_to(np.arange(ends.shape[1]), ends.shape)
+    begins = np.zeros(ends.shape, np.int64)
+    begins[:, 1:] = np.where(ends[:, :-1], places[:, 1:], 0)
+    return places - np.maximum.accumulate(begins, axis=1)

@@ -1,0 +1,166 @@
+"""What every objective implements, and blocks of equal length, which most objectives on running text are made of.
+
+Blocks are cut in a new order and at a new offset in each epoch. The tokens are treated as circular, so that an offset
+loses none of them. The first epoch of a stream, whose end is not known yet, is permuted within windows of consecutive
+blocks instead. `datasets` shuffles streams with a buffer, whose content its state does not hold, so that a resumed run
+would lose samples; a place in a window is computed from the number of the sample alone.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import numpy.typing as npt
+
+from gqa_convert.data.objectives import SampleSettings
+from gqa_convert.data.order import mix, permuted
+from gqa_convert.data.sources import Source, TextSource, open_source
+from gqa_convert.data.token_files import Encoder, TokenSource
+
+SHUFFLE_WINDOW: Final = 1 << 22
+"""The default window of a stream, in tokens: thousands of documents, which are tokenised in seconds."""
+
+Batch = dict[str, npt.NDArray[Any]]
+"""The inputs of a model and its labels, by name: [b, ...]."""
+Keys = Sequence[tuple[int, int]]
+"""What seeds the random numbers of each sample."""
+
+
+class Sampler(ABC):
+    """Makes the samples of one objective.
+
+    Args:
+        settings: of the samples.
+
+    Attributes:
+        raw_tokens: the mean number of text tokens in a sample.
+        shortest: the fewest tokens that a source must have.
+        notes: messages about the data for the user.
+
+    Raises:
+        DataError: the settings, the tokenizer or the checkpoint do not suit the objective.
+    """
+
+    raw_tokens: int | Fraction
+    shortest: int = 1
+    notes: Sequence[str] = ()
+
+    def __init__(self, settings: SampleSettings) -> None:
+        self.settings = settings
+
+    @staticmethod
+    def suits(tokenizer: Any) -> bool:  # noqa: ARG004
+        """Whether a tokenizer has what the objective needs."""
+        return True
+
+    def open(self, source: Source, memory: Path) -> TextSource:
+        """The documents of a source; see `open_source`."""
+        return open_source(source, memory)
+
+    @abstractmethod
+    def encoder(self, source: Source, text: TextSource) -> Encoder:
+        """What turns the documents of a source into tokens.
+
+        Raises:
+            DataError: the source does not suit the objective, or the tokenizer not the source.
+        """
+
+    def measure(self, sources: Sequence[tuple[TokenSource, int]]) -> None:  # noqa: B027
+        """Set what depends on the data, from the tokens of each source and the source's share of the samples."""
+
+    @abstractmethod
+    def count(self, tokens: TokenSource) -> int:
+        """The number of samples in an epoch of a source."""
+
+    @abstractmethod
+    def tokens_for(self, samples: int, window: int) -> int | None:
+        """How many tokens of a stream its first samples are cut from; None for all of them."""
+
+    @abstractmethod
+    def cut(self, tokens: TokenSource, number: int, key: int, window: int) -> Any:
+        """The location of a sample in a source.
+
+        Args:
+            tokens: the source's tokens.
+            number: the number of the sample, counted over all epochs.
+            key: selects the source's orders and offsets.
+            window: the tokens of a window, in which the first epoch of a stream is shuffled.
+
+        Raises:
+            IndexError: the stream is not tokenised so far.
+        """
+
+    @abstractmethod
+    def first(self, tokens: TokenSource, limit: int) -> list[Any]:
+        """The locations of consecutive samples within the first `limit` tokens of a source."""
+
+    @abstractmethod
+    def batch(self, places: Sequence[tuple[TokenSource, Any]], keys: Keys) -> Batch:
+        """The samples at these locations: what the model's forward pass takes, and `labels`, which are what it is to
+        predict at each position, or IGNORED.
+        """
+
+    @abstractmethod
+    def shapes(self, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+        """The shape of each of a model's inputs in the longest sample, for the estimate of memory; names with `ids` hold
+        tokens, others numbers.
+
+        Args:
+            config: the model's config.json.
+        """
+
+
+class Block(NamedTuple):
+    """The location of a block.
+
+    Attributes:
+        start: the position of its first token.
+        before: the tokens of its epoch in earlier blocks.
+    """
+
+    start: int
+    before: int
+
+
+class BlockSampler(Sampler):
+    """Blocks of equal length.
+
+    Args:
+        settings: of the samples.
+        length: the tokens of text in a block.
+        following: the tokens behind a block that it needs, too.
+    """
+
+    def __init__(self, settings: SampleSettings, length: int, following: int) -> None:
+        super().__init__(settings)
+        self.raw_tokens = self.length = length
+        self.shortest = length + following
+
+    def count(self, tokens: TokenSource) -> int:
+        """The number of blocks in an epoch; the last one may overlap the first."""
+        return -(-tokens.size // self.length)
+
+    def tokens_for(self, samples: int, window: int) -> int:
+        """The tokens of whole windows."""
+        blocks = self._in_window(window)
+        return -(-samples // blocks) * blocks * self.length + self.shortest - self.length
+
+    def _in_window(self, window: int) -> int:
+        """The blocks of a window."""
+        return max(1, window // self.length)
+
+    def cut(self, tokens: TokenSource, number: int, key: int, window: int) -> Block:
+        """See `Sampler.cut`."""
+        if not tokens.complete and self.tokens_for(number + 1, window) > tokens.size:
+            raise IndexError(f"sample {number} of {tokens.label} is cut from tokens that are not there yet")
+        blocks = self.count(tokens)
+        epoch, place = divmod(number, blocks)
+        if tokens.is_stream and epoch == 0:
+            size = self._in_window(window)
+            first = place - place % size
+            place = first + permuted(place - first, min(size, blocks - first), mix(key, first, 4))
+            return Block(place * self.length, place * self.length)
+        before = permuted(place, blocks, mix(key, epoch, 2)) * self.length
+        return Block((mix(key, epoch, 1) + before) % tokens.size, before)

@@ -1,0 +1,176 @@
+"""Speech with its text, for models that hear: folders of sound whose metadata state what is said.
+
+Shape legend: b sounds, m mel bins, f frames of a window, n tokens of the longest text.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gqa_convert.checkpoint.paths import local_path
+from gqa_convert.data.audio_files import list_audio_files, read_audio, seconds_of
+from gqa_convert.data.documents import Fields, Piece
+from gqa_convert.data.files import Files
+from gqa_convert.data.labels import IGNORED
+from gqa_convert.data.objectives import SampleSettings
+from gqa_convert.data.pairs import DocumentSampler, padded
+from gqa_convert.data.sampler import Batch, Keys
+from gqa_convert.data.sources import Source, TextSource
+from gqa_convert.data.token_files import UNLEARNED, Encoder, Marked, TokenSource, ids_of, packed
+from gqa_convert.data.tokenizing import tokenizer_state
+from gqa_convert.errors import DataError
+
+_TASK = "transcribe"
+
+
+class SoundFolder(Files):
+    """A folder of sound with a text for each file; see `audio_files`.
+
+    Attributes:
+        sounds: the files with their texts, a document each.
+
+    Raises:
+        DataError: there is no such folder, a file is missing, or a text.
+    """
+
+    def __init__(self, label: str) -> None:
+        self.sounds = list_audio_files(local_path(label))
+        if not all(sound.text for sound in self.sounds):
+            raise DataError(
+                f"{label} states no texts: training on speech needs a metadata.jsonl there, with `file_name` and `text` for each file"
+            )
+        super().__init__(label, [sound.path for sound in self.sounds])
+
+    def identity(self) -> list[Any]:
+        """See `Files.identity`; and the texts."""
+        return [*super().identity(), [sound.text for sound in self.sounds]]
+
+    def _pieces(self, fields: Fields) -> Iterator[Piece]:  # noqa: ARG002
+        self._finished = 0
+        for sound, stat in zip(self.sounds, self._stats, strict=True):
+            yield Piece(sound, where=str(sound.path))
+            self._finished += stat.st_size
+
+
+class SpokenTextEncoder:
+    """Encodes what is said: the tokens with which the decoder begins, which are not learned, the text and its end.
+
+    Attributes:
+        fields: None; documents are `AudioFile`s.
+        key: everything that determines the tokens of a text, as plain data.
+
+    Raises:
+        DataError: the model knows several languages and not the one that is stated.
+    """
+
+    fields = None
+
+    def __init__(self, settings: SampleSettings, language: str | None, longest_seconds: float) -> None:
+        assert settings.folder is not None
+        self._tokenizer, self._longest = settings.tokenizer, longest_seconds
+        self._prompt = decoder_prompt(settings.folder, settings.first_token, language)
+        self.key = ["speech", tokenizer_state(settings.tokenizer), self._prompt, longest_seconds]
+
+    def encode(self, pieces: Sequence[Piece]) -> Marked:
+        """The tokens of texts, one behind the other: [tokens].
+
+        Raises:
+            DataError: a sound is longer than what the model hears at once, or can't be read.
+        """
+        rows = []
+        for piece in pieces:
+            seconds = seconds_of([piece.text])
+            if seconds > self._longest:
+                raise DataError(
+                    f"{piece.where} lasts {seconds:.1f} seconds, and the model hears {self._longest:g} at once: cut the file and its text"
+                )
+            ids = self._tokenizer(f" {piece.text.text}", add_special_tokens=False)["input_ids"]
+            rows.append([*self._prompt, *ids, self._tokenizer.eos_token_id])
+        tokens = packed(rows, [True] * len(rows))
+        start = 0
+        for row in rows:
+            tokens[start : start + len(self._prompt)] |= UNLEARNED
+            start += len(row)
+        return tokens
+
+
+def decoder_prompt(folder: Path, start: int, language: str | None) -> list[int]:
+    """The tokens with which the decoder of a model that hears begins.
+
+    Args:
+        folder: the checkpoint, whose generation_config.json states them.
+        start: the first of them.
+        language: such as `en`, for a model of several languages.
+
+    Raises:
+        DataError: the model knows several languages and not this one, or one and a language is stated.
+    """
+    try:
+        generation = json.loads((folder / "generation_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        generation = {}
+    prompt = [start]
+    if generation.get("is_multilingual"):
+        languages = generation["lang_to_id"]
+        if f"<|{language}|>" not in languages:
+            known = ", ".join(sorted(name.strip("<|>") for name in languages))
+            raise DataError(f"the language of the speech is {language}: set `language` of the source to one of {known}")
+        prompt += [languages[f"<|{language}|>"], generation["task_to_id"][_TASK]]
+    elif language is not None:
+        raise DataError(f"the source states the language {language}, and the model knows one alone: remove `language`")
+    if generation.get("no_timestamps_token_id") is not None:
+        prompt.append(generation["no_timestamps_token_id"])
+    return prompt
+
+
+class SpeechSampler(DocumentSampler):
+    """Sounds and what is said in them. Sounds are read when a batch needs them."""
+
+    per_sample = 1
+    noun = "texts"
+
+    def __init__(self, settings: SampleSettings) -> None:
+        from gqa_convert.data.speech import feature_extractor
+
+        assert settings.folder is not None
+        super().__init__(settings)
+        config = json.loads((settings.folder / "config.json").read_text(encoding="utf-8"))
+        self._extractor, self.notes = feature_extractor(settings.folder, config)
+
+    def open(self, source: Source, memory: Path) -> TextSource:  # noqa: ARG002
+        """See `SoundFolder`."""
+        return SoundFolder(source.source)
+
+    def encoder(self, source: Source, text: TextSource) -> Encoder:  # noqa: ARG002
+        """See `SpokenTextEncoder`."""
+        longest = self._extractor.n_samples / self._extractor.sampling_rate
+        return SpokenTextEncoder(self.settings, source.language, longest)
+
+    def batch(self, places: Sequence[tuple[TokenSource, int]], keys: Keys) -> Batch:  # noqa: ARG002
+        """Sounds and texts.
+
+        Returns:
+            `input_features` [b, m, f] float32; `decoder_input_ids` [b, n]; and `labels` [b, n], the next tokens, IGNORED
+            for the tokens with which the decoder begins and behind the end of a text.
+        """
+        sounds, inputs, labels = [], [], []
+        for tokens, number in places:
+            text = self.document(tokens, number, closing=1)
+            inputs.append(ids_of(text[:-1]))
+            labels.append(np.where(text[1:] & UNLEARNED, IGNORED, ids_of(text[1:])))
+            assert isinstance(tokens.text, SoundFolder)
+            sounds.append(read_audio(tokens.text.sounds[number].path, self._extractor.sampling_rate))
+        features = self._extractor(sounds, sampling_rate=self._extractor.sampling_rate, return_tensors="np")
+        return {
+            "input_features": features.input_features.astype(np.float32),
+            "decoder_input_ids": padded(inputs, self.settings.tokenizer.eos_token_id),
+            "labels": padded(labels, IGNORED),
+        }
+
+    def shapes(self, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+        """See `Sampler.shapes`."""
+        frames = self._extractor.n_samples // self._extractor.hop_length
+        return {"input_features": (int(config["num_mel_bins"]), frames), "decoder_input_ids": (self.settings.length,)}

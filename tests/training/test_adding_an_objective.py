@@ -1,0 +1,78 @@
+"""A new objective is one file and one entry: everything else finds it there."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from gqa_convert.data.objectives import OBJECTIVES, Objective
+from gqa_convert.errors import RecipeError
+from gqa_convert.families.loading import load_model
+from gqa_convert.training.estimate import estimate, named_gpus
+from gqa_convert.training.recipe import make_recipe
+from gqa_convert.training.tokenize_only import tokenize_recipe
+from tests.helpers.data_helpers import demo_tokenizer, open_samples
+from tests.helpers.uptrain_runs import losses, recipe, run, student_home, weights
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    with student_home(tmp_path_factory.mktemp("home")) as folder:
+        yield folder
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = Objective(
+        models="a decoder-only model", reads=("text",), sampler="tests.helpers.toy_objective:BackwardsSampler"
+    )
+    monkeypatch.setitem(OBJECTIVES, "backwards", entry)
+
+
+def test_a_second_objective_of_decoders_trains_and_resumes(home: Path, tmp_path: Path) -> None:
+    """The first loss is that of text that is read backwards, by independent arithmetic."""
+    keys = {
+        "objective": "backwards",
+        "schedule": "constant",
+        "warmup_steps": 0,
+        "evaluation_data": str(home / "other.txt"),
+    }
+    run(home, tmp_path / "run", **keys, tokens=192)
+    run(home, tmp_path / "run", **keys)
+    run(home, tmp_path / "whole", **keys)
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    assert weights(tmp_path / "run") == weights(tmp_path / "whole")
+    forwards = open_samples([str(home / "text.txt")], demo_tokenizer(), objective="causal", sequence_length=32)
+    batch = forwards.batch([0, 1])
+    text = np.concatenate([batch["input_ids"], batch["labels"][:, -1:]], axis=1)[:, ::-1].copy()
+    model, _ = load_model(home / "student", torch.float32)
+    with torch.no_grad():
+        expected = model(input_ids=torch.from_numpy(text), labels=torch.from_numpy(text)).loss.item()
+    assert losses(tmp_path / "run")[0] == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_first_objective_remains_the_default(home: Path, tmp_path: Path) -> None:
+    run(home, tmp_path / "auto", tokens=64)
+    run(home, tmp_path / "causal", tokens=64, objective="causal")
+    assert losses(tmp_path / "auto") == losses(tmp_path / "causal")
+
+
+def test_estimates_and_tokenising_and_refusals_know_it(home: Path, tmp_path: Path) -> None:
+    path = recipe(home, tmp_path / "run", objective="backwards")
+    other = recipe(home, tmp_path / "other")
+    assert estimate(path, [], named_gpus(1, "h100")) == estimate(other, [], named_gpus(1, "h100"))
+    assert tokenize_recipe(path, processes=1).samples == 12
+    keys = {"model": "m", "output": "o", "tokens": "10M", "objective": "backwards"}
+    for more, message in (
+        (
+            {"data": {"source": "d", "format": "chat"}},
+            "objective is backwards, which reads running text, and data holds conv",
+        ),
+        ({"data": "d", "document_mask": True}, "document_mask does not belong to the objective backwards"),
+    ):
+        with pytest.raises(RecipeError, match=message):
+            make_recipe(keys | more)
+    with pytest.raises(RecipeError, match="it must be auto, causal, span_corruption, pairs, speech, backwards"):
+        make_recipe(keys | {"data": "d", "objective": "forwards"})
