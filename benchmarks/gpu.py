@@ -263,7 +263,7 @@ def fit_layer(source: Path, out: Path, groups: int, *, small: bool) -> dict[str,
         now = time.perf_counter()
         stages[stage] = round(stages.get(stage, 0.0) + now - began, 2)
         words = progress.detail.rpartition(": ")[2].split(" of ")[0]
-        stage, began = words.rstrip("0123456789, ") or "writing", now
+        stage, began = words.rstrip("0123456789, ") or progress.label or "writing", now
 
     calibration = CalibrationOptions(source="python-stdlib", kl_steps=0)
     if small:
