@@ -42,7 +42,7 @@ A type on no list is converted like a Llama if its config has `num_key_value_hea
 |---|---|---|
 {native}
 
-The config key is `num_key_value_heads`, in a dbrx also `attn_config.kv_n_heads`. A Gemma 4 may have one number in layers with a sliding window and another in the rest; its `attention_k_eq_v` and a Zamba 2's `use_shared_attention_adapter` are refused.
+A Gemma 4 may have one number in layers with a sliding window and another in the rest.
 
 vLLM 0.32.0 on a CPU and llama.cpp as of llama-cpp-python 0.3.36 differ from transformers 5.23 on the same files:
 
@@ -72,7 +72,7 @@ transformers runs the files that the result carries; where gqa-convert is instal
 - Decoders: {decoders}.
 - Encoder-decoders: {encoder_decoders}.
 
-An attention function of your own reads a mask with four axes in all of them but bloom and a Falcon with ALiBi, for which transformers accepts masks of padding alone; gpt_neo runs with eager attention only. A bloom with `slow_but_exact` is refused.
+gpt_neo runs with eager attention only.
 
 ## Layers that differ
 
@@ -82,15 +82,17 @@ An attention function of your own reads a mask with four axes in all of them but
 
 ## Rewritten first
 
-These load by code in the checkpoint, which gqa-convert does not run. With the source's own number of K/V heads, the result is the rewritten source. The ALiBi of Baichuan 13B and the experts and the sparse attention of MiniCPM are refused; a Qwen is the same up to `seq_length` tokens.
+These load by code in the checkpoint, which gqa-convert does not run. With the source's own number of K/V heads, the result is the rewritten source. A Qwen is the same up to `seq_length` tokens.
 
 {restated}
 
 ## Refused
 
-| reason | types |
-|---|---|
+A type is refused where
+
 {refused}
+
+The message names the reason for yours.
 """
 
 
@@ -111,12 +113,10 @@ def pairs(items: Iterable[tuple[str, str]]) -> str:
 
 def document() -> str:
     """The whole text."""
-    native, refused = defaultdict(list), defaultdict(list)
+    native = defaultdict(list)
     for name, family in FAMILIES.items():
         if family.native:
             native[engines(name)].append(name)
-    for name, reason in REFUSALS.items():
-        refused[reason].append(name)
     own = [name for name, family in FAMILIES.items() if family.modeling and not family.is_converted]
     listed = sorted(family.stock_type for family in FAMILIES.values() if family.kv_heads == "listed")
     wide = sorted(name for name, family in FAMILIES.items() if "llama.cpp" in family.beyond_window_in)
@@ -132,7 +132,7 @@ def document() -> str:
         decilm=", ".join(DECILM_SOURCES),
         listed=", ".join(listed),
         restated=pairs(RESTATED.items()),
-        refused=rows(dict(sorted(refused.items()))),
+        refused="\n".join(f"- {reason};" for reason in sorted(set(REFUSALS.values()))).removesuffix(";") + ".",
     )
 
 

@@ -15,8 +15,6 @@ from gqa_convert.data.sources import Source
 from gqa_convert.training.recipe import Lora, Recipe
 
 DOCUMENT = Path(__file__).with_name("uptraining-reference.md")
-_KINDS = {"integer": "whole number", "number": "number", "string": "text", "boolean": "true or false", "array": "list"}
-_BOUNDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
 
 
 def updated(page: str) -> str:
@@ -31,36 +29,26 @@ def updated(page: str) -> str:
 def keys_table(declared: Any) -> str:
     """The keys of a dataclass as a Markdown table."""
     schema = TypeAdapter(declared).json_schema()
-    rows = ["| key | kind | default | meaning |", "|---|---|---|---|"]
+    rows = ["| key | default | meaning |", "|---|---|---|"]
     for name, field in fields_of(declared).items():
-        stated = schema["properties"][name]
         default = "required"
         if not field.is_required():
             default = "none" if field.default in (None, ()) else shown(field.default)
             if isinstance(field.default, float):
                 default = f"{field.default:g}"
-        rows.append(f"| `{name}` | {_kind(field, stated)} | {default} | {field.description} |")
+        choices = find_choices(schema["properties"][name])
+        added = f" One of {', '.join(choices)}." if choices else ""
+        rows.append(f"| `{name}` | {default} | {field.description}{added} |")
     return "\n".join(rows)
 
 
-def _kind(field: Any, stated: Any) -> str:
-    """The kind of value of a field, whose JSON schema is stated, in words."""
-    while "anyOf" in stated:
-        kinds = [each for each in stated["anyOf"] if each.get("type") != "null"]
-        if any(each.get("type") == "array" for each in kinds):
-            several = f"one or a list of {_kind(field, kinds[0])}"
-            return "sources" if any("$ref" in each for each in kinds) else several
-        stated = kinds[0]
-    if "enum" in stated or "const" in stated:
-        return ", ".join(map(str, stated.get("enum", [stated.get("const")])))
-    if "$ref" in stated:
-        return "mapping"
-    bounds = []
-    for limit in field.metadata:
-        for name, word in _BOUNDS.items():
-            if hasattr(limit, name):
-                bounds.append(f"{word} {getattr(limit, name):.10g}")
-    return ", ".join([_KINDS[stated["type"]], *([" and ".join(bounds)] if bounds else [])])
+def find_choices(stated: Any) -> list[str]:
+    """The words that a key may have, by its JSON schema; none where it takes other values."""
+    for kind in stated.get("anyOf", ()):
+        found = find_choices(kind.get("items", kind))
+        if found:
+            return found
+    return [str(choice) for choice in stated.get("enum", ())]
 
 
 if __name__ == "__main__":

@@ -34,7 +34,6 @@ NOT_RUN = {
     r"^(\S*/)?gqa-convert demo$": "takes minutes: tests/demo/test_demo.py runs it with less text",
     r"^torchrun |^accelerate launch": "starts processes of its own, mostly on GPUs: tests/training/test_distributed_runs.py has such runs",
     r"^sbatch ": "needs a cluster",
-    r"^hf download": "fetches a model from the Hub",
     r"^cp demo-gqa3/": "puts files into a folder that TRL wrote, which the tests' environment lacks",
     r"^lm_eval ": "runs a program of its own, which the tests' environment lacks",
     r"^llama-server ": "a serving engine, which the tests' environment lacks",
@@ -45,7 +44,7 @@ NOT_RUN = {
 }
 """Commands that the tests only parse, and the reason."""
 
-NOT_EXECUTED = {"trl": "trains with TRL, which the tests' environment lacks", "datasets": "downloads a dataset"}
+NOT_EXECUTED = {"datasets": "downloads a dataset"}
 """Packages whose import keeps the tests from executing a block of Python, and the reason."""
 
 INSTEAD: dict[str, dict[str, str]] = {
