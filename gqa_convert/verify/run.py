@@ -89,7 +89,7 @@ def _check_stored(report: VerificationReport, inputs: Inputs, progress: Progress
             is_own_code = report.check(
                 "modelling file", lambda: check_modelling_file(inputs.out, inputs.out_config, modeling)
             )
-    report.check("carried files", lambda: check_carried(inputs.out, inputs.source.folder, modeling))
+    report.check("copied files", lambda: check_carried(inputs.out, inputs.source.folder, modeling))
     if claims:
         required = result is not None and result.folds
         report.check("hashes", lambda: check_hashes(inputs.out, claims, required=required))

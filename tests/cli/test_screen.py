@@ -29,7 +29,7 @@ def test_names_are_printed_as_they_are(source: Path, tmp_path: Path) -> None:
     assert f"folder               {out}\n" in converted.stdout
     (out / "[red].json").write_text("{}")
     assert (
-        "FAIL  carried files          [red].json is not in SOURCE"
+        "FAIL  copied files           [red].json is not in SOURCE"
         in run("verify", out, "--source", source, "--no-logits").stdout
     )
     missing = run("convert", tmp_path / "no[/]thing", "--groups", 4, "--dry-run")

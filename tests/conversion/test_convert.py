@@ -199,4 +199,4 @@ def test_which_further_files_are_kept(source: Path, tmp_path: Path) -> None:
     assert kept.read_bytes() == theirs.read_bytes()
     assert verify_checkpoint(tmp_path / "out", source, logits=False).passed
     kept.write_bytes(kept.read_bytes()[:-1] + b"x")
-    assert "carried files" in failed(verify_checkpoint(tmp_path / "out", source, logits=False))
+    assert "copied files" in failed(verify_checkpoint(tmp_path / "out", source, logits=False))

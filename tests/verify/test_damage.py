@@ -38,7 +38,7 @@ from tests.helpers.verification import (
 
 MERGED, UNTOUCHED, FUNCTIONS = {"merged tensors"}, {"untouched tensors"}, {"attention functions"}
 FILES, CONFIG, CLAIMS, NAMES = {"files"}, {"config"}, {"provenance"}, {"tensor names"}
-CODE, CARRIED, HASHES = {"modelling file"}, {"carried files"}, {"hashes"}
+CODE, CARRIED, HASHES = {"modelling file"}, {"copied files"}, {"hashes"}
 
 STEM, FIRST = "model.layers.1.self_attn", "model.layers.0.self_attn"
 KEY, NORM = f"{STEM}.k_proj.weight", "model.norm.weight"

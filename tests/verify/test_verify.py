@@ -463,7 +463,7 @@ def test_another_tokenizer_is_found(made: Made, tmp_path: Path) -> None:
     out = shutil.copytree(good, tmp_path / "out")
     path = out / "tokenizer.json"
     path.write_text(path.read_text().replace('"Whitespace"', '"WhitespaceSplit"'))
-    assert set(failed(verify_checkpoint(out, source))) == {"carried files", "tokenizer"}
+    assert set(failed(verify_checkpoint(out, source))) == {"copied files", "tokenizer"}
     path.unlink()
     assert check_tokenizer(source, path.parent.parent) == "SOURCE has none"
 
@@ -493,4 +493,4 @@ def test_tokenizers_of_rewritten_sources(model_type: str, groups: int, tmp_path:
         assert (ours != theirs) == (model_type == "gpt2")
     if model_type == "gpt2":
         (out / "tokenizer_config.json").unlink()
-        assert set(failed(verify_checkpoint(out, source))) == {"carried files", "tokenizer"}
+        assert set(failed(verify_checkpoint(out, source))) == {"copied files", "tokenizer"}
