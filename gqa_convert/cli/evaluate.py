@@ -67,6 +67,7 @@ def evaluate(
             "float32, bfloat16, float16 or auto: float32 on a CPU, else the checkpoint's.",
         ),
     ] = "auto",
+    seed: Annotated[int | None, hidden_option("--seed S", "Seed of the texts of --retrieval. Default: 0.")] = None,
     revision: Annotated[
         str | None, hidden_option("--revision REV", "Branch, tag or commit of models on the Hub. Default: main.")
     ] = None,
@@ -118,14 +119,16 @@ def evaluate(
         raise OptionError("--data is missing: name the text to score, or ask for facts with --retrieval")
     if data is None and (html or plot):
         raise OptionError("--html and --plot draw losses: name the text to score with --data")
-    if not retrieval and (lengths or questions is not None):
-        raise OptionError("--lengths and --questions belong to --retrieval: add it, or leave them out")
+    if not retrieval and (lengths, questions, seed) != (None, None, None):
+        raise OptionError("--lengths, --questions and --seed belong to --retrieval: add it, or leave them out")
     if output is not None:
         check_result_path(output, overwrite=overwrite)
     from gqa_convert.measuring.evaluation.long_contexts import RetrievalOptions
+    from gqa_convert.measuring.evaluation.retrieval import QUESTIONS
     from gqa_convert.measuring.evaluation.run import EvaluationOptions
     from gqa_convert.measuring.evaluation.run import evaluate as run
 
+    asked = RetrievalOptions(lengths, QUESTIONS if questions is None else questions, seed or 0)
     options = EvaluationOptions(
         reference=reference,
         revision=revision,
@@ -134,7 +137,7 @@ def evaluate(
         batch=batch,
         dtype=dtype,
         device=device,
-        retrieval=RetrievalOptions(lengths, 24 if questions is None else questions) if retrieval else None,
+        retrieval=asked if retrieval else None,
     )
     stated = {
         "source": data,

@@ -56,8 +56,14 @@ def test_models_are_asked_and_compared_with_the_first(evaluate: Any, tmp_path: P
 
 
 def test_questions_alone_need_no_text(evaluate: Any) -> None:
-    code, out, err = evaluate("one", "--retrieval", "--questions", 1)
+    code, out, err = evaluate("one", "--retrieval", "--questions", 1, "--seed", 7, "--json")
     assert code == 0, err
+    results = json.loads(out)
+    assert results["questions"] == {"lengths": [512], "questions": 1, "seed": 7}
+    assert results["data"] is None
+    code, out, err = evaluate("one", "--retrieval", "--questions", 1)
+    own = f"{results['results'][0]['retrieval']['written_loss']:.4f}"
+    assert own not in out, "another seed"
     assert "Exact answers in percent in texts of 512 tokens, 1 questions of each kind" in out
     assert "loss" not in out
 
@@ -70,6 +76,7 @@ def test_questions_alone_need_no_text(evaluate: Any) -> None:
         (("one", "--retrieval", "--lengths", "99"), "too short for the questions"),
         (("t5", "--retrieval"), "--retrieval asks causal models, and t5 is an encoder-decoder"),
         (("one", "--data", "text.txt", "--questions", 4), "belong to --retrieval"),
+        (("one", "--data", "text.txt", "--seed", 0), "belong to --retrieval"),
         (("one", "--retrieval", "--plot", "losses.png"), "--html and --plot draw losses"),
         (("one",), "or ask for facts with --retrieval"),
     ],

@@ -119,7 +119,7 @@ class Material:
         return np.bincount(self.blocks, values, self.block_count).astype(np.float64)
 
     def with_short_context(self, context: int) -> "Material":
-        """The same scored tokens, each read behind the last `context` to 2 * `context` - 1 tokens before it."""
+        """The same scored tokens, each read behind at most 2 * `context` tokens, and more than `context` where there are."""
         cut = []
         for example in self.examples:
             for first in range(0, len(example.read), context):
