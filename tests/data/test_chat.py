@@ -200,3 +200,14 @@ def test_a_stream_of_conversations(chats: Path, tmp_path: Path, monkeypatch: pyt
     )
     for name in file:
         np.testing.assert_array_equal(stream[name], file[name])
+
+
+def test_a_prompt_and_its_response(tmp_path: Path) -> None:
+    tokenizer = tokenizer_with(PLAIN)
+    pairs = [(TEXTS[0], TEXTS[1]), (TEXTS[2], TEXTS[3])] * 10
+    messages = rows_file(tmp_path, [{"messages": said(*pair)} for pair in pairs])
+    columns = rows_file(tmp_path, [{"instruction": one, "output": other} for one, other in pairs], "columns.jsonl")
+    source = {"source": str(columns), "format": "chat", "source_field": "instruction", "target_field": "output"}
+    expected, found = (packed(each, tokenizer, tmp_path / "cache") for each in (str(messages), source))
+    for name in expected:
+        np.testing.assert_array_equal(found[name], expected[name])
