@@ -49,11 +49,10 @@ vLLM 0.32.0 on a CPU and llama.cpp as of llama-cpp-python 0.3.36 differ from tra
 - **Sliding windows.** llama.cpp attends to all tokens in {wide}, in a Qwen where `use_sliding_window` is set; vLLM lets cohere2 and cohere2_moe see one token more. `convert --dry-run` states up to how many tokens the result is the same.
 - **llama.cpp**: gpt_oss has logits that differ by up to 5.3% of their spread. dots1, phi and olmoe load only with as many K/V heads as query heads, ernie4_5_moe not at all. bamba and solar_open gave different tokens. glm and nemotron load if `head_dim` is `hidden_size` / heads. granitemoehybrid is wrong with rotary positions.
 - **vLLM**: lfm2_moe gave different tokens, gemma3n_text different logits, phimoe no finite logits. In float32, falcon_h1, granitemoehybrid, jamba, nemotron_h and qwen3_next fail.
-- Both need config keys that transformers 5 does not write (`rotary_pct` of cohere2, `conv_dim` of lfm2): `convert` keeps those of the source.
 
 ## Wrappers
 
-Tested with an image and the decoder in brackets; another native decoder is accepted. Everything outside the decoder stays byte for byte. Methods that read text run the decoder alone; an mllama is merged from its weights.
+Tested with an image and the decoder in brackets; another native decoder is accepted. Everything outside the decoder stays byte for byte.
 
 {composites}
 
