@@ -17,7 +17,7 @@ from gqa_convert.data import text_generation
 from gqa_convert.data.order import mix
 from gqa_convert.data.text_generation import _Writer, has_chat_template, own_text
 from gqa_convert.errors import DataError, InterruptedRunError, StoppedError
-from tests.helpers.uptrain_runs import DEMO, make_student
+from tests.helpers.uptrain_runs import DEMO, losses, make_student, run, weights
 
 SMALL: dict[str, Any] = {"tokens": 40, "device": "cpu"}
 
@@ -152,3 +152,19 @@ def test_calibration_reads_it_as_it_reads_the_file(tmp_path: Path) -> None:
     assert set(seen) == {"generating text"}
     both = prepare_calibration(plan, CalibrationOptions(["self", str(file)], **options))
     assert " and " in both.description
+
+
+def test_a_run_reads_it_and_records_what_it_is(home: Path, tmp_path: Path) -> None:
+    (tmp_path / "student").symlink_to(home / "student")
+    own = {"source": "self", "tokens": 150, "seed": 3}
+    summary = run(home, tmp_path / "own", data=own, tokens=64, teacher=str(DEMO))
+    (file,) = (tmp_path / "cache" / "gqa-convert" / "tokens").glob("own-text-*.jsonl")
+    expected = own_text(DEMO, tmp_path / "again", tokens=150, seed=3, device="cpu")
+    assert file.read_bytes() == expected.file.read_bytes()
+    run(home, tmp_path / "file", data=str(file), tokens=64, teacher=str(DEMO))
+    assert losses(tmp_path / "own") == losses(tmp_path / "file")
+    assert weights(tmp_path / "own") == weights(tmp_path / "file")
+    record = json.loads((tmp_path / "own" / "model" / "gqa_conversion.json").read_text())["uptraining"][-1]
+    (stated,) = record["recipe"]["data"]
+    assert (stated["source"], stated["tokens"], stated["seed"]) == ("self", 150, 3)
+    assert summary["steps"] == 1

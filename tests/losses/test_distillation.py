@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import T5Config, T5ForConditionalGeneration
 
+from gqa_convert.errors import OptionError
 from gqa_convert.losses import distillation
 from gqa_convert.losses.distillation import combined_loss, kl_loss, labelled_positions, token_losses
 from gqa_convert.losses.output_layer import OutputLayer, remove_output_layer, removed_output_layer
@@ -259,3 +260,17 @@ def test_gradients_of_models(models: tuple[Any, Any]) -> None:
     assert largest.rows == 5
     for name, parameter in student.named_parameters():
         torch.testing.assert_close(parameter.grad, wanted[name], rtol=1e-5, atol=1e-7)
+
+
+def test_senseless_options() -> None:
+    logits, labels = made(), made_labels()
+    states, layer = numbers(BATCH, LENGTH, SIZE, seed=0), OutputLayer(numbers(VOCAB, SIZE, seed=1))
+    for call in (
+        lambda: combined_loss(logits, labels, weight=0.5),
+        lambda: combined_loss(logits, labels, logits, weight=1.5),
+        lambda: combined_loss(logits, labels[:, 1:]),
+        lambda: kl_loss(logits, logits[:1], labels),
+        lambda: combined_loss(states, labels, states[:1], layer=layer, weight=1.0),
+    ):
+        with pytest.raises(OptionError):
+            call()

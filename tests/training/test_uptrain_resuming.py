@@ -20,6 +20,7 @@ from tests.helpers.uptrain_runs import (
     die,
     in_child,
     leftovers,
+    losses,
     metrics,
     run,
     student_home,
@@ -250,3 +251,27 @@ def test_divergence_ends_a_run_that_can_go_on_otherwise(
     summary = run(home, output, **keys, learning_rate=1e-4)
     assert summary["changes"] == ["from step 7: learning_rate was 0.001 and is now 0.0001"]
     assert sorted(path.name for path in (output / "checkpoints").iterdir()) == ["step-000012"]
+
+
+def test_text_that_fails_on_the_way_costs_no_step(
+    home: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from gqa_convert.data.samples import Samples
+    from gqa_convert.errors import DataError
+
+    original = Samples.batch
+
+    def batch(self: Any, indices: Any) -> Any:
+        if max(indices) >= 6:
+            raise DataError("the stream broke off: check the network")
+        return original(self, indices)
+
+    output = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        patch.setattr(Samples, "batch", batch)
+        with pytest.raises(DataError, match="the stream broke off"):
+            run(home, output, save_every=100)
+    assert [path.name for path in (output / "checkpoints").iterdir()] == ["step-000003"]
+    run(home, output)
+    assert losses(output) == losses(whole)
+    assert weights(output) == weights(whole)
