@@ -34,7 +34,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     root = tmp_path_factory.mktemp("verify")
     numbers = torch.randint(0, 47, (40, 60), generator=torch.Generator().manual_seed(3)).tolist()
     (root / "text.txt").write_text("\n".join(" ".join(f"w{number}" for number in line) for line in numbers))
-    text = CalibrationOptions(source=root / "text.txt", tokens=1000, sequence_length=30, steps=20)
+    text = CalibrationOptions(source=root / "text.txt", tokens=1000, sequence_length=30, steps=20, mix=False)
     results: dict[str, Path] = {}
 
     def make(name: str, groups: int, method: str = "mean", **options: Any) -> tuple[Path, Path]:
