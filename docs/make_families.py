@@ -24,7 +24,7 @@ Look for the `model_type` of your `config.json`, or ask `gqa-convert convert SOU
 | your type is | its result | loads with |
 |---|---|---|
 | [native](#native) | keeps its type | transformers, and the engines named there |
-| a [wrapper](#wrappers) | keeps its type; the decoder inside is converted | transformers |
+| a [composite](#composites) model | keeps its type; the decoder inside is converted | transformers |
 | [rewritten as a stock type](#rewritten-as-a-stock-type) | has another type | transformers, and the engines named there |
 | one [with a modelling file](#modelling-file) | is a `gqa_...` and carries two Python files | transformers 5, `trust_remote_code=True` |
 | `chatglm` (ChatGLM2 and later) | keeps the code in the checkpoint, which gqa-convert never runs | transformers, `trust_remote_code=True`; vLLM and llama.cpp list it |
@@ -50,7 +50,7 @@ vLLM 0.32.0 on a CPU and llama.cpp as of llama-cpp-python 0.3.36 differ from tra
 - **llama.cpp**: gpt_oss has logits that differ by up to 5.3% of their spread. dots1, phi and olmoe load only with as many K/V heads as query heads, ernie4_5_moe not at all. bamba and solar_open gave different tokens. glm and nemotron load if `head_dim` is `hidden_size` / heads. granitemoehybrid is wrong with rotary positions.
 - **vLLM**: lfm2_moe gave different tokens, gemma3n_text different logits, phimoe no finite logits. In float32, falcon_h1, granitemoehybrid, jamba, nemotron_h and qwen3_next fail.
 
-## Wrappers
+## Composites
 
 Tested with an image and the decoder in brackets; another native decoder is accepted. Everything outside the decoder stays byte for byte.
 
