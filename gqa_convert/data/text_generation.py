@@ -21,6 +21,7 @@ from gqa_convert.checkpoint.locks import try_lock
 from gqa_convert.checkpoint.paths import local_path
 from gqa_convert.checkpoint.resource_errors import is_disk_full, is_out_of_memory, no_space
 from gqa_convert.checkpoint.source import Checkpoint, open_checkpoint
+from gqa_convert.data.model_tokenizer import check_vocabulary
 from gqa_convert.data.order import mix
 from gqa_convert.data.token_files import OnTokenize
 from gqa_convert.errors import (
@@ -218,6 +219,8 @@ class _Writer:
         begin = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
         if begin is None:
             raise DataError("the tokenizer has no token that begins a document: name text instead")
+        pad = tokenizer.pad_token_id
+        check_vocabulary(checkpoint.config, max(begin, pad or 0), checkpoint.folder)
         halves = loading.multiplies_bfloat16(torch.device(device))
         model, _ = loading.load_model(checkpoint.folder, "auto" if halves else torch.float32)
         if halves and model.dtype == torch.float16:
@@ -226,12 +229,11 @@ class _Writer:
         self._begin = int(begin)
         stated = getattr(model.generation_config, "eos_token_id", None) or tokenizer.eos_token_id
         self._ends = {end for end in (stated if isinstance(stated, list) else [stated]) if end is not None}
-        context = stated_positions(checkpoint.config)
+        self._context = stated_positions(checkpoint.config)
         # a model's own settings, such as a repetition penalty, would change its distribution
         self._model.generation_config = GenerationConfig(
             eos_token_id=sorted(self._ends) or None,
-            pad_token_id=min(self._ends, default=0) if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
-            max_new_tokens=LENGTH if context is None else min(LENGTH, context - 1),
+            pad_token_id=min(self._ends, default=0) if pad is None else pad,
             do_sample=True,
             temperature=temperature,
             top_k=0,
@@ -239,23 +241,29 @@ class _Writer:
 
     def batch(self, number: int) -> dict[str, Any]:
         """The texts of a batch that hold any, and the tokens generated for all."""
-        rows = self._sampled([[self._begin]] * BATCH, mix(self._seed, number))
+        rows = self._sampled([[self._begin]] * BATCH, mix(self._seed, number), LENGTH)
         texts = [self._tokenizer.decode(row, skip_special_tokens=True) for row in rows]
         return {"rows": [{"text": text} for text in texts if text.strip()], "tokens": sum(map(len, rows))}
 
-    def _sampled(self, beginnings: Sequence[Sequence[int]], seed: int, **settings: int) -> list[list[int]]:
-        """The tokens that the model writes behind each beginning, up to the first end-of-text, which is included."""
+    def _sampled(self, beginnings: Sequence[Sequence[int]], seed: int, most: int) -> list[list[int]]:
+        """The tokens that the model writes behind each beginning, at most so many and as its context allows, up to the first
+        end-of-text, which is included.
+        """
         import torch
 
         torch.manual_seed(seed)
         width = max(map(len, beginnings))
+        if self._context is not None:
+            most = min(most, self._context - width)
+        if most < 1:
+            raise DataError(f"a conversation does not fit the model's {self._context} positions: name text instead")
         padding = [width - len(beginning) for beginning in beginnings]
         pad = self._model.generation_config.pad_token_id
         ids = torch.tensor([[pad] * left + [*each] for left, each in zip(padding, beginnings, strict=True)])
         mask = torch.tensor([[0] * left + [1] * (width - left) for left in padding])
         device = self._model.device
         with torch.inference_mode():
-            made = self._model.generate(input_ids=ids.to(device), attention_mask=mask.to(device), **settings)
+            made = self._model.generate(input_ids=ids.to(device), attention_mask=mask.to(device), max_new_tokens=most)
         return [self._until_end(row) for row in made[:, width:].tolist()]
 
     def _until_end(self, tokens: list[int]) -> list[int]:
@@ -276,13 +284,13 @@ class _Conversations(_Writer):
     def batch(self, number: int) -> dict[str, Any]:
         """The conversations of a batch that are complete enough to have a question, and the tokens generated for all."""
         seed = mix(self._seed, number)
-        asked = self._sampled([self._opening] * BATCH, seed, max_new_tokens=QUESTION)
+        asked = self._sampled([self._opening] * BATCH, seed, QUESTION)
         questions = [self._tokenizer.decode(row, skip_special_tokens=True).strip() for row in asked]
         questions = [question for question in questions if question]
         if not questions:
             raise DataError("the model asks nothing where its chat template lets a user speak: name text instead")
         beginnings = [[*self._opening, *self._encode(question), *self._between] for question in questions]
-        answers = self._sampled(beginnings, mix(seed, 1))
+        answers = self._sampled(beginnings, mix(seed, 1), LENGTH)
         rows = []
         for question, answer in zip(questions, answers, strict=True):
             answered = self._tokenizer.decode(answer, skip_special_tokens=True)

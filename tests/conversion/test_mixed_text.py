@@ -117,6 +117,17 @@ def test_a_model_that_does_not_fit_writes_nothing(words: Path, monkeypatch: pyte
     assert "8% Python sources" in made.description
 
 
+def test_a_model_that_cannot_write_is_calibrated_without_its_own_text(
+    words: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: Any, **__: Any) -> None:
+        raise DataError("the tokenizer has no token that begins a document: name text instead")
+
+    monkeypatch.setattr(text_generation, "own_text", refused)
+    made = prepared(str(words))
+    assert "; mixed in: 8% Python sources" in made.description
+
+
 def test_the_command_says_what_is_mixed_in(small: Path, words: Path, tmp_path: Path) -> None:
     options = ["-n", "3", "-c", words, "--calibration-tokens", "640", "--calibration-length", "64", "--fit-steps", "1"]
     shown = run("convert", small, tmp_path / "out", *options, "--kl-steps", "0")

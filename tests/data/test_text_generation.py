@@ -108,6 +108,15 @@ def test_conversations_begin_where_the_template_lets_a_user_speak(
     assert [messages[1]["content"] for messages in found[: len(answers)]] == answers
 
 
+def test_a_beginning_that_the_model_has_no_embedding_for_is_refused(tmp_path: Path) -> None:
+    model = shutil.copytree(DEMO, tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    tokenizer.add_special_tokens({"bos_token": "<beginning>"})
+    tokenizer.save_pretrained(model)
+    with pytest.raises(DataError, match="vocabulary"):
+        own_text(model, tmp_path / "cache", **SMALL)
+
+
 def test_what_has_no_chat_template_or_one_of_its_own_mind_writes_documents_only(tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(DEMO)
     assert not has_chat_template(tokenizer)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -202,9 +203,8 @@ def _text(
     texts = _sources(options)
     for text in texts:
         if not is_self(text):
-            open_source(
-                as_source(str(text) if isinstance(text, Path) else text), default_cache()
-            )  # what does not exist is refused before anything is written
+            # what does not exist is refused before anything is written
+            open_source(as_source(str(text) if isinstance(text, Path) else text), default_cache())
     is_own = [is_self(text) for text in texts]
     texts = [written(tokens + held_out) if own else text for text, own in zip(texts, is_own, strict=True)]
     note, added = None, ""
@@ -214,7 +214,8 @@ def _text(
         if not any(is_own) and _is_held_by(plan, device):
             trained_on = BATCH_TOKENS * fresh if trains_together(plan, length, free_memory(device), device) else 0
             count, chats = OWN_SHARE * (tokens + held_out + trained_on), has_chat_template(usable_tokenizer(folder))
-            own = OwnTexts(written(count / (1 + chats)), written(count / 2, conversations=True) if chats else None)
+            with suppress(DataError):  # a model that cannot write is calibrated without its own text
+                own = OwnTexts(written(count / (1 + chats)), written(count / 2, conversations=True) if chats else None)
         texts = mixed(texts, own, options.seed)
         kinds = description(texts)
         note = f"mixed into the calibration text, so that other kinds of text are kept too: {kinds} (--no-mix leaves them out)"
