@@ -17,13 +17,16 @@ from .folders import model_folder, scratch
 
 @dataclass(frozen=True)
 class Method:
-    """A row of the comparison: the options of `convert`, whose default method is None."""
+    """A row of the comparison: the options of `convert`, whose default method is None. Without `mix`, nothing is mixed into
+    the text of `fit`.
+    """
 
     name: str
     method: str | None
     calibrated: bool = False
     fit_steps: int | None = None
     kl_steps: int | None = None
+    mix: bool = False
 
 
 METHODS = {
@@ -36,8 +39,8 @@ METHODS = {
         Method("factor-calibrated", "factor", calibrated=True),
         Method("fit-closed", "fit", calibrated=True, fit_steps=0, kl_steps=0),
         Method("fit-gradient", "fit", calibrated=True, kl_steps=0),
-        Method("fit-100", "fit", calibrated=True, kl_steps=100),
         Method("fit", "fit", calibrated=True),
+        Method("fit-mixed", "fit", calibrated=True, mix=True),
     )
 }
 
@@ -126,4 +129,5 @@ def _calibration(job: Job, method: Method, folder: Path) -> CalibrationOptions |
         seed=job.seed or 0,
         steps=method.fit_steps,
         kl_steps=method.kl_steps,
+        mix=method.mix or method.method != "fit",
     )

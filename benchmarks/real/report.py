@@ -42,7 +42,7 @@ def rows(data: Data) -> list[Row]:
     for cell in data["cells"]:
         key = (cell["method"], cell["calibration"], cell["calibration_tokens"])
         found.setdefault(key, []).append(cell)
-    order = [*METHODS, "fit-low-rank"]  # made by an earlier version
+    order = list(METHODS)
     keys = sorted(found, key=lambda key: (order.index(key[0]), key[1] or "", key[2] or 0))
     return [Row(*key, found[key]) for key in keys]
 
