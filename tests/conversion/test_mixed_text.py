@@ -22,7 +22,7 @@ from gqa_convert.data import text_generation
 from gqa_convert.data.made_up_records import made_up_records
 from gqa_convert.demo import CHECKPOINT as DEMO
 from gqa_convert.errors import DataError, OptionError
-from tests.data.test_text_generation import with_chat_template
+from tests.helpers.chat_template import with_chat_template
 from tests.helpers.command_line import run
 
 LENGTH = 64

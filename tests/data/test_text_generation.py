@@ -17,6 +17,7 @@ from gqa_convert.data import text_generation
 from gqa_convert.data.order import mix
 from gqa_convert.data.text_generation import _Writer, has_chat_template, own_text
 from gqa_convert.errors import DataError, InterruptedRunError, StoppedError
+from tests.helpers.chat_template import CHAT, with_chat_template
 from tests.helpers.uptrain_runs import DEMO, losses, make_student, run, weights
 
 SMALL: dict[str, Any] = {"tokens": 40, "device": "cpu"}
@@ -69,19 +70,6 @@ def test_it_is_what_generate_samples(tmp_path: Path) -> None:
     expected = [text for text in expected if text.strip()]
     assert len(expected) > 2
     assert texts[: len(expected)] == expected
-
-
-CHAT = (
-    "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}</{{ message['role'] }}>\n{% endfor %}"
-)
-
-
-def with_chat_template(folder: Path) -> Path:
-    """The bundled model with a chat template."""
-    shutil.copytree(DEMO, folder)
-    path = folder / "tokenizer_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": CHAT}))
-    return folder
 
 
 def test_conversations_begin_where_the_template_lets_a_user_speak(
