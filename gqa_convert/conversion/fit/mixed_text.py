@@ -1,7 +1,7 @@
 """What is mixed into the user's calibration text, so that the result keeps what this text does not show.
 
 `fit` keeps the source's behaviour on the kind of text that it sees, and loses it elsewhere: calibrated on English prose
-alone, SmolLM2-135M from 3 K/V heads to 1 diverges by 0.95 nats per token on code, and by 0.40 where other kinds were mixed
+alone, SmolLM2-135M from 3 K/V heads to 1 diverges by 0.95 nats per token on code, and by 0.46 where other kinds were mixed
 in (docs/results/README.md). A quarter of the blocks therefore comes from
 
 - the source itself, which samples documents and, where it has a chat template, conversations (Liu et al. 2023, LLM-QAT;
