@@ -114,7 +114,9 @@ def _refuse_unusual_zip(path: Path) -> None:
             records = archive.infolist()
             orders = [archive.read(record) for record in records if record.filename.endswith("/byteorder")]
     except (OSError, ValueError, zipfile.BadZipFile, NotImplementedError):
-        return  # the older format or a damaged file, which torch.load tells apart
+        # the older format or a damaged file, which torch.load tells apart; of a compression that it does not know, zipfile
+        # says NotImplementedError
+        return
     if any(order != sys.byteorder.encode() for order in orders) or any(each.compress_type for each in records):
         raise UnsupportedFormatError(
             f"{path} is compressed or has another machine's byte order: load it with torch.load and save it again with torch.save"

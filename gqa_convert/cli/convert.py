@@ -121,11 +121,11 @@ def convert(
 ) -> None:
     """Merge the K/V heads of SOURCE into N groups and write the result to OUT.
 
-    With --calibration, method fit adapts the merged heads to the text, layer by layer and then all layers together if
-    the model fits in memory; a quarter of a decoder's text is of other kinds, unless --no-mix is given. It loses least by
-    far and needs no GPU, but uses one if there is one; a killed run resumes with the same command. Without --calibration, method factor measures on a few thousand tokens of this Python's own
-    sources, which is quicker and loses more. Method mean (the GQA paper's) copies from disk to disk and usually needs
-    uptraining afterwards.
+    With --calibration, method fit adapts the merged heads to the text, layer by layer and then all layers together
+    if the model fits in memory; a quarter of a decoder's text is of other kinds, unless --no-mix is given. It loses
+    least by far and needs no GPU, but uses one if there is one; a killed run resumes with the same command. Without
+    --calibration, method factor measures on a few thousand tokens of this Python's own sources, which is quicker
+    and loses more. Method mean (the GQA paper's) copies from disk to disk and usually needs uptraining afterwards.
 
     With --kv-budget, each layer's cost is measured on the text, and the layers that lose least are merged most. Of a T5,
     the decoder is converted, and the encoder only with --encoder. A source that loads by the code in its checkpoint

@@ -8,125 +8,15 @@ this kind of reading first, and calibration text of other kinds hardly asks for 
 
 import json
 import random
+import tomllib
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
-_BEGINNINGS = [
-    "Ar",
-    "Bel",
-    "Cor",
-    "Dan",
-    "El",
-    "Fen",
-    "Gar",
-    "Hol",
-    "Is",
-    "Jor",
-    "Kal",
-    "Lor",
-    "Mar",
-    "Nor",
-    "Or",
-    "Pel",
-    "Quin",
-    "Ros",
-    "Sal",
-    "Tol",
-    "Ul",
-    "Var",
-    "Wen",
-    "Yor",
-    "Zan",
-]
-_MIDDLES = ["a", "e", "i", "o", "u", "an", "en", "in", "or", "al", "ev", "il"]
-_ENDS = [
-    "da",
-    "den",
-    "dro",
-    "ka",
-    "la",
-    "lin",
-    "mar",
-    "na",
-    "nor",
-    "ra",
-    "ric",
-    "ro",
-    "sa",
-    "son",
-    "ta",
-    "ton",
-    "va",
-    "vin",
-    "wick",
-    "za",
-]
-_SUBJECTS = [
-    "agent",
-    "account",
-    "city",
-    "client",
-    "file",
-    "item",
-    "machine",
-    "member",
-    "order",
-    "part",
-    "person",
-    "planet",
-    "project",
-    "room",
-    "server",
-    "ship",
-    "station",
-]
-_COLOURS = [
-    "amber",
-    "black",
-    "blue",
-    "bronze",
-    "green",
-    "grey",
-    "orange",
-    "pink",
-    "purple",
-    "red",
-    "silver",
-    "teal",
-    "violet",
-    "white",
-    "yellow",
-]
-_THINGS = [
-    "anchor",
-    "apple",
-    "basket",
-    "bell",
-    "candle",
-    "carpet",
-    "clock",
-    "drum",
-    "feather",
-    "hammer",
-    "harp",
-    "kettle",
-    "ladder",
-    "lamp",
-    "mirror",
-    "needle",
-    "pencil",
-    "piano",
-    "ribbon",
-    "rope",
-    "saddle",
-    "shovel",
-    "spoon",
-    "ticket",
-    "trumpet",
-    "violin",
-    "wagon",
-    "whistle",
-]
+_WORDS: dict[str, str] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+_BEGINNINGS, _MIDDLES, _ENDS = (_WORDS[name].split() for name in ("beginnings", "middles", "ends"))
+"""Of made-up names."""
+_SUBJECTS, _COLOURS, _THINGS = (_WORDS[name].split() for name in ("subjects", "colours", "things"))
 
 _SHORTEST = 300
 """Characters of a document, unless less is asked for."""

@@ -173,11 +173,7 @@ def _text(
     plan: Plan, options: CalibrationOptions, tokens: int, held_out: int, fresh: int, progress: Progress
 ) -> "Calibration":
     """Blocks of text, in which the source has written what `self` stands for, with other kinds of text among them."""
-    from gqa_convert.conversion.fit.calibration_text import (
-        calibration_batches,
-        calibration_length_for,
-        check_number,
-    )
+    from gqa_convert.conversion.fit.calibration_text import calibration_batches, check_number
     from gqa_convert.conversion.fit.mixed_text import OWN_SHARE, OwnTexts, description, mixed
     from gqa_convert.data.model_tokenizer import usable_tokenizer
     from gqa_convert.data.sources import as_source, is_self, open_source
@@ -209,11 +205,10 @@ def _text(
     texts = [written(tokens + held_out) if own else text for text, own in zip(texts, is_own, strict=True)]
     note, added = None, ""
     if options.mix and plan.merge_method.trains and not is_encoder_decoder(config):
-        own, device = OwnTexts(), chosen_device(options.device)
-        length = options.sequence_length or calibration_length_for(config)
-        if not any(is_own) and _is_held_by(plan, device):
-            trained_on = BATCH_TOKENS * fresh if trains_together(plan, length, free_memory(device), device) else 0
-            count, chats = OWN_SHARE * (tokens + held_out + trained_on), has_chat_template(usable_tokenizer(folder))
+        own = OwnTexts()
+        if not any(is_own) and _is_held_by(plan, chosen_device(options.device)):
+            count = OWN_SHARE * (tokens + held_out + _tokens_together(plan, options, fresh))
+            chats = has_chat_template(usable_tokenizer(folder))
             with suppress(DataError):  # a model that cannot write is calibrated without its own text
                 own = OwnTexts(written(count / (1 + chats)), written(count / 2, conversations=True) if chats else None)
         texts = mixed(texts, own, options.seed)
@@ -232,6 +227,15 @@ def _text(
         context=_context(plan),
     )
     return replace(made, description=made.description + added, note=note)
+
+
+def _tokens_together(plan: Plan, options: CalibrationOptions, steps: int) -> int:
+    """The tokens that the last stage learns from; 0 where the device has no memory for it."""
+    from gqa_convert.conversion.fit.calibration_text import calibration_length_for
+
+    device = chosen_device(options.device)
+    length = options.sequence_length or calibration_length_for(plan.checkpoint.config)
+    return BATCH_TOKENS * steps if trains_together(plan, length, free_memory(device), device) else 0
 
 
 def _is_held_by(plan: Plan, device: str) -> bool:
