@@ -11,10 +11,9 @@ import numpy as np
 from gqa_convert.data.encoders import text_encoder
 from gqa_convert.data.labels import IGNORED
 from gqa_convert.data.objectives import SampleSettings
-from gqa_convert.data.order import Integers
 from gqa_convert.data.sampler import Batch, Block, BlockSampler, Keys
 from gqa_convert.data.sources import Source, TextSource
-from gqa_convert.data.token_files import LAST, UNLEARNED, Encoder, TokenSource, ids_of
+from gqa_convert.data.token_files import UNLEARNED, Encoder, TokenSource, ids_of
 
 
 class CausalSampler(BlockSampler):
@@ -31,8 +30,7 @@ class CausalSampler(BlockSampler):
         """Blocks of text.
 
         Returns:
-            `input_ids` and `labels` (the next tokens; IGNORED where there is nothing to predict or learn), and with
-            `document_mask` also `position_ids`, which begin anew with each document: [b, L].
+            `input_ids` and `labels` (the next tokens; IGNORED where there is nothing to predict or learn): [b, L].
         """
         length = self.length
         rows = np.stack([tokens.marked(place.start, length + 1) for tokens, place in places])
@@ -42,12 +40,7 @@ class CausalSampler(BlockSampler):
             row[tokens.size - place.before :] = IGNORED  # they are in an earlier block of the epoch, too
             if place.start <= tokens.size - 1 < place.start + length:  # the first token does not follow the last
                 row[tokens.size - 1 - place.start] = IGNORED
-        batch = {"input_ids": ids[:, :-1], "labels": labels}
-        if self.settings.document_mask:
-            ends = (rows[:, :-1] & LAST) != 0
-            labels[ends] = IGNORED
-            batch["position_ids"] = _positions(ends)
-        return batch
+        return {"input_ids": ids[:, :-1], "labels": labels}
 
     def first(self, tokens: TokenSource, limit: int) -> list[Block]:
         """Blocks that predict each of the first tokens once, except the very first; the last block may be shorter."""
@@ -57,15 +50,3 @@ class CausalSampler(BlockSampler):
     def shapes(self, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:  # noqa: ARG002
         """See `Sampler.shapes`."""
         return {"input_ids": (self.length,)}
-
-
-def _positions(ends: Any) -> Integers:
-    """The number of each token in its document: [b, L].
-
-    Args:
-        ends: [b, L], whether a token is the last of its document.
-    """
-    places = np.broadcast_to(np.arange(ends.shape[1]), ends.shape)
-    begins = np.zeros(ends.shape, np.int64)
-    begins[:, 1:] = np.where(ends[:, :-1], places[:, 1:], 0)
-    return places - np.maximum.accumulate(begins, axis=1)

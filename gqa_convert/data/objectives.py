@@ -26,7 +26,6 @@ class SampleSettings:
         tokenizer: a transformers tokenizer.
         objective: one of `OBJECTIVES`.
         length: `sequence_length`, in tokens.
-        document_mask: whether tokens attend only to their own document.
         decoder_start: the first token of the decoder's input; None for the padding token.
         starts_with_last: whether the decoder's input starts with the target's last token instead.
         folder: the checkpoint, which some objectives read.
@@ -35,14 +34,13 @@ class SampleSettings:
     tokenizer: Any
     objective: str
     length: int
-    document_mask: bool = False
     decoder_start: int | None = None
     starts_with_last: bool = False
     folder: Path | None = None
 
     def __str__(self) -> str:
         """What tells the samples from others, without the tokenizer, which the tokens depend on."""
-        return f"{self.objective} {self.length} {self.document_mask} {self.decoder_start} {self.starts_with_last}"
+        return f"{self.objective} {self.length} {self.decoder_start} {self.starts_with_last}"
 
     @property
     def first_token(self) -> int:
@@ -68,14 +66,12 @@ class Objective:
         reads: the kinds of sources that it reads.
         sampler: the class that derives from `Sampler`, as `module:name`.
         needs: what the tokenizer must have, as text for messages; empty if nothing. `Sampler.suits` looks for it.
-        masks_documents: whether `document_mask` is supported.
     """
 
     models: ModelKind
     reads: tuple[SourceKind, ...]
     sampler: str
     needs: str = ""
-    masks_documents: bool = False
 
     def load(self) -> "type[Sampler]":
         """The class of its samplers."""
@@ -87,7 +83,6 @@ OBJECTIVES: dict[str, Objective] = {
         models="a decoder-only model",
         reads=("text", "chat"),
         sampler="gqa_convert.data.causal:CausalSampler",
-        masks_documents=True,
     ),
     "span_corruption": Objective(
         models="an encoder-decoder",
@@ -113,6 +108,4 @@ def make_sampler(settings: SampleSettings) -> "Sampler":
         raise DataError(f"there is no objective {settings.objective!r}: choose one of {', '.join(OBJECTIVES)}")
     if settings.length < 1:
         raise DataError(f"sequence_length is {settings.length}, expected a number above 0")
-    if settings.document_mask and not objective.masks_documents:
-        raise DataError(f"document_mask does not belong to the objective {settings.objective}: remove it")
     return objective.load()(settings)

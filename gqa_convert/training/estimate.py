@@ -3,7 +3,7 @@
 The models of the recipe are made without numbers (torch's FakeTensorMode) and take one micro-batch forwards and
 backwards, in which torch counts the operations and the bytes that autograd saves. So experts that are not active,
 frozen weights, adapters and recomputed activations count as they do in the run. No weights are read. The estimate
-leaves out the program itself, the memory of CUDA and NCCL, fragmentation, temporary buffers and masks of documents.
+leaves out the program itself, the memory of CUDA and NCCL, fragmentation and temporary buffers.
 """
 
 import json

@@ -11,7 +11,6 @@ from gqa_convert.data.sampler import Batch
 from gqa_convert.families.loading import check_complete
 from gqa_convert.losses.output_layer import remove_output_layer
 from gqa_convert.training import sharding
-from gqa_convert.training.document_mask import check_apart
 from gqa_convert.training.lora import add_adapters, loading_options
 from gqa_convert.training.opening import NEEDS_HEAD, explained
 from gqa_convert.training.recipe import Recipe
@@ -63,16 +62,6 @@ def load_frozen(context: RunContext, name: str, folder: Path) -> Any:
     with context.together(), explained(name):
         model = load_teacher(folder, device.type, by_first=context.sharded)
     return sharding.shard(model, device, bf16=False) if context.sharded else model.to(device)
-
-
-def check_documents(context: RunContext, name: str, model: Any, length: int) -> None:
-    """If `document_mask` is set, refuse a model in which documents in one row affect each other. Every process calls
-    this.
-    """
-    if context.recipe.document_mask:
-        with context.together():
-            check_apart(name, model, length)
-        sharding.reshard(model)
 
 
 def remove_output(context: RunContext, name: str, model: Any, sample: Batch) -> bool:

@@ -73,7 +73,6 @@ def sample_settings(recipe: Recipe, student: Checkpoint) -> SampleSettings:
         tokenizer,
         choose_objective(recipe, config, tokenizer),
         sample_length(recipe, config),
-        recipe.document_mask,
         decoder_start(folder, config, tokenizer) if loading.is_encoder_decoder(config) else None,
         starts_with_last(config),
         folder,

@@ -224,11 +224,6 @@ class Recipe:
         ge=0,
         le=1,
     )
-    document_mask: Flag = key(
-        "Tokens attend to their own document only, in training and in evaluation; see "
-        "[documents in one row](#documents-in-one-row).",
-        default=False,
-    )
     trackers: Trackers = key(
         "Experiment trackers of accelerate to report to, besides the log file.",
         default=(),
@@ -395,8 +390,6 @@ def _folder_mistakes(recipe: Recipe) -> Iterator[str]:
 
 
 def _key_mistakes(recipe: Recipe) -> Iterator[str]:
-    if recipe.document_mask and recipe.objective != "auto" and not OBJECTIVES[recipe.objective].masks_documents:
-        yield f"document_mask does not belong to the objective {recipe.objective}: remove one of them"
     if recipe.evaluate_every is not None and recipe.evaluation_data is None:
         yield f"evaluate_every is {recipe.evaluate_every} and there is no evaluation_data: name text to evaluate on"
 

@@ -20,7 +20,7 @@ from gqa_convert.training.distributed import join
 from gqa_convert.training.export import export_model
 from gqa_convert.training.lora import check_lora, gather_adapters, merged_model
 from gqa_convert.training.metrics import OnStep, RunLog, RunSummary, read_metrics, recovery, start_trackers
-from gqa_convert.training.models import check_documents, load_frozen, load_student, place_student, remove_output
+from gqa_convert.training.models import load_frozen, load_student, place_student, remove_output
 from gqa_convert.training.opening import Opened, check_trackers, open_recipe
 from gqa_convert.training.optimizers import build_optimizer
 from gqa_convert.training.recipe import CHANGEABLE, RECORDED, Recipe, make_recipe
@@ -102,11 +102,9 @@ def _run(
     with context.together():
         model = load_student(recipe, opened.student_folder, sharded=context.sharded)
     student = place_student(model, accelerator, sharded=context.sharded, bf16=recipe.precision == "bf16")
-    check_documents(context, recipe.model, model, opened.settings.length)
     optimizer, teacher = build_optimizer(model, recipe), None
     if opened.teacher_folder is not None:
         teacher = load_frozen(context, str(recipe.teacher), opened.teacher_folder)
-        check_documents(context, str(recipe.teacher), teacher, opened.settings.length)
     # the losses of student and teacher are computed of logits, or of the states before them
     sample = text.samples.batch([0])
     if remove_output(context, recipe.model, model, sample) and teacher is not None:
@@ -215,7 +213,6 @@ def _evaluate_start_and_source(context: RunContext, opened: Opened, trainer: Tra
     if source is None and opened.source_folder is not None:
         name = str(opened.source_folder)
         source = load_frozen(context, name, opened.source_folder)
-        check_documents(context, name, source, opened.settings.length)
         remove_output(context, name, source, text.held_out.batch([0]))
     if source is not None:
         progress.evaluations["source"] = trainer.evaluate(source, text.held_out)

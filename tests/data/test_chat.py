@@ -85,7 +85,7 @@ def rendered(tokenizer: Any) -> tuple[list[int], list[bool], list[int]]:
     return ids, assistant, numbers
 
 
-def packed(source: Any, tokenizer: Any, cache: Path, *, document_mask: bool = False) -> dict[str, np.ndarray[Any, Any]]:
+def packed(source: Any, tokenizer: Any, cache: Path) -> dict[str, np.ndarray[Any, Any]]:
     """All blocks of a source, in the order of the text."""
     blocks = evaluation_blocks(
         [source],
@@ -93,7 +93,6 @@ def packed(source: Any, tokenizer: Any, cache: Path, *, document_mask: bool = Fa
         objective="causal",
         sequence_length=LENGTH,
         tokens=10**6,
-        document_mask=document_mask,
         cache=cache,
     )
     return blocks.batch(range(len(blocks)))
@@ -112,22 +111,6 @@ def test_tokens_and_learned_tokens_are_those_of_the_template(
     learned = np.array(assistant[1:]) if loss_on == "assistant" else np.ones(count, bool)
     assert 0 < learned.sum() <= count
     np.testing.assert_array_equal(batch["labels"].flatten()[:count], np.where(learned, ids[1:], IGNORED))
-
-
-def test_documents_are_conversations_although_each_turn_ends_with_end_of_text(chats: Path, tmp_path: Path) -> None:
-    tokenizer = tokenizer_with(PLAIN)
-    ids, _, numbers = rendered(tokenizer)
-    batch = packed(
-        {"source": str(chats), "format": "chat", "loss_on": "all"}, tokenizer, tmp_path / "cache", document_mask=True
-    )
-    assert ids.count(tokenizer.eos_token_id) > len(CHATS)
-    count = len(ids) - 1
-    places, labels = batch["position_ids"].flatten()[:count], batch["labels"].flatten()[:count]
-    for at in range(1, count):
-        if at % LENGTH:
-            assert (places[at] == places[at - 1] + 1) == (numbers[at] == numbers[at - 1])
-        assert (labels[at - 1] == IGNORED) == (numbers[at] != numbers[at - 1])
-    assert (batch["position_ids"][:, 0] == 0).all()
 
 
 def test_other_forms_of_rows_give_the_same_samples(chats: Path, tmp_path: Path) -> None:

@@ -11,14 +11,14 @@ from gqa_convert.data.causal import CausalSampler
 from gqa_convert.data.labels import IGNORED
 from gqa_convert.data.objectives import SampleSettings
 from gqa_convert.data.samples import EvaluationBlocks, Samples
-from tests.helpers.data_helpers import EOS, array_tokens
+from tests.helpers.data_helpers import array_tokens
 
 SIZES = st.integers(2, 60)
 LENGTHS = st.integers(1, 12)
 
 
-def causal(length: int, *, document_mask: bool = False) -> CausalSampler:
-    return CausalSampler(SampleSettings(None, "causal", length, document_mask))
+def causal(length: int) -> CausalSampler:
+    return CausalSampler(SampleSettings(None, "causal", length))
 
 
 def samples_of(
@@ -87,16 +87,6 @@ def test_sources_keep_their_share_and_their_own_order() -> None:
     assert second.sum() == 11
     labels = batch["labels"][second]
     assert sorted(labels[labels != IGNORED].tolist()) == list(range(1002, 1042))
-
-
-def test_document_mask() -> None:
-    tokens = [5, 6, EOS, 7, EOS, EOS, 8, 9, 10, EOS]
-    in_order = array_tokens(tokens * 2, is_stream=True)
-    samples = Samples([(in_order, 1.0)], causal(10, document_mask=True), 0, "", window=1)
-    batch = {name: rows[0].tolist() for name, rows in samples.batch([0]).items()}
-    assert batch["input_ids"] == tokens
-    assert batch["position_ids"] == [0, 1, 2, 0, 1, 0, 0, 1, 2, 3]
-    assert batch["labels"] == [6, EOS, IGNORED, EOS, IGNORED, IGNORED, 9, 10, EOS, IGNORED]
 
 
 @given(size=SIZES, length=LENGTHS, tokens=st.integers(1, 80))

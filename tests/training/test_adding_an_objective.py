@@ -70,7 +70,6 @@ def test_estimates_and_tokenising_and_refusals_know_it(home: Path, tmp_path: Pat
             {"data": {"source": "d", "format": "chat"}},
             "objective is backwards, which reads running text, and data holds conv",
         ),
-        ({"data": "d", "document_mask": True}, "document_mask does not belong to the objective backwards"),
     ):
         with pytest.raises(RecipeError, match=message):
             make_recipe(keys | more)

@@ -81,7 +81,7 @@ BADKEYS = {
     "micro_batch_size: 0": "micro_batch_size is 0: it must be greater than or equal to 1",
     "seed: 4294967296": "seed is 4294967296: it must be less than or equal to 4294967295",
     "schedule: linear": "schedule is linear: it must be constant, cosine or wsd",
-    "document_mask: yes": "document_mask is yes: it must be true or false",
+    "gradient_checkpointing: yes": "gradient_checkpointing is yes: it must be true or false",
     "gradient_clipping: 1e999": "gradient_clipping is 1e999: it must be a number",
     f"seed: {'9' * 5000}": "seed is 999",
     "trackers: [wandb, wnadb]": "trackers[1] is wnadb: it must be aim, clearml",
@@ -94,7 +94,6 @@ BADKEYS = {
     "tokens_per_step: 20M": "the budget is 10000000 tokens and tokens_per_step is 20000000: raise the budget or lower tokens_per_step",
     "evaluate_every: 5": "evaluate_every is 5 and there is no evaluation_data",
     "evaluation_data: []": "evaluation_data is []: it is an empty list",
-    "document_mask: true\nobjective: span_corruption": "document_mask does not belong to the objective span_corruption: remove one",
     "objective: pairs": "objective is pairs, which reads pairs of texts (source_field and target_field), and data holds running text: name other data",
     "teacher: ./m": "teacher and model are both m",
     "teacher: ''": "teacher is empty: it must be text",
@@ -192,14 +191,14 @@ def test_overrides(tmp_path: Path) -> None:
         [
             "learning_rate=5e-5",
             "data=[a, {source: b, weight: 2}]",
-            "document_mask=true",
+            "gradient_checkpointing=true",
             "gradient_clipping=null",
             "output=x=y",
         ],
     )
     assert recipe.learning_rate == 5e-5
     assert recipe.data == (Source("a"), Source("b", 2.0))
-    assert recipe.document_mask
+    assert recipe.gradient_checkpointing
     assert recipe.gradient_clipping is None
     assert recipe.output == "x=y"
 
@@ -235,9 +234,9 @@ def test_resolved_recipes_make_themselves(path: Path) -> None:
 def test_differences() -> None:
     recipe = make(seed=1)
     assert recipe.differences(recipe, free=()) == []
-    assert recipe.differences(make(seed=2, document_mask=True), free=CHANGEABLE) == [
+    assert recipe.differences(make(seed=2, objective="causal"), free=CHANGEABLE) == [
+        "objective was auto and is now causal",
         "seed was 1 and is now 2",
-        "document_mask was false and is now true",
     ]
     same = {"save_every": 7, "trackers": ["wandb"], "output": "elsewhere", "evaluation_data": "e", "sharding": "full"}
     assert recipe.differences(make(seed=1, **same), free=CHANGEABLE) == []
