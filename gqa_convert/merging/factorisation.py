@@ -82,7 +82,7 @@ def factor(channels: Channels, groups: int) -> tuple[Array, Array]:
 def weigh(channels: Channels, groups: int) -> tuple[Array, Array]:
     """The roots of the heads' weights; and the weighted heads of each group, one behind the other, [..., N, m c, d]."""
     *others, heads, rows, inputs = channels.rows.shape
-    roots = _root(channels.weights())
+    roots = root(channels.weights())
     return roots, (roots @ channels.rows).reshape(*others, groups, heads // groups * rows, inputs)
 
 
@@ -105,7 +105,7 @@ def adjoint(matrix: Array) -> Array:
     return matrix.conj().swapaxes(-1, -2)
 
 
-def _root(matrix: Array) -> Array:
+def root(matrix: Array) -> Array:
     """The symmetric positive root of symmetric matrices [..., c, c], in which no eigenvalue is below a small bound."""
     values, vectors = np.linalg.eigh(matrix)
     least = _LEAST * np.maximum(values[..., -1:], _LEAST)

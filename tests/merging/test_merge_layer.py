@@ -8,6 +8,7 @@ import pytest
 
 from gqa_convert.merging.absorption_limits import AbsorptionLimits
 from gqa_convert.merging.attention_heads import Heads
+from gqa_convert.merging.key_trials import key_trials
 from gqa_convert.merging.merge_layer import Moments, merge_layer
 from gqa_convert.merging.reconstruction_error import reconstruction_errors
 from tests.helpers.random_heads import random_heads
@@ -145,3 +146,18 @@ def test_the_strongest_direction_has_the_lowest_frequency(rng: np.random.Generat
     assert np.all(np.diff([*plain, *low]) < 0)
     rotary = merge_layer(heads, 1, LIMITS, Moments(), 3)
     assert np.array_equal(rotary.keys, merge_layer(heads, 1, LIMITS, Moments()).keys)
+
+
+@pytest.mark.parametrize("first_low", [0, 1, 2])
+def test_trials_make_the_scores_of_the_merge(rng: np.random.Generator, first_low: int) -> None:
+    """Although they are merged in a small space; with two heads alike, of which a root is singular."""
+    heads = random_heads(rng, K, R, **SIZES, query_inputs=QUERY_INPUTS)
+    heads.keys[1] = 2 * heads.keys[0]
+    moments = Moments(moment(samples(rng, QUERY_INPUTS)), moment(samples(rng, INPUTS)))
+    trial = key_trials(heads, 2, LIMITS, moments)(first_low)
+    merged = merge_layer(heads, 2, replace(LIMITS, value_constraint="x"), moments, first_low)
+    scores, expected = (
+        found.queries.swapaxes(2, 3) @ found.keys.repeat(K // 2, axis=0)[:, None] for found in (trial, merged)
+    )
+    np.testing.assert_allclose(scores, expected, atol=1e-4 * float(np.abs(expected).max()))
+    assert trial.values is heads.values

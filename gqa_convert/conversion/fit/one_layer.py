@@ -9,7 +9,6 @@ import functools
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -24,8 +23,8 @@ from gqa_convert.conversion.fit.source_layers import SourceLayer
 from gqa_convert.conversion.fit.statistics import Regression, best_strength, moments_of
 from gqa_convert.conversion.fit.training_attention import TrainingAttention
 from gqa_convert.merging.attention_heads import Heads, Tensors, regroup_heads, rows_first
-from gqa_convert.merging.factorisation import Array
 from gqa_convert.merging.head_grouping import find_head_order, reorder_heads
+from gqa_convert.merging.key_trials import key_trials
 from gqa_convert.merging.merge_layer import Moments, merge_layer
 from gqa_convert.merging.methods import MergeMethod
 
@@ -148,27 +147,17 @@ class OneLayer:
     def _first_low_frequency(self, source: Heads, moments: Moments) -> int | None:
         """The first rotary pair that is merged as if it had no positions.
 
-        The output of attention with merged keys and the source's values decides, at every distance in the text. Trials
-        are merged in float32, of rows that are multiplied by the roots of moments once for all trials.
+        The output of attention with merged keys and the source's values decides, at every distance in the text.
         """
         limits, layout = self._layer.limits, self._layout
         if limits.key_constraint or not limits.pairs.size:
             return None
         tokens = self._attention.calls[0].hidden.shape[:2].numel()
         calls = self._attention.calls[: max(1, LOW_FREQUENCY_TOKENS // tokens)]
-        keys_alone = replace(limits, value_constraint="values are not looked at")
-        root, inverse = of_keys = _root(moments.keys)
-        query_root, query_inverse = of_keys if moments.queries is moments.keys else _root(moments.queries)
-        white = replace(
-            source,
-            queries=source.queries.astype(np.float32) @ query_root,
-            keys=source.keys.astype(np.float32) @ root,
-        )
+        trial = key_trials(source, self._groups, limits, moments)
 
         def error(first_low: int) -> float:
-            merged = merge_layer(white, self._groups, keys_alone, Moments(), first_low)
-            trial = replace(source, queries=merged.queries @ query_inverse, keys=merged.keys @ inverse)
-            tensors = layout.merge_heads(trial, self._tensors, source.groups)
+            tensors = layout.merge_heads(trial(first_low), self._tensors, source.groups)
             unmerged = MergedAttention(layout, tensors, source.groups, self._attention.module)
             with self._options.precision(), unmerged.installed(unmerged.tensors):
                 return sum(float(squared(self._attention.run(call)[0] - call.output)) for call in calls)
@@ -240,12 +229,6 @@ class OneLayer:
 def squared(tensor: Tensor) -> Tensor:
     """The sum of squares, of rows in float32, of all in float64."""
     return tensor.float().square().sum(-1).double().sum()
-
-
-def _root(moment: Any) -> tuple[Array, Array]:
-    """A matrix whose product with its transpose is a moment, and its inverse, in float32."""
-    root = np.linalg.cholesky(moment)
-    return root.astype(np.float32), np.linalg.inv(root).astype(np.float32)
 
 
 def least(error: Callable[[int], float], count: int) -> int:
