@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
-from gqa_convert.conversion.rewriting.decoders import DECODERS
+from gqa_convert.conversion.rewriting.stock_form import DECODERS
 from gqa_convert.families.engines import ENGINES, listed_in, run_in
 from gqa_convert.families.records import DECILM_SOURCES
 from gqa_convert.families.table import COMPOSITES, FAMILIES, RESTATED

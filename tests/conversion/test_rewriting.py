@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 from gqa_convert import convert_checkpoint, verify_checkpoint
 from gqa_convert.checkpoint.source import Checkpoint, open_checkpoint
 from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions
-from gqa_convert.conversion.rewriting.decoders import partial_factor
+from gqa_convert.conversion.rewriting.conditions import partial_factor
 from gqa_convert.conversion.rewriting.folder import write_rewritten
 from gqa_convert.conversion.rewriting.planning import plan_rewriting
 from gqa_convert.errors import (

@@ -2,8 +2,7 @@
 
 import pytest
 
-from gqa_convert.conversion.rewriting.decoders import DECODERS
-from gqa_convert.conversion.rewriting.remote_code import REMOTE_CODE
+from gqa_convert.conversion.rewriting.stock_form import DECODERS, REMOTE_CODE
 from gqa_convert.errors import RemoteCodeError
 from gqa_convert.families.table import FAMILIES, REFUSALS, RESTATED, find_family
 
@@ -15,7 +14,7 @@ def test_other_commands_say_what_to_do(model_type: str) -> None:
 
 
 def test_the_tables_agree() -> None:
-    assert REMOTE_CODE.keys() == RESTATED.keys()
+    assert {name: form.stock for name, form in REMOTE_CODE.items()} == RESTATED
     assert set(RESTATED.values()) <= set(FAMILIES)
     assert not set(RESTATED) & (set(FAMILIES) | set(REFUSALS))
     for form in DECODERS:

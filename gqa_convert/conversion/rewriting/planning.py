@@ -6,10 +6,9 @@ from typing import Any
 from gqa_convert.checkpoint.quantised import quantisation_method
 from gqa_convert.checkpoint.source import Checkpoint
 from gqa_convert.checkpoint.strict_json import Config
-from gqa_convert.conversion.rewriting.decoders import DECODERS, stock_form
+from gqa_convert.conversion.rewriting.conditions import NoStockClassError
 from gqa_convert.conversion.rewriting.dequantising import dequantised
-from gqa_convert.conversion.rewriting.remote_code import REMOTE_CODE
-from gqa_convert.conversion.rewriting.stock_form import NoStockClassError
+from gqa_convert.conversion.rewriting.stock_form import DECODERS, REMOTE_CODE, decoder_form
 from gqa_convert.conversion.rewriting.stock_tensors import as_stock_type
 from gqa_convert.errors import OptionError, UnsupportedFamilyError
 from gqa_convert.families.table import FAMILIES
@@ -54,7 +53,7 @@ def plan_rewriting(
     if not family.becomes and (native is False or (native is None and is_copy)):
         return checkpoint
     try:
-        return as_stock_type(checkpoint, stock_form(config, groups), can_stay=not family.becomes)
+        return as_stock_type(checkpoint, decoder_form(config, groups), can_stay=not family.becomes)
     except NoStockClassError as problem:
         if family.becomes:
             raise UnsupportedFamilyError(

@@ -1,48 +1,23 @@
-"""How a checkpoint of one model type becomes one of a stock type that computes the same: a record for each type, most of
-it in tables, and the stock config that follows from it.
+"""How a checkpoint of one model type becomes one of a stock type that computes the same: the tables of stock_forms.toml,
+and the stock config that follows from them.
 """
 
 import copy
 import json
-from collections.abc import Callable
+import tomllib
 from dataclasses import dataclass, field
-from typing import Any
+from importlib.resources import files
+from typing import Any, Final
 
 from gqa_convert.checkpoint.strict_json import Config, JsonObject
+from gqa_convert.conversion.rewriting.conditions import CONDITIONS, NoStockClassError, refused_value
 from gqa_convert.errors import ConfigError
-from gqa_convert.families.layouts import FusedLayout
+from gqa_convert.families.layouts import FusedLayout, Role
+from gqa_convert.families.records import RESTATED
 
 FOLDED = "folded"
-
-_DROPPED = """
-    _attn_implementation _from_model_config activation_function add_cross_attention apply_residual_connection_post_layernorm
-    architectures attention_bias attention_dropout attention_dropout_prob attn_dropout_prob attn_implementation attn_pdrop
-    auto_map bf16 bias classifier_dropout dim_model_base emb_dropout_prob embd_pdrop embedding_dropout flash_attn
-    flash_rotary fp16 fp32 fused_dense head_dim hidden_act hidden_dropout hidden_dropout_prob hidden_size
-    intermediate_size kv_channels layer_norm_eps layer_norm_epsilon max_position_embeddings model_max_length model_type
-    n_ctx n_embd n_head n_head_kv n_inner n_layer n_positions no_bias norm_eps norm_epsilon num_attention_heads
-    num_experts num_heads num_hidden_layers num_key_value_heads onnx_safe partial_rotary_factor pretraining_tp
-    qk_layernorm reorder_and_upcast_attn resid_pdrop residual_dropout rms_norm_eps rope_parameters rope_pct rope_scaling
-    rope_theta rotary rotary_dim rotary_emb_base rotary_pct rotary_scaling_factor scale_attn_by_inverse_layer_idx
-    scale_attn_weights scale_depth scale_emb seq_length shared_input_output_embedding sliding_window softmax_in_fp32
-    sparse_config summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj use_bias
-    use_cache_kernel use_cache_quantization use_dynamic_ntk use_flash_attn use_logn_attn use_memorry_efficient_attention
-    use_memory_efficient_attention use_parallel_residual use_qkv_bias use_stable_embedding z_loss_weight
-"""
-"""Keys that mean nothing, or something else, in the stock type; all that it reads is written anew."""
-
-
-class NoStockClassError(Exception):
-    """No stock class computes the same as a source.
-
-    Args:
-        reason: ends the sentence "no stock class computes the same: ".
-    """
-
-
-def refused_value(key: str, value: object) -> NoStockClassError:
-    """The error for a config value with which the source computes something that the stock class does not."""
-    return NoStockClassError(f"{key} = {value!r}, with which no stock class is known to compute the same")
+_JOINED = ("config", "only", "modules")
+"""Fields that go on behind those of the table that a form is like."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,88 +29,103 @@ class Module:
     """Names that it may have in the source, of which one is there."""
     has_bias: bool
     """Whether the stock class always has a bias: zeros, where the source has none."""
-    roles: tuple[Any, ...] = ()
-    """The heads that it holds (query, key, value), if they are cut out of another projection or reordered; with several
-    roles, those of each head follow one another."""
-    norm: str = ""
+    roles: tuple[Role, ...]
+    """The heads that it holds, if they are cut out of another projection or reordered; with several roles, those of each
+    head follow one another."""
+    norm: str
     """The norm whose gain and bias it takes over, or `folded` for that norm itself, which becomes 1 and 0."""
-    in_layer: bool = False
+    in_layer: bool
     """Whether it is in every layer, where both names follow the layer's number."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StockForm:
+    """A table of stock_forms.toml, which says what its keys mean."""
+
+    name: str
+    model_type: str
+    stock: str
+    condition: str = "any"
+    classes: dict[str, str]
+    config: str
+    only: str = ""
+    tokenizer: str = ""
+    modules: str = ""
+    prefix: str = ""
+    layers: tuple[str, str] = ("model.layers", "model.layers")
+    fused_layout: FusedLayout | None = None
+    transposed: bool = False
+    interleaved: bool = False
+    bias_key: str = ""
+    unit_head: str = ""
+    same_up_to: str = ""
+    tokenizer_defaults: dict[str, str] = field(default_factory=dict)
 
 
 def _cells(table: str) -> list[list[str]]:
     return [line.split() for line in table.splitlines() if line.strip()]
 
 
-def modules(table: str) -> tuple[Module, ...]:
-    """The modules in a table: on each line the stock name, with a dot in front of it inside a layer; the source's names,
-    joined by `|`; and, where they apply, `bias`, the roles, joined by commas, and the norm behind `norm=`.
-
-    {q,k,v} in a stock name stands for three modules, for the query, the key and the value heads of the source's one. Of
-    two lines with one stock name, the later counts, in the place of the earlier.
-    """
+def modules_of(form: StockForm) -> list[Module]:
+    """The modules in a form's table."""
     found = {}
-    for pattern, own, *further in _cells(table):
+    for pattern, own, *words in _cells(form.modules):
+        named: Any = {pattern: ()}
         norm = ""
-        roles: dict[str, tuple[str, ...]] = {pattern: ()}
-        for word in further:
+        for word in words:
             if word.startswith("norm="):
                 norm = word.removeprefix("norm=")
             elif word != "bias":
-                roles[pattern] = tuple(word.split(","))
+                named = {pattern: tuple(word.split(","))}
         if "{q,k,v}" in pattern:
-            roles = {pattern.replace("{q,k,v}", role[0]): (role,) for role in ("query", "key", "value")}
-        for stock, held in roles.items():
-            name = stock.removeprefix(".")
-            found[stock] = Module(name, tuple(own.split("|")), "bias" in further, held, norm, name != stock)
-    return tuple(found.values())
+            named = {pattern.replace("{q,k,v}", role[0]): (role,) for role in ("query", "key", "value")}
+        for name, roles in named.items():
+            stock = name.removeprefix(".")
+            found[name] = Module(stock, tuple(own.split("|")), "bias" in words, roles, norm, stock != name)
+    return [*found.values()]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StockForm:
-    """How a checkpoint of one model type becomes one of a stock type."""
+def _read_forms() -> tuple[str, list[StockForm]]:
+    """The keys that no stock type has from its source, and all forms."""
+    tables: dict[str, Any] = tomllib.loads((files(__package__) / "stock_forms.toml").read_text(encoding="utf-8"))
+    dropped: str = tables.pop("dropped")
+    forms = []
+    for name, table in tables.items():
+        base = tables.get(table.pop("like", ""), {})
+        joined = {key: f"{base.get(key, '')}\n{table.get(key, '')}" for key in _JOINED}
+        tables[name] = base | table | joined
+        if "stock" in tables[name] and "model_type" in tables[name]:
+            forms.append(StockForm(name=name, **tables[name]))
+    return dropped, forms
 
-    model_type: str
-    stock: str
-    """The stock model type."""
-    condition: str = "any"
-    """Which checkpoints of the source's type it takes, as docs/supported-models.md says it, in Markdown."""
-    classes: dict[str, str]
-    """The source's classes, as config.json names them, each with the stock one; a language model first."""
-    config: str
-    """The entries of the stock config: on each line the stock key; the source's key, or `-` where there is none; and the
-    default of the source's class as JSON, or `count` for a key that must state a count, or `count=KEY` for one that is the
-    stock config's count of that key by default.
+
+_DROPPED, _FORMS = _read_forms()
+REMOTE_CODE: Final = {form.model_type: form for form in _FORMS if form.model_type in RESTATED}
+"""By model type, the forms of types that load only by the code in their checkpoints."""
+DECODERS: Final = [form for form in _FORMS if form.model_type not in RESTATED]
+"""The forms of the others."""
+
+
+def decoder_form(config: Config, groups: int) -> StockForm:
+    """The form, of `DECODERS`, of a source with `groups` K/V heads.
+
+    Raises:
+        NoStockClassError: there is none.
     """
-    only: str = ""
-    """Values besides which the stock class computes something else: on each line the source's key; the value, where any
-    that is empty stands for null; and the value of the source's class where the config states none, if it is another.
-    """
-    further: Callable[[Config, JsonObject], JsonObject] = lambda config, stock: {}
-    """Further entries, from the source's config and those of the table."""
-    tokenizer: str = ""
-    """The tokenizer class where the source names none, if that of the stock type is another."""
-    modules: tuple[Module, ...] = ()
-    """The embedding of tokens first, the output projection last; empty if all names stay."""
-    prefix: str = ""
-    """What precedes the names in the source, except in a checkpoint of a model without its head."""
-    layers: tuple[str, str] = ("model.layers", "model.layers")
-    """What precedes a layer's number."""
-    fused_layout: FusedLayout | None = None
-    """How the heads lie in the source's projections with `roles`; None where each role has one to itself."""
-    transposed: bool = False
-    """Whether the matrices of the source's layers are stored [in, out]."""
-    interleaved: bool = False
-    """Whether rotary pairs are rows (2j, 2j + 1) in the source."""
-    bias_key: str = ""
-    """Key of the stock config that says whether attention has biases, if it may have none."""
-    unit_head: str = ""
-    """One of the source's classes, which scales the rows of its output projection to length one whenever it is used."""
-    same_up_to: str = ""
-    """Key of the source's config with the number of tokens beyond which its custom code computes something else."""
-    tokenizer_defaults: dict[str, str] = field(default_factory=dict)
-    """Values of tokenizer_config.json that the source's tokenizer class has by default, and that of the stock type has
-    not."""
+    model_type = config["model_type"]
+    if "auto_map" in config:
+        raise NoStockClassError(
+            f"the checkpoint contains modelling code for {model_type}, which may compute something else"
+        )
+    if model_type == "gpt2" and groups != 1:
+        raise NoStockClassError(
+            "gpt_bigcode, which is GPT-2 otherwise, has either one K/V head or as many as query heads"
+        )
+    for form in DECODERS:
+        is_serial = form.stock == "starcoder2"
+        if form.model_type == model_type and is_serial != config.get("use_parallel_residual", True):
+            return form
+    raise NoStockClassError(f"no stock class is known to compute what {model_type} does with fewer K/V heads")
 
 
 def stock_config(form: StockForm, config: Config) -> JsonObject:
@@ -152,11 +142,12 @@ def stock_config(form: StockForm, config: Config) -> JsonObject:
         value = config.get(key, json.loads(default[0] if default else known))
         if (value or None) != (json.loads(known) or None):
             raise refused_value(key, value)
-    dropped = set(_DROPPED.split())
-    result = {key: copy.deepcopy(value) for key, value in config.items() if key not in dropped}
-    result |= {"architectures": [form.classes[stated[0]]], "model_type": form.stock}
     entries = _entries(form, config)
-    result |= entries | form.further(config, entries)
+    if form.name in CONDITIONS:
+        entries |= CONDITIONS[form.name](config, entries)
+    dropped = _DROPPED.split()
+    result = {key: copy.deepcopy(value) for key, value in config.items() if key not in dropped}
+    result |= {"architectures": [form.classes[stated[0]]], "model_type": form.stock} | entries
     if form.tokenizer:
         result["tokenizer_class"] = config.get("tokenizer_class") or form.tokenizer
     dtype = config.get("dtype", config.get("torch_dtype"))

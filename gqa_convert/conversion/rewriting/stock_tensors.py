@@ -8,14 +8,12 @@ from gqa_convert.checkpoint.source import Checkpoint
 from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.conversion.rewriting import arrays
 from gqa_convert.conversion.rewriting.recipes import Compute, RewrittenTensor, in_another_form
-from gqa_convert.conversion.rewriting.stock_form import FOLDED, Module, StockForm, stock_config
+from gqa_convert.conversion.rewriting.stock_form import FOLDED, Module, StockForm, modules_of, stock_config
 from gqa_convert.errors import ConfigError, UnsupportedFormatError
 from gqa_convert.families import layouts
 from gqa_convert.merging.factorisation import Array
 
 Shape = tuple[int, ...]
-Sources = dict[str, Shape | None]
-"""The tensors that one is computed from, with the shapes that they must have, where these are known."""
 
 _OWN_CODE = ("modeling_", "configuration_")
 """What the names of Python files begin with that the stock checkpoint does not need. A tokenizer's stay."""
@@ -77,6 +75,7 @@ class _StockTensors:
         self.result_dtypes: dict[str, str] = {}
         self._form = form
         self._config = config
+        self._modules = modules_of(form)
         self._entries = {name: (number, entry) for number, name, entry in source.tensors()}
         self._is_unit_head = form.unit_head in (source.config.get("architectures") or ())
         self._missing_prefix = ""
@@ -84,21 +83,20 @@ class _StockTensors:
 
     def add_all(self) -> None:
         """Add all tensors, in the order of the stock class."""
-        form = self._form
-        if not form.modules:
+        form, modules = self._form, self._modules
+        if not modules:
             for name, (_, entry) in self._entries.items():
-                self._add(name, entry.shape, {name: None})
+                self._add(name, entry.shape, (name,))
             return
-        modules = form.modules
         embedding = f"{modules[0].own[0]}.weight"
         if embedding not in self._entries and embedding.removeprefix(form.prefix) in self._entries:
             self._missing_prefix = form.prefix
             modules = modules[:-1]
         layers = self._config.get("n_layer") or self._config["num_hidden_layers"]
         for in_layer, group in groupby(modules, lambda module: module.in_layer):
-            heads = [(module, *self._heads_of(module)) for module in group]
+            alike = [(module, *self._heads_of(module)) for module in group]
             for layer in range(layers if in_layer else 1):
-                for module, rows, shape in heads:
+                for module, rows, shape in alike:
                     self._add_module(module, layer, rows, shape)
         taken = {name for tensor in self.tensors for name in tensor.sources}
         for name in self._entries:
@@ -123,8 +121,9 @@ class _StockTensors:
             sections = layouts.separate(module.roles[0], heads, head_dim)
         else:
             sections = layouts.fused(form.fused_layout, heads, config["num_key_value_heads"], head_dim)
-        shape = sum(section.rows for section in sections), hidden_size
-        return arrays.head_rows(sections, module.roles, rotated), shape[::-1] if form.transposed else shape
+        count = sum(section.rows for section in sections)
+        shape = (hidden_size, count) if form.transposed else (count, hidden_size)
+        return arrays.head_rows(sections, module.roles, rotated), shape
 
     def _name(self, module: Module, layer: int) -> str:
         """The name of a module in the source."""
@@ -141,30 +140,35 @@ class _StockTensors:
             rows: those of the source that are taken; None for all.
             stored: the shape of the source's weight, if it is known.
         """
-        form, own = self._form, self._name(module, layer)
-        stock = f"{form.layers[1]}.{layer}.{module.stock}" if module.in_layer else module.stock
+        own = self._name(module, layer)
+        stock = f"{self._form.layers[1]}.{layer}.{module.stock}" if module.in_layer else module.stock
         weight, bias = f"{own}.weight", f"{own}.bias"
-        is_head = module is form.modules[-1]
+        is_head = module is self._modules[-1]
         is_tied = is_head and weight not in self._entries and self._config.get("tie_word_embeddings")
         if is_tied:
-            weight = f"{self._name(form.modules[0], 0)}.weight"
-        shape = self._entry(weight).shape
-        is_transposed = form.transposed and module.in_layer and len(shape) == 2
+            weight = f"{self._name(self._modules[0], 0)}.weight"
+        shape = self._checked(weight, stored).shape
+        is_transposed = self._form.transposed and module.in_layer and len(shape) == 2
         count, *inputs = shape[::-1] if is_transposed else shape
-        taken = count if rows is None else len(rows)
         if module.norm == FOLDED:
-            for name, value in (("weight", 1.0), ("bias", 0.0)):
-                fill = partial(arrays.fill, count=count, value=value)
-                self._add(f"{stock}.{name}", (count,), {f"{own}.{name}": (count,)}, fill)
+            self._checked(bias, shape)
+            self._add(f"{stock}.weight", shape, (weight,), partial(arrays.fill, count=count, value=1.0))
+            self._add(f"{stock}.bias", shape, (bias,), partial(arrays.fill, count=count, value=0.0))
             return
-        weights: Sources = {weight: stored}
-        biases: Sources = {bias: (count,)} if bias in self._entries else {}
+        taken = count if rows is None else len(rows)
+        weights: tuple[str, ...] = (weight,)
+        biases: tuple[str, ...] = ()
+        if bias in self._entries:
+            self._checked(bias, (count,))
+            biases = (bias,)
         compute: Compute | None = None
         compute_bias: Compute | None = None
         if module.norm:
             norm = own.removesuffix(module.own[0]) + module.norm
-            weights |= {f"{norm}.weight": (*inputs,)}
-            biases = {weight: None, f"{norm}.bias": (*inputs,)} | biases
+            gains = f"{norm}.weight", f"{norm}.bias"
+            for name in gains:
+                self._checked(name, (*inputs,))
+            weights, biases = (weight, gains[0]), (weight, gains[1], *biases)
             compute, compute_bias = partial(arrays.fold_gain, rows=rows), partial(arrays.fold_bias, rows=rows)
         elif is_head and self._is_unit_head:
             compute = arrays.unit_rows
@@ -172,53 +176,51 @@ class _StockTensors:
             compute = partial(arrays.move, rows=rows, is_transposed=is_transposed)
             compute_bias = partial(arrays.move, rows=rows)
         if not is_tied:
-            self._add(f"{stock}.weight", (taken, *inputs), weights, compute, wide=bool(module.norm))
+            self._add(f"{stock}.weight", (taken, *inputs), weights, compute, is_product=bool(module.norm))
         if biases:
-            self._add(f"{stock}.bias", (taken,), biases, compute_bias, like=[*biases][-1], wide=bool(module.norm))
+            self._add(f"{stock}.bias", (taken,), biases, compute_bias, like=biases[-1], is_product=bool(module.norm))
         elif module.has_bias:
-            self._add(f"{stock}.bias", (taken,), {}, partial(arrays.fill, count=taken, value=0.0), like=weight)
+            self._add(f"{stock}.bias", (taken,), (weight,), partial(arrays.fill, count=taken, value=0.0))
 
-    def _entry(self, name: str) -> TensorEntry:
+    def _checked(self, name: str, shape: Shape | None = None) -> TensorEntry:
+        """A tensor of the source, which must have this shape if one is given."""
         if name not in self._entries:
             raise ConfigError(f"tensor {name} is missing: the checkpoint is incomplete, download or copy it again")
-        return self._entries[name][1]
+        entry = self._entries[name][1]
+        if shape is not None and entry.shape != shape:
+            raise ConfigError(
+                f"tensor {name} has shape {list(entry.shape)}, expected {list(shape)}: the config and the weights do not "
+                "belong together"
+            )
+        return entry
 
     def _add(
         self,
         name: str,
         shape: Shape,
-        sources: Sources,
+        sources: tuple[str, ...],
         compute: Compute | None = None,
         *,
         like: str = "",
-        wide: bool = False,
+        is_product: bool = False,
     ) -> None:
-        """Add a tensor, in the file and the type of the source's tensor `like`, by default the first that it is computed
-        from, or in the type that is wide enough for products of it.
+        """Add a tensor in the file and the type of one of its sources, `like`, by default the first.
 
         Args:
             name: in the stock checkpoint.
             shape: there.
-            sources: tensors of the source.
+            sources: the tensors of the source that it is computed from.
             compute: as in `Recipe`.
-            like: one of the source's tensors.
-            wide: whether numbers are multiplied.
+            like: one of them.
+            is_product: whether numbers are multiplied, which takes a wider type until the result is written.
         """
-        for source, expected in sources.items():
-            found = self._entry(source).shape
-            if expected is not None and found != expected:
-                raise ConfigError(
-                    f"tensor {source} has shape {list(found)}, expected {list(expected)}: the config and the weights do not "
-                    "belong together"
-                )
-        like = like or next(iter(sources))
-        number, entry = self._entries[like]
+        number, entry = self._entries[like or sources[0]]
         dtype = entry.dtype
         if compute is not None and dtype not in arrays.WIDE:
             raise UnsupportedFormatError(
-                f"{like} has type {dtype}, which can't be rewritten: save the model in one float type"
+                f"{like or sources[0]} has type {dtype}, which can't be rewritten: save the model in one float type"
             )
-        if wide:
+        if is_product:
             dtype = arrays.WIDE[dtype]
             self.result_dtypes[name] = entry.dtype
-        self.tensors.append(RewrittenTensor(name, dtype, shape, number, tuple(sources), compute))
+        self.tensors.append(RewrittenTensor(name, dtype, shape, number, sources, compute))
