@@ -6,15 +6,13 @@ from pathlib import Path
 import pytest
 
 from gqa_convert.checkpoint.fingerprint import fingerprint
-from gqa_convert.conversion.options import ConversionOptions
-from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import CorruptCheckpointError, SourceNotFoundError
-from tests.helpers.checkpoints import write_llama
+from tests.helpers.checkpoints import by_mean, write_llama
 
 
 def test_a_conversion_records_the_fingerprint_and_the_parameters_of_its_source(tmp_path: Path) -> None:
     source = write_llama(tmp_path / "source")
-    convert_checkpoint(source, tmp_path / "out", 3, ConversionOptions(method="mean"))
+    by_mean(source, tmp_path / "out", 3)
     record = json.loads((tmp_path / "out" / "gqa_conversion.json").read_bytes())
     assert record["source"]["fingerprint"] == fingerprint(source)
     assert fingerprint(source) != fingerprint(tmp_path / "out")

@@ -14,11 +14,10 @@ import pytest
 import torch
 
 from gqa_convert.checkpoint.source import open_checkpoint
-from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.plan import make_plan
-from gqa_convert.conversion.run import convert_checkpoint
 from tests.helpers.checkpoints import (
     Arrays,
+    by_mean,
     digests,
     llama_arrays,
     write_config,
@@ -154,7 +153,7 @@ class TestPlan:
 class TestConvert:
     def test_only_what_is_needed_is_downloaded(self, hub: HubServer, folders: dict[str, Path], tmp_path: Path) -> None:
         result = ask(hub, tmp_path / "cache", "convert", "org/model", tmp_path / "out")
-        convert_checkpoint(folders["main"], tmp_path / "expected", 4, ConversionOptions(method="mean"))
+        by_mean(folders["main"], tmp_path / "expected", 4)
         assert digests(tmp_path / "out") == digests(tmp_path / "expected")
         assert result["revision"] == hub.commit("org/model", "main")
         source = json.loads((tmp_path / "out" / "gqa_conversion.json").read_bytes())["source"]
@@ -187,7 +186,7 @@ class TestConvert:
         hub.moves_to = "dev"
         result = ask(hub, tmp_path / "cache", "convert", "org/model", tmp_path / "out")
         assert result["revision"] == hub.commit("org/model", "main")
-        convert_checkpoint(folders["main"], tmp_path / "expected", 4, ConversionOptions(method="mean"))
+        by_mean(folders["main"], tmp_path / "expected", 4)
         assert digests(tmp_path / "out") == digests(tmp_path / "expected")
 
     def test_a_cache_that_holds_only_a_part(self, hub: HubServer, tmp_path: Path) -> None:

@@ -8,13 +8,11 @@ from pathlib import Path
 import pytest
 
 from gqa_convert.checkpoint.source import open_checkpoint
-from gqa_convert.conversion.options import ConversionOptions
-from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import PublishError
 from gqa_convert.hub.options import PublishOptions
 from gqa_convert.hub.publishing import publish
 from gqa_convert.verify import verify_checkpoint
-from tests.helpers.checkpoints import write_llama
+from tests.helpers.checkpoints import by_mean, write_llama
 from tests.helpers.command_line import run
 from tests.helpers.uptrain_runs import student_home
 
@@ -102,7 +100,7 @@ def test_publish_does_not_send_what_a_link_shows(
     link: Link, name: str, source: Path, outside: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    convert_checkpoint(source, out, 3, ConversionOptions(method="mean"))
+    by_mean(source, out, 3)
     link(out, outside)
     (out / name).unlink(missing_ok=True)
     (out / "notes.txt").rename(out / name)
@@ -117,7 +115,7 @@ def test_publish_refuses_weights_and_records_that_lie_elsewhere(
     name: str, source: Path, outside: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    convert_checkpoint(source, out, 3, ConversionOptions(method="mean"))
+    by_mean(source, out, 3)
     shutil.move(out / name, outside / name)
     (out / name).symlink_to(outside / name)
     with pytest.raises(PublishError, match=f"{name} is a link that leads out of the folder"):
@@ -129,7 +127,7 @@ def test_links_within_the_folder_are_followed(source: Path, tmp_path: Path) -> N
     (source / "texts" / "one.txt").write_text("one")
     (source / "two.txt").symlink_to("texts/one.txt")
     (source / "again").symlink_to("texts", target_is_directory=True)
-    convert_checkpoint(source, tmp_path / "out", 3, ConversionOptions(method="mean"))
+    by_mean(source, tmp_path / "out", 3)
     for name in ("texts/one.txt", "two.txt", "again/one.txt"):
         assert (tmp_path / "out" / name).read_text() == "one"
         assert not (tmp_path / "out" / name).is_symlink()

@@ -10,10 +10,8 @@ import pytest
 
 from gqa_convert.checkpoint.ownership import foreign_files
 from gqa_convert.checkpoint.signed_card import signed
-from gqa_convert.conversion.options import ConversionOptions
-from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import OutputError
-from tests.helpers.checkpoints import digests, write_llama
+from tests.helpers.checkpoints import by_mean, digests, write_llama
 
 
 @pytest.fixture
@@ -27,7 +25,7 @@ def source(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def out(source: Path, tmp_path: Path) -> Path:
-    convert_checkpoint(source, tmp_path / "out", 4, ConversionOptions(method="mean"))
+    by_mean(source, tmp_path / "out", 4)
     return tmp_path / "out"
 
 
@@ -35,14 +33,14 @@ def refused(source: Path, out: Path, *words: str, overwrite: bool = True) -> Non
     """Converting to OUT fails with one line that holds the words, and changes nothing."""
     before = digests(out, ignore=())
     with pytest.raises(OutputError) as caught:
-        convert_checkpoint(source, out, 3, ConversionOptions(method="mean", overwrite=overwrite))
+        by_mean(source, out, 3, overwrite=overwrite)
     assert digests(out, ignore=()) == before
     for word in words:
         assert word in str(caught.value)
 
 
 def replaced(source: Path, out: Path) -> None:
-    convert_checkpoint(source, out, 3, ConversionOptions(method="mean", overwrite=True))
+    by_mean(source, out, 3, overwrite=True)
     assert json.loads((out / "config.json").read_text())["num_key_value_heads"] == 3
 
 
@@ -105,7 +103,7 @@ def test_a_file_of_the_same_size_that_is_older(source: Path, tmp_path: Path, nam
     """Trained weights, or an edited tokenizer, that `cp -p` or `mv` put in the place of ours."""
     for put in (shutil.copy2, os.rename):
         out = tmp_path / f"out-{put.__name__}"
-        convert_checkpoint(source, out, 4, ConversionOptions(method="mean", hash_weights=hashed))
+        by_mean(source, out, 4, hash_weights=hashed)
         mine = tmp_path / "mine"
         mine.write_bytes(b"x" * (out / name).stat().st_size)
         old(mine)
@@ -117,7 +115,7 @@ def test_a_file_of_the_same_size_that_is_older(source: Path, tmp_path: Path, nam
 def test_a_file_that_was_written_to_in_place(source: Path, tmp_path: Path, hashed: bool) -> None:
     """Its size and, after `touch -d`, its time are ours."""
     out = tmp_path / "out"
-    convert_checkpoint(source, out, 4, ConversionOptions(method="mean", hash_weights=hashed))
+    by_mean(source, out, 4, hash_weights=hashed)
     before = (out / WEIGHTS).stat()
     with (out / WEIGHTS).open("r+b") as file:
         file.seek(-4, os.SEEK_END)
@@ -128,7 +126,7 @@ def test_a_file_that_was_written_to_in_place(source: Path, tmp_path: Path, hashe
 
 @pytest.mark.parametrize("hashed", [False, True])
 def test_a_copy_of_a_result_is_ours_where_its_weights_have_hashes(source: Path, tmp_path: Path, hashed: bool) -> None:
-    convert_checkpoint(source, tmp_path / "out", 4, ConversionOptions(method="mean", hash_weights=hashed))
+    by_mean(source, tmp_path / "out", 4, hash_weights=hashed)
     copy = shutil.copytree(tmp_path / "out", tmp_path / "copy")
     if hashed:
         replaced(source, copy)

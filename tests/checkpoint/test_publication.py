@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from gqa_convert.checkpoint import publication
-from gqa_convert.checkpoint.publication import StagedFolder, check_destination, sweep
+from gqa_convert.checkpoint.publication import StagedFolder, sweep
 from gqa_convert.conversion import run as convert
 from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.run import convert_checkpoint
@@ -27,10 +27,12 @@ from gqa_convert.errors import (
     NoSpaceError,
     OutputError,
 )
-from tests.helpers.checkpoints import digests, llama_arrays, write_llama
+from tests.helpers.checkpoints import by_mean, digests, llama_arrays, refused, write_llama
 from tests.helpers.command_line import run_python
 
 ROOT = Path(__file__).parents[2]
+RUN = ".out.gqa-convert-01234567"
+"""The folder of another run."""
 
 
 @pytest.fixture
@@ -43,51 +45,26 @@ def out(tmp_path: Path) -> Path:
     return tmp_path / "out"
 
 
-def refused(kind: type[GQAConvertError], *words: str, call: Callable[[], Any]) -> None:
-    """Check that a call fails with one line that holds all the words."""
-    with pytest.raises(kind) as caught:
-        call()
-    message = str(caught.value)
-    assert message.isprintable()
-    for word in words:
-        assert word in message
-
-
 def leftovers(folder: Path) -> list[str]:
-    return [path.name for path in folder.iterdir() if ".gqa-convert-" in path.name]
-
-
-def complete(folder: Path, reference: dict[str, str]) -> bool:
-    return digests(folder) == reference and (folder / "gqa_conversion.json").is_file()
+    return sorted(path.name for path in folder.iterdir() if ".gqa-convert-" in path.name)
 
 
 class TestDestination:
-    def test_an_existing_folder(self, source: Path, out: Path) -> None:
-        convert_checkpoint(source, out, 4)
+    def test_overwrite_replaces_everything_and_nothing_else_does(self, source: Path, out: Path, tmp_path: Path) -> None:
+        by_mean(source, tmp_path / "reference")
+        by_mean(source, out, 3, max_shard_size=20_000)
         before = digests(out, ignore=())
-        refused(OutputError, "exists already", "--overwrite", call=lambda: convert_checkpoint(source, out, 3))
+        with refused(OutputError, "exists already", "--overwrite"):
+            by_mean(source, out)
         assert digests(out, ignore=()) == before
-
-    def test_overwrite_replaces_everything(self, source: Path, out: Path, tmp_path: Path) -> None:
-        convert_checkpoint(source, tmp_path / "reference", 4)
-        convert_checkpoint(source, out, 3, ConversionOptions(max_shard_size=20_000))
-        convert_checkpoint(source, out, 4, ConversionOptions(overwrite=True))
-        assert complete(out, digests(tmp_path / "reference"))
+        by_mean(source, out, overwrite=True)
+        assert digests(out) == digests(tmp_path / "reference")
+        assert (out / "gqa_conversion.json").is_file()
         assert leftovers(tmp_path) == []
-
-    def test_overwrite_spares_what_is_no_checkpoint(self, source: Path, out: Path) -> None:
-        out.mkdir()
-        (out / "thesis.tex").write_text("x")
-        refused(
-            OutputError,
-            "thesis.tex",
-            call=lambda: convert_checkpoint(source, out, 4, ConversionOptions(overwrite=True)),
-        )
-        assert (out / "thesis.tex").read_text() == "x"
 
     @pytest.mark.parametrize("overwrite", [False, True])
     def test_the_source_and_its_neighbourhood(self, source: Path, tmp_path: Path, overwrite: bool) -> None:
-        before, options = digests(tmp_path), ConversionOptions(overwrite=overwrite)
+        before = digests(tmp_path)
         (tmp_path / "link").symlink_to(source)
         (tmp_path / "config.json").write_text("{}")
         for place, words in {
@@ -99,7 +76,8 @@ class TestDestination:
             tmp_path: "contains the source",
             Path("/"): "contains the source",
         }.items():
-            refused(OutputError, words, call=lambda: convert_checkpoint(source, place, 4, options))  # noqa: B023
+            with refused(OutputError, words):
+                by_mean(source, place, overwrite=overwrite)
         (tmp_path / "config.json").unlink()
         (tmp_path / "link").unlink()
         assert digests(tmp_path) == before
@@ -109,54 +87,48 @@ class TestDestination:
         for path in source.glob("*.safetensors"):
             path.unlink()
             path.symlink_to(out / path.name)
-        refused(
-            OutputError, "links to", call=lambda: convert_checkpoint(source, out, 4, ConversionOptions(overwrite=True))
-        )
+        with refused(OutputError, "links to"):
+            by_mean(source, out, overwrite=True)
 
     @pytest.mark.parametrize("overwrite", [False, True])
     def test_links_and_files(self, source: Path, out: Path, tmp_path: Path, overwrite: bool) -> None:
         (tmp_path / "elsewhere").mkdir()
         for target in ("elsewhere", "nowhere", "out"):
             out.symlink_to(target)
-            refused(
-                OutputError,
-                "is a link",
-                call=lambda: convert_checkpoint(source, out, 4, ConversionOptions(overwrite=overwrite)),
-            )
+            with refused(OutputError, "is a link"):
+                by_mean(source, out, overwrite=overwrite)
             out.unlink()
         out.write_text("x")
-        refused(
-            OutputError,
-            "is a file",
-            call=lambda: convert_checkpoint(source, out, 4, ConversionOptions(overwrite=overwrite)),
-        )
-        refused(OutputError, "cannot be written", call=lambda: convert_checkpoint(source, out / "sub" / "sub", 4))
+        with refused(OutputError, "is a file"):
+            by_mean(source, out, overwrite=overwrite)
+        with refused(OutputError, "cannot be written"):
+            by_mean(source, out / "sub" / "sub")
         assert out.read_text() == "x"
 
     @pytest.mark.parametrize("place", ["/proc/nowhere/out", "/dev/null/out", "x" * 300])
     def test_places_that_cannot_be_written(self, source: Path, tmp_path: Path, place: str) -> None:
-        refused(OutputError, "cannot be", call=lambda: convert_checkpoint(source, tmp_path / place, 4))
+        with refused(OutputError, "cannot be"):
+            by_mean(source, tmp_path / place)
         assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
 
     def test_missing_parents_come_and_go(self, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        convert_checkpoint(source, tmp_path / "a" / "b" / "out", 4)
+        by_mean(source, tmp_path / "a" / "b" / "out")
         assert (tmp_path / "a" / "b" / "out" / "config.json").is_file()
         _fail(monkeypatch, OSError(errno.EIO, "Input/output error"))
-        refused(OutputError, "Input/output", call=lambda: convert_checkpoint(source, tmp_path / "c" / "d" / "out", 4))
+        with refused(OutputError, "Input/output"):
+            by_mean(source, tmp_path / "c" / "d" / "out")
         assert not (tmp_path / "c").exists()
 
-    def test_something_appears_meanwhile(self, source: Path, out: Path) -> None:
+    @pytest.mark.parametrize("overwrite", [False, True])
+    def test_something_appears_meanwhile(self, source: Path, out: Path, overwrite: bool) -> None:
         def appear(_: Any) -> None:
-            out.mkdir()
+            out.mkdir(exist_ok=True)
             (out / "thesis.tex").write_text("x")
 
-        for options in (ConversionOptions(), ConversionOptions(overwrite=True)):
-            refused(
-                OutputError,
-                call=lambda: convert_checkpoint(source, out, 4, options, progress=_once(appear)),  # noqa: B023
-            )
-            assert digests(out).keys() == {"thesis.tex"}
-            shutil.rmtree(out)
+        options = ConversionOptions(method="mean", overwrite=overwrite)
+        with refused(OutputError):
+            convert_checkpoint(source, out, 4, options, progress=appear)
+        assert digests(out).keys() == {"thesis.tex"}
         assert leftovers(out.parent) == []
 
     def test_modes_follow_the_umask(self, source: Path, tmp_path: Path) -> None:
@@ -164,31 +136,20 @@ class TestDestination:
             path.chmod(0o600)
         previous = os.umask(0o027)
         try:
-            convert_checkpoint(source, tmp_path / "out", 4)
+            by_mean(source, tmp_path / "out")
         finally:
             os.umask(previous)
         assert stat.S_IMODE((tmp_path / "out").stat().st_mode) == 0o750
         assert {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "out").iterdir()} == {0o640}
 
 
-def _once(call: Callable[[Any], None]) -> Callable[[int], None]:
-    done: list[int] = []
-
-    def progress(nbytes: int) -> None:
-        if not done:
-            call(nbytes)
-        done.append(nbytes)
-
-    return progress
-
-
 def _fail(monkeypatch: pytest.MonkeyPatch, problem: BaseException) -> None:
     """Let the conversion fail when most of it is written."""
 
-    def companions(*_: Any) -> None:
+    def fails(*_: Any) -> None:
         raise problem
 
-    monkeypatch.setattr(convert, "write_sidecar_files", companions)
+    monkeypatch.setattr(convert, "write_sidecar_files", fails)
 
 
 class TestFailure:
@@ -198,10 +159,12 @@ class TestFailure:
         [
             (OSError(errno.ENOSPC, "No space left on device"), NoSpaceError),
             (OSError(errno.EDQUOT, "Disk quota exceeded"), NoSpaceError),
-            (OSError(errno.EIO, "Input/output error"), OutputError),
             (PermissionError(errno.EACCES, "Permission denied", "/x\ny"), OutputError),
             (OSError("bare"), OutputError),
             (CorruptCheckpointError("x"), CorruptCheckpointError),
+            (KeyboardInterrupt(), None),
+            (InterruptedRunError("stopped"), None),
+            (ValueError("a bug"), None),
         ],
     )
     def test_midway(
@@ -209,74 +172,51 @@ class TestFailure:
         source: Path,
         out: Path,
         monkeypatch: pytest.MonkeyPatch,
-        problem: OSError,
-        kind: type[GQAConvertError],
+        problem: BaseException,
+        kind: type[GQAConvertError] | None,
         old: bool,
     ) -> None:
+        """Errors of the system are explained, and what is no mistake of the user's passes through."""
         if old:
-            convert_checkpoint(source, out, 3)
+            by_mean(source, out, 3)
         before = digests(out.parent)
         _fail(monkeypatch, problem)
-        refused(kind, call=lambda: convert_checkpoint(source, out, 4, ConversionOptions(overwrite=True)))
+        with pytest.raises(type(problem)) if kind is None else refused(kind):
+            by_mean(source, out, overwrite=True)
         assert digests(out.parent) == before
-        assert leftovers(out.parent) == []
-
-    @pytest.mark.parametrize(
-        "problem", [KeyboardInterrupt(), InterruptedRunError("stopped"), MemoryError(), ValueError("a bug")]
-    )
-    def test_what_is_no_mistake_passes_through(
-        self, source: Path, out: Path, monkeypatch: pytest.MonkeyPatch, problem: BaseException
-    ) -> None:
-        _fail(monkeypatch, problem)
-        with pytest.raises(type(problem)):
-            convert_checkpoint(source, out, 4)
-        assert [path.name for path in out.parent.iterdir()] == ["source"]
+        assert sorted(path.name for path in out.parent.iterdir()) == (["out", "source"] if old else ["source"])
 
     def test_too_little_space_is_seen_before(self, source: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
-        refused(NoSpaceError, "has 1,000 free", "make room", call=lambda: convert_checkpoint(source, out, 4))
+        with refused(NoSpaceError, "has 1,000 free", "make room"):
+            by_mean(source, out)
         assert [path.name for path in out.parent.iterdir()] == ["source"]
 
     def test_a_disk_that_fills_up(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         small = tmp_path / "small"
         small.mkdir()
-        if subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", small], capture_output=True, check=False
-        ).returncode:
+        mount = ["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", small]
+        if subprocess.run(mount, capture_output=True, check=False).returncode:
             pytest.skip("tmpfs can't be mounted here")
         try:
             source = write_llama(tmp_path / "source", shards=2)
-            refused(NoSpaceError, "make room", call=lambda: convert_checkpoint(source, small / "out", 4))
             monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=10**9))
-            refused(NoSpaceError, "full", call=lambda: convert_checkpoint(source, small / "a" / "out", 4))
+            with refused(NoSpaceError, "full"):
+                by_mean(source, small / "a" / "out")
             assert list(small.iterdir()) == []
         finally:
             subprocess.run(["umount", small], check=True)
 
-    def test_a_shard_that_changes_meanwhile(self, source: Path, out: Path) -> None:
+    @pytest.mark.parametrize("change", ["another byte", "shorter", "longer"])
+    def test_a_shard_that_changes_meanwhile(self, source: Path, out: Path, change: str) -> None:
         last = source / "model-00003-of-00003.safetensors"
         good = last.read_bytes()
-        changes: list[Callable[[], Any]] = [
-            lambda: last.write_bytes(good[:-1] + b"x"),
-            lambda: os.truncate(last, len(good) // 2),
-            lambda: last.write_bytes(good + b"x"),
-        ]
-        for change in changes:
-            refused(
-                CorruptCheckpointError,
-                last.name,
-                call=lambda: convert_checkpoint(source, out, 4, on_plan=lambda _: (time.sleep(0.02), change())[0]),  # noqa: B023
-            )
-            refused(
-                CorruptCheckpointError,
-                "changed",
-                call=lambda: (
-                    last.write_bytes(good),
-                    convert_checkpoint(source, out, 4, progress=_late(lambda: os.utime(last))),
-                ),
-            )
-            last.write_bytes(good)
-        last.unlink()
+        bad = {"another byte": good[:-1] + b"x", "shorter": good[: len(good) // 2], "longer": good + b"x"}[change]
+        with refused(CorruptCheckpointError, last.name):
+            convert_checkpoint(source, out, 4, on_plan=lambda _: (time.sleep(0.02), last.write_bytes(bad))[0])
+        last.write_bytes(good)
+        with refused(CorruptCheckpointError, "changed"):
+            convert_checkpoint(source, out, 4, progress=_late(lambda: os.utime(last)))
         assert sorted(path.name for path in out.parent.iterdir()) == ["source"]
 
 
@@ -293,16 +233,15 @@ def _late(call: Callable[[], Any]) -> Callable[[int], None]:
     return progress
 
 
-class TestCopy:
-    @pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="there is no /dev/shm")
-    def test_to_another_filesystem(self, source: Path, tmp_path: Path) -> None:
-        convert_checkpoint(source, tmp_path / "reference", 4)
-        away = Path("/dev/shm") / f"{tmp_path.parent.name}-{os.getpid()}"
-        try:
-            convert_checkpoint(source, away / "out", 4)
-            assert complete(away / "out", digests(tmp_path / "reference"))
-        finally:
-            shutil.rmtree(away)
+@pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="there is no /dev/shm")
+def test_to_another_filesystem(source: Path, tmp_path: Path) -> None:
+    by_mean(source, tmp_path / "reference")
+    away = Path("/dev/shm") / f"{tmp_path.parent.name}-{os.getpid()}"
+    try:
+        by_mean(source, away / "out")
+        assert digests(away / "out") == digests(tmp_path / "reference")
+    finally:
+        shutil.rmtree(away)
 
 
 class TestSweep:
@@ -369,12 +308,12 @@ class TestSweep:
             raise OSError(errno.EBADF, "Bad file descriptor")
 
         monkeypatch.setattr(fcntl, "flock", unsupported)
-        other = [".other.gqa-convert-01234567", ".other.gqa-convert-01234567.lock"]
+        other = [RUN, f"{RUN}.lock"]
         (out.parent / other[0]).mkdir()
         (out.parent / other[1]).touch()
-        convert_checkpoint(source, out, 4)
+        by_mean(source, out)
         assert (out / "config.json").is_file()
-        assert sorted(leftovers(out.parent)) == other  # it may be a live one
+        assert leftovers(out.parent) == other  # it may be a live one
 
     def test_a_filesystem_that_locks_only_what_is_open_for_writing(
         self, source: Path, out: Path, monkeypatch: pytest.MonkeyPatch
@@ -388,9 +327,9 @@ class TestSweep:
             flock(handle, operation)
 
         monkeypatch.setattr(fcntl, "flock", strict)
-        (out.parent / ".dead.gqa-convert-01234567").mkdir()
-        (out.parent / ".dead.gqa-convert-01234567.lock").touch()
-        convert_checkpoint(source, out, 4)
+        (out.parent / RUN).mkdir()
+        (out.parent / f"{RUN}.lock").touch()
+        by_mean(source, out)
         assert leftovers(out.parent) == []
 
     @pytest.mark.parametrize("code", [errno.EINVAL, errno.EIO])
@@ -403,26 +342,28 @@ class TestSweep:
 
         monkeypatch.setattr(os, "fsync", sync)
         if code == errno.EINVAL:
-            convert_checkpoint(source, out, 4)
+            by_mean(source, out)
         else:
             words = "is complete, but the disk has not confirmed its name (Input/output error)"
-            refused(OutputError, words, call=lambda: convert_checkpoint(source, out, 4))
+            with refused(OutputError, words):
+                by_mean(source, out)
         assert (out / "gqa_conversion.json").is_file()
         assert leftovers(out.parent) == []
 
     def test_a_filesystem_without_exchanges(self, source: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(publication, "_exchange", lambda *_: False)
-        convert_checkpoint(source, out, 3)
+        by_mean(source, out, 3)
         old = digests(out)
-        refused(OutputError, call=lambda: convert_checkpoint(source, out, 4))
-        convert_checkpoint(source, out, 4, ConversionOptions(overwrite=True))
+        with refused(OutputError):
+            by_mean(source, out)
+        by_mean(source, out, overwrite=True)
         assert digests(out).keys() == old.keys()
         assert digests(out) != old
         assert leftovers(out.parent) == []
 
     def test_a_run_that_died_between_two_renames(self, tmp_path: Path) -> None:
-        old, new = tmp_path / ".out.gqa-convert-01234567-old", tmp_path / ".out.gqa-convert-01234567"
-        lock = tmp_path / ".out.gqa-convert-01234567.lock"
+        old, new = tmp_path / f"{RUN}-old", tmp_path / RUN
+        lock = tmp_path / f"{RUN}.lock"
         for path in (old, new):
             path.mkdir()
             (path / "config.json").write_text(path.name)
@@ -440,7 +381,7 @@ class TestSweep:
         self, source: Path, out: Path, monkeypatch: pytest.MonkeyPatch, can_exchange: bool
     ) -> None:
         """Neither before it was checked for the user's files, nor given its name back meanwhile."""
-        convert_checkpoint(source, out, 3)
+        by_mean(source, out, 3)
         exchange, check = publication._exchange, publication.foreign_files
         swept = []
 
@@ -450,22 +391,17 @@ class TestSweep:
 
         monkeypatch.setattr(publication, "_exchange", lambda *both: can_exchange and exchange(*both))
         monkeypatch.setattr(publication, "foreign_files", checked)
-        convert_checkpoint(source, out, 4, ConversionOptions(overwrite=True))
+        by_mean(source, out, overwrite=True)
         assert swept[-1][0].startswith(".out.gqa-convert-")
         assert [removed for _, removed in swept] == [[]] * len(swept)
         assert leftovers(out.parent) == []
-
-    def test_check_destination_alone(self, tmp_path: Path) -> None:
-        check_destination(tmp_path / "new", None, overwrite=False)
 
 
 HARNESS = """
 import os, signal, sys
 from pathlib import Path
-from gqa_convert.conversion.options import ConversionOptions
-from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import InterruptedRunError
-from tests.helpers.checkpoints import digests
+from tests.helpers.checkpoints import by_mean, digests
 
 source, out = Path(sys.argv[1]), Path(sys.argv[2])
 number, overwrite, module = getattr(signal, sys.argv[3]), sys.argv[4] == "True", sys.argv[5]
@@ -494,7 +430,7 @@ def run(stop):
     code = 3
     try:
         sys.settrace(trace)
-        convert_checkpoint(source, out, 4, ConversionOptions(overwrite=overwrite))
+        by_mean(source, out, overwrite=overwrite)
         code = 0 if count < stop else 4
     except InterruptedRunError:
         code = 5
@@ -502,15 +438,15 @@ def run(stop):
         sys.settrace(None)
         os._exit(code)
 
-convert_checkpoint(source, out, 4)
+by_mean(source, out)
 new = digests(out)
-convert_checkpoint(source, out, 3, ConversionOptions(overwrite=True))
+by_mean(source, out, 3, overwrite=True)
 old = digests(out)
 assert old != new
 seen, stop, stops = set(), first, 0
 while True:
     if overwrite:
-        convert_checkpoint(source, out, 3, ConversionOptions(overwrite=True))
+        by_mean(source, out, 3, overwrite=True)
     else:
         import shutil
         if out.exists(): shutil.rmtree(out)
@@ -527,7 +463,7 @@ while True:
     assert os.WIFSIGNALED(status) if number == signal.SIGKILL else os.WEXITSTATUS(status) in (4, 5), (stop, status)
     seen.add((state, len(left)))
     stops += 1
-    convert_checkpoint(source, out, 4, ConversionOptions(overwrite=True))
+    by_mean(source, out, overwrite=True)
     assert digests(out) == new
     assert not [path.name for path in out.parent.iterdir() if ".gqa-convert-" in path.name]
     stop += stride
@@ -554,6 +490,6 @@ class TestStopped:
         """Both signals together stop at every second or so line, half of them each."""
         first = 1 if kind == "SIGKILL" else 1 + stride // 2
         arguments = (source, out, kind, str(overwrite), module, str(first), str(stride))
-        result = run_python("-c", HARNESS, *arguments, models=False)
+        result = run_python("-c", HARNESS, *arguments)
         assert result.returncode == 0, result.stderr
         assert int(result.stdout.split()[0]) > 10

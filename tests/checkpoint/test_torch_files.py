@@ -1,25 +1,34 @@
 """`.bin` checkpoints: the same result as from safetensors, little memory, and no code run."""
 
 import collections
-import json
 import os
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.checkpoint.source_files import SourceFiles
-from gqa_convert.conversion.options import ConversionOptions
-from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import CorruptCheckpointError, GQAConvertError, UnsupportedFormatError
-from tests.helpers.checkpoints import digests, llama_arrays, read_weights, split, write_config, write_index, write_llama
+from tests.helpers.checkpoints import (
+    by_mean,
+    digests,
+    llama_arrays,
+    refused,
+    same_weights,
+    split,
+    write_config,
+    write_index,
+    write_llama,
+)
 
 State = dict[str, torch.Tensor]
 SINGLE = "pytorch_model.bin"
+OLD = {"_use_new_zipfile_serialization": False}
+"""Options of `torch.save` for the format before torch 1.6."""
 
 
 def llama_state() -> State:
@@ -35,88 +44,40 @@ def write_bin(folder: Path, state: Any, **options: Any) -> Path:
     return folder
 
 
-def expected(tmp_path: Path, arrays: dict[str, np.ndarray[Any, Any]] | None = None) -> dict[str, np.ndarray[Any, Any]]:
-    """The weights that come of the same tensors in safetensors."""
-    convert_checkpoint(
-        write_llama(tmp_path / "reference-source", arrays=arrays),
-        tmp_path / "reference",
-        4,
-        ConversionOptions(method="mean"),
-    )
-    return read_weights(tmp_path / "reference")
-
-
-def converted(source: Path) -> dict[str, np.ndarray[Any, Any]]:
-    """The weights of the conversion, after a look at what else came of it."""
-    out = source.parent / f"{source.name}-out"
-    convert_checkpoint(source, out, 4, ConversionOptions(method="mean"))
-    assert not [path.name for path in out.rglob("*") if ".bin" in path.name or path.name.startswith(".")]
-    return read_weights(out)
-
-
-def same(ours: dict[str, np.ndarray[Any, Any]], theirs: dict[str, np.ndarray[Any, Any]]) -> bool:
-    return ours.keys() == theirs.keys() and all(np.array_equal(ours[name], theirs[name]) for name in ours)
-
-
-def test_what_a_killed_run_left_in_its_folder_is_replaced(tmp_path: Path) -> None:
-    """The folder of merged layers stays for the next run, which continues in it."""
-    source = write_bin(tmp_path / "old", llama_state(), _use_new_zipfile_serialization=False)
-    checkpoint = open_checkpoint(source)
-    assert checkpoint.shards[0].spilled
-    read = []
-    for work, left in ((tmp_path / "new", {}), (tmp_path / "used", {".spilled-0": b"x" * 10**6})):
-        work.mkdir()
-        for name, content in left.items():
-            (work / name).write_bytes(content)
-        with ExitStack() as stack:
-            assert SourceFiles(checkpoint, work, stack)[0]
-            read.append((work / ".spilled-0").read_bytes())
-        assert list(work.iterdir()) == []
-    assert read[0] == read[1]
-
-
-def refused(source: Path, kind: type[GQAConvertError], *words: str) -> None:
-    with pytest.raises(kind) as caught:
-        open_checkpoint(source)
-    message = str(caught.value)
-    assert message.isprintable()
-    for word in (SINGLE, *words):
-        assert word in message
+def check_conversion(source: Path, state: State, shards: int = 1) -> None:
+    """The result is that of the same tensors in safetensors, file by file."""
+    base = source.parent
+    plain = write_llama(base / "plain", shards=shards)
+    if shards == 1:
+        tensors = {name: tensor.detach().clone().contiguous() for name, tensor in state.items()}
+        save_file(tensors, plain / "model.safetensors", {"format": "pt"})
+    by_mean(plain, base / "expected")
+    by_mean(source, base / "out")
+    wanted, found = digests(base / "expected"), digests(base / "out")
+    assert found.keys() == wanted.keys()
+    differing = {name for name in found if found[name] != wanted[name]}
+    assert all(name.endswith(".safetensors") for name in differing), "tensors have their order in the source"
+    assert same_weights(base / "out", base / "expected")
 
 
 class TestRead:
     def test_a_module_s_own_state(self, tmp_path: Path) -> None:
-        state: Any = collections.OrderedDict(
-            (name, torch.nn.Parameter(tensor)) for name, tensor in llama_state().items()
-        )
+        parameters = [(name, torch.nn.Parameter(tensor)) for name, tensor in llama_state().items()]
+        state: Any = collections.OrderedDict(parameters)
         state._metadata = collections.OrderedDict({"": {"version": 1}})
-        assert same(converted(write_bin(tmp_path / "bin", state)), expected(tmp_path))
+        check_conversion(write_bin(tmp_path / "bin", state), state)
 
     def test_several_files(self, tmp_path: Path) -> None:
-        state, source = llama_state(), tmp_path / "bin"
-        source.mkdir()
-        write_config(source)
-        (source / "tokenizer.json").write_text('{"version": "1.0"}')
+        state = llama_state()
+        source = write_bin(tmp_path / "bin", {})
+        (source / SINGLE).unlink()
         weight_map = {}
         for number, names in enumerate(split(list(state), 3), 1):
             file = f"pytorch_model-{number:05d}-of-00003.bin"
             torch.save({name: state[name] for name in names}, source / file)
             weight_map |= dict.fromkeys(names, file)
         write_index(source / "pytorch_model.bin.index.json", weight_map)
-        convert_checkpoint(source, tmp_path / "out", 4, ConversionOptions(method="mean"))
-        convert_checkpoint(
-            write_llama(tmp_path / "reference-source", shards=3),
-            tmp_path / "reference",
-            4,
-            ConversionOptions(method="mean"),
-        )
-        ours, theirs = digests(tmp_path / "out"), digests(tmp_path / "reference")
-        assert ours.keys() == theirs.keys()
-        assert same(read_weights(tmp_path / "out"), read_weights(tmp_path / "reference"))
-        index = "model.safetensors.index.json"
-        assert json.loads((tmp_path / "out" / index).read_bytes()) == json.loads(
-            (tmp_path / "reference" / index).read_bytes()
-        )
+        check_conversion(source, state, shards=3)
 
     def test_tied_and_shared_tensors(self, tmp_path: Path) -> None:
         state = llama_state()
@@ -125,7 +86,7 @@ class TestRead:
         state["model.norm.weight"], state["model.layers.0.input_layernorm.weight"] = norms[0], norms[1]
         source = write_bin(tmp_path / "bin", state)
         assert not open_checkpoint(source).shards[0].spilled
-        assert same(converted(source), expected(tmp_path, {name: tensor.numpy() for name, tensor in state.items()}))
+        check_conversion(source, state)
 
     @pytest.mark.parametrize("kind", ["transposed", "expanded"])
     def test_tensors_in_another_order_are_spilled(self, tmp_path: Path, kind: str) -> None:
@@ -135,18 +96,11 @@ class TestRead:
         assert not state[name].is_contiguous()
         source = write_bin(tmp_path / "bin", state)
         assert open_checkpoint(source).shards[0].spilled
-        assert same(
-            converted(source), expected(tmp_path, {key: tensor.contiguous().numpy() for key, tensor in state.items()})
-        )
+        check_conversion(source, state)
 
-    def test_the_format_before_zip(self, tmp_path: Path) -> None:
-        source = write_bin(tmp_path / "bin", llama_state(), _use_new_zipfile_serialization=False)
-        assert open_checkpoint(source).shards[0].spilled
-        assert same(converted(source), expected(tmp_path))
-
-    def test_types_and_empty_tensors(self, tmp_path: Path) -> None:
-        state = {name: tensor.bfloat16() for name, tensor in llama_state().items()}
-        extra = {
+    @pytest.mark.parametrize("options", [{}, OLD])
+    def test_types_and_empty_tensors(self, tmp_path: Path, options: dict[str, Any]) -> None:
+        state = {name: tensor.bfloat16() for name, tensor in llama_state().items()} | {
             "empty": torch.zeros(0, 3),
             "scalar": torch.tensor(3.0),
             "half": torch.ones(3, dtype=torch.float16),
@@ -154,22 +108,21 @@ class TestRead:
             "positions": torch.arange(5),
             "double": torch.ones(1, dtype=torch.float64),
         }
-        from safetensors.torch import load_file, save_file
+        source = write_bin(tmp_path / "bin", state, **options)
+        assert open_checkpoint(source).shards[0].spilled == bool(options)
+        check_conversion(source, state)
 
-        results = []
-        for number, options in enumerate(({}, {"_use_new_zipfile_serialization": False})):
-            source = write_bin(tmp_path / f"bin{number}", state | extra, **options)
-            convert_checkpoint(source, tmp_path / f"out{number}", 4, ConversionOptions(method="mean"))
-            results.append(load_file(tmp_path / f"out{number}" / "model.safetensors"))
-        reference = write_llama(tmp_path / "reference")
-        save_file(state | extra, reference / "model.safetensors", {"format": "pt"})
-        convert_checkpoint(reference, tmp_path / "out", 4, ConversionOptions(method="mean"))
-        wanted = load_file(tmp_path / "out" / "model.safetensors")
-        for result in results:
-            assert result.keys() == wanted.keys()
-            assert all(
-                result[name].dtype == wanted[name].dtype and torch.equal(result[name], wanted[name]) for name in wanted
-            )
+    def test_what_a_killed_run_left_in_its_folder_is_replaced(self, tmp_path: Path) -> None:
+        """The folder of merged layers stays for the next run, which continues in it."""
+        checkpoint = open_checkpoint(write_bin(tmp_path / "old", llama_state(), **OLD))
+        read = []
+        for left in (b"", b"x" * 10**6):
+            (tmp_path / ".spilled-0").write_bytes(left)
+            with ExitStack() as stack:
+                assert SourceFiles(checkpoint, tmp_path, stack)[0]
+                read.append((tmp_path / ".spilled-0").read_bytes())
+            assert not (tmp_path / ".spilled-0").exists()
+        assert read[0] == read[1]
 
     def test_safetensors_go_first(self, tmp_path: Path) -> None:
         source = write_llama(tmp_path / "both")
@@ -177,6 +130,11 @@ class TestRead:
         checkpoint = open_checkpoint(source)
         assert checkpoint.weights_format == "safetensors"
         assert checkpoint.left_behind == (SINGLE,)
+
+
+def refuses(source: Path, kind: type[GQAConvertError], *words: str) -> None:
+    with refused(kind, SINGLE, *words):
+        open_checkpoint(source)
 
 
 class _Canary:
@@ -199,9 +157,9 @@ class TestRefuse:
             place
         ]
         source = write_bin(tmp_path / "bin", state, _use_new_zipfile_serialization=not legacy)
-        refused(source, CorruptCheckpointError, "never run")
+        refuses(source, CorruptCheckpointError, "never run")
         with pytest.raises(GQAConvertError):
-            convert_checkpoint(source, tmp_path / "out", 4, ConversionOptions(method="mean"))
+            by_mean(source, tmp_path / "out", 4)
         assert not canary.exists()
         torch.load(source / SINGLE, weights_only=False)  # the bomb is a live one
         assert canary.exists()
@@ -212,7 +170,7 @@ class TestRefuse:
         source = write_bin(tmp_path / "bin", llama_state(), _use_new_zipfile_serialization=not legacy)
         os.truncate(source / SINGLE, int((source / SINGLE).stat().st_size * part))
         with pytest.raises(GQAConvertError) as caught:
-            convert_checkpoint(source, tmp_path / "out", 4, ConversionOptions(method="mean"))
+            by_mean(source, tmp_path / "out", 4)
         assert str(caught.value).isprintable()
         assert SINGLE in str(caught.value)
         assert sorted(path.name for path in tmp_path.iterdir()) == ["bin"]
@@ -223,7 +181,7 @@ class TestRefuse:
     def test_something_else(self, tmp_path: Path, raw: bytes) -> None:
         source = write_bin(tmp_path / "bin", {})
         (source / SINGLE).write_bytes(raw)
-        refused(source, CorruptCheckpointError)
+        refuses(source, CorruptCheckpointError)
 
     @pytest.mark.parametrize(
         ("state", "kind", "words"),
@@ -244,14 +202,4 @@ class TestRefuse:
     def test_not_a_map_of_plain_tensors(
         self, tmp_path: Path, state: Any, kind: type[GQAConvertError], words: str
     ) -> None:
-        refused(write_bin(tmp_path / "bin", state), kind, words)
-
-    def test_an_index_that_leaves_the_folder(self, tmp_path: Path) -> None:
-        source = write_bin(tmp_path / "bin", {})
-        (source / SINGLE).rename(source / "pytorch_model-1.bin")
-        write_index(source / "pytorch_model.bin.index.json", {"x": "../bin/pytorch_model-1.bin"})
-        with pytest.raises(CorruptCheckpointError, match=r"not a \.bin file in this folder"):
-            open_checkpoint(source)
-        write_index(source / "pytorch_model.bin.index.json", {"x": "model.safetensors"})
-        with pytest.raises(CorruptCheckpointError, match=r"not a \.bin file"):
-            open_checkpoint(source)
+        refuses(write_bin(tmp_path / "bin", state), kind, words)

@@ -54,7 +54,7 @@ def test_a_kill_between_layers(
     """
     source, out, config = tmp_path / "source", tmp_path / "out", {"num_hidden_layers": 3}
     write_llama(source, arrays=llama_arrays(layers=3), config=config)
-    ended = run_python("-c", KILLED, source, out, models=False)
+    ended = run_python("-c", KILLED, source, out)
     assert ended.returncode == -signal.SIGKILL
     assert not out.exists()
     if seed:

@@ -2,13 +2,20 @@
 coincide.
 """
 
+import contextlib
 import hashlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from safetensors.numpy import load_file, save_file
+
+from gqa_convert.conversion.options import ConversionOptions
+from gqa_convert.conversion.run import convert_checkpoint
+from gqa_convert.errors import GQAConvertError
 
 HEADS, WIDTH, HIDDEN, INNER, VOCABULARY = 12, 8, 60, 56, 24
 
@@ -91,8 +98,12 @@ def read_weights(folder: Path) -> Arrays:
 
 
 def same_weights(left: Path, right: Path) -> bool:
+    """Whether two folders hold the same tensors, in the same types."""
     ours, theirs = read_weights(left), read_weights(right)
-    return ours.keys() == theirs.keys() and all(np.array_equal(ours[name], theirs[name]) for name in ours)
+    if ours.keys() != theirs.keys():
+        return False
+    pairs = [(ours[name], theirs[name]) for name in ours]
+    return all(one.dtype == other.dtype and np.array_equal(one, other) for one, other in pairs)
 
 
 def digests(folder: Path, *, ignore: tuple[str, ...] = ("gqa_conversion.json",)) -> dict[str, str]:
@@ -102,3 +113,20 @@ def digests(folder: Path, *, ignore: tuple[str, ...] = ("gqa_conversion.json",))
         for path in sorted(folder.rglob("*"))
         if path.is_file() and path.name not in ignore
     }
+
+
+def by_mean(source: Path, out: Path, groups: int = 4, **options: Any) -> Any:
+    """Convert by pooling, with further options."""
+    return convert_checkpoint(source, out, groups, ConversionOptions(method="mean", **options))
+
+
+@contextlib.contextmanager
+def refused(kind: type[GQAConvertError], *words: str) -> Iterator[pytest.ExceptionInfo[GQAConvertError]]:
+    """A context that must end with an error of this kind, in one line that holds all the words."""
+    with pytest.raises(kind) as caught:
+        yield caught
+    assert type(caught.value) is kind
+    message = str(caught.value)
+    assert message.isprintable()
+    for word in words:
+        assert word in message

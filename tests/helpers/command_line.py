@@ -1,21 +1,14 @@
 """Runs the program, or Python, in another process."""
 
-import functools
 import os
+import runpy
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from tests.helpers.fork_server import SMALL, ForkServer, libraries_for
-
-COMMAND = [sys.executable, "-m", "gqa_convert"]
-
-
-@functools.cache
-def server(libraries: tuple[str, ...]) -> ForkServer:
-    """Return a server of this test process, which starts at its first use."""
-    return ForkServer(libraries)
+from tests.helpers import fork_server
 
 
 def run(*arguments: str | Path, timeout: float = 120) -> subprocess.CompletedProcess[str]:
@@ -24,33 +17,39 @@ def run(*arguments: str | Path, timeout: float = 120) -> subprocess.CompletedPro
 
 
 def run_python(
-    *arguments: str | Path,
-    timeout: float = 120,
-    environment: Mapping[str, str] | None = None,
-    models: bool = True,
+    *arguments: str | Path, timeout: float = 120, environment: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run `python ARGUMENTS`, which begin with `-m MODULE` or `-c CODE`, in a fork of a process that imported the large
-    libraries.
+    """Run `python ARGUMENTS`, which begin with `-m MODULE` or `-c CODE`.
 
-    That process lacks torch and the client of the Hub where the environment has other variables of the Hub than the
-    suite. It is a new interpreter where any other variable differs that a library may read while it is imported.
+    It is a new interpreter only where a variable differs from the suite's that a library may read while it is imported.
 
     Args:
         arguments: what follows `python`.
         timeout: the seconds after which the program is killed.
         environment: the program's variables; by default those of this process.
-        models: whether the program loads models. If not, it runs in a fork of the process without torch, which is
-            smaller, and so are forks that the program makes.
     """
     words = [str(argument) for argument in arguments]
     given = os.environ if environment is None else environment
-    libraries = libraries_for(given)
-    if libraries is not None and not models:
-        libraries = SMALL
-    if libraries is not None:
-        return server(libraries).run(words, given, timeout)
-    command = [sys.executable, *words]
-    return subprocess.run(command, env=given, capture_output=True, text=True, timeout=timeout, check=False)
+    if not fork_server.serves(given):
+        command = [sys.executable, *words]
+        return subprocess.run(command, env=given, capture_output=True, text=True, timeout=timeout, check=False)
+    with tempfile.TemporaryDirectory() as folder:
+        out, err = Path(folder, "out"), Path(folder, "err")
+        process = fork_server.start(_program, (words,), given, out, err)
+        process.join(timeout)
+        if process.exitcode is None:
+            process.kill()
+            raise subprocess.TimeoutExpired(words, timeout)
+        return subprocess.CompletedProcess(words, process.exitcode, out.read_text(), err.read_text())
+
+
+def _program(words: list[str]) -> None:
+    flag, program, *rest = words
+    sys.argv = [flag, *rest]
+    if flag == "-m":
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
+    else:
+        exec(compile(program, "<string>", "exec"), {"__name__": "__main__"})
 
 
 def assert_mistake(result: subprocess.CompletedProcess[str], *words: str) -> None:

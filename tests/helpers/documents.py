@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
+from markdown_it import MarkdownIt
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "recipes").rglob("*.md"))]
 SHIPPED_RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 
-_FENCE = re.compile(r"^\s*```(\S*)")
 _ASSIGNMENT = re.compile(r"[A-Z_]+=\S*")
 _LAUNCHERS = ("-m", "gqa_convert")
 
@@ -66,31 +66,13 @@ class Command:
 
 
 def blocks(path: Path) -> Iterator[Block]:
-    """Yield fenced blocks, and paragraphs indented by four spaces outside lists."""
-    language, begun, text = None, 0, list[str]()
-    after_blank = in_list = False
-    for number, line in enumerate([*path.read_text(encoding="utf-8").splitlines(), ""], 1):
-        fence = _FENCE.match(line)
-        if language not in (None, "indented"):
-            if fence:
-                yield Block(begun, str(language), "\n".join(text))
-                language, text = None, []
-            else:
-                text.append(line)
-            continue
-        indented = line.startswith("    ") and (after_blank or language is not None) and not in_list
-        if language == "indented" and not indented:
-            yield Block(begun, language, "\n".join(text))
-            language, text = None, []
-        if fence:
-            language, begun = fence[1], number + 1
-        elif indented:
-            if language is None:
-                language, begun = "indented", number
-            text.append(line[4:])
-        if line.strip() and not line.startswith(" "):
-            in_list = re.match(r"([-*]|\d+\.) ", line) is not None
-        after_blank = not line.strip() or (fence is None and line.startswith("<!--"))
+    """Yield the code blocks of a page."""
+    for token in MarkdownIt().parse(path.read_text(encoding="utf-8")):
+        text = token.content.rstrip("\n")
+        if token.type == "fence":
+            yield Block(token.map[0] + 2, token.info.partition(" ")[0], text)
+        elif token.type == "code_block":
+            yield Block(token.map[0] + 1, "indented", text)
 
 
 def commands(block: Block) -> Iterator[Command]:

@@ -1,10 +1,9 @@
 """Jobs of several processes, as a launcher would start them, without the seconds that each would take to import torch.
 
-A server process imports it once and forks the others. Nothing here takes a job down when one of its processes dies, as
+Nothing here takes a job down when one of its processes dies, as
 torchrun would: processes must notice by themselves.
 """
 
-import multiprocessing
 import os
 import signal
 import socket
@@ -16,44 +15,9 @@ from typing import Any
 
 import pytest
 
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(
-    [
-        "torch",
-        "torch.distributed.checkpoint",
-        "torch.distributed.fsdp",
-        "accelerate",
-        "peft",
-        "transformers.models.auto.modeling_auto",
-        "transformers.models.auto.tokenization_auto",
-        "transformers.models.gpt2.modeling_gpt2",
-        "transformers.models.llama.modeling_llama",
-        "transformers.models.t5.modeling_t5",
-        "gqa_convert.cli.uptrain",
-        "gqa_convert.cli.console.progress",
-        "gqa_convert.cli.console.training",
-        "gqa_convert.data.samples",
-        "gqa_convert.training.models",
-        "gqa_convert.training.run",
-        "gqa_convert.training.uptrain",
-        "gqa_convert.training.trainer",
-        "gqa_convert.training.export",
-        "tests.helpers.ranks",
-        "tests.helpers.distributed_steps",
-    ]
-)
-_LAUNCHERS = (
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "ACCELERATE_",
-    "FSDP_",
-    "SLURM_",
-    "OMPI_",
-    "PMI_",
-)
+from tests.helpers import fork_server
+
+_LAUNCHERS = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "ACCELERATE_", "FSDP_", "SLURM_", "OMPI_", "PMI_")
 
 
 def free_port() -> int:
@@ -94,11 +58,8 @@ class Job:
                     "MASTER_ADDR": "127.0.0.1",
                     "MASTER_PORT": port,
                 }
-            self.processes.append(
-                _CONTEXT.Process(target=_rank, args=(work, arguments, log, launcher | environment), daemon=True)
-            )
-        for process in self.processes:
-            process.start()
+            inherited = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHERS)}
+            self.processes.append(fork_server.start(work, arguments, inherited | launcher | environment, log, log))
 
     def wait(self, seconds: float = 60) -> list[int]:
         """The exit codes; a process that is still there after this time fails the test."""
@@ -133,22 +94,13 @@ class Job:
         return [line for line in self.text().splitlines() if line.startswith("gqa-convert: ")]
 
 
-def _rank(work: Callable[..., None], arguments: tuple[Any, ...], log: Path, environment: dict[str, str]) -> None:
-    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
-    for name in [name for name in os.environ if name.startswith(_LAUNCHERS)]:
-        del os.environ[name]
-    os.environ.update(environment)
-    import torch
-
-    torch.set_num_threads(1)
-    work(*arguments)
-
-
 def uptrain(*arguments: str) -> None:
     """The command line."""
+    import torch
+
     from gqa_convert.cli import main
+
+    torch.set_num_threads(1)
 
     sys.argv = ["gqa-convert", "uptrain", *arguments]
     main()

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -20,121 +21,7 @@ from gqa_convert.families.table import FAMILIES, Family
 HEADS = 12
 VOCAB = 64
 
-_TWO = """
-    num_experts num_local_experts n_routed_experts moe_num_experts num_experts_per_tok num_experts_per_token moe_k moe_topk
-    linear_num_key_heads num_hidden_layers eos_token_id
-"""
-_ONE = """
-    n_group topk_group num_expert_group mamba_n_groups mamba_ngroups n_groups first_k_dense_replace num_dense_layers
-    bos_token_id
-"""
-_WIDTH_OF_EXPERTS = """
-    moe_intermediate_size shared_expert_intermediate_size expert_ffn_hidden_size shared_intermediate_size
-    moe_shared_expert_intermediate_size dense_intermediate_size
-"""
-_EIGHT = "mamba_d_state mamba_chunk_size chunk_size linear_key_head_dim linear_value_head_dim"
-_FOUR = "sliding_window mamba_n_heads linear_num_value_heads"
-_SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 96,
-    "intermediate_size": 40,
-    "num_attention_heads": HEADS,
-    "head_dim": 16,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "block_auto_adjust_ff_dim": False,
-} | {
-    key: value
-    for keys, value in ((_ONE, 1), (_TWO, 2), (_FOUR, 4), (_EIGHT, 8), (_WIDTH_OF_EXPERTS, 24))
-    for key in keys.split()
-}
-
-_LINEAR_THEN_FULL = {"layer_types": ["linear_attention", "full_attention"]}
-
-_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
-
-_OVERRIDES: dict[str, dict[str, Any]] = {
-    "bamba": {"attn_layer_indices": [1]},
-    "cohere_compass_text": {
-        "layer_types": ["sliding_attention", "full_attention"],
-        "rope_parameters": {"sliding_attention": _ROPE | {"mrope_section": [2, 1, 1]}, "full_attention": None},
-    },
-    "dots1": {"n_shared_experts": 1},
-    "falcon_h1": {"mamba_d_ssm": 96},
-    "flint": {"layer_types": ["sliding_attention", "full_attention"]},
-    "gemma3n_text": {
-        "num_hidden_layers": 4,
-        "num_kv_shared_layers": 2,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "hidden_size_per_layer_input": 8,
-        "vocab_size_per_layer_input": VOCAB,
-        "laurel_rank": 8,
-        "altup_num_inputs": 2,
-        "activation_sparsity_pattern": [0.0] * 4,
-    },
-    "gemma4_text": {
-        "num_hidden_layers": 6,
-        "num_kv_shared_layers": 2,
-        "layer_types": ["sliding_attention", "full_attention"] * 3,
-        "global_head_dim": 32,
-        "hidden_size_per_layer_input": 8,
-        "vocab_size_per_layer_input": VOCAB,
-    },
-    "granitemoehybrid": _LINEAR_THEN_FULL | {"position_embedding_type": "rope"},
-    "helium": {"head_dim": 8},
-    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
-    "lfm2": {"layer_types": ["conv", "full_attention"]},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
-    "lfm3": {"layer_types": ["conv", "full_attention", "sliding_attention"], "num_hidden_layers": 3},
-    "nemotron_h": {
-        "layers_block_type": ["linear_attention", "full_attention", "mlp", "moe"],
-        "mamba_num_heads": 4,
-        "mamba_head_dim": 48,
-        "ssm_state_size": 8,
-    },
-    "olmo_hybrid": _LINEAR_THEN_FULL | {"rope_parameters": _ROPE},
-    "phi4_multimodal": {
-        "vision_config": {
-            "hidden_size": 16,
-            "intermediate_size": 16,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "crop_size": 28,
-            "image_size": 28,
-        },
-        "audio_config": {
-            "hidden_size": 16,
-            "intermediate_size": 16,
-            "num_blocks": 1,
-            "num_attention_heads": 2,
-            "ext_pw_out_channel": 16,
-            "depthwise_separable_out_channel": 16,
-            "nemo_conv_channels": 16,
-        },
-    },
-    "qwen3_5_moe_text": _LINEAR_THEN_FULL,
-    "qwen3_5_text": _LINEAR_THEN_FULL,
-    "qwen3_next": _LINEAR_THEN_FULL,
-    "qwen4_exp_text": {
-        "layer_types": ["linear_attention", "indexed_attention"],
-        "hc_count": 2,
-        "hc_lowrank": 8,
-        "indexer_n_heads": 2,
-        "indexer_kv_heads": 1,
-        "indexer_head_dim": 16,
-        "indexer_budget": 4,
-        "indexer_compress_ratio": 2,
-    },
-    "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
-    "stablelm": {"rope_parameters": _ROPE | {"partial_rotary_factor": 0.5}},
-    "zamba": {"layers_block_type": ["linear_attention", "hybrid", "hybrid"], "num_hidden_layers": 3},
-    "zamba2": {
-        "layers_block_type": ["linear_attention", "hybrid", "hybrid"],
-        "num_hidden_layers": 3,
-        "n_mamba_heads": 4,
-        "use_mem_rope": True,
-    },
-}
+_SIZES = yaml.safe_load(Path(__file__).with_name("tiny.yaml").read_text())
 
 
 def make_config(model_type: str, *, kv_heads: int = HEADS, **overrides: Any) -> Any:
@@ -147,7 +34,8 @@ def make_config(model_type: str, *, kv_heads: int = HEADS, **overrides: Any) -> 
     """
     cls = CONFIG_MAPPING[model_type]
     known = {name for base in cls.__mro__ for name in getattr(base, "__annotations__", {})}
-    values = {key: value for key, value in _SIZES.items() if key in known} | _OVERRIDES.get(model_type, {})
+    values = {key: value for key, value in _SIZES["all"].items() if key in known}
+    values |= copy.deepcopy(_SIZES["types"].get(model_type, {}))
     if model_type == "dbrx":
         values |= {
             "d_model": 96,

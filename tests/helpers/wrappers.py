@@ -1,10 +1,12 @@
 """Tiny random wrappers of every type: a decoder with 12 heads beside a vision tower, and inputs with an image."""
 
 import functools
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from torch import nn
 from transformers import AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -20,187 +22,12 @@ _TEXT: dict[str, Any] = {
     "num_attention_heads": HEADS,
     "num_key_value_heads": HEADS,
     "head_dim": HEAD_DIM,
-    "vocab_size": 128,
     "max_position_embeddings": 128,
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-
-
-def _tower(model_type: str, **more: Any) -> dict[str, Any]:
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    return {"model_type": model_type, **sizes, "image_size": _IMAGE_SIZE, "patch_size": 8, **more}
-
-
-_CLIP = {"vision_config": _tower("clip_vision_model", projection_dim=32), "image_token_index": IMAGE}
-_SIGLIP = {"vision_config": _tower("siglip_vision_model"), "image_token_index": IMAGE}
-_GRID = {"image_grid_pinpoints": [[_IMAGE_SIZE, _IMAGE_SIZE]]}
-_ALIGNED = {"downsample_factor": 2, "alignment_intermediate_size": 64}
-_QWEN_TOWER = {"depth": 2, "num_heads": 4, "patch_size": 4, "spatial_merge_size": 2}
-_QWEN = {"image_token_id": IMAGE, "video_token_id": 126, "vision_start_token_id": _VISION_START}
-_MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}}
-
-_QWEN3 = {
-    "vision_config": _QWEN_TOWER
-    | {
-        "hidden_size": 32,
-        "out_hidden_size": 96,
-        "intermediate_size": 48,
-        "deepstack_visual_indexes": [0],
-        "num_position_embeddings": 16,
-    },
-    **_QWEN,
-}
-_SPARSE = {"num_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-
-_SPECS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "aya_vision": ("cohere2", _SIGLIP | _ALIGNED, {}),
-    "aria": (
-        "aria_text",
-        {
-            "vision_config": _tower("idefics3_vision"),
-            "image_token_index": IMAGE,
-            "projector_patch_to_query_dict": {4: 4},
-        },
-        {"moe_num_experts": 2, "moe_topk": 1, "moe_num_shared_experts": 1},
-    ),
-    "cohere2_vision": (
-        "cohere2",
-        {"vision_config": _tower("siglip_vision_model"), "image_token_id": IMAGE} | _ALIGNED,
-        {},
-    ),
-    "gemma4": (
-        "gemma4_text",
-        {
-            "vision_config": {
-                "hidden_size": 32,
-                "intermediate_size": 48,
-                "num_hidden_layers": 2,
-                "num_attention_heads": 4,
-                "num_key_value_heads": 4,
-                "head_dim": 8,
-                "patch_size": 4,
-                "position_embedding_size": 16,
-            },
-            "audio_config": None,
-            "image_token_id": IMAGE,
-            "boi_token_id": 125,
-            "eoi_token_id": 126,
-        },
-        {
-            "global_head_dim": HEAD_DIM,
-            "hidden_size_per_layer_input": 8,
-            "vocab_size_per_layer_input": 128,
-            "layer_types": ["sliding_attention", "full_attention"],
-        },
-    ),
-    "gemma3": ("gemma3_text", _SIGLIP | {"mm_tokens_per_image": 4, "boi_token_index": 125, "eoi_token_index": 126}, {}),
-    "got_ocr2": (
-        "qwen2",
-        {
-            "vision_config": {
-                "hidden_size": 32,
-                "output_channels": 16,
-                "num_hidden_layers": 2,
-                "num_attention_heads": 4,
-                "image_size": 64,
-                "patch_size": 16,
-                "window_size": 2,
-                "global_attn_indexes": [1],
-                "mlp_dim": 48,
-            },
-            "image_token_index": IMAGE,
-        },
-        {},
-    ),
-    "idefics2": (
-        "mistral",
-        {
-            "vision_config": _tower("idefics2_vision"),
-            "perceiver_config": {
-                "hidden_size": 96,
-                "resampler_n_latents": 4,
-                "resampler_depth": 1,
-                "resampler_n_heads": 4,
-                "resampler_head_dim": 8,
-                "num_key_value_heads": 2,
-            },
-            "image_token_id": IMAGE,
-        },
-        {},
-    ),
-    "idefics3": ("llama", {"vision_config": _tower("idefics3_vision"), "image_token_id": IMAGE, "scale_factor": 2}, {}),
-    "internvl": (
-        "qwen2",
-        {
-            "vision_config": _tower("internvl_vision") | {"image_size": [_IMAGE_SIZE] * 2, "patch_size": [4, 4]},
-            "image_token_id": IMAGE,
-            "downsample_ratio": 0.5,
-        },
-        {},
-    ),
-    "lfm2_vl": (
-        "lfm2",
-        {
-            "vision_config": _tower("siglip2_vision_model") | {"num_patches": 16, "patch_size": 4},
-            "image_token_id": IMAGE,
-            "downsample_factor": 2,
-            "projector_hidden_size": 32,
-        },
-        {"layer_types": ["conv", "full_attention"]},
-    ),
-    "llava": ("llama", _CLIP, {}),
-    "llava_next": ("mistral", _CLIP | _GRID, {}),
-    "llava_next_video": ("llama", _CLIP | _GRID | {"video_token_index": 126}, {}),
-    "llava_onevision": ("qwen2", _SIGLIP | _GRID | {"video_token_index": 126}, {}),
-    "mistral3": (
-        "mistral",
-        {"vision_config": _tower("pixtral"), "image_token_index": IMAGE, "spatial_merge_size": 1},
-        {},
-    ),
-    "mllama": (
-        "mllama_text_model",
-        {
-            "vision_config": {
-                "hidden_size": 32,
-                "intermediate_size": 48,
-                "num_hidden_layers": 2,
-                "num_global_layers": 1,
-                "attention_heads": 4,
-                "image_size": _IMAGE_SIZE,
-                "patch_size": 8,
-                "max_num_tiles": 1,
-                "vision_output_dim": 64,
-                "intermediate_layers_indices": [0],
-                "supported_aspect_ratios": [[1, 1]],
-            },
-            "image_token_index": IMAGE,
-        },
-        {"cross_attention_layers": [1]},
-    ),
-    "paligemma": ("gemma", _SIGLIP | {"projection_dim": 96, "hidden_size": 96}, {}),
-    "qwen2_5_vl": (
-        "qwen2_5_vl_text",
-        {
-            "vision_config": _QWEN_TOWER
-            | {"hidden_size": 32, "out_hidden_size": 96, "intermediate_size": 48, "fullatt_block_indexes": [1]},
-            **_QWEN,
-        },
-        _MROPE,
-    ),
-    "qwen2_vl": (
-        "qwen2_vl_text",
-        {"vision_config": _QWEN_TOWER | {"embed_dim": 32, "hidden_size": 96, "mlp_ratio": 2}, **_QWEN},
-        _MROPE,
-    ),
-    "qwen3_vl": ("qwen3_vl_text", _QWEN3, _MROPE),
-    "qwen3_vl_moe": ("qwen3_vl_moe_text", _QWEN3, _MROPE | _SPARSE),
-    "smolvlm": ("llama", {"vision_config": _tower("smolvlm_vision"), "image_token_id": IMAGE, "scale_factor": 2}, {}),
-    "video_llava": ("llama", _CLIP | {"video_token_index": 126}, {}),
-    "vipllava": ("llama", _CLIP | {"vision_feature_layers": [-1, -2]}, {}),
-}
-
+_SPECS = yaml.safe_load(Path(__file__).with_name("wrappers.yaml").read_text())
 WRAPPER_TYPES = tuple(_SPECS)
 _IMAGE_TOKENS = dict.fromkeys(
     ("aya_vision", "cohere2_vision", "got_ocr2", "idefics3", "mllama", "smolvlm"), 1
@@ -217,12 +44,9 @@ def make_wrapper(model_type: str, folder: Path, *, flat: bool = False, vocabular
         flat: state the decoder's keys beside those of the wrapper, as early configs do.
         vocabulary: tokens of the decoder.
     """
-    decoder, fields, text = _SPECS[model_type]
-    config = CONFIG_MAPPING[model_type](
-        text_config=_TEXT | {"model_type": decoder, "vocab_size": vocabulary} | text,
-        tie_word_embeddings=False,
-        **fields,
-    )
+    spec = _SPECS[model_type]
+    text = _TEXT | {"model_type": spec["decoder"], "vocab_size": vocabulary} | spec.get("text", {})
+    config = CONFIG_MAPPING[model_type](text_config=text, tie_word_embeddings=False, **spec["config"])
     torch.manual_seed(0)
     model = AutoModelForImageTextToText.from_config(config)
     with torch.no_grad():
@@ -237,8 +61,6 @@ def make_wrapper(model_type: str, folder: Path, *, flat: bool = False, vocabular
 
 def flatten(folder: Path) -> None:
     """Rewrite a config so that the decoder's keys stand beside those of the wrapper."""
-    import json
-
     path = folder / "config.json"
     config = json.loads(path.read_text())
     path.write_text(json.dumps(config.pop("text_config") | config))

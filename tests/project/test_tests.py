@@ -49,11 +49,9 @@ def test_test_modules_share_through_helpers_and_fixtures_only() -> None:
     [
         "print('out'); print('err', file=sys.stderr); sys.exit(3)",
         "sys.exit('a message')",
-        "print(os.getcwd(), os.environ['COLUMNS'], sys.argv[1:], 'gqa_convert' in sys.modules)",
-        "raise SystemExit",
+        "print(os.getcwd(), os.environ['COLUMNS'], sys.argv[1:])",
         "os.kill(os.getpid(), 9)",
         "import atexit; atexit.register(print, 'at the end'); print('whole', end='')",
-        "sys.stdout = open('/dev/full', 'w'); print('lost')",
     ],
 )
 def test_a_fork_is_as_a_new_interpreter(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,19 +60,15 @@ def test_a_fork_is_as_a_new_interpreter(code: str, tmp_path: Path, monkeypatch: 
     command = ["-c", f"import os, sys\n{code}", "one", "two words"]
     new = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False)
     fork = run_python(*command)
-    assert (fork.returncode, fork.stdout) == (new.returncode, new.stdout)
-    assert fork.stderr == new.stderr or "/dev/full" in code
+    assert (fork.returncode, fork.stdout, fork.stderr) == (new.returncode, new.stdout, new.stderr)
 
 
 def test_another_environment_needs_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    modules = ("torch", "transformers", "huggingface_hub", "numpy")
-    code = f"import os, sys; print(os.environ.get('HF_HOME'), *(name in sys.modules for name in {modules}))"
-    assert run_python("-c", code).stdout.split()[1:] == ["True"] * 4
+    code = "import os, sys; print(os.environ.get('HF_HOME'), 'torch' in sys.modules)"
+    assert run_python("-c", code).stdout.split()[1:] == ["True"]
     monkeypatch.setenv("HF_HOME", "/elsewhere")  # which the Hub's client reads when it is imported
-    assert run_python("-c", code).stdout == "/elsewhere False False False True\n"
-    assert run_python("-c", code, environment={**os.environ, "HF_HOME": "/given"}).stdout.startswith("/given False")
-    monkeypatch.setenv("PYTHONHASHSEED", "1")
-    assert run_python("-c", code).stdout == "/elsewhere False False False False\n"
+    assert run_python("-c", code).stdout == "/elsewhere False\n"
+    assert run_python("-c", code, environment={**os.environ, "HF_HOME": "/given"}).stdout == "/given False\n"
 
 
 @pytest.mark.parametrize("value", ["set", "left"])
