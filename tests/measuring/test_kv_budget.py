@@ -16,13 +16,14 @@ from transformers import AutoModelForCausalLM
 
 from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.cli.options import cache_budget
+from gqa_convert.conversion.fit.batches import prepare_calibration
 from gqa_convert.conversion.fit.merged_attention import replaced
 from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions
 from gqa_convert.conversion.plan import make_plan
 from gqa_convert.errors import OptionError
 from gqa_convert.measuring.sensitivity import layer_merging, merged_copies
 from gqa_convert.measuring.sensitivity.choice import BudgetChoice
-from gqa_convert.measuring.sensitivity.choosing import choose_num_kv_heads
+from gqa_convert.measuring.sensitivity.choosing import choose_num_kv_heads, made_up_batches, measure_costs
 from gqa_convert.measuring.sensitivity.kv_budget import KVBudget, LayerCosts, largest_uniform, least_sum
 from gqa_convert.measuring.sensitivity.merged_copies import open_inputs, score_copies
 from gqa_convert.verify import verify_checkpoint
@@ -129,6 +130,27 @@ def test_the_budget_is_taken_from_the_layers_that_merge_for_free(
     report = verify_checkpoint(out, source)
     assert report.passed, failed(report)
     assert {path.name for path in out.parent.iterdir()} == {"source", "out", "text.txt"}, "nothing else is left"
+
+
+def test_a_layer_costs_what_it_loses_on_text_and_on_made_up_records(
+    source: Path, text: Path, converted: tuple[Path, dict[str, Any], str]
+) -> None:
+    plan = make_plan(open_checkpoint(source), 1, method="factor")
+    stated = CalibrationOptions(str(text), 640, 64, device="cpu")
+    with open_inputs(plan, prepare_calibration(plan, stated).batches, stated) as inputs:
+        records = made_up_batches(plan, inputs.held_out, stated.seed)
+        assert [batch["input_ids"].shape for batch in records] == [
+            batch["input_ids"].shape for batch in inputs.held_out
+        ]
+        on_text, on_records = (
+            measure_costs(inputs, held_out[:1], lambda stage, done, total: None)
+            for held_out in (inputs.held_out, records)
+        )
+    for layer, first, second in zip(converted[1]["budget"]["layers"], on_text, on_records, strict=True):
+        for heads, cost in layer["kl"].items():
+            mean = ((first.kl[int(heads)] or 0.0) + (second.kl[int(heads)] or 0.0)) / 2
+            assert cost == pytest.approx(mean, rel=1e-4, abs=1e-6)
+    assert on_text[0].kl[1] != pytest.approx(on_records[0].kl[1], rel=1e-3), "the test tells them apart"
 
 
 def test_for_fit_layers_are_fitted_and_each_only_once(

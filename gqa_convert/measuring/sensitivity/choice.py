@@ -41,7 +41,7 @@ class BudgetChoice(Result):
         candidates: what was compared, the uniform number first.
         layers: what merging costs in each layer alone, in the order of the layers.
         text: a description of the text.
-        held_out_tokens: on which candidates were compared.
+        held_out_tokens: of this text, on which candidates were compared.
         warning: about the text, or None.
     """
 

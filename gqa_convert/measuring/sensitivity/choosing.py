@@ -1,31 +1,39 @@
 """Chooses the number of K/V heads of each layer for a budget of K/V cache.
 
-The cost of a number in a layer is the KL divergence from the source on held-out text with this layer alone merged: by a
-short fit where the conversion fits layers, since costs of the closed form choose worse lists (benchmarks/log.md), otherwise by
-the closed form. The list with the least sum of costs is then compared with the largest number that fits all layers.
+The cost of a number in a layer is the KL divergence from the source with this layer alone merged: by a short fit where the
+conversion fits layers, since costs of the closed form choose worse lists (benchmarks/log.md), otherwise by the closed form.
+A decoder is measured on as much text of made-up records as on held-out text, since few layers of a model find again what
+stands far above, and prose hardly tells which (docs/results/README.md). The list with the least sum of costs is then compared
+with the largest number that fits all layers.
 """
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Final
 
+import torch
+
 from gqa_convert._version import __version__
 from gqa_convert.checkpoint.item_bytes import ITEM_BYTES
 from gqa_convert.checkpoint.paths import local_path
 from gqa_convert.checkpoint.publication import check_destination
 from gqa_convert.checkpoint.source import Checkpoint, open_local
+from gqa_convert.conversion.fit.attention_calls import Batch
 from gqa_convert.conversion.fit.batches import prepare_calibration
 from gqa_convert.conversion.fit.defaults import BUILT_IN_TOKENS, plan_conversion, why_no_text
 from gqa_convert.conversion.fit.layer_store import LayerStore
+from gqa_convert.conversion.fit.mixed_text import MadeUpRecords
 from gqa_convert.conversion.fit.options import CalibrationOptions, steps_per_layer
 from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.plan import Plan, make_plan, merging_counts
+from gqa_convert.data.model_tokenizer import usable_tokenizer
 from gqa_convert.data.sources import STDLIB
 from gqa_convert.errors import OptionError
+from gqa_convert.families.loading import is_encoder_decoder
 from gqa_convert.measuring import Progress
 from gqa_convert.measuring.sensitivity.choice import BudgetChoice, HeadAllocation, choose_candidate
 from gqa_convert.measuring.sensitivity.kv_budget import KVBudget, LayerCosts, largest_uniform, least_sum
@@ -78,8 +86,9 @@ def choose_num_kv_heads(
     with ExitStack() as stack:
         store = stack.enter_context(_fits_store(plan, out, calibration.digest, text)) if fits else None
         inputs = stack.enter_context(open_inputs(plan, calibration.batches, text, store))
-        costs = measure_costs(inputs, progress)
-        candidates = measure_candidates(inputs, costs, limit, progress)
+        records = made_up_batches(plan, inputs.held_out, text.seed)
+        costs = measure_costs(inputs, [*inputs.held_out[:1], *records[:1]], progress)
+        candidates = measure_candidates(inputs, [*inputs.held_out, *records], costs, limit, progress)
         held_out_tokens = sum(tokens_of(batch).numel() for batch in inputs.held_out)
     margin = FIT_MARGIN if fits else 1.0
     chosen = choose_candidate(candidates, margin)
@@ -94,7 +103,7 @@ def choose_num_kv_heads(
         merged_by="short fits" if fits else "closed form",
         candidates=candidates,
         layers=costs,
-        text=calibration.description,
+        text=calibration.description + ("; and as much text of made-up records as is held out" if records else ""),
         held_out_tokens=held_out_tokens,
         warning=calibration.warning,
     )
@@ -131,18 +140,36 @@ def _fits_store(plan: Plan, out: str | Path | None, digest: str, text: Calibrati
             yield store
 
 
-def measure_costs(inputs: SensitivityInputs, progress: Progress) -> list[LayerCosts]:
-    """The divergences on the first held-out batch with one layer alone merged, in the order of the layers' numbers.
+def made_up_batches(plan: Plan, held_out: Sequence[Batch], seed: int) -> list[Batch]:
+    """Batches of made-up records of the sizes of `held_out`; none for a model that does not continue text.
+
+    Args:
+        plan: of the source.
+        held_out: batches of text.
+        seed: of the records.
+    """
+    if "input_ids" not in held_out[0] or is_encoder_decoder(plan.checkpoint.config):
+        return []
+    assert plan.checkpoint.folder is not None
+    sizes = [len(batch["input_ids"]) for batch in held_out]
+    length = held_out[0]["input_ids"].shape[1]
+    blocks = MadeUpRecords(seed).blocks(usable_tokenizer(plan.checkpoint.folder), length, sum(sizes))
+    return [{"input_ids": rows} for rows in torch.from_numpy(blocks).view(-1, length).split(sizes)]
+
+
+def measure_costs(inputs: SensitivityInputs, held_out: Sequence[Batch], progress: Progress) -> list[LayerCosts]:
+    """The divergences with one layer alone merged, in the order of the layers' numbers.
 
     Args:
         inputs: the source and the text.
+        held_out: batches to measure on.
         progress: called with the name of a stage, the steps done and the number of steps.
     """
     layers = sorted(inputs.layers, key=lambda layer: layer.number)
     copies: list[Copy] = []
     for layer in layers:
         copies += [{layer.module: groups} for groups in merging_counts(layer.kv_heads)[:-1]]
-    _, *scores = score_copies(inputs, copies, inputs.held_out[:1], partial(progress, "each layer alone"))
+    _, *scores = score_copies(inputs, copies, held_out, partial(progress, "each layer alone"))
     costs = []
     for layer in layers:
         head_bytes = (layer.key_head_dim + layer.value_head_dim) * ITEM_BYTES[layer.dtype]
@@ -152,13 +179,14 @@ def measure_costs(inputs: SensitivityInputs, progress: Progress) -> list[LayerCo
 
 
 def measure_candidates(
-    inputs: SensitivityInputs, layers: list[LayerCosts], limit: int, progress: Progress
+    inputs: SensitivityInputs, held_out: Sequence[Batch], layers: list[LayerCosts], limit: int, progress: Progress
 ) -> list[HeadAllocation]:
     """The largest number of K/V heads that fits all layers, and the list with the least sum of costs if it is another one,
-    measured with all layers merged on all held-out text.
+    measured with all layers merged.
 
     Args:
         inputs: the source and the text.
+        held_out: batches to measure on.
         layers: what merging costs in each layer alone.
         limit: bytes of K/V cache per token that all layers may take together.
         progress: called with the name of a stage, the steps done and the number of steps.
@@ -169,7 +197,7 @@ def measure_candidates(
     for numbers in rules:
         pairs = zip(layers, numbers, strict=True)
         copies.append({layer.module: groups for layer, groups in pairs if groups != layer.kv_heads})
-    _, *scores = score_copies(inputs, copies, inputs.held_out, partial(progress, "candidates"))
+    _, *scores = score_copies(inputs, copies, held_out, partial(progress, "candidates"))
     candidates = []
     for (numbers, rule), score in zip(rules.items(), scores, strict=True):
         taken = sum(groups * layer.head_bytes for layer, groups in zip(layers, numbers, strict=True))
