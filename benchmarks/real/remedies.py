@@ -32,8 +32,19 @@ LAYER_BATCHES, JUDGING_BATCHES = 12, 2
 WINDOWS = {1024: 24, 4096: 6, 8192: 4}
 """Held-out windows of each kind, by their tokens."""
 LENGTHS, QUESTIONS = (512, 1024, 2048, 4096), 32
-HALF = [3 if layer in (0, 1, 8, 10, 16, 18) else 1 for layer in range(30)]
-"""K/V heads that keep 47% of the cache."""
+SHORT_FITS = (0, 1, 8, 10, 16, 18)
+"""The layers that `--kv-budget 47%` once chose to keep their 3 K/V heads, by short fits on prose alone."""
+KEPT = {
+    "short fits, prose": SHORT_FITS,
+    "alone, prose": (1, 3, 11, 18, 19, 27),
+    "alone, records": (1, 18, 19, 20, 23, 24),
+    "alone, answers": (12, 18, 20, 21, 23, 29),
+    "restored, records": (1, 14, 17, 18, 20, 23),
+    "restored, answers": (8, 11, 12, 20, 21, 23),
+    "restored, answers, 3 layers": (12, 20, 23),
+    "restored, answers, 1 layer": (23,),
+}
+"""Layers that keep 3 heads by what `where_lost` measured: merged alone in the source, or restored in the result."""
 
 PARAGRAPH = range(150, 500)
 """Characters of prose among which facts are scattered."""
@@ -42,6 +53,8 @@ Shares = dict[str, float]
 PROSE: Shares = {"prose": 1}
 MIX: Shares = {"prose": 0.70, "code": 0.15, "own": 0.08, "chat": 0.07}
 RECORDS: Shares = {"prose": 0.55, "code": 0.13, "own": 0.06, "chat": 0.06, "records": 0.20}
+DEFAULT: Shares = {"prose": 0.75, "code": 0.08, "own": 0.05, "chat": 0.05, "records": 0.07}
+NO_RECORDS: Shares = {"prose": 0.75, "code": 0.08, "own": 0.085, "chat": 0.085}
 CODE: Shares = {"code": 1}
 CODE_MIX: Shares = {"code": 0.70, "prose": 0.15, "own": 0.08, "chat": 0.07}
 CHAT: Shares = {"chat": 1}
@@ -58,16 +71,24 @@ class Variant(NamedTuple):
     heads: int | list[int] = 1
 
 
+def keeping(layers: tuple[int, ...]) -> list[int]:
+    """K/V heads of each layer."""
+    return [3 if layer in layers else 1 for layer in range(30)]
+
+
 VARIANTS = {
     "prose": Variant(PROSE, PROSE),
+    "default": Variant(DEFAULT, DEFAULT),
+    "default, no records": Variant(NO_RECORDS, NO_RECORDS),
     "prose+records": Variant(RECORDS, RECORDS),
     "prose+records, half long": Variant(MIX, RECORDS, HALF_LONG),
     "code": Variant(CODE, CODE),
     "code+mix": Variant(CODE_MIX, CODE_MIX),
     "chat": Variant(CHAT, CHAT),
-    "prose, 47%": Variant(PROSE, PROSE, heads=HALF),
-    "prose+mix, 47%, layers": Variant(MIX, MIX, (), HALF),
-    "prose+records, half long, 47%": Variant(MIX, RECORDS, HALF_LONG, HALF),
+    "prose, 47%": Variant(PROSE, PROSE, heads=keeping(SHORT_FITS)),
+    "prose+mix, 47%, layers": Variant(MIX, MIX, (), keeping(SHORT_FITS)),
+    "prose+records, half long, 47%": Variant(MIX, RECORDS, HALF_LONG, keeping(SHORT_FITS)),
+    **{f"default, {rule}": Variant(DEFAULT, DEFAULT, heads=keeping(layers)) for rule, layers in KEPT.items()},
 }
 
 

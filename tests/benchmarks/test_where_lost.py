@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.real.where_lost import answer_losses, measure, of_part, repeated, summary
+from benchmarks.real.where_lost import answer_losses, divergences, measure, of_part, repeated, restore, summary
 from gqa_convert.measuring.evaluation.retrieval_texts import make_text
 from tests.helpers.data_helpers import demo_tokenizer
 from tests.helpers.tiny import make_config, make_model
@@ -46,26 +46,38 @@ def test_only_what_differs_changes_losses_when_it_is_exchanged() -> None:
     }
     models = {"converted": (converted, weights["source"]), "source": (source, weights["converted"])}
     results: dict[str, Any] = {}
-    steps = measure(models, tokenizer, [make_text(tokenizer, 520, 0, 0)], results)
+    text = make_text(tokenizer, 520, 0, 0)
+    take = (models, ["keys", "values"], "520", lambda model: answer_losses(model, tokenizer, text), results)
+    steps = measure(*take)
     for _ in range(3):
         next(steps)
-    assert len(list(measure(models, tokenizer, [make_text(tokenizer, 520, 0, 0)], results))) == 2 * 5 - 3
+    assert len(list(measure(*take))) == 2 * 5 - 3
     found = results["520"]
     own = {name: each["nothing"] for name, each in found.items()}
     assert own["source"] != own["converted"]
     lines = summary(results).splitlines()
     gap = sum(own["converted"]) / 8 - sum(own["source"]) / 8
-    assert lines[2].split("|")[3].strip() == f"{gap:.2f}"
-    assert lines[3].count("+0.00 ± 0.00") == 4
-    assert [cell.split("±")[0].strip() for cell in lines[4].split("|")[3:7]] == [
-        "+0.00",
-        f"{-gap:+.2f}",
-        "+0.00",
-        f"{gap:+.2f}",
-    ]
+    assert lines[2].split("|")[3].strip() == f"{gap:.3g}"
+    assert lines[3].count("+0 ± 0") == 4
+    changes = ["+0", f"{-gap:+.3g}", "+0", f"{gap:+.3g}"]
+    assert [cell.split("±")[0].strip() for cell in lines[4].split("|")[3:7]] == changes
     for name, other in (("source", "converted"), ("converted", "source")):
         for part in ("keys 0", "values 0", "keys 1"):
             assert found[name][part] == own[name]
         assert found[name]["values 1"] == own[other]
         for key, each in models[name][0].state_dict().items():
             assert torch.equal(each, weights[name][key])
+
+
+def test_the_layer_that_differs_is_restored_first() -> None:
+    source, converted = tiny(4, seed=1), tiny(4, seed=1)
+    converted.load_state_dict(of_part(tiny(4, seed=2).state_dict(), 1, "layer"), strict=False)
+    blocks = torch.arange(18).view(2, 9)
+    with torch.inference_mode():
+        wanted = list(source(blocks).logits.log_softmax(-1))
+    alone = {"layer 0": [1.0], "layer 1": [2.0]}
+    weights = source.state_dict()
+    first, second = restore(converted, weights, 2, lambda model: divergences(model, wanted, blocks), alone)
+    assert (first[0], second[0]) == (1, 0)
+    assert first[1] == pytest.approx(0, abs=1e-6)
+    assert divergences(converted, wanted, blocks)[0] > 1e-3
