@@ -7,11 +7,12 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
+from safetensors import safe_open
 
-from gqa_convert.checkpoint.copying import BLOCK, LARGE, SourceFile, WrittenFile
+from gqa_convert.checkpoint.copying import BLOCK, LARGE, WrittenFile
 from gqa_convert.checkpoint.dtypes import DTYPES
-from gqa_convert.checkpoint.headers import TensorEntry, build_header
-from gqa_convert.checkpoint.source_files import SourceFiles, read_tensor
+from gqa_convert.checkpoint.headers import build_header
+from gqa_convert.checkpoint.source_files import SourceFiles
 from gqa_convert.conversion.plan import OutputFile, Plan, RegroupedTensor
 from gqa_convert.errors import NonFiniteError, NoSpaceError
 from gqa_convert.families import layouts
@@ -19,8 +20,8 @@ from gqa_convert.merging.factorisation import Array
 from gqa_convert.merging.pooling import pool_groups
 
 Progress = Callable[[int], None]
-MergedTensors = Mapping[str, tuple[Path, TensorEntry]]
-"""The tensors of layers that were merged as a whole, by name: each with its safetensors file and its entry there."""
+MergedTensors = Mapping[str, Path]
+"""By the names of tensors of layers that were merged as a whole, the safetensors file that holds each."""
 
 
 def write_weights(plan: Plan, folder: Path, merged: MergedTensors, progress: Progress) -> dict[str, float]:
@@ -49,8 +50,7 @@ def write_weights(plan: Plan, folder: Path, merged: MergedTensors, progress: Pro
         )
     with ExitStack() as stack:
         sources = SourceFiles(plan.checkpoint, folder, stack)
-        stored = {path: stack.enter_context(SourceFile(path)) for path in {path for path, _ in merged.values()}}
-        writer = _Writer(plan, sources, {name: (stored[path], entry) for name, (path, entry) in merged.items()})
+        writer = _Writer(plan, sources, merged)
         for file in plan.files:
             writer.write_file(file, folder / file.file, progress)
         sources.check_unchanged()
@@ -63,10 +63,10 @@ class _Writer:
     Args:
         plan: what to write.
         sources: the files of the source.
-        merged: tensors that take the place of the source's, each with its file and its entry there.
+        merged: tensors that take the place of the source's.
     """
 
-    def __init__(self, plan: Plan, sources: SourceFiles, merged: dict[str, tuple[SourceFile, TensorEntry]]) -> None:
+    def __init__(self, plan: Plan, sources: SourceFiles, merged: MergedTensors) -> None:
         self.errors: dict[str, float] = {}
         """The relative error of each tensor whose heads were merged."""
         self._plan = plan
@@ -96,23 +96,26 @@ class _Writer:
                 self._write_tensor(name, entry.dtype, out)
 
     def _write_tensor(self, name: str, dtype: str, out: WrittenFile) -> None:
-        if name in self._plan.regrouped and name not in self._merged:
+        located = None if name in self._touched else self._sources.locate(name)
+        if located is not None and located[1].dtype == dtype:
+            source, entry = located
+            out.copy(source, entry.start, entry.nbytes)
+            return
+        if name in self._merged:
+            with safe_open(self._merged[name], "np") as stored:
+                array = stored.get_tensor(name)
+        elif name in self._plan.regrouped:
             array = self._regroup(self._plan.regrouped[name])
         else:
-            located = self._merged.get(name) or self._sources.locate(name)
-            if located is not None and located[1].dtype == dtype:
-                source, entry = located
-                out.copy(source, entry.start, entry.nbytes)
-                return
-            array = _rounded(read_tensor(*located) if located else self._sources.read(name), name, dtype)
-        out.write(array.reshape(-1).view(np.uint8).data)
+            array = self._sources.read(name)
+        out.write(_rounded(array, name, dtype).reshape(-1).view(np.uint8).data)
 
     def _regroup(self, tensor: RegroupedTensor) -> Array:
         """The tensor's array: heads of the source merged into groups, or repeated."""
         array = np.concatenate([self._sources.read(name) for name in tensor.sources])
         rows = array.T if tensor.transposed else array
         heads = layouts.split(np.ascontiguousarray(rows), tensor.sections)
-        groups, dtype = tensor.groups, tensor.entry.dtype
+        groups = tensor.groups
         squared_error = squared_norm = 0.0
         for number, section in enumerate(tensor.sections):
             if not section.merged:
@@ -121,12 +124,13 @@ class _Writer:
                 heads[number] = heads[number].repeat(groups // section.heads, axis=0)
                 continue
             assert tensor.pooling is not None, f"{tensor.name} belongs to a layer that is not merged yet"
-            heads[number], error, norm = pool_groups(heads[number], groups, tensor.pooling, DTYPES[dtype], tensor.name)
+            heads[number], error, norm = pool_groups(
+                heads[number], groups, tensor.pooling, DTYPES[tensor.entry.dtype], tensor.name
+            )
             squared_error += error
             squared_norm += norm
             self.errors[tensor.name] = math.sqrt(squared_error / squared_norm) if squared_norm else 0.0
         joined = layouts.join(heads, layouts.regrouped(tensor.sections, groups))
-        joined = _rounded(joined, tensor.name, dtype)
         return np.ascontiguousarray(joined.T) if tensor.transposed else joined
 
 

@@ -51,7 +51,7 @@ def test_other_work_and_damage(tmp_path: Path) -> None:
 
     def look(store: LayerStore) -> None:
         assert (store.record(layer_key(0)), store.layer(1)) == (RECORD, None)
-        assert {path.name for path, _ in store.locate(layer_key(0)).values()} == {"layer-00000.safetensors"}
+        assert {path.name for path in store.files(layer_key(0)).values()} == {"layer-00000.safetensors"}
 
     interrupted(tmp_path, look)
     with LayerStore(tmp_path / "out", {"made": 2}, keep=True) as store:

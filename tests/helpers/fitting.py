@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gqa_convert.checkpoint.headers import TensorEntry
 from gqa_convert.checkpoint.provenance import Divergence
 from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.conversion.fit.calibration_text import Calibration
@@ -74,11 +73,11 @@ def fit(
     return records, kl_steps, kl
 
 
-def tensors_of(store: LayerStore, plan: Plan) -> dict[str, tuple[Path, TensorEntry]]:
-    """Where a fitted plan's tensors lie."""
+def files_of(store: LayerStore, plan: Plan) -> dict[str, Path]:
+    """The file of each of a fitted plan's tensors."""
     found = {}
     for key in (*(layer_key(number) for number in range(len(plan.merged_layers))), "together"):
-        found |= store.locate(key) if store.record(key) is not None else {}
+        found |= store.files(key) if store.record(key) is not None else {}
     return found
 
 
@@ -101,7 +100,7 @@ def fitted(
     out.mkdir()
     with LayerStore(out, {}, keep=False) as store:
         found = fit(plan, store, batches, held_out, fresh, steps=steps, kl_steps=kl_steps)
-        write_weights(plan, out, tensors_of(store, plan), lambda _: None)
+        write_weights(plan, out, files_of(store, plan), lambda _: None)
     (out / "config.json").write_text(json.dumps(plan.config))
     if plan.modeling:
         for file in plan.modeling.files:

@@ -36,8 +36,8 @@ class ConversionScreen:
         layer, kl = progress.layer, progress.kl
         if progress.note is not None:
             self.say(f"note: {progress.note}")
-        if layer is not None and layer.gap_left is not None:
-            left = f"{layer.gap_left:.1%} of mean pooling's error remains"
+        if layer is not None and layer.error_vs_mean is not None:
+            left = f"{layer.error_vs_mean:.1%} of mean pooling's error remains"
             self.say(f"layer {progress.done} of {progress.total}  {layer.module}: {left}")
         if kl is not None:
             after = f"{kl.before:.4f} -> {kl.after:.4f} nats per token"

@@ -12,7 +12,7 @@ from gqa_convert.conversion.fit.layer_store import LayerStore, layer_key
 from gqa_convert.conversion.fit.layer_walk import LayerWalk, Replacements
 from gqa_convert.conversion.fit.merged_attention import MergedAttention
 from gqa_convert.conversion.fit.model_loading import weights_in_memory
-from gqa_convert.conversion.fit.one_layer import FitOptions, OneLayer, judging_batches
+from gqa_convert.conversion.fit.one_layer import FitOptions, OneLayer, validation_batches
 from gqa_convert.conversion.fit.progress import MERGING_LAYERS, FitProgress, OnProgress
 from gqa_convert.conversion.fit.source_layers import attention_of, open_layers
 from gqa_convert.conversion.plan import Plan
@@ -72,7 +72,8 @@ def fit_layers(
                     done += 1
                     on_progress(FitProgress(MERGING_LAYERS, done, len(numbers), layer=store.layer(numbers[name])))
                 student.advance(layer, weights)
-        judging = judging_batches(len(batches))
-        missed = sum(float(summed_divergence(student.logits(number), source.logits(number))) for number in judging)
-        count: int = sum(tokens_of(batches[number]).numel() for number in judging)
-    return missed / count
+        divergence, count = 0.0, 0
+        for number in validation_batches(len(batches)):
+            divergence += float(summed_divergence(student.logits(number), source.logits(number)))
+            count += tokens_of(batches[number]).numel()
+    return divergence / count

@@ -15,14 +15,13 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from safetensors.numpy import save
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import load_file, save
 
 from gqa_convert.checkpoint.atomic_files import write_whole
-from gqa_convert.checkpoint.dtypes import DTYPES
-from gqa_convert.checkpoint.headers import LENGTH_BYTES, Header, TensorEntry, header_bytes, parse_header
 from gqa_convert.checkpoint.locks import try_lock
 from gqa_convert.checkpoint.strict_json import JsonObject
-from gqa_convert.errors import CorruptCheckpointError, InterruptedRunError, OutputError
+from gqa_convert.errors import InterruptedRunError, OutputError
 
 Array = npt.NDArray[Any]
 
@@ -39,7 +38,7 @@ class LayerRecord:
     """
     head_order: list[int]
     """The source's K/V heads in the order in which they were merged."""
-    gap_left: float | None = None
+    error_vs_mean: float | None = None
     """The share of mean pooling's squared error that remains, against the source's attention of the same inputs; None
     without calibration data.
     """
@@ -118,9 +117,12 @@ class LayerStore:
 
     def record(self, name: str) -> JsonObject | None:
         """What `write` was given; None where nothing is stored, or where a failing disk has damaged it."""
-        header = self._header(name)
-        record: JsonObject | None = None if header is None else json.loads(header.metadata["record"])
-        return record
+        try:
+            with safe_open(self._file(name), "np") as stored:
+                record: JsonObject = json.loads(stored.metadata()["record"])
+                return record
+        except (FileNotFoundError, SafetensorError):
+            return None
 
     def layer(self, number: int) -> LayerRecord | None:
         """The record of a layer of a plan; None where it is not merged yet."""
@@ -129,18 +131,13 @@ class LayerStore:
 
     def read(self, name: str) -> dict[str, Array]:
         """The stored tensors."""
-        data = np.memmap(self._file(name), np.uint8, "r")
-        found = {}
-        for key, (_, entry) in self.locate(name).items():
-            content = data[entry.start : entry.start + entry.nbytes]
-            found[key] = content.view(DTYPES[entry.dtype]).reshape(entry.shape)
+        found: dict[str, Array] = load_file(self._file(name))
         return found
 
-    def locate(self, name: str) -> dict[str, tuple[Path, TensorEntry]]:
-        """By the names of stored tensors: their file, and where in it each lies."""
-        header = self._header(name)
-        assert header is not None
-        return {key: (self._file(name), entry) for key, entry in header.tensors.items()}
+    def files(self, name: str) -> dict[str, Path]:
+        """By the names of stored tensors, their file."""
+        with safe_open(self._file(name), "np") as stored:
+            return dict.fromkeys(stored.keys(), self._file(name))
 
     def discard(self, name: str) -> None:
         """Forget what is stored under a name, if anything is."""
@@ -148,14 +145,3 @@ class LayerStore:
 
     def _file(self, name: str) -> Path:
         return self.path / f"{name}.safetensors"
-
-    def _header(self, name: str) -> Header | None:
-        path = self._file(name)
-        try:
-            with path.open("rb") as file:
-                size = path.stat().st_size
-                length = header_bytes(file.read(LENGTH_BYTES), size)
-                file.seek(0)
-                return parse_header(file.read(length), size, path.name)
-        except (FileNotFoundError, CorruptCheckpointError):
-            return None

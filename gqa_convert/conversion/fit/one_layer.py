@@ -6,6 +6,7 @@ lets the output projection repair as much of what the student's residual stream 
 """
 
 import functools
+import math
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -41,7 +42,7 @@ Weights = dict[str, Tensor]
 """The projections' weights and biases of a merged layer, in float32."""
 
 
-def judging_batches(count: int) -> range:
+def validation_batches(count: int) -> range:
     """The numbers of the batches, of `count`, that decide between candidates: the last ones, or a single one that is
     fitted to as well.
     """
@@ -86,63 +87,58 @@ class OneLayer:
     ) -> None:
         check_holds(attention.module, layer)
         self._attention, self._layer, self._groups, self._options, self._tell = attention, layer, groups, options, tell
-        self._layout, self._tensors = (
-            layer.layout,
-            {name: each.astype(np.float32) for name, each in layer.tensors.items()},
-        )
-        self._source = self._layout.split_heads(layer.tensors)
-        mean = replace(
-            self._source,
-            keys=regroup_heads(self._source.keys, groups),
-            values=regroup_heads(self._source.values, groups),
-        )
-        tensors = self._layout.merge_heads(mean, self._tensors, groups)
-        self._module = MergedAttention(self._layout, tensors, groups, attention.module)
-        judging = judging_batches(len(attention.calls))
-        self._judged = [attention.calls[number] for number in judging]
-        self._fitted = list(attention.calls[: judging.start]) or self._judged
+        self._layout = layer.layout
+        self._tensors = {name: array.astype(np.float32) for name, array in layer.tensors.items()}
+        numbers = validation_batches(len(attention.calls))
+        self._validation = [attention.calls[number] for number in numbers]
+        self._fitted = attention.calls[: numbers.start] or self._validation
 
     def fit(self) -> tuple[Tensors, LayerRecord]:
         """The tensors of the merged layer in the source's types, and its record."""
         limits, groups = self._layer.limits, self._groups
         self._tell("statistics")
         moments = moments_of(self._attention.calls)
-        [of_mean] = self._errors(self._module.tensors, 0)
+        source = self._layout.split_heads(self._layer.tensors)
+        keys, values = regroup_heads(source.keys, groups), regroup_heads(source.values, groups)
+        self._install(replace(source, keys=keys, values=values))
+        error_of_mean = self._error(self._module.tensors)
         self._tell("head order")
-        order = find_head_order(self._source, groups, limits, moments)
-        source = reorder_heads(self._source, order)
+        order = find_head_order(source, groups, limits, moments)
+        source = reorder_heads(source, order)
         self._tell("low-frequency pairs")
         first_low = self._first_low_frequency(source, moments)
-        merged = merge_layer(source, groups, limits, moments, first_low)
-        found = self._layout.merge_heads(merged, self._tensors, groups)
-        self._module = MergedAttention(self._layout, found, groups, self._attention.module)
+        found = self._install(merge_layer(source, groups, limits, moments, first_low))
         weights = self._module.tensors
         if self._options.method.trains:
             weights = self._refitted(self._trained(weights))
-        own, whole = self._errors(weights, 0, 1)
         found |= {name: tensor.cpu().numpy() for name, tensor in self._module.joined(weights).items()}
         tensors = {name: array.astype(self._layer.tensors[name].dtype) for name, array in found.items()}
         name = self._attention.name
-        gap_left = (own / of_mean) ** 2 if of_mean else 0.0
-        return tensors, LayerRecord(name, {f"{name}.output": whole}, order.tolist(), gap_left)
+        error_vs_mean = (self._error(weights) / error_of_mean) ** 2 if error_of_mean else 0.0
+        errors = {f"{name}.output": self._error(weights, 1)}
+        return tensors, LayerRecord(name, errors, order.tolist(), error_vs_mean)
+
+    def _install(self, merged: Heads) -> Tensors:
+        """Let the attention module run with merged heads; returns the layer's tensors."""
+        tensors = self._layout.merge_heads(merged, self._tensors, self._groups)
+        self._module = MergedAttention(self._layout, tensors, self._groups, self._attention.module)
+        return tensors
 
     def _run(self, call: AttentionCall, weights: Weights) -> tuple[Tensor, Tensor]:
         with self._options.precision(), self._module.installed(weights):
             return self._attention.run(call)
 
-    def _errors(self, weights: Weights, *shares: float) -> list[float]:
-        """For each share, the part of the target that the layer misses on held-out text, in root mean square; see
+    def _error(self, weights: Weights, share: float = 0.0) -> float:
+        """The error of the layer's output on held-out text, relative to the target, in root mean square; see
         `AttentionCall.between` for the target.
         """
-        missed, power = np.zeros(len(shares)), np.zeros(len(shares))
-        for call in self._judged:
+        error = power = 0.0
+        for call in self._validation:
             output, _ = self._run(call, weights)
-            for number, share in enumerate(shares):
-                target = call.between(share)
-                missed[number] += float(squared(output - target))
-                power[number] += float(squared(target))
-        errors: list[float] = np.sqrt(missed / np.where(power, power, np.inf)).tolist()
-        return errors
+            target = call.between(share)
+            error += float(squared(output - target))
+            power += float(squared(target))
+        return math.sqrt(error / power) if power else 0.0
 
     def _first_low_frequency(self, source: Heads, moments: Moments) -> int | None:
         """The first rotary pair that is merged as if it had no positions.
@@ -171,15 +167,11 @@ class OneLayer:
         student's residual stream misses already: the share that the layer can predict on held-out text. In deep models
         it is small, and to fit the rest, which is noise to the layer, would do harm on other text.
         """
-        if not self._options.steps:
+        if not self._options.steps or self._error(weights) < _EXACT:
             return weights
-        _, share = best_strength(self._regression(weights, self._fitted), self._regression(weights, self._judged))
-        own, before = self._errors(weights, 0, share)
-        if own < _EXACT:
-            return weights
+        _, share = best_strength(self._regression(weights, self._fitted), self._regression(weights, self._validation))
         found = self._after_steps(weights, share)
-        [after] = self._errors(found, share)
-        return found if after < before else weights
+        return found if self._error(found, share) < self._error(weights, share) else weights
 
     def _after_steps(self, weights: Weights, share: float) -> Weights:
         """Adam on the squared error of attention's output."""
@@ -202,11 +194,10 @@ class OneLayer:
         source's, as far as held-out text confirms it.
         """
         self._tell("refit")
-        [missed] = self._errors(weights, 1)
-        if missed < _EXACT:
+        if self._error(weights, 1) < _EXACT:
             return weights
         fitted = self._regression(weights, self._fitted)
-        strength, _ = best_strength(fitted, self._regression(weights, self._judged))
+        strength, _ = best_strength(fitted, self._regression(weights, self._validation))
         if strength is None:
             return weights
         change = fitted.change(strength)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from gqa_convert._version import __version__
 from gqa_convert.checkpoint.devices import chosen_device
-from gqa_convert.checkpoint.headers import TensorEntry
 from gqa_convert.checkpoint.provenance import CalibrationRecord, Divergence
 from gqa_convert.checkpoint.resource_errors import is_disk_full, is_out_of_memory
 from gqa_convert.conversion.fit.batches import prepare_calibration
@@ -31,8 +30,8 @@ _TOGETHER = "together"
 class PreparedLayers:
     """Layers that were merged before the writer runs, and what the result's record says of them."""
 
-    tensors: Mapping[str, tuple[Path, TensorEntry]] = field(default_factory=dict)
-    """By the names of the result's tensors: the file that holds each, and where in it."""
+    tensors: Mapping[str, Path] = field(default_factory=dict)
+    """By the names of the result's tensors: the file that holds each."""
     errors: Mapping[str, float] | None = None
     """By name; None where the writer merges, and measures the errors itself."""
     calibration: CalibrationRecord | None = None
@@ -92,19 +91,19 @@ def prepare_layers(
         device = chosen_device(options.device)
         kl_steps, kl = fit_checkpoint(plan, store, calibration, options, on_progress)
         record = replace(record, kl_steps=kl_steps, kl=kl)
-    tensors: dict[str, tuple[Path, TensorEntry]] = {}
+    files: dict[str, Path] = {}
     errors: dict[str, float] = {}
     head_order = {}
     for number in range(count):
         layer = store.layer(number)
         assert layer is not None
-        tensors |= store.locate(layer_key(number))
+        files |= store.files(layer_key(number))
         errors |= layer.errors
         if layer.head_order != sorted(layer.head_order):
             head_order[layer.module] = layer.head_order
     if store.record(_TOGETHER) is not None:
-        tensors |= store.locate(_TOGETHER)
-    return PreparedLayers(tensors, errors, record, head_order, device)
+        files |= store.files(_TOGETHER)
+    return PreparedLayers(files, errors, record, head_order, device)
 
 
 def fit_checkpoint(

@@ -7,23 +7,17 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from gqa_convert.conversion.fit.attention_calls import AttentionCall
+from gqa_convert.merging.factorisation import Array
 from gqa_convert.merging.merge_layer import Moments
 
 STRENGTHS = (1e-3, 1e-2, 1e-1, 1.0, 10.0)
 """Of a ridge regression, relative to the mean of the Gram matrix's diagonal."""
 DAMPING = 0.01
 """Added to the diagonal of a moment, relative to the diagonal's mean."""
-
-_ALL = slice(None)
-_SAMPLED = 512
-"""Columns of a projection's output, of more than twice as many, on which strengths are compared: each strength solves
-equations for every column.
-"""
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
@@ -37,7 +31,7 @@ def rows_of(tensor: Tensor, *, constant: bool) -> Tensor:
     return torch.cat([rows, rows.new_ones(len(rows), 1)], dim=1) if constant else rows
 
 
-def damped_moment(states: Iterable[Tensor]) -> npt.NDArray[np.float64]:
+def damped_moment(states: Iterable[Tensor]) -> Array:
     """E[x x^T] of inputs x with a 1 behind them, [d + 1, d + 1], with `DAMPING` on its diagonal so that it is not
     singular. The last entry is 1.
 
@@ -63,7 +57,7 @@ def moments_of(calls: Sequence[AttentionCall]) -> Moments:
 
 
 class Regression:
-    """Sums for a ridge regression that lets a projection repair what its output misses.
+    """Sums for a ridge regression that lets a projection repair the error of its output.
 
     Args:
         biased: whether the projection has a bias.
@@ -74,58 +68,47 @@ class Regression:
         self._gram: Any = 0
         """[z, z], of the inputs."""
         self._cross: Any = 0
-        """[z, t], of inputs with what is missed."""
-        self._power: Any = 0
-        """[t], the squares of each column of what is missed."""
+        """[z, t], of inputs with errors."""
+        self.power = 0.0
+        """The squared error without a change."""
 
-    def add(self, inputs: Tensor, missed: Tensor) -> None:
-        """Add inputs of the projection [B, L, z] and what its output misses [B, L, t]."""
-        rows, wanted = rows_of(inputs, constant=self._biased), rows_of(missed, constant=False)
+    def add(self, inputs: Tensor, error: Tensor) -> None:
+        """Add inputs of the projection [B, L, z] and what its output lacks [B, L, t]."""
+        rows, wanted = rows_of(inputs, constant=self._biased), rows_of(error, constant=False)
         self._gram += product(rows, rows)
         self._cross += product(rows, wanted)
-        self._power += wanted.float().square().sum(0).double()
+        self.power += float(wanted.float().square().sum(0).double().sum())
 
-    def sample(self) -> slice:
-        """Evenly spaced columns, or all if they are few."""
-        return slice(None, None, max(1, len(self._power) // _SAMPLED))
-
-    def change(self, strength: float, columns: slice = _ALL) -> Tensor:
-        """The change of the weight [z, t], a last row for the bias, that minimises |Z change - missed|^2 +
-        strength * mean diagonal of Z^T Z * |change|^2, in some columns.
+    def change(self, strength: float) -> Tensor:
+        """The change of the weight [z, t], a last row for the bias, that minimises |Z change - error|^2 +
+        strength * mean diagonal of Z^T Z * |change|^2.
         """
         mean = float(self._gram.diagonal()[: len(self._gram) - self._biased].mean())
         matrix = self._gram.clone()
         matrix.diagonal().add_(strength * mean if mean > 0 else 1.0)
-        cross = self._cross[:, columns]
         factor, failed = torch.linalg.cholesky_ex(matrix)
-        return torch.linalg.solve(matrix, cross) if failed else torch.cholesky_solve(cross, factor)
+        return torch.linalg.solve(matrix, self._cross) if failed else torch.cholesky_solve(self._cross, factor)
 
-    def power(self, columns: slice = _ALL) -> float:
-        """The squared error without a change, in some columns."""
-        return float(self._power[columns].sum())
-
-    def error(self, change: Tensor, columns: slice = _ALL) -> float:
-        """The squared error that remains after a change of some columns."""
-        repaired = change * (2 * self._cross[:, columns] - self._gram @ change)
-        return self.power(columns) - float(repaired.sum())
+    def error(self, change: Tensor) -> float:
+        """The squared error that remains after a change."""
+        repaired = change * (2 * self._cross - self._gram @ change)
+        return self.power - float(repaired.sum())
 
 
-def best_strength(fitted: Regression, judged: Regression) -> tuple[float | None, float]:
-    """The strength of a ridge regression of one text that leaves the least error on another text, in a sample of columns.
+def best_strength(fitted: Regression, validation: Regression) -> tuple[float | None, float]:
+    """The strength of a ridge regression of one text that leaves the least error on another text.
 
     Args:
         fitted: of the text to fit.
-        judged: of the text to judge by.
+        validation: of the other text.
 
     Returns:
         One of `STRENGTHS`, and the share of the squared error on the other text that it repairs; None and 0 where every
         strength does harm.
     """
-    columns = fitted.sample()
-    power = judged.power(columns)
-    best, least = None, power
+    best, least = None, validation.power
     for strength in STRENGTHS:
-        error = judged.error(fitted.change(strength, columns), columns)
+        error = validation.error(fitted.change(strength))
         if error < least:
             best, least = strength, error
-    return best, 1 - least / power if power else 0.0
+    return best, 1 - least / validation.power if best else 0.0
