@@ -47,6 +47,9 @@ def test_a_merge_loses_what_a_truncated_decomposition_drops(rng: np.random.Gener
     np.testing.assert_allclose(np.sum(np.abs(lost) ** 2, axis=(-2, -1)), np.sum(dropped**2, axis=-1))
     sizes = np.linalg.norm(channels.rows.reshape(*places, GROUPS, -1, INPUTS), axis=(-2, -1)) ** 2
     np.testing.assert_allclose(np.linalg.norm(shared, axis=(-2, -1)) ** 2, sizes / (HEADS // GROUPS))
+    assert channels.covariance is not None
+    strengths = np.linalg.norm(shared @ np.linalg.cholesky(channels.covariance), axis=-1)
+    assert np.all(np.diff(strengths) < 0), "the strongest row comes first"
 
 
 def test_complex_multipliers_are_real_and_positive_in_the_mean(rng: np.random.Generator) -> None:
@@ -58,14 +61,6 @@ def test_complex_multipliers_are_real_and_positive_in_the_mean(rng: np.random.Ge
     np.testing.assert_allclose(mean.imag, 0, atol=1e-12)
 
 
-def test_the_strongest_row_comes_first(rng: np.random.Generator) -> None:
-    channels = random_channels(rng)
-    shared, _ = factor(channels, GROUPS)
-    assert channels.covariance is not None
-    strengths = np.linalg.norm(shared @ np.linalg.cholesky(channels.covariance), axis=-1)
-    assert np.all(np.diff(strengths) < 0)
-
-
 @pytest.mark.parametrize("places", [(), (3,)])
 def test_heads_that_are_images_of_one_merge_without_loss(rng: np.random.Generator, places: tuple[int, ...]) -> None:
     channels = random_channels(rng, *places)
@@ -75,10 +70,7 @@ def test_heads_that_are_images_of_one_merge_without_loss(rng: np.random.Generato
         maps = maps + 1j * rng.standard_normal(maps.shape)
     channels = replace(channels, rows=maps @ channels.rows[..., :1, :, :])
     shared, readers = factor(channels, GROUPS)
-    found, expected = (
-        products(readers, shared, channels),
-        products(channels.readers, channels.rows, channels),
-    )
+    found, expected = products(readers, shared, channels), products(channels.readers, channels.rows, channels)
     np.testing.assert_allclose(found, expected, atol=1e-6 * float(np.abs(expected).max()))
 
 
@@ -91,8 +83,5 @@ def test_dead_heads_do_no_harm(rng: np.random.Generator, places: tuple[int, ...]
     channels.rows[..., 3:, :, :] = 0
     shared, readers = factor(channels, GROUPS)
     assert np.isfinite(shared).all()
-    found, expected = (
-        products(readers, shared, channels),
-        products(channels.readers, channels.rows, channels),
-    )
+    found, expected = products(readers, shared, channels), products(channels.readers, channels.rows, channels)
     np.testing.assert_allclose(found, expected, atol=1e-4)

@@ -23,12 +23,6 @@ def positive(rng: np.random.Generator, *shape: int) -> Array:
     return np.asarray(root @ root.swapaxes(-1, -2))
 
 
-def symmetric(losses: Array) -> Array:
-    losses = losses + losses.T
-    np.fill_diagonal(losses, 0)
-    return losses
-
-
 @pytest.mark.parametrize("measured", [False, True])
 def test_pair_losses_are_what_a_truncated_decomposition_drops(rng: np.random.Generator, measured: bool) -> None:
     rows, covariance = rng.normal(size=(4, 5, 9)), positive(rng, 9)
@@ -65,7 +59,8 @@ def test_groups_lose_little(groups: int, rng: np.random.Generator) -> None:
     size, ratios = heads // groups, []
     neighbours = [tuple(range(first, first + size)) for first in range(0, heads, size)]
     for _ in range(20):
-        losses = symmetric(rng.uniform(1, 2, size=(heads, heads)))
+        losses = rng.uniform(1, 2, size=(heads, heads))
+        losses = (losses + losses.T) * (1 - np.eye(heads))
         order = group_heads(losses, groups)
         found = [tuple(group) for group in order.reshape(groups, size).tolist()]
         assert sorted(order) == list(range(heads))
@@ -76,16 +71,6 @@ def test_groups_lose_little(groups: int, rng: np.random.Generator) -> None:
     assert np.mean(ratios) < 1.02
 
 
-@pytest.mark.parametrize(("heads", "groups"), [(12, 3), (12, 4), (64, 8)])
-def test_planted_groups_are_found(heads: int, groups: int, rng: np.random.Generator) -> None:
-    labels = rng.permutation(np.arange(heads) % groups)
-    losses = symmetric(np.where(labels[:, None] == labels, 1.0, 3.0) + rng.uniform(0, 1, size=(heads, heads)))
-    assert all(len(set(labels[group])) == 1 for group in group_heads(losses, groups).reshape(groups, -1))
-    neighbours = np.arange(heads) // (heads // groups)
-    assert np.array_equal(group_heads(np.where(neighbours[:, None] == neighbours, 1.0, 2.0), groups), np.arange(heads))
-    assert np.array_equal(group_heads(np.ones((heads, heads)), groups), np.arange(heads))
-
-
 @pytest.mark.parametrize("scale", [1.0, 1e-17])
 def test_losses_that_are_not_symmetric_are_grouped_too(scale: float, rng: np.random.Generator) -> None:
     """As the rounding of heads that are all alike leaves them: swaps that seem to gain must not go round in circles."""
@@ -94,23 +79,11 @@ def test_losses_that_are_not_symmetric_are_grouped_too(scale: float, rng: np.ran
         order = group_heads(losses, 3)
         assert sorted(order) == list(range(12))
         assert np.array_equal(order, group_heads(losses + losses.T, 3))
+    assert np.array_equal(group_heads(np.full((12, 12), scale), 3), np.arange(12)), "nothing is won"
 
 
 LIMITS = AbsorptionLimits(np.array([[0, 1], [2, 3]]))
 SIZES = {"head_dim": 6, "value_dim": 4, "inputs": 10, "outputs": 7}
-
-
-@pytest.mark.parametrize("measured", [False, True])
-def test_order_ignores_the_units_of_keys_and_values(measured: bool) -> None:
-    """Each counts by what it loses of itself."""
-    rng = np.random.default_rng(1)
-    heads = random_heads(rng, 8, 2, **SIZES)
-    moments = Moments(positive(rng, 10), positive(rng, 10)) if measured else Moments()
-    order = find_head_order(heads, 4, LIMITS, moments)
-    assert sorted(order) == list(range(8))
-    assert not np.array_equal(order, np.arange(8))
-    scaled = replace(heads, keys=1e3 * heads.keys, values=1e-3 * heads.values)
-    assert np.array_equal(order, find_head_order(scaled, 4, LIMITS, moments))
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -29,25 +29,15 @@ def test_verify_has_a_proof_of_every_method() -> None:
     assert {*PLAIN, FACTORED, FITTED} == {method.name for method in CHOICES}, where
     assert {FACTORED, FITTED} == {method.name for method in CHOICES if method.merges_layers}, where
     assert [method.name for method in CHOICES if method.text == "required"] == [FITTED], where
-    assert {name: name for name in PLAIN} == {method.name: method.pooling for method in CHOICES if method.pooling}, (
-        where
-    )
+    assert all(METHODS[name].pooling == name for name in PLAIN), where
 
 
-def test_each_way_of_pooling_has_its_arithmetic() -> None:
-    where = "POOLINGS in gqa_convert/merging/pooling.py and the methods disagree"
-    assert POOLINGS.keys() == {method.pooling for method in CHOICES if method.pooling}, where
-
-
-def test_a_method_that_pools_reads_no_text() -> None:
-    where = "the writer pools tensors without text: let the method merge whole layers"
-    assert {method.text for method in CHOICES if method.pooling} == {"never"}, where
-
-
-def test_all_methods_that_merge_layers_begin_with_the_closed_form() -> None:
-    assert {method.name for method in CHOICES if method.merges_layers} == {"factor", "fit"}, (
-        "merge_layer makes the same of all of them: let it choose by the method"
-    )
+def test_the_arithmetic_of_every_method_is_there() -> None:
+    pooled = [method for method in CHOICES if method.pooling]
+    assert POOLINGS.keys() == {method.pooling for method in pooled}, "POOLINGS in merging/pooling.py lacks some"
+    assert {method.text for method in pooled} == {"never"}, "the writer pools without text: merge whole layers"
+    merged = {method.name for method in CHOICES if method.merges_layers}
+    assert merged == {"factor", "fit"}, "merge_layer makes the same of all of them: let it choose by the method"
 
 
 @pytest.mark.parametrize("method", CHOICES, ids=lambda method: method.name)
