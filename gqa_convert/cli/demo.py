@@ -53,5 +53,5 @@ def _show(summary: dict[str, Any]) -> None:
     show_table(columns, rows, title=f"Loss in nats per token over {held_out} held-out tokens; {used}")
     console = stdout_console()
     folder = Path(summary["results"][1]["model"]).parent
-    console.print(f"results  {folder}", soft_wrap=True)
-    console.print("next     gqa-convert convert YOUR-MODEL --groups 8 --dry-run", soft_wrap=True)
+    console.print(f"results  {folder}")
+    console.print("next     gqa-convert convert YOUR-MODEL --groups 8 --dry-run")

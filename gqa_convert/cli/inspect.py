@@ -87,7 +87,7 @@ def _show(result: "Inspection") -> None:
 
     console = stdout_console()
     about = f"{result.model_type}, {result.kv_heads} K/V heads in {len(result.layers)} attention layers"
-    console.print(f"{result.source}: {about}", soft_wrap=True)
+    console.print(f"{result.source}: {about}")
     columns = ["layer", *(f"K{groups}" for groups in result.groups), *(f"V{groups}" for groups in result.groups)]
     rows = []
     for layer in result.layers:
@@ -96,7 +96,7 @@ def _show(result: "Inspection") -> None:
     title = "Relative error of keys (K) and values (V) merged into N heads by the closed form"
     show_table(columns, rows, title=title)
     if result.loss is None or result.calibration is None:
-        console.print("Weights alone predict no loss and recommend no N: name text with --calibration.", soft_wrap=True)
+        console.print("Weights alone predict no loss and recommend no N: name text with --calibration.")
         return
     if result.calibration["warning"]:
         print_note(result.calibration["warning"])
@@ -109,6 +109,6 @@ def _show(result: "Inspection") -> None:
         mark = "recommended"
         if advice.groups is None:
             mark = "no N fits"
-        console.print(f"{mark}  {advice.reason}", soft_wrap=True)
+        console.print(f"{mark}  {advice.reason}")
         if advice.command:
-            console.print(f"next  {advice.command}", soft_wrap=True)
+            console.print(f"next  {advice.command}")

@@ -84,7 +84,7 @@ def publish(
     if as_json:
         print_json(published.as_json())
     elif not (quiet or dry_run):
-        stdout_console().print(f"published at {published.url}", soft_wrap=True)
+        stdout_console().print(f"published at {published.url}")
 
 
 def _show_files(publication: "Publication", console: "Console") -> None:
@@ -98,12 +98,12 @@ def _show_files(publication: "Publication", console: "Console") -> None:
         line = f"{verb}  {file.path}, {size(file.bytes)}"
         if file.path in (publication.replaced or ()):
             line += ", replaces another file"
-        console.print(printable(line), soft_wrap=True)
+        console.print(printable(line))
     total = size(sum(file.bytes for file in publication.files))
-    console.print(f"total    {len(publication.files)} files, {total}", soft_wrap=True)
+    console.print(f"total    {len(publication.files)} files, {total}")
     default = "public, unless it exists and is private or its organisation makes repositories private"
     visibility = {True: "private", False: "public", None: default}[publication.private]
-    console.print(f"to       {publication.url}, {visibility}", soft_wrap=True)
-    console.print(f"card     {publication.card}", soft_wrap=True)
+    console.print(f"to       {publication.url}, {visibility}")
+    console.print(f"card     {publication.card}")
     for warning in publication.warnings:
         print_note(printable(warning), console)

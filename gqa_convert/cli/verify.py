@@ -51,11 +51,11 @@ def verify(
         console = stdout_console()
         for check in report.checks:
             mark = ("ok  ", "green") if check.passed else ("FAIL", "red")
-            console.print(styled(mark, f"  {check.name:<22} {check.detail}"), soft_wrap=True)
+            console.print(styled(mark, f"  {check.name:<22} {check.detail}"))
         verdict = ("verified", "green")
         if not report.passed:
             consequence = "do not use it, unless it was uptrained after the conversion"
             verdict = (f"not verified: OUT is not SOURCE with merged K/V heads; {consequence}", "red")
-        console.print(styled(verdict), soft_wrap=True)
+        console.print(styled(verdict))
     if not report.passed:
         raise typer.Exit(1)

@@ -1,57 +1,21 @@
 """Licences: what the source states, and what some licences require of those who publish a changed model."""
 
 import re
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 Words = Mapping[str, str | list[str]]
 """What the source's README states: words and lists of words by key."""
 
-_BUILT_WITH = {
-    "llama3": ("Built with Meta Llama 3", "Llama 3"),
-    "llama3.1": ("Built with Llama", "Llama"),
-    "llama3.2": ("Built with Llama", "Llama"),
-    "llama3.3": ("Built with Llama", "Llama"),
-    "llama4": ("Built with Llama", "Llama"),
-}
-"""Words that a card must show, and those with which a derived model's name begins (section 1.b.i of each licence)."""
+_TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+_BUILT_WITH: dict[str, tuple[str, str]] = _TABLES["built_with"]
 LICENSE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9.+-]{0,63}")
 _UNKNOWN = (
     "no licence is known: without one the model may not be used, and the source's terms may forbid publishing it; find "
     "them, and give --license"
 )
-_PERMISSIVE = (
-    r"apache-2\.0|mit|bsd|bsd-[23]-clause|bsd-3-clause-clear|cc0-1\.0|cc-by-[234]\.[05]|unlicense|isc|zlib|wtfpl"
-    r"|afl-3\.0|artistic-2\.0|bsl-1\.0|ecl-2\.0|ncsa|postgresql|pddl|ms-pl|odc-by|cdla-permissive-[12]\.0"
-)
-_REMINDERS = (
-    (
-        r"llama[234].*",
-        "the repository must hold a copy of the agreement and a notice file, and the acceptable use policy binds users",
-    ),
-    (
-        r"gemma",
-        "the terms of use and their restrictions must be passed on with the model, and the changes stated, as the card does",
-    ),
-    (
-        r"(.*-)?nd(-.*)?",
-        "it forbids sharing changed versions, and this model is one: ask the source's authors before you publish it",
-    ),
-    (r"(.*-)?nc-sa(-.*)?", "for non-commercial use only and under the same licence"),
-    (r"(.*-)?nc(-.*)?|.*non-?commercial.*|.*research.*", "for non-commercial use only"),
-    (r"(.*-)?sa(-.*)?|[la]?gpl.*", "changed versions must be published under the same licence"),
-    (r".*rail.*", "its restrictions of use and a copy of the licence must be passed on with the model"),
-    (r"other", "the Hub does not know it: read it, and check that it lets you publish a changed model"),
-    (
-        _PERMISSIVE,
-        "",  # only that the licence and the changes are stated, which the card does
-    ),
-    (
-        r".*",
-        "gqa-convert does not know its terms: read them, and check that they let you publish a changed model",
-    ),
-)
-"""What a licence requires, by a pattern of its identifier; the first that fits counts."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +63,7 @@ def reminders(of: License, name: str) -> list[str]:
         prefix = _BUILT_WITH[of.id][1]
         if not re.sub(r"[_.-]", "", name).lower().startswith(prefix.replace(" ", "").lower()):
             found.append(f"licence {of.id}: the model's name must begin with {prefix!r}, and {name!r} does not")
-    text = next(text for pattern, text in _REMINDERS if re.fullmatch(pattern, of.id))
+    text = next(text for pattern, text in _TABLES["reminders"].items() if re.fullmatch(pattern, of.id))
     if text:
         found.append(f"licence {of.id}: {text}")
     return found

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -11,7 +12,6 @@ from gqa_convert.checkpoint.paths import local_path
 from gqa_convert.hub.converted import Converted
 from gqa_convert.measuring.results import (
     BenchmarkFile,
-    Difference,
     EvaluationFile,
     ModelScores,
     TimedCell,
@@ -19,25 +19,15 @@ from gqa_convert.measuring.results import (
 )
 
 
-@dataclass(frozen=True)
-class Scored:
+class Scored(NamedTuple):
     """An evaluation of the checkpoint, and of its source where that was scored on the same text."""
 
     file: EvaluationFile
     ours: ModelScores
     source: ModelScores | None
 
-    @property
-    def paired(self) -> Difference | None:
-        """The difference to the source over the same tokens, None where another model was compared with."""
-        difference = self.ours.difference
-        if difference and difference.loss is not None and self.source and difference.to == self.source.model:
-            return difference
-        return None
 
-
-@dataclass(frozen=True)
-class Timed:
+class Timed(NamedTuple):
     """A benchmark at the K/V heads of the checkpoint and of its source.
 
     Attributes:
@@ -47,6 +37,15 @@ class Timed:
     file: BenchmarkFile
     cells: list[TimedCell]
     speedups: list[float]
+
+
+class Figure(NamedTuple):
+    """A figure of lm-eval and its standard error, None where it has none."""
+
+    task: str
+    metric: str
+    value: float
+    error: float | None
 
 
 class TaskFile(BaseModel):
@@ -59,30 +58,80 @@ class TaskFile(BaseModel):
     results: dict[str, dict[str, float | str | None]]
     shots: dict[str, int] = Field(alias="n-shot")
 
-    def rows(self) -> list[tuple[str, str, float, object]]:
-        """Task, metric, value and standard error of every figure."""
-        found: list[tuple[str, str, float, object]] = []
+    def figures(self) -> list[Figure]:
+        """The figures of all tasks."""
+        found = []
         for task, metrics in self.results.items():
-            for metric, value in metrics.items():
-                if "," in metric and "_stderr," not in metric and isinstance(value, float):
-                    found.append((task, metric, value, metrics.get(metric.replace(",", "_stderr,"))))
+            numbers = {name: value for name, value in metrics.items() if isinstance(value, float)}
+            for name, value in numbers.items():
+                if "," in name and "_stderr," not in name:
+                    found.append(Figure(task, name, value, numbers.get(name.replace(",", "_stderr,"))))
         return found
 
 
-@dataclass(frozen=True)
+@dataclass
 class Measured:
-    """All results that a card states, in the order in which they were given; warnings on files that are left out.
+    """The results of a checkpoint, in the order in which they were given.
 
     Attributes:
+        model: the checkpoint.
         scored: by the text and how it was scored, in words.
         asked: evaluations with questions about long texts.
+        warnings: on files that are left out.
     """
 
+    model: Converted
     scored: dict[str, Scored] = field(default_factory=dict)
     asked: list[Scored] = field(default_factory=list)
     timed: list[Timed] = field(default_factory=list)
     tasks: list[TaskFile] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+
+    def add(self, file: EvaluationFile | BenchmarkFile | TaskFile, repo_id: str) -> bool:
+        """Keep a file if it measured the checkpoint, and return whether it did."""
+        if isinstance(file, EvaluationFile):
+            return self._add_evaluation(file)
+        if isinstance(file, BenchmarkFile):
+            return self._add_benchmark(file)
+        folder = local_path(file.model_name)
+        belongs = file.model_name == repo_id or (folder.is_dir() and fingerprint(folder) == self.model.fingerprint)
+        if belongs:
+            self.tasks.append(file)
+        return belongs
+
+    def _add_evaluation(self, file: EvaluationFile) -> bool:
+        scores = {score.fingerprint: score for score in file.entries()}
+        ours = scores.get(self.model.fingerprint)
+        if ours is None:
+            return False
+        scored = Scored(file, ours, scores.get(self.model.first.source.fingerprint))
+        if ours.retrieval:
+            self.asked.append(scored)
+        if file.data is not None:
+            text = f"{file.data.source}, {file.objective}"
+            options = file.data.model_dump(exclude={"source", "sha256"}) | {"context": file.context}
+            for key, value in options.items():
+                if value not in (None, "train", "text"):
+                    text += f", {key.replace('_', ' ')} {value}"
+            if self.scored.setdefault(text, scored).file.created < file.created:
+                self.scored[text] = scored
+        return True
+
+    def _add_benchmark(self, file: BenchmarkFile) -> bool:
+        ours, source = self.model.record.groups, self.model.first.source_kv_heads
+        known = (self.model.fingerprint, self.model.first.source.fingerprint)
+        timed = [cell for cell in file.results if (cell.fingerprint or file.fingerprint) in known]
+        cells = [cell for cell in timed if cell.groups in (ours, source)]
+        before = {(cell.batch, cell.context): cell.decode_ms_per_token for cell in cells if cell.groups == source}
+        speedups = []
+        for cell in cells:
+            slow = before.get((cell.batch, cell.context))
+            if slow and cell.decode_ms_per_token and cell.groups != source:
+                speedups.append(slow / cell.decode_ms_per_token)
+        belongs = any(cell.groups == ours for cell in cells)
+        if belongs:
+            self.timed.append(Timed(file, cells, speedups))
+        return belongs
 
 
 def read_measured(paths: Sequence[Path], model: Converted, repo_id: str) -> Measured:
@@ -91,56 +140,13 @@ def read_measured(paths: Sequence[Path], model: Converted, repo_id: str) -> Meas
     Raises:
         ReportError: a file can't be read, or holds no results.
     """
-    measured = Measured()
-    for path in paths:
-        file = _read_tasks(path) or load_result(path)
-        if isinstance(file, EvaluationFile):
-            belongs = _add_evaluation(measured, file, model)
-        elif isinstance(file, BenchmarkFile):
-            belongs = _add_benchmark(measured, file, model)
-        else:
-            belongs = _add_tasks(measured, file, model, repo_id)
-        if not belongs:
+    measured = Measured(model)
+    for path in map(local_path, paths):
+        if not measured.add(_read_tasks(path) or load_result(path), repo_id):
             measured.warnings.append(
                 f"{path} is left out: it measured other models than {model.folder} as it is now; measure again"
             )
     return measured
-
-
-def _add_evaluation(measured: Measured, file: EvaluationFile, model: Converted) -> bool:
-    scores = {score.fingerprint: score for score in file.entries()}
-    if model.fingerprint not in scores:
-        return False
-    scored = Scored(file, scores[model.fingerprint], scores.get(model.first.source.fingerprint))
-    if scored.ours.retrieval:
-        measured.asked.append(scored)
-    if file.data is None:
-        return True
-    text = f"{file.data.source}, {file.objective}"
-    options = file.data.model_dump(exclude={"source", "sha256"}) | file.model_dump(include={"context"})
-    for key, value in options.items():
-        if value not in (None, "train", "text"):
-            text += f", {key.replace('_', ' ')} {value}"
-    if measured.scored.setdefault(text, scored).file.created < file.created:
-        measured.scored[text] = scored
-    return True
-
-
-def _add_benchmark(measured: Measured, file: BenchmarkFile, model: Converted) -> bool:
-    ours, source = model.record.groups, model.first.source_kv_heads
-    known = (model.fingerprint, model.first.source.fingerprint)
-    timed = [cell for cell in file.results if (cell.fingerprint or file.fingerprint) in known]
-    before = {(cell.batch, cell.context): cell.decode_ms_per_token for cell in timed if cell.groups == source}
-    cells = [cell for cell in timed if cell.groups in (ours, source)]
-    speedups = []
-    for cell in cells:
-        slow = before.get((cell.batch, cell.context))
-        if slow and cell.decode_ms_per_token and cell.groups == ours != source:
-            speedups.append(slow / cell.decode_ms_per_token)
-    belongs = any(cell.groups == ours for cell in cells)
-    if belongs:
-        measured.timed.append(Timed(file, cells, speedups))
-    return belongs
 
 
 def _read_tasks(path: Path) -> TaskFile | None:
@@ -149,11 +155,3 @@ def _read_tasks(path: Path) -> TaskFile | None:
         return TaskFile.model_validate_json(path.read_bytes())
     except (OSError, ValidationError):
         return None
-
-
-def _add_tasks(measured: Measured, file: TaskFile, model: Converted, repo_id: str) -> bool:
-    folder = local_path(file.model_name)
-    belongs = file.model_name == repo_id or (folder.is_dir() and fingerprint(folder) == model.fingerprint)
-    if belongs:
-        measured.tasks.append(file)
-    return belongs

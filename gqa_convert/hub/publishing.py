@@ -16,6 +16,7 @@ from gqa_convert.hub.markup import FOLDERS, in_words
 from gqa_convert.hub.options import PublishOptions
 from gqa_convert.hub.readme import write_card
 from gqa_convert.hub.repository import Repository, url_of
+from gqa_convert.measuring import Progress, no_progress
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +50,7 @@ def publish(
     options: PublishOptions,
     *,
     dry_run: bool = False,
-    on_progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
+    on_progress: Progress = no_progress,
     on_checked: Callable[[Publication], None] = lambda publication: None,
 ) -> Publication:
     """Publish a converted checkpoint on the Hub.

@@ -4,3 +4,7 @@ from collections.abc import Callable
 
 Progress = Callable[[str, int, int], None]
 """Called with the name of a stage, the steps done and the number of steps."""
+
+
+def no_progress(*_: object) -> None:
+    """Shows nothing."""

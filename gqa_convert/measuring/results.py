@@ -13,6 +13,9 @@ from gqa_convert.checkpoint.results import Result
 from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.errors import NoSpaceError, OutputError, ReportError
 
+Number = float | None
+"""None, null in the file, stands for what was not measured or is not finite."""
+
 
 class _Stored(Result, BaseModel):
     model_config = ConfigDict(frozen=True, allow_inf_nan=False, protected_namespaces=())
@@ -41,9 +44,9 @@ class Found(_Stored):
     length: int | None
     questions: int
     found: float
-    standard_error: float | None = None
-    difference: float | None = None
-    difference_standard_error: float | None = None
+    found_standard_error: Number = None
+    difference: Number = None
+    difference_standard_error: Number = None
 
 
 class Retrieval(_Stored):
@@ -52,24 +55,24 @@ class Retrieval(_Stored):
     """
 
     found: list[Found]
-    written_loss: float | None = None
-    written_loss_standard_error: float | None = None
-    written_difference: float | None = None
-    written_difference_standard_error: float | None = None
+    written_loss: Number = None
+    written_loss_standard_error: Number = None
+    written_difference: Number = None
+    written_difference_standard_error: Number = None
 
 
 class Difference(_Stored):
     """How much more a model loses than another on the same text; nats per token and bits per byte."""
 
     to: str
-    loss: float | None = None
-    standard_error: float | None = None
-    bits_per_byte: float | None = None
-    bits_per_byte_standard_error: float | None = None
-    word_error_rate: float | None = None
-    word_error_rate_standard_error: float | None = None
-    key_loss: float | None = None
-    key_loss_standard_error: float | None = None
+    loss: Number = None
+    loss_standard_error: Number = None
+    bits_per_byte: Number = None
+    bits_per_byte_standard_error: Number = None
+    word_error_rate: Number = None
+    word_error_rate_standard_error: Number = None
+    key_loss: Number = None
+    key_loss_standard_error: Number = None
 
 
 class ModelScores(_Stored):
@@ -78,27 +81,27 @@ class ModelScores(_Stored):
     model: str
     revision: str | None = None
     fingerprint: str | None = None
-    kv_bytes_per_token: float | None = None
+    kv_bytes_per_token: Number = None
     dtype: str | None = None
-    loss: float | None = None
-    loss_standard_error: float | None = None
-    perplexity: float | None = None
-    bits_per_byte: float | None = None
-    bits_per_byte_standard_error: float | None = None
-    word_error_rate: float | None = None
-    word_error_rate_standard_error: float | None = None
+    loss: Number = None
+    loss_standard_error: Number = None
+    perplexity: Number = None
+    bits_per_byte: Number = None
+    bits_per_byte_standard_error: Number = None
+    word_error_rate: Number = None
+    word_error_rate_standard_error: Number = None
     tokens: int = 0
     bytes: int | None = None
     scored_nan: int = 0
     difference: Difference | None = None
-    kl: float | None = None
-    kl_standard_error: float | None = None
-    top1_agreement: float | None = None
+    kl: Number = None
+    kl_standard_error: Number = None
+    top1_agreement: Number = None
     key_tokens: int | None = None
-    key_loss: float | None = None
-    key_loss_standard_error: float | None = None
-    key_kl: float | None = None
-    key_kl_standard_error: float | None = None
+    key_loss: Number = None
+    key_loss_standard_error: Number = None
+    key_kl: Number = None
+    key_kl_standard_error: Number = None
     retrieval: Retrieval | None = None
     note: str | None = None
 
@@ -155,16 +158,16 @@ class TimedCell(_Stored):
     batch: int
     context: int
     encoder_tokens: int | None = None
-    decode_ms_per_token: float | None = None
-    decode_ms_low: float | None = None
-    decode_ms_high: float | None = None
-    decode_tokens_per_second: float | None = None
-    prefill_ms: float | None = None
-    sample_ms: float | None = None
+    decode_ms_per_token: Number = None
+    decode_ms_low: Number = None
+    decode_ms_high: Number = None
+    decode_tokens_per_second: Number = None
+    prefill_ms: Number = None
+    sample_ms: Number = None
     new_tokens: int | None = None
-    kv_bytes_per_token: float | None = None
-    cross_kv_bytes_per_encoder_token: float | None = None
-    cross_kv_bytes_per_30_seconds: float | None = None
+    kv_bytes_per_token: Number = None
+    cross_kv_bytes_per_encoder_token: Number = None
+    cross_kv_bytes_per_30_seconds: Number = None
     kv_bytes: int | None = None
     repetitions: int | None = None
 

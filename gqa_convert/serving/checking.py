@@ -11,7 +11,7 @@ from gqa_convert.errors import MissingExtraError, OptionError, SourceNotFoundErr
 from gqa_convert.families.layerwise import is_decilm
 from gqa_convert.families.loading import TASKS, auto_class, check_language_model, read_config
 from gqa_convert.families.table import FAMILIES
-from gqa_convert.measuring import Progress
+from gqa_convert.measuring import Progress, no_progress
 
 from .comparing import compare
 from .engines import ENGINES, Engine, find_interpreter
@@ -50,7 +50,7 @@ def check_serving(
     *,
     pythons: Mapping[str, str] | None = None,
     minutes: float = 60.0,
-    progress: Progress = lambda stage, done, total: None,
+    progress: Progress = no_progress,
     engines: Mapping[str, Engine] = ENGINES,
 ) -> ServingReport:
     """Compare serving engines with transformers on a checkpoint, all in float32.

@@ -10,7 +10,7 @@ from gqa_convert.checkpoint.machine import measurement
 from gqa_convert.checkpoint.source import Checkpoint, open_local
 from gqa_convert.conversion.plan import Plan, make_plan
 from gqa_convert.errors import UnsupportedFamilyError, WorkerError
-from gqa_convert.measuring import Progress
+from gqa_convert.measuring import Progress, no_progress
 from gqa_convert.measuring.latency.cells import with_times
 from gqa_convert.measuring.latency.models import stated_dtype
 from gqa_convert.measuring.latency.run import CONTEXT, BenchmarkOptions
@@ -32,7 +32,7 @@ def time_engine(
     *,
     python: str | None = None,
     command: list[str] | None = None,
-    progress: Progress = lambda stage, done, total: None,
+    progress: Progress = no_progress,
     engines: Mapping[str, Engine] = ENGINES,
 ) -> BenchmarkFile:
     """Time an engine on models, one after the other, each in a process of its own.

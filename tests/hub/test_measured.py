@@ -42,7 +42,7 @@ HEAD: dict[str, Any] = {
     "machine": MACHINE,
     "command": ["gqa-convert", "evaluate", "a b"],
 }
-PAIRED = Difference(to="source", loss=0.125, standard_error=0.0078)
+PAIRED = Difference(to="source", loss=0.125, loss_standard_error=0.0078)
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +152,7 @@ def test_losses_of_the_model_and_its_source(base: Path, tmp_path: Path) -> None:
 def found(share: float, difference: float | None) -> Retrieval:
     error = None if difference is None else 0.03125
     parts = [
-        Found(kind=kind, length=length, questions=96, found=share, standard_error=0.04, difference=difference)
+        Found(kind=kind, length=length, questions=96, found=share, found_standard_error=0.04, difference=difference)
         for kind, length in ((None, None), (None, 2048), ("needles", None), ("needles", 2048))
     ]
     parts[0] = parts[0].model_copy(update={"difference_standard_error": error})

@@ -162,11 +162,16 @@ def test_divergence_and_differences_from_a_reference(home: Path) -> None:
     assert result["difference"]["loss"] == pytest.approx(everything[:, 0].mean(), rel=1e-4)
     assert result["difference"]["to"] == str(home / "one")
     count = len(blocks)
-    for column, error in ((0, result["difference"]["standard_error"]), (1, result["kl_standard_error"])):
+    for column, error in ((0, result["difference"]["loss_standard_error"]), (1, result["kl_standard_error"])):
         sums = np.array([block[:, column].sum() for block in blocks])
         rest = sums - everything[:, column].mean() * sizes
         assert error == pytest.approx(math.sqrt(count / (count - 1) * (rest**2).sum()) / sizes.sum(), rel=1e-4)
-    assert (same["kl"], same["top1_agreement"], same["difference"]["loss"], same["difference"]["standard_error"]) == (
+    assert (
+        same["kl"],
+        same["top1_agreement"],
+        same["difference"]["loss"],
+        same["difference"]["loss_standard_error"],
+    ) == (
         0,
         1,
         0,
@@ -203,19 +208,18 @@ def test_span_corruption_has_transformers_own_loss(tmp_path: Path) -> None:
     made = span_material([Piece(" ".join(words))], tokenizer, start=0, length=40, seed=0)
     total = 0.0
     restored: dict[int, list[str]] = {}
-    for number in range(len(made.examples)):
-        batch = made.batch([number])
+    for number, batch in enumerate(made.batches(1)):
         read, labels = batch.inputs["input_ids"], batch.targets[None]
         assert read.shape[1] == 40
         with torch.no_grad():
             total += float(model(input_ids=read, labels=labels).loss) * labels.numel()
-        restored[int(batch.places[0])] = _filled_in(
+        restored[number] = _filled_in(
             tokenizer.convert_ids_to_tokens(read[0]), tokenizer.convert_ids_to_tokens(labels[0])
         )
     (result,) = report["results"]
-    assert result["loss"] == pytest.approx(total / made.tokens, rel=1e-5)
+    assert result["loss"] == pytest.approx(total / len(made.blocks), rel=1e-5)
     assert (report["objective"], result["bytes"], result["bits_per_byte"]) == ("spans", None, None)
-    assert result["tokens"] == made.tokens
+    assert result["tokens"] == len(made.blocks)
     text = [word for place in sorted(restored) for word in restored[place]]
     assert text == words[: len(text)]
     assert len(text) > 300

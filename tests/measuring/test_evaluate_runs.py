@@ -98,7 +98,7 @@ def test_results_are_overwritten_only_when_asked(ask: Any, tmp_path: Path) -> No
         (("t5", "--data", "rows.jsonl"), "name more text"),
         (("t5", "--data", "text.txt", "--window", "2"), "--window is 2, and span corruption needs 3"),
         (("bart", "--data", "text.txt"), "--source-field"),
-        (("one", "--data", "rows.jsonl", "--source-field", "a", "--target-field", "b"), "is a decoder"),
+        (("one", "--data", "rows.jsonl", "--source-field", "a", "--target-field", "b"), "is no encoder-decoder"),
         (("t5", "--data", "rows.jsonl", "--source-field", "a"), "need each other"),
         (("t5", "--data", "rows.jsonl", "--source-field", "a", "--target-field", "c"), "has no 'c', found text, a, b"),
         (

@@ -18,19 +18,18 @@ def test_every_token_but_the_first_of_a_document_is_scored_once(window: int) -> 
     made = text_material(pieces, tokenizer, window=window)
     documents = [tokenizer(text)["input_ids"] for text in (TEXT, "x")]
     documents.append(tokenizer("def")["input_ids"] + tokenizer(TEXT)["input_ids"])
-    targets = [token for example in made.examples for token in example.targets.tolist()]
+    targets = [token for example in sorted(made.examples, key=lambda each: each.blocks[0]) for token in example.targets]
     assert targets == [token for document in documents for token in document[1:]]
-    assert made.tokens == len(targets)
+    assert len(made.blocks) == len(targets)
     for example in made.examples:
         assert len(example.read) == len(example.targets) <= window
         assert example.read[1:].tolist() == example.targets[:-1].tolist()
+    lengths = [len(example.read) for example in made.examples]
+    assert lengths == sorted(lengths, reverse=True)
 
 
-def test_batches_hold_every_example_and_the_longest_first() -> None:
-    lengths = [3, 9, 1, 9, 4]
-    examples = [Example(np.arange(1, count + 1), np.arange(100 * count, 100 * count + 1)) for count in lengths]
-    made = Material(examples, np.arange(5), 5)
-    assert made.order(2) == [[1, 3], [4, 0], [2]]
-    batch = made.batch([4, 0])
+def test_batches_are_padded_and_know_what_is_scored() -> None:
+    examples = [Example(np.arange(1, count + 1), np.array([100 * count]), np.zeros(1)) for count in (4, 3)]
+    (batch,) = Material(examples, 1).batches(2)
     assert batch.inputs["input_ids"].tolist() == [[1, 2, 3, 4], [1, 2, 3, 0]]
-    assert (batch.rows.tolist(), batch.targets.tolist(), batch.places.tolist()) == ([3, 6], [400, 300], [4, 0])
+    assert (batch.rows.tolist(), batch.targets.tolist()) == ([3, 6], [400, 300])

@@ -16,9 +16,11 @@ IDS = np.random.default_rng(0).integers(3, VOCAB, 100)
 def material() -> Material:
     """Windows of which only a part is scored."""
     starts = range(0, 99, 20)
-    examples = [Example(IDS[start : start + 32][: 99 - start], IDS[start + 12 : start + 33]) for start in starts]
-    lengths = [len(example.targets) for example in examples]
-    return Material(examples, np.zeros(sum(lengths), np.int64), 1)
+    examples = []
+    for start in starts:
+        targets = IDS[start + 12 : start + 33]
+        examples.append(Example(IDS[start : start + 32][: 99 - start], targets, np.zeros_like(targets)))
+    return Material(examples, 1)
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma2"])

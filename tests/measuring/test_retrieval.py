@@ -45,7 +45,7 @@ class Copying:
 
 
 def answer(expected: str, written: str, length: int = 512, text: int = 0) -> Answer:
-    return Answer("needles", length, text, 0, 0.5, expected, written)
+    return Answer("needles", length, text, 0, 0.5, [], expected, written)
 
 
 @pytest.mark.parametrize("length", [512, 777, 1300])

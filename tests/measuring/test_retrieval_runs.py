@@ -91,7 +91,7 @@ def test_key_tokens_are_those_that_the_long_context_makes_likelier() -> None:
     # a random model's losses hardly depend on its context, so that losses with the window are made up
     model = make_model(make_config("llama", max_position_embeddings=900))
     tokens = np.random.default_rng(0).integers(0, 64, 801)
-    material = Material([Example(tokens[:-1], tokens[1:])], np.zeros(800, np.int64), 1)
+    material = Material([Example(tokens[:-1], tokens[1:], np.zeros(800, np.int64))], 1)
     assert [len(each.read) for each in material.with_short_context(256).examples] == [256, 512, 512, 288]
     assert [len(each.targets) for each in material.with_short_context(256).examples] == [256, 256, 256, 32]
     loss = np.full(800, 1.9, np.float32)

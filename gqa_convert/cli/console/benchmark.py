@@ -21,7 +21,7 @@ def show_benchmark(result: BenchmarkFile) -> None:
         engine = f"transformers, attention {result.attention}"
     about = f"{result.model}: {result.model_type}, {_heads(result.kv_heads)} K/V heads, {result.dtype}; {engine}"
     machine = result.machine
-    stdout_console().print(f"{about}; {machine.processor}, {machine.device}", soft_wrap=True)
+    stdout_console().print(f"{about}; {machine.processor}, {machine.device}")
     sources = {}
     for cell in result.results:
         if cell.fingerprint == result.fingerprint and cell.groups == result.kv_heads:

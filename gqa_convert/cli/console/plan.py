@@ -65,18 +65,18 @@ def show_plan(plan: "Plan", needs: "Needs", caches: dict[str, Any]) -> None:
     console = stdout_console()
     heads = f"{plan.heads} query heads, {heads_before(plan)} -> {heads_after(plan)} K/V heads"
     about = f": {plan.family.model_type}, {heads} in {len(plan.layers)} attention layers"
-    console.print(styled((plan.checkpoint.source_id, "bold"), about), soft_wrap=True)
+    console.print(styled((plan.checkpoint.source_id, "bold"), about))
     if plan.effective_method == "copy":
-        console.print(f"No tensor changes: the source has {heads_after(plan)} K/V heads already.", soft_wrap=True)
+        console.print(f"No tensor changes: the source has {heads_after(plan)} K/V heads already.")
     else:
         columns = ["layers", "tensor", "before", "after", "type", "method"]
         show_table(columns, _changes(plan), title="Changes", justify="left")
     show_table(["", "before", "after", "ratio"], _savings(plan, caches), title="Savings")
     for label, text in _facts(plan, needs):
-        console.print(f"{label:<17} {text}", soft_wrap=True)
+        console.print(f"{label:<17} {text}")
     memory, disk = needs.memory_bytes / 2**30, size(needs.disk_bytes)
     needed = f"about {memory:.1f} GiB of memory on {needs.device}, {disk} of disk ({needs.work})"
-    console.print(f"{'needs:':<17} {needed}", soft_wrap=True)
+    console.print(f"{'needs:':<17} {needed}")
     for warning in plan.warnings:
         print_note(warning)
 

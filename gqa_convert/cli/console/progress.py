@@ -27,6 +27,7 @@ class ProgressScreen:
 
         self.quiet, self.on_terminal = quiet, sys.stderr.isatty()
         self._console = stderr_console()
+        self._console.soft_wrap = False  # bars are cut to the width of the terminal
         # bars that are disabled still measure the pace
         self._bars = Progress(
             TextColumn("{task.description}", markup=False, table_column=Column(overflow="fold")),

@@ -17,7 +17,7 @@ _WIDTH = 120
 
 
 def stdout_console() -> "Console":
-    """Return the console for results."""
+    """Return the console for results. Lines are not wrapped."""
     return _console(stderr=False)
 
 
@@ -35,7 +35,7 @@ def _console(*, stderr: bool) -> "Console":
         def on_broken_pipe(self) -> None:
             abandon(sys.stderr if self.stderr else sys.stdout)
 
-    console = Literal(stderr=stderr, highlight=False, markup=False, emoji=False)
+    console = Literal(stderr=stderr, highlight=False, markup=False, emoji=False, soft_wrap=True)
     if not console.is_terminal and not os.environ.get("COLUMNS", "").isdigit():
         console.width = _WIDTH
     return console
@@ -50,7 +50,7 @@ def styled(*parts: "str | Text | tuple[str, str]") -> "Text":
 
 def print_note(text: str, console: "Console | None" = None) -> None:
     """Print a note, on stdout unless another console is given."""
-    (console or stdout_console()).print(styled(("note:", "yellow"), f" {text}"), soft_wrap=True)
+    (console or stdout_console()).print(styled(("note:", "yellow"), f" {text}"))
 
 
 def print_json(value: "JsonObject") -> None:

@@ -14,7 +14,7 @@ def show_serving(report: "ServingReport") -> None:
     for entry in report.clients:
         mark = entry["status"].replace("failed", "FAIL")
         name = f"{entry['client']} {entry['version'] or ''}"
-        console.print(f"{mark:<13}  {name:<18} {entry['detail']}", soft_wrap=True)
+        console.print(f"{mark:<13}  {name:<18} {entry['detail']}")
     states = [entry["status"] for entry in report.clients]
     verdict = "nothing was checked: no engine ran"
     if report.passed:

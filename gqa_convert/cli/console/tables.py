@@ -29,20 +29,20 @@ def show_table(
 
     console = stdout_console()
     if title:
-        console.print(title, soft_wrap=True)
+        console.print(title)
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column(columns[0], overflow="fold")
     for heading in columns[1:]:
         table.add_column(heading, justify=justify, overflow="fold")
     for row in rows:
         table.add_row(*map(styled, row))
-    console.print(table)
+    console.print(table, soft_wrap=False)
 
 
 def show_done(title: str, rows: Sequence[tuple[str, str]]) -> None:
     """Print what was done, and rows of a label and a text."""
     console = stdout_console()
-    console.print(styled(("done", "green"), f"  {title}"), soft_wrap=True)
+    console.print(styled(("done", "green"), f"  {title}"))
     width = max(len(label) for label, _ in rows)
     for label, text in rows:
-        console.print(f"      {label:<{width}}  {text}", soft_wrap=True)
+        console.print(f"      {label:<{width}}  {text}")

@@ -87,32 +87,32 @@ def common_objective(models: Sequence[Candidate], *, pairs: bool) -> str:
         OptionError: the models have no objective in common.
         DataError: a tokenizer marks the languages of texts, which pairs do not state.
     """
-    first = models[0]
-    seq2seq = loading.is_encoder_decoder(first.config)
-    hearing = loading.hears(first.config)
-    for model in models:
-        problem = None
-        if loading.is_encoder_decoder(model.config) != seq2seq:
-            problem = (
-                f"can't be compared with {first.name}: only one of them is an encoder-decoder; evaluate them apart"
+    objective = _objective(models[0], pairs)
+    for model in models[1:]:
+        if (other := _objective(model, pairs)) != objective:
+            raise OptionError(
+                f"{model.name} can't be compared with {models[0].name}: one is scored on {other} and one on {objective}; "
+                "evaluate decoders, encoder-decoders and models that hear apart"
             )
-        elif loading.hears(model.config) != hearing:
-            problem = f"can't be compared with {first.name}: only one of them hears; evaluate them apart"
-        elif hearing and pairs:
-            problem = "hears, and --source-field and --target-field are for texts: leave them out"
-        elif pairs and not seq2seq:
-            problem = "is a decoder, and --source-field and --target-field are for encoder-decoders: leave them out"
-        elif pairs:
-            refuse_languages(model.tokenizer)
-        elif seq2seq and not hearing and not has_sentinels(model.tokenizer):
-            problem = "has no sentinel tokens for span corruption: give pairs, with --source-field and --target-field"
-        if problem:
-            raise OptionError(f"{model.name} {problem}")
-    if hearing:
-        return SPEECH
+    return objective
+
+
+def _objective(model: Candidate, pairs: bool) -> str:
+    hears = loading.hears(model.config)
+    if hears or not loading.is_encoder_decoder(model.config):
+        if pairs:
+            raise OptionError(
+                f"{model.name} is no encoder-decoder of text, which --source-field and --target-field are for: leave them out"
+            )
+        return SPEECH if hears else CAUSAL
     if pairs:
+        refuse_languages(model.tokenizer)
         return PAIRS
-    return SPANS if seq2seq else CAUSAL
+    if not has_sentinels(model.tokenizer):
+        raise OptionError(
+            f"{model.name} has no sentinel tokens for span corruption: give pairs, with --source-field and --target-field"
+        )
+    return SPANS
 
 
 def common_window(models: Sequence[Candidate], objective: str, window: int | None) -> int:

@@ -7,7 +7,9 @@ two models is paired: block by block.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,8 @@ import numpy.typing as npt
 from gqa_convert.measuring.evaluation.candidates import Candidate
 from gqa_convert.measuring.evaluation.examples import Material
 from gqa_convert.measuring.evaluation.forward import Scores
-from gqa_convert.measuring.results import Difference, ModelScores
+from gqa_convert.measuring.evaluation.word_errors import word_errors
+from gqa_convert.measuring.results import Difference
 
 Doubles = npt.NDArray[np.float64]
 
@@ -48,6 +51,8 @@ class Mean:
 
 
 UNDEFINED = Mean(None, np.empty(0))
+Means = Mapping[str, Mean]
+"""Means by the keys of results."""
 
 
 def mean(sums: Doubles, sizes: Doubles) -> Mean:
@@ -59,58 +64,61 @@ def mean(sums: Doubles, sizes: Doubles) -> Mean:
     return Mean(value, np.where(is_scored, sums - value * sizes, np.nan) / sizes.sum())
 
 
+def with_errors(means: Means) -> dict[str, Any]:
+    """The keys and values of results: each mean and its standard error."""
+    found: dict[str, Any] = {}
+    for name, each in means.items():
+        found |= {name: each.value, f"{name}_standard_error": each.error}
+    return found
+
+
 @dataclass(frozen=True)
 class Measured:
     """A model's scores on its material.
 
     Attributes:
         candidate: the model.
-        dtype: of its computation.
         material: what was scored.
         scores: of the model on the material.
         problem: why its predictions can't be compared with another model's token by token, None if they can.
-        word_error_rate: wrong words per word that is said; not defined for text.
         is_key: [n], whether each token is one that the long context makes likelier; None if not asked for.
     """
 
     candidate: Candidate
-    dtype: str
     material: Material
     scores: Scores
     problem: str | None = None
-    word_error_rate: Mean = UNDEFINED
     is_key: npt.NDArray[np.bool_] | None = None
 
-    @property
+    @cached_property
     def not_finite(self) -> int:
         """The number of tokens whose loss is not finite."""
         return int((~np.isfinite(self.scores.loss)).sum())
 
-    def loss(self) -> Mean:
-        """The mean loss in nats per token."""
+    @cached_property
+    def means(self) -> Means:
+        """All means that are defined: none but that of word errors where a loss is not finite."""
+        material, (loss, kl, agrees) = self.material, self.scores
+        found = {}
+        if material.spoken:
+            found["word_error_rate"] = mean(*word_errors(*zip(*material.spoken, strict=True)))
         if self.not_finite:
-            return UNDEFINED
-        return mean(self.material.by_block(self.scores.loss), self.material.by_block(np.ones(self.material.tokens)))
+            return found
+        tokens = np.ones_like(loss)
+        found["loss"] = self._mean(loss, tokens)
+        if material.sizes is not None:
+            found["bits_per_byte"] = self._mean(loss, material.sizes * math.log(2))
+        if self.is_key is not None:
+            found["key_loss"] = self._mean(loss * self.is_key, self.is_key)
+        if kl is None or agrees is None or not np.isfinite(kl).all():
+            return found
+        found |= {"kl": self._mean(kl, tokens), "top1_agreement": self._mean(agrees, tokens)}
+        if self.is_key is not None:
+            found["key_kl"] = self._mean(kl * self.is_key, self.is_key)
+        return found
 
-    def bits_per_byte(self) -> Mean:
-        """Bits per byte of text, not defined where tokens stand for no bytes."""
-        sizes = self.material.sizes
-        if self.not_finite or sizes is None:
-            return UNDEFINED
-        return mean(self.material.by_block(self.scores.loss), self.material.by_block(sizes * math.log(2)))
-
-    def over_key_tokens(self, values: npt.NDArray[np.float32] | None) -> Mean:
-        """The mean of a score over the key tokens; not defined without them."""
-        if values is None or self.is_key is None or self.not_finite:
-            return UNDEFINED
-        return mean(self.material.by_block(values * self.is_key), self.material.by_block(self.is_key))
-
-    def from_reference(self, values: npt.NDArray[np.float32] | None) -> Mean:
-        """The mean over tokens of a score that compares them with the reference; not defined without one."""
-        kl = self.scores.kl
-        if values is None or kl is None or self.not_finite or not np.isfinite(kl).all():
-            return UNDEFINED
-        return mean(self.material.by_block(values), self.material.by_block(np.ones(self.material.tokens)))
+    def _mean(self, values: npt.NDArray[Any], sizes: npt.NDArray[Any]) -> Mean:
+        return mean(self.material.by_block(values), self.material.by_block(sizes))
 
 
 def is_same_vocabulary(tokenizer: Any, other: Any) -> bool:
@@ -121,10 +129,9 @@ def is_same_vocabulary(tokenizer: Any, other: Any) -> bool:
 
 def incomparable(candidate: Candidate, material: Material, other: Measured) -> str | None:
     """The reason why two models' predictions can't be compared token by token, None if they can."""
-    same = is_same_vocabulary(candidate.tokenizer, other.candidate.tokenizer)
-    if not same or material.fingerprint != other.material.fingerprint:
-        return f"its tokens are not those of {other.candidate.name}"
-    return None
+    if is_same_vocabulary(candidate.tokenizer, other.candidate.tokenizer) and material.is_comparable(other.material):
+        return None
+    return f"its tokens are not those of {other.candidate.name}"
 
 
 def difference(measured: Measured, other: Measured) -> Difference:
@@ -132,69 +139,25 @@ def difference(measured: Measured, other: Measured) -> Difference:
 
     Nats per token are compared where both models have the same tokens; blocks are the same wherever bytes are counted.
     """
-    loss = UNDEFINED if measured.problem else measured.loss().minus(other.loss())
-    bits = measured.bits_per_byte().minus(other.bits_per_byte())
-    words = measured.word_error_rate.minus(other.word_error_rate)
-    key = measured.over_key_tokens(measured.scores.loss).minus(other.over_key_tokens(other.scores.loss))
-    return Difference(
-        to=other.candidate.name,
-        loss=loss.value,
-        standard_error=loss.error,
-        bits_per_byte=bits.value,
-        bits_per_byte_standard_error=bits.error,
-        word_error_rate=words.value,
-        word_error_rate_standard_error=words.error,
-        key_loss=key.value,
-        key_loss_standard_error=key.error,
-    )
-
-
-def identity(candidate: Candidate, dtype: str) -> dict[str, Any]:
-    """The fields of an entry that say which model it is."""
-    return {
-        "model": candidate.name,
-        "revision": candidate.revision,
-        "fingerprint": candidate.fingerprint,
-        "kv_bytes_per_token": candidate.kv_bytes_per_token,
-        "dtype": dtype,
-    }
-
-
-def model_scores(measured: Measured, other: Measured | None = None) -> ModelScores:
-    """A model's entry in the results: its losses, and its differences from another model."""
-    material, scores = measured.material, measured.scores
-    loss, bits, kl = measured.loss(), measured.bits_per_byte(), measured.from_reference(scores.kl)
-    words = measured.word_error_rate
-    key_loss, key_kl = (measured.over_key_tokens(values) for values in (scores.loss, scores.kl))
-    return ModelScores(
-        **identity(measured.candidate, measured.dtype),
-        loss=loss.value,
-        loss_standard_error=loss.error,
-        perplexity=math.exp(loss.value) if loss.value is not None and loss.value < 700 else None,
-        bits_per_byte=bits.value,
-        bits_per_byte_standard_error=bits.error,
-        word_error_rate=words.value,
-        word_error_rate_standard_error=words.error,
-        tokens=material.tokens,
-        bytes=material.byte_count,
-        scored_nan=measured.not_finite,
-        difference=None if other is None else difference(measured, other),
-        kl=kl.value,
-        kl_standard_error=kl.error,
-        top1_agreement=measured.from_reference(scores.agrees).value,
-        key_tokens=None if measured.is_key is None else int(measured.is_key.sum()),
-        key_loss=key_loss.value,
-        key_loss_standard_error=key_loss.error,
-        key_kl=key_kl.value,
-        key_kl_standard_error=key_kl.error,
-        note=_note(measured),
-    )
-
-
-def _note(measured: Measured) -> str | None:
-    notes = []
+    theirs = other.means
+    found = {name: each.minus(theirs.get(name, UNDEFINED)) for name, each in measured.means.items()}
     if measured.problem:
-        notes.append(f"not compared token by token, since {measured.problem}")
-    if measured.material.note:
-        notes.append(measured.material.note)
-    return "; ".join(notes) or None
+        found.pop("loss", None)
+    return Difference(to=other.candidate.name, **with_errors(found))
+
+
+def model_scores(measured: Measured, other: Measured | None = None) -> dict[str, Any]:
+    """What a model's entry in the results states: its losses, and its differences from another model."""
+    material = measured.material
+    means = measured.means
+    loss = means.get("loss", UNDEFINED).value
+    problem = measured.problem and f"not compared token by token, since {measured.problem}"
+    return with_errors(means) | {
+        "perplexity": math.exp(loss) if loss is not None and loss < 700 else None,
+        "tokens": len(material.blocks),
+        "bytes": None if material.sizes is None else int(material.sizes.sum()),
+        "scored_nan": measured.not_finite,
+        "difference": None if other is None else difference(measured, other),
+        "key_tokens": None if measured.is_key is None else int(measured.is_key.sum()),
+        "note": "; ".join(filter(None, [problem, material.note])) or None,
+    }

@@ -3,8 +3,7 @@
 Shape legend: n scored tokens of all examples, b examples of a batch, L positions of a row, r scored predictions of a batch.
 """
 
-import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -13,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from gqa_convert.data.audio_files import AudioFile
 from gqa_convert.data.documents import Piece, TextField
@@ -23,6 +23,7 @@ from gqa_convert.data.speech import Keeper, SpeechModel, cut_windows
 from gqa_convert.data.token_files import batched, ids_of
 from gqa_convert.data.tokenizing import TextEncoder
 from gqa_convert.errors import DataError
+from gqa_convert.measuring import no_progress
 
 BLOCK = 2048
 """The bytes in a block of text, the unit over which standard errors are computed."""
@@ -32,19 +33,22 @@ Progress = Callable[[int, int], None]
 
 
 class Example(NamedTuple):
-    """The input of a row.
+    """The input of a row, of whose predictions the last t are scored.
 
     Attributes:
         read: the tokens that a decoder reads.
-        targets: the tokens that its last predictions are to be, as many as are scored.
-        source: the tokens that an encoder reads.
-        encoded: what an encoder made of a sound, [positions, hidden_size].
+        targets: [t], the tokens to predict.
+        blocks: [t], the number of the block that each belongs to: some kilobytes of a document, or an example.
+        sizes: [t], the UTF-8 bytes of text that each covers; None if that is not defined.
+        encoder: arguments of the forward pass for an encoder: the tokens that it reads and their mask, or `encoder_outputs`,
+            what it made of a sound, [positions, hidden_size].
     """
 
     read: Integers
     targets: Integers
-    source: Integers | None = None
-    encoded: Tensor | None = None
+    blocks: Integers
+    sizes: Integers | None = None
+    encoder: Mapping[str, Any] = {}
 
 
 class Batch(NamedTuple):
@@ -54,13 +58,11 @@ class Batch(NamedTuple):
         inputs: keyword arguments of the forward pass, [b, ...].
         rows: [r], indices of the b * L predictions that are scored, example by example.
         targets: [r], the tokens to predict there.
-        places: [r], the positions of these tokens among all n.
     """
 
     inputs: dict[str, Tensor]
     rows: Tensor
     targets: Tensor
-    places: Integers
 
 
 @dataclass(frozen=True)
@@ -68,51 +70,42 @@ class Material:
     """Everything that a model is scored on.
 
     Attributes:
-        examples: in the order of the text.
-        blocks: [n], the number of the block that each scored token belongs to: some kilobytes of a document, or an example.
+        examples: with their n scored tokens.
         block_count: the number of blocks, which are the same for every tokenizer.
-        sizes: [n], the UTF-8 bytes of text that each scored token covers; None if that is not defined.
         note: what was left out or cut, None for nothing.
-        heard: what a model that hears wrote for each example; None for text.
-        said: what was said in each.
+        spoken: what was said in each example, and what a model that hears wrote; empty for text.
     """
 
     examples: Sequence[Example]
-    blocks: Integers
     block_count: int
-    sizes: Integers | None = None
     note: str | None = None
-    heard: Sequence[str] | None = None
-    said: Sequence[str] = ()
-
-    @property
-    def tokens(self) -> int:
-        """The number of scored tokens."""
-        return len(self.blocks)
+    spoken: Sequence[tuple[str, str]] = ()
 
     @property
     def largest(self) -> int:
         """The largest token."""
-        return max(int(part.max()) for example in self.examples for part in (example.read, example.targets))
-
-    @property
-    def byte_count(self) -> int | None:
-        """The bytes of text that the scored tokens cover."""
-        return None if self.sizes is None else int(self.sizes.sum())
+        return int(max(max(example.read.max(), example.targets.max()) for example in self.examples))
 
     @cached_property
-    def fingerprint(self) -> str:
-        """A hash of what is predicted and of what encoders read; equal ones allow a comparison token by token."""
-        digest = hashlib.sha256()
-        for example in self.examples:
-            for part in (example.targets, example.source):
-                ids = np.empty(0, np.int64) if part is None else np.asarray(part, np.int64)
-                digest.update(len(ids).to_bytes(8, "little") + ids.tobytes())
-        return digest.hexdigest()
+    def blocks(self) -> Integers:
+        """The block of each scored token, [n]."""
+        return np.concatenate([example.blocks for example in self.examples])
 
     @cached_property
-    def _bounds(self) -> Integers:
-        return np.cumsum([0, *(len(example.targets) for example in self.examples)])
+    def sizes(self) -> Integers | None:
+        """The bytes of text that each scored token covers, [n]; None if that is not defined."""
+        sizes = [example.sizes for example in self.examples if example.sizes is not None]
+        return np.concatenate(sizes) if sizes else None
+
+    def is_comparable(self, other: "Material") -> bool:
+        """Whether another material has the same tokens to predict, and for encoders to read."""
+        if len(self.examples) != len(other.examples):
+            return False
+        for ours, theirs in zip(self.examples, other.examples, strict=True):
+            sources: list[Any] = [each.encoder.get("input_ids") for each in (ours, theirs)]
+            if not (np.array_equal(ours.targets, theirs.targets) and np.array_equal(*sources)):
+                return False
+        return True
 
     def by_block(self, values: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
         """Sums of the scored tokens' values in each block, in the order of the text: [block_count]."""
@@ -123,49 +116,38 @@ class Material:
         cut = []
         for example in self.examples:
             for first in range(0, len(example.read), context):
-                read = example.read[max(0, first - context) : first + context]
-                cut.append(Example(read, example.targets[first : first + context]))
-        return Material(cut, self.blocks, self.block_count)
+                last = first + context
+                read = example.read[max(0, first - context) : last]
+                cut.append(Example(read, example.targets[first:last], example.blocks[first:last]))
+        return Material(cut, self.block_count)
 
-    def order(self, batch: int) -> list[list[int]]:
-        """The numbers of the examples in batches, the longest first: memory runs out at the beginning if at all, and
-        little padding is needed.
-        """
-        lengths = [
-            len(example.read) + len(() if example.source is None else example.source) for example in self.examples
-        ]
-        order = sorted(range(len(lengths)), key=lambda number: -lengths[number])
-        return [order[first : first + batch] for first in range(0, len(order), batch)]
+    def batches(self, size: int) -> Iterator[Batch]:
+        """Batches of so many examples, padded on the right: later tokens can't change a decoder's predictions."""
+        for first in range(0, len(self.examples), size):
+            examples = self.examples[first : first + size]
+            inputs = {name: _padded([example.encoder[name] for example in examples]) for name in examples[0].encoder}
+            read = _padded([example.read for example in examples])
+            inputs["decoder_input_ids" if inputs else "input_ids"] = read
+            rows = []
+            for row, example in enumerate(examples):
+                end = row * read.shape[1] + len(example.read)
+                rows.append(np.arange(end - len(example.targets), end))
+            targets = np.concatenate([example.targets for example in examples])
+            yield Batch(inputs, torch.from_numpy(np.concatenate(rows)), torch.from_numpy(targets))
 
-    def batch(self, numbers: Sequence[int]) -> Batch:
-        """A batch of examples, padded on the right: later tokens can't change a decoder's predictions."""
-        chosen = [self.examples[number] for number in numbers]
-        read = _padded([example.read for example in chosen])
-        inputs = {"decoder_input_ids": read}
-        if chosen[0].encoded is not None:
-            inputs["encoder_outputs"] = torch.stack([example.encoded for example in chosen])
-        elif chosen[0].source is not None:
-            sources = [example.source for example in chosen if example.source is not None]
-            inputs["input_ids"] = _padded(sources)
-            if len({len(source) for source in sources}) > 1:
-                inputs["attention_mask"] = _padded([np.ones_like(source) for source in sources])
-        else:
-            inputs = {"input_ids": read}
-        ends = [len(example.read) + row * read.shape[1] for row, example in enumerate(chosen)]
-        rows = [np.arange(end - len(example.targets), end) for end, example in zip(ends, chosen, strict=True)]
-        places = [np.arange(*self._bounds[number : number + 2]) for number in numbers]
-        targets = np.concatenate([example.targets for example in chosen])
-        return Batch(inputs, torch.from_numpy(np.concatenate(rows)), torch.from_numpy(targets), np.concatenate(places))
+
+def _longest_first(examples: Sequence[Example]) -> list[Example]:
+    """Examples so that memory runs out at the beginning if at all, and little padding is needed."""
+    return sorted(examples, key=lambda each: len(each.read) + len(each.encoder.get("input_ids", ())), reverse=True)
 
 
 def _padded(rows: Sequence[Any]) -> Tensor:
-    """Rows [b, L], followed by zeros."""
-    tensors = [torch.from_numpy(np.asarray(row, np.int64)) for row in rows]
-    return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True)
+    """Rows [b, L, ...], followed by zeros."""
+    return pad_sequence([torch.as_tensor(row) for row in rows], batch_first=True)
 
 
 def text_material(
-    pieces: Sequence[Piece], tokenizer: Any, *, window: int, progress: Progress = lambda done, total: None
+    pieces: Sequence[Piece], tokenizer: Any, *, window: int, progress: Progress = no_progress
 ) -> Material:
     """A text for a causal model. Each token of a document is predicted once, except the first: from the beginning of its
     window, or from the beginning-of-text token, if the tokenizer has one.
@@ -179,31 +161,35 @@ def text_material(
     Raises:
         DataError: the text has no token to predict.
     """
-    begin = [] if tokenizer.bos_token_id is None else [int(tokenizer.bos_token_id)]
     examples: list[Example] = []
-    sizes, blocks = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
     first_block = 0
-    parts, ends, nbytes = [np.array(begin, np.int64)], [np.zeros(len(begin), np.int64)], 0
-    for number, piece in enumerate(pieces):
-        text = str(piece.text)
-        tokens, characters = encode(tokenizer, text)
-        parts.append(tokens)
-        ends.append(byte_ends(text, characters) + nbytes)
-        nbytes += len(text.encode())
-        progress(number + 1, len(pieces))
-        if not (piece.last or number == len(pieces) - 1):
-            continue
-        ids, until = np.concatenate(parts), np.concatenate(ends)
+    for ids, ends in _documents(pieces, tokenizer, progress):
+        sizes = np.diff(ends, prepend=0)
+        blocks = first_block + np.maximum(ends - 1, 0) // BLOCK
         for start in range(0, len(ids) - 1, window):
-            targets = ids[start + 1 : start + 1 + window]
-            examples.append(Example(ids[start : start + len(targets)], targets))
-        sizes.append(np.diff(until, prepend=0)[1:])
-        blocks.append(first_block + np.maximum(until - 1, 0)[1:] // BLOCK)
-        first_block += -(-nbytes // BLOCK)
-        parts, ends, nbytes = parts[:1], ends[:1], 0
+            end = min(start + window, len(ids) - 1)
+            scored = slice(start + 1, end + 1)
+            examples.append(Example(ids[start:end], ids[scored], blocks[scored], sizes[scored]))
+        first_block += -(-int(ends[-1]) // BLOCK)
     if not examples:
         raise DataError("the text has no token with a preceding one to be predicted from: name more text")
-    return Material(examples, np.concatenate(blocks), first_block, np.concatenate(sizes))
+    return Material(_longest_first(examples), first_block)
+
+
+def _documents(pieces: Sequence[Piece], tokenizer: Any, progress: Progress) -> Iterator[tuple[Integers, Integers]]:
+    """The tokens of each document, and the bytes at which they end: [tokens] each."""
+    begin = np.array([] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id], np.int64)
+    ids, ends = [begin], [np.zeros_like(begin)]
+    nbytes = 0
+    for number, piece in enumerate(pieces, start=1):
+        tokens, until = encode(tokenizer, piece.text)
+        ids.append(tokens)
+        ends.append(until + nbytes)
+        nbytes += len(piece.text.encode())
+        progress(number, len(pieces))
+        if piece.last and nbytes:
+            yield np.concatenate(ids), np.concatenate(ends)
+            ids, ends, nbytes = ids[:1], ends[:1], 0
 
 
 def span_material(pieces: Sequence[Piece], tokenizer: Any, *, start: int, length: int, seed: int) -> Material:
@@ -236,8 +222,11 @@ def span_material(pieces: Sequence[Piece], tokenizer: Any, *, start: int, length
         )
     keys = [(mix(seed), number) for number in range(count)]
     made = corruption.batch(ids[: count * raw].reshape(count, raw), keys)
-    parts = zip(made["decoder_input_ids"], made["labels"], made["input_ids"], strict=True)
-    return _of_examples([Example(*part) for part in parts])
+    examples = []
+    for number in range(count):
+        source, read, targets = (made[name][number] for name in ("input_ids", "decoder_input_ids", "labels"))
+        examples.append(Example(read, targets, np.full_like(targets, number), encoder={"input_ids": source}))
+    return Material(examples, count)
 
 
 def pair_material(
@@ -246,7 +235,7 @@ def pair_material(
     *,
     start: int | None,
     length: int,
-    progress: Progress = lambda done, total: None,
+    progress: Progress = no_progress,
 ) -> Material:
     """Pairs of a source and a target, each with the special tokens of the tokenizer, which are scored too.
 
@@ -258,19 +247,20 @@ def pair_material(
         progress: called with the number of pairs that were tokenised and the number of all pairs.
     """
     closing, target_closing = (len(frame_around(tokenizer, argument).after) for argument in ("text", "text_target"))
-    examples, sizes, truncated = [], [], 0
+    examples, truncated = [], 0
     for number, (source, target) in enumerate(pairs):
-        read, _ = encode(tokenizer, source, special=True)
-        written, ends = encode(tokenizer, target, special=True, target=True)
-        truncated += len(read) > length or len(written) > length
-        targets = shortened(written, length, target_closing)
-        begin = int(targets[-1]) if start is None else start
+        read, _ = encode(tokenizer, source, add_special_tokens=True)
+        written, ends = encode(tokenizer, target, "text_target", add_special_tokens=True)
+        truncated += max(len(read), len(written)) > length
+        read, targets = shortened(read, length, closing), shortened(written, length, target_closing)
+        sizes = shortened(np.diff(ends, prepend=0), length, target_closing)
+        begin = targets[-1] if start is None else start
         decoder = np.concatenate([[begin], targets[:-1]])
-        examples.append(Example(decoder, targets, shortened(read, length, closing)))
-        sizes.append(shortened(np.diff(byte_ends(target, ends), prepend=0), length, target_closing))
+        encoder = {"input_ids": read, "attention_mask": np.ones_like(read)}
+        examples.append(Example(decoder, targets, np.full_like(targets, number), sizes, encoder))
         progress(number + 1, len(pairs))
     note = f"{truncated} pairs were cut to the window" if truncated else None
-    return _of_examples(examples, np.concatenate(sizes), note)
+    return Material(_longest_first(examples), len(examples), note)
 
 
 def speech_material(
@@ -295,67 +285,54 @@ def speech_material(
             "and text for each file"
         )
     examples: list[Example] = []
-    written: list[str] = []
-    said: list[str] = []
+    spoken: list[tuple[str, str]] = []
     done = found = 0
     keeper = Keeper()
     while done < len(files) and (tokens is None or found < tokens):
         group = [next(cut_windows([file], speech)) for file in files[done : done + batch]]
-        done = min(len(files), done + batch)
+        done += len(group)
         windows = [window for window in group if speech.text_tokens(window.text or "")]
         if windows:
             encoded = speech.encode(windows)
-            written += speech.transcribe(encoded)
+            said = [window.text or "" for window in windows]
+            spoken += zip(said, speech.transcribe(encoded), strict=True)
             kept, prompts = keeper.keep(encoded.cpu()), speech.prompts(encoded).numpy()
-            for window, sound, prompt in zip(windows, kept, prompts, strict=True):
-                said.append(window.text or "")
-                targets = np.array(speech.text_tokens(said[-1]))
-                examples.append(Example(np.concatenate([prompt, targets[:-1]]), targets, encoded=sound))
+            for text, sound, prompt in zip(said, kept, prompts, strict=True):
+                targets = np.array(speech.text_tokens(text))
+                read, blocks = np.concatenate([prompt, targets[:-1]]), np.full_like(targets, len(examples))
+                examples.append(Example(read, targets, blocks, encoder={"encoder_outputs": sound}))
                 found += len(targets)
         progress(done, len(files))
     if not examples:
         raise DataError("all sounds are longer than the encoder's window: cut them into sentences")
     left_out = done - len(examples)
     note = f"{left_out} sounds without words or longer than a window were left out" if left_out else None
-    return _of_examples(examples, note=note, heard=written, said=said)
+    return Material(_longest_first(examples), len(examples), note, spoken)
 
 
-def _of_examples(
-    examples: Sequence[Example], sizes: Integers | None = None, note: str | None = None, **heard: Any
-) -> Material:
-    """Material in which each example is a block."""
-    lengths = [len(example.targets) for example in examples]
-    return Material(examples, np.repeat(np.arange(len(examples)), lengths), len(examples), sizes, note, **heard)
-
-
-def encode(tokenizer: Any, text: str, *, special: bool = False, target: bool = False) -> tuple[Integers, Integers]:
-    """A text's tokens, and the character position at which each of them ends.
+def encode(
+    tokenizer: Any, text: str, argument: str = "text", *, add_special_tokens: bool = False
+) -> tuple[Integers, Integers]:
+    """A text's tokens, and the number of UTF-8 bytes at which each of them ends.
 
     If a tokenizer gives no offsets, its tokens are assumed to be equally long.
 
     Args:
         tokenizer: a transformers tokenizer.
         text: the text to encode.
-        special: add the tokenizer's special tokens.
-        target: encode it as a target of an encoder-decoder, which may have another language.
+        argument: of the tokenizer; `text_target` for a target of an encoder-decoder, which may have another language.
+        add_special_tokens: add the tokenizer's special tokens.
 
     Returns:
         [n] and [n]; the last end is the length of the text.
     """
     fast = bool(tokenizer.is_fast)
-    given = {"text_target" if target else "text": text}
-    found = tokenizer(**given, add_special_tokens=special, return_offsets_mapping=fast, verbose=False)
+    options = {"add_special_tokens": add_special_tokens, "return_offsets_mapping": fast, "verbose": False}
+    found = tokenizer(**{argument: text}, **options)
     ids = np.array(found["input_ids"], np.int64)
     if fast:
         ends = np.maximum.accumulate(np.array(found["offset_mapping"], np.int64).reshape(-1, 2)[:, 1])
     else:
         ends = len(text) * np.arange(1, len(ids) + 1) // max(1, len(ids))
     ends[-1:] = len(text)
-    return ids, ends
-
-
-def byte_ends(text: str, ends: Integers) -> Integers:
-    """Convert character positions to UTF-8 byte positions."""
-    points = np.frombuffer(text.encode("utf-32-le"), np.uint32)
-    widths = 1 + (points >= 1 << 7).astype(np.int64) + (points >= 1 << 11) + (points >= 1 << 16)
-    return np.concatenate([[0], np.cumsum(widths)])[ends]
+    return ids, np.cumsum([0, *map(len, map(str.encode, text))])[ends]

@@ -1,12 +1,10 @@
 """Runs a forward pass per batch and computes the loss of each token.
 
-Logits are the largest tensors: they are made for some rows at a time where the model allows it, and processed for a few
-rows at a time, in float32. The callers sum over tokens in float64.
+Logits are the largest tensors: they are made and processed for some rows at a time where the model allows it. The callers
+sum over tokens in float64.
 """
 
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
-from itertools import repeat
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,12 +14,10 @@ from torch import Tensor
 
 from gqa_convert.losses.distillation import token_losses
 from gqa_convert.losses.output_layer import OutputLayer, without_output_layer
-from gqa_convert.measuring.evaluation.examples import Material
+from gqa_convert.measuring import no_progress
+from gqa_convert.measuring.evaluation.examples import Batch, Material
 
-_CHUNK = 1 << 20
-"""The number of logits processed at a time on a CPU."""
-_CHUNK_ON_ACCELERATOR = 1 << 26
-_ROWS, _ROWS_ON_ACCELERATOR = 256, 1024
+_ROWS, _ROWS_ON_ACCELERATOR = 256, 512
 """Rows whose logits are made at a time: fewer would read the output projection too often."""
 
 Floats = npt.NDArray[np.float32]
@@ -53,7 +49,7 @@ def score(
     batch: int,
     *,
     reference: Scored | None = None,
-    progress: Callable[[int], None] = lambda scored: None,
+    progress: Callable[[int], None] = no_progress,
 ) -> Scores:
     """Score tokens with a model.
 
@@ -64,50 +60,50 @@ def score(
             tokens are compared, and both distributions are conditioned on them.
         progress: called after each batch with the number of tokens that it scored.
     """
-    material = scored.material
-    arrays = [np.zeros(material.tokens, np.float32) for _ in range(1 if reference is None else 3)]
-    both = [scored] if reference is None else [scored, reference]
-    with torch.inference_mode(), ExitStack() as stack:
-        order = material.order(batch)
-        firsts = [_on(each.model, each.material.batch(order[0]).inputs) for each in both]
-        layers = [
-            stack.enter_context(without_output_layer(each.model, first))
-            for each, first in zip(both, firsts, strict=True)
-        ]
-        for numbers in order:
-            batches = [each.material.batch(numbers) for each in both]
-            outputs = [
-                _scored_rows(each.model, made.inputs, made.rows) for each, made in zip(both, batches, strict=True)
-            ]
-            targets, found = batches[0].targets.to(scored.model.device), []
-            size = _ROWS if scored.model.device.type == "cpu" else _ROWS_ON_ACCELERATOR
+    device = scored.model.device
+    size = _ROWS if device.type == "cpu" else _ROWS_ON_ACCELERATOR
+    runs = [_passes(each, batch) for each in (scored, reference) if each is not None]
+    found = []
+    with torch.inference_mode():
+        for passes in zip(*runs, strict=True):
+            targets = passes[0].targets.to(device)
             for first in range(0, len(targets), size):
-                part = slice(first, first + size)
-                logits = [_logits(output[part], layer) for output, layer in zip(outputs, layers, strict=True)]
-                found.append(token_scores(logits[0], targets[part], *logits[1:]))
-            for array, values in zip(arrays, zip(*found, strict=True), strict=True):
-                array[batches[0].places] = torch.cat(values).cpu().numpy()
+                rows = slice(first, first + size)
+                logits, *others = [each.logits(rows) for each in passes]
+                found.append(token_scores(logits, targets[rows], *others))
             progress(len(targets))
-    return Scores(*arrays)
+    return Scores(*(torch.cat(values).cpu().numpy() for values in zip(*found, strict=True)))
 
 
-def _on(model: Any, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The inputs on the model's device; what its encoder made in the model's type."""
-    moved = {name: tensor.to(model.device) for name, tensor in inputs.items()}
-    return {name: tensor.to(model.dtype) if tensor.is_floating_point() else tensor for name, tensor in moved.items()}
+class _Pass(NamedTuple):
+    """What a forward pass gave for a batch: logits [r, V], or the states [r, d] of which an output layer makes them."""
+
+    targets: Tensor
+    states: Tensor
+    layer: OutputLayer | None
+
+    def logits(self, rows: slice) -> Tensor:
+        states = self.states[rows]
+        return states if self.layer is None else self.layer.logits(states)
 
 
-def _scored_rows(model: Any, inputs: Mapping[str, Tensor], rows: Tensor) -> Tensor:
-    """What a model returns as its logits in the scored rows, [r, V], or [r, d] without its output layer."""
-    given: dict[str, Any] = _on(model, inputs)
-    if "encoder_outputs" in given:
-        given["encoder_outputs"] = (given["encoder_outputs"],)
-    found: Tensor = model(**given, use_cache=False).logits
-    return found.flatten(0, 1)[rows.to(found.device)]
+def _passes(scored: Scored, size: int) -> Iterator[_Pass]:
+    """The forward passes of a model, whose output layer is taken out meanwhile."""
+    model, material = scored
+    first = next(material.batches(size))
+    with without_output_layer(model, _inputs(model, first)) as layer:
+        for batch in material.batches(size):
+            given: dict[str, Any] = _inputs(model, batch)
+            if "encoder_outputs" in given:
+                given["encoder_outputs"] = (given["encoder_outputs"],)
+            states = model(**given, use_cache=False).logits.flatten(0, 1)
+            yield _Pass(batch.targets, states[batch.rows.to(states.device)], layer)
 
 
-def _logits(rows: Tensor, layer: OutputLayer | None) -> Tensor:
-    return rows if layer is None else layer.logits(rows)
+def _inputs(model: Any, batch: Batch) -> dict[str, Tensor]:
+    """The inputs of a batch on the model's device; what its encoder made in the model's type."""
+    inputs = {name: tensor.to(model.device) for name, tensor in batch.inputs.items()}
+    return {name: tensor.to(model.dtype) if tensor.is_floating_point() else tensor for name, tensor in inputs.items()}
 
 
 def token_scores(logits: Tensor, targets: Tensor, reference: Tensor | None = None) -> tuple[Tensor, ...]:
@@ -121,15 +117,10 @@ def token_scores(logits: Tensor, targets: Tensor, reference: Tensor | None = Non
     Returns:
         [r] each, float32; the loss alone without a reference.
     """
-    size = max(1, (_CHUNK if logits.device.type == "cpu" else _CHUNK_ON_ACCELERATOR) // logits.shape[-1])
-    others = repeat(None) if reference is None else reference.to(logits.device).split(size)
-    found: list[tuple[Tensor, ...]] = []
-    for some, wanted, other in zip(logits.split(size), targets.split(size), others, strict=False):
-        loss, kl = token_losses(some, wanted, other)
-        if other is None or kl is None:
-            found.append((loss,))
-            continue
-        shared = min(some.shape[-1], other.shape[-1])
-        agrees = some[:, :shared].argmax(-1) == other[:, :shared].argmax(-1)
-        found.append((loss, kl, agrees.float()))
-    return tuple(torch.cat(parts) for parts in zip(*found, strict=True))
+    reference = None if reference is None else reference.to(logits.device)
+    loss, kl = token_losses(logits, targets, reference)
+    if reference is None or kl is None:
+        return (loss,)
+    shared = min(logits.shape[-1], reference.shape[-1])
+    agrees = logits[:, :shared].argmax(-1) == reference[:, :shared].argmax(-1)
+    return loss, kl, agrees.float()

@@ -12,11 +12,12 @@ from gqa_convert.data.model_tokenizer import check_vocabulary
 from gqa_convert.data.order import mix
 from gqa_convert.errors import OptionError
 from gqa_convert.families.context_length import stated_positions
+from gqa_convert.measuring import no_progress
 from gqa_convert.measuring.evaluation.candidates import CAUSAL, Candidate
-from gqa_convert.measuring.evaluation.comparison import UNDEFINED, Mean, is_same_vocabulary, mean
+from gqa_convert.measuring.evaluation.comparison import UNDEFINED, Mean, is_same_vocabulary, mean, with_errors
 from gqa_convert.measuring.evaluation.examples import Example, Material
 from gqa_convert.measuring.evaluation.forward import Scored, score
-from gqa_convert.measuring.evaluation.retrieval import LENGTHS, QUESTIONS, Answer, ask, share_found
+from gqa_convert.measuring.evaluation.retrieval import LENGTHS, QUESTIONS, Answer, ask, generating_with, share_found
 from gqa_convert.measuring.evaluation.retrieval_texts import KINDS, filler, text_beginnings
 from gqa_convert.measuring.results import Found, Retrieval
 
@@ -41,10 +42,8 @@ class RetrievalOptions:
 
 @dataclass(frozen=True)
 class LongContexts:
-    """A model, its answers, and the first model's loss on the text that it writes."""
+    """A model's answers, and the first model's loss on the text that it writes."""
 
-    candidate: Candidate
-    model: Any
     answers: list[Answer]
     written_loss: Mean
 
@@ -71,7 +70,7 @@ def chosen_lengths(models: Sequence[Candidate], objective: str, options: Retriev
 
 
 def key_tokens(
-    scored: Scored, loss: npt.NDArray[np.float32], batch: int, progress: Callable[[int], None] = lambda tokens: None
+    scored: Scored, loss: npt.NDArray[np.float32], batch: int, progress: Callable[[int], None] = no_progress
 ) -> npt.NDArray[np.bool_]:
     """Whether each token is one that a model predicts with the whole window and not with a short context: LongPPL's key
     tokens (Fang et al. 2024, arXiv 2410.23771), [n].
@@ -87,80 +86,74 @@ def key_tokens(
     return np.asarray((gain > _GAIN) & (loss < _LIKELY))
 
 
-def measure(
+def ask_about_long_contexts(
     candidate: Candidate,
     model: Any,
-    first: LongContexts | None,
-    lengths: Sequence[int],
     options: RetrievalOptions,
+    reader: tuple[Candidate, Any],
+    *,
     batch: int,
     progress: Callable[[int, int], None],
 ) -> LongContexts:
     """Ask a model, and let the first one read what it writes, if their tokens are the same.
 
+    Args:
+        candidate: the model.
+        model: the same, loaded.
+        options: of which the lengths are known.
+        reader: the first model.
+        batch: texts at a time.
+        progress: called with the texts of questions that are done, and their number.
+
     Raises:
         DataError: the tokenizer does not belong to the model.
     """
-    tokenizer = candidate.tokenizer
+    tokenizer, seed = candidate.tokenizer, options.seed
     check_vocabulary(candidate.config, max(tokenizer(" ".join(filler()), verbose=False)["input_ids"]), candidate.folder)
-    answers = ask(model, tokenizer, lengths, options.questions, options.seed, batch=batch, progress=progress)
+    lengths = options.lengths or LENGTHS
+    answers = ask(model, tokenizer, lengths, options.questions, seed, batch=batch, progress=progress)
     loss = UNDEFINED
-    if first is None or is_same_vocabulary(tokenizer, first.candidate.tokenizer):
-        loss = loss_of_rows(first.model if first else model, write(model, tokenizer, options.seed), batch)
-    return LongContexts(candidate, model, answers, loss)
+    if is_same_vocabulary(tokenizer, reader[0].tokenizer):
+        loss = loss_of_rows(reader[1], write(model, tokenizer, seed), batch)
+    return LongContexts(answers, loss)
 
 
 def write(model: Any, tokenizer: Any, seed: int) -> npt.NDArray[np.int64]:
     """Texts that a model continues from its own distribution, [_TEXTS, _BEGINNING + _WRITTEN]."""
-    from transformers import GenerationConfig
-
     beginnings = torch.tensor(text_beginnings(tokenizer, _TEXTS, _BEGINNING, seed), device=model.device)
-    sampling = GenerationConfig(do_sample=True, top_k=0, max_new_tokens=_WRITTEN, pad_token_id=0)
-    stated, model.generation_config = model.generation_config, sampling
     torch.manual_seed(mix(seed))
-    try:
-        with torch.inference_mode():
-            rows = model.generate(beginnings, attention_mask=torch.ones_like(beginnings))
-    finally:
-        model.generation_config = stated
+    sampling = generating_with(model, do_sample=True, top_k=0, max_new_tokens=_WRITTEN, pad_token_id=0)
+    with sampling, torch.inference_mode():
+        rows = model.generate(beginnings, attention_mask=torch.ones_like(beginnings))
     return np.asarray(rows.cpu().numpy(), np.int64)
 
 
 def loss_of_rows(model: Any, rows: npt.NDArray[np.int64], batch: int) -> Mean:
     """The loss of a model on the tokens of texts behind their beginnings, with a standard error over texts."""
-    examples = [Example(row[:-1], row[_BEGINNING:]) for row in rows]
-    material = Material(examples, np.repeat(np.arange(len(rows)), _WRITTEN), len(rows))
+    examples = []
+    for number, row in enumerate(rows):
+        examples.append(Example(row[:-1], row[_BEGINNING:], np.full(_WRITTEN, number)))
+    material = Material(examples, len(rows))
     loss = score(Scored(model, material), batch).loss
-    return mean(material.by_block(loss), material.by_block(np.ones(len(loss))))
+    return mean(material.by_block(loss), material.by_block(np.ones_like(loss)))
 
 
-def retrieval(measured: LongContexts, first: LongContexts | None) -> Retrieval:
+def retrieval(asked: LongContexts, first: LongContexts | None) -> Retrieval:
     """The shares found of all, of each kind and at each length, and the differences from another model."""
-    kinds, lengths = (None, *KINDS), (None, *dict.fromkeys(answer.length for answer in measured.answers))
-    written = measured.written_loss if first is None else measured.written_loss.minus(first.written_loss)
-    return Retrieval(
-        found=[_found(measured, first, kind, length) for kind in kinds for length in lengths],
-        written_loss=measured.written_loss.value,
-        written_loss_standard_error=measured.written_loss.error,
-        written_difference=None if first is None else written.value,
-        written_difference_standard_error=None if first is None else written.error,
-    )
+    kinds, lengths = (None, *KINDS), (None, *dict.fromkeys(answer.length for answer in asked.answers))
+    written = {"written_loss": asked.written_loss}
+    if first is not None:
+        written["written_difference"] = asked.written_loss.minus(first.written_loss)
+    found = [_found(asked, first, kind, length) for kind in kinds for length in lengths]
+    return Retrieval(found=found, **with_errors(written))
 
 
-def _found(measured: LongContexts, first: LongContexts | None, kind: str | None, length: int | None) -> Found:
-    chosen = [
-        [answer for answer in each.answers if kind in (None, answer.kind) and length in (None, answer.length)]
-        for each in (measured, first or measured)
-    ]
-    share, other = map(share_found, chosen)
-    assert share.value is not None
-    difference = UNDEFINED if first is None else share.minus(other)
-    return Found(
-        kind=kind,
-        length=length,
-        questions=len(chosen[0]),
-        found=share.value,
-        standard_error=share.error,
-        difference=difference.value,
-        difference_standard_error=difference.error,
-    )
+def _found(asked: LongContexts, first: LongContexts | None, kind: str | None, length: int | None) -> Found:
+    def chosen(each: LongContexts) -> list[Answer]:
+        return [answer for answer in each.answers if kind in (None, answer.kind) and length in (None, answer.length)]
+
+    answers = chosen(asked)
+    shares = {"found": share_found(answers)}
+    if first is not None:
+        shares["difference"] = shares["found"].minus(share_found(chosen(first)))
+    return Found(kind=kind, length=length, questions=len(answers), **with_errors(shares))

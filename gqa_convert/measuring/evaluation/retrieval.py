@@ -1,6 +1,7 @@
 """What a causal model finds in long texts: it continues prompts greedily, and exact answers count.
 
-    from gqa_convert.measuring.evaluation.retrieval import ask, share_found
+    from gqa_convert.measuring import no_progress
+from gqa_convert.measuring.evaluation.retrieval import ask, share_found
 
     answers = ask(model, tokenizer, lengths=[512, 2048], questions=24)
     share_found(answers).value
@@ -19,8 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gqa_convert.measuring import no_progress
 from gqa_convert.measuring.evaluation.comparison import Mean, mean
-from gqa_convert.measuring.evaluation.retrieval_texts import PER_TEXT, RetrievalText, make_text
+from gqa_convert.measuring.evaluation.retrieval_texts import PER_TEXT, Question, RetrievalText, make_text
 
 QUESTIONS = 24
 """Of each kind at each length, by default."""
@@ -29,31 +31,15 @@ LENGTHS = (512, 1024, 2048, 4096)
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What a model wrote.
+class Answer(Question):
+    """A question, and what a model wrote."""
 
-    Attributes:
-        kind: needles, records, tables or copying.
-        length: tokens of the prompt with the room for the answer.
-        text: number of the text among those of its length.
-        wording: number of the wording among those of the kind.
-        depth: share of the text that stands before the fact.
-        expected: the right answer.
-        written: what the model wrote.
-    """
-
-    kind: str
-    length: int
-    text: int
-    wording: int
-    depth: float
-    expected: str
     written: str
 
     @property
     def is_right(self) -> bool:
         """Whether the first words written are the expected ones, and nothing continues the last of them."""
-        written, expected = (" ".join(text.split()) for text in (self.written, self.expected))
+        written, expected = (" ".join(text.split()) for text in (self.written, self.answer))
         return written.startswith(expected) and not written[len(expected) : len(expected) + 1].isalnum()
 
 
@@ -65,7 +51,7 @@ def ask(
     seed: int = 0,
     *,
     batch: int = 8,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: Callable[[int, int], None] = no_progress,
 ) -> list[Answer]:
     """Ask a model questions about long texts. Models are asked the same questions in the same order.
 
@@ -83,30 +69,29 @@ def ask(
     """
     count = -(-questions // PER_TEXT)
     answers = []
-    with _greedy(model, tokenizer), torch.inference_mode():
+    end = getattr(model.generation_config, "eos_token_id", None) or tokenizer.eos_token_id
+    padding = tokenizer.pad_token_id
+    if padding is None:
+        padding = end[0] if isinstance(end, list) else end or 0
+    greedy = generating_with(model, eos_token_id=end, pad_token_id=padding, do_sample=False)
+    with greedy, torch.inference_mode():
         for place, length in enumerate(lengths):
             for number in range(count):
                 text = make_text(tokenizer, length, number, seed)
                 written = tokenizer.batch_decode(continuations(model, text, batch), skip_special_tokens=True)
                 for question, each in zip(text.questions, written, strict=True):
-                    answers.append(
-                        Answer(question.kind, length, number, question.wording, question.depth, question.answer, each)
-                    )
+                    answers.append(Answer(**vars(question), written=each))
                 progress(place * count + number + 1, len(lengths) * count)
     return answers
 
 
 @contextmanager
-def _greedy(model: Any, tokenizer: Any) -> Iterator[None]:
-    """The model without settings of its own for generation, such as a repetition penalty."""
+def generating_with(model: Any, **settings: Any) -> Iterator[None]:
+    """The model with these settings for generation and none of its own, such as a repetition penalty."""
     from transformers import GenerationConfig
 
     stated = model.generation_config
-    ends = getattr(stated, "eos_token_id", None) or tokenizer.eos_token_id
-    pad = tokenizer.pad_token_id
-    if pad is None:
-        pad = ends[0] if isinstance(ends, list) else ends or 0
-    model.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=pad, do_sample=False)
+    model.generation_config = GenerationConfig(**settings)
     try:
         yield
     finally:
@@ -148,9 +133,8 @@ def _repeated(shared: Any, count: int) -> Any:
 
 def share_found(answers: Sequence[Answer]) -> Mean:
     """The share of right answers, with a standard error over texts."""
-    texts = sorted({(each.length, each.text) for each in answers})
-    places = {text: place for place, text in enumerate(texts)}
-    numbers = [places[each.length, each.text] for each in answers]
-    right = np.bincount(numbers, [each.is_right for each in answers], len(texts))
-    asked = np.bincount(numbers, minlength=len(texts))
-    return mean(right.astype(np.float64), asked.astype(np.float64))
+    texts: dict[tuple[int, int], list[bool]] = {}
+    for answer in answers:
+        texts.setdefault((answer.length, answer.text), []).append(answer.is_right)
+    right, asked = (np.array([count(each) for each in texts.values()], np.float64) for count in (sum, len))
+    return mean(right, asked)

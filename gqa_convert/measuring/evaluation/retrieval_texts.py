@@ -10,11 +10,10 @@ All prompts of a text have one length and share all but their last tokens.
 import random
 import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from string import Formatter
 from typing import Any, NamedTuple
 
 from gqa_convert.errors import OptionError
@@ -49,6 +48,8 @@ class Question:
 
     Attributes:
         kind: one of KINDS.
+        length: tokens of the prompt with the room for its answer.
+        text: number of the text among those of its length.
         wording: its number among the wordings of the kind.
         depth: share of the text that stands before the fact.
         prompt: token ids.
@@ -56,6 +57,8 @@ class Question:
     """
 
     kind: str
+    length: int
+    text: int
     wording: int
     depth: float
     prompt: list[int]
@@ -68,27 +71,24 @@ class RetrievalText:
 
     Attributes:
         length: tokens of each prompt with the room for its answer.
-        number: of the text among those of its length.
         questions: `PER_TEXT` of each kind.
         shared: how many first tokens all prompts share.
         room: tokens to generate.
     """
 
     length: int
-    number: int
     questions: list[Question]
     shared: int
     room: int
 
 
-@dataclass
-class _Facts:
+class _Facts(NamedTuple):
     """A piece of a text that states facts, and the unfinished questions about them: the end of the prompt, and the answer."""
 
     kind: str
     wording: int
     text: str
-    asked: list[tuple[str, str]] = field(default_factory=list)
+    asked: list[tuple[str, str]]
 
 
 @cache
@@ -127,54 +127,57 @@ def make_text(tokenizer: Any, length: int, number: int, seed: int) -> RetrievalT
     shares = [(place + chance.random()) / len(facts) for place in range(len(facts))]
     first = chance.randrange(len(filler()))
 
-    asked = [(fact, share, *question) for fact, share in zip(facts, shares, strict=True) for question in fact.asked]
-    endings = [_encode(tokenizer, "\n\n" + ending) for *_, ending, _ in asked]
-    longest = max(map(len, endings))
+    asked = [
+        (fact, share, ending, answer)
+        for fact, share in zip(facts, shares, strict=True)
+        for ending, answer in fact.asked
+    ]
+    longest = max(len(_encode(tokenizer, ending)) for *_, ending, _ in asked)
     room = max(len(_encode(tokenizer, " " + answer)) for *_, answer in asked) + 1
-    begin = [] if tokenizer.bos_token_id is None else [int(tokenizer.bos_token_id)]
+    begin = _beginning(tokenizer)
     shared = begin + _fill(tokenizer, facts, shares, first, length - room - longest - len(begin))
 
     apart = first + len(filler()) // 2
-    padding = _encode(tokenizer, " " + " ".join(_sentence(apart + number) for number in range(3)))
+    padding = _encode(tokenizer, " " + " ".join(_sentence(apart + place) for place in range(3)))
     questions = []
-    for (fact, share, _, answer), ending in zip(asked, endings, strict=True):
-        prompt = shared + padding[: longest - len(ending)] + ending
-        questions.append(Question(fact.kind, fact.wording, share, prompt, answer))
-    return RetrievalText(length, number, questions, len(shared), room)
+    for fact, share, ending, answer in asked:
+        ids = _encode(tokenizer, ending)
+        prompt = shared + padding[: longest - len(ids)] + ids
+        questions.append(Question(fact.kind, length, number, fact.wording, share, prompt, answer))
+    return RetrievalText(length, questions, len(shared), room)
 
 
 def text_beginnings(tokenizer: Any, count: int, size: int, seed: int) -> list[list[int]]:
     """The first tokens of so many texts of prose, of one size each."""
-    begin = [] if tokenizer.bos_token_id is None else [int(tokenizer.bos_token_id)]
     starts = random.Random(seed).sample(range(len(filler())), count)
     texts = [" ".join(_sentence(start + number) for number in range(size // 8)) for start in starts]
-    return [(begin + _encode(tokenizer, text))[:size] for text in texts]
+    return [(_beginning(tokenizer) + _encode(tokenizer, text))[:size] for text in texts]
+
+
+def _beginning(tokenizer: Any) -> list[int]:
+    return [] if tokenizer.bos_token_id is None else [int(tokenizer.bos_token_id)]
 
 
 def _draw_facts(chance: random.Random, number: int) -> Iterator[_Facts]:
     """Facts of all kinds, of which none has a part in common with another."""
-    pools: dict[str, Iterator[Any]] = {
-        name: iter(chance.sample(words, min(len(words), 100))) for name, words in _WORDS.items()
-    }
-    pools["number"] = iter(chance.sample(range(10_000, 100_000), 100))
+    pools: dict[str, Iterator[Any]] = {}
+    for name, words in [*_WORDS.items(), ("number", range(10_000, 100_000))]:
+        pools[name] = iter(chance.sample(words, min(len(words), 100)))
     for place, kind in enumerate(KINDS):
         wordings = WORDINGS[kind]
         for each in range(PER_TEXT):
             chosen = (number + number // len(wordings) * place + each) % len(wordings)
             wording = wordings[chosen]
-            drawn = [_draw(wording, pools) for _ in range(wording.lines)]
-            text = "\n".join([*wording.head.splitlines(), *(line for line, _ in drawn)])
-            asked = chance.sample([question for _, question in drawn], min(PER_TEXT, wording.lines))
-            yield _Facts(kind, chosen, text, asked)
+            lines, asked = wording.head.splitlines(), []
+            for _ in range(wording.lines):
+                names = re.findall(r"{(\w+)}", wording.line)
+                drawn = {name: next(pools[name.rstrip("2345678")]) for name in names}
+                lines.append(wording.line.format(**drawn))
+                asked.append(("\n\n" + wording.ask.format(**drawn), wording.answer.format(**drawn)))
+            asked = chance.sample(asked, min(PER_TEXT, wording.lines))
+            yield _Facts(kind, chosen, "\n".join(lines), asked)
             if len(asked) == PER_TEXT:
                 break
-
-
-def _draw(wording: Wording, pools: Mapping[str, Iterator[Any]]) -> tuple[str, tuple[str, str]]:
-    """A fact: its line, and the end of the prompt that asks for it with the answer."""
-    names = [name for _, name, _, _ in Formatter().parse(wording.line) if name]
-    drawn = {name: next(pools[name.rstrip("2345678")]) for name in names}
-    return wording.line.format(**drawn), (wording.ask.format(**drawn), wording.answer.format(**drawn))
 
 
 def _fill(tokenizer: Any, facts: Sequence[_Facts], shares: Sequence[float], first: int, size: int) -> list[int]:

@@ -4,9 +4,9 @@ import gc
 import hashlib
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from gqa_convert.checkpoint.devices import chosen_device
 from gqa_convert.checkpoint.machine import measurement
@@ -19,17 +19,10 @@ from gqa_convert.data.speech import SpeechModel
 from gqa_convert.data.token_files import default_cache
 from gqa_convert.errors import OptionError
 from gqa_convert.families.loading import no_bars
-from gqa_convert.measuring import Progress
+from gqa_convert.measuring import Progress, no_progress
 from gqa_convert.measuring.evaluation import candidates
 from gqa_convert.measuring.evaluation.candidates import CAUSAL, SPANS, SPEECH, Candidate
-from gqa_convert.measuring.evaluation.comparison import (
-    UNDEFINED,
-    Measured,
-    identity,
-    incomparable,
-    mean,
-    model_scores,
-)
+from gqa_convert.measuring.evaluation.comparison import Measured, incomparable, model_scores
 from gqa_convert.measuring.evaluation.examples import (
     Material,
     pair_material,
@@ -41,13 +34,12 @@ from gqa_convert.measuring.evaluation.forward import Scored, score
 from gqa_convert.measuring.evaluation.long_contexts import (
     LongContexts,
     RetrievalOptions,
+    ask_about_long_contexts,
     chosen_lengths,
     key_tokens,
-    measure,
     retrieval,
 )
 from gqa_convert.measuring.evaluation.texts import read_pairs, read_pieces
-from gqa_convert.measuring.evaluation.word_errors import word_errors
 from gqa_convert.measuring.out_of_memory import memory_explained
 from gqa_convert.measuring.results import AskedQuestions, EvaluationFile, ModelScores, ScoredText
 
@@ -92,7 +84,7 @@ def evaluate(
     options: EvaluationOptions,
     *,
     command: list[str] | None = None,
-    progress: Progress = lambda stage, done, total: None,
+    progress: Progress = no_progress,
 ) -> EvaluationFile:
     """Evaluate models on the same text.
 
@@ -118,27 +110,20 @@ def evaluate(
         found = candidates.find_models(names, options.revision)
         objective = candidates.common_objective(found, pairs=data is not None and data.kind == "pairs")
         window = candidates.common_window(found, objective, options.window)
-        lengths = chosen_lengths(found, objective, options.retrieval) if options.retrieval else []
+        questions = None
+        if options.retrieval:
+            questions = replace(options.retrieval, lengths=chosen_lengths(found, objective, options.retrieval))
         text = None if data is None else _read(data, objective, found[0].tokenizer, options.tokens, progress)
-        task = _Task(text, objective, window, lengths)
-        first: _Subject | None = None
+        evaluation = _Evaluation(replace(options, retrieval=questions), text, objective, window, device, progress)
         scores = []
         for candidate in found:
             gc.collect()  # the model before it
             with memory_explained(candidate.name, _LESS):
-                model = candidates.load(candidate, options.dtype, device)
-                entry, subject = _measured(candidate, model, task, options, first, progress)
-            scores.append(entry)
-            if first is None:
-                first = subject if options.reference or options.retrieval else subject._replace(scored=None)
-            del model, subject
-    questions = None
-    if options.retrieval:
-        questions = AskedQuestions(lengths=lengths, questions=options.retrieval.questions, seed=options.retrieval.seed)
+                scores.append(evaluation.scores_of(candidate))
     return EvaluationFile(
         **measurement("evaluate", command, device).as_json(),
         data=None if data is None else _described(data, options, text),
-        questions=questions,
+        questions=None if questions is None else AskedQuestions(**asdict(questions)),
         objective=objective,
         context=None if data is None else window,
         reference=scores.pop(0) if options.reference else None,
@@ -146,45 +131,113 @@ def evaluate(
     )
 
 
-class _Task(NamedTuple):
-    """What models are measured on: a text, how it is scored, and the lengths of the texts that questions are about."""
+@dataclass
+class _Subject:
+    """A model, loaded, and what was measured of it, None where it was not."""
 
+    candidate: Candidate
+    model: Any
+    measured: Measured | None = None
+    asked: LongContexts | None = None
+
+
+@dataclass
+class _Evaluation:
+    """Measures models, one after the other, on a text and by questions.
+
+    Attributes:
+        options: whose questions have lengths.
+        text: to score, None for none.
+        objective: on which models are scored.
+        window: tokens of a window or example.
+        device: where models run.
+        progress: called with the name of a stage, the steps done and the number of steps.
+        first: the model that those after it are compared with.
+    """
+
+    options: EvaluationOptions
     text: Any
     objective: str
     window: int
-    lengths: Sequence[int]
+    device: str
+    progress: Progress
+    first: _Subject | None = None
 
+    def scores_of(self, candidate: Candidate) -> ModelScores:
+        """A model's entry in the results.
 
-class _Subject(NamedTuple):
-    """What was measured of a model, each None where it was not; those after the first are compared with it."""
+        Raises:
+            DataError: the tokenizer does not belong to the model.
+        """
+        model = candidates.load(candidate, self.options.dtype, self.device)
+        subject = _Subject(candidate, model)
+        first = self.first or _Subject(candidate, model)
+        found: dict[str, Any] = {}
+        if self.text is not None:
+            subject.measured = self._score(candidate, model, first)
+            found = model_scores(subject.measured, first.measured)
+        if self.options.retrieval:
+            subject.asked = ask_about_long_contexts(
+                candidate,
+                model,
+                self.options.retrieval,
+                (first.candidate, first.model),
+                batch=self.options.batch,
+                progress=partial(self.progress, f"asking {candidate.name}"),
+            )
+            found["retrieval"] = retrieval(subject.asked, first.asked)
+        if self.first is None:
+            self.first = subject
+            if not (self.options.reference or self.options.retrieval):
+                subject.model = None  # whose distributions are not compared
+        return ModelScores(
+            model=candidate.name,
+            revision=candidate.revision,
+            fingerprint=candidate.fingerprint,
+            kv_bytes_per_token=candidate.kv_bytes_per_token,
+            dtype=str(model.dtype).removeprefix("torch."),
+            **found,
+        )
 
-    measured: Measured | None
-    scored: Scored | None
-    asked: LongContexts | None
+    def _score(self, candidate: Candidate, model: Any, first: _Subject) -> Measured:
+        """The losses on the text, and divergences from the first model if that is loaded."""
+        material, others = self._material(candidate, model), first.measured
+        check_vocabulary(candidate.config, material.largest, candidate.folder)
+        problem = reference = is_key = None
+        if others is not None:
+            problem = incomparable(candidate, material, others)
+            if not problem:
+                is_key = others.is_key
+                reference = Scored(first.model, others.material) if first.model else None
+        done = 0
 
+        def advance(count: int) -> None:
+            nonlocal done
+            done += count
+            self.progress(f"scoring {candidate.name}", done, len(material.blocks))
 
-def _measured(
-    candidate: Candidate,
-    model: Any,
-    task: _Task,
-    options: EvaluationOptions,
-    first: _Subject | None,
-    progress: Progress,
-) -> tuple[ModelScores, _Subject]:
-    """The entry of a model in the results, and what later ones are compared with."""
-    entry = ModelScores(**identity(candidate, str(model.dtype).removeprefix("torch.")))
-    measured = scored = asked = None
-    if task.text is not None:
-        scored = Scored(model, _material(candidate, model, task, options, progress))
-        others = first and first.measured
-        measured = _score(candidate, scored, others, first and first.scored, options, progress)
-        entry = model_scores(measured, others)
-    if options.retrieval:
-        show = partial(progress, f"asking {candidate.name}")
-        others_asked = first and first.asked
-        asked = measure(candidate, model, others_asked, task.lengths, options.retrieval, options.batch, show)
-        entry = entry.model_copy(update={"retrieval": retrieval(asked, others_asked)})
-    return entry, _Subject(measured, scored, asked)
+        scored, batch = Scored(model, material), self.options.batch
+        scores = score(scored, batch, reference=reference, progress=advance)
+        if self.options.retrieval and others is None:
+            done = 0
+            is_key = key_tokens(scored, scores.loss, batch, advance)
+        return Measured(candidate, material, scores, problem, is_key)
+
+    def _material(self, candidate: Candidate, model: Any) -> Material:
+        """The model's tokens of the text or sound, in examples."""
+        tokenizer = candidate.tokenizer
+        if self.objective == SPEECH:
+            show = partial(self.progress, f"transcribing with {candidate.name}")
+            speech, options = SpeechModel(model, candidate.folder), self.options
+            return speech_material(speech, self.text, batch=options.batch, tokens=options.tokens, progress=show)
+        show = partial(self.progress, f"tokenising for {candidate.name}")
+        if self.objective == CAUSAL:
+            return text_material(self.text, tokenizer, window=self.window, progress=show)
+        start = decoder_start(candidate.folder, candidate.config, tokenizer)
+        if self.objective == SPANS:
+            return span_material(self.text, tokenizer, start=start, length=self.window, seed=_SEED)
+        begin = None if starts_with_last(candidate.config) else start
+        return pair_material(self.text, tokenizer, start=begin, length=self.window, progress=show)
 
 
 def _check(data: Source | None, options: EvaluationOptions) -> None:
@@ -213,69 +266,3 @@ def _described(data: Source, options: EvaluationOptions, text: Any) -> ScoredTex
         digest.update(repr(tuple(part[:2])).encode())
     read = asdict(data) | {"tokens_limit": options.tokens, "sha256": digest.hexdigest()}
     return ScoredText.model_validate(read)
-
-
-def _material(
-    candidate: Candidate,
-    model: Any,
-    task: _Task,
-    options: EvaluationOptions,
-    progress: Progress,
-) -> Material:
-    """The model's tokens of the text or sound, in examples."""
-    tokenizer = candidate.tokenizer
-    if task.objective == SPEECH:
-        show = partial(progress, f"transcribing with {candidate.name}")
-        speech = SpeechModel(model, candidate.folder)
-        return speech_material(speech, task.text, batch=options.batch, tokens=options.tokens, progress=show)
-    show = partial(progress, f"tokenising for {candidate.name}")
-    if task.objective == CAUSAL:
-        return text_material(task.text, tokenizer, window=task.window, progress=show)
-    start = decoder_start(candidate.folder, candidate.config, tokenizer)
-    if task.objective == SPANS:
-        return span_material(task.text, tokenizer, start=start, length=task.window, seed=_SEED)
-    first = None if starts_with_last(candidate.config) else start
-    return pair_material(task.text, tokenizer, start=first, length=task.window, progress=show)
-
-
-def _score(
-    candidate: Candidate,
-    scored: Scored,
-    first: Measured | None,
-    reference: Scored | None,
-    options: EvaluationOptions,
-    progress: Progress,
-) -> Measured:
-    """A model's scores.
-
-    Args:
-        candidate: the model.
-        scored: the same, loaded, with its examples.
-        first: scores of the model that it is compared with.
-        reference: that model, loaded, if its distributions are compared.
-        options: examples at a time, and whether key tokens are found.
-        progress: called with the name of a stage, the steps done and the number of steps.
-
-    Raises:
-        DataError: the tokenizer does not belong to the model.
-    """
-    material = scored.material
-    check_vocabulary(candidate.config, material.largest, candidate.folder)
-    done = 0
-
-    def advance(count: int) -> None:
-        nonlocal done
-        done += count
-        progress(f"scoring {candidate.name}", done, material.tokens)
-
-    problem = None if first is None else incomparable(candidate, material, first)
-    scores = score(scored, options.batch, reference=None if problem else reference, progress=advance)
-    is_key = None
-    if options.retrieval and first is None:
-        done = 0
-        is_key = key_tokens(scored, scores.loss, options.batch, advance)
-    elif first is not None and not problem:
-        is_key = first.is_key
-    dtype = str(scored.model.dtype).removeprefix("torch.")
-    words = UNDEFINED if material.heard is None else mean(*word_errors(material.said, material.heard))
-    return Measured(candidate, dtype, material, scores, problem, words, is_key)

@@ -36,27 +36,32 @@ def columns(entries: Sequence[ModelScores], names: dict[str, str]) -> dict[str, 
         entries: a row each.
         names: what each model is called.
     """
-    found: dict[str, list[str]] = {}
-    for row, each in enumerate(entries):
-        cells = {
-            "model": names[each.model],
-            "K/V/token": size(each.kv_bytes_per_token) if each.kv_bytes_per_token else "",
-            "loss": "NaN" if each.scored_nan else _with_error(each.loss, each.loss_standard_error),
-            "perplexity": number(each.perplexity, ".4g"),
-            "bits/byte": number(each.bits_per_byte, ".4f"),
-            "word errors": _with_error(each.word_error_rate, each.word_error_rate_standard_error),
-            "difference": _difference(each.difference),
-            "KL": _with_error(each.kl, each.kl_standard_error),
-            "top-1": number(each.top1_agreement, ".2%"),
-            "key loss": _with_error(each.key_loss, each.key_loss_standard_error),
-            "key KL": _with_error(each.key_kl, each.key_kl_standard_error),
-        }
-        for heading, cell in cells.items():
-            found.setdefault(heading, [""] * len(entries))[row] = cell
-    if any(found["KL"]):
-        del found["perplexity"], found["bits/byte"]
-        found["loss"] = [cell.partition(" ")[0] for cell in found["loss"]]
-    return {heading: cells for heading, cells in found.items() if any(cells)}
+    rows = [{"model": names[each.model], **_cells(each)} for each in entries]
+    if any(row["KL"] for row in rows):
+        for row in rows:
+            row |= {"loss": row["loss"].partition(" ")[0], "perplexity": "", "bits/byte": ""}
+    return _columns(rows)
+
+
+def _cells(scores: ModelScores) -> dict[str, str]:
+    return {
+        "K/V/token": size(scores.kv_bytes_per_token) if scores.kv_bytes_per_token else "",
+        "loss": "NaN" if scores.scored_nan else _with_error(scores, "loss"),
+        "perplexity": number(scores.perplexity, ".4g"),
+        "bits/byte": number(scores.bits_per_byte, ".4f"),
+        "word errors": _with_error(scores, "word_error_rate"),
+        "difference": _difference(scores.difference),
+        "KL": _with_error(scores, "kl"),
+        "top-1": number(scores.top1_agreement, ".2%"),
+        "key loss": _with_error(scores, "key_loss"),
+        "key KL": _with_error(scores, "key_kl"),
+    }
+
+
+def _columns(rows: Sequence[dict[str, str]]) -> dict[str, list[str]]:
+    """Rows by heading as columns, without those that have nothing in them."""
+    columns = {heading: [row[heading] for row in rows] for heading in rows[0]}
+    return {heading: cells for heading, cells in columns.items() if any(cells)}
 
 
 def retrieval_title(asked: AskedQuestions) -> str:
@@ -69,32 +74,33 @@ def retrieval_columns(entries: Sequence[ModelScores], names: dict[str, str]) -> 
     """The cells of each column by its heading: shares of exact answers in percent by kind and by length, and the loss of
     the first model on what each model writes.
     """
-    found: dict[str, list[str]] = {}
+    rows = []
     for each in entries:
         assert each.retrieval is not None
-        found.setdefault("model", []).append(names[each.model])
+        row = {"model": names[each.model]}
         for part in each.retrieval.found:
-            if part.kind is None or part.length is None:
-                heading = part.kind or (f"{part.length:,}" if part.length else "all")
-                found.setdefault(heading, []).append(percent(part.found, part.standard_error))
-                if heading == "all":
-                    cell = percent(part.difference, part.difference_standard_error, "+")
-                    found.setdefault("difference", []).append(cell)
-        written = _with_error(each.retrieval.written_loss, each.retrieval.written_loss_standard_error)
-        found.setdefault("own text", []).append(written)
-    return {heading: cells for heading, cells in found.items() if any(cells)}
+            share = percent(part.found, part.found_standard_error)
+            if part.kind is None and part.length is None:
+                difference = percent(part.difference, part.difference_standard_error, "+")
+                row |= {"all": share, "difference": difference}
+            elif part.kind is None or part.length is None:
+                row[part.kind or f"{part.length:,}"] = share
+        rows.append({**row, "own text": _with_error(each.retrieval, "written_loss")})
+    return _columns(rows)
 
 
 def _difference(other: Difference | None) -> str:
     if other is None:
         return ""
     if other.loss is None and other.bits_per_byte is not None:
-        return _with_error(other.bits_per_byte, other.bits_per_byte_standard_error, "+") + " bits/byte"
-    return _with_error(other.loss, other.standard_error, "+")
+        return _with_error(other, "bits_per_byte", "+") + " bits/byte"
+    return _with_error(other, "loss", "+")
 
 
-def _with_error(value: float | None, error: float | None, sign: str = "") -> str:
-    return number(value, f"{sign}.4f") + ("" if error is None else f" ±{error:.4f}")
+def _with_error(scores: object, name: str, sign: str = "") -> str:
+    """A number of results with its standard error."""
+    error = getattr(scores, f"{name}_standard_error")
+    return number(getattr(scores, name), f"{sign}.4f") + ("" if error is None else f" ±{error:.4f}")
 
 
 def number(value: float | None, form: str) -> str:

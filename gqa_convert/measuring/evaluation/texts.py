@@ -1,6 +1,6 @@
 """Reads the text to score once, so that all models get the same text."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from gqa_convert.data.documents import PAIR_KEYS, PairFields, Piece, TextField
@@ -8,6 +8,7 @@ from gqa_convert.data.files import Files
 from gqa_convert.data.sources import Source, open_source
 from gqa_convert.data.token_files import default_cache
 from gqa_convert.errors import DataError
+from gqa_convert.measuring import no_progress
 from gqa_convert.measuring.evaluation.examples import encode
 
 STREAM_TOKENS = 1_000_000
@@ -16,9 +17,7 @@ STREAM_TOKENS = 1_000_000
 Progress = Callable[[int, int], None]
 
 
-def read_pieces(
-    source: Source, tokenizer: Any, tokens: int | None, progress: Progress = lambda done, total: None
-) -> list[Piece]:
+def read_pieces(source: Source, tokenizer: Any, tokens: int | None, progress: Progress = no_progress) -> list[Piece]:
     """The text of a source, or the part from its beginning that has so many tokens.
 
     Args:
@@ -31,18 +30,28 @@ def read_pieces(
         DataError: the text can't be found or read, or is empty.
     """
     text = open_source(source, default_cache())
-    pieces = text.pieces(TextField(source.text_field))
-    if isinstance(text, Files) and tokens is None:
-        found = list(_counted(text, pieces, progress))
-    else:
-        found = list(_limited(pieces, tokenizer, tokens or STREAM_TOKENS, progress))
+    found: list[Piece] = []
+    count = 0
+    for piece in text.pieces(TextField(source.text_field)):
+        found.append(piece)
+        if isinstance(text, Files) and tokens is None:
+            progress(text.bytes_read(), text.total_bytes)
+            continue
+        limit = tokens or STREAM_TOKENS
+        _, ends = encode(tokenizer, piece.text)
+        left = limit - count
+        count += len(ends)
+        progress(min(count, limit), limit)
+        if count >= limit:
+            found[-1] = Piece(piece.text.encode()[: ends[left - 1]].decode())
+            break
     if not found:
         raise DataError(f"{text.label} holds no text: name another source or --text-field")
     return found
 
 
 def read_pairs(
-    source: Source, fields: tuple[str, str], count: int | None, progress: Progress = lambda done, total: None
+    source: Source, fields: tuple[str, str], count: int | None, progress: Progress = no_progress
 ) -> list[tuple[str, str]]:
     """Pairs of texts: two fields of each row of JSON lines, Parquet files or a Hub dataset.
 
@@ -76,23 +85,3 @@ def read_pairs(
     if not pairs:
         raise DataError(f"{text.label} holds no rows: name another source")
     return pairs
-
-
-def _counted(text: Files, pieces: Iterator[Piece], progress: Progress) -> Iterator[Piece]:
-    for piece in pieces:
-        progress(text.bytes_read(), text.total_bytes)
-        yield piece
-
-
-def _limited(pieces: Iterator[Piece], tokenizer: Any, limit: int, progress: Progress) -> Iterator[Piece]:
-    """Pieces up to the end of the last token within the limit."""
-    count = 0
-    for piece in pieces:
-        _, ends = encode(tokenizer, piece.text)
-        if count + len(ends) >= limit:
-            progress(limit, limit)
-            yield Piece(piece.text[: ends[limit - count - 1]])
-            return
-        count += len(ends)
-        progress(count, limit)
-        yield piece

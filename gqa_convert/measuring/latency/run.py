@@ -17,7 +17,7 @@ from gqa_convert.checkpoint.source import Checkpoint
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.errors import OptionError
 from gqa_convert.families.context_length import stated_positions
-from gqa_convert.measuring import Progress
+from gqa_convert.measuring import Progress, no_progress
 from gqa_convert.measuring.latency.cells import STEPS, measure_cells
 from gqa_convert.measuring.latency.models import build, open_model, stated_dtype
 from gqa_convert.measuring.latency.versions import make_models, plan_versions
@@ -67,7 +67,7 @@ def benchmark_model(
     revision: str | None = None,
     options: BenchmarkOptions,
     command: list[str] | None = None,
-    progress: Progress = lambda stage, done, total: None,
+    progress: Progress = no_progress,
 ) -> BenchmarkFile:
     """Measure decode latency, throughput, prefill and K/V bytes of a model at several numbers of K/V heads.
 

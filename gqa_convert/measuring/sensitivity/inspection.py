@@ -16,7 +16,7 @@ from gqa_convert.conversion.fit.options import CalibrationOptions, check_calibra
 from gqa_convert.conversion.fit.source_layers import open_layers
 from gqa_convert.conversion.plan import Plan, make_plan, merging_counts, spread
 from gqa_convert.errors import GroupsError, OptionError
-from gqa_convert.measuring import Progress
+from gqa_convert.measuring import Progress, no_progress
 from gqa_convert.measuring.sensitivity.choice import BudgetChoice
 from gqa_convert.measuring.sensitivity.kv_budget import KVBudget
 from gqa_convert.measuring.sensitivity.layer_errors import (
@@ -98,7 +98,7 @@ def inspect_checkpoint(
     seed: int = 0,
     encoder: bool = False,
     revision: str | None = None,
-    progress: Progress = lambda stage, done, total: None,
+    progress: Progress = no_progress,
 ) -> Inspection:
     """Measure what merging the K/V heads of a checkpoint costs: the errors of the closed form of method `factor` in every
     layer, and with text the loss that it adds, an upper bound in practice of what `fit` loses. Nothing is converted.
