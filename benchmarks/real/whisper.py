@@ -127,7 +127,7 @@ def heard(folder: Path, seed: int) -> tuple[CalibrationOptions, float]:
         found = speech_batches(source, files, size, seed=seed, progress=_count)
         minutes = (time.process_time() - began) / 60
         torch.save([found.tokens, [*found.layers, *found.held_out, *found.fresh], minutes], path)
-        sys.stderr.write(f"heard {found.description()}, in {minutes:.1f} core minutes\n")
+        sys.stderr.write(f"heard {found.description}, in {minutes:.1f} core minutes\n")
     tokens, batches, minutes = torch.load(path, mmap=True)
     return CalibrationOptions(batches=batches, tokens=tokens, seed=seed), minutes
 

@@ -7,7 +7,7 @@ folder counts, and there are no texts. soundfile decodes the files, and soxr res
 import csv
 import io
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,16 +48,8 @@ def list_audio_files(folder: Path) -> list[AudioFile]:
             "metadata.jsonl or without"
         )
     for metadata, rows in ((folder / "metadata.jsonl", _json_rows), (folder / "metadata.csv", _csv_rows)):
-        if not metadata.is_file():
-            continue
-        found = [_described(metadata, row) for row in rows(metadata)]
-        paths = [file.path for file in found]
-        if not found:
-            raise DataError(f"{metadata} has no rows: add one for each audio file, or remove it")
-        if len({*paths}) < len(paths):
-            twice = next(path for number, path in enumerate(paths) if path in paths[:number])
-            raise DataError(f"{metadata} names {twice.relative_to(folder)} twice: remove one of its rows")
-        return found
+        if metadata.is_file():
+            return _described(metadata, rows(metadata))
     sounds = [path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file()]
     if not sounds:
         raise DataError(f"{folder} holds no audio files ({', '.join(SUFFIXES)}): name a folder that does")
@@ -84,21 +76,28 @@ def _text(path: Path) -> str:
         raise DataError(f"{path} is no UTF-8 ({problem}): save it as UTF-8") from None
 
 
-def _described(metadata: Path, row: Any) -> AudioFile:
-    """The file of a row of the metadata."""
-    name = row.get("file_name") if isinstance(row, dict) else None
-    if not isinstance(name, str):
-        raise DataError(f"{metadata} has a row without file_name: every row names its audio file")
-    path = metadata.parent / name
-    if not path.is_file():
-        raise DataError(f"{metadata} names {name}, which is not there: add it or remove the row")
-    texts = [row[column] for column in TEXT_COLUMNS if isinstance(row.get(column), str)]
-    if not texts:
-        raise DataError(
-            f"{metadata} states no text for {name}, in none of the columns {', '.join(TEXT_COLUMNS)}: "
-            "add it, or remove the metadata, and the source writes the texts itself"
-        )
-    return AudioFile(path, texts[0])
+def _described(metadata: Path, rows: Iterable[Any]) -> list[AudioFile]:
+    """The files that the rows of the metadata describe."""
+    found: dict[Path, str] = {}
+    for row in rows:
+        name = row.get("file_name") if isinstance(row, dict) else None
+        if not isinstance(name, str):
+            raise DataError(f"{metadata} has a row without file_name: every row names its audio file")
+        path = metadata.parent / name
+        if path in found:
+            raise DataError(f"{metadata} names {name} twice: remove one of its rows")
+        if not path.is_file():
+            raise DataError(f"{metadata} names {name}, which is not there: add it or remove the row")
+        texts = [row[column] for column in TEXT_COLUMNS if isinstance(row.get(column), str)]
+        if not texts:
+            raise DataError(
+                f"{metadata} states no text for {name}, in none of the columns {', '.join(TEXT_COLUMNS)}: "
+                "add it, or remove the metadata, and the source writes the texts itself"
+            )
+        found[path] = texts[0]
+    if not found:
+        raise DataError(f"{metadata} has no rows: add one for each audio file, or remove it")
+    return [AudioFile(path, text) for path, text in found.items()]
 
 
 def seconds_of(files: Sequence[AudioFile]) -> float:
@@ -128,20 +127,18 @@ def read_audio(path: Path, rate: int) -> Samples:
         stated, found_rate, notes = file.frames, file.samplerate, file.extra_info
     import soxr
 
-    problem_found = None
     samples: Samples = soxr.resample(channels.mean(axis=1), found_rate, rate)
-    if len(channels) < stated or (_CUT_OFF in notes and not any(mark in notes for mark in _STREAMED)):
-        problem_found = "ends before its header says: copy it again"
+    is_streamed = any(mark in notes for mark in _STREAMED)
+    if len(channels) < stated or (_CUT_OFF in notes and not is_streamed):
+        problem = "ends before its header says: copy it again"
     elif len(samples) < SHORTEST_SECONDS * rate:
-        seconds = len(channels) / found_rate
-        problem_found = (
-            f"lasts {seconds:.2f} seconds, and nothing is said in less than {SHORTEST_SECONDS}: record it longer"
-        )
+        seconds = len(samples) / rate
+        problem = f"lasts {seconds:.2f} seconds, and nothing is said in less than {SHORTEST_SECONDS}: record it longer"
     elif not np.isfinite(samples).all():
-        problem_found = "holds samples that are no finite numbers: repair it"
-    if problem_found:
-        raise DataError(f"{path} {problem_found}, or take it out of the folder")
-    return samples
+        problem = "holds samples that are no finite numbers: repair it"
+    else:
+        return samples
+    raise DataError(f"{path} {problem}, or take it out of the folder")
 
 
 @contextmanager

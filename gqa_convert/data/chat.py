@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gqa_convert.data.documents import ChatFields, LossOn, Message, Piece
+from gqa_convert.data.documents import Fields, LossOn, Message, Piece
 from gqa_convert.data.token_files import UNLEARNED, Marked, packed
 from gqa_convert.data.tokenizing import tokenizer_state
 from gqa_convert.errors import DataError
@@ -30,7 +30,7 @@ class ChatEncoder:
         DataError: the tokenizer has no chat template, or can't tell where a token begins in a text.
     """
 
-    def __init__(self, tokenizer: Any, fields: ChatFields, loss_on: LossOn) -> None:
+    def __init__(self, tokenizer: Any, fields: Fields, loss_on: LossOn) -> None:
         self._tokenizer, self.fields, self._loss_on = tokenizer, fields, loss_on
         template = chat_template(tokenizer)
         self._marks_assistant = _GENERATION.search(template) is not None

@@ -17,15 +17,20 @@ def decoder_start(folder: Path, config: Mapping[str, Any], tokenizer: Any) -> in
     Raises:
         DataError: the checkpoint states none, and the tokenizer has no end-of-text token.
     """
-    try:
-        generation = json.loads((folder / "generation_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        generation = {}
-    for values in (config, generation):
+    for values in (config, generation_config(folder)):
         if isinstance(start := values.get("decoder_start_token_id"), int):
             return start
     pad = tokenizer.pad_token_id if has_sentinels(tokenizer) else None
     return end_of_text(tokenizer) if pad is None else int(pad)
+
+
+def generation_config(folder: Path) -> dict[str, Any]:
+    """The content of a checkpoint's generation_config.json; empty if it has none."""
+    try:
+        found: dict[str, Any] = json.loads((folder / "generation_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found
 
 
 def starts_with_last(config: Mapping[str, Any]) -> bool:

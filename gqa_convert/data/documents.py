@@ -32,86 +32,42 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class TextField:
-    """The field of running text."""
-
-    name: str = "text"
-
-    @property
-    def fields(self) -> tuple[str, ...]:
-        """The fields that are read."""
-        return (self.name,)
-
-    def read(self, row: Row, where: str) -> str:
-        """The text of a row; empty where it is null.
-
-        Raises:
-            DataError: the row has no such field, or something else than text in it.
-        """
-        return _text(row, self.name, where, "`text_field`")
-
-
-@dataclass(frozen=True, slots=True)
-class PairFields:
-    """The fields of pairs: what the encoder reads, and what the decoder learns to write.
-
-    `translation.en` is the entry `en` of the field `translation`, unless a field has that full name.
-    """
-
-    source: str
-    target: str
-
-    @property
-    def fields(self) -> tuple[str, ...]:
-        """The fields that are read."""
-        return self.source, self.target
-
-    def read(self, row: Row, where: str) -> tuple[str, str]:
-        """Both texts of a row; each is empty where it is null.
-
-        Raises:
-            DataError: as `TextField.read`.
-        """
-        return _text(row, self.source, where, PAIR_KEYS), _text(row, self.target, where, PAIR_KEYS)
-
-
-@dataclass(frozen=True, slots=True)
-class ChatFields:
-    """The fields of conversations: a list of messages, or one prompt and its response.
+class Fields:
+    """The fields of a row that hold a document.
 
     Attributes:
-        messages: the field of a list of objects with `role` and `content`, or with `from` and `value`.
-        pair: the fields of the user's and the assistant's text; None where rows hold messages.
+        names: of the fields. `translation.en` is the entry `en` of the field `translation`, unless a field has that full
+            name.
+        holds: a text; a pair of what the encoder reads and what the decoder learns to write; messages, a list of objects
+            with `role` and `content`, or with `from` and `value`; or a prompt and its response in two fields.
     """
 
-    messages: str = "messages"
-    pair: PairFields | None = None
+    names: tuple[str, ...] = ("text",)
+    holds: Literal["text", "pair", "messages", "prompt"] = "text"
 
     @property
-    def fields(self) -> tuple[str, ...]:
-        """The fields that are read."""
-        return (self.messages,) if self.pair is None else self.pair.fields
+    def is_chat(self) -> bool:
+        """Whether documents are conversations."""
+        return self.holds in ("messages", "prompt")
 
-    def read(self, row: Row, where: str) -> list[Message]:
-        """The messages of a row in the form that chat templates read; none if they are null or a side is empty.
+    def read(self, row: Row, where: str) -> Any:
+        """The document of a row: a text, empty where it is null; two of them; or the messages of a conversation in the
+        form that chat templates read, none if they are null or one side is empty.
 
         Raises:
             DataError: the row has no such field, or something else in it.
         """
-        if self.pair is not None:
-            prompt, response = self.pair.read(row, where)
-            turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
-            return turns if prompt and response else []
-        advice = f"name the list of messages with `messages_field`, or a prompt and its response with {PAIR_KEYS}"
-        messages = _value(row, self.messages, where, advice)
-        if not isinstance(messages, list | None):
-            raise DataError(
-                f"{where}: {self.messages!r} holds a {type(messages).__name__}, expected a list of messages: name another field with `messages_field`"
-            )
-        return [_message(item, f"{where}: message {number}") for number, item in enumerate(messages or (), 1)]
-
-
-Fields = TextField | PairFields | ChatFields
+        if self.holds == "messages":
+            return _messages(row, self.names[0], where)
+        keys = "`text_field`" if self.holds == "text" else PAIR_KEYS
+        texts = tuple(_text(row, name, where, keys) for name in self.names)
+        if self.holds == "pair":
+            return texts
+        if self.holds == "text":
+            return texts[0]
+        roles = ("user", "assistant")
+        turns = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]
+        return turns if all(texts) else []
 
 
 def _value(row: Row, field: str, where: str, advice: str) -> Any:
@@ -136,6 +92,16 @@ def _text(row: Row, field: str, where: str, keys: str) -> str:
     return well_formed(value or "")
 
 
+def _messages(row: Row, field: str, where: str) -> list[Message]:
+    advice = f"name the list of messages with `messages_field`, or a prompt and its response with {PAIR_KEYS}"
+    messages = _value(row, field, where, advice)
+    if not isinstance(messages, list | None):
+        raise DataError(
+            f"{where}: {field!r} holds a {type(messages).__name__}, expected a list of messages: name another field with `messages_field`"
+        )
+    return [_message(item, f"{where}: message {number}") for number, item in enumerate(messages or (), 1)]
+
+
 def _message(item: Any, where: str) -> Message:
     """A message without the fields that a Parquet file fills with nulls."""
     if not isinstance(item, Mapping):
@@ -147,10 +113,10 @@ def _message(item: Any, where: str) -> Message:
     if not isinstance(found.get("role"), str):
         raise DataError(f"{where} has no `role`, found {', '.join(map(str, item)) or 'nothing'}: correct the row")
     content = found.get("content")
-    if not isinstance(content, str | list) and "tool_calls" not in found:
-        raise DataError(f"{where} of the role {found['role']} has no `content`: correct the row")
     if isinstance(content, str):
         found["content"] = well_formed(content)
+    elif not isinstance(content, list) and "tool_calls" not in found:
+        raise DataError(f"{where} of the role {found['role']} has no `content`: correct the row")
     return found
 
 

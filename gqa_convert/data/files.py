@@ -3,24 +3,25 @@
 import io
 import json
 import os
-from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import IO, Any
 
-from gqa_convert.data.documents import Fields, Piece, Row, TextField
+from gqa_convert.data.documents import Fields, Piece, Row
 from gqa_convert.errors import DataError
 
-_JSON = (".jsonl", ".ndjson", ".json")
 _PARQUET = (".parquet", ".pq")
-_WITH_ROWS = (*_JSON, *_PARQUET)
+_WITH_ROWS = (".jsonl", ".ndjson", ".json", *_PARQUET)
 SUFFIXES = (".txt", ".text", ".md", ".rst", ".py", *_WITH_ROWS)
 """The suffixes of the files that are read from a folder; other files are read as plain text if they are named."""
 
 _COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
 PIECE = 1 << 18
 """The characters of a piece of a long text file; pieces are tokenised in parallel."""
+_SHORT = 100
+"""Files of so few characters are skipped where the files are only a stock of text."""
 
 
 class Files:
@@ -30,6 +31,7 @@ class Files:
         label: the source as the user names it.
         files: the files, in the order in which they are read.
         total_bytes: the sum of their sizes on disk.
+        bytes_read: as many as were read so far.
         lenient: whether files that are not UTF-8 and short files are skipped.
     """
 
@@ -37,23 +39,17 @@ class Files:
 
     def __init__(self, label: str, files: Sequence[Path], *, lenient: bool = False) -> None:
         self.label, self.files, self.lenient = label, list(files), lenient
-        self._finished = 0
-        self._handle: io.BufferedReader | None = None
-        try:
-            self._stats = [path.stat() for path in self.files]
-        except OSError as problem:
-            raise _unreadable(Path(str(problem.filename)), problem) from None
-        self.total_bytes = sum(stat.st_size for stat in self._stats)
+        self.bytes_read = self.total_bytes = 0
+        self._identity: list[Any] = []
+        for path in self.files:
+            with _explained(path):
+                stat = path.stat()
+            self.total_bytes += stat.st_size
+            self._identity.append([os.path.realpath(path), stat.st_size, stat.st_mtime_ns])
 
     def identity(self) -> list[Any]:
         """Everything that the documents depend on, as plain data for a cache key."""
-        stats = zip(self.files, self._stats, strict=True)
-        files = [[os.path.realpath(path), stat.st_size, stat.st_mtime_ns] for path, stat in stats]
-        return ["files", files, self.lenient]
-
-    def bytes_read(self) -> int:
-        """The bytes read so far."""
-        return self._finished + (0 if self._handle is None or self._handle.closed else self._handle.tell())
+        return ["files", self._identity, self.lenient]
 
     def position(self) -> Any:
         """Files are read again from the beginning, which takes little beside tokenising."""
@@ -72,54 +68,62 @@ class Files:
         """
         return islice(self._pieces(fields), skip, None)
 
+    def _pieces(self, fields: Fields) -> Iterator[Piece]:
+        finished = 0
+        for path, (_, size, _) in zip(self.files, self._identity, strict=True):
+            with _explained(path), path.open("rb") as handle:
+                for piece in self._documents(path, handle, fields):
+                    self.bytes_read = finished + handle.tell()
+                    yield piece
+            finished += size
+            self.bytes_read = finished
+
+    def _documents(self, path: Path, handle: io.BufferedReader, fields: Fields) -> Iterator[Piece]:
+        if kind_of(path) in _WITH_ROWS:
+            for where, row in _rows(path, handle, fields.names):
+                if document := fields.read(row, where):
+                    yield Piece(document, where=where)
+        elif fields.holds != "text":
+            raise DataError(
+                f"{path} is plain text, which has no fields ({' and '.join(fields.names)}): name JSON lines, Parquet files or a dataset"
+            )
+        elif self.lenient:
+            try:
+                text = handle.read().decode("utf-8-sig")
+            except UnicodeDecodeError:
+                return
+            if len(text) > _SHORT:
+                yield Piece(text)
+        else:
+            with _decompressed(path, handle) as lines:
+                yield from _text_pieces(lines)
+
     def first_row(self) -> Row:
         """The first row of the first file; empty if it is plain text, has none or can't be read."""
         path = self.files[0]
         if kind_of(path) not in _WITH_ROWS:
             return {}
         try:
-            with path.open("rb") as handle, closing(_rows(path, handle, ())) as rows:
-                return next(rows)[1]
+            with path.open("rb") as handle:
+                return next(_rows(path, handle, ()))[1]
         except Exception:  # reading the text explains what is wrong with it
             return {}
 
-    def _pieces(self, fields: Fields) -> Iterator[Piece]:
-        self._finished = 0
-        for path, stat in zip(self.files, self._stats, strict=True):
-            with self._explained(path), path.open("rb") as self._handle:
-                if kind_of(path) in _WITH_ROWS:
-                    for where, row in _rows(path, self._handle, fields.fields):
-                        if document := fields.read(row, where):
-                            yield Piece(document, where=where)
-                elif not isinstance(fields, TextField):
-                    raise DataError(
-                        f"{path} is plain text, which has no fields ({' and '.join(fields.fields)}): name JSON lines, Parquet files or a dataset"
-                    )
-                elif self.lenient:
-                    text = self._handle.read().decode("utf-8-sig")
-                    yield from [Piece(text)] if len(text) > _SHORT else []
-                else:
-                    with _decompressed(path, self._handle) as lines:
-                        yield from _text_pieces(lines)
-            self._finished += stat.st_size
 
-    @contextmanager
-    def _explained(self, path: Path) -> Iterator[None]:
-        """The error about a file, as one line."""
-        try:
-            yield
-        except UnicodeDecodeError as problem:
-            if not self.lenient:
-                byte = problem.object[problem.start]
-                raise DataError(
-                    f"{path} is not UTF-8 ({problem.reason}, byte 0x{byte:02x}): convert it, or remove it from the source"
-                ) from None
-        except OSError as problem:
-            raise _unreadable(path, problem) from None
-
-
-_SHORT = 100
-"""Files of so few characters are skipped where the files are only a stock of text."""
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """The error about a file, as one line."""
+    try:
+        yield
+    except UnicodeDecodeError as problem:
+        byte = problem.object[problem.start]
+        raise DataError(
+            f"{path} is not UTF-8 ({problem.reason}, byte 0x{byte:02x}): convert it, or remove it from the source"
+        ) from None
+    except OSError as problem:
+        raise DataError(
+            f"{path} can't be read ({problem.strerror or problem}): check the file, or remove it from the source"
+        ) from None
 
 
 def kind_of(path: Path) -> str:
@@ -151,7 +155,7 @@ def _text_pieces(text: IO[str]) -> Iterator[Piece]:
         yield Piece(pending, first=first)
 
 
-def _rows(path: Path, handle: io.BufferedReader, fields: Sequence[str]) -> Generator[tuple[str, Row], None, None]:
+def _rows(path: Path, handle: io.BufferedReader, fields: Sequence[str]) -> Iterator[tuple[str, Row]]:
     """The location of each row of a JSON or Parquet file, for messages, and the row.
 
     Args:
@@ -171,30 +175,23 @@ def _rows(path: Path, handle: io.BufferedReader, fields: Sequence[str]) -> Gener
             yield where, row
 
 
-def _json_values(path: Path, lines: Iterable[str]) -> Iterator[tuple[str, Any]]:
+def _json_values(path: Path, lines: IO[str]) -> Iterator[tuple[str, Any]]:
     """The location of each value and the value: one per line, or the items of an array, which is read as a whole."""
     for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
         if line.lstrip().startswith("["):
-            yield from _array_items(path, line + "".join(lines))
-            return
-        try:
-            yield f"{path} line {number}", json.loads(line)
-        except ValueError as problem:
-            raise DataError(
-                f"{path} line {number} is not JSON ({problem}): expected one object per line, or one array of objects"
-            ) from None
+            what = f"{path} begins like a JSON array but is not one"
+            items = _parsed(line + lines.read(), what)
+            yield from ((f"{path} item {place}", item) for place, item in enumerate(items, 1))
+        elif line.strip():
+            where = f"{path} line {number}"
+            yield where, _parsed(line, f"{where} is not JSON")
 
 
-def _array_items(path: Path, text: str) -> Iterator[tuple[str, Any]]:
+def _parsed(text: str, what: str) -> Any:
     try:
-        items = json.loads(text)
+        return json.loads(text)
     except (ValueError, RecursionError) as problem:
-        raise DataError(
-            f"{path} begins like a JSON array but is not one ({problem}): expected one array of objects, or one object per line"
-        ) from None
-    yield from ((f"{path} item {number}", item) for number, item in enumerate(items, 1))
+        raise DataError(f"{what} ({problem}): expected one object per line, or one array of objects") from None
 
 
 def _parquet_rows(path: Path, handle: io.BufferedReader, fields: Sequence[str]) -> Iterator[tuple[str, Row]]:
@@ -216,9 +213,3 @@ def columns_of(fields: Sequence[str], names: Sequence[str]) -> list[str] | None:
     """The columns that hold the fields; None for all columns if one is missing, so that the error can list them."""
     found = {field if field in names else field.partition(".")[0] for field in fields}
     return sorted(found) if found and found <= set(names) else None
-
-
-def _unreadable(path: Path, problem: OSError) -> DataError:
-    return DataError(
-        f"{path} can't be read ({problem.strerror or problem}): check the file, or remove it from the source"
-    )

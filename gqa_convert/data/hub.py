@@ -7,11 +7,17 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from gqa_convert.checkpoint.paths import cache_folder
 from gqa_convert.data.documents import Fields, Piece
 from gqa_convert.data.files import columns_of
 from gqa_convert.errors import DataError, GQAConvertError
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+def default_cache() -> Path:
+    """The default folder of token files, and of the commits of datasets that they were made of."""
+    return cache_folder() / "tokens"
 
 
 class HubDataset:
@@ -62,7 +68,7 @@ class HubDataset:
             DataError: the dataset can't be read, or a row lacks a field.
         """
         rows = self.open_rows()
-        if columns := columns_of(fields.fields, getattr(rows, "column_names", None) or ()):
+        if columns := columns_of(fields.names, getattr(rows, "column_names", None) or ()):
             rows = rows.select_columns(columns)
         self._rows, self._number = rows, 0
         if position is not None:
@@ -94,13 +100,12 @@ class HubDataset:
         return [self._number, self._rows.state_dict()]
 
 
-def commit_of(dataset: str, revision: str | None, memory: Path) -> str:
+def commit_of(dataset: str, revision: str | None) -> str:
     """The commit of a dataset's revision, or the last known one if the Hub can't be reached.
 
     Args:
         dataset: its id.
         revision: branch, tag or commit.
-        memory: the folder that remembers commits.
 
     Raises:
         DataError: the dataset or revision does not exist, or the Hub can't be reached and no commit is known.
@@ -111,7 +116,7 @@ def commit_of(dataset: str, revision: str | None, memory: Path) -> str:
     from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
     name = f"{dataset}@{revision or 'main'}".replace("/", "--")
-    known = memory / f"{name}.commit"
+    known = default_cache() / f"{name}.commit"
     try:
         commit = str(huggingface_hub.HfApi().dataset_info(dataset, revision=revision, timeout=30).sha)
     except RevisionNotFoundError:
@@ -130,6 +135,6 @@ def commit_of(dataset: str, revision: str | None, memory: Path) -> str:
             f"{dataset} is not a local file, and the Hub could not be reached to look for a dataset of this name ({reason}): check the path or the network"
         ) from problem
     with suppress(OSError):  # only a later offline run needs it
-        memory.mkdir(parents=True, exist_ok=True)
+        known.parent.mkdir(parents=True, exist_ok=True)
         known.write_text(commit, encoding="utf-8")
     return commit

@@ -3,8 +3,7 @@
 import difflib
 import json
 import re
-from collections.abc import Iterable, Mapping
-from fractions import Fraction
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
@@ -23,16 +22,9 @@ _GREATEST = 10**18
 
 
 def _read_count(value: Any) -> int:
-    return _whole(counted(value), " such as 65536, 1e9, 10B or 500M")
-
-
-def _read_whole(value: Any) -> int:
-    return _whole(exact(value), "")
-
-
-def _whole(number: Fraction | None, example: str) -> int:
+    number = counted(value)
     if number is None or number.denominator != 1 or abs(number) > _GREATEST:
-        raise ValueError(f"it must be a whole number{example}")
+        raise ValueError("it must be a whole number such as 65536, 1e9, 10B or 500M")
     return int(number)
 
 
@@ -53,7 +45,7 @@ def _check_text(text: str) -> str:
 
 Tokens = Annotated[int, BeforeValidator(_read_count, json_schema_input_type=int | str)]
 """A number of tokens, which may be written 10B, 500M or 64Ki."""
-Whole = Annotated[int, BeforeValidator(_read_whole, json_schema_input_type=int)]
+Whole = Annotated[int, BeforeValidator(_read_count, json_schema_input_type=int)]
 Real = Annotated[float, BeforeValidator(_read_real, json_schema_input_type=float)]
 Flag = Annotated[bool, Field(strict=True)]
 Text = Annotated[str, Field(strict=True), AfterValidator(_check_text)]
@@ -104,27 +96,25 @@ def read_keys(declared: Any, values: Any, nested: Mapping[str, Any], owner: str 
     try:
         return TypeAdapter(declared).validate_python(values)
     except ValidationError as problem:
-        lines, missing, misspelt = [], [], list[str]()
-        for error in problem.errors(include_url=False):
-            *outer, last = error["loc"]
-            name, above = str(last), _path(outer, values, owner)
+        lines, misspelt = [], set()
+        mistakes = problem.errors(include_url=False)
+        for error in sorted(mistakes, key=lambda error: error["type"] == "missing"):
+            *outer, name = error["loc"]
+            above = _path(outer, values, owner)
             holder = nested.get(str(outer[0]), declared) if outer else declared
             if error["type"] == "unexpected_keyword_argument":
+                misspelt.add((above, _nearest(name, holder)))
                 subject = f"{above} has an unknown key" if above else "unknown key"
                 lines.append(f"{subject} {name!r}: {suggestion(name, holder)}")
-                misspelt.append(f"{above}.{_nearest(name, holder)}")
-            elif error["type"] == "missing":
-                missing.append((above, name, str(fields_of(holder)[name].description)))
-            else:
+            elif error["type"] != "missing":
                 lines.append(f"{_path(error['loc'], values, owner)} is {_explained(error)}")
-        for above, name, description in missing:
-            if f"{above}.{name}" not in misspelt:
-                meaning = re.split(r"[:;.(]", description)[0].strip()
+            elif (above, name) not in misspelt:
+                meaning = re.split(r"[:;.(]", fields_of(holder)[str(name)].description)[0].strip()
                 lines.append(f"{above or 'the recipe'} has no key {name!r}: give {meaning[0].lower()}{meaning[1:]}")
         raise ValueError("\n".join(dict.fromkeys(" ".join(line.split()) for line in lines))) from None
 
 
-def _path(location: Iterable[int | str], values: Any, path: str) -> str:
+def _path(location: Sequence[int | str], values: Any, path: str) -> str:
     """The path of a key, in which an item of a list has a number; a value that stands alone for a list has none."""
     for place in location:
         if isinstance(place, str):

@@ -100,12 +100,6 @@ def make_sampler(settings: SampleSettings) -> "Sampler":
     """The sampler of an objective.
 
     Raises:
-        DataError: there is no such objective, the tokenizer lacks a token that it needs, or the length does not allow a
-            sample.
+        DataError: the tokenizer lacks a token that it needs, or the length does not allow a sample.
     """
-    objective = OBJECTIVES.get(settings.objective)
-    if objective is None:
-        raise DataError(f"there is no objective {settings.objective!r}: choose one of {', '.join(OBJECTIVES)}")
-    if settings.length < 1:
-        raise DataError(f"sequence_length is {settings.length}, expected a number above 0")
-    return objective.load()(settings)
+    return OBJECTIVES[settings.objective].load()(settings)

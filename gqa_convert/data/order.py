@@ -10,8 +10,6 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from gqa_convert.errors import DataError
-
 Integers = npt.NDArray[np.int64]
 _LONGEST_PERIOD = 1 << 16
 _ROUNDS = 8
@@ -68,11 +66,6 @@ class Mixture:
     """
 
     def __init__(self, weights: Sequence[float]) -> None:
-        for weight in weights:
-            if not (isinstance(weight, (int, float)) and math.isfinite(weight) and weight > 0):
-                raise DataError(
-                    f"the weight of a data source is {weight}, expected a number above 0: remove sources that should not be used"
-                )
         self.parts = _whole_parts([Fraction(str(weight)) for weight in weights])
         self.period = sum(self.parts)
         self._source, self._rank = _spread(self.parts)

@@ -9,7 +9,6 @@ would lose samples; a place in a window is computed from the number of the sampl
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import numpy.typing as npt
@@ -20,7 +19,9 @@ from gqa_convert.data.sources import Source, TextSource, open_source
 from gqa_convert.data.token_files import Encoder, TokenSource
 
 SHUFFLE_WINDOW: Final = 1 << 22
-"""The default window of a stream, in tokens: thousands of documents, which are tokenised in seconds."""
+"""The tokens of a stream over which the samples of its first epoch are shuffled: thousands of documents, which are
+tokenised in seconds.
+"""
 
 Batch = dict[str, npt.NDArray[Any]]
 """The inputs of a model and its labels, by name: [b, ...]."""
@@ -55,9 +56,9 @@ class Sampler(ABC):
         """Whether a tokenizer has what the objective needs."""
         return True
 
-    def open(self, source: Source, memory: Path) -> TextSource:
+    def open(self, source: Source) -> TextSource:
         """The documents of a source; see `open_source`."""
-        return open_source(source, memory)
+        return open_source(source)
 
     @abstractmethod
     def encoder(self, source: Source, text: TextSource) -> Encoder:
@@ -75,18 +76,17 @@ class Sampler(ABC):
         """The number of samples in an epoch of a source."""
 
     @abstractmethod
-    def tokens_for(self, samples: int, window: int) -> int | None:
+    def tokens_for(self, samples: int) -> int | None:
         """How many tokens of a stream its first samples are cut from; None for all of them."""
 
     @abstractmethod
-    def cut(self, tokens: TokenSource, number: int, key: int, window: int) -> Any:
+    def cut(self, tokens: TokenSource, number: int, key: int) -> Any:
         """The location of a sample in a source.
 
         Args:
             tokens: the source's tokens.
             number: the number of the sample, counted over all epochs.
             key: selects the source's orders and offsets.
-            window: the tokens of a window, in which the first epoch of a stream is shuffled.
 
         Raises:
             IndexError: the stream is not tokenised so far.
@@ -137,30 +137,27 @@ class BlockSampler(Sampler):
         super().__init__(settings)
         self.raw_tokens = self.length = length
         self.shortest = length + following
+        self.window_blocks = max(1, SHUFFLE_WINDOW // length)
 
     def count(self, tokens: TokenSource) -> int:
         """The number of blocks in an epoch; the last one may overlap the first."""
         return -(-tokens.size // self.length)
 
-    def tokens_for(self, samples: int, window: int) -> int:
+    def tokens_for(self, samples: int) -> int:
         """The tokens of whole windows."""
-        blocks = self._in_window(window)
-        return -(-samples // blocks) * blocks * self.length + self.shortest - self.length
+        windows = -(-samples // self.window_blocks)
+        return windows * self.window_blocks * self.length + self.shortest - self.length
 
-    def _in_window(self, window: int) -> int:
-        """The blocks of a window."""
-        return max(1, window // self.length)
-
-    def cut(self, tokens: TokenSource, number: int, key: int, window: int) -> Block:
+    def cut(self, tokens: TokenSource, number: int, key: int) -> Block:
         """See `Sampler.cut`."""
-        if not tokens.complete and self.tokens_for(number + 1, window) > tokens.size:
+        if not tokens.complete and self.tokens_for(number + 1) > tokens.size:
             raise IndexError(f"sample {number} of {tokens.label} is cut from tokens that are not there yet")
         blocks = self.count(tokens)
         epoch, place = divmod(number, blocks)
         if tokens.is_stream and epoch == 0:
-            size = self._in_window(window)
-            first = place - place % size
-            place = first + permuted(place - first, min(size, blocks - first), mix(key, first, 4))
+            first = place - place % self.window_blocks
+            size = min(self.window_blocks, blocks - first)
+            place = first + permuted(place - first, size, mix(key, first, 4))
             return Block(place * self.length, place * self.length)
         before = permuted(place, blocks, mix(key, epoch, 2)) * self.length
         return Block((mix(key, epoch, 1) + before) % tokens.size, before)

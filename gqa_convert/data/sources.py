@@ -11,7 +11,7 @@ from pydantic import BeforeValidator
 from pydantic.dataclasses import dataclass
 
 from gqa_convert.checkpoint.paths import local_path
-from gqa_convert.data.documents import ChatFields, LossOn, PairFields, TextField
+from gqa_convert.data.documents import LossOn
 from gqa_convert.data.files import SUFFIXES, Files, kind_of
 from gqa_convert.data.hub import HubDataset, commit_of
 from gqa_convert.data.keys import CONFIG, PathText, Real, Text, Tokens, Whole, fields_of, key, read_keys
@@ -133,8 +133,6 @@ def as_source(given: object) -> Source:
     Raises:
         DataError: it is none of these, or a key of it is unknown or not allowed.
     """
-    if given == "":
-        raise DataError("a data source is empty: name a file, a folder, a pattern or a dataset on the Hub")
     try:
         source: Source = read_keys(Source, _read_source(given), {}, "the data source")
     except ValueError as problem:
@@ -147,12 +145,8 @@ def is_self(source: Any) -> bool:
     return isinstance(source, str) and source == SELF and not local_path(SELF).exists()
 
 
-def open_source(source: Source, memory: Path) -> TextSource:
+def open_source(source: Source) -> TextSource:
     """Resolve a source to files or a Hub dataset, without reading it.
-
-    Args:
-        source: the source as the recipe states it.
-        memory: the folder that remembers the commits of Hub datasets.
 
     Raises:
         DataError: the file or dataset does not exist, a pattern matches nothing, or a key that only applies to Hub
@@ -164,7 +158,7 @@ def open_source(source: Source, memory: Path) -> TextSource:
             f"{SELF} is the text that a model writes itself, which a recipe's data and convert --calibration generate; elsewhere, name a file"
         )
     if is_on_hub(source):
-        return HubDataset(given, commit_of(given, source.revision, memory), source.name, source.split)
+        return HubDataset(given, commit_of(given, source.revision), source.name, source.split)
     is_stdlib = given in (STDLIB, HELD_OUT)
     if not (is_stdlib or path.exists() or glob.has_magic(given)):
         raise DataError(
@@ -190,28 +184,6 @@ def open_source(source: Source, memory: Path) -> TextSource:
     return Files(given, files, lenient=is_stdlib)
 
 
-def text_fields(source: Source, text: TextSource, *, chats: bool) -> TextField | ChatFields:
-    """The fields of running text or conversations, which a source states or the first row of its files suggests.
-
-    Raises:
-        DataError: the source states conversations, and `chats` is false.
-    """
-    if source.format == "chat":
-        if not chats:
-            raise DataError(
-                f"{source.source} holds conversations, which only decoders are trained and calibrated on: name running text"
-            )
-        pair = None
-        if source.source_field is not None and source.target_field is not None:
-            pair = PairFields(source.source_field, source.target_field)
-        return ChatFields(source.messages_field, pair)
-    if chats and source.format == "auto" and isinstance(text, Files):
-        row = text.first_row()
-        if source.messages_field in row and source.text_field not in row:
-            return ChatFields(source.messages_field)
-    return TextField(source.text_field)
-
-
 def is_on_hub(source: Source) -> bool:
     """Whether a source is named like a Hub dataset and is no local file."""
     given = source.source
@@ -226,19 +198,18 @@ def is_on_hub(source: Source) -> bool:
     return kind_of(path) not in SUFFIXES and not path.exists()
 
 
-def find_commits(sources: Iterable[Source], known: Mapping[str, str], memory: Path) -> DatasetCommits:
+def find_commits(sources: Iterable[Source], known: Mapping[str, str]) -> DatasetCommits:
     """The commit of every Hub dataset among the sources, which a run looks up once and keeps, although branches move.
 
     Args:
         sources: the sources of text; local ones have no commit.
         known: commits that are kept; the Hub is queried for the others only.
-        memory: the folder that remembers commits.
 
     Raises:
         DataError: a dataset or revision does not exist, or the Hub can't be reached and no commit is known.
     """
     return {
-        _reference(source): known.get(_reference(source)) or commit_of(source.source, source.revision, memory)
+        _reference(source): known.get(_reference(source)) or commit_of(source.source, source.revision)
         for source in sources
         if is_on_hub(source)
     }

@@ -78,8 +78,8 @@ def sentinel_ids(tokenizer: Any) -> Integers:
     vocabulary = tokenizer.get_vocab()
     found: list[int] = []
     while True:
-        names = (f"{mark}<extra_id_{len(found)}>" for mark in ("", "▁"))
-        number = next((vocabulary[name] for name in names if name in vocabulary), None)
+        name = f"<extra_id_{len(found)}>"
+        number = vocabulary.get(name, vocabulary.get(f"▁{name}"))
         if number is None:
             return np.array(found, np.int64)
         found.append(number)
@@ -117,10 +117,9 @@ class SpanCorruption:
         """
         shape, count = shape_for(length), len(self.sentinels)
         if shape.spans > count:
-            fits = next(fits for fits in range(length, 0, -1) if shape_for(fits).spans <= count)
             raise DataError(
                 f"an encoder input of {length} tokens needs {shape.spans} sentinel tokens, the tokenizer has {count}: "
-                f"make sequence_length {fits} or less"
+                "make sequence_length smaller"
             )
         return shape
 
@@ -204,7 +203,7 @@ class SpanSampler(BlockSampler):
 
     def encoder(self, source: Source, text: TextSource) -> Encoder:
         """Running text without special tokens."""
-        return text_encoder(source, text, self.settings.tokenizer, closed=False, chats=False, loss_on="all")
+        return text_encoder(source, text, self.settings.tokenizer, closed=False, chats=False)
 
     def shapes(self, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:  # noqa: ARG002
         """See `Sampler.shapes`."""
@@ -222,5 +221,5 @@ class SpanSampler(BlockSampler):
 
     def batch(self, places: Sequence[tuple[TokenSource, Block]], keys: Keys) -> Batch:
         """See `SpanCorruption.batch`."""
-        raw = np.stack([tokens.read(place.start, self.length) for tokens, place in places]).astype(np.int64)
+        raw = np.stack([tokens.read(place.start, self.length) for tokens, place in places])
         return self._corruption.batch(raw, keys)

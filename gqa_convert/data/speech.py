@@ -6,7 +6,6 @@ their texts first, so that little is lost. The encoder runs once for each window
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from tempfile import gettempdir
@@ -20,14 +19,13 @@ from gqa_convert.checkpoint.machine import available_memory
 from gqa_convert.checkpoint.mapped_tensors import mapped
 from gqa_convert.data.audio_files import AudioFile, Samples, read_audio
 from gqa_convert.data.order import mix, permuted
+from gqa_convert.data.spoken import TASK, feature_extractor, prompt_tokens, spoken_tokens
 from gqa_convert.errors import DataError
-from gqa_convert.families.loading import SOUND_POSITIONS, load_tokenizer, no_warnings
+from gqa_convert.families.loading import load_tokenizer, no_warnings
 
 _PER_HIDDEN = 12
 _AT_ONCE = 16
 """Windows of a batch."""
-_TASK = "transcribe"
-_PREPROCESSOR = "preprocessor_config.json"
 
 Batch = dict[str, Tensor]
 
@@ -43,25 +41,8 @@ def speech_tokens_for(config: Mapping[str, Any]) -> int:
 class Window(NamedTuple):
     """A sound of at most one window of the encoder, and what is said in it; None before the source has written it."""
 
-    path: Path
     samples: Samples
     text: str | None
-
-
-def feature_extractor(folder: Path, config: Mapping[str, Any]) -> tuple[Any, list[str]]:
-    """The feature extractor of a checkpoint, and a note if it has none, so that it is that of the type by default.
-
-    Args:
-        folder: the checkpoint.
-        config: the content of its config.json.
-    """
-    from transformers import AutoFeatureExtractor, WhisperFeatureExtractor
-
-    if (folder / _PREPROCESSOR).is_file():
-        return AutoFeatureExtractor.from_pretrained(folder), []
-    seconds = config["max_source_positions"] // SOUND_POSITIONS
-    note = f"{folder} has no {_PREPROCESSOR}: the features are those of the type by default"
-    return WhisperFeatureExtractor(config["num_mel_bins"], chunk_length=seconds), [note]
 
 
 class SpeechModel:
@@ -93,9 +74,8 @@ class SpeechModel:
         return made
 
     def text_tokens(self, text: str) -> list[int]:
-        """The tokens of a text that is said, and the one that ends it; none for a text without words."""
-        ids: list[int] = self.tokenizer(f" {text}", add_special_tokens=False)["input_ids"] if text else []
-        return [*ids, self.tokenizer.eos_token_id] if ids else []
+        """See `spoken_tokens`."""
+        return spoken_tokens(self.tokenizer, text)
 
     def encode(self, windows: Sequence[Window]) -> Tensor:
         """What the encoder makes of windows, [windows, positions, hidden_size], on the model's device."""
@@ -107,18 +87,16 @@ class SpeechModel:
     def prompts(self, encoded: Tensor) -> Tensor:
         """The tokens with which the decoder begins, [windows, P]: for several languages, the one that the model hears."""
         generation = self.model.generation_config
-        prompt = [torch.full((len(encoded),), generation.decoder_start_token_id)]
+        languages: list[int | None] = [None] * len(encoded)
         if self._is_multilingual:
             with torch.no_grad():
-                prompt.append(self.model.detect_language(encoder_outputs=self.encoder_outputs(encoded)).cpu())
-            prompt.append(torch.full_like(prompt[0], generation.task_to_id[_TASK]))
-        if getattr(generation, "no_timestamps_token_id", None) is not None:
-            prompt.append(torch.full_like(prompt[0], generation.no_timestamps_token_id))
-        return torch.stack(prompt, dim=1)
+                languages = self.model.detect_language(encoder_outputs=self.encoder_outputs(encoded)).tolist()
+        stated, start = generation.to_dict(), generation.decoder_start_token_id
+        return torch.tensor([prompt_tokens(stated, start, language) for language in languages])
 
     def transcribe(self, encoded: Tensor) -> list[str]:
         """What the model hears, by greedy search."""
-        task = {"task": _TASK} if self._is_multilingual else {}
+        task = {"task": TASK} if self._is_multilingual else {}
         most = self.model.config.max_target_positions // 2
         sound = self.encoder_outputs(encoded)
         with torch.no_grad(), no_warnings():
@@ -146,10 +124,10 @@ def cut_windows(files: Iterable[AudioFile], speech: SpeechModel) -> Iterator[Win
     for file in files:
         samples, length = read_audio(file.path, speech.rate), speech.window_samples
         if len(samples) <= length:
-            yield Window(file.path, samples, file.text)
+            yield Window(samples, file.text)
             continue
         for first in range(0, len(samples) - speech.rate, length):
-            yield Window(file.path, samples[first : first + length], None)
+            yield Window(samples[first : first + length], None)
 
 
 class Keeper:
@@ -185,8 +163,7 @@ class SpeechSize(NamedTuple):
     fresh: int
 
 
-@dataclass(frozen=True, slots=True)
-class Speech:
+class Speech(NamedTuple):
     """Batches of speech.
 
     Attributes:
@@ -194,25 +171,14 @@ class Speech:
         held_out: of other windows, for evaluation.
         fresh: of still other windows.
         tokens: of text in `layers`.
-        length: tokens of the longest text in them.
-        files: how many files were read.
-        seconds: how long all windows last together.
-        written: how many of the texts the model wrote itself.
+        description: what was heard, in words.
     """
 
     layers: list[Batch]
     held_out: list[Batch]
     fresh: list[Batch]
     tokens: int
-    length: int
-    files: int
-    seconds: float
-    written: int
-
-    def description(self) -> str:
-        """What was heard, in words."""
-        by = f"{self.written} texts written by the source" if self.written else "texts as stated"
-        return f"{self.tokens} tokens of speech: {self.seconds / 3600:.2f} hours in {self.files} files, {by}"
+    description: str
 
 
 def speech_batches(
@@ -238,23 +204,20 @@ def speech_batches(
     """
     order = (files[permuted(number, len(files), mix(seed, 5))] for number in range(len(files)))
     windows, keeper = cut_windows(order, speech), Keeper()
-    heard: set[Path] = set()
     found: list[SpokenText] = []
-    tokens = samples = written = 0
+    tokens = written = 0
     while tokens < sum(size) and (group := list(islice(windows, _AT_ONCE))):
-        heard.update(window.path for window in group)
-        samples += sum(len(window.samples) for window in group)
-        written += sum(window.text is None for window in group)
         spoken = _spoken(speech, group, keeper)
         found += spoken
         tokens += sum(len(each.tokens) for each in spoken)
+        written += sum(window.text is None for window in group)
         progress(min(tokens, sum(size)), sum(size))
     if not found:
         raise DataError("the model hears no word in any of the files: name a folder of speech")
     layers, held_out, fresh = (_batches(part, keeper) for part in _divided(found, size))
-    ids = [batch["decoder_input_ids"] for batch in layers]
-    used, length = sum(rows.numel() for rows in ids), max(rows.shape[1] for rows in ids)
-    return Speech(layers, held_out, fresh, used, length, len(heard), samples / speech.rate, written)
+    used = sum(batch["decoder_input_ids"].numel() for batch in layers)
+    by = f"{written} texts written by the source" if written else "texts as stated"
+    return Speech(layers, held_out, fresh, used, f"{used} tokens of {len(found)} sounds, {by}")
 
 
 def _spoken(speech: SpeechModel, windows: Sequence[Window], keeper: Keeper) -> list[SpokenText]:

@@ -12,6 +12,7 @@ import numpy as np
 
 from gqa_convert.checkpoint.paths import local_path
 from gqa_convert.data.audio_files import list_audio_files, read_audio, seconds_of
+from gqa_convert.data.decoder_start import generation_config
 from gqa_convert.data.documents import Fields, Piece
 from gqa_convert.data.files import Files
 from gqa_convert.data.labels import IGNORED
@@ -22,8 +23,68 @@ from gqa_convert.data.sources import Source, TextSource
 from gqa_convert.data.token_files import UNLEARNED, Encoder, Marked, TokenSource, ids_of, packed
 from gqa_convert.data.tokenizing import tokenizer_state
 from gqa_convert.errors import DataError
+from gqa_convert.families.loading import SOUND_POSITIONS
 
-_TASK = "transcribe"
+_PREPROCESSOR = "preprocessor_config.json"
+TASK = "transcribe"
+
+
+def feature_extractor(folder: Path, config: Mapping[str, Any]) -> tuple[Any, list[str]]:
+    """The feature extractor of a checkpoint, and a note if it has none, so that it is that of the type by default.
+
+    Args:
+        folder: the checkpoint.
+        config: the content of its config.json.
+    """
+    from transformers import AutoFeatureExtractor, WhisperFeatureExtractor
+
+    if (folder / _PREPROCESSOR).is_file():
+        return AutoFeatureExtractor.from_pretrained(folder), []
+    seconds = config["max_source_positions"] // SOUND_POSITIONS
+    note = f"{folder} has no {_PREPROCESSOR}: the features are those of the type by default"
+    return WhisperFeatureExtractor(config["num_mel_bins"], chunk_length=seconds), [note]
+
+
+def prompt_tokens(generation: Mapping[str, Any], start: int, language: int | None) -> list[int]:
+    """The tokens with which the decoder of a model that hears begins.
+
+    Args:
+        generation: the content of its generation_config.json.
+        start: the first of them.
+        language: the token of the language, for a model of several ones.
+    """
+    prompt = [start]
+    if language is not None:
+        prompt += [language, generation["task_to_id"][TASK]]
+    if generation.get("no_timestamps_token_id") is not None:
+        prompt.append(generation["no_timestamps_token_id"])
+    return prompt
+
+
+def decoder_prompt(folder: Path, start: int, language: str | None) -> list[int]:
+    """As `prompt_tokens`, for a checkpoint and a language such as `en`.
+
+    Raises:
+        DataError: the model knows several languages and not this one, or one and a language is stated.
+    """
+    generation = generation_config(folder)
+    if not generation.get("is_multilingual"):
+        if language is not None:
+            raise DataError(
+                f"the source states the language {language}, and the model knows one alone: remove `language`"
+            )
+        return prompt_tokens(generation, start, None)
+    languages = generation["lang_to_id"]
+    if f"<|{language}|>" not in languages:
+        known = ", ".join(sorted(name.strip("<|>") for name in languages))
+        raise DataError(f"the language of the speech is {language}: set `language` of the source to one of {known}")
+    return prompt_tokens(generation, start, languages[f"<|{language}|>"])
+
+
+def spoken_tokens(tokenizer: Any, text: str) -> list[int]:
+    """The tokens of a text that is said, and the one that ends it; none for a text without words."""
+    ids: list[int] = tokenizer(f" {text}", add_special_tokens=False)["input_ids"] if text else []
+    return [*ids, tokenizer.eos_token_id] if ids else []
 
 
 class SoundFolder(Files):
@@ -49,10 +110,9 @@ class SoundFolder(Files):
         return [*super().identity(), [sound.text for sound in self.sounds]]
 
     def _pieces(self, fields: Fields) -> Iterator[Piece]:  # noqa: ARG002
-        self._finished = 0
-        for sound, stat in zip(self.sounds, self._stats, strict=True):
+        for sound in self.sounds:
             yield Piece(sound, where=str(sound.path))
-            self._finished += stat.st_size
+        self.bytes_read = self.total_bytes
 
 
 class SpokenTextEncoder:
@@ -80,50 +140,17 @@ class SpokenTextEncoder:
         Raises:
             DataError: a sound is longer than what the model hears at once, or can't be read.
         """
-        rows = []
+        texts = []
         for piece in pieces:
             seconds = seconds_of([piece.text])
             if seconds > self._longest:
                 raise DataError(
                     f"{piece.where} lasts {seconds:.1f} seconds, and the model hears {self._longest:g} at once: cut the file and its text"
                 )
-            ids = self._tokenizer(f" {piece.text.text}", add_special_tokens=False)["input_ids"]
-            rows.append([*self._prompt, *ids, self._tokenizer.eos_token_id])
-        tokens = packed(rows, [True] * len(rows))
-        start = 0
-        for row in rows:
-            tokens[start : start + len(self._prompt)] |= UNLEARNED
-            start += len(row)
-        return tokens
-
-
-def decoder_prompt(folder: Path, start: int, language: str | None) -> list[int]:
-    """The tokens with which the decoder of a model that hears begins.
-
-    Args:
-        folder: the checkpoint, whose generation_config.json states them.
-        start: the first of them.
-        language: such as `en`, for a model of several languages.
-
-    Raises:
-        DataError: the model knows several languages and not this one, or one and a language is stated.
-    """
-    try:
-        generation = json.loads((folder / "generation_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        generation = {}
-    prompt = [start]
-    if generation.get("is_multilingual"):
-        languages = generation["lang_to_id"]
-        if f"<|{language}|>" not in languages:
-            known = ", ".join(sorted(name.strip("<|>") for name in languages))
-            raise DataError(f"the language of the speech is {language}: set `language` of the source to one of {known}")
-        prompt += [languages[f"<|{language}|>"], generation["task_to_id"][_TASK]]
-    elif language is not None:
-        raise DataError(f"the source states the language {language}, and the model knows one alone: remove `language`")
-    if generation.get("no_timestamps_token_id") is not None:
-        prompt.append(generation["no_timestamps_token_id"])
-    return prompt
+            tokens = packed([self._prompt + spoken_tokens(self._tokenizer, piece.text.text)], [True])
+            tokens[: len(self._prompt)] |= UNLEARNED
+            texts.append(tokens)
+        return np.concatenate(texts)
 
 
 class SpeechSampler(DocumentSampler):
@@ -133,14 +160,12 @@ class SpeechSampler(DocumentSampler):
     noun = "texts"
 
     def __init__(self, settings: SampleSettings) -> None:
-        from gqa_convert.data.speech import feature_extractor
-
         assert settings.folder is not None
         super().__init__(settings)
         config = json.loads((settings.folder / "config.json").read_text(encoding="utf-8"))
         self._extractor, self.notes = feature_extractor(settings.folder, config)
 
-    def open(self, source: Source, memory: Path) -> TextSource:  # noqa: ARG002
+    def open(self, source: Source) -> TextSource:
         """See `SoundFolder`."""
         return SoundFolder(source.source)
 
@@ -156,14 +181,15 @@ class SpeechSampler(DocumentSampler):
             `input_features` [b, m, f] float32; `decoder_input_ids` [b, n]; and `labels` [b, n], the next tokens, IGNORED
             for the tokens with which the decoder begins and behind the end of a text.
         """
+        rate = self._extractor.sampling_rate
         sounds, inputs, labels = [], [], []
         for tokens, number in places:
-            text = self.document(tokens, number, closing=1)
+            text = self.document(tokens, number)
             inputs.append(ids_of(text[:-1]))
             labels.append(np.where(text[1:] & UNLEARNED, IGNORED, ids_of(text[1:])))
             assert isinstance(tokens.text, SoundFolder)
-            sounds.append(read_audio(tokens.text.sounds[number].path, self._extractor.sampling_rate))
-        features = self._extractor(sounds, sampling_rate=self._extractor.sampling_rate, return_tensors="np")
+            sounds.append(read_audio(tokens.text.sounds[number].path, rate))
+        features = self._extractor(sounds, sampling_rate=rate, return_tensors="np")
         return {
             "input_features": features.input_features.astype(np.float32),
             "decoder_input_ids": padded(inputs, self.settings.tokenizer.eos_token_id),

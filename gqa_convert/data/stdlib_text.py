@@ -9,6 +9,9 @@ import os
 import sysconfig
 from pathlib import Path
 
+from gqa_convert.data.documents import Fields
+from gqa_convert.data.files import Files
+
 HELD_OUT_SHARE = 20
 """One in this many files is held out."""
 
@@ -35,12 +38,4 @@ def source_files(held_out: bool, with_tests: bool = False) -> list[Path]:
 
 def read_texts(paths: list[Path]) -> list[str]:
     """The texts of the files, without files that are nearly empty or not UTF-8 (some test data deliberately is not)."""
-    texts = []
-    for path in paths:
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (UnicodeDecodeError, OSError):
-            continue
-        if len(text) > 100:
-            texts.append(text)
-    return texts
+    return [piece.text for piece in Files("the standard library", paths, lenient=True).pieces(Fields())]

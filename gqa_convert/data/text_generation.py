@@ -7,17 +7,14 @@ begins a user's message, so that the model asks itself, and then answers (Xu et 
 
 import hashlib
 import json
-import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Any, Final
 
-from gqa_convert.checkpoint.atomic_files import atomic_file
+from gqa_convert.checkpoint.atomic_files import write_whole
 from gqa_convert.checkpoint.devices import chosen_device
-from gqa_convert.checkpoint.locks import try_lock
+from gqa_convert.checkpoint.locks import wait_for_lock
 from gqa_convert.checkpoint.paths import local_path
 from gqa_convert.checkpoint.resource_errors import is_disk_full, is_out_of_memory, no_space
 from gqa_convert.checkpoint.source import Checkpoint, open_checkpoint
@@ -62,7 +59,7 @@ class OwnText:
 
     def texts(self) -> list[str]:
         """The documents in the file."""
-        return [json.loads(line)["text"] for line in self.file.read_text("utf-8").splitlines()]
+        return [json.loads(line)["text"] for line in self.file.read_text("utf-8").split("\n")[:-1]]
 
 
 def own_text(
@@ -100,20 +97,20 @@ def own_text(
         raise OptionError(f"tokens is {tokens}: it must be at least 1")
     checkpoint = open_checkpoint(str(model), download=True)
     settings = {"length": LENGTH, "batch": BATCH, "temperature": temperature, "seed": seed, "tokens": tokens}
-    if conversations:
-        settings["conversations"] = True
-    key = json.dumps([_files_of(checkpoint), settings], sort_keys=True)
+    key = json.dumps([_files_of(checkpoint), settings, conversations], sort_keys=True)
     file = cache / f"own-text-{hashlib.sha256(key.encode()).hexdigest()[:32]}.jsonl"
-    name = local_path(checkpoint.source_id).name if checkpoint.folder else checkpoint.source_id
+    name = local_path(checkpoint.source_id).name
     kind = "conversations" if conversations else "text"
     label = f"{name}'s own {kind} (at least {tokens:,} tokens at temperature {temperature:g}, seed {seed})"
     if not file.is_file():
-        with _explained(file):
-            cache.mkdir(parents=True, exist_ok=True)
-        write = partial(
-            _Conversations if conversations else _Writer, checkpoint, chosen_device(device), seed, temperature
+        _write(
+            checkpoint.source_id,
+            file,
+            lambda: _Writer(checkpoint, chosen_device(device), temperature, conversations=conversations),
+            tokens=tokens,
+            seed=seed,
+            progress=progress,
         )
-        _write(checkpoint, file, tokens, write, progress)
     return OwnText(file, label)
 
 
@@ -125,131 +122,110 @@ def _files_of(checkpoint: Checkpoint) -> list[Any]:
 
 
 def _write(
-    checkpoint: Checkpoint,
-    file: Path,
-    tokens: int,
-    open_writer: "Callable[[], _Writer]",
-    progress: OnTokenize,
+    name: str, file: Path, open_writer: "Callable[[], _Writer]", *, tokens: int, seed: int, progress: OnTokenize
 ) -> None:
     """Generate the file. Batch b is a function of the settings and b alone, so that a run that was interrupted continues
-    after its last finished batch and ends with the same file.
+    after its last finished batch and ends with the same file. If several processes call this at once, one generates and
+    the others wait.
     """
-    name = checkpoint.source_id
-    if loading.is_encoder_decoder(checkpoint.config):
-        raise OptionError(f"{name} is an encoder-decoder, and only decoders write text: name text for it instead")
-    loading.check_language_model(name, checkpoint.config, _NEEDS_HEAD)
-    with _unfinished(file) as (kept, batches):
-        done = sum(batch["tokens"] for batch in batches)
-        try:
+    unfinished = file.with_suffix(".unfinished")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with wait_for_lock(file.with_suffix(".lock")):
+            if file.is_file():
+                return
+            batches = json.loads(unfinished.read_bytes()) if unfinished.is_file() else []
             with loading.explained(name), loading.no_bars():
                 writer = open_writer()
-            while done < tokens:
-                batches.append(writer.batch(len(batches)))
-                with _explained(file):
-                    kept.write((json.dumps(batches[-1], ensure_ascii=False) + "\n").encode())
-                    kept.flush()
-                    os.fsync(kept.fileno())
-                done += batches[-1]["tokens"]
-                progress(GENERATING, min(done, tokens), tokens)
-        except InterruptedRunError as stopped:
-            reason = str(stopped).split(":")[0]
-            raise StoppedError(
-                f"{reason} after {done} tokens, which are kept: run the same command again to resume"
-            ) from None
-        except Exception as problem:
-            if is_out_of_memory(problem):
-                raise DeviceMemoryError(
-                    f"out of memory while {name} wrote text of its own: name text instead"
-                ) from None
-            raise
-        with _explained(file), atomic_file(file) as out:
-            rows = (row for batch in batches for row in batch["rows"])
-            out.writelines((json.dumps(row, ensure_ascii=False) + "\n").encode() for row in rows)
-        _unfinished_path(file).unlink(missing_ok=True)
-
-
-def _unfinished_path(file: Path) -> Path:
-    return file.with_name(f".{file.name}.unfinished")
-
-
-@contextmanager
-def _unfinished(file: Path) -> Iterator[tuple[BinaryIO, list[dict[str, Any]]]]:
-    """The hidden file with a line for each finished batch, to which this run appends, and the batches in it. A line that
-    a kill tore is dropped.
-
-    Raises:
-        OutputError: another run writes it.
-    """
-    path = _unfinished_path(file)
-    with _explained(file):
-        lock = try_lock(path)
-    if lock is None:
-        raise OutputError(f"another run is writing {file}: wait for it")
-    with os.fdopen(lock, "r+b") as kept:
-        kept.seek(0)
-        lines = kept.read().split(b"\n")[:-1]
-        kept.seek(sum(len(line) + 1 for line in lines))
-        kept.truncate()
-        try:
-            yield kept, [json.loads(line) for line in lines]
-        finally:
-            if not os.fstat(kept.fileno()).st_size:
-                path.unlink(missing_ok=True)
-
-
-@contextmanager
-def _explained(file: Path) -> Iterator[None]:
-    try:
-        yield
+            while (done := sum(batch["tokens"] for batch in batches)) < tokens:
+                batches.append(writer.batch(mix(seed, len(batches))))
+                write_whole(unfinished, json.dumps(batches).encode())
+                progress(GENERATING, min(done + batches[-1]["tokens"], tokens), tokens)
+            rows = [json.dumps(row, ensure_ascii=False) + "\n" for batch in batches for row in batch["rows"]]
+            write_whole(file, "".join(rows).encode())
+            unfinished.unlink(missing_ok=True)
+    except InterruptedRunError as stopped:
+        reason = str(stopped).split(":")[0]
+        raise StoppedError(f"{reason}: finished batches are kept, run the same command again to resume") from None
     except OSError as problem:
         if is_disk_full(problem):
             raise no_space(file, "continues after the last batch") from None
         raise OutputError(f"{file} can't be written ({problem.strerror or problem})") from None
+    except Exception as problem:
+        if is_out_of_memory(problem):
+            raise DeviceMemoryError(f"out of memory while {name} wrote text of its own: name text instead") from None
+        raise
 
 
 class _Writer:
     """A model with its tokenizer, which writes batches of texts."""
 
-    def __init__(self, checkpoint: Checkpoint, device: str, seed: int, temperature: float) -> None:
+    def __init__(self, checkpoint: Checkpoint, device: str, temperature: float, *, conversations: bool) -> None:
         import torch
         from transformers import GenerationConfig
 
-        assert checkpoint.folder is not None
-        self._seed, tokenizer = seed, loading.load_tokenizer(checkpoint.folder)
+        name, folder, config = checkpoint.source_id, checkpoint.folder, checkpoint.config
+        assert folder is not None
+        if loading.is_encoder_decoder(config):
+            raise OptionError(f"{name} is an encoder-decoder, and only decoders write text: name text for it instead")
+        loading.check_language_model(name, config, _NEEDS_HEAD)
+        tokenizer = loading.load_tokenizer(folder)
         begin = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
         if begin is None:
             raise DataError("the tokenizer has no token that begins a document: name text instead")
         pad = tokenizer.pad_token_id
-        check_vocabulary(checkpoint.config, max(begin, pad or 0), checkpoint.folder)
+        check_vocabulary(config, max(begin, pad or 0), folder)
+        self._tokenizer, self._opening, self._between = tokenizer, [int(begin)], None
+        if conversations:
+            turns = _chat_turns(tokenizer)
+            if turns is None:
+                raise DataError("the tokenizer has no chat template: name text instead")
+            self._opening, self._between = turns
         halves = loading.multiplies_bfloat16(torch.device(device))
-        model, _ = loading.load_model(checkpoint.folder, "auto" if halves else torch.float32)
+        model, _ = loading.load_model(folder, "auto" if halves else torch.float32)
         if halves and model.dtype == torch.float16:
             model = model.to(torch.bfloat16)
-        self._tokenizer, self._model = tokenizer, model.to(device).eval()
-        self._begin = int(begin)
-        stated = getattr(model.generation_config, "eos_token_id", None) or tokenizer.eos_token_id
-        self._ends = {end for end in (stated if isinstance(stated, list) else [stated]) if end is not None}
-        self._context = stated_positions(checkpoint.config)
+        self._model = model.to(device).eval()
+        self._context = stated_positions(config)
+        stated = model.generation_config.eos_token_id or tokenizer.eos_token_id
+        self._ends = stated if isinstance(stated, list) else [stated]
         # a model's own settings, such as a repetition penalty, would change its distribution
         self._model.generation_config = GenerationConfig(
-            eos_token_id=sorted(self._ends) or None,
-            pad_token_id=min(self._ends, default=0) if pad is None else pad,
+            eos_token_id=stated,
+            pad_token_id=(self._ends[0] or 0) if pad is None else pad,
             do_sample=True,
             temperature=temperature,
             top_k=0,
         )
 
-    def batch(self, number: int) -> dict[str, Any]:
-        """The texts of a batch that hold any, and the tokens generated for all."""
-        rows = self._sampled([[self._begin]] * BATCH, mix(self._seed, number), LENGTH)
-        texts = [self._tokenizer.decode(row, skip_special_tokens=True) for row in rows]
-        return {"rows": [{"text": text} for text in texts if text.strip()], "tokens": sum(map(len, rows))}
+    def batch(self, seed: int) -> dict[str, Any]:
+        """The texts of a batch that hold any, or the conversations that have a question, as rows, and the tokens generated
+        for all.
+        """
+        most = LENGTH if self._between is None else QUESTION
+        sampled = self._sampled([self._opening] * BATCH, seed, most)
+        texts = [text for text in self._tokenizer.batch_decode(sampled, skip_special_tokens=True) if text.strip()]
+        tokens = sum(map(len, sampled))
+        if self._between is None:
+            return {"rows": [{"text": text} for text in texts], "tokens": tokens}
+        if not texts:
+            raise DataError("the model asks nothing where its chat template lets a user speak: name text instead")
+        questions = [text.strip() for text in texts]
+        asked = self._tokenizer(questions, add_special_tokens=False)["input_ids"]
+        answers = self._sampled([[*self._opening, *ids, *self._between] for ids in asked], mix(seed, 1), LENGTH)
+        rows = []
+        for question, answer in zip(questions, answers, strict=True):
+            answered = self._tokenizer.decode(answer, skip_special_tokens=True)
+            messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answered}]
+            rows.append({"messages": messages})
+        return {"rows": rows, "tokens": tokens + sum(map(len, answers))}
 
     def _sampled(self, beginnings: Sequence[Sequence[int]], seed: int, most: int) -> list[list[int]]:
         """The tokens that the model writes behind each beginning, at most so many and as its context allows, up to the first
         end-of-text, which is included.
         """
         import torch
+        from torch.nn.utils.rnn import pad_sequence
 
         torch.manual_seed(seed)
         width = max(map(len, beginnings))
@@ -257,50 +233,17 @@ class _Writer:
             most = min(most, self._context - width)
         if most < 1:
             raise DataError(f"a conversation does not fit the model's {self._context} positions: name text instead")
-        padding = [width - len(beginning) for beginning in beginnings]
+        rows, device = [torch.tensor(beginning) for beginning in beginnings], self._model.device
         pad = self._model.generation_config.pad_token_id
-        ids = torch.tensor([[pad] * left + [*each] for left, each in zip(padding, beginnings, strict=True)])
-        mask = torch.tensor([[0] * left + [1] * (width - left) for left in padding])
-        device = self._model.device
+        ids = pad_sequence(rows, batch_first=True, padding_value=pad, padding_side="left").to(device)
+        mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left").to(device)
         with torch.inference_mode():
-            made = self._model.generate(input_ids=ids.to(device), attention_mask=mask.to(device), max_new_tokens=most)
+            made = self._model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=most)
         return [self._until_end(row) for row in made[:, width:].tolist()]
 
     def _until_end(self, tokens: list[int]) -> list[int]:
         end = next((at + 1 for at, token in enumerate(tokens) if token in self._ends), len(tokens))
         return tokens[:end]
-
-
-class _Conversations(_Writer):
-    """Writes conversations of a question and an answer."""
-
-    def __init__(self, checkpoint: Checkpoint, device: str, seed: int, temperature: float) -> None:
-        super().__init__(checkpoint, device, seed, temperature)
-        turns = _chat_turns(self._tokenizer)
-        if turns is None:
-            raise DataError("the tokenizer has no chat template: name text instead")
-        self._opening, self._between = turns
-
-    def batch(self, number: int) -> dict[str, Any]:
-        """The conversations of a batch that are complete enough to have a question, and the tokens generated for all."""
-        seed = mix(self._seed, number)
-        asked = self._sampled([self._opening] * BATCH, seed, QUESTION)
-        questions = [self._tokenizer.decode(row, skip_special_tokens=True).strip() for row in asked]
-        questions = [question for question in questions if question]
-        if not questions:
-            raise DataError("the model asks nothing where its chat template lets a user speak: name text instead")
-        beginnings = [[*self._opening, *self._encode(question), *self._between] for question in questions]
-        answers = self._sampled(beginnings, mix(seed, 1), LENGTH)
-        rows = []
-        for question, answer in zip(questions, answers, strict=True):
-            answered = self._tokenizer.decode(answer, skip_special_tokens=True)
-            messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answered}]
-            rows.append({"messages": messages})
-        return {"rows": rows, "tokens": sum(map(len, asked)) + sum(map(len, answers))}
-
-    def _encode(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
-        return ids
 
 
 def has_chat_template(tokenizer: Any) -> bool:

@@ -10,13 +10,8 @@ A token is its id with two marks in the upper bits, for which a vocabulary has n
 
 import hashlib
 import json
-import multiprocessing
 import os
-import signal
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import chain
@@ -28,13 +23,12 @@ import numpy.typing as npt
 
 from gqa_convert.checkpoint.atomic_files import write_whole
 from gqa_convert.checkpoint.locks import wait_for_lock
-from gqa_convert.checkpoint.paths import cache_folder
 from gqa_convert.checkpoint.resource_errors import is_disk_full, no_space
 from gqa_convert.data.documents import Piece
 from gqa_convert.data.files import Files
 from gqa_convert.data.order import Integers
 from gqa_convert.data.sources import TextSource
-from gqa_convert.errors import DataError, DeviceMemoryError, GQAConvertError
+from gqa_convert.errors import DataError
 
 Marked = npt.NDArray[np.uint32]
 """Token ids with their marks."""
@@ -47,7 +41,6 @@ _FORMAT = 2
 _BATCH_CHARACTERS = 1 << 22
 _BATCH_PIECES = 1024
 _LOOK = 1 << 22
-_THREADS = "TOKENIZERS_PARALLELISM"
 
 OnTokenize = Callable[[str, int, int], None]
 """Called with the source being tokenised, what is done and the total: bytes of files, tokens of streams."""
@@ -79,11 +72,6 @@ def packed(parts: Sequence[Sequence[int]], ends: Sequence[bool]) -> Marked:
     return flat
 
 
-def default_cache() -> Path:
-    """The default folder of token files."""
-    return cache_folder() / "tokens"
-
-
 @dataclass(frozen=True)
 class _Record:
     """What of a source is tokenised.
@@ -102,12 +90,17 @@ class _Record:
     complete: bool = False
     position: Any = None
 
+    def suffices(self, needed: int | None) -> bool:
+        """Whether there are so many tokens, or None for all of the source."""
+        return self.complete or (needed is not None and self.tokens >= needed)
 
+
+@dataclass(frozen=True, eq=False)
 class TokenSource:
     """The tokens of a source.
 
-    Args:
-        marked: [tokens], with their marks; usually a mapped file.
+    Attributes:
+        tokens: [tokens], with their marks; usually a mapped file.
         label: the source as the user names it.
         pieces: the pieces that the tokens were made of.
         complete: whether they are all of the source.
@@ -116,38 +109,36 @@ class TokenSource:
         fingerprint: a hash that identifies the tokens; for a stream also those that are still to come.
     """
 
-    def __init__(
-        self,
-        marked: Marked,
-        *,
-        label: str = "",
-        pieces: int = 0,
-        complete: bool = True,
-        is_stream: bool = False,
-        text: TextSource | None = None,
-        fingerprint: str = "",
-    ) -> None:
-        self._tokens, self.size = marked, len(marked)
-        self.label, self.pieces, self.complete, self.is_stream = label, pieces, complete, is_stream
-        self.text, self.fingerprint = text, fingerprint
+    tokens: Marked
+    label: str = ""
+    pieces: int = 0
+    complete: bool = True
+    is_stream: bool = False
+    text: TextSource | None = None
+    fingerprint: str = ""
+
+    @property
+    def size(self) -> int:
+        """The number of tokens."""
+        return len(self.tokens)
 
     def marked(self, start: int, count: int) -> Marked:
         """Tokens from a position on with their marks, continuing with the first token after the last: [count]."""
-        return self._tokens.take(np.arange(start, start + count), mode="wrap")
+        return self.tokens.take(np.arange(start, start + count), mode="wrap")
 
-    def read(self, start: int, count: int) -> Marked:
+    def read(self, start: int, count: int) -> Integers:
         """As `marked`, without the marks."""
-        return self.marked(start, count) & _ID
+        return ids_of(self.marked(start, count))
 
     @cached_property
     def ends(self) -> Integers:
         """The positions behind the last token of each document: [documents]."""
-        return np.flatnonzero(self._tokens & LAST) + 1
+        return np.flatnonzero(self.tokens & LAST) + 1
 
     def learns_any(self) -> bool:
         """Whether any of the tokens is predicted in training."""
-        parts = (self._tokens[at : at + _LOOK] for at in range(0, self.size, _LOOK))
-        return any(not (part & UNLEARNED).all() for part in parts)
+        starts = range(0, self.size, _LOOK)
+        return not all((self.tokens[start : start + _LOOK] & UNLEARNED).all() for start in starts)
 
 
 def ids_of(marked: Marked) -> Integers:
@@ -162,7 +153,6 @@ def tokenize(
     *,
     needed: int | None = None,
     progress: OnTokenize = lambda label, done, total: None,
-    processes: int = 1,
 ) -> TokenSource:
     """The tokens of a source, which is tokenised as far as the cache doesn't have it. If several processes call this at
     once, one tokenises and the others wait.
@@ -173,7 +163,6 @@ def tokenize(
         cache: the folder of the token files.
         needed: how many tokens suffice; None for all of the source.
         progress: called after each batch.
-        processes: how many processes tokenise. One process uses the tokenizer's threads.
 
     Raises:
         DataError: the text can't be read or is empty, or the cache can't be written.
@@ -184,14 +173,24 @@ def tokenize(
         cache.mkdir(parents=True, exist_ok=True)
         with wait_for_lock(path.with_suffix(".lock")) as locked:
             record = _read_record(path) or _Record()
-            if not record.complete and (needed is None or record.tokens < needed):
+            if not record.suffices(needed):
                 if not locked:
                     raise DataError(
                         f"the file system of the token cache {cache} has no locks: set XDG_CACHE_HOME to a folder on a local disk"
                     )
-                _append(text, encoder, path, record, needed, progress, processes)
+                for written in _appended(text, encoder, path, record):
+                    if isinstance(text, Files):
+                        progress(text.label, text.bytes_read, text.total_bytes)
+                    elif needed is not None:
+                        progress(text.label, min(written.tokens, needed), needed)
+                    if written.suffices(needed):
+                        break
     except OSError as problem:
-        raise _cache_problem(problem, cache) from None
+        if is_disk_full(problem):
+            raise no_space(cache, "continues (or set XDG_CACHE_HOME to another disk)") from None
+        raise DataError(
+            f"the token cache {cache} can't be used ({problem.strerror or problem}): set XDG_CACHE_HOME to a folder on a local disk"
+        ) from None
     return open_tokens(text, encoder, cache)
 
 
@@ -223,45 +222,34 @@ def _path(text: TextSource, encoder: Encoder, cache: Path) -> Path:
     return cache / f"{hashlib.sha256(json.dumps(identity, default=str).encode()).hexdigest()}.tokens"
 
 
-def _append(
-    text: TextSource,
-    encoder: Encoder,
-    path: Path,
-    record: _Record,
-    needed: int | None,
-    progress: OnTokenize,
-    processes: int,
-) -> None:
-    """Append the tokens of the documents after those of a record until they suffice or the source ends."""
+def _appended(text: TextSource, encoder: Encoder, path: Path, record: _Record) -> Iterator[_Record]:
+    """Append the tokens of the documents after those of a record until the source ends; yields each new record."""
     if not record.tokens:
         path.unlink(missing_ok=True)  # another run may have mapped it
     left = text.pieces(encoder.fields, record.pieces, record.position)
-    batches = ((batch, text.position()) for batch in batched(left))
     with path.open("ab") as file:
         file.truncate(record.tokens * LAST.itemsize)  # what was written after the last record
-        for tokens, pieces, position in _encoded(encoder, batches, processes):
+        for pieces in batched(left):
+            tokens = encoder.encode(pieces)
             data = tokens.tobytes()
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
             record = _Record(
                 tokens=record.tokens + len(tokens),
-                pieces=record.pieces + pieces,
+                pieces=record.pieces + len(pieces),
                 digest=hashlib.sha256(record.digest.encode() + data).hexdigest(),
-                position=position,
+                position=text.position(),
             )
             _write_record(path, record)
-            if isinstance(text, Files):
-                progress(text.label, text.bytes_read(), text.total_bytes)
-            elif needed is not None:
-                progress(text.label, min(record.tokens, needed), needed)
-            if needed is not None and record.tokens >= needed:
-                return
+            yield record
     if not record.tokens:
         path.unlink()
         path.with_suffix(".json").unlink(missing_ok=True)
         raise DataError(f"{text.label} holds no text: name another source, or other fields")
-    _write_record(path, replace(record, complete=True, position=None))
+    record = replace(record, complete=True, position=None)
+    _write_record(path, record)
+    yield record
 
 
 def batched(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
@@ -278,79 +266,16 @@ def batched(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
         yield batch
 
 
-def _encoded(
-    encoder: Encoder, batches: Iterator[tuple[list[Piece], Any]], processes: int
-) -> Iterator[tuple[Marked, int, Any]]:
-    """The tokens of each batch, the number of its pieces, and the position behind it."""
-    if processes == 1:
-        for pieces, position in batches:
-            yield encoder.encode(pieces), len(pieces), position
-        return
-    threads = os.environ.get(_THREADS)
-    others = multiprocessing.active_children()
-    os.environ[_THREADS] = "false"  # the processes would have too many of them
-    pool = ProcessPoolExecutor(processes, multiprocessing.get_context("fork"), _start, (encoder,))
-    waiting: deque[Any] = deque()
-    try:
-        for pieces, position in batches:
-            waiting.append((pool.submit(_encode, pieces), len(pieces), position))
-            if len(waiting) > 2 * processes:
-                future, count, behind = waiting.popleft()
-                yield future.result(), count, behind
-        for future, count, behind in waiting:
-            yield future.result(), count, behind
-    except BrokenProcessPool:
-        raise DeviceMemoryError(
-            "a process that tokenised was killed, perhaps for lack of memory: run the same command again with fewer processes, which keeps "
-            "what is ready"
-        ) from None
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
-        for process in multiprocessing.active_children():
-            if process not in others:  # it would finish its batch first
-                process.terminate()
-        del os.environ[_THREADS]
-        if threads is not None:
-            os.environ[_THREADS] = threads
-
-
-_encoder: Encoder
-"""What a process of the pool works with."""
-
-
-def _start(encoder: Encoder) -> None:
-    """Prepare a process of the pool. Stopping is the business of the process that started it."""
-    global _encoder
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    _encoder = encoder
-
-
-def _encode(pieces: list[Piece]) -> Marked:
-    return _encoder.encode(pieces)
-
-
 def _read_record(path: Path) -> _Record | None:
-    """What counts of a token file; None if there is nothing, or the files are damaged or of another format."""
+    """What counts of a token file; None if there is nothing, or the files are damaged."""
     try:
-        stated = json.loads(path.with_suffix(".json").read_bytes())
-        record = _Record(**stated["record"])
-        if stated["format"] == _FORMAT and 0 < record.tokens * LAST.itemsize <= path.stat().st_size:
+        record = _Record(**json.loads(path.with_suffix(".json").read_bytes()))
+        if 0 < record.tokens * LAST.itemsize <= path.stat().st_size:
             return record
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, TypeError):
         pass
     return None
 
 
 def _write_record(path: Path, record: _Record) -> None:
-    write_whole(path.with_suffix(".json"), json.dumps({"format": _FORMAT, "record": asdict(record)}).encode())
-
-
-def _cache_problem(problem: OSError, cache: Path) -> GQAConvertError:
-    """An operating-system error about the cache, as one line."""
-    if is_disk_full(problem):
-        return no_space(cache, "continues (or set XDG_CACHE_HOME to another disk)")
-    return DataError(
-        f"the token cache {cache} can't be used ({problem.strerror or problem}): set XDG_CACHE_HOME to a folder on a local disk"
-    )
+    write_whole(path.with_suffix(".json"), json.dumps(asdict(record)).encode())

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gqa_convert.data.documents import Piece, TextField
+from gqa_convert.data.documents import Fields, Piece
 from gqa_convert.data.token_files import Marked, packed
 from gqa_convert.errors import DataError
 
@@ -26,7 +26,7 @@ class TextEncoder:
         DataError: the tokenizer has no end-of-text token.
     """
 
-    def __init__(self, tokenizer: Any, fields: TextField, *, closed: bool) -> None:
+    def __init__(self, tokenizer: Any, fields: Fields, *, closed: bool) -> None:
         self._tokenizer, self.fields = tokenizer, fields
         self._backend = _backend(tokenizer)
         eos = end_of_text(tokenizer)
@@ -96,14 +96,13 @@ def tokenizer_state(tokenizer: Any) -> list[Any]:
         state.pop("truncation", None)  # padding and truncation depend on earlier use of the tokenizer
         state.pop("padding", None)
         return [type(tokenizer).__name__, state]
-    settings = dict(sorted(getattr(tokenizer, "init_kwargs", {}).items()))
-    settings.pop("name_or_path", None)
-    names = ("vocab_file", "spm_file")
-    files = [*(getattr(tokenizer, name, None) for name in names), *getattr(tokenizer, "spm_files", ())]
+    settings = {name: value for name, value in tokenizer.init_kwargs.items() if name != "name_or_path"}
+    files = [getattr(tokenizer, name, None) for name in ("vocab_file", "spm_file")]
+    files += getattr(tokenizer, "spm_files", ())  # Marian's, which its settings do not name
     return [
         type(tokenizer).__name__,
         sorted(tokenizer.get_vocab().items()),
-        {name: _content(value) or repr(value) for name, value in settings.items()},
+        {name: _content(value) or repr(value) for name, value in sorted(settings.items())},
         [_content(file) for file in files],
     ]
 

@@ -5,11 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gqa_convert.checkpoint.atomic_files import write_whole
+from gqa_convert.data.hub import default_cache
 from gqa_convert.data.objectives import SampleSettings
 from gqa_convert.data.samples import EvaluationBlocks, Samples, TokenCache, evaluation_blocks, open_samples
 from gqa_convert.data.sources import DatasetCommits, Source, find_commits
 from gqa_convert.data.text_generation import own_text
-from gqa_convert.data.token_files import OnTokenize, default_cache
+from gqa_convert.data.token_files import OnTokenize
 from gqa_convert.errors import RecipeError
 from gqa_convert.training.distributed import broadcast, gathered
 from gqa_convert.training.opening import Opened
@@ -47,7 +48,7 @@ def open_text(context: RunContext, opened: Opened, known: DatasetCommits, on_tok
     recipe, commits = context.recipe, DatasetCommits()
     with context.together():
         if context.main:
-            commits = find_commits((*recipe.data, *(recipe.evaluation_data or ())), known, default_cache())
+            commits = find_commits((*recipe.data, *(recipe.evaluation_data or ())), known)
     commits = gathered(context.accelerator, commits)[0]
     pinned = recipe.pinned(commits)
     is_local_main = context.accelerator.is_local_main_process

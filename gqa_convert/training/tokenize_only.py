@@ -1,6 +1,5 @@
 """Tokenises the text of a recipe ahead of its run, for which no GPU is needed."""
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,7 +57,6 @@ def tokenize_recipe(
     path: str | Path,
     overrides: Sequence[str] = (),
     *,
-    processes: int | None = None,
     on_tokenize: OnTokenize = lambda label, done, total: None,
 ) -> TokenizedRecipe:
     """Tokenise the text of a recipe into the cache in which its run looks for it. A call that was stopped is continued
@@ -67,7 +65,6 @@ def tokenize_recipe(
     Args:
         path: the path of the recipe.
         overrides: `key=value` pairs that replace values of the recipe.
-        processes: how many processes tokenise; by default one for each core that may be used.
         on_tokenize: called with a source, what is tokenised and the total: bytes of files, tokens of streams.
 
     Raises:
@@ -77,16 +74,16 @@ def tokenize_recipe(
     """
     recipe = read_recipe(path, overrides)
     try:
-        return _tokenized(recipe, processes or len(os.sched_getaffinity(0)), on_tokenize)
+        return _tokenized(recipe, on_tokenize)
     except InterruptedRunError as stopped:
         reason = str(stopped).split(":")[0]
         raise StoppedError(f"{reason}: what is ready is kept, run the same command again to resume") from None
 
 
-def _tokenized(recipe: Recipe, processes: int, on_tokenize: OnTokenize) -> TokenizedRecipe:
+def _tokenized(recipe: Recipe, on_tokenize: OnTokenize) -> TokenizedRecipe:
     settings = sample_settings(recipe, open_checkpoint(recipe.model, download=True))
-    cache = TokenCache(processes=processes, progress=on_tokenize)
-    pinned = recipe.pinned(find_commits((*recipe.data, *(recipe.evaluation_data or ())), {}, cache.folder))
+    cache = TokenCache(progress=on_tokenize)
+    pinned = recipe.pinned(find_commits((*recipe.data, *(recipe.evaluation_data or ())), {}))
     writer = source_folder(recipe)
     data = [with_own_text(source, recipe.model, writer, on_tokenize) for source in pinned.data]
     samples = open_run_samples(pinned, data, settings, cache)

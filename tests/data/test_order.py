@@ -2,12 +2,10 @@
 
 from collections import Counter
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gqa_convert.data.order import Mixture, mix, permuted
-from gqa_convert.errors import DataError
 
 
 @given(size=st.integers(1, 700), key=st.integers(0, 2**64 - 1))
@@ -46,9 +44,3 @@ def test_awkward_weights_are_rounded() -> None:
     drawn = Counter(mixture.locate(index)[0] for index in range(mixture.period))
     assert abs(drawn[0] / 65536 - weights[0] / sum(weights)) < 1e-4
     assert drawn[2] == 1
-
-
-@pytest.mark.parametrize("weight", [0, -1.0, float("nan"), float("inf")])
-def test_weights_without_sense(weight: float) -> None:
-    with pytest.raises(DataError, match="weight of a data source"):
-        Mixture([1.0, weight])

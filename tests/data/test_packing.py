@@ -17,8 +17,10 @@ SIZES = st.integers(2, 60)
 LENGTHS = st.integers(1, 12)
 
 
-def causal(length: int) -> CausalSampler:
-    return CausalSampler(SampleSettings(None, "causal", length))
+def causal(length: int, window: int = 1) -> CausalSampler:
+    sampler = CausalSampler(SampleSettings(None, "causal", length))
+    sampler.window_blocks = max(1, window // length)
+    return sampler
 
 
 def samples_of(
@@ -34,7 +36,7 @@ def samples_of(
     tokens = array_tokens(
         np.arange(2, size + 2)[:available], is_stream=window is not None, complete=complete and available is None
     )
-    return Samples([(tokens, 1.0)], causal(length), seed, "", window or 1)
+    return Samples([(tokens, 1.0)], causal(length, window or 1), seed)
 
 
 @given(size=SIZES, length=LENGTHS, seed=st.integers(0, 2**32))
@@ -56,7 +58,7 @@ def test_a_stream_is_shuffled_within_windows_first(size: int, length: int, windo
     whole = samples_of(size, length, window=window)
     batch = whole.batch(range(blocks))
     assert sorted(batch["labels"][batch["labels"] != IGNORED].tolist()) == list(range(3, size + 2))
-    needed = causal(length).tokens_for(count, window)
+    needed = causal(length, window).tokens_for(count)
     if needed >= size:
         return
     partial = samples_of(size, length, window=window, available=needed)
@@ -81,7 +83,7 @@ def test_samples_do_not_depend_on_how_they_are_asked_for(size: int, length: int,
 def test_sources_keep_their_share_and_their_own_order() -> None:
     sampler = causal(4)
     sources = [(array_tokens(np.arange(2, 43)), 3.0), (array_tokens(np.arange(1001, 1042)), 1.0)]
-    samples = Samples(sources, sampler, 0, "")
+    samples = Samples(sources, sampler, 0)
     batch = samples.batch(range(44))
     second = batch["input_ids"][:, 0] > 1000
     assert second.sum() == 11
@@ -92,7 +94,7 @@ def test_sources_keep_their_share_and_their_own_order() -> None:
 @given(size=SIZES, length=LENGTHS, tokens=st.integers(1, 80))
 def test_evaluation_scores_each_token_once_and_in_order(size: int, length: int, tokens: int) -> None:
     sampler = causal(length)
-    blocks = EvaluationBlocks([(array_tokens(np.arange(2, size + 2)), tokens)], sampler, "")
+    blocks = EvaluationBlocks([(array_tokens(np.arange(2, size + 2)), tokens)], sampler)
     if tokens < 2 or size < 2:
         assert not len(blocks)
         return

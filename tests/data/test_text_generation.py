@@ -118,22 +118,20 @@ def test_what_has_no_chat_template_or_one_of_its_own_mind_writes_documents_only(
 def test_a_stopped_run_is_continued_to_the_same_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole, batch, asked = own_text(DEMO, tmp_path / "whole", **SMALL | {"tokens": 150}), _Writer.batch, list[int]()
 
-    def stops(self: Any, number: int) -> Any:
-        asked.append(number)
-        if asked == [0, 1]:
+    def stops(self: Any, seed: int) -> Any:
+        asked.append(seed)
+        if len(asked) == 2:
             raise InterruptedRunError("stopped by SIGTERM: no partial result was written")
-        return batch(self, number)
+        return batch(self, seed)
 
     monkeypatch.setattr(_Writer, "batch", stops)
-    with pytest.raises(StoppedError, match="which are kept: run the same command again to resume"):
+    with pytest.raises(StoppedError, match="finished batches are kept, run the same command again to resume"):
         own_text(DEMO, tmp_path / "parts", **SMALL | {"tokens": 150})
-    (hidden,) = (tmp_path / "parts").iterdir()
-    with hidden.open("ab") as file:
-        file.write(b'{"texts": ["torn')  # by a kill in the middle of a write
+    assert not list((tmp_path / "parts").glob("*.jsonl"))
     parts = own_text(DEMO, tmp_path / "parts", **SMALL | {"tokens": 150})
-    assert asked[:3] == [0, 1, 1]
+    assert asked[:3] == [mix(0, 0), mix(0, 1), mix(0, 1)]
     assert parts.file.read_bytes() == whole.file.read_bytes()
-    assert {path.name for path in parts.file.parent.iterdir()} == {parts.file.name}
+    assert {path.suffix for path in parts.file.parent.iterdir()} == {".jsonl", ".lock"}
 
 
 def test_calibration_reads_it_as_it_reads_the_file(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 import gqa_convert
 from gqa_convert.data import samples
 from gqa_convert.data.objectives import SampleSettings
+from gqa_convert.data.sources import Source, as_source
 from gqa_convert.data.token_files import LAST, TokenSource
 
 DEMO = Path(gqa_convert.__file__).parent / "demo_checkpoint"
@@ -38,18 +39,22 @@ def array_tokens(tokens: npt.ArrayLike, *, is_stream: bool = False, complete: bo
     return TokenSource(marked, is_stream=is_stream, complete=complete)
 
 
-_CACHE = ("is_local_main", "processes", "wait", "progress")
-_OWN = ("seed", "tokens", "shuffle_window")
+_CACHE = ("is_local_main", "wait", "progress")
+_OWN = ("seed", "tokens")
 
 
 def open_samples(sources: Any, tokenizer: Any, **given: Any) -> samples.Samples:
     """Samples, by the names of all settings in one call."""
-    return samples.open_samples(sources, *_settings(tokenizer, given), **given)
+    return samples.open_samples(_sources(sources), *_settings(tokenizer, given), **given)
 
 
 def evaluation_blocks(sources: Any, tokenizer: Any, **given: Any) -> samples.EvaluationBlocks:
     """Blocks, by the names of all settings in one call."""
-    return samples.evaluation_blocks(sources, *_settings(tokenizer, given), **given)
+    return samples.evaluation_blocks(_sources(sources), *_settings(tokenizer, given), **given)
+
+
+def _sources(given: Any) -> list[Source]:
+    return [as_source(source) for source in ([given] if isinstance(given, str) else given)]
 
 
 def _settings(tokenizer: Any, given: dict[str, Any]) -> tuple[SampleSettings, samples.TokenCache]:

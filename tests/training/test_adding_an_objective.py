@@ -63,7 +63,7 @@ def test_estimates_and_tokenising_and_refusals_know_it(home: Path, tmp_path: Pat
     path = recipe(home, tmp_path / "run", objective="backwards")
     other = recipe(home, tmp_path / "other")
     assert estimate(path, [], named_gpus(1, "h100")) == estimate(other, [], named_gpus(1, "h100"))
-    assert tokenize_recipe(path, processes=1).samples == 12
+    assert tokenize_recipe(path).samples == 12
     keys = {"model": "m", "output": "o", "tokens": "10M", "objective": "backwards"}
     for more, message in (
         (

@@ -10,7 +10,7 @@ from typing import Any
 import huggingface_hub
 import pytest
 
-from gqa_convert.data import samples, token_files
+from gqa_convert.data import sampler, token_files
 from gqa_convert.data.documents import Piece
 from gqa_convert.data.hub import HubDataset
 from gqa_convert.data.tokenizing import TextEncoder
@@ -51,7 +51,7 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> Stream:
     answer = type("Answer", (), {"sha": "a" * 40})
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *_, **__: answer)
     monkeypatch.setattr(HubDataset, "open_rows", lambda dataset: found.rows(dataset))
-    monkeypatch.setitem(samples.open_samples.__kwdefaults__, "shuffle_window", 1000)
+    monkeypatch.setattr(sampler, "SHUFFLE_WINDOW", 1000)
     monkeypatch.setattr(token_files, "_BATCH_PIECES", 50)
     return found
 
@@ -59,7 +59,7 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> Stream:
 def test_the_run_finds_the_tokens(home: Path, tmp_path: Path, cache: Path) -> None:
     path = recipe(home, tmp_path / "run", evaluation_data=str(home / "other.txt"), tokens=128)
     seen: list[tuple[str, int, int]] = []
-    found = tokenize_recipe(path, processes=2, on_tokenize=lambda *report: seen.append(report))
+    found = tokenize_recipe(path, on_tokenize=lambda *report: seen.append(report))
     assert {label for label, _, _ in seen} == {str(home / "text.txt"), str(home / "other.txt")}
     (source,) = found.sources
     assert (source.source, source.complete, source.revision) == (str(home / "text.txt"), True, None)
@@ -104,9 +104,9 @@ def test_a_stopped_command_continues(home: Path, tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(TextEncoder, "encode", counted)
     stops_at = 4
     with pytest.raises(StoppedError, match=r"stopped by SIGTERM: what is ready is kept, run the same command again"):
-        tokenize_recipe(path, processes=1)
+        tokenize_recipe(path)
     made[0], stops_at = 0, 0
-    tokenize_recipe(path, processes=1)
+    tokenize_recipe(path)
     assert made[0] == 6 - 3  # 40,000 characters in twelve pieces
 
 

@@ -148,7 +148,7 @@ def _speech(
     size = SpeechSize(tokens, held_out, tokens if fresh else 0)
     found = speech_batches(speech, files, size, seed=options.seed, progress=partial(progress, LISTENING))
     divided = divide_batches(found.layers, found.tokens, ids="decoder_input_ids")
-    heard = "; ".join((found.description(), *speech.notes))
+    heard = "; ".join((found.description, *speech.notes))
     return replace(divided, description=heard, held_out=found.held_out, fresh=found.fresh)
 
 
@@ -175,10 +175,10 @@ def _text(
     """Blocks of text, in which the source has written what `self` stands for, with other kinds of text among them."""
     from gqa_convert.conversion.fit.calibration_text import calibration_batches, check_number
     from gqa_convert.conversion.fit.mixed_text import OWN_SHARE, OwnTexts, description, mixed
+    from gqa_convert.data.hub import default_cache
     from gqa_convert.data.model_tokenizer import usable_tokenizer
     from gqa_convert.data.sources import as_source, is_self, open_source
     from gqa_convert.data.text_generation import OwnText, has_chat_template, own_text
-    from gqa_convert.data.token_files import default_cache
 
     folder, config = plan.checkpoint.folder, plan.checkpoint.config
     assert folder is not None
@@ -200,7 +200,7 @@ def _text(
     for text in texts:
         if not is_self(text):
             # what does not exist is refused before anything is written
-            open_source(as_source(str(text) if isinstance(text, Path) else text), default_cache())
+            open_source(as_source(str(text) if isinstance(text, Path) else text))
     is_own = [is_self(text) for text in texts]
     texts = [written(tokens + held_out) if own else text for text, own in zip(texts, is_own, strict=True)]
     note, added = None, ""

@@ -23,12 +23,13 @@ from gqa_convert.data.decoder_start import decoder_start
 from gqa_convert.data.documents import Piece
 from gqa_convert.data.encoders import text_encoder
 from gqa_convert.data.files import Files
+from gqa_convert.data.hub import default_cache
 from gqa_convert.data.model_tokenizer import check_vocabulary, usable_tokenizer
 from gqa_convert.data.order import Integers, mix, permuted
 from gqa_convert.data.sources import as_source, open_source
 from gqa_convert.data.span_corruption import SpanCorruption, has_sentinels, shape_for
 from gqa_convert.data.text_generation import OwnText
-from gqa_convert.data.token_files import Encoder, batched, default_cache, ids_of, tokenize
+from gqa_convert.data.token_files import Encoder, batched, ids_of, tokenize
 from gqa_convert.errors import ConfigError, DataError, OptionError
 from gqa_convert.families.config_sizes import HIDDEN_SIZE_KEYS
 from gqa_convert.families.context_length import SPAN_LENGTH, block_length, is_t5_like, stated_count, stated_positions
@@ -390,8 +391,8 @@ def _read(source: Any, tokenizer: Any, count: int, *, closed: bool) -> tuple[str
     """The label of the source, and at least `count` of its tokens, or all if it has fewer."""
     given = source.file if isinstance(source, OwnText) else source
     stated = as_source(str(given) if isinstance(given, Path) else given)
-    text = open_source(stated, default_cache())
-    encoder = text_encoder(stated, text, tokenizer, closed=closed, chats=True, loss_on="all")
+    text = open_source(stated)
+    encoder = text_encoder(stated, text, tokenizer, closed=closed, chats=True)
     if isinstance(text, Files):
         label = source.label if isinstance(source, OwnText) else text.label
         return label, _file_tokens(text, encoder, count)

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from gqa_convert.data.audio_files import AudioFile
-from gqa_convert.data.documents import Piece, TextField
+from gqa_convert.data.documents import Fields, Piece
 from gqa_convert.data.order import mix
-from gqa_convert.data.pairs import frame_around, shortened
+from gqa_convert.data.pairs import shortened
 from gqa_convert.data.span_corruption import SpanCorruption
 from gqa_convert.data.speech import Keeper, SpeechModel, cut_windows
 from gqa_convert.data.token_files import batched, ids_of
@@ -212,7 +212,7 @@ def span_material(pieces: Sequence[Piece], tokenizer: Any, *, start: int, length
         raw = corruption.shape_for(length).raw
     except DataError as problem:  # in the words of a recipe
         raise DataError(str(problem).replace("sequence_length", "--window")) from None
-    encoder = TextEncoder(tokenizer, TextField(), closed=False)
+    encoder = TextEncoder(tokenizer, Fields(), closed=False)
     ids = np.concatenate([ids_of(encoder.encode(some)) for some in batched(pieces)])
     count = len(ids) // raw
     if not count:
@@ -243,17 +243,16 @@ def pair_material(
         pairs: sources and targets.
         tokenizer: the model's.
         start: the first token of the decoder's input; None for the target's last token, with which mBART's begins.
-        length: maximum number of tokens of each; a longer text is cut before its closing special tokens.
+        length: maximum number of tokens of each; a longer text is cut before its last one, end-of-text.
         progress: called with the number of pairs that were tokenised and the number of all pairs.
     """
-    closing, target_closing = (len(frame_around(tokenizer, argument).after) for argument in ("text", "text_target"))
     examples, truncated = [], 0
     for number, (source, target) in enumerate(pairs):
         read, _ = encode(tokenizer, source, add_special_tokens=True)
         written, ends = encode(tokenizer, target, "text_target", add_special_tokens=True)
         truncated += max(len(read), len(written)) > length
-        read, targets = shortened(read, length, closing), shortened(written, length, target_closing)
-        sizes = shortened(np.diff(ends, prepend=0), length, target_closing)
+        read, targets = shortened(read, length), shortened(written, length)
+        sizes = shortened(np.diff(ends, prepend=0), length)
         begin = targets[-1] if start is None else start
         decoder = np.concatenate([[begin], targets[:-1]])
         encoder = {"input_ids": read, "attention_mask": np.ones_like(read)}

@@ -16,7 +16,6 @@ from gqa_convert.data.decoder_start import decoder_start, starts_with_last
 from gqa_convert.data.model_tokenizer import check_vocabulary
 from gqa_convert.data.sources import Source, find_commits, pinned
 from gqa_convert.data.speech import SpeechModel
-from gqa_convert.data.token_files import default_cache
 from gqa_convert.errors import OptionError
 from gqa_convert.families.loading import no_bars
 from gqa_convert.measuring import Progress, no_progress
@@ -100,7 +99,7 @@ def evaluate(
     """
     _check(data, options)
     if data is not None:
-        (data,) = pinned([data], find_commits([data], {}, default_cache()))
+        (data,) = pinned([data], find_commits([data], {}))
     names = list(models)
     if options.reference is not None:
         names.insert(0, options.reference)

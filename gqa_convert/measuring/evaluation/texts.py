@@ -3,10 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
-from gqa_convert.data.documents import PAIR_KEYS, PairFields, Piece, TextField
+from gqa_convert.data.documents import PAIR_KEYS, Fields, Piece
 from gqa_convert.data.files import Files
 from gqa_convert.data.sources import Source, open_source
-from gqa_convert.data.token_files import default_cache
 from gqa_convert.errors import DataError
 from gqa_convert.measuring import no_progress
 from gqa_convert.measuring.evaluation.examples import encode
@@ -29,13 +28,13 @@ def read_pieces(source: Source, tokenizer: Any, tokens: int | None, progress: Pr
     Raises:
         DataError: the text can't be found or read, or is empty.
     """
-    text = open_source(source, default_cache())
+    text = open_source(source)
     found: list[Piece] = []
     count = 0
-    for piece in text.pieces(TextField(source.text_field)):
+    for piece in text.pieces(Fields((source.text_field,))):
         found.append(piece)
         if isinstance(text, Files) and tokens is None:
-            progress(text.bytes_read(), text.total_bytes)
+            progress(text.bytes_read, text.total_bytes)
             continue
         limit = tokens or STREAM_TOKENS
         _, ends = encode(tokenizer, piece.text)
@@ -64,10 +63,10 @@ def read_pairs(
     Raises:
         DataError: the rows can't be found or read, lack a field, or have no text in it.
     """
-    text = open_source(source, default_cache())
+    text = open_source(source)
     pairs: list[tuple[str, str]] = []
     try:
-        for piece in text.pieces(PairFields(*fields)):
+        for piece in text.pieces(Fields(fields, "pair")):
             for field, side in zip(fields, piece.text, strict=True):
                 if not side:
                     raise DataError(
@@ -75,7 +74,7 @@ def read_pairs(
                     )
             pairs.append(piece.text)
             if isinstance(text, Files):
-                progress(text.bytes_read(), text.total_bytes)
+                progress(text.bytes_read, text.total_bytes)
             elif count:
                 progress(len(pairs), count)
             if len(pairs) == count:
