@@ -1,7 +1,7 @@
 """A merged layer inside the source's own attention module, whose code runs it and passes gradients to it."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -11,15 +11,15 @@ from torch import Tensor
 from gqa_convert.conversion.fit.source_layers import SourceLayer
 from gqa_convert.errors import UnsupportedFamilyError
 from gqa_convert.families import layouts
-from gqa_convert.merging.attention_heads import LayerLayout, Tensors, rows_first
+from gqa_convert.merging.attention_heads import LayerLayout, Tensors
+from gqa_convert.merging.factorisation import Array
 
 
 class MergedAttention:
     """A merged layer, and the loaded module of the source in which it is installed.
 
-    The module has more K/V heads than the layer. So rows of a weight are gathered by their numbers, which the layout tells
-    by repeating tensors that hold the numbers of their rows. Where a projection makes nothing but keys or values, its
-    output is repeated instead, and its product costs what few heads cost.
+    The module has more K/V heads than the layer, so that the rows of a weight are gathered. Where a projection makes
+    nothing but keys or values, its output is repeated instead, and its product costs what few heads cost.
 
     Args:
         layout: of the source's layer.
@@ -35,15 +35,7 @@ class MergedAttention:
     def __init__(self, layout: LayerLayout, tensors: Tensors, groups: int, module: Any) -> None:
         self._module, self._prefix, self._transposed = module, f"{layout.layer.module}.", layout.transposed
         self._groups, self._times = groups, layout.layer.kv_heads // groups
-        output, _ = layout.output_names
-        device = next(module.parameters()).device
-        numbered = dict(tensors)
-        columns = rows_first(tensors[output], not layout.transposed)
-        numbered[output] = rows_first(columns[:, :1], not layout.transposed)
-        for name in layout.projections:
-            rows = rows_first(tensors[name], layout.transposed)
-            numbers = np.arange(len(rows)).reshape(-1, *[1] * (rows.ndim - 1))
-            numbered[name] = rows_first(numbers, layout.transposed)
+        self._device = next(module.parameters()).device
         self.tensors: dict[str, Tensor] = {}
         self._parts: dict[str, list[str]] = {}
         """Which of `self.tensors` make a tensor of the result, by its name."""
@@ -52,31 +44,50 @@ class MergedAttention:
         self._rows: dict[str, Tensor] = {}
         """The numbers of the rows that are gathered."""
         self._gates: dict[str, Tensor] = {}
-        """Which rows belong to gates, [rows, 1] or [rows]: they stay as they are."""
-        self._repeated: set[Any] = set()
+        """Which rows belong to gates, [rows]: they stay as they are."""
+        self._repeated: list[Any] = []
         """Projections whose output is repeated."""
-        for name, array in layout.repeated(numbered, groups).items():
-            key = name.removeprefix(self._prefix)
-            if name not in layout.projections and name not in layout.output_names:
-                self._gains[key] = torch.from_numpy(array.astype(np.float32)).to(device)
-                continue
-            tensor = torch.from_numpy(tensors[name].astype(np.float32)).to(device)
-            sections = layouts.regrouped(layout.projections.get(name, ()), groups)
-            roles = [section.role for section in sections]
+        for name, sections in layout.projections.items():
+            self._add_projection(name, self._on_device(tensors[name]), sections)
+        for name in layout.output_names:
+            if name in tensors:
+                self.tensors[name] = self._on_device(tensors[name])
+                self._parts[name] = [name]
+        if len(layout.names) > len(self._parts):  # norms that count heads
+            for name, array in layout.repeated(tensors, groups).items():
+                if name not in self._parts:
+                    self._gains[name.removeprefix(self._prefix)] = self._on_device(array)
+
+    def _on_device(self, array: Array) -> Tensor:
+        return torch.from_numpy(array.astype(np.float32)).to(self._device)
+
+    def _axis(self, tensor: Tensor) -> int:
+        """The axis of a projection's rows: Conv1D's weights are transposed, biases never."""
+        return 1 if self._transposed and tensor.ndim == 2 else 0
+
+    def _add_projection(self, name: str, tensor: Tensor, sections: tuple[layouts.Section, ...]) -> None:
+        own = layouts.regrouped(sections, self._groups)
+        axis = self._axis(tensor)
+        numbers = layouts.split(np.arange(tensor.shape[axis]), own)
+        roles = [section.role for section in own]
+        if "gate" in roles or len(roles) == 1:
             self._parts[name] = [name]
-            if "gate" in roles:
-                gates = layouts.split(numbered[name], sections)[roles.index("gate")]
-                self._gates[name] = torch.from_numpy(np.isin(numbered[name], gates)).to(device)
-            elif len(roles) > 1:
-                self._parts[name] = [f"{role}.{name}" for role in roles]
-            sizes = [section.rows for section in sections] if len(self._parts[name]) > 1 else [len(tensor)]
-            parts: Any = rows_first(tensor, layout.transposed and len(sizes) > 1)
-            self.tensors |= zip(self._parts[name], parts.split(sizes), strict=True)
-            projection = module.get_submodule(key.rpartition(".")[0])
-            if roles in (["key"], ["value"]) and type(projection) is torch.nn.Linear:
-                self._repeated.add(projection)
-            elif {"key", "value"} & {*roles}:
-                self._rows[name] = torch.from_numpy(rows_first(array, layout.transposed).reshape(-1)).to(device)
+            self.tensors[name] = tensor
+        else:
+            self._parts[name] = [f"{role}.{name}" for role in roles]
+            self.tensors |= zip(self._parts[name], tensor.split([section.rows for section in own], axis), strict=True)
+        if "gate" in roles:
+            gates = np.isin(np.arange(len(tensor)), numbers[roles.index("gate")])
+            self._gates[name] = torch.from_numpy(gates).to(self._device)
+        projection = self._module.get_submodule(name.removeprefix(self._prefix).rpartition(".")[0])
+        if roles in (["key"], ["value"]) and type(projection) is torch.nn.Linear:
+            if projection not in self._repeated:
+                self._repeated.append(projection)
+        elif any(section.merged for section in own):
+            for number, section in enumerate(own):
+                if section.merged:
+                    numbers[number] = numbers[number].repeat(self._times, axis=0)
+            self._rows[name] = torch.from_numpy(layouts.join(numbers, sections)).to(self._device)
 
     @contextmanager
     def installed(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
@@ -85,30 +96,25 @@ class MergedAttention:
         Args:
             tensors: in place of `self.tensors`; gradients reach them.
         """
-        parameters: dict[str, Any] = dict(self._gains)
+        parameters = dict(self._gains)
         for name, tensor in self.joined(tensors).items():
             if name in self._gates:
-                tensor = torch.where(self._gates[name], tensor.detach(), tensor)
+                gates = self._gates[name].view(-1, *[1] * (tensor.ndim - 1))
+                tensor = torch.where(gates, tensor.detach(), tensor)
             if name in self._rows:
-                rows: Any = rows_first(tensor, self._transposed)
-                tensor = rows_first(rows.index_select(0, self._rows[name]), self._transposed)
+                tensor = tensor.index_select(self._axis(tensor), self._rows[name])
             parameters[name.removeprefix(self._prefix)] = tensor
-        hooks = [projection.register_forward_hook(self._repeat) for projection in self._repeated]
-        try:
-            with replaced(self._module, parameters):
-                yield
-        finally:
-            for hook in hooks:
-                hook.remove()
+        with replaced(self._module, parameters), ExitStack() as stack:
+            for projection in self._repeated:
+                stack.callback(projection.register_forward_hook(self._repeat).remove)
+            yield
 
     def joined(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The tensors of the result, of such as are in `self.tensors`."""
         found = {}
         for name, parts in self._parts.items():
-            found[name] = tensors[parts[0]]
-            if len(parts) > 1:
-                whole: Any = torch.cat([tensors[part] for part in parts])
-                found[name] = rows_first(whole, self._transposed)
+            first = tensors[parts[0]]
+            found[name] = torch.cat([tensors[part] for part in parts], self._axis(first)) if parts[1:] else first
         return found
 
     def _repeat(self, _: Any, __: Any, output: Tensor) -> Tensor:
