@@ -2,8 +2,6 @@
 not at all.
 """
 
-import json
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +13,11 @@ from torch.nn.functional import log_softmax
 from gqa_convert.conversion.fit import distillation, memory
 from gqa_convert.conversion.fit.layer_store import LayerStore
 from gqa_convert.conversion.fit.model_loading import open_model
-from gqa_convert.conversion.fit.progress import ALL_TOGETHER
-from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions
-from gqa_convert.conversion.run import convert_checkpoint
 from tests.helpers import folding_cases as folded
 from tests.helpers.checkpoints import digests
 from tests.helpers.fitting import batches_for, fit, fitted, plan_of
 from tests.helpers.native import distance
 from tests.helpers.selection import slow_but
-from tests.helpers.uptrain_runs import die, in_child
 
 pytestmark = pytest.mark.usefixtures("modeling_files_registered")
 
@@ -96,40 +90,3 @@ def test_unasked_it_is_done_where_it_is_worth_its_time_and_possible(
     monkeypatch.setattr(distillation, "WORTHWHILE", 1e-9)
     monkeypatch.setattr(memory, "_MOST_PARAMETERS", 1000)
     assert run("long")[0] == 0
-
-
-@pytest.mark.slow
-def test_killed_in_this_stage_other_steps_go_on_to_the_bytes_of_a_fresh_run(
-    small: Path, text: Path, tmp_path: Path
-) -> None:
-    """The layers' files stay as they are, and so does the text that the layers are fitted on."""
-    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
-    short, long = (
-        ConversionOptions(calibration=CalibrationOptions(source=text, tokens=1500, steps=3, kl_steps=kl_steps))
-        for kl_steps in (8, 60)
-    )
-    done = convert_checkpoint(small, straight, 3, short)
-    assert done.calibration is not None
-    assert done.calibration.kl is not None
-    assert done.calibration.kl.after < done.calibration.kl.before
-
-    def killed(progress: Any) -> None:
-        if progress.label == ALL_TOGETHER and progress.done == 2:
-            die()
-
-    status, problem = in_child(lambda: convert_checkpoint(small, resumed, 3, long, on_layer=killed))
-    assert (status, problem) == (-signal.SIGKILL, "")
-    assert not resumed.exists()
-    kept = {path: path.stat().st_mtime_ns for path in (tmp_path / ".resumed.gqa-merging").glob("layer-*")}
-    assert len(kept) == 3
-    seen = []
-
-    def look(progress: Any) -> None:
-        seen.append(progress)
-        assert {path: path.stat().st_mtime_ns for path in kept} == kept
-
-    convert_checkpoint(small, resumed, 3, short, on_layer=look)
-    assert seen[-1].kl == done.calibration.kl
-    assert digests(straight) == digests(resumed)
-    notes = [json.loads((out / "gqa_conversion.json").read_text())["calibration"] for out in (straight, resumed)]
-    assert notes[0] == notes[1]

@@ -23,34 +23,35 @@ def source(tmp_path: Path) -> Path:
     return folded.build("llama").save(tmp_path / "source")
 
 
-def fit_layers_of(source: Path, out: Path) -> None:
-    with LayerStore(out, {}, keep=True) as store:
-        fit(plan_of(source), store, batches_for(open_model(source)), steps=2)
-
-
-def test_a_full_disk_is_told(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(layer_store, "write_whole", full)
-    monkeypatch.setattr(LayerStore, "__enter__", lambda store: store.path.mkdir() or store)
-    with pytest.raises(NoSpaceError, match=r"disk or quota of .* is full.*make room.*same command") as caught:
-        fit_layers_of(source, tmp_path / "out")
-    assert "\n" not in str(caught.value)
-    assert not (tmp_path / "out").exists()
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 @pytest.mark.parametrize(
-    ("problem", "told", "words"),
+    ("module", "name", "problem", "told", "words"),
     [
-        (MemoryError(), DeviceMemoryError, "out of memory.*--calibration-tokens.*same command"),
-        (torch.OutOfMemoryError("CUDA out of memory."), DeviceMemoryError, "out of memory.*--calibration-tokens"),
-        (RuntimeError("shapes do not fit"), RuntimeError, "^shapes do not fit$"),
+        (layer_store, "write_whole", FULL, NoSpaceError, "disk or quota of .* is full.*make room.*same command"),
+        (
+            one_layer,
+            "RelativeAdam",
+            MemoryError(),
+            DeviceMemoryError,
+            "out of memory.*--calibration-tokens.*same command",
+        ),
+        (
+            one_layer,
+            "RelativeAdam",
+            torch.OutOfMemoryError("CUDA"),
+            DeviceMemoryError,
+            "out of memory.*--calibration-t",
+        ),
+        (one_layer, "RelativeAdam", RuntimeError("shapes do not fit"), RuntimeError, "^shapes do not fit$"),
     ],
 )
-def test_too_little_memory_is_told_and_other_errors_stay_what_they_are(
+def test_full_disks_and_memories_are_told_and_other_errors_stay_what_they_are(
     source: Path,
     tmp_path: Path,
+    module: Any,
+    name: str,
     problem: Exception,
     told: type[Exception],
     words: str,
@@ -59,7 +60,8 @@ def test_too_little_memory_is_told_and_other_errors_stay_what_they_are(
     def failing(*_: Any, **__: Any) -> Any:
         raise problem
 
-    monkeypatch.setattr(one_layer, "RelativeAdam", failing)
-    with pytest.raises(told, match=words) as caught:
-        fit_layers_of(source, tmp_path / "out")
+    monkeypatch.setattr(module, name, failing)
+    monkeypatch.setattr(LayerStore, "__enter__", lambda store: store.path.mkdir() or store)
+    with LayerStore(tmp_path / "out", {}, keep=True) as store, pytest.raises(told, match=words) as caught:
+        fit(plan_of(source), store, batches_for(open_model(source)), steps=2)
     assert "\n" not in str(caught.value)

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gqa_convert import errors
 from gqa_convert.conversion.fit import from_weights
 from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.run import convert_checkpoint
@@ -67,21 +66,3 @@ def test_a_kill_between_layers(
     convert_checkpoint(source, tmp_path / "fresh", groups, ConversionOptions(method="factor"))
     assert digests(out) == digests(tmp_path / "fresh")
     assert {path.name for path in tmp_path.iterdir()} == {"source", "out", "fresh"}
-
-
-@pytest.mark.parametrize(
-    ("problem", "told"),
-    [
-        (errors.InterruptedRunError("stopped"), errors.InterruptedRunError),
-        (OSError("the disk failed"), errors.OutputError),
-        (KeyboardInterrupt(), KeyboardInterrupt),
-    ],
-)
-def test_errors_leave_nothing(problem: BaseException, told: type[BaseException], tmp_path: Path) -> None:
-    def done(_: Any) -> None:
-        raise problem
-
-    source = write_llama(tmp_path / "source")
-    with pytest.raises(told):
-        convert_checkpoint(source, tmp_path / "out", 3, ConversionOptions(method="factor"), on_layer=done)
-    assert [path.name for path in tmp_path.iterdir()] == ["source"]

@@ -1,6 +1,7 @@
 """Merged layers on disk: what a killed run leaves, and what the next run makes of it."""
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,44 +17,36 @@ RECORD = {"module": "a", "errors": {"a.keys": 0.5, "a.values": 0.25}, "head_orde
 LAYER = {"weight": np.arange(6, dtype=np.float32).reshape(2, 3), "bias": np.ones(2, ml_dtypes.bfloat16)}
 
 
-def interrupted(folder: Path, work: Callable[[LayerStore], None]) -> None:
-    """Work that an error ends, which leaves the store where it is."""
-
-    def work_and_fail(store: LayerStore) -> None:
-        work(store)
+@contextmanager
+def interrupted(folder: Path) -> Iterator[LayerStore]:
+    """A store in which an error ends the work, which leaves it where it is."""
+    with suppress(OSError), LayerStore(folder / "out", {"made": 1}, keep=True) as store:
+        yield store
         raise OSError("gone")
-
-    store = LayerStore(folder / "out", {"made": 1}, keep=True)
-    with pytest.raises(OSError, match="gone"), store:
-        work_and_fail(store)
-
-
-def same(found: Any, expected: Any) -> bool:
-    return {name: (array.dtype, array.tolist()) for name, array in found.items()} == {
-        name: (array.dtype, array.tolist()) for name, array in expected.items()
-    }
 
 
 def test_layers_are_kept_until_the_work_succeeds(tmp_path: Path) -> None:
-    interrupted(tmp_path, lambda store: store.write(layer_key(4), LAYER, RECORD))
+    with interrupted(tmp_path) as store:
+        store.write(layer_key(4), LAYER, RECORD)
     with LayerStore(tmp_path / "out", {"made": 1}, keep=True) as store:
         assert store.layer(3) is None
         assert store.layer(4) == LayerRecord(**RECORD)
-        assert same(store.read(layer_key(4)), LAYER)
+        found = store.read(layer_key(4))
+    assert {name: (array.dtype, array.tolist()) for name, array in found.items()} == {
+        name: (array.dtype, array.tolist()) for name, array in LAYER.items()
+    }
     assert list(tmp_path.iterdir()) == []
 
 
 def test_other_work_and_damage(tmp_path: Path) -> None:
-    for number in (0, 1):
-        interrupted(tmp_path, lambda store, number=number: store.write(layer_key(number), LAYER, RECORD))
+    with interrupted(tmp_path) as store:
+        for number in (0, 1):
+            store.write(layer_key(number), LAYER, RECORD)
     damaged = tmp_path / ".out.gqa-merging" / "layer-00001.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-5])
-
-    def look(store: LayerStore) -> None:
+    with interrupted(tmp_path) as store:
         assert (store.record(layer_key(0)), store.layer(1)) == (RECORD, None)
         assert {path.name for path in store.files(layer_key(0)).values()} == {"layer-00000.safetensors"}
-
-    interrupted(tmp_path, look)
     with LayerStore(tmp_path / "out", {"made": 2}, keep=True) as store:
         assert store.layer(0) is None
 
@@ -75,11 +68,8 @@ def test_what_is_written_is_whole_or_absent(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_one_run_at_a_time(tmp_path: Path) -> None:
-    with (
-        LayerStore(tmp_path / "out", {}, keep=False),
-        pytest.raises(OutputError, match="locked"),
-        LayerStore(tmp_path / "out", {}, keep=False),
-    ):
+    first, second = (LayerStore(tmp_path / "out", {}, keep=False) for _ in range(2))
+    with first, pytest.raises(OutputError, match="locked"), second:
         pass
     assert list(tmp_path.iterdir()) == []
 

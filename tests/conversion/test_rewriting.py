@@ -11,8 +11,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -25,25 +23,20 @@ from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions
 from gqa_convert.conversion.rewriting.conditions import partial_factor
 from gqa_convert.conversion.rewriting.folder import write_rewritten
 from gqa_convert.conversion.rewriting.planning import plan_rewriting
-from gqa_convert.errors import (
-    ConfigError,
-    NonFiniteError,
-    OptionError,
-    UnsupportedFamilyError,
-    UnsupportedFormatError,
-)
+from gqa_convert.errors import ConfigError, NonFiniteError, OptionError, UnsupportedFamilyError, UnsupportedFormatError
 from gqa_convert.families.table import RESTATED
 from tests.helpers import elsewhere, native
 from tests.helpers.checkpoints import digests, read_weights
 from tests.helpers.command_line import run
+from tests.helpers.fitting import batches_for
 from tests.helpers.folding_cases import Case, pool
 from tests.helpers.native import distance
-from tests.helpers.own_files import SIZES, make_source, make_source_model
+from tests.helpers.own_files import SIZES, make_source_model
 from tests.helpers.quantised_sources import BLOCK, write_fp8, write_mxfp4
 from tests.helpers.remote_types import FIRST_FALCONS, REFERENCES, VOCABULARY, Reference, write_first_falcon
 from tests.helpers.selection import slow_but
 from tests.helpers.tiny import HEADS
-from tests.helpers.verification import edit_json, failed, save_tokenizer
+from tests.helpers.verification import failed
 
 WIDTH, HIDDEN = 8, 96
 IDS = torch.randint(0, VOCABULARY, (23,), generator=torch.Generator().manual_seed(0))
@@ -74,7 +67,7 @@ def _rope(part: float, /, **scaling: Any) -> dict[str, Any]:
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0, 1.5, 2, 3], "long_factor": [2.0, 3, 4, 5]}
 ORIGINAL = {"original_max_position_embeddings": 16}
-SERIAL = {"use_parallel_residual": False}
+SERIAL, BARE = {"use_parallel_residual": False}, {"tie_word_embeddings": True, "attention_bias": False}
 DYNAMIC = _rope(0.5, rope_type="dynamic", factor=3.0) | {"max_position_embeddings": 4}
 UNTIED = {"tie_word_embeddings": False, "reorder_and_upcast_attn": True, "n_inner": None, "activation_function": "gelu"}
 
@@ -85,11 +78,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "neox, yarn": ("gpt_neox", _rope(0.5, **YARN), "phi"),
     "neox, longrope": ("gpt_neox", _rope(1.0, **LONGROPE, **ORIGINAL), "phi"),
     "serial": ("gpt_neox", SERIAL | _rope(1.0), "starcoder2"),
-    "serial, tied, no bias": (
-        "gpt_neox",
-        SERIAL | {"tie_word_embeddings": True, "attention_bias": False} | _rope(1.0, **YARN),
-        "starcoder2",
-    ),
+    "serial, tied, no bias": ("gpt_neox", SERIAL | BARE | _rope(1.0, **YARN), "starcoder2"),
     "gptj": ("gptj", {"layer_norm_epsilon": 1e-3}, "phi"),
     "codegen": ("codegen", {}, "phi"),
     "gpt2": ("gpt2", {}, "gpt_bigcode"),
@@ -142,27 +131,11 @@ def test_the_route_is_chosen(tmp_path: Path) -> None:
         assert plan_rewriting(checkpoint, groups, native=chosen) is checkpoint
     with pytest.raises(OptionError, match="no stock class computes the same as this gpt2: gpt_bigcode, which is GPT-2"):
         plan_rewriting(gpt2, 3, native=True)
-
-
-def test_half_precision_is_rounded_once(tmp_path: Path) -> None:
-    source = make_source("gpt_neox", tmp_path / "source", dtype=torch.bfloat16)
-    convert_checkpoint(source, tmp_path / "out", 3, STOCK)
-    old, new = (
-        {name: tensor.float().numpy() for name, tensor in load_file(folder / "model.safetensors").items()}
-        for folder in (source, tmp_path / "out")
-    )
-    layer = "gpt_neox.layers.1."
-    fused = old[f"{layer}attention.query_key_value.weight"].reshape(3, 4, 3, WIDTH, HIDDEN)
-    gain, beta = (old[f"{layer}input_layernorm.{kind}"] for kind in ("weight", "bias"))
-    mean = fused.astype(np.float64).mean(1)
-    key = (mean[:, 1].reshape(-1, HIDDEN) * gain).astype(ml_dtypes.bfloat16).astype(np.float32)
-    np.testing.assert_array_equal(new["model.layers.1.self_attn.k_proj.weight"], key)
-    bias = old[f"{layer}attention.query_key_value.bias"].reshape(3, 4, 3, WIDTH).mean(1)[:, 2].reshape(-1)
-    bias = bias + mean[:, 2].reshape(-1, HIDDEN) @ beta
-    np.testing.assert_allclose(new["model.layers.1.self_attn.v_proj.bias"], bias, rtol=2**-8, atol=1e-6)
-    inner = old[f"{layer}mlp.dense_h_to_4h.weight"] * old[f"{layer}post_attention_layernorm.weight"]
-    rounded = inner.astype(ml_dtypes.bfloat16).astype(np.float32)
-    np.testing.assert_array_equal(new["model.layers.1.mlp.fc1.weight"], rounded)
+    gptj = open_checkpoint(build("gptj").save(tmp_path / "gptj"))
+    with pytest.raises(OptionError, match="--no-native: a gptj has no modelling file"):
+        plan_rewriting(gptj, 3, native=False)
+    for groups in (3, HEADS):
+        assert "--no-native" not in " ".join(plan_rewriting(gptj, groups).rewriting_notes)
 
 
 def with_config(name: str, **fields: Any) -> dict[str, Any]:
@@ -200,17 +173,6 @@ def test_no_stock_class(config: dict[str, Any], groups: int, reason: str) -> Non
     assert not planned(config, groups, None).recipes
 
 
-@pytest.mark.parametrize("name", ["gptj", "codegen"])
-def test_no_modelling_file_can_be_asked_for(name: str, tmp_path: Path) -> None:
-    checkpoint = open_checkpoint(build(name).save(tmp_path / name))
-    with pytest.raises(OptionError, match=f"--no-native: a {name} has no modelling file"):
-        plan_rewriting(checkpoint, 3, native=False)
-    for groups in (3, HEADS):
-        rewriting = plan_rewriting(checkpoint, groups)
-        assert rewriting.config["model_type"] == "phi"
-        assert "--no-native" not in " ".join(rewriting.rewriting_notes)
-
-
 def test_rotary_factor_survives_rounding() -> None:
     """Clients compute int(width * factor): 29 rows of 100 must not become 28."""
     for width in range(2, 260, 2):
@@ -233,8 +195,6 @@ LARGE = {GAIN: torch.full((HIDDEN,), 6e4).half(), KEY: torch.full((288, HIDDEN),
         ({"gpt_neox.layers.3.attention.dense.weight": NAN}, "", ConfigError, "does not belong to a gpt_neox"),
         ({}, UP, ConfigError, "is missing"),
         ({}, "embed_out.weight", ConfigError, "embed_out.weight"),
-        ({}, "gpt_neox.embed_in.weight", ConfigError, "gpt_neox.embed_in.weight"),
-        ({KEY: NAN}, "", NonFiniteError, "holds NaN or Inf"),
         ({GAIN: torch.full((HIDDEN,), torch.inf)}, "", NonFiniteError, "holds NaN or Inf"),
         ({UP: torch.full((40, HIDDEN), torch.nan)}, "", NonFiniteError, "mlp.dense_h_to_4h.weight holds NaN or Inf"),
         (LARGE, "", NonFiniteError, "too large for F16"),
@@ -257,30 +217,22 @@ def test_damaged_sources(
 
 def test_a_fit_that_was_interrupted_goes_on(tmp_path: Path) -> None:
     """Its layers are those of the source, although the rewritten source lies in another folder each time."""
-    source = build("neox").save(tmp_path / "source")
-    save_tokenizer(source)
-    edit_json(source / "tokenizer_config.json", eos_token="w2")
-    (tmp_path / "text.txt").write_text(" ".join(f"w{number % 47}" for number in range(2000)))
-    text = CalibrationOptions(
-        source=tmp_path / "text.txt", tokens=500, sequence_length=30, steps=1, kl_steps=0, mix=False
-    )
-    options = ConversionOptions(calibration=text, native=True)
-    done = tmp_path / ".out.gqa-merging"
-
-    def interrupt(_: Any) -> None:
-        if len(list(done.glob("layer-*"))) == 1:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        convert_checkpoint(source, tmp_path / "out", 3, options, on_layer=interrupt)
-    (first,) = done.glob("layer-*")
-    written, seen = first.stat().st_mtime_ns, set()
+    case = build("neox")
+    source = case.save(tmp_path / "source")
+    options = CalibrationOptions(batches=batches_for(case.model), tokens=1000, steps=1, kl_steps=0)
+    fit, made = ConversionOptions(calibration=options, native=True), set()
 
     def look(_: Any) -> None:
-        seen.add(first.stat().st_mtime_ns if first.exists() else None)
+        layers = list((tmp_path / ".out.gqa-merging").glob("layer-00000*"))
+        if layers and not made:
+            made.add(layers[0].stat().st_mtime_ns)
+            raise KeyboardInterrupt
+        made.update(layer.stat().st_mtime_ns for layer in layers)
 
-    convert_checkpoint(source, tmp_path / "out", 3, options, on_layer=look)
-    assert seen == {written}
+    with pytest.raises(KeyboardInterrupt):
+        convert_checkpoint(source, tmp_path / "out", 3, fit, on_layer=look)
+    convert_checkpoint(source, tmp_path / "out", 3, fit, on_layer=look)
+    assert len(made) == 1
 
 
 # Types that load by their own code
@@ -354,11 +306,8 @@ def test_the_commands_rewrite_a_source_and_leave_nothing_beside_the_result(tmp_p
     out = tmp_path / "out"
     dry = run("convert", source, "--groups", 3, "--dry-run", "--json")
     planned = json.loads(dry.stdout)
-    assert (planned["rewritten_from"], planned["model_type"], planned["estimate"]["rewritten_bytes"]) == (
-        "qwen",
-        "qwen2",
-        0,
-    )
+    assert (planned["rewritten_from"], planned["model_type"]) == ("qwen", "qwen2")
+    assert planned["estimate"]["rewritten_bytes"] == 0
     shown = run("convert", source, "--groups", 3, "--dry-run", "-m", "fit", "--calibration", __file__)
     assert "qwen as qwen2, into a folder beside OUT, " in shown.stdout, shown.stderr
     made = run("convert", source, out, "--groups", 3, "-m", "mean", "--json")
@@ -371,17 +320,10 @@ def test_the_commands_rewrite_a_source_and_leave_nothing_beside_the_result(tmp_p
     assert verified.returncode == 0, verified.stdout
     assert json.loads(verified.stdout)["source"] == str(source)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "thesis.tex").write_text("mine")
-    for name, groups, words in (
-        ("mine", 3, "thesis.tex"),
-        ("new", 5, "--groups 5"),
-        ("source", 3, "is the source itself"),
-    ):
-        refused = run("convert", source, tmp_path / name, "--groups", groups, "--overwrite", "-q")
-        assert (refused.returncode, refused.stdout) == (2, "")
-        assert words in refused.stderr
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "out", "source"]
+    refused = run("convert", source, tmp_path / "new", "--groups", 5, "-q")
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert "--groups 5" in refused.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
 
 
 # Quantised weights

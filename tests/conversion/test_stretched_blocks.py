@@ -14,6 +14,9 @@ ROTARY = ("llama", "mistral", "qwen3", "glm", "phi", "phi3", "stablelm", "cohere
 """Different ways of rotating heads, and of masks with windows."""
 
 
+LONGROPE = {"rope_scaling": {"type": "longrope"}}
+
+
 def blocks(count: int) -> np.ndarray:
     return np.arange(count * LENGTH).reshape(count, LENGTH)
 
@@ -56,15 +59,7 @@ def test_what_is_not_stretched() -> None:
         ({"max_position_embeddings": 1 << 20}, FARTHEST),
         ({"max_position_embeddings": 4096, "sliding_window": 512}, 512),
         ({"max_position_embeddings": 4096, "sliding_window": 512, "use_sliding_window": False}, 4096),
-        ({"max_position_embeddings": 4096, "sliding_window": None}, 4096),
-        (
-            {
-                "max_position_embeddings": 131072,
-                "rope_scaling": {"type": "longrope"},
-                "original_max_position_embeddings": 4096,
-            },
-            4096,
-        ),
+        ({"max_position_embeddings": 1 << 17, "original_max_position_embeddings": 4096} | LONGROPE, 4096),
         ({}, 2048),
     ],
 )
