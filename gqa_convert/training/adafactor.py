@@ -4,10 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
-
-LEAST_FACTORED = 128
-"""Matrices with a shorter side are not factored."""
+from torch.distributed.tensor import DTensor, Replicate
 
 
 class Adafactor(torch.optim.Optimizer):  # type: ignore[misc]  # torch is not followed
@@ -19,23 +16,21 @@ class Adafactor(torch.optim.Optimizer):  # type: ignore[misc]  # torch is not fo
         decay = 1 - t^-0.8
         v     = decay * v + (1 - decay) * (g^2 + 1e-30)
         u     = g / sqrt(v)
-        w     = w - lr * max(1e-3, rms(w)) * u / max(1, rms(u) / clipping)
+        w     = w - lr * max(1e-3, rms(w)) * (u / max(1, rms(u)) + weight_decay * w)
 
     Of a matrix's v, only the row means r and the column means c are kept, and v = r c / mean(r).
 
-    transformers' Adafactor with `scale_parameter=True, relative_step=False` computes the same; torch's bounds v
-    differently and caps the rate at 1 / sqrt(t). Neither takes parameters that FSDP2 has sharded by rows, as this one
-    does. Like T5's own code, it does not factor matrices with a side below 128.
+    transformers' Adafactor with `scale_parameter=True, relative_step=False` computes the same, but fails on parameters
+    that FSDP2 has sharded; so does torch's (2.13).
 
     Args:
         params: parameters or groups of them.
         lr: the learning rate before scaling. T5 used 1e-3 in fine-tuning and at the millionth step of pretraining.
-        clipping: the largest rms of an update before scaling.
         weight_decay: decoupled weight decay, multiplied by the same scaled rate; T5 used none.
     """
 
-    def __init__(self, params: Any, lr: float = 1e-3, clipping: float = 1.0, weight_decay: float = 0.0) -> None:
-        super().__init__(params, {"lr": lr, "clipping": clipping, "weight_decay": weight_decay})
+    def __init__(self, params: Any, lr: float = 1e-3, weight_decay: float = 0.0) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def step(self, closure: None = None) -> None:
@@ -44,66 +39,44 @@ class Adafactor(torch.optim.Optimizer):  # type: ignore[misc]  # torch is not fo
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._update(parameter, group)
+                    self._update(parameter, group["lr"], group["weight_decay"])
 
-    def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
-        shape, part = parameter.shape, _local(parameter)
-        gradient, weight = _local(parameter.grad).float(), part.float()
-        square = gradient.square() + 1e-30
-        factored = parameter.ndim >= 2 and min(shape[-2:]) >= LEAST_FACTORED
-        by_rows = isinstance(parameter, DTensor) and parameter.ndim == 2  # then column means need all processes
-
-        def mean_of_rows(numbers: Tensor) -> Tensor:
-            sums = numbers.sum(-2, keepdim=True)
-            return (_total(sums, parameter) if by_rows else sums) / shape[-2]
-
-        def rms(numbers: Tensor) -> Tensor:
-            return (_total(numbers.square().sum(), parameter) / parameter.numel()).sqrt()
-
+    def _update(self, parameter: Tensor, rate: float, weight_decay: float) -> None:
+        square = parameter.grad.square() + 1e-30
         means = {"squares": square}
-        if factored:
-            means = {"rows": square.sum(-1, keepdim=True) / shape[-1], "columns": mean_of_rows(square)}
+        if parameter.ndim >= 2:
+            means = {"rows": _mean(square, -1), "columns": _mean(square, -2)}
         state = self.state[parameter]
         if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32)
-            for name, mean in means.items():
-                state[name] = _moment(torch.zeros_like(mean), parameter, replicated=by_rows and name == "columns")
+            state["step"] = torch.zeros(())
+            state.update({name: torch.zeros_like(mean) for name, mean in means.items()})
         state["step"] += 1
-        new_share = float(float(state["step"]) ** -0.8)
-        moments = {
-            name: _local(state[name]).mul_(1 - new_share).add_(mean, alpha=new_share) for name, mean in means.items()
-        }
-        if factored:
-            rows, columns = moments["rows"], moments["columns"]
-            update = gradient * (rows / mean_of_rows(rows)).rsqrt() * columns.rsqrt()
+        new_share = float(state["step"]) ** -0.8
+        for name, mean in means.items():
+            state[name].mul_(1 - new_share).add_(mean, alpha=new_share)
+        if parameter.ndim >= 2:
+            rows = state["rows"] / _mean(state["rows"], -2)
+            update = parameter.grad * rows.rsqrt() * state["columns"].rsqrt()
         else:
-            update = gradient * moments["squares"].rsqrt()
-        scale = group["lr"] * rms(weight).clamp(min=1e-3)
-        update = update * (scale / (rms(update) / group["clipping"]).clamp(min=1.0))
-        if group["weight_decay"]:
-            update = update + weight * (scale * group["weight_decay"])
-        part.copy_(weight - update)
+            update = parameter.grad * state["squares"].rsqrt()
+        scale = rate * _rms(parameter).clamp(min=1e-3)
+        update = update * (scale / _rms(update).clamp(min=1.0)) + parameter * (scale * weight_decay)
+        parameter.sub_(update)
 
 
-def _local(tensor: Any) -> Tensor:
-    """The part of a tensor that this process holds."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def _mean(numbers: Tensor, dimension: int) -> Tensor:
+    """The mean along a dimension, which is kept; on every process if it takes numbers of all of them."""
+    return _summed(numbers.sum(dimension, keepdim=True)) / numbers.shape[dimension]
 
 
-def _total(sums: Tensor, parameter: Tensor) -> Tensor:
-    """Sums over all elements of a parameter, from those over this process's part of it. These small collectives, four
-    for a matrix, stay far below a step's time.
+def _rms(numbers: Tensor) -> Tensor:
+    return (_summed(numbers.square().sum()) / numbers.numel()).sqrt()
+
+
+def _summed(sums: Tensor) -> Tensor:
+    """The whole of sums that the processes have parts of. These small collectives, four for a matrix, stay far below a
+    step's time.
     """
-    if isinstance(parameter, DTensor):
-        torch.distributed.all_reduce(sums, group=parameter.device_mesh.get_group())
+    if isinstance(sums, DTensor) and any(each.is_partial() for each in sums.placements):
+        return sums.redistribute(placements=[Replicate()])
     return sums
-
-
-def _moment(zeros: Tensor, parameter: Tensor, *, replicated: bool) -> Tensor:
-    """A moment, sharded like its parameter or replicated, so that any number of processes can load it."""
-    if not isinstance(parameter, DTensor):
-        return zeros
-    shape = zeros.shape if replicated else torch.Size((parameter.shape[0], *zeros.shape[1:]))
-    stride = torch.empty(shape, device="meta").stride()
-    placement = Replicate() if replicated else Shard(0)
-    return DTensor.from_local(zeros, parameter.device_mesh, [placement], run_check=False, shape=shape, stride=stride)

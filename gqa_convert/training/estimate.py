@@ -9,9 +9,10 @@ leaves out the program itself, the memory of CUDA and NCCL, fragmentation and te
 import json
 import math
 import os
+import re
 import tempfile
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -27,7 +28,6 @@ from gqa_convert.data.objectives import make_sampler
 from gqa_convert.errors import GQAConvertError, OptionError, RecipeError
 from gqa_convert.families.loading import model_of_config, no_bars
 from gqa_convert.losses.distillation import positions_at_once
-from gqa_convert.training.adafactor import LEAST_FACTORED
 from gqa_convert.training.lora import check_lora, target_modules
 from gqa_convert.training.models import recompute, turn_dropout_off
 from gqa_convert.training.opening import naming_conversion, sample_settings
@@ -41,29 +41,8 @@ UTILISATION = 0.35
 """The assumed share of a GPU's peak."""
 _NF4 = 0.6
 """The bytes of a parameter in 4 bits with its scales, and the share of the embeddings, which stay in bfloat16."""
-GPUS = {
-    "B200": (2250, 180),
-    "H200": (989, 141),
-    "GH200": (989, 96),
-    "H100 PCIe": (756, 80),
-    "H100": (989, 80),
-    "H800": (989, 80),
-    "H20": (148, 96),
-    "A100": (312, 80),
-    "A800": (312, 80),
-    "A40": (150, 48),
-    "A30": (165, 24),
-    "A10G": (70, 24),
-    "A10": (125, 24),
-    "L40S": (362, 48),
-    "L40": (181, 48),
-    "L4": (121, 24),
-    "RTX 4090": (165, 24),
-    "RTX 3090": (71, 24),
-    "MI300X": (1307, 192),
-    "MI250": (383, 128),
-}
-"""Dense bfloat16 teraflops and gigabytes of GPUs, from their manufacturers' data sheets."""
+GPUS: dict[str, tuple[int, int]] = tomllib.loads(Path(__file__).with_name("gpus.toml").read_text(encoding="utf-8"))
+"""Dense bfloat16 teraflops and gigabytes of GPUs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,17 +63,14 @@ def named_gpus(gpus: int, name: str) -> Hardware:
     Raises:
         OptionError: it is not known.
     """
-    known = {_bare(each): each for each in GPUS}
-    if _bare(name) not in known:
+    known = {each.lower().replace(" ", ""): each for each in GPUS}
+    full_name = known.get(re.sub("[ _-]", "", name.lower()))
+    if full_name is None:
         raise OptionError(
             f"--hardware names {name!r}, which is not known: name one of {', '.join(known)}, or the memory of a GPU (8x80GB), which estimates no hours"
         )
-    teraflops, gigabytes = GPUS[known[_bare(name)]]
-    return Hardware(gpus, known[_bare(name)], gigabytes * 10**9, teraflops * 1e12)
-
-
-def _bare(name: str) -> str:
-    return name.lower().replace(" ", "").replace("-", "").replace("_", "")
+    teraflops, gigabytes = GPUS[full_name]
+    return Hardware(gpus, full_name, gigabytes * 10**9, teraflops * 1e12)
 
 
 def launched_gpus() -> int:
@@ -108,38 +84,30 @@ class Estimate(Result):
     """The estimate of a run.
 
     Attributes:
-        model, teacher: as the recipe names them.
+        model: as the recipe names it.
         gpus, gpu: how many GPUs of which type; None if the type is not known.
         shards: over how many of them each parameter is sharded.
         parameters: how many numbers are `trained`, in `all` of the model, and in the `teacher`.
         steps: of the whole run.
-        samples_per_step, tokens_per_step: of all GPUs together; the tokens are those of text.
-        micro_batches: forward passes of each GPU in a step.
+        samples_per_step: of all GPUs together.
         memory: bytes per GPU, by part.
         memory_needed, memory_of_gpu: bytes per GPU; None if what it has is not known.
-        fits: whether the memory suffices, if it is known.
         flops: floating-point operations of a step.
-        utilisation: the assumed share of the peak.
-        hours: of the whole run, of arithmetic alone; None if the type of the GPUs is not known.
+        hours: of the whole run, of arithmetic alone at `UTILISATION`; None if the type of the GPUs is not known.
         tokens_needed: tokens of text that the whole run reads.
     """
 
     model: str
-    teacher: str | None
     gpus: int
     gpu: str | None
     shards: int
     parameters: Mapping[str, int]
     steps: int
     samples_per_step: int
-    tokens_per_step: float
-    micro_batches: int
     memory: Mapping[str, int]
     memory_needed: int
     memory_of_gpu: int | None
-    fits: bool | None
     flops: int
-    utilisation: float
     hours: float | None
     tokens_needed: int
 
@@ -168,7 +136,7 @@ def estimate(path: str | Path, overrides: Sequence[str], hardware: Hardware) -> 
     tokens_per_sample = Fraction(sampler.raw_tokens)
     shapes = {name: (recipe.micro_batch_size, *shape) for name, shape in sampler.shapes(student.config).items()}
     try:
-        parts, parameters, flops = _costs(recipe, student, teacher, shapes, shards)
+        memory, parameters, flops = _costs(recipe, student, teacher, shapes, shards)
     except GQAConvertError:
         raise
     except Exception as problem:  # whatever a class does with numbers that are not there
@@ -176,38 +144,31 @@ def estimate(path: str | Path, overrides: Sequence[str], hardware: Hardware) -> 
         raise RecipeError(
             f"{recipe.model} (model type {student.config.get('model_type')!r}) can be trained, but not estimated: {type(problem).__name__}: {first}"
         ) from None
-    per_step, steps = recipe.samples_per_step(tokens_per_sample), recipe.steps(tokens_per_sample)
-    memory = {name: round(size) for name, size in parts.items() if size}
-    needed = sum(memory.values())
-    flops = round(flops * per_step / recipe.micro_batch_size)
+    samples_per_step, steps = recipe.samples_per_step(tokens_per_sample), recipe.steps(tokens_per_sample)
+    flops = round(flops * samples_per_step / recipe.micro_batch_size)
     hours = None
     if hardware.peak is not None:
         hours = steps * flops / (hardware.gpus * hardware.peak * UTILISATION) / 3600
     return Estimate(
         model=recipe.model,
-        teacher=recipe.teacher,
         gpus=hardware.gpus,
         gpu=hardware.name,
         shards=shards,
         parameters=parameters,
         steps=steps,
-        samples_per_step=per_step,
-        tokens_per_step=float(per_step * tokens_per_sample),
-        micro_batches=math.ceil(math.ceil(per_step / hardware.gpus) / recipe.micro_batch_size),
+        samples_per_step=samples_per_step,
         memory=memory,
-        memory_needed=needed,
+        memory_needed=sum(memory.values()),
         memory_of_gpu=hardware.memory,
-        fits=None if hardware.memory is None else needed <= hardware.memory,
         flops=flops,
-        utilisation=UTILISATION,
         hours=hours,
-        tokens_needed=int(steps * per_step * tokens_per_sample),
+        tokens_needed=int(steps * samples_per_step * tokens_per_sample),
     )
 
 
 def _costs(
     recipe: Recipe, student: Checkpoint, teacher: Checkpoint | None, shapes: _Shapes, shards: int
-) -> tuple[dict[str, float], dict[str, int], int]:
+) -> tuple[dict[str, int], dict[str, int], int]:
     """The bytes on each GPU by part; the numbers of parameters; and the operations for a micro-batch.
 
     Args:
@@ -218,17 +179,16 @@ def _costs(
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    in_bf16 = recipe.precision == "bf16"
+    in_bf16, lora = recipe.precision == "bf16", recipe.lora
     size = 2 if in_bf16 else 4
     with FakeTensorMode():
         # FSDP2 computes in bfloat16 weights, and adapters are on such; otherwise autocasting does
-        model = _outline(student, in_bf16 and (shards > 1 or recipe.lora is not None))
-        if recipe.lora is not None:
-            _add_adapters(model, recipe.lora)
-        count = sum(parameter.numel() for parameter in model.parameters())
+        model = _outline(student, in_bf16 and (shards > 1 or lora is not None))
+        if lora is not None:
+            _add_adapters(model, lora)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        learning = sum(parameter.numel() for parameter in trained)
-        blocks = [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers(model)]
+        count, learning = _numbers(model.parameters()), _numbers(trained)
+        blocks = [_numbers(layer.parameters()) for layer in layers(model)]
         flops, saved = _pass(model, shapes, in_bf16)
         positions = math.prod(shapes.get("decoder_input_ids") or shapes["input_ids"])
         logits = positions_at_once(positions) * model.get_output_embeddings().weight.shape[0]
@@ -238,29 +198,36 @@ def _costs(
             recompute(model)
             flops, saved = _pass(model, shapes, in_bf16)
             saved += max(0, one_layer - loss)
-        parts = {
-            "weights": 4 * count / shards,
+        fixed_size = 4.0
+        if lora is not None and lora.quantize is not None:
+            fixed_size = _NF4
+        elif lora is not None:
+            fixed_size = size
+        memory = {
+            "weights": (fixed_size * (count - learning) + 4 * learning) / shards,
             "gradients": 4 * learning / shards,
-            "moments": sum(_moments(parameter, recipe) for parameter in trained) / shards,
+            "moments": 4 * sum(_moments(parameter, recipe) for parameter in trained) / shards,
             "activations": saved,
             "logits": loss,
         }
-        if recipe.lora is not None and (in_bf16 or recipe.lora.quantize is not None):
-            fixed = 2.0 if recipe.lora.quantize is None else _NF4
-            parts["weights"] = (fixed * (count - learning) + 4 * learning) / shards
         if shards > 1:  # two layers, what is outside the layers, and the gradients of one layer and of that
             outside = count - sum(blocks)
-            parts["gathered layers"] = size * (2 * max(blocks) + outside)
-            if recipe.lora is None:
-                parts["gathered layers"] += (size + 4) * (max(blocks) + outside)
+            memory["gathered layers"] = size * (2 * max(blocks) + outside)
+            if lora is None:
+                memory["gathered layers"] += (size + 4) * (max(blocks) + outside)
         taught = 0
         if teacher is not None:
             model = _outline(teacher, in_bf16=True)
-            taught = sum(parameter.numel() for parameter in model.parameters())
+            taught = _numbers(model.parameters())
             with torch.no_grad():
-                flops += _pass(model, shapes, False)[0]
-            parts["teacher"] = 2 * taught / shards + 2 * logits
-    return parts, {"trained": learning, "all": count, "teacher": taught}, flops
+                flops += _pass(model, shapes, in_bf16=False)[0]
+            memory["teacher"] = 2 * taught / shards + 2 * logits
+    rounded = {name: round(nbytes) for name, nbytes in memory.items() if nbytes}
+    return rounded, {"trained": learning, "all": count, "teacher": taught}, flops
+
+
+def _numbers(parameters: Iterable[Tensor]) -> int:
+    return sum(parameter.numel() for parameter in parameters)
 
 
 def _outline(checkpoint: Checkpoint, in_bf16: bool) -> Any:
@@ -283,10 +250,8 @@ def _add_adapters(model: Any, lora: Lora) -> None:
     for name in target_modules(model):
         module = model.get_submodule(name)
         rows, columns = module.weight.shape if isinstance(module, nn.Linear) else module.weight.shape[::-1]
-        module.adapter_down, module.adapter_up = (
-            nn.Parameter(torch.empty(lora.rank, columns)),
-            nn.Parameter(torch.empty(rows, lora.rank)),
-        )
+        module.adapter_down = nn.Parameter(torch.empty(lora.rank, columns))
+        module.adapter_up = nn.Parameter(torch.empty(rows, lora.rank))
         module.register_forward_hook(_with_adapter)
 
 
@@ -295,13 +260,12 @@ def _with_adapter(module: Any, inputs: Any, output: Tensor) -> Tensor:
 
 
 def _moments(parameter: Tensor, recipe: Recipe) -> int:
-    """The bytes of a parameter's moments."""
-    count: int = parameter.numel()
+    """How many numbers the moments of a parameter have."""
     if recipe.optimizer == "adamw":
-        return 8 * count
-    if parameter.ndim >= 2 and min(parameter.shape[-2:]) >= LEAST_FACTORED:
-        return 4 * int(count // parameter.shape[-1] + count // parameter.shape[-2])
-    return 4 * count
+        return 2 * parameter.numel()
+    if parameter.ndim < 2:
+        return parameter.numel()
+    return parameter.numel() // parameter.shape[-1] + parameter.numel() // parameter.shape[-2]
 
 
 def _pass(model: Any, shapes: _Shapes, in_bf16: bool) -> tuple[int, int]:
@@ -322,30 +286,22 @@ def _pass(model: Any, shapes: _Shapes, in_bf16: bool) -> tuple[int, int]:
             saved[storage._cdata] = storage
         return tensor
 
-    autocast = torch.autocast("cpu", torch.bfloat16) if in_bf16 else nullcontext()
     with FlopCounterMode(display=False, custom_mapping=_UNCOUNTED) as counter:
-        with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor), autocast:
+        saving = torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor)
+        with saving, torch.autocast("cpu", torch.bfloat16, enabled=in_bf16):
             logits = model(**inputs, use_cache=False).logits
         if logits.requires_grad:
             logits.sum().backward()
     return counter.get_total_flops(), sum(storage.nbytes() for storage in saved.values())
 
 
-def _attention(query: Sequence[int], key: Sequence[int], *_: Any, **__: Any) -> int:
-    return int(4 * math.prod(query) * key[-2])
-
-
-def _attention_backward(_: Sequence[int], query: Sequence[int], key: Sequence[int], *__: Any, **___: Any) -> int:
-    return int(8 * math.prod(query) * key[-2])
-
-
-def _product(left: Sequence[int], right: Sequence[int], *_: Any, **__: Any) -> int:
-    return int(2 * math.prod(left) * right[-1])
-
-
 _UNCOUNTED = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
-    torch.ops.aten._grouped_mm: _product,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, *_, **__: 4 * math.prod(q) * k[-2],
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda _, q, k, *__, **___: (
+        8 * math.prod(q) * k[-2]
+    ),
+    torch.ops.aten._grouped_mm: lambda left, right, *_, **__: 2 * math.prod(left) * right[-1],
 }
-"""Operations that torch's counter leaves out: attention on CPUs, all pairs of positions, and the products of experts."""
+"""Operations that torch's counter leaves out, from the shapes of their arguments: attention on CPUs, all pairs of
+positions, and the products of experts.
+"""

@@ -4,9 +4,10 @@ copied, provenance extended.
 
 import json
 import shutil
-from collections import Counter
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from gqa_convert.checkpoint.atomic_files import sync
 from gqa_convert.checkpoint.ownership import WRITTEN, hash_files, list_written
@@ -36,10 +37,8 @@ def export_model(model: Any, state: StateDict, source: Checkpoint, out: Path, re
         for path in staged.path.iterdir():
             if not path.name.startswith("model"):
                 path.unlink()
-        for name in (
-            "config.json",
-            *source.carried,
-        ):  # copied, because transformers 5 writes them in a form that older versions can't read
+        # copied, because transformers 5 writes them in a form that older versions can't read
+        for name in ("config.json", *source.carried):
             if name != PROVENANCE:
                 target = staged.path / name
                 target.parent.mkdir(parents=True, exist_ok=True)
@@ -61,20 +60,15 @@ def export_model(model: Any, state: StateDict, source: Checkpoint, out: Path, re
 
 
 def _in_first_type(model: Any, state: StateDict, source: Checkpoint) -> StateDict:
-    """The tensors in the dtype of most of the source's numbers; tensors that are shared in the model stay shared."""
-    import torch
-
-    sizes: Counter[str] = Counter()
-    for _, _, entry in source.tensors():
-        if entry.dtype in _DTYPES:
-            sizes[entry.dtype] += entry.nbytes
-    dtype = getattr(torch, _DTYPES[sizes.most_common(1)[0][0]])
-    first: dict[int, str] = {}
-    own = {name: first.setdefault(id(tensor), name) for name, tensor in model.named_parameters(remove_duplicate=False)}
+    """The tensors in the dtype of the source's largest one; tensors that are shared in the model are there once."""
+    entries = [entry for _, _, entry in source.tensors() if entry.dtype in _DTYPES]
+    dtype = getattr(torch, _DTYPES[max(entries, key=lambda entry: entry.nbytes).dtype])
+    named = dict(model.named_parameters(remove_duplicate=False))
+    for name, _ in model.named_parameters():
+        del named[name]
     made: StateDict = {}
     for name in list(state):
-        tensor, owner = state.pop(name), own.get(name, name)
-        if owner not in made:
-            made[owner] = tensor.to(dtype) if tensor.is_floating_point() else tensor
-        made[name] = made[owner]
+        tensor = state.pop(name)
+        if name not in named:
+            made[name] = tensor.to(dtype) if tensor.is_floating_point() else tensor
     return made
