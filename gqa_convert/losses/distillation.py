@@ -8,7 +8,6 @@ third more of the output layer's time.
 Shape legend: n positions, V tokens of the vocabulary, d hidden_size.
 """
 
-from itertools import repeat
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -19,7 +18,6 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear, nll_loss
 
 from gqa_convert.data.labels import IGNORED
-from gqa_convert.errors import OptionError
 from gqa_convert.losses.output_layer import OutputLayer, capped
 
 CHUNK: Final = 1 << 18
@@ -34,14 +32,14 @@ reading the layer and adding to its gradient would take longer than the products
 
 class CombinedLoss(NamedTuple):
     """A weighted loss and its parts, each a sum over positions, which is summed over micro-batches and processes before
-    it is divided by the count; a part with weight 0 is not computed.
+    it is divided by the count; without a weight the divergence is not computed and 0.
     """
 
     sum: Tensor
     count: Tensor
-    lm: Tensor | None
+    lm: Tensor
     """The cross-entropy part. Like `kl` it has no gradient and is only logged."""
-    kl: Tensor | None
+    kl: Tensor
 
 
 class _Terms(NamedTuple):
@@ -93,23 +91,9 @@ def combined_loss(
 
     Returns:
         The sums over the labelled positions and their number, in float32.
-
-    Raises:
-        OptionError: the weight is out of range or has no teacher, or the shapes do not match.
     """
-    if not 0.0 <= weight <= 1.0:
-        raise OptionError(
-            f"the weight of the divergence is {weight}, expected 0 to 1 (the rest of 1 weights the language-model loss)"
-        )
-    if weight and teacher is None:
-        raise OptionError(f"a divergence with weight {weight} needs the logits of a teacher")
     if not weight:
         teacher = None
-    shapes = [list(each.shape[:-1]) for each in (output, labels[..., None], teacher) if each is not None]
-    if any(shape != shapes[0] for shape in shapes):
-        raise OptionError(
-            f"logits, labels and teacher are for {', '.join(map(str, shapes))} positions: they must be equal"
-        )
     output, labels = output.flatten(0, -2), labels.flatten()
     teacher = None if teacher is None else teacher.detach().flatten(0, -2)
     if labelled is not None and layer is not None:
@@ -119,7 +103,7 @@ def combined_loss(
     terms, differentiable = _Terms(weight, z_loss, cap), torch.is_grad_enabled()
     total, lm, kl = _Loss.apply(output, weights, bias, labels, teacher, teacher_layer, terms, differentiable)
     count = (labels != IGNORED).sum().to(total.dtype)
-    return CombinedLoss(total, count, lm if weight < 1 else None, kl if weight else None)
+    return CombinedLoss(total, count, lm, kl)
 
 
 def labelled_positions(labels: npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | None:
@@ -137,47 +121,43 @@ def positions_at_once(positions: int) -> int:
     return min(positions, max(_POSITIONS, -(-positions // _PARTS)))
 
 
-def token_losses(logits: Tensor, labels: Tensor, teacher: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """The cross-entropy of each position, [n], and its divergence from a teacher, [n]; positions with the label -100 have
-    losses of 0.
+def token_losses(logits: Tensor, labels: Tensor, teacher: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The cross-entropy of each position, [n], and its divergence from a teacher, [n], 0 without one; positions with the
+    label -100 have losses of 0.
 
     Args:
         logits: [n, V].
         labels: [n].
         teacher: [n, V'], logits.
     """
-    probabilities = _Probabilities.of(logits, teacher)
-    return probabilities.lm(labels), probabilities.kl(labels)
+    return _token_losses(_LogProbabilities.of(logits, teacher), labels)
 
 
-class _Probabilities(NamedTuple):
-    """The logarithms of predicted probabilities: the student's, [n, V], and where there is a teacher, the student's and
-    the teacher's over the tokens that they share.
-    """
+class _LogProbabilities(NamedTuple):
+    """Predictions of the student, [n, V], and of student and teacher over the tokens that they share."""
 
     all: Tensor
-    shared: Tensor | None = None
-    teacher: Tensor | None = None
+    shared: Tensor
+    teacher: Tensor | None
 
     @classmethod
-    def of(cls, logits: Tensor, teacher: Tensor | None) -> "_Probabilities":
+    def of(cls, logits: Tensor, teacher: Tensor | None) -> "_LogProbabilities":
         exact = torch.float64 if logits.dtype == torch.float64 else torch.float32
         every = logits.log_softmax(-1, dtype=exact)
         if teacher is None:
-            return cls(every)
+            return cls(every, every, None)
         count = min(logits.shape[-1], teacher.shape[-1])
         shared = every if count == logits.shape[-1] else logits[:, :count].log_softmax(-1, dtype=exact)
         return cls(every, shared, teacher[:, :count].log_softmax(-1, dtype=exact))
 
-    def lm(self, labels: Tensor) -> Tensor:
-        return nll_loss(self.all, labels, ignore_index=IGNORED, reduction="none")
 
-    def kl(self, labels: Tensor) -> Tensor | None:
-        if self.shared is None or self.teacher is None:
-            return None
-        least = torch.finfo(self.teacher.dtype).min / 2  # tokens with probability 0 contribute 0 * (log 0 - log 0) = 0
-        terms = self.teacher.clamp(min=least).sub_(self.shared.clamp(min=least)).mul_(self.teacher.exp())
-        return terms.sum(-1).masked_fill_(labels == IGNORED, 0.0)
+def _token_losses(found: _LogProbabilities, labels: Tensor) -> tuple[Tensor, Tensor]:
+    lm = nll_loss(found.all, labels, ignore_index=IGNORED, reduction="none")
+    if found.teacher is None:
+        return lm, torch.zeros_like(lm)
+    least = torch.finfo(lm.dtype).min / 2  # tokens with probability 0 contribute 0 * (log 0 - log 0) = 0
+    terms = found.teacher.clamp(min=least).sub_(found.shared.clamp(min=least)).mul_(found.teacher.exp())
+    return lm, terms.sum(-1).masked_fill_(labels == IGNORED, 0.0)
 
 
 class _Loss(torch.autograd.Function):  # type: ignore[misc]
@@ -254,45 +234,41 @@ def _evaluate(logits: Tensor, labels: Tensor, teacher: Tensor | None, terms: _Te
         terms: of the loss.
         differentiable: whether a gradient is asked for.
     """
-    size, totals = _rows_at_once(logits), []
-    theirs = repeat(None) if teacher is None else teacher.split(size)
-    for rows, wanted, their_rows in zip(logits.split(size), labels.split(size), theirs, strict=False):
+    totals = torch.zeros(3, dtype=torch.float32, device=logits.device)
+    size = _rows_at_once(logits)
+    for start in range(0, len(logits), size):
+        part = slice(start, start + size)
+        rows, wanted = logits[part], labels[part]
         ours = rows if terms.cap is None else capped(rows, terms.cap)
-        found = _Probabilities.of(ours, their_rows)
-        lm, kl = found.lm(wanted), found.kl(wanted)
-        total = (1 - terms.weight) * lm
-        if kl is not None:
-            total = total + terms.weight * kl
+        found = _LogProbabilities.of(ours, None if teacher is None else teacher[part])
+        lm, kl = _token_losses(found, wanted)
         log_z = torch.zeros_like(lm)
         if terms.z_loss:
             log_z = (ours.amax(-1) - found.all.amax(-1)).masked_fill_(wanted == IGNORED, 0.0)
-            total = total + terms.z_loss * log_z.square()
-        totals.append(torch.stack([total.sum(), lm.sum(), lm.new_zeros(()) if kl is None else kl.sum()]))
+        total = (1 - terms.weight) * lm + terms.weight * kl + terms.z_loss * log_z.square()
+        totals = totals + torch.stack([total.sum(), lm.sum(), kl.sum()])
         if differentiable:
             slope = _gradient(found, wanted, terms, log_z)
             rows.copy_(slope if terms.cap is None else slope.mul_(1 - (ours / terms.cap).square_()))
-    return torch.stack(totals).sum(0)
+    return totals
 
 
-def _gradient(found: _Probabilities, labels: Tensor, terms: _Terms, log_z: Tensor) -> Tensor:
-    """The gradient of the weighted loss with respect to the logits, [n, V]: what is predicted less what is wanted.
+def _gradient(found: _LogProbabilities, labels: Tensor, terms: _Terms, log_z: Tensor) -> Tensor:
+    """The gradient of the weighted loss with respect to the logits, [n, V]: what is predicted less what is wanted. It is
+    0 for a student that is its teacher.
 
     Args:
-        found: the predictions; overwritten.
+        found: the predictions.
         labels: [n].
         terms: of the loss.
-        log_z: [n], the logarithms of the sums of exponentials; 0 where they have no weight.
+        log_z: [n], the logarithms of the sums of exponentials.
     """
-    shares_all = found.shared is found.all
     lm_weight = 1 - terms.weight
-    slope = found.all.exp_()
-    slope *= ((1.0 if shares_all else lm_weight) + 2 * terms.z_loss * log_z)[:, None]
+    slope = found.all.exp().mul_((lm_weight + 2 * terms.z_loss * log_z)[:, None])
     slope.scatter_add_(1, labels.clamp(min=0)[:, None], slope.new_full((len(slope), 1), -lm_weight))
-    if found.shared is not None and found.teacher is not None:
-        part = slope[:, : found.shared.shape[1]]
-        if not shares_all:
-            part += found.shared.exp_().mul_(terms.weight)
-        part -= found.teacher.exp_().mul_(terms.weight)
+    if found.teacher is not None:
+        difference = found.shared.exp().sub_(found.teacher.exp_())
+        slope[:, : difference.shape[1]].add_(difference, alpha=terms.weight)
     return slope.masked_fill_((labels == IGNORED)[:, None], 0.0)
 
 

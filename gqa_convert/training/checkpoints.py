@@ -8,8 +8,7 @@ size.
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 from gqa_convert.checkpoint.atomic_files import sync
 from gqa_convert.checkpoint.resource_errors import is_disk_full, no_space
 from gqa_convert.checkpoint.strict_json import JsonObject
-from gqa_convert.data.sources import DatasetCommits
 from gqa_convert.errors import GQAConvertError, ResumeError
-from gqa_convert.training.distributed import waiting_group
+from gqa_convert.training.distributed import together, waiting_group
+from gqa_convert.training.sharding import unwrapped
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -60,14 +59,12 @@ class RunRecord:
         recipe: the resolved recipe, which is compared when the run resumes.
         processes: the number of processes that wrote the checkpoint.
         samples: the fingerprint of the training data, which is compared too.
-        dataset_commits: the commits of Hub datasets, which the run keeps.
     """
 
     progress: Progress
     recipe: JsonObject
     processes: int
     samples: str
-    dataset_commits: DatasetCommits = field(default_factory=dict)
 
 
 class Checkpoints:
@@ -77,18 +74,10 @@ class Checkpoints:
         folder: `output/checkpoints`.
         kept: how many of the newest are kept, at least one.
         main: whether this is the process that publishes.
-        together: a context for the work of one process, whose errors are raised on all processes.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        kept: int,
-        *,
-        main: bool,
-        together: Callable[[], AbstractContextManager[None]] = nullcontext,
-    ) -> None:
-        self.folder, self._kept, self._main, self._together = folder, kept, main, together
+    def __init__(self, folder: Path, kept: int, *, main: bool) -> None:
+        self.folder, self._kept, self._main = folder, kept, main
 
     def path(self, step: int) -> Path:
         return self.folder / f"step-{step:06d}"
@@ -98,31 +87,33 @@ class Checkpoints:
         found = [path for path in self.folder.glob("step-*") if path.name.removeprefix("step-").isdecimal()]
         return sorted(found, key=_step, reverse=True)
 
-    def whole(self) -> list[Path]:
-        """The checkpoints with a record and all files in the sizes that it states, newest first."""
-        return [path for path in self._all() if _is_whole(path)]
+    def whole(self, say: Callable[[str], None] = lambda _: None) -> list[RunRecord]:
+        """The records of the checkpoints that have one and all files in the sizes that it states, newest first.
+
+        Args:
+            say: called with a message about each other checkpoint.
+        """
+        records = []
+        for path in self._all():
+            try:
+                records.append(_read(path))
+            except (OSError, ValueError, KeyError, TypeError) as problem:
+                say(f"{path} is damaged ({problem}) and is passed over")
+        return records
 
     def newest(self, say: Callable[[str], None] = lambda _: None) -> RunRecord | None:
         """The record of the newest checkpoint that is whole; None if there is no checkpoint.
 
         Args:
-            say: called with a message about each later checkpoint, which is damaged.
+            say: called with a message about each checkpoint that is damaged.
 
         Raises:
             ResumeError: there are checkpoints, and all of them are damaged.
         """
-        problem = None
-        for path in self._all():
-            try:
-                return _read(path)
-            except (OSError, ValueError, KeyError, TypeError) as raised:
-                problem = problem or raised
-                say(f"{path} is damaged ({raised}): resuming from the checkpoint before it")
-        if problem is not None:
-            raise ResumeError(
-                f"every checkpoint in {self.folder} is damaged ({problem}): remove the folder to start over"
-            )
-        return None
+        records = self.whole(say)
+        if self._all() and not records:
+            raise ResumeError(f"every checkpoint in {self.folder} is damaged: remove the folder to start over")
+        return records[0] if records else None
 
     def save(self, state: StateDict, record: RunRecord) -> None:
         """Write a checkpoint, publish it, and remove those that need not be kept. Every process calls this.
@@ -137,28 +128,40 @@ class Checkpoints:
             NoSpaceError: the disk is full; older checkpoints are intact.
         """
         import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.api import CheckpointException  # not a subclass of Exception
 
         final = self.path(record.progress.step)
         work = self.folder / f"{_UNFINISHED}{final.name}"
-        with self._together(), self._explained(work):
-            if self._main:
-                shutil.rmtree(work, ignore_errors=True)
-                work.mkdir(parents=True)
-        # dcp.async_save holds a second copy of the state (0.63 GB more for 0.64 GB) and blocks a CPU as long, 2.0 s for 2.2
-        with self._explained(work):  # DCP raises an error of one process on all
+        try:
+            with together():
+                if self._main:
+                    shutil.rmtree(work, ignore_errors=True)
+                    work.mkdir(parents=True)
+            # dcp.async_save holds a second copy of the state (0.63 GB more for 0.64 GB) and blocks a CPU as long, 2.0 s
+            # for 2.2; an error of one process is raised on all
             dcp.save(state, checkpoint_id=work, no_dist=record.processes == 1, process_group=waiting_group())
-        with self._together(), self._explained(work):
-            if self._main:
-                files = {path.name: _size(path) for path in work.iterdir()}
-                (work / _RECORD).write_text(json.dumps(asdict(record) | {"files": files}, indent=2) + "\n")
-                for path in work.iterdir():
-                    sync(path)
-                sync(work)
-                self._remove(final)  # a damaged one
-                work.rename(final)
-                sync(self.folder)
-                if not record.progress.skipped_in_a_row:
-                    self.prune()
+            with together():
+                if self._main:
+                    self._publish(work, final, record)
+        except (Exception, CheckpointException) as raised:
+            shutil.rmtree(work, ignore_errors=True)
+            cause = _cause(raised)
+            if any(each is not None and is_disk_full(each) for each in (cause, cause.__cause__, cause.__context__)):
+                raise no_space(self.folder, "resumes from the last checkpoint") from None
+            raise cause from None
+
+    def _publish(self, work: Path, final: Path, record: RunRecord) -> None:
+        """Complete a written checkpoint and give it its name."""
+        files = {path.name: _size(path) for path in work.iterdir()}
+        (work / _RECORD).write_text(json.dumps(asdict(record) | {"files": files}, indent=2) + "\n")
+        for path in work.iterdir():
+            sync(path)
+        sync(work)
+        shutil.rmtree(final, ignore_errors=True)  # a damaged one
+        work.rename(final)
+        sync(self.folder)
+        if not record.progress.skipped_in_a_row:
+            self.prune()
 
     def load(self, step: int, state: StateDict, processes: int) -> None:
         """Fill `state` in place.
@@ -173,6 +176,8 @@ class Checkpoints:
             dcp.load(state, checkpoint_id=self.path(step), no_dist=processes == 1, process_group=waiting_group())
         except (Exception, CheckpointException) as raised:
             problem = _cause(raised)
+            if isinstance(problem, GQAConvertError):  # a second Ctrl-C
+                raise problem from None
             first = next((line for line in str(problem).splitlines() if line.strip()), "")
             raise ResumeError(
                 f"{self.path(step)} cannot be loaded ({type(problem).__name__}: {first[:200]}): remove it to resume from the checkpoint before it"
@@ -182,49 +187,17 @@ class Checkpoints:
         """Remove the checkpoints before the newest whole ones that are kept; one process calls this."""
         kept = self.whole()[: self._kept]
         for path in self._all():
-            if kept and _step(path) < _step(kept[-1]):
-                self._remove(path)
+            if kept and _step(path) < kept[-1].progress.step:
+                shutil.rmtree(path, ignore_errors=True)  # what is left of one is not whole
 
     def sweep(self) -> None:
         """Remove unfinished files of a killed run."""
         for path in self.folder.glob(f"{_UNFINISHED}*"):
             shutil.rmtree(path, ignore_errors=True)
 
-    def _remove(self, path: Path) -> None:
-        """Remove a checkpoint, if it is there; first its name, so that a part of one is never taken for a checkpoint."""
-        if path.exists():
-            doomed = self.folder / f"{_UNFINISHED}removed-{path.name}"
-            shutil.rmtree(doomed, ignore_errors=True)
-            path.rename(doomed)
-            shutil.rmtree(doomed, ignore_errors=True)
-
-    @contextmanager
-    def _explained(self, work: Path) -> Iterator[None]:
-        """Remove what was written where writing fails, and say why it did."""
-        from torch.distributed.checkpoint.api import CheckpointException  # not a subclass of Exception
-
-        try:
-            yield
-        except (Exception, CheckpointException) as raised:
-            shutil.rmtree(work, ignore_errors=True)
-            cause = _cause(raised)
-            if isinstance(cause, GQAConvertError):  # a second Ctrl-C
-                raise cause from None
-            if any(each is not None and is_disk_full(each) for each in (cause, cause.__cause__, cause.__context__)):
-                raise no_space(self.folder, "resumes from the last checkpoint") from None
-            raise cause from None
-
 
 def _step(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
-
-
-def _is_whole(path: Path) -> bool:
-    try:
-        _read(path)
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
-    return True
 
 
 def _read(path: Path) -> RunRecord:
@@ -255,31 +228,30 @@ def _size(path: Path) -> int:
 # The state of model and optimizer in a checkpoint, independent of how they are distributed over processes
 
 
-def state_of(model: Any, optimizer: "Optimizer", *, trained_only: bool = False) -> StateDict:
-    """Parameters and optimizer moments by name; if they are sharded, the part of this process.
+def state_of(model: Any, optimizer: "Optimizer") -> StateDict:
+    """Trained parameters and their moments by name, which loading fills in place; if they are sharded, the part of this
+    process. Everything else a run reads from the checkpoint that it trains.
 
     Args:
         model: the model or its wrapper for several processes.
         optimizer: of its trained parameters.
-        trained_only: leave out the fixed parameters, which a model with adapters reads from its checkpoint.
     """
-    from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
     if not optimizer.state:  # all steps so far were skipped, or none has been taken
         # creates the moments by a step with zero gradients, which must not count
         get_optimizer_state_dict(model, optimizer)
         for moments in optimizer.state.values():
             moments["step"].zero_()
-    tensors = _trained(model) if trained_only else get_model_state_dict(model)
-    return {"model": tensors, "optimizer": get_optimizer_state_dict(model, optimizer)}
+    named = unwrapped(model).named_parameters()
+    trained = {name: parameter.detach() for name, parameter in named if parameter.requires_grad}
+    return {"model": trained, "optimizer": get_optimizer_state_dict(model, optimizer)}
 
 
-def set_state(model: Any, optimizer: "Optimizer", state: StateDict, *, trained_only: bool = False) -> None:
-    """Restore a state that `state_of` returned; loading has filled the trained parameters of adapters in place."""
-    from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_optimizer_state_dict
+def set_state(model: Any, optimizer: "Optimizer", state: StateDict) -> None:
+    """Restore a state of `state_of` that was loaded, which has filled the parameters."""
+    from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
-    if not trained_only:
-        set_model_state_dict(model, state["model"])
     set_optimizer_state_dict(model, optimizer, state["optimizer"])
 
 
@@ -289,8 +261,3 @@ def whole_model(model: Any) -> StateDict:
 
     tensors: StateDict = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     return tensors
-
-
-def _trained(model: Any) -> StateDict:
-    inner = model.module if hasattr(model, "module") else model
-    return {name: each.detach() for name, each in inner.named_parameters() if each.requires_grad}

@@ -12,7 +12,8 @@ from datetime import timedelta
 from typing import Any
 
 from gqa_convert import errors
-from gqa_convert.errors import GQAConvertError, LaunchError
+from gqa_convert.checkpoint.resource_errors import is_out_of_memory
+from gqa_convert.errors import DeviceMemoryError, GQAConvertError, LaunchError
 
 _TASK_COUNTS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 """Environment variables in which srun and MPI launchers state how many tasks they started."""
@@ -49,10 +50,13 @@ def join(**options: Any) -> Any:
     check_environment(os.environ)
     from accelerate import Accelerator
 
-    accelerator = Accelerator(
-        mixed_precision="no", **options
-    )  # the recipe's precision decides, in trainer and sharding
-    check_launch(os.environ, accelerator.num_processes)
+    # the recipe's precision decides, in trainer and sharding
+    accelerator = Accelerator(mixed_precision="no", **options)
+    stated = _number(os.environ, "WORLD_SIZE") or 1
+    if accelerator.num_processes != stated:
+        raise LaunchError(
+            f"the launcher started {stated} processes and this run has {accelerator.num_processes}: {_ADVICE}"
+        )
     # otherwise transformers would leave the weights uninitialised on all processes but the first, for accelerate to
     # broadcast them
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
@@ -96,26 +100,18 @@ def check_environment(environment: Mapping[str, str]) -> None:
         raise LaunchError(f"{present[0]} is set and {missing[0]} is not: {_ADVICE}, or unset {present[0]}")
 
 
-def check_launch(environment: Mapping[str, str], processes: int) -> None:
-    """Refuse a launch in which some of the started processes do not take part.
-
-    Args:
-        environment: the environment variables of this process.
-        processes: the number of processes in the run according to accelerate.
-
-    Raises:
-        LaunchError: the launcher started a different number of processes.
-    """
-    stated = _number(environment, "WORLD_SIZE") or 1
-    if processes != stated:
-        raise LaunchError(f"the launcher started {stated} processes and this run has {processes}: {_ADVICE}")
-
-
 def _number(environment: Mapping[str, str], name: str) -> int | None:
-    text = environment.get(name) or None
-    if text is not None and not text.isdecimal():
+    text = environment.get(name)
+    if not text:
+        return None
+    if not text.isdecimal():
         raise LaunchError(f"{name} is {text!r}, expected a whole number: {_ADVICE}")
-    return None if text is None else int(text)
+    return int(text)
+
+
+def rank() -> int:
+    """The number of this process."""
+    return 0 if _waiting_group is None else int(_waiting_group.rank())
 
 
 def waiting_group() -> Any:
@@ -125,34 +121,34 @@ def waiting_group() -> Any:
     return _waiting_group
 
 
-def local_processes() -> int:
-    """The number of the run's processes on this machine."""
-    return _number(os.environ, "LOCAL_WORLD_SIZE") or 1
-
-
 @contextmanager
-def together(accelerator: Any) -> Iterator[None]:
+def together() -> Iterator[None]:
     """A context for independent work of every process or of one. An error of any process is raised on all of them when
     the context ends.
 
     Processes must not wait for one another inside the context, unless they also do so when they fail.
-
-    Args:
-        accelerator: accelerate's Accelerator.
     """
     problem: Exception | None = None
     try:
         yield
     except Exception as raised:
-        problem = raised
+        problem = out_of_memory() if is_out_of_memory(raised) else raised
     stated = None if problem is None else (type(problem).__name__, str(problem))
-    for process, found in enumerate(gathered(accelerator, stated)):
+    for process, found in enumerate(gathered(stated)):
         if found is None:
             continue
         error = problem or _error(process, *found)
         if isinstance(error, GQAConvertError):
-            error.reported_elsewhere = process != accelerator.process_index
+            error.reported_elsewhere = process != rank()
         raise error
+
+
+def out_of_memory() -> DeviceMemoryError:
+    """The error about a lack of memory on any device."""
+    return DeviceMemoryError(
+        "out of memory: lower micro_batch_size, set gradient_checkpointing to true or use more GPUs with fsdp2.yaml; then run the same "
+        "command again, which resumes from the last checkpoint"
+    )
 
 
 def _error(process: int, name: str, text: str) -> GQAConvertError:
@@ -163,15 +159,15 @@ def _error(process: int, name: str, text: str) -> GQAConvertError:
     return LaunchError(f"process {process} failed: {name}: {text}")
 
 
-def gathered(accelerator: Any, value: Any) -> list[Any]:
+def gathered(value: Any) -> list[Any]:
     """The value of every process, in the order of their numbers; for small Python objects. Every process calls this,
     and waits for the others without a time limit; accelerate's gather_object would end the job after ten minutes.
     """
-    if accelerator.num_processes == 1:
+    if _waiting_group is None:
         return [value]
     import torch
 
-    found: list[Any] = [None] * accelerator.num_processes
+    found: list[Any] = [None] * _waiting_group.size()
     try:
         torch.distributed.all_gather_object(found, value, group=_waiting_group)
     except RuntimeError as problem:
@@ -179,20 +175,9 @@ def gathered(accelerator: Any, value: Any) -> list[Any]:
     return found
 
 
-def broadcast(accelerator: Any, value: Any) -> Any:
-    """The main process's value, on every process; every process calls this."""
-    if accelerator.num_processes == 1:
-        return value
-    import torch
-
-    values = [value]
-    torch.distributed.broadcast_object_list(values, src=0, group=_waiting_group)
-    return values[0]
-
-
-def wait(accelerator: Any) -> None:
+def wait() -> None:
     """Wait until all processes have arrived, without a time limit; raises an error if one of them has ended."""
-    gathered(accelerator, None)
+    gathered(None)
 
 
 def summed(accelerator: Any, numbers: list[float]) -> list[float]:
@@ -200,7 +185,7 @@ def summed(accelerator: Any, numbers: list[float]) -> list[float]:
     import torch
 
     tensor = torch.tensor(numbers, dtype=torch.float64, device=accelerator.device)
-    return [float(number) for number in accelerator.reduce(tensor, "sum").tolist()]
+    return accelerator.reduce(tensor, "sum").tolist()  # type: ignore[no-any-return]
 
 
 @contextmanager
@@ -224,7 +209,7 @@ def _leave() -> None:
     global _waiting_group
     _waiting_group = None
     torch = sys.modules.get("torch")  # not imported if a signal interrupted the import, which must not start again
-    if torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
+    if torch is not None and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
 

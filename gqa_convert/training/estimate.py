@@ -261,11 +261,12 @@ def _with_adapter(module: Any, inputs: Any, output: Tensor) -> Tensor:
 
 def _moments(parameter: Tensor, recipe: Recipe) -> int:
     """How many numbers the moments of a parameter have."""
+    count: int = parameter.numel()
     if recipe.optimizer == "adamw":
-        return 2 * parameter.numel()
+        return 2 * count
     if parameter.ndim < 2:
-        return parameter.numel()
-    return parameter.numel() // parameter.shape[-1] + parameter.numel() // parameter.shape[-2]
+        return count
+    return count // int(parameter.shape[-1]) + count // int(parameter.shape[-2])
 
 
 def _pass(model: Any, shapes: _Shapes, in_bf16: bool) -> tuple[int, int]:

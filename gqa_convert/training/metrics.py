@@ -4,7 +4,6 @@
 
 import json
 import math
-import os
 import resource
 from collections.abc import Callable
 from contextlib import suppress
@@ -12,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from gqa_convert.checkpoint.atomic_files import write_whole
+from gqa_convert.checkpoint.atomic_files import sync, write_whole
 from gqa_convert.checkpoint.results import Result
 from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.training.recipe import Recipe
@@ -45,7 +44,7 @@ class StepMetrics:
     kl: float | None = None
     learning_rate: float
     gradient_norm: float
-    tokens_per_second: float
+    tokens_per_second: float = 0.0
     skipped: bool = False
     peak_memory_gb: float | None = None
     evaluation_loss: float | None = None
@@ -83,22 +82,19 @@ class RunLog:
     """
 
     def __init__(self, path: Path, step: int, steps: int, accelerator: Any, on_step: OnStep) -> None:
-        self._steps, self._accelerator, self._on_step = steps, accelerator, on_step
-        self._file = None
+        self._path, self._steps, self._accelerator, self._on_step = path, steps, accelerator, on_step
         if accelerator.is_main_process:
             kept = [line for line in read_metrics(path) if line["step"] <= step]
             write_whole(path, "".join(json.dumps(line) + "\n" for line in kept).encode())
-            self._file = path.open("ab", buffering=0)
 
     def write(self, metrics: StepMetrics) -> None:
         """Log a step."""
-        if self._file is None:
+        if not self._accelerator.is_main_process:
             return
         metrics.peak_memory_gb = round(_peak_memory(self._accelerator.device) / 1e9, 3)
         numbers = metrics.as_json()
-        rest = memoryview((json.dumps(numbers) + "\n").encode())
-        while rest:
-            rest = rest[self._file.write(rest) :]
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(numbers) + "\n")
         self._on_step(metrics, self._steps)
         if self._accelerator.trackers:
             del numbers["step"]
@@ -106,15 +102,8 @@ class RunLog:
 
     def sync(self) -> None:
         """Wait until all lines are on disk."""
-        if self._file is not None:
-            os.fsync(self._file.fileno())
-
-    def close(self) -> None:
-        """Close the file. Errors of the file system are ignored, because everything essential has been saved."""
-        if self._file is not None:
-            with suppress(OSError):
-                self.sync()
-                self._file.close()
+        if self._accelerator.is_main_process:
+            sync(self._path)
 
 
 def start_trackers(accelerator: Any, recipe: Recipe, run_id: str, folder: Path) -> None:
@@ -156,23 +145,6 @@ def _peak_memory(device: Any) -> int:
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-@dataclass(frozen=True, slots=True)
-class Recovery:
-    """Losses on the held-out text, in nats per token.
-
-    Attributes:
-        start: the loss of the converted checkpoint.
-        source: the loss of its source; None if it was not measured.
-        final: the loss of the trained model.
-        recovered_share: the share of the gap between start and source that training closed; None without a gap.
-    """
-
-    start: float
-    source: float | None
-    final: float
-    recovered_share: float | None
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary(Result):
     """The content of `summary.json`.
@@ -184,9 +156,9 @@ class RunSummary(Result):
         steps, tokens, skipped_steps: of the whole run.
         alpha: `tokens` as a share of the source's pretraining tokens, if those are known.
         changes: changes of the recipe when the run was resumed.
+        recipe: the resolved recipe, with the commits of Hub datasets.
         final_loss: the last training loss, in nats per token.
-        evaluation: losses on the held-out text, if they were measured.
-        steps_since_resumption, seconds_since_resumption, tokens_per_second: the pace since the run resumed.
+        evaluation: losses on the held-out text in nats per token, if they were measured; see `recovery`.
         adapters: the adapters that were trained and merged, in words; None if the weights were trained.
     """
 
@@ -201,40 +173,30 @@ class RunSummary(Result):
     alpha: float | None
     skipped_steps: int
     changes: list[str]
+    recipe: JsonObject
     final_loss: float | None
-    evaluation: Recovery | None
-    steps_since_resumption: int
-    seconds_since_resumption: float
-    tokens_per_second: int
+    evaluation: dict[str, float | None] | None
     adapters: str | None = None
 
-    def provenance(self, recipe: Recipe) -> JsonObject:
+    def provenance(self) -> JsonObject:
         """The entry for the trained model's provenance."""
-        values = self.as_json()
-        names = ["kind", "created", "command", "machine", "processes", "tokens", "evaluation", "changes"]
+        names = ["kind", "created", "command", "machine", "processes", "tokens", "evaluation", "changes", "recipe"]
         if self.adapters is not None:
             names.append("adapters")
-        return {name: values[name] for name in names} | {"recipe": recipe.resolved()}
+        values = self.as_json()
+        return {name: values[name] for name in names}
 
 
-def read_summary(path: Path) -> RunSummary:
-    """The summary in a file.
-
-    Raises:
-        OSError, ValueError, TypeError: it can't be read, or is not of this form.
-    """
-    content = json.loads(path.read_bytes())
-    if content["evaluation"] is not None:
-        content["evaluation"] = Recovery(**content["evaluation"])
-    return RunSummary(**content)
-
-
-def recovery(evaluations: dict[str, float]) -> Recovery:
+def recovery(evaluations: dict[str, float]) -> dict[str, float | None]:
     """The losses on the held-out text and the share of the gap that was closed.
 
     Args:
         evaluations: at the `start`, the `last` one, and of the `source` if it was measured.
+
+    Returns:
+        The losses of the converted checkpoint, `start`, of its `source` (None if it was not measured) and of the trained
+        model, `final`; and the `recovered_share` of the gap between the first two, None without a gap.
     """
     start, source, final = evaluations["start"], evaluations.get("source"), evaluations["last"]
     share = None if source is None or start <= source else (start - final) / (start - source)
-    return Recovery(start, source, final, share)
+    return {"start": start, "source": source, "final": final, "recovered_share": share}

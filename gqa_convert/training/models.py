@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from gqa_convert.data.sampler import Batch
-from gqa_convert.families.loading import check_complete
+from gqa_convert.families.loading import check_complete, explained
 from gqa_convert.losses.output_layer import remove_output_layer
 from gqa_convert.training import sharding
+from gqa_convert.training.distributed import together
 from gqa_convert.training.lora import add_adapters, loading_options
-from gqa_convert.training.opening import NEEDS_HEAD, explained
+from gqa_convert.training.opening import NEEDS_HEAD
 from gqa_convert.training.recipe import Recipe
-from gqa_convert.training.run_context import RunContext
 from gqa_convert.training.teacher import load_teacher
 
 
@@ -56,30 +56,25 @@ def place_student(model: Any, accelerator: Any, *, sharded: bool, bf16: bool) ->
     return sharding.replicate(model, accelerator.device)
 
 
-def load_frozen(context: RunContext, name: str, folder: Path) -> Any:
+def load_frozen(name: str, folder: Path, device: torch.device, *, sharded: bool) -> Any:
     """Load a teacher or a source, whose parameters are fixed. Every process calls this."""
-    device = context.accelerator.device
-    with context.together(), explained(name):
-        model = load_teacher(folder, device.type, by_first=context.sharded)
-    return sharding.shard(model, device, bf16=False) if context.sharded else model.to(device)
+    with together(), explained(name):
+        model = load_teacher(folder, device.type, by_first=sharded)
+    return sharding.shard(model, device, bf16=False) if sharded else model.to(device)
 
 
-def remove_output(context: RunContext, name: str, model: Any, sample: Batch) -> bool:
+def remove_output(model: Any, sample: Batch) -> bool:
     """Take the output layer out of a model, so that no batch's logits are held as a whole; returns whether that was
     possible. Every process calls this.
 
     Args:
-        context: the run.
-        name: of the checkpoint, for the message.
         model: the model.
         sample: on which it is tried.
     """
     inputs, _ = on_device(sample, model)
-    with context.together():
+    with together():
         removed = remove_output_layer(model, inputs)
     sharding.reshard(model)
-    if not removed:
-        context.say(f"{name} makes the logits of a batch at once: expect more memory than was estimated")
     return removed
 
 
@@ -101,15 +96,8 @@ def turn_dropout_off(model: Any) -> None:
     for module in model.modules():
         if isinstance(module, torch.nn.modules.dropout._DropoutNd):
             module.p = 0.0
-        for name, value in vars(module).items():
-            if _is_dropout(name, value):
-                setattr(module, name, 0.0)
-    for name, value in model.config.to_dict().items():
-        if _is_dropout(name, value):
-            setattr(model.config, name, 0.0)
-
-
-def _is_dropout(name: str, value: object) -> bool:
-    named = "dropout" in name or "pdrop" in name
-    other = "classifier" in name or "layerdrop" in name
-    return isinstance(value, float) and named and not other
+    for holder in (*model.modules(), model.config):
+        for name, value in list(vars(holder).items()):
+            named = "dropout" in name or "pdrop" in name
+            if named and isinstance(value, float) and "classifier" not in name and "layerdrop" not in name:
+                setattr(holder, name, 0.0)

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gqa_convert.checkpoint.paths import local_path
-from gqa_convert.checkpoint.resource_errors import is_out_of_memory
 from gqa_convert.checkpoint.source import Checkpoint, open_checkpoint
 from gqa_convert.data.decoder_start import decoder_start, starts_with_last
 from gqa_convert.data.objectives import SampleSettings
-from gqa_convert.errors import DeviceMemoryError, MissingExtraError, SourceNotFoundError
+from gqa_convert.errors import MissingExtraError, SourceNotFoundError
 from gqa_convert.families import loading
 from gqa_convert.training.choosing import choose_objective, sample_length
 from gqa_convert.training.recipe import Recipe
@@ -54,7 +53,7 @@ def open_recipe(recipe: Recipe) -> Opened:
         loading.check_language_model(recipe.teacher, teacher.config, NEEDS_HEAD)
         teacher_folder = teacher.folder
         assert teacher_folder is not None
-        with explained(f"the tokenizer of {recipe.teacher}"):
+        with loading.explained(f"the tokenizer of {recipe.teacher}"):
             check_vocabularies(folder, teacher_folder)
     return Opened(student, folder, settings, teacher_folder, teacher_folder or _source_of(folder))
 
@@ -67,7 +66,7 @@ def sample_settings(recipe: Recipe, student: Checkpoint) -> SampleSettings:
     """
     config, folder = student.config, student.folder
     assert folder is not None
-    with explained(f"the tokenizer of {recipe.model}"):
+    with loading.explained(f"the tokenizer of {recipe.model}"):
         tokenizer = loading.load_tokenizer(folder)
     return SampleSettings(
         tokenizer,
@@ -77,16 +76,6 @@ def sample_settings(recipe: Recipe, student: Checkpoint) -> SampleSettings:
         starts_with_last(config),
         folder,
     )
-
-
-def source_folder(recipe: Recipe) -> Path | None:
-    """The checkpoint that a recipe's model was converted from: its teacher, or the folder that the model's provenance
-    names; None if that is not on this machine.
-    """
-    if recipe.teacher is not None:
-        return open_checkpoint(recipe.teacher, download=True).folder
-    folder = open_checkpoint(recipe.model, download=True).folder
-    return None if folder is None else _source_of(folder)
 
 
 def _source_of(student: Path) -> Path | None:
@@ -122,27 +111,3 @@ def naming_conversion(path: str | Path, model: str) -> Iterator[None]:
         if command is None:
             raise
         raise SourceNotFoundError(f"the converted model {model} does not exist: make it with {command}") from None
-
-
-@contextmanager
-def explained(name: str) -> Iterator[None]:
-    """Turn transformers' errors about a checkpoint, and out-of-memory errors, into one line."""
-    try:
-        with loading.explained(name):
-            yield
-    except Exception as problem:
-        explain_memory(problem)
-        raise
-
-
-def explain_memory(problem: BaseException) -> None:
-    """Raise DeviceMemoryError if the problem is a lack of memory.
-
-    Raises:
-        DeviceMemoryError: the memory does not suffice.
-    """
-    if is_out_of_memory(problem):
-        raise DeviceMemoryError(
-            "out of memory: lower micro_batch_size, set gradient_checkpointing to true or use more GPUs with fsdp2.yaml; then run the same "
-            "command again, which resumes from the last checkpoint"
-        ) from None

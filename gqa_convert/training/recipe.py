@@ -5,8 +5,9 @@ Everything that can be refused without loading a model or a text is refused here
 
 import dataclasses
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from fractions import Fraction
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, TypeAdapter, WithJsonSchema
@@ -42,13 +43,6 @@ def _read_trackers(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-def _check_trackers(trackers: tuple[str, ...]) -> tuple[str, ...]:
-    for name in trackers:
-        if trackers.count(name) > 1:
-            raise ValueError(f"{name} is named twice")
-    return trackers
-
-
 def _check_objective(name: str) -> str:
     if name not in ("auto", *OBJECTIVES):
         raise ValueError(f"it must be auto, {', '.join(OBJECTIVES)}")
@@ -61,7 +55,6 @@ ObjectiveName = Annotated[
 Trackers = Annotated[
     tuple[Tracker, ...],
     BeforeValidator(_read_trackers, json_schema_input_type=Tracker | list[Tracker]),
-    AfterValidator(_check_trackers),
 ]
 """One tracker or a list of them."""
 
@@ -300,15 +293,9 @@ class Recipe:
 
 
 def _brief(value: Any) -> str:
-    """A value as a recipe would state it, without the defaults of sources."""
+    """A value for a message, without the defaults of sources."""
     if isinstance(value, tuple):
-        items = [_brief(each) for each in value]
-        return items[0] if len(items) == 1 else f"[{', '.join(items)}]"
-    if isinstance(value, Source):
-        stated = value.stated()
-        if len(stated) == 1:
-            return value.source
-        return f"{{{', '.join(f'{name}: {each}' for name, each in stated.items())}}}"
+        return shown([each.stated() if isinstance(each, Source) else each for each in value])
     return shown(value)
 
 
@@ -339,26 +326,26 @@ def make_recipe(values: Mapping[str, Any]) -> Recipe:
         recipe: Recipe = read_keys(Recipe, dict(values), NESTED)
     except ValueError as problem:
         raise RecipeError(str(problem)) from None
+    mistakes = [*_budget_mistakes(recipe), *_folder_mistakes(recipe), *_source_mistakes(recipe)]
+    if recipe.evaluate_every is not None and recipe.evaluation_data is None:
+        mistakes.append(
+            f"evaluate_every is {recipe.evaluate_every} and there is no evaluation_data: name text to evaluate on"
+        )
     if recipe.teacher is None and recipe.distillation_weight is not None:
-        raise RecipeError(
+        mistakes.append(
             "distillation_weight is given without a teacher: name the source checkpoint as teacher, or remove distillation_weight"
         )
-    if recipe.teacher is not None and recipe.distillation_weight is None:
-        recipe = dataclasses.replace(recipe, distillation_weight=1.0)
-    mistakes = [*_budget_mistakes(recipe), *_folder_mistakes(recipe), *_key_mistakes(recipe), *_source_mistakes(recipe)]
     if mistakes:
         raise RecipeError("\n".join(mistakes))
+    if recipe.teacher is not None and recipe.distillation_weight is None:
+        recipe = dataclasses.replace(recipe, distillation_weight=1.0)
     return recipe
 
 
 def _budget_mistakes(recipe: Recipe) -> Iterator[str]:
-    shares = (recipe.alpha, recipe.pretraining_tokens)
-    if recipe.tokens is not None and shares != (None, None):
-        second = "pretraining_tokens" if recipe.alpha is None else "alpha"
-        yield f"tokens and {second} both state the budget: keep tokens, or alpha with pretraining_tokens"
-        return
-    if recipe.tokens is None and None in shares:
-        yield "the recipe states no budget: give tokens (such as 2B), or alpha with pretraining_tokens"
+    stated = [name for name in ("tokens", "alpha", "pretraining_tokens") if getattr(recipe, name) is not None]
+    if stated not in (["tokens"], ["alpha", "pretraining_tokens"]):
+        yield f"the budget is stated by {' and '.join(stated) or 'no key'}: give tokens alone (such as 2B), or alpha with pretraining_tokens"
         return
     if recipe.sequence_length is not None and recipe.tokens_per_step < recipe.sequence_length:
         yield (
@@ -373,66 +360,53 @@ def _budget_mistakes(recipe: Recipe) -> Iterator[str]:
 
 
 def _folder_mistakes(recipe: Recipe) -> Iterator[str]:
-    output = os.path.realpath(recipe.output)
-    models = {"model": recipe.model} | ({} if recipe.teacher is None else {"teacher": recipe.teacher})
-    for name, value in models.items():
-        folder = os.path.realpath(value)
-        if folder == output:
-            yield f"output and {name} are the same folder {value}: name another folder for output"
-        elif os.path.isdir(folder) and os.path.commonpath([folder, output]) in (folder, output):  # noqa: PTH112
-            yield f"output {recipe.output} and {name} {value} are nested: name a separate folder for output"
-    if os.path.isfile(output):  # noqa: PTH113
+    output = Path(os.path.realpath(recipe.output))
+    if output.is_file():
         yield f"output {recipe.output} is a file: name a folder"
-    if recipe.teacher is not None and os.path.normpath(recipe.teacher) == os.path.normpath(recipe.model):
+    for name, stated in (("model", recipe.model), ("teacher", recipe.teacher)):
+        folder = Path(os.path.realpath(stated or recipe.model))
+        nested = output.is_relative_to(folder) or folder.is_relative_to(output)
+        if folder == output or (nested and folder.is_dir()):
+            yield f"output {recipe.output} and {name} {stated} are the same folder or nested: name a separate folder for output"
+    if recipe.teacher is not None and Path(recipe.teacher) == Path(recipe.model):
         yield (
             f"teacher and model are both {recipe.model}: the teacher is the checkpoint that the model was converted from"
         )
 
 
-def _key_mistakes(recipe: Recipe) -> Iterator[str]:
-    if recipe.evaluate_every is not None and recipe.evaluation_data is None:
-        yield f"evaluate_every is {recipe.evaluate_every} and there is no evaluation_data: name text to evaluate on"
-
-
 def _source_mistakes(recipe: Recipe) -> Iterator[str]:
     """Sources whose keys contradict one another, the other sources or the objective."""
-    named: list[tuple[str, Source]] = []
+    named: dict[str, Source] = {}
     for key_name, sources in (("data", recipe.data), ("evaluation_data", recipe.evaluation_data or ())):
         for number, source in enumerate(sources):
-            name = key_name if len(sources) == 1 else f"{key_name}[{number}]"
-            named.append((name, source))
-            for mistake in _contradictions(source):
-                yield f"{name} {mistake}"
-            if source.is_self and key_name == "evaluation_data":
-                yield "evaluation_data is self, text that the source writes: name real text, on which a loss means something"
-    first, kind = named[0][0], named[0][1].kind
-    reads = None if recipe.objective == "auto" else OBJECTIVES[recipe.objective].reads
-    for name, source in named:
-        if reads is not None and source.kind not in reads:
-            yield (
-                f"objective is {recipe.objective}, which reads {_either(reads)}, and {name} holds {KINDS[source.kind]}: "
-                "name other data, or remove objective"
-            )
-        elif (source.kind == "pairs") != (kind == "pairs"):
-            yield f"{first} holds {KINDS[kind]} and {name} {KINDS[source.kind]}: give all sources source_field and target_field, or none"
-
-
-def _either(kinds: Iterable[SourceKind]) -> str:
-    return " or ".join(KINDS[kind] for kind in kinds)
+            named[key_name if len(sources) == 1 else f"{key_name}[{number}]"] = source
+    first = recipe.data[0].kind
+    reads: tuple[SourceKind, ...] = ("pairs",) if first == "pairs" else ("text", "chat")
+    reason = f"data holds {KINDS[first]}"
+    if recipe.objective != "auto":
+        reads, reason = OBJECTIVES[recipe.objective].reads, f"objective is {recipe.objective}"
+    for name, source in named.items():
+        for mistake in _contradictions(source):
+            yield f"{name} {mistake}"
+        if source.is_self and name.startswith("evaluation_data"):
+            yield f"{name} is self, text that the source writes: name real text, on which a loss means something"
+        if source.kind not in reads:
+            wanted = " or ".join(KINDS[kind] for kind in reads)
+            yield f"{reason}, and {name} holds {KINDS[source.kind]}: name {wanted}, or change objective"
 
 
 def _contradictions(source: Source) -> Iterator[str]:
     """What is wrong with the keys of one source; phrases that follow its name."""
     stated = source.stated()
-    if "source_field" in stated and "target_field" not in stated:
-        yield "names source_field without target_field: give both, or neither"
-    if "target_field" in stated and "source_field" not in stated:
-        yield "names target_field without source_field: give both, or neither"
-    if source.kind == "pairs" and "text_field" in stated:
-        yield "names text_field and source_field: keep text_field for running text, or source_field and target_field for pairs"
-    for name in ("messages_field", "loss_on"):
-        if source.format == "text" and name in stated:
-            yield f"has format text and names {name}, which belongs to conversations: remove one of them"
-    for name in ("tokens", "temperature", "seed"):
-        if name in stated and not source.is_self:
-            yield f"has {name}, which only text of the source itself has: name self as its source, or remove {name}"
+    if ("source_field" in stated) != ("target_field" in stated):
+        yield "names only one of source_field and target_field: give both, or neither"
+    elsewhere: dict[str, str] = {}
+    if source.kind == "pairs":
+        elsewhere["text_field"] = "running text"
+    if source.format == "text":
+        elsewhere |= dict.fromkeys(("messages_field", "loss_on"), "conversations")
+    if not source.is_self:
+        elsewhere |= dict.fromkeys(("tokens", "temperature", "seed"), "text of the model itself (source: self)")
+    for name, owner in elsewhere.items():
+        if name in stated:
+            yield f"has {name}, which belongs to {owner}: remove {name}"

@@ -41,12 +41,11 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:null", re.compile("(?:~|null|Nu
 def _load(text: str, where: str) -> Any:
     try:
         return yaml.load(text, _Loader)
-    except yaml.MarkedYAMLError as problem:
-        mark = problem.problem_mark or problem.context_mark
+    except yaml.YAMLError as mistake:
+        mark = getattr(mistake, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark is not None and "\n" in text else ""
-        raise RecipeError(f"{where}{line}: {problem.problem or problem.context}: correct it") from None
-    except yaml.YAMLError as problem:  # characters that YAML does not allow
-        raise RecipeError(f"{where} is not valid YAML: {str(problem).splitlines()[0]}") from None
+        problem = getattr(mistake, "problem", None) or str(mistake).splitlines()[0]
+        raise RecipeError(f"{where}{line} is not valid YAML: {problem}") from None
     except RecursionError:
         raise RecipeError(f"{where} is nested too deeply: a recipe is a flat list of keys") from None
 
@@ -78,18 +77,13 @@ def read_recipe(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> 
 def _read_file(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8-sig")
-    except FileNotFoundError:
-        raise RecipeError(f"there is no recipe {path}: give the path of a YAML file") from None
-    except OSError as problem:
-        raise RecipeError(f"the recipe {path} can't be read: {problem.strerror or problem}") from None
-    except UnicodeDecodeError as problem:
-        raise RecipeError(f"{path} is not UTF-8 text (byte {problem.start}): give the path of a YAML file") from None
+    except (OSError, UnicodeDecodeError) as problem:
+        raise RecipeError(f"the recipe {path} can't be read ({problem}): give the path of a YAML file") from None
     loaded = _load(text + "\n", str(path))
-    if not loaded:
-        raise RecipeError(f"{path} is empty: a recipe has at least the keys model, output, data and tokens")
-    if not isinstance(loaded, dict):
-        what = "a list" if isinstance(loaded, list) else "text"
-        raise RecipeError(f"{path} holds {what}: a recipe is a list of lines `key: value`")
+    if not loaded or not isinstance(loaded, dict):
+        raise RecipeError(
+            f"{path} holds no keys: a recipe is a list of lines `key: value`, with at least model, output, data and tokens"
+        )
     return loaded
 
 
@@ -98,12 +92,10 @@ def _read_overrides(overrides: Iterable[str]) -> dict[str, Any]:
     for override in overrides:
         name, sign, text = override.partition("=")
         name = name.strip()
-        if not sign or not name:
-            raise RecipeError(f"the override {override!r} has no key and value: write it as key=value")
+        if not sign:
+            raise RecipeError(f"the override {override!r} has no value: write it as key=value")
         if name not in KEYS:
             raise RecipeError(f"the override {override!r} has an unknown key {name!r}: {suggestion(name, Recipe)}")
-        if name in values:
-            raise RecipeError(f"the override {name} is given twice: give it once")
         values[name] = _load(text, f"the override {override!r}")
     return values
 

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import yaml
@@ -10,9 +11,9 @@ import yaml
 from gqa_convert.checkpoint.atomic_files import write_json, write_whole
 from gqa_convert.checkpoint.locks import try_lock
 from gqa_convert.data.sources import DatasetCommits
-from gqa_convert.errors import LaunchError, OutputError, ResumeError
-from gqa_convert.training.metrics import RunSummary, read_summary
-from gqa_convert.training.recipe import Recipe, make_recipe
+from gqa_convert.errors import LaunchError, OutputError
+from gqa_convert.training.metrics import RunSummary
+from gqa_convert.training.recipe import Recipe
 
 LOCK = ".lock"
 """The file in the output folder that a run holds locked."""
@@ -44,25 +45,40 @@ class RunFolder:
         Raises:
             OutputError: there are such files.
         """
-        written = (self.checkpoints, self.model, self.trackers, self.metrics, self.summary, self.dataset_commits)
-        for path in written:
-            if not self.recipe.exists() and os.path.lexists(path):
+        if self.recipe.exists():
+            return
+        for path in (self.checkpoints, self.model, self.trackers, self.metrics, self.summary, self.dataset_commits):
+            if os.path.lexists(path):
                 raise OutputError(
                     f"{path} exists and was not written by a run of this program: name another output, or move it away"
                 )
 
-    def read_recipe(self) -> Recipe:
-        """The recipe that the run was last started with.
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """A context in which no other job uses the folder, which is made if it does not exist. If nothing was written, it
+        is removed in the end.
 
         Raises:
-            ResumeError: it can't be read.
+            LaunchError: another process holds it.
         """
+        made = [each for each in (self.path, *self.path.parents) if not each.exists()]
+        self.path.mkdir(parents=True, exist_ok=True)
+        lock = self.path / LOCK
+        handle = try_lock(lock)
+        if handle is None:
+            raise LaunchError(
+                f"another process is training into {self.path}: wait for it, or name another output; if it belongs to this job, the "
+                "launcher started processes that do not know of one another"
+            )
         try:
-            return make_recipe(yaml.safe_load(self.recipe.read_text(encoding="utf-8")))
-        except (OSError, ValueError, yaml.YAMLError) as problem:
-            raise ResumeError(
-                f"{self.recipe} can't be read ({str(problem).splitlines()[0]}): name another output"
-            ) from None
+            yield
+        finally:
+            with contextlib.suppress(OSError):  # the folder may be gone or read-only by now
+                if list(self.path.iterdir()) == [lock]:
+                    lock.unlink()
+                    for each in made:
+                        each.rmdir()
+            os.close(handle)
 
     def begin(self, recipe: Recipe, commits: DatasetCommits) -> None:
         """Write the first files of a run, after which the folder belongs to it."""
@@ -75,51 +91,14 @@ class RunFolder:
 
     def read_commits(self) -> DatasetCommits:
         """The commits of Hub datasets that the run keeps; empty if none are recorded."""
-        try:
-            commits: DatasetCommits = json.loads(self.dataset_commits.read_bytes())
-        except (OSError, ValueError):
-            return {}
+        commits = DatasetCommits()
+        with contextlib.suppress(OSError, ValueError):
+            commits = json.loads(self.dataset_commits.read_bytes())
         return commits
 
     def finished(self) -> RunSummary | None:
         """The summary of a complete run; None if the run is not complete."""
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        with contextlib.suppress(OSError, ValueError, TypeError):
             if (self.model / "config.json").is_file():
-                return read_summary(self.summary)
+                return RunSummary(**json.loads(self.summary.read_bytes()))
         return None
-
-
-class OutputLock:
-    """Holds an output folder for one job until it is released or the process ends.
-
-    Args:
-        folder: the output folder; created with its parents if it does not exist.
-
-    Raises:
-        LaunchError: another process holds it.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._path = folder / LOCK
-        self._made = [each for each in (folder, *folder.parents) if not each.exists()]
-        folder.mkdir(parents=True, exist_ok=True)
-        self._handle = try_lock(self._path)
-        if self._handle is None:
-            raise LaunchError(
-                f"another process is training into {folder}: wait for it, or name another output; if it belongs to this job, the "
-                "launcher started processes that do not know of one another"
-            )
-
-    def release(self) -> None:
-        """Let another job use the folder. If the run was refused before it wrote anything, the files and folders that
-        the lock created are removed.
-        """
-        if self._handle is None:
-            return
-        with contextlib.suppress(OSError):  # the folder may be gone or read-only by now
-            if [each.name for each in self._path.parent.iterdir()] == [LOCK]:
-                self._path.unlink()
-                for each in self._made:
-                    each.rmdir()
-        os.close(self._handle)
-        self._handle = None

@@ -11,9 +11,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from gqa_convert.errors import CorruptCheckpointError, LaunchError
+from gqa_convert.errors import LaunchError
 from gqa_convert.families.loading import load_model, outline_model, read_config
-from gqa_convert.training.distributed import is_set
+from gqa_convert.training.distributed import gathered, is_set, rank
 from gqa_convert.training.recipe import Sharding
 
 
@@ -49,7 +49,7 @@ def load(folder: Path, dtype: Any, *, by_first: bool = False, **options: Any) ->
     """
     import torch
 
-    if by_first and torch.distributed.get_rank():
+    if by_first and rank():
         config = read_config(folder)
         if dtype == "auto":
             dtype = getattr(torch, str(config.get("dtype") or config.get("torch_dtype")), "auto")
@@ -81,7 +81,6 @@ def shard(model: Any, device: Any, *, bf16: bool) -> Any:
         bf16: compute in bfloat16; parameters and optimizer state keep their dtype.
 
     Raises:
-        CorruptCheckpointError: the processes have different models.
         LaunchError: layers of the model share parameters.
     """
     import torch
@@ -91,7 +90,7 @@ def shard(model: Any, device: Any, *, bf16: bool) -> Any:
 
     _take_types_of_the_first(model)
     names = {name for name, _ in model.named_parameters()}
-    numbers = model.state_dict() if torch.distributed.get_rank() == 0 else {}
+    numbers = {} if rank() else model.state_dict()
     mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
     policy = MixedPrecisionPolicy()
     if bf16:
@@ -111,6 +110,11 @@ def shard(model: Any, device: Any, *, bf16: bool) -> Any:
     return model
 
 
+def unwrapped(model: Any) -> Any:
+    """The transformers model in the wrapper of `replicate`, or as it is."""
+    return model.module if hasattr(model, "module") else model
+
+
 def reshard(model: Any) -> None:
     """Reshard the parameters that a forward pass without a backward pass leaves unsharded, because the optimizer needs
     shards. A model that is not sharded stays as it is.
@@ -123,24 +127,14 @@ def reshard(model: Any) -> None:
 def _take_types_of_the_first(model: Any) -> None:
     """Give tensors the dtypes of the first process. transformers keeps some tensors in float32 when it reads weights,
     which only the first process may have done.
-
-    Raises:
-        CorruptCheckpointError: the processes have different models.
     """
     import torch
 
     own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    stated = {name: (tensor.shape, tensor.dtype) for name, tensor in own.items()}
-    found: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(found, stated)
-    shapes = [{name: shape for name, (shape, _) in each.items()} for each in found]
-    if any(each != shapes[0] for each in shapes):
-        raise CorruptCheckpointError(
-            "the processes of this run have different models: install the same files and packages for all of them"
-        )
-    for name, (_, dtype) in found[0].items():
-        if own[name].dtype != dtype:  # the values are replaced immediately
-            own[name].data = torch.empty_like(own[name], dtype=dtype)
+    types = gathered({name: tensor.dtype for name, tensor in own.items()})[0]
+    for name, tensor in own.items():
+        if tensor.dtype != types[name]:  # the values are replaced immediately
+            tensor.data = torch.empty_like(tensor, dtype=types[name])
 
 
 def layers(model: Any) -> Iterator[Any]:

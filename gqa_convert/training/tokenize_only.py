@@ -5,15 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gqa_convert.checkpoint.results import Result
-from gqa_convert.checkpoint.source import open_checkpoint
-from gqa_convert.data.samples import TokenCache, evaluation_blocks
-from gqa_convert.data.sources import find_commits
+from gqa_convert.data.samples import TokenCache
 from gqa_convert.data.token_files import OnTokenize
 from gqa_convert.errors import InterruptedRunError, StoppedError
-from gqa_convert.training.opening import sample_settings, source_folder
-from gqa_convert.training.recipe import Recipe
+from gqa_convert.training.opening import open_recipe
 from gqa_convert.training.recipe_files import read_recipe
-from gqa_convert.training.run_text import open_run_samples, with_own_text
+from gqa_convert.training.run_text import open_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +39,11 @@ class TokenizedRecipe(Result):
     Attributes:
         cache: the folder in which a run finds the tokens.
         sources: the training text.
-        evaluation_sources: the held-out text, if there is any.
         steps, samples: of the run, for its whole budget.
     """
 
     cache: str
     sources: tuple[TokenizedSource, ...]
-    evaluation_sources: tuple[str, ...]
     steps: int
     samples: int
 
@@ -73,32 +68,20 @@ def tokenize_recipe(
         StoppedError: a signal asked to stop; what is ready is kept.
     """
     recipe = read_recipe(path, overrides)
+    cache = TokenCache(progress=on_tokenize)
     try:
-        return _tokenized(recipe, on_tokenize)
+        text = open_text(recipe, open_recipe(recipe), cache, known={})
     except InterruptedRunError as stopped:
         reason = str(stopped).split(":")[0]
         raise StoppedError(f"{reason}: what is ready is kept, run the same command again to resume") from None
-
-
-def _tokenized(recipe: Recipe, on_tokenize: OnTokenize) -> TokenizedRecipe:
-    settings = sample_settings(recipe, open_checkpoint(recipe.model, download=True))
-    cache = TokenCache(progress=on_tokenize)
-    pinned = recipe.pinned(find_commits((*recipe.data, *(recipe.evaluation_data or ())), {}))
-    writer = source_folder(recipe)
-    data = [with_own_text(source, recipe.model, writer, on_tokenize) for source in pinned.data]
-    samples = open_run_samples(pinned, data, settings, cache)
-    held_out = pinned.evaluation_data or ()
-    if held_out:
-        evaluation_blocks(held_out, settings, cache, tokens=recipe.evaluation_tokens)
-    sources = []
-    for stated, tokens in zip(pinned.data, samples.sources, strict=True):
+    samples, sources = text.samples, []
+    for stated, tokens in zip(text.recipe.data, samples.sources, strict=True):
         count = samples.sampler.count(tokens)
         sources.append(TokenizedSource(stated.source, stated.revision, tokens.size, count, tokens.complete))
     steps = recipe.steps(samples.tokens_per_sample)
     return TokenizedRecipe(
         cache=str(cache.folder),
         sources=tuple(sources),
-        evaluation_sources=tuple(source.source for source in held_out),
         steps=steps,
         samples=steps * recipe.samples_per_step(samples.tokens_per_sample),
     )

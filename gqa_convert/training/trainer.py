@@ -1,4 +1,4 @@
-"""The training loop. A step is a pure function of the state before it, and samples and random numbers depend only on
+"""The steps of training. A step is a pure function of the state before it, and samples and random numbers depend only on
 the number of the step. A resumed run therefore computes exactly what an uninterrupted one does.
 
 accelerate's `accumulate` is not used: with FSDP2 it keeps whole gradients on every process (see `sharding`), and it
@@ -18,101 +18,17 @@ from gqa_convert.data.labels import IGNORED
 from gqa_convert.data.order import mix
 from gqa_convert.data.sampler import Batch
 from gqa_convert.data.samples import EvaluationBlocks, Samples
-from gqa_convert.errors import DivergedError, InterruptedRunError, StoppedError
+from gqa_convert.errors import InterruptedRunError
 from gqa_convert.losses.distillation import CombinedLoss, combined_loss, labelled_positions
 from gqa_convert.losses.output_layer import removed_output_layer
 from gqa_convert.training import sharding
-from gqa_convert.training.checkpoints import Checkpoints, Progress, RunRecord, state_of
+from gqa_convert.training.checkpoints import Progress
 from gqa_convert.training.distributed import summed
-from gqa_convert.training.metrics import RunLog, StepMetrics
+from gqa_convert.training.metrics import StepMetrics
 from gqa_convert.training.models import on_device
 from gqa_convert.training.recipe import Recipe
-from gqa_convert.training.run_context import RunContext
-from gqa_convert.training.run_text import RunText
 from gqa_convert.training.schedules import learning_rate
-from gqa_convert.training.stopping import StopRequests
 from gqa_convert.training.teacher import teacher_logits
-
-_LONGEST_STREAK = 5
-"""The number of consecutive steps without a finite gradient after which the run ends."""
-
-
-def train(
-    context: RunContext,
-    trainer: "Trainer",
-    text: RunText,
-    checkpoints: Checkpoints,
-    log: RunLog,
-    stops: StopRequests,
-) -> None:
-    """Take the remaining steps; log, evaluate and save between them.
-
-    Raises:
-        StoppedError: a signal asked to stop, and the state is saved.
-        DivergedError: too many consecutive steps had no finite gradient.
-        Exception: the text for the next step can't be read.
-    """
-    recipe, progress, steps = context.recipe, trainer.progress, trainer.steps
-    processes = context.accelerator.num_processes
-    record = RunRecord(
-        progress=progress,
-        recipe=recipe.resolved(),
-        processes=processes,
-        samples=text.samples.fingerprint,
-        dataset_commits=text.dataset_commits,
-    )
-    saved = progress.step
-
-    def save() -> None:
-        log.sync()
-        checkpoints.save(state_of(trainer.model, trainer.optimizer, trained_only=recipe.lora is not None), record)
-
-    context.say(
-        f"{steps:,} steps of {round(trainer.tokens_per_step):,} tokens on {processes} process(es), from step {saved + 1:,}"
-    )
-    with stops.at_boundaries():
-        for metrics in trainer.run(lambda: bool(stops)):
-            step = metrics.step
-            last = step == steps
-            due = last or (recipe.evaluate_every is not None and step % recipe.evaluate_every == 0)
-            if due and text.held_out:
-                metrics.evaluation_loss = trainer.evaluate(trainer.model, text.held_out)
-                progress.evaluations["last"] = metrics.evaluation_loss
-            if due or metrics.skipped or step % recipe.log_every == 0:
-                log.write(metrics)
-            if metrics.skipped:
-                context.say(f"step {step}: the loss or a gradient is not finite; no update")
-            if progress.skipped_in_a_row >= _LONGEST_STREAK:
-                raise _diverged(progress, checkpoints)
-            if last or step % recipe.save_every == 0:
-                save()
-                saved = step
-        if progress.step < steps:
-            if saved != progress.step:
-                save()
-            _stop(context, trainer, stops)
-
-
-def _diverged(progress: Progress, checkpoints: Checkpoints) -> DivergedError:
-    whole = checkpoints.whole()
-    where = f"{whole[0]} is intact" if whole else "there is no checkpoint yet"
-    return DivergedError(
-        f"{progress.skipped_in_a_row} consecutive steps up to step {progress.step} had a loss or a gradient that is not finite; {where}: run "
-        "again with a lower learning_rate, a lower gradient_clipping or precision=no"
-    )
-
-
-def _stop(context: RunContext, trainer: "Trainer", stops: StopRequests) -> None:
-    """End an incomplete run on all processes, with the reason of the first process that has one."""
-    step = trainer.progress.step
-    done = f"after step {step} of {trainer.steps}, which is saved" if step else "before the first step"
-    with context.together():
-        if trainer.problem is not None:
-            context.say(f"the text of the next step can't be read; the run ends {done}")
-            raise trainer.problem
-        if stops:
-            raise StoppedError(f"stopped by {stops.names[0]} {done}: run the same command again to resume")
-    raise StoppedError(f"stopped {done}: run the same command again to resume")
 
 
 class Trainer:
@@ -153,11 +69,6 @@ class Trainer:
         self._trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self._autocast = recipe.precision == "bf16" and not sharding.is_sharded(model)
 
-    @property
-    def unwrapped(self) -> Any:
-        """The student as transformers made it."""
-        return _unwrapped(self.model)
-
     def run(self, stop: Callable[[], bool]) -> Iterator[StepMetrics]:
         """Take the remaining steps one by one. The generator ends early, between two steps, if `stop` returns true or
         reading text fails on any process.
@@ -166,7 +77,7 @@ class Trainer:
             began = time.perf_counter()
             batches: list[Batch] = []
             try:
-                batches = self.micro_batches(step)
+                batches = self._micro_batches(step)
             except InterruptedRunError:  # a second Ctrl-C
                 raise
             except Exception as problem:
@@ -179,7 +90,7 @@ class Trainer:
             metrics.tokens_per_second = round(self.tokens_per_step / (time.perf_counter() - began), 1)
             yield metrics
 
-    def micro_batches(self, step: int) -> list[Batch]:
+    def _micro_batches(self, step: int) -> list[Batch]:
         """This process's share of a step's samples, the same number of batches on every process; surplus samples have
         ignored labels.
         """
@@ -233,7 +144,6 @@ class Trainer:
             kl=kl if self._weight > 0 else None,
             learning_rate=rate,
             gradient_norm=norm,
-            tokens_per_second=0.0,
             skipped=not finite,
         )
 
@@ -243,41 +153,31 @@ class Trainer:
         labelled = labelled_positions(batch["labels"])
         with self._precision():
             output = self.model(**inputs, use_cache=False).logits
+        theirs = teacher_logits(self.teacher, inputs) if self._weight > 0 else None
         found = self._loss(
             self.model,
             output,
             labels,
-            teacher_logits(self.teacher, inputs) if self._weight > 0 else None,
+            theirs,
             labelled=None if labelled is None else torch.from_numpy(labelled).to(labels.device),
             weight=self._weight,
             z_loss=self.recipe.z_loss,
         )
         if self.teacher is not None:
             sharding.reshard(self.teacher)
-        nothing = torch.zeros((), device=labels.device)
-        parts = [found.sum, nothing if found.lm is None else found.lm, nothing if found.kl is None else found.kl]
-        return found.sum, torch.stack([part.detach().double() for part in parts])
+        return found.sum, torch.stack([found.sum, found.lm, found.kl]).detach().double()
 
     def _precision(self) -> torch.autocast:
         return torch.autocast(self.accelerator.device.type, torch.bfloat16, enabled=self._autocast)
 
     def _loss(
-        self,
-        model: Any,
-        output: Tensor,
-        labels: Tensor,
-        theirs: Tensor | None = None,
-        *,
-        labelled: Tensor | None = None,
-        **terms: Any,
+        self, model: Any, output: Tensor, labels: Tensor, theirs: Tensor | None = None, **terms: Any
     ) -> CombinedLoss:
         """The loss of what a model and the teacher returned: logits, or states if their output layers were removed."""
-        layer = removed_output_layer(_unwrapped(model))
+        layer = removed_output_layer(sharding.unwrapped(model))
         their_layer = None if theirs is None else removed_output_layer(self.teacher)
         with self._precision():
-            return combined_loss(
-                output, labels, theirs, layer=layer, teacher_layer=their_layer, labelled=labelled, **terms
-            )
+            return combined_loss(output, labels, theirs, layer=layer, teacher_layer=their_layer, **terms)
 
     def evaluate(self, model: Any, blocks: EvaluationBlocks) -> float:
         """The mean loss in nats per token over held-out text, which the processes share, in the precision of training."""
@@ -300,8 +200,3 @@ class Trainer:
         sharding.reshard(model)
         total, count = summed(self.accelerator, [total, count])
         return total / max(count, 1.0)
-
-
-def _unwrapped(model: Any) -> Any:
-    """The transformers model inside a DDP wrapper."""
-    return model.module if hasattr(model, "module") else model

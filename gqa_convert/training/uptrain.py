@@ -8,9 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gqa_convert.checkpoint.resource_errors import is_disk_full, no_space
+from gqa_convert.checkpoint.resource_errors import is_disk_full, is_out_of_memory, no_space
 from gqa_convert.errors import GQAConvertError, OutputError
 from gqa_convert.families.loading import no_bars
+from gqa_convert.training.distributed import out_of_memory, taking_part
 from gqa_convert.training.recipe_files import read_recipe
 from gqa_convert.training.stopping import StopRequests
 
@@ -56,7 +57,6 @@ def uptrain_checkpoint(
     recipe = read_recipe(path, overrides)
     with StopRequests() as stops, _explained(Path(recipe.output)), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # warnings of torch and transformers for developers
-        from gqa_convert.training.distributed import taking_part
         from gqa_convert.training.opening import naming_conversion
         from gqa_convert.training.run import start_run
 
@@ -83,7 +83,6 @@ def _explained(output: Path) -> Iterator[None]:
     except Exception as problem:
         if is_disk_full(problem):  # safetensors does not raise OSError
             raise full from None
-        from gqa_convert.training.opening import explain_memory
-
-        explain_memory(problem)
+        if is_out_of_memory(problem):
+            raise out_of_memory() from None
         raise

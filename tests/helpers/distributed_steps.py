@@ -162,16 +162,16 @@ def adapt(accelerator: Any, folder: Path, keys: dict[str, Any]) -> dict[str, Any
     trainer = Trainer(recipe, placed, optimizer, RaggedSamples(seq2seq=False), accelerator, **options)
     found: dict[str, Any] = {"loss": np.array([result.loss for result in trainer.run(lambda: False)])}
     alone = accelerator.num_processes == 1
-    dcp.save(state_of(placed, optimizer, trained_only=True), checkpoint_id=folder / "saved", no_dist=alone)
+    dcp.save(state_of(placed, optimizer), checkpoint_id=folder / "saved", no_dist=alone)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.zero_()
     for moments in optimizer.state.values():
         moments["exp_avg"].zero_()
-    state = state_of(placed, optimizer, trained_only=True)
+    state = state_of(placed, optimizer)
     dcp.load(state, checkpoint_id=folder / "saved", no_dist=alone)
-    set_state(placed, optimizer, state, trained_only=True)
+    set_state(placed, optimizer, state)
     found["moment"] = np.array(sum(float(_whole(each["exp_avg"]).sum()) for each in optimizer.state.values()))
     gather_adapters(model)
     if accelerator.is_main_process:

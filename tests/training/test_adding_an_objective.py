@@ -68,7 +68,7 @@ def test_estimates_and_tokenising_and_refusals_know_it(home: Path, tmp_path: Pat
     for more, message in (
         (
             {"data": {"source": "d", "format": "chat"}},
-            "objective is backwards, which reads running text, and data holds conv",
+            "objective is backwards, and data holds conversations: name running text",
         ),
     ):
         with pytest.raises(RecipeError, match=message):

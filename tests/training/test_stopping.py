@@ -11,27 +11,22 @@ from gqa_convert.training.distributed import taking_part
 from gqa_convert.training.stopping import StopRequests
 
 
-def test_a_signal_is_an_error_at_once() -> None:
-    with pytest.raises(StoppedError, match="SIGTERM between two stages"), StopRequests():
-        os.kill(os.getpid(), signal.SIGTERM)
-
-
-def turn_into(error: Exception) -> None:
+def stopped_and_turned_into(error: Exception | None) -> None:
     with StopRequests():
         try:
             os.kill(os.getpid(), signal.SIGINT)
-        except StoppedError:
-            raise error from None
+        except StoppedError as stopped:
+            raise error or stopped from None
 
 
-def test_what_was_interrupted_may_make_another_error_of_it() -> None:
+def test_a_signal_is_an_error_at_once() -> None:
+    """Also if the code that it interrupts makes another error of it, unless that has a line of its own."""
     with pytest.raises(StoppedError, match="SIGINT between two stages"):
-        turn_into(ImportError("torch is half there"))
-
-
-def test_errors_with_a_line_of_their_own_stay() -> None:
+        stopped_and_turned_into(None)
+    with pytest.raises(StoppedError, match="SIGINT between two stages"):
+        stopped_and_turned_into(ImportError("torch is half there"))
     with pytest.raises(DataError):
-        turn_into(DataError("no text"))
+        stopped_and_turned_into(DataError("no text"))
 
 
 def test_leaving_does_not_import_torch_again(monkeypatch: pytest.MonkeyPatch) -> None:

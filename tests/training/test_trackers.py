@@ -4,28 +4,21 @@ import json
 from pathlib import Path
 from typing import Any
 
-from accelerate.tracking import GeneralTracker
+import accelerate.tracking
 
 from tests.helpers.uptrain_runs import make_student, run
 
 
-class Remembering(GeneralTracker):
+class Remembering(accelerate.tracking.GeneralTracker):
     """A tracker of accelerate's that keeps what it receives."""
 
     name = "tensorboard"
     requires_logging_directory = True
+    tracker = None
     seen: list[tuple[int, dict[str, Any]]] = []  # noqa: RUF012
 
-    def __init__(self, run_name: str, logging_dir: str, **_: Any) -> None:
+    def __init__(self, *_: Any, **__: Any) -> None:
         super().__init__()
-        self.run_name, self.logging_dir = run_name, logging_dir
-
-    @property
-    def tracker(self) -> Any:
-        return self
-
-    def start(self) -> None:
-        pass
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         pass
@@ -33,16 +26,12 @@ class Remembering(GeneralTracker):
     def log(self, values: dict[str, Any], step: int, **_: Any) -> None:
         self.seen.append((step, values))
 
-    def finish(self) -> None:
-        pass
-
 
 def test_the_numbers_of_a_step_reach_a_tracker(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr("gqa_convert.training.opening.importlib.util.find_spec", lambda name: object())
     monkeypatch.setattr("accelerate.accelerator.filter_trackers", lambda names, *_: names)
-    monkeypatch.setitem(__import__("accelerate").tracking.LOGGER_TYPE_TO_CLASS, "tensorboard", Remembering)
-    monkeypatch.setattr(Remembering, "seen", [])
+    monkeypatch.setitem(accelerate.tracking.LOGGER_TYPE_TO_CLASS, "tensorboard", Remembering)
     home = make_student(tmp_path)
     run(home, tmp_path / "run", trackers=["tensorboard"], tokens=128)
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]

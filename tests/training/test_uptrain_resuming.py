@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from gqa_convert.errors import DivergedError, ResumeError, StoppedError
-from gqa_convert.training import run as running
 from gqa_convert.training.metrics import RunLog
+from gqa_convert.training.run import Run
 from gqa_convert.training.uptrain import uptrain_checkpoint
 from tests.helpers.uptrain_runs import (
     STEPS,
@@ -126,9 +126,9 @@ def test_signals_before_and_between_the_steps(
         return interrupted
 
     output = tmp_path / "run"
-    for name in ("_open_models", "_finish"):
+    for name in ("open", "finish"):
         with monkeypatch.context() as patch:
-            patch.setattr(running, name, during(running, name))
+            patch.setattr(Run, name, during(Run, name))
             with pytest.raises(StoppedError, match="SIGINT between two stages"):
                 run(home, output)
         assert not (output / "model").exists()

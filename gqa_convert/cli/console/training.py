@@ -42,12 +42,12 @@ def show_training(summary: "RunSummary") -> None:
     rows = []
     evaluation = summary.evaluation
     if evaluation is not None:
-        losses = f"{evaluation.start:.4f} -> {evaluation.final:.4f} nats per token"
+        losses = f"{evaluation['start']:.4f} -> {evaluation['final']:.4f} nats per token"
         rows.append(("held-out loss", f"{losses} (language-model loss on evaluation_data)"))
-        if evaluation.source is not None:
-            rows.append(("source", f"{evaluation.source:.4f}"))
-        if evaluation.recovered_share is not None:
-            rows.append(("recovered", f"{evaluation.recovered_share:.1%} of the gap"))
+        if evaluation["source"] is not None:
+            rows.append(("source", f"{evaluation['source']:.4f}"))
+        if evaluation["recovered_share"] is not None:
+            rows.append(("recovered", f"{evaluation['recovered_share']:.1%} of the gap"))
     if summary.skipped_steps:
         rows.append(("skipped", f"{summary.skipped_steps} step(s), because the gradient was not finite"))
     rows.append(("model", summary.model))
@@ -66,25 +66,27 @@ def show_tokenized(found: "TokenizedRecipe") -> None:
 
 def show_estimate(found: "Estimate") -> None:
     """Print the estimate of a run."""
+    from gqa_convert.training.estimate import UTILISATION
+
     trained, whole = tokens_text(found.parameters["trained"]), tokens_text(found.parameters["all"])
-    step = f"{found.samples_per_step:,} samples ({tokens_text(round(found.tokens_per_step))} tokens)"
+    step_tokens = tokens_text(round(found.tokens_needed / found.steps))
     rows = [
         ("parameters", f"{trained} trained of {whole}"),
-        ("steps", f"{found.steps:,} of {step}, in {found.micro_batches:,} micro-batch(es) per GPU"),
+        ("steps", f"{found.steps:,} of {found.samples_per_step:,} samples ({step_tokens} tokens)"),
         ("memory per GPU", f"{size(found.memory_needed)}, each parameter over {found.shards} of {found.gpus} GPU(s)"),
     ]
     for name, nbytes in found.memory.items():
         rows.append((f"  {name}", size(nbytes)))
     time = "unknown without the type of the GPUs: --hardware 8xh100"
     if found.hours is not None:
-        hours = f"{max(found.hours, 0.1):,.1f} hours at {found.utilisation:.0%} of the peak"
+        hours = f"{max(found.hours, 0.1):,.1f} hours at {UTILISATION:.0%} of the peak"
         time = hours
         if found.hours < 0.1:
             time = f"under {hours}"
     rows.append(("time", time))
     rows.append(("text", f"{tokens_text(found.tokens_needed)} tokens are needed"))
     show_done(f"estimate of {found.model}; nothing was run", rows)
-    if found.fits is False:
+    if found.memory_of_gpu is not None and found.memory_needed > found.memory_of_gpu:
         print_note(
             "the memory of a GPU does not suffice: lower micro_batch_size, set gradient_checkpointing to true, or sharding to full with more GPUs"
         )

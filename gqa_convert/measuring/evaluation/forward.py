@@ -119,7 +119,7 @@ def token_scores(logits: Tensor, targets: Tensor, reference: Tensor | None = Non
     """
     reference = None if reference is None else reference.to(logits.device)
     loss, kl = token_losses(logits, targets, reference)
-    if reference is None or kl is None:
+    if reference is None:
         return (loss,)
     shared = min(logits.shape[-1], reference.shape[-1])
     agrees = logits[:, :shared].argmax(-1) == reference[:, :shared].argmax(-1)
