@@ -53,13 +53,10 @@ def test_a_second_objective_of_decoders_trains_and_resumes(home: Path, tmp_path:
     assert losses(tmp_path / "run")[0] == pytest.approx(expected, rel=1e-5)
 
 
-def test_the_first_objective_remains_the_default(home: Path, tmp_path: Path) -> None:
+def test_the_default_and_estimates_and_tokenising_and_refusals_know_it(home: Path, tmp_path: Path) -> None:
     run(home, tmp_path / "auto", tokens=64)
     run(home, tmp_path / "causal", tokens=64, objective="causal")
-    assert losses(tmp_path / "auto") == losses(tmp_path / "causal")
-
-
-def test_estimates_and_tokenising_and_refusals_know_it(home: Path, tmp_path: Path) -> None:
+    assert losses(tmp_path / "auto") == losses(tmp_path / "causal")  # the first entry remains the default
     path = recipe(home, tmp_path / "run", objective="backwards")
     other = recipe(home, tmp_path / "other")
     assert estimate(path, [], named_gpus(1, "h100")) == estimate(other, [], named_gpus(1, "h100"))

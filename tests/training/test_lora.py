@@ -14,10 +14,8 @@ from gqa_convert.errors import GQAConvertError, LaunchError, MissingExtraError
 from gqa_convert.losses.output_layer import restore_output_layer
 from gqa_convert.training import lora as adapters
 from gqa_convert.training import run as running
-from gqa_convert.training.models import load_student
 from gqa_convert.training.recipe import make_recipe
-from gqa_convert.training.recipe_files import read_recipe
-from tests.helpers.uptrain_runs import in_float32, leftovers, losses, make_student, recipe, run, weights
+from tests.helpers.uptrain_runs import in_float32, leftovers, losses, make_student, run, weights
 
 IDS = torch.arange(24).reshape(2, 12)
 KEYS: dict[str, Any] = {"lora": {"rank": 4, "dropout": 0.1}, "schedule": "constant", "warmup_steps": 0, "tokens": 256}
@@ -70,24 +68,13 @@ def start_of(home: Path) -> dict[str, torch.Tensor]:
     return load_file(home / "student" / "model.safetensors")
 
 
-def test_training_begins_at_the_converted_model(home: Path, tmp_path: Path) -> None:
-    """Its logits are the same, and adapters alone are trained."""
-    stated = read_recipe(recipe(home, tmp_path / "run", **KEYS))
-    model = load_student(stated, home / "student")
-    torch.testing.assert_close(
-        logits(model), logits(AutoModelForCausalLM.from_pretrained(home / "student")), rtol=0, atol=0
-    )
-    learning = [name for name, each in model.named_parameters() if each.requires_grad]
-    assert learning
-    assert all(".lora_A." in name or ".lora_B." in name for name in learning)
-
-
 def test_only_adapters_change_and_are_saved(home: Path, trained: Trained) -> None:
     before = start_of(home)
     for name, parameter in trained.model.named_parameters():
         if "lora_" not in name:
             torch.testing.assert_close(parameter, before[name.replace(".base_layer", "")], rtol=0, atol=0)
     own = {name for name, each in trained.model.named_parameters() if each.requires_grad}
+    assert own
     tensors = trained.saved()
     assert own <= tensors
     assert all("lora_" in name or "param_groups" in name for name in tensors)

@@ -52,13 +52,18 @@ def load_all(record: str, *folders: str) -> None:
         found: dict[str, Any] = {}
         for folder in map(Path, folders):
             for dtype in (torch.float32, "auto"):
-                if accelerator.process_index:
-                    sharding.load_model = refused  # type: ignore[attr-defined]
-                model, missing = sharding.load(folder, dtype, by_first=True)
+                with pytest.MonkeyPatch.context() as patch:
+                    if accelerator.process_index:
+                        patch.setattr(sharding, "load_model", refused)
+                    model, missing = sharding.load(folder, dtype, by_first=True)
                 sharded = sharding.shard(model, accelerator.device, bf16=False)
                 expected, _ = load_model(folder, dtype)
                 found[f"{folder.name} {dtype}"] = [*missing, *_differences(sharded, expected)]
         Path(f"{record}-{accelerator.process_index}.json").write_text(json.dumps(found))
+        shared, _ = load_model(Path(folders[0]), torch.float32)
+        shared.model.layers[1].mlp.up_proj.weight = shared.model.layers[0].mlp.up_proj.weight
+        with pytest.raises(LaunchError, match="is shared with another layer, and FSDP2 would train the two separately"):
+            sharding.shard(shared, accelerator.device, bf16=False)
 
 
 def _differences(sharded: Any, expected: Any) -> list[str]:
@@ -90,14 +95,3 @@ def test_the_first_process_reads_and_all_have_its_numbers(folders: list[Path], t
         found = json.loads((tmp_path / f"found-{rank}.json").read_text())
         assert len(found) == 2 * len(folders)
         assert not any(found.values()), found
-
-
-def share(folder: str) -> None:
-    from gqa_convert.training import sharding
-    from gqa_convert.training.distributed import join, taking_part
-
-    with taking_part():
-        accelerator = join()
-        model, _ = sharding.load(Path(folder), torch.float32, by_first=True)
-        with pytest.raises(LaunchError, match="is shared with another layer, and FSDP2 would train the two separately"):
-            sharding.shard(model, accelerator.device, bf16=False)

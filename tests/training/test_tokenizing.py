@@ -14,7 +14,7 @@ from gqa_convert.data import sampler, token_files
 from gqa_convert.data.documents import Piece
 from gqa_convert.data.hub import HubDataset
 from gqa_convert.data.tokenizing import TextEncoder
-from gqa_convert.errors import InterruptedRunError, RecipeError, StoppedError
+from gqa_convert.errors import InterruptedRunError, StoppedError
 from gqa_convert.training.tokenize_only import tokenize_recipe
 from gqa_convert.training.uptrain import uptrain_checkpoint
 from tests.helpers.command_line import run as run_command
@@ -34,26 +34,19 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / "gqa-convert" / "tokens"
 
 
-class Stream:
-    """A dataset without an end, of which the rows that were read are counted."""
-
-    def __init__(self) -> None:
-        self.read = 0
-
-    def rows(self, _: HubDataset) -> Iterator[dict[str, str]]:
-        for self.read in itertools.count(1):
-            yield {"text": f"def f{self.read}(x):\n    return x + {self.read}\n"}
-
-
 @pytest.fixture
-def stream(monkeypatch: pytest.MonkeyPatch) -> Stream:
-    found = Stream()
+def stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dataset without an end."""
+
+    def rows(_: HubDataset) -> Iterator[dict[str, str]]:
+        for number in itertools.count(1):
+            yield {"text": f"def f{number}(x):\n    return x + {number}\n"}
+
     answer = type("Answer", (), {"sha": "a" * 40})
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *_, **__: answer)
-    monkeypatch.setattr(HubDataset, "open_rows", lambda dataset: found.rows(dataset))
+    monkeypatch.setattr(HubDataset, "open_rows", rows)
     monkeypatch.setattr(sampler, "SHUFFLE_WINDOW", 1000)
     monkeypatch.setattr(token_files, "_BATCH_PIECES", 50)
-    return found
 
 
 def test_the_run_finds_the_tokens(home: Path, tmp_path: Path, cache: Path) -> None:
@@ -121,8 +114,3 @@ def test_the_command(home: Path, tmp_path: Path) -> None:
     wrong = run_command("uptrain", path, "objective=span_corruption", "--tokenize-only")
     assert (wrong.returncode, wrong.stdout) == (2, "")
     assert wrong.stderr.startswith("gqa-convert: objective is span_corruption")
-
-
-def test_mistakes_in_the_recipe(home: Path, tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="positions for"):
-        tokenize_recipe(recipe(home, tmp_path / "run", sequence_length=10**6, tokens_per_step=10**6, tokens=10**6))

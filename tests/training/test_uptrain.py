@@ -184,11 +184,8 @@ def test_a_student_that_is_its_teacher_learns_nothing(home: Path, tmp_path: Path
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "gradient checkpointing": {"gradient_checkpointing": True},
     "adafactor": {"optimizer": "adafactor", "gradient_clipping": None, "learning_rate": 1e-2},
-    "bf16": {"precision": "bf16"},
-    "sources": {"data": [{"source": "text.txt", "weight": 3}, {"source": "other.txt"}]},
-    "teacher": {"teacher": str(DEMO), "distillation_weight": 0.7},
+    "sources": {"data": [{"source": "text.txt", "weight": 3}, {"source": "other.txt"}], "teacher": str(DEMO)},
     "all at once": {
         "teacher": str(DEMO),
         "distillation_weight": 0.5,

@@ -8,6 +8,7 @@ import pytest
 
 from gqa_convert.errors import NoSpaceError, OutputError
 from gqa_convert.training.metrics import StepMetrics
+from gqa_convert.training.uptrain import uptrain_checkpoint
 from tests.helpers.uptrain_runs import leftovers, metrics, recipe, run, student_home, weights
 
 
@@ -45,7 +46,7 @@ CHECKPOINT = 27
 
 @pytest.mark.parametrize(
     ("size", "saved"),
-    [(1, []), (CHECKPOINT // 2, []), (CHECKPOINT * 3 // 2, [2]), (CHECKPOINT * 5 // 2, [2, 4]), (57, [2, 4])],
+    [(1, []), (CHECKPOINT // 2, []), (CHECKPOINT * 3 // 2, [2]), (CHECKPOINT * 5 // 2, [2, 4])],
 )
 def test_a_full_disk_leaves_what_is_there(home: Path, whole: Path, disk: Path, size: int, saved: list[int]) -> None:
     remount(disk, f"size={size}m")
@@ -71,8 +72,6 @@ def test_a_disk_that_fills_up_at_the_end(home: Path, whole: Path, disk: Path) ->
         if metrics.step == 6:
             filler.write_bytes(bytes((200 - CHECKPOINT - 3) << 20))
 
-    from gqa_convert.training.uptrain import uptrain_checkpoint
-
     with pytest.raises(NoSpaceError):
         uptrain_checkpoint(recipe(home, output, **keys), [], on_step=fill)
     assert [path.name for path in (output / "checkpoints").iterdir()] == ["step-000006"]
@@ -86,7 +85,5 @@ def test_a_disk_that_fills_up_at_the_end(home: Path, whole: Path, disk: Path) ->
 def test_an_output_that_cannot_be_written(home: Path, disk: Path) -> None:
     path = recipe(home, disk / "run")
     remount(disk, "ro")
-    from gqa_convert.training.uptrain import uptrain_checkpoint
-
     with pytest.raises(OutputError, match=r"can't be used .*Read-only file system"):
         uptrain_checkpoint(path, [])
