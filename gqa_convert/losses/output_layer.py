@@ -106,7 +106,7 @@ def without_output_layer(model: Any, inputs: Mapping[str, Tensor]) -> Iterator[O
 
 
 def _layer_of(model: Any) -> Any:
-    return model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    return model.get_output_embeddings()
 
 
 def _set_cap(model: Any, cap: float | None) -> None:

@@ -36,15 +36,11 @@ def choose_objective(recipe: Recipe, config: Mapping[str, Any], tokenizer: Any) 
         RecipeError: the objective does not suit the model or its tokenizer; the message names the alternatives.
     """
     kind, possible = model_kind(config), possible_objectives(config, tokenizer)
-    if recipe.objective != "auto":
-        fitting = [name for name in possible if name == recipe.objective]
-        stated = f"objective is {recipe.objective}"
-    else:
-        held = recipe.data[0].kind
-        fitting = [name for name in possible if held in OBJECTIVES[name].reads]
-        stated = f"data holds {KINDS[held]}"
-    if fitting:
-        return fitting[0]
+    held = recipe.data[0].kind
+    for name in possible:
+        if recipe.objective == name or (recipe.objective == "auto" and held in OBJECTIVES[name].reads):
+            return name
+    stated = f"data holds {KINDS[held]}" if recipe.objective == "auto" else f"objective is {recipe.objective}"
     missing = [
         f", whose tokenizer has no {each.needs} for {name}"
         for name, each in OBJECTIVES.items()

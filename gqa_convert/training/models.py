@@ -56,9 +56,9 @@ def place_student(model: Any, accelerator: Any, *, sharded: bool, bf16: bool) ->
     return sharding.replicate(model, accelerator.device)
 
 
-def load_frozen(name: str, folder: Path, device: torch.device, *, sharded: bool) -> Any:
+def load_frozen(folder: Path, device: torch.device, *, sharded: bool) -> Any:
     """Load a teacher or a source, whose parameters are fixed. Every process calls this."""
-    with together(), explained(name):
+    with together(), explained(str(folder)):
         model = load_teacher(folder, device.type, by_first=sharded)
     return sharding.shard(model, device, bf16=False) if sharded else model.to(device)
 

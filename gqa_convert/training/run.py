@@ -179,8 +179,8 @@ class Run:
             model = load_student(recipe, opened.student_folder, sharded=self.sharded)
         student = place_student(model, self.accelerator, sharded=self.sharded, bf16=recipe.precision == "bf16")
         optimizer, teacher = build_optimizer(model, recipe), None
-        if recipe.teacher is not None and opened.teacher_folder is not None:
-            teacher = self._load_frozen(recipe.teacher, opened.teacher_folder)
+        if opened.teacher_folder is not None:
+            teacher = self._load_frozen(opened.teacher_folder)
         # the losses of student and teacher are computed of logits, or of the states before them
         if self._remove_output(recipe.model, model) and teacher is not None:
             self._remove_output(str(recipe.teacher), teacher)
@@ -195,8 +195,8 @@ class Run:
             progress=self.progress,
         )
 
-    def _load_frozen(self, name: str, folder: Path) -> Any:
-        return load_frozen(name, folder, self.accelerator.device, sharded=self.sharded)
+    def _load_frozen(self, folder: Path) -> Any:
+        return load_frozen(folder, self.accelerator.device, sharded=self.sharded)
 
     def _remove_output(self, name: str, model: Any) -> bool:
         removed = remove_output(model, self.text.samples.batch([0]))
@@ -234,7 +234,7 @@ class Run:
         self.say(f"language-model loss at the start: {start:.4f} nats per token of the evaluation data")
         source, folder = trainer.teacher, self.opened.source_folder
         if source is None and folder is not None:
-            source = self._load_frozen(str(folder), folder)
+            source = self._load_frozen(folder)
             self._remove_output(str(folder), source)
         if source is not None:
             progress.evaluations["source"] = trainer.evaluate(source, held_out)

@@ -67,22 +67,16 @@ def uptrain_checkpoint(
 @contextmanager
 def _explained(output: Path) -> Iterator[None]:
     """Turn operating-system errors about the output folder or the memory into one line."""
-    full = no_space(output, "resumes from the last checkpoint")
     try:
         yield
-    except OSError as problem:
-        if is_disk_full(problem):
-            raise full from None
-        if problem.filename is not None and Path(str(problem.filename)).absolute().is_relative_to(output.absolute()):
-            raise OutputError(
-                f"{output} can't be used ({problem.strerror}: {problem.filename}): name a writable folder"
-            ) from None
-        raise
     except GQAConvertError:
         raise
-    except Exception as problem:
-        if is_disk_full(problem):  # safetensors does not raise OSError
-            raise full from None
+    except Exception as problem:  # safetensors reports a full disk without OSError
+        if is_disk_full(problem):
+            raise no_space(output, "resumes from the last checkpoint") from None
         if is_out_of_memory(problem):
             raise out_of_memory() from None
+        path = getattr(problem, "filename", None) if isinstance(problem, OSError) else None
+        if path is not None and Path(str(path)).absolute().is_relative_to(output.absolute()):
+            raise OutputError(f"{output} can't be used ({problem}): name a writable folder") from None
         raise

@@ -53,8 +53,8 @@ def checkpoint(folder: Path, tokens: list[str], size: int | None) -> Path:
         (["a", "b", "c", "d"], 4, None),  # padded otherwise
         (["a", "b", "c"], None, None),  # 32,000 by its class
         (["a", "b"], 2, r"logits for 2 tokens .* uses 3"),
-        (["a", "c", "b"], 8, r"token 1 is 'b' .* 'c' for the teacher .*2 ids differ"),
-        (["a", "b"], 8, "nothing"),
+        (["a", "c", "b"], 8, r"token 1 is 'b' for the student .*2 ids differ"),
+        (["a", "b"], 8, "token 2 is 'c' for the student"),
     ],
 )
 def test_vocabularies(tokens: list[str], size: int | None, message: str | None, tmp_path: Path) -> None:
