@@ -239,12 +239,3 @@ def test_two_machines_are_as_two_processes_of_one(place: Path, tmp_path: Path) -
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert summary["processes"] == 2
     assert summary["steps"] == STEPS
-
-
-def test_accelerates_silent_single_process_is_refused(place: Path, tmp_path: Path) -> None:
-    node = by_launcher(place, tmp_path / "out", "accelerate.commands.launch", "--cpu", "--num_processes", "2")
-    text, _ = node.communicate(timeout=60)
-    assert node.returncode == 1
-    assert "gqa-convert: MASTER_ADDR is set" in text
-    assert "exit status 2" in text
-    assert not (tmp_path / "out").exists()

@@ -73,54 +73,7 @@ def test_bytes_of_weights_gradients_and_moments_are_those_of_tensors(
     assert "gathered layers" in shared.keys() - alone.keys()
 
 
-_LLAMA: dict[str, Any] = {"model_type": "llama", "vocab_size": 32000, "max_position_embeddings": 4096}
-_7B: dict[str, Any] = _LLAMA | {
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-}
-_13B: dict[str, Any] = _LLAMA | {
-    "hidden_size": 5120,
-    "intermediate_size": 13824,
-    "num_hidden_layers": 40,
-    "num_attention_heads": 40,
-}
-_PLAIN: dict[str, Any] = {"hidden_size": 2048, "num_hidden_layers": 24, "max_position_embeddings": 2048}
-_OPT: dict[str, Any] = _PLAIN | {
-    "vocab_size": 50272,
-    "ffn_dim": 8192,
-    "num_attention_heads": 32,
-    "word_embed_proj_dim": 2048,
-}
-_NEOX: dict[str, Any] = _PLAIN | {
-    "vocab_size": 50304,
-    "num_attention_heads": 16,
-    "intermediate_size": 8192,
-    "hidden_act": "gelu",
-}
-
-
-def _t5(model_type: str, d_model: int, d_ff: int, heads: int) -> dict[str, Any]:
-    sizes = {"d_model": d_model, "d_kv": 64, "d_ff": d_ff, "num_layers": 24, "num_heads": heads, "vocab_size": 32128}
-    stated = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False, "is_encoder_decoder": True}
-    return {"model_type": model_type, "num_key_value_heads": 8, **sizes, **stated}
-
-
-KNOWN: dict[str, tuple[dict[str, Any], dict[str, Any] | None, int]] = {
-    "llama-2-7b-gqa8": (_7B | {"num_key_value_heads": 8}, _7B, 8),
-    "llama-2-7b-gqa8-qlora": (_7B | {"num_key_value_heads": 8}, _7B, 1),
-    "llama-2-13b-gqa8": (_13B | {"num_key_value_heads": 8}, _13B, 8),
-    "opt-1.3b-gqa8": (_OPT | {"model_type": "gqa_opt", "num_key_value_heads": 8}, _OPT | {"model_type": "opt"}, 1),
-    "pythia-1.4b-gqa4": (
-        _NEOX | {"model_type": "phi", "num_key_value_heads": 4, "partial_rotary_factor": 0.25},
-        _NEOX | {"model_type": "gpt_neox", "rotary_pct": 0.25},
-        1,
-    ),
-    "t5-large-gqa8": (_t5("gqa_t5", 1024, 2816, 16), None, 8),
-    "t5-xxl-gqa8": (_t5("gqa_t5", 4096, 10240, 64), None, 8),
-    "flan-t5-xl-gqa8": (_t5("gqa_t5", 2048, 5120, 32), _t5("t5", 2048, 5120, 32), 8),
-}
+KNOWN = json.loads(Path(__file__).with_name("recipe_models.json").read_text(encoding="utf-8"))
 """Of each shipped recipe that was not run: the configs of its models, and the GPUs that it names."""
 
 
@@ -129,10 +82,10 @@ KNOWN: dict[str, tuple[dict[str, Any], dict[str, Any] | None, int]] = {
 def test_recipes_state_the_memory_and_the_time_that_are_estimated(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, (student, teacher, gpus) = ROOT / "recipes" / f"{name}.yaml", KNOWN[name]
+    path, known = ROOT / "recipes" / f"{name}.yaml", KNOWN[name]
     text, tokenizer = path.read_text(encoding="utf-8"), span_tokenizer()
     stated = read_recipe(path)
-    folders = {stated.model: student} | ({} if teacher is None else {stated.teacher: teacher})
+    folders = {stated.model: known["student"], stated.teacher: known["teacher"]}
 
     def opened(source: str, **_: Any) -> Any:
         folder = tmp_path / source.replace("/", "-")
@@ -141,7 +94,7 @@ def test_recipes_state_the_memory_and_the_time_that_are_estimated(
         return SimpleNamespace(folder=folder, config=folders[source])
 
     monkeypatch.setattr("gqa_convert.training.estimate.open_checkpoint", opened)
-    found = estimate(path, [], named_gpus(gpus, "h100"))
+    found = estimate(path, [], named_gpus(known["gpus"], "h100"))
     memory = re.search(r"^# memory +([\d.]+) GB (?:each )?\(estimate\)", text, re.MULTILINE)
     time = re.search(r"^# time +([\d.]+) (hours|days) on H100 \(estimate: ([\d.]+e\d+) floating", text, re.MULTILINE)
     assert memory is not None

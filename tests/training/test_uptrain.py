@@ -19,6 +19,7 @@ from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.errors import CorruptCheckpointError, DeviceMemoryError, MissingExtraError, RecipeError
 from gqa_convert.families.loading import load_model
 from gqa_convert.training.trainer import Trainer
+from tests.helpers import seq2seq
 from tests.helpers.data_helpers import open_samples, span_tokenizer
 from tests.helpers.uptrain_runs import DEMO, STEPS, in_float32, leftovers, losses, metrics, run, student_home, weights
 
@@ -31,28 +32,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def t5(home: Path) -> Path:
-    """A tiny T5 with 2 K/V heads, its source, and words to train it on."""
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    tokenizer = span_tokenizer()
-    torch.manual_seed(0)
-    model = T5ForConditionalGeneration(
-        T5Config(
-            vocab_size=len(tokenizer),
-            d_model=32,
-            d_kv=8,
-            d_ff=40,
-            num_layers=2,
-            num_heads=4,
-            dropout_rate=0.1,
-            pad_token_id=0,
-            eos_token_id=1,
-            decoder_start_token_id=0,
-        )
-    )
-    model.save_pretrained(home / "t5")
-    tokenizer.save_pretrained(home / "t5")
-    convert_checkpoint(home / "t5", home / "t5-gqa", 2, ConversionOptions(method="mean"))
+    """A tiny T5 with 4 K/V heads, its source, and words to train it on."""
+    seq2seq.model(home / "t5", "t5", span_tokenizer())
+    convert_checkpoint(home / "t5", home / "t5-gqa", 4, ConversionOptions(method="mean"))
     rng = np.random.default_rng(0)
     (home / "words.txt").write_text("\n".join(" ".join(f"w{n}" for n in rng.integers(0, 500, 40)) for _ in range(100)))
     return home / "t5-gqa"
@@ -184,7 +166,7 @@ def test_a_student_that_is_its_teacher_learns_nothing(home: Path, tmp_path: Path
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "adafactor": {"optimizer": "adafactor", "gradient_clipping": None, "learning_rate": 1e-2},
+    "span corruption": {"model": "t5-gqa", "data": "words.txt", "optimizer": "adafactor", "gradient_clipping": None},
     "sources": {"data": [{"source": "text.txt", "weight": 3}, {"source": "other.txt"}], "teacher": str(DEMO)},
     "all at once": {
         "teacher": str(DEMO),
@@ -200,6 +182,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.usefixtures("t5")
 def test_an_option_trains_and_resumes_bit_for_bit(
     home: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
