@@ -17,8 +17,8 @@ from gqa_convert.merging.merge_layer import Moments, merge_layer
 
 
 def key_trials(heads: Heads, groups: int, limits: AbsorptionLimits, moments: Moments) -> Callable[[int], Heads]:
-    """Returns a function of `first_low`, as `merge_layer` takes it: the heads with merged keys, in float32, and the
-    source's values.
+    """Returns a function of `first_low`, as `merge_layer` takes it: the heads with keys that are merged in float32, and
+    the source's values.
 
     Args:
         heads: of the source.
@@ -30,8 +30,12 @@ def key_trials(heads: Heads, groups: int, limits: AbsorptionLimits, moments: Mom
     key_root = root(gram(rows, moments.keys))
     query_root = root(gram(heads.queries, moments.queries).sum(1))
     key_inverse, query_inverse = np.linalg.inv(key_root), np.linalg.inv(query_root)
-    small = replace(heads, keys=key_root.reshape(*heads.keys.shape[:2], -1), queries=query_root[:, None])
-    own_rows, own_queries = (array.astype(np.float32) for array in (rows, heads.queries))
+    small = replace(
+        heads,
+        keys=key_root.astype(np.float32).reshape(*heads.keys.shape[:2], -1),
+        queries=query_root.astype(np.float32)[:, None],
+    )
+    own_rows, own_queries = rows.astype(np.float32), heads.queries.astype(np.float32)
     keys_alone = replace(limits, value_constraint="values are not looked at")
 
     def trial(first_low: int) -> Heads:

@@ -233,9 +233,8 @@ def _tokens_together(plan: Plan, options: CalibrationOptions, steps: int) -> int
     """The tokens that the last stage learns from; 0 where the device has no memory for it."""
     from gqa_convert.conversion.fit.calibration_text import calibration_length_for
 
-    device = chosen_device(options.device)
     length = options.sequence_length or calibration_length_for(plan.checkpoint.config)
-    return BATCH_TOKENS * steps if trains_together(plan, length, free_memory(device), device) else 0
+    return BATCH_TOKENS * steps if trains_together(plan, length, chosen_device(options.device)) else 0
 
 
 def _is_held_by(plan: Plan, device: str) -> bool:

@@ -88,27 +88,26 @@ class Calibration:
     fresh: "list[dict[str, Tensor]]" = field(default_factory=list)
 
 
-def calibration_tokens_for(config: Any) -> int:
+def calibration_tokens_for(config: Mapping[str, Any]) -> int:
     """The default number of tokens: max(8 d, min(500 d, 24576)) for a hidden_size d, rounded up to whole blocks.
 
     That is 8 tokens per hidden dimension, and up to 500 below a hidden_size of 3072, where more text still helps and
     costs little. T5 and its relatives get twice as many, because their decoders see a fifth of the text.
 
     Args:
-        config: the content of config.json, or a transformers config.
+        config: the content of config.json.
 
     Raises:
         ConfigError: it states no hidden_size.
     """
-    values = config if isinstance(config, Mapping) else config.to_dict()
-    hidden_size = stated_count(values, HIDDEN_SIZE_KEYS)
+    hidden_size = stated_count(config, HIDDEN_SIZE_KEYS)
     if hidden_size is None:
         raise ConfigError(
             f"config.json states no hidden_size (none of {', '.join(HIDDEN_SIZE_KEYS)}): state how many calibration tokens to use"
         )
     tokens = max(_PER_HIDDEN * hidden_size, min(_PER_SMALL_HIDDEN * hidden_size, _SMALL_TOKENS))
-    block = calibration_length_for(values)
-    if is_t5_like(values):
+    block = calibration_length_for(config)
+    if is_t5_like(config):
         tokens, block = 2 * tokens, shape_for(SPAN_LENGTH).raw
     return -(-tokens // block) * block
 

@@ -1,6 +1,5 @@
 """How much memory and disk a conversion takes: sums over the sizes in headers and config, without importing torch."""
 
-import math
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -20,8 +19,9 @@ _NUMPY_BASE = 92 << 20
 """Bytes of a process that has imported numpy, and of buffers."""
 _TORCH_BASE = 450 << 20
 """Bytes of a process that has imported torch and transformers."""
-_WEIGHTS_SHARE = 0.7
-"""Of the free memory that the weights of the source may take."""
+WEIGHTS_SHARE = 0.7
+"""Of the free memory that the weights of the source may take; the rest is for activations."""
+_UNKNOWN = 1 << 62
 _STAGE_SHARE = 0.7
 """Of the free memory that the last stage may take."""
 _ACTIVATIONS = 40
@@ -93,36 +93,34 @@ def _running_bytes(plan: Plan, options: CalibrationOptions, tokens: int, device:
     forward = 4 * min(tokens, max(BATCH_TOKENS, block)) * (12 * outputs + 8 * hidden_size)
     work = forward + 6 * 8 * (hidden_size + outputs) * hidden_size
     weights, free = 4 * plan.parameters_before, free_memory(device)
-    is_possible = options.kl_steps is not None or trains_together(plan, block, free - weights, device)
+    is_possible = options.kl_steps is not None or trains_together(plan, block, device, weights)
     if plan.merge_method.trains and steps_together(options) and is_possible:
         work = max(work, last_stage_bytes(plan, block))
     base = _TORCH_BASE if device == "cpu" else 0
-    in_memory = min(weights + plan.checkpoint.weight_bytes, _WEIGHTS_SHARE * free)
+    in_memory = min(weights + plan.checkpoint.weight_bytes, WEIGHTS_SHARE * free)
     return base + in_memory + work + _KEPT_BYTES * tokens * hidden_size
 
 
-def free_memory(device: str) -> float:
-    """The bytes that are free on a device; infinity where the system does not say."""
+def free_memory(device: str) -> int:
+    """The bytes that are free on a device; more than there ever are where the system does not say."""
     if device == "cpu":
-        free = available_memory(SimpleNamespace(type=device))
-    else:
-        import torch
+        return available_memory(SimpleNamespace(type=device)) or _UNKNOWN
+    import torch
 
-        free = available_memory(torch.device(device))
-    return math.inf if free is None else free
+    return available_memory(torch.device(device)) or _UNKNOWN
 
 
-def trains_together(plan: Plan, tokens: int, free: float, device: str) -> bool:
+def trains_together(plan: Plan, tokens: int, device: str, weights: int = 0) -> bool:
     """Whether there is memory for the stage that trains all layers together and, on a CPU, time.
 
     Args:
         plan: of the conversion.
         tokens: of the longest sequence.
-        free: bytes of memory, beside those of the source's weights.
         device: such as `cpu` or `cuda:1`.
+        weights: bytes of the source's weights, where they are not on the device yet.
     """
     is_quick = device != "cpu" or plan.parameters_before <= _MOST_PARAMETERS
-    return is_quick and last_stage_bytes(plan, tokens) < _STAGE_SHARE * free
+    return is_quick and last_stage_bytes(plan, tokens) < _STAGE_SHARE * (free_memory(device) - weights)
 
 
 def last_stage_bytes(plan: Plan, tokens: int) -> int:

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from transformers.modeling_outputs import BaseModelOutput
 
-from gqa_convert.checkpoint.machine import available_memory
 from gqa_convert.checkpoint.source import open_checkpoint
+from gqa_convert.conversion.fit.memory import WEIGHTS_SHARE, free_memory
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.errors import ConfigError
 from gqa_convert.families.config_sizes import HIDDEN_SIZE_KEYS
@@ -22,8 +22,6 @@ from gqa_convert.families.table import family_of
 from gqa_convert.families.wrappers import is_wrapper
 
 _HEAD = "calibration compares its predictions; merge its heads without text"
-_SHARE = 0.7
-"""The share of free memory that weights may take; the rest is for activations."""
 _WIDE = 256
 """The hidden_size from which on products take longer in float32 than the conversions between types."""
 
@@ -47,13 +45,13 @@ def open_model(folder: Path, *, device: str = "cpu", memory_limit: int | None = 
         Exception: any error of transformers.
     """
     place = torch.device(device)
-    limit = _free_memory(place) if memory_limit is None else memory_limit
+    limit = int(WEIGHTS_SHARE * free_memory(device)) if memory_limit is None else memory_limit
     needed = sum(entry.elements for _, _, entry in open_checkpoint(folder).tensors()) * torch.float32.itemsize
     if needed <= limit:
         model, missing = load_model(folder, torch.float32)
         model.to(place)
     else:
-        memory: dict[str | int, int] = {"cpu": _free_memory(torch.device("cpu"))}
+        memory: dict[str | int, int] = {"cpu": int(WEIGHTS_SHARE * free_memory("cpu"))}
         memory[(place.index or 0) if place.type == "cuda" else "cpu"] = limit
         scratch = TemporaryDirectory(prefix="gqa-offload-", ignore_cleanup_errors=True)
         model, missing = load_model(
@@ -63,10 +61,6 @@ def open_model(folder: Path, *, device: str = "cpu", memory_limit: int | None = 
     check_complete(str(folder), folder, model, missing, _HEAD)
     model.register_forward_pre_hook(_take_encoder_outputs, with_kwargs=True)
     return model.requires_grad_(False)
-
-
-def _free_memory(place: torch.device) -> int:
-    return int(_SHARE * (available_memory(place) or 1 << 62))
 
 
 def _take_encoder_outputs(model: Any, args: Any, inputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

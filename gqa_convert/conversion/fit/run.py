@@ -13,7 +13,7 @@ from gqa_convert.checkpoint.resource_errors import is_disk_full, is_out_of_memor
 from gqa_convert.conversion.fit.batches import prepare_calibration
 from gqa_convert.conversion.fit.from_weights import merge_layers
 from gqa_convert.conversion.fit.layer_store import LayerStore, layer_key
-from gqa_convert.conversion.fit.memory import free_memory, trains_together
+from gqa_convert.conversion.fit.memory import trains_together
 from gqa_convert.conversion.fit.options import CalibrationOptions, steps_per_layer, steps_together
 from gqa_convert.conversion.fit.progress import ALL_TOGETHER, MERGING_LAYERS, FitProgress, OnProgress
 from gqa_convert.conversion.plan import Plan
@@ -179,7 +179,7 @@ def _last_stage_steps(plan: Plan, model: Any, calibration: "Calibration", option
     """
     from gqa_convert.conversion.fit.model_loading import is_offloaded, running_device
 
-    steps, is_asked = steps_together(options), options.kl_steps is not None
+    steps = steps_together(options)
     if not plan.merge_method.trains or not steps:
         return 0
     problem = None
@@ -187,12 +187,12 @@ def _last_stage_steps(plan: Plan, model: Any, calibration: "Calibration", option
         problem = "the model in memory, and this one does not fit: leave the option out"
     elif not calibration.held_out:
         problem = "held-out text, and the layers use all of the text: lower --calibration-tokens, or name more text"
-    if problem and is_asked:
+    if options.kl_steps is None:
+        is_possible = problem is None and trains_together(plan, calibration.sequence_length, str(running_device(model)))
+        return steps if is_possible else 0
+    if problem:
         raise OptionError(f"--kl-steps {steps} trains all layers together, which needs {problem}")
-    device = running_device(model)
-    length, free = calibration.sequence_length, free_memory(str(device))
-    is_possible = problem is None and (is_asked or trains_together(plan, length, free, device.type))
-    return steps if is_possible else 0
+    return steps
 
 
 @contextmanager

@@ -18,6 +18,10 @@ STRENGTHS = (1e-3, 1e-2, 1e-1, 1.0, 10.0)
 """Of a ridge regression, relative to the mean of the Gram matrix's diagonal."""
 DAMPING = 0.01
 """Added to the diagonal of a moment, relative to the diagonal's mean."""
+_SAMPLED = 512
+"""Columns of a projection's output, of more than twice as many, on which strengths are compared: each strength solves
+equations for every column.
+"""
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
@@ -69,15 +73,27 @@ class Regression:
         """[z, z], of the inputs."""
         self._cross: Any = 0
         """[z, t], of inputs with errors."""
-        self.power = 0.0
-        """The squared error without a change."""
+        self._power: Any = 0
+        """[t], the squares of each column of errors."""
 
     def add(self, inputs: Tensor, error: Tensor) -> None:
         """Add inputs of the projection [B, L, z] and what its output lacks [B, L, t]."""
         rows, wanted = rows_of(inputs, constant=self._biased), rows_of(error, constant=False)
         self._gram += product(rows, rows)
         self._cross += product(rows, wanted)
-        self.power += float(wanted.float().square().sum(0).double().sum())
+        self._power += wanted.float().square().sum(0).double()
+
+    def sampled(self) -> "Regression":
+        """The same of evenly spaced columns of the output, or of all if they are few."""
+        step = max(1, len(self._power) // _SAMPLED)
+        found = Regression(biased=self._biased)
+        found._gram, found._cross, found._power = self._gram, self._cross[:, ::step], self._power[::step]
+        return found
+
+    @property
+    def power(self) -> float:
+        """The squared error without a change."""
+        return float(self._power.sum())
 
     def change(self, strength: float) -> Tensor:
         """The change of the weight [z, t], a last row for the bias, that minimises |Z change - error|^2 +
@@ -96,7 +112,7 @@ class Regression:
 
 
 def best_strength(fitted: Regression, validation: Regression) -> tuple[float | None, float]:
-    """The strength of a ridge regression of one text that leaves the least error on another text.
+    """The strength of a ridge regression of one text that leaves the least error on another text, in a sample of columns.
 
     Args:
         fitted: of the text to fit.
@@ -106,6 +122,7 @@ def best_strength(fitted: Regression, validation: Regression) -> tuple[float | N
         One of `STRENGTHS`, and the share of the squared error on the other text that it repairs; None and 0 where every
         strength does harm.
     """
+    fitted, validation = fitted.sampled(), validation.sampled()
     best, least = None, validation.power
     for strength in STRENGTHS:
         error = validation.error(fitted.change(strength))

@@ -45,15 +45,10 @@ def layer_changes(
         yield _list_change(finder, names, groups, method, applied.name)
     if limits is None or groups >= layer.kv_heads:
         return
-    absorbing = []
-    if method.trains or not limits.key_constraint:
-        absorbing.append(finder.family.query)
-    if method.trains or not limits.value_constraint:
-        absorbing.append(finder.family.output)
-    for projection in absorbing:
-        for kind in ("weight", "bias"):
-            name = f"{layer.module}.{projection}.{kind}"
-            if name in finder.entries:
+    query, output = f"{layer.module}.{finder.family.query}", f"{layer.module}.{finder.family.output}"
+    for projection, constraint in ((query, limits.key_constraint), (output, limits.value_constraint)):
+        for name in (f"{projection}.weight", f"{projection}.bias"):
+            if name in finder.entries and (method.trains or not constraint):
                 shape = finder.entries[name].shape
                 yield TensorChange(name, finder.dtype(name), shape, shape, method.name)
 
@@ -79,8 +74,8 @@ def _list_change(
 def constraint_notes(limits: Sequence[AbsorptionLimits], method: MergeMethod) -> Iterator[str]:
     """Which heads are averaged, since nothing can absorb their maps, and why."""
     treatment = "start from their mean" if method.trains else "are averaged"
-    key_reasons = [each.key_constraint for each in limits if each.key_constraint]
-    value_reasons = [each.value_constraint for each in limits if each.value_constraint]
-    for heads, reasons in (("keys", key_reasons), ("values", value_reasons)):
+    keys, values = [each.key_constraint for each in limits], [each.value_constraint for each in limits]
+    for heads, constraints in (("keys", keys), ("values", values)):
+        reasons = [reason for reason in constraints if reason]
         if reasons:
             yield f"{heads} {treatment} in {len(reasons)} of {len(limits)} attention layers, since {reasons[0]}"

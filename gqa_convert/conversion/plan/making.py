@@ -125,11 +125,9 @@ def _form(
 
 
 def _warnings(checkpoint: Checkpoint, family: Family, modeling: Modeling | None) -> Iterator[str]:
-    left_behind = checkpoint.left_behind
-    if left_behind:
-        yield (
-            f"{len(left_behind)} file(s) with weights in other formats or training state are not copied: {some([*left_behind])}"
-        )
+    skipped = checkpoint.left_behind
+    if skipped:
+        yield f"{len(skipped)} file(s) with weights in other formats or training state are not copied: {some([*skipped])}"
     yield from checkpoint.notes
     if not family.listed:
         yield (

@@ -22,7 +22,7 @@ from gqa_convert.merging.methods import COPY, METHODS, REPEAT, MergeMethod, Pool
 _ENTRY_BYTES: Final = 120
 """Of a tensor in a file's header beside its name, at most."""
 _SMALL_FILES_BYTES: Final = 65536
-"""Of the files that a conversion writes beside the weights and the carried files, at most."""
+"""Of the files that a conversion writes beside the weights and the copied files, at most."""
 _CACHES: Final[Mapping[str, AttentionKind]] = {
     "kv_bytes_per_token": "decoder",
     "cross_kv_bytes_per_encoder_token": "cross",
@@ -193,10 +193,10 @@ class Plan:
 
     @property
     def disk_bytes(self) -> int:
-        """What the result takes on disk, headers and carried files included, to within a few KiB."""
+        """What the result takes on disk, headers and copied files included, to within a few KiB."""
         headers = sum(len(name) + _ENTRY_BYTES for file in self.files for name in file.names)
-        carried = sum(self.checkpoint.sizes[name] for name in self.checkpoint.carried)
-        return self.weight_bytes_after + headers + carried + _SMALL_FILES_BYTES
+        copied = sum(self.checkpoint.sizes[name] for name in self.checkpoint.carried)
+        return self.weight_bytes_after + headers + copied + _SMALL_FILES_BYTES
 
     def kv_cache_bytes(self, attention_kind: AttentionKind = "decoder", tokens: int = 1) -> BeforeAfter:
         """What the keys and values of all attention layers of a kind take, in the type of the projections.

@@ -43,8 +43,8 @@ def head_rows(sections: tuple[Section, ...], roles: tuple[Role, ...], rotated: i
 
 def move(_: DType, tensor: Array, *, rows: Array | None, is_transposed: bool = False) -> Array:
     """A weight, perhaps stored [d, rows], or a bias; all rows where `rows` is None."""
-    upright = tensor.T if is_transposed else tensor
-    return upright if rows is None else upright[rows]
+    rows_first = tensor.T if is_transposed else tensor
+    return rows_first if rows is None else rows_first[rows]
 
 
 def fold_gain(dtype: DType, weight: Array, gain: Array, *, rows: Array | None) -> Array:
