@@ -105,22 +105,10 @@ def resized(by: int) -> Callable[[Case], None]:
     return resize
 
 
-def without_first_layer(case: Case) -> None:
-    case.remove(rf"(.*\.)?{re.escape(case.family.layers[0][0])}\.0\.")
-
-
-def without_last_attention(case: Case) -> None:
-    case.remove(re.escape(case.last_attention()) + r"\.")
-
-
 def without_last_keys(case: Case) -> None:
     """And without values; those of a later layer may be other layers'."""
-    inner = (case.family.fused,) if case.family.fused else (case.family.key, case.family.value)
-    case.remove(re.escape(case.last_attention()) + rf"\.(?:{'|'.join(inner)})\.")
-
-
-def without_last_output(case: Case) -> None:
-    case.remove(re.escape(f"{case.last_attention()}.{case.family.output}.weight"))
+    inner = case.family.fused or f"{case.family.key}|{case.family.value}"
+    case.remove(rf"{re.escape(case.last_attention())}\.(?:{inner})\.")
 
 
 def without_base(case: Case) -> None:
@@ -129,24 +117,17 @@ def without_base(case: Case) -> None:
     case.rename(lambda name: re.sub(f"^(?:{pattern})", "", name))
 
 
-def prefixed(prefix: str) -> Callable[[Case], None]:
-    return lambda case: case.rename(lambda name: prefix + name)
-
-
+PREFIXES = ("model.", "model.model.", "transformer.", "language_model.", "student.")
 CHANGES: dict[str, Callable[[Case], None]] = {
     "nothing": lambda case: None,
     "longer": resized(1),
     "shorter": resized(-1),
-    "no first layer": without_first_layer,
-    "no last attention": without_last_attention,
+    "no first layer": lambda case: case.remove(rf"(.*\.)?{re.escape(case.family.layers[0][0])}\.0\."),
+    "no last attention": lambda case: case.remove(re.escape(case.last_attention()) + r"\."),
     "no last keys": without_last_keys,
-    "no last output": without_last_output,
+    "no last output": lambda case: case.remove(re.escape(f"{case.last_attention()}.{case.family.output}.weight")),
     "model without a head": without_base,
-    "model.": prefixed("model."),
-    "model.model.": prefixed("model.model."),
-    "transformer.": prefixed("transformer."),
-    "language_model.": prefixed("language_model."),
-    "student.": prefixed("student."),
+    **{prefix: lambda case, prefix=prefix: case.rename(lambda name: prefix + name) for prefix in PREFIXES},
 }
 
 

@@ -15,7 +15,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from gqa_convert.checkpoint.source import open_checkpoint
-from gqa_convert.conversion.fit import model_loading
+from gqa_convert.conversion.fit import model_loading, statistics
 from gqa_convert.conversion.fit.layer_store import LayerRecord
 from gqa_convert.conversion.fit.merged_attention import MergedAttention
 from gqa_convert.conversion.fit.model_loading import find_modules, open_model, precision_of
@@ -139,7 +139,7 @@ def test_moments_and_ridge_are_what_they_say() -> None:
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.3, 100.0])
-def test_held_out_text_decides_how_much_is_repaired(noise: float) -> None:
+def test_held_out_text_decides_how_much_is_repaired(noise: float, monkeypatch: pytest.MonkeyPatch) -> None:
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -159,6 +159,9 @@ def test_held_out_text_decides_how_much_is_repaired(noise: float) -> None:
     left = 1.0 if strength is None else texts[1].error(texts[0].change(strength)) / texts[1].power
     assert share == pytest.approx(1 - left)
     assert share >= 0
+    monkeypatch.setattr(statistics, "_SAMPLED", 4)
+    assert torch.allclose(texts[0].sampled().change(1.0), texts[0].change(1.0)[:, ::2])
+    assert 0 < texts[1].sampled().power < texts[1].power
 
 
 def test_least_finds_the_bottom() -> None:

@@ -124,16 +124,8 @@ TIED = ("zamba", "zamba2", "zamba2, no rotary")
 """Types whose layers share the weights of one attention module, which the walk replaces in the first of them alone."""
 TWO_WIDTHS = ("gemma4_text",)  # tested with its record
 EVERY_RUN = (
-    "llama",
-    "phi3",
-    "gemma2",
-    "qwen3_next",
-    "granite",
     "gpt2, cross-attention",
-    "bloom",
-    "falcon",
-    "t5",
-    "whisper",
+    *["llama", "phi3", "gemma2", "qwen3_next", "granite", "bloom", "falcon", "t5", "whisper"],
 )
 CASES = [case for case in (*native.CASES, *own_files.CASES) if case not in (*TIED, *TWO_WIDTHS)]
 
@@ -148,25 +140,21 @@ def test_a_student_reads_its_own_encoder(case: str) -> None:
     check(case, encoder=True)
 
 
-@pytest.mark.parametrize(
-    ("case", "place", "factor"),
-    [
-        ("llama", "post_attention_layernorm", 1.0),
-        ("olmo2", "self_attn.o_proj", 1.0),
-        ("gemma2", "self_attn.o_proj", 1.0),
-        ("granite", "post_attention_layernorm", 0.5),
-        ("cohere", "", 1.0),
-        ("gpt2", "ln_2", 1.0),
-        ("gpt_neox", "", 1.0),
-        ("bloom", "self_attention", 1.0),
-        ("falcon", "", 1.0),
-        ("mpt", "norm_2", 1.0),
-        ("opt", "final_layer_norm", 1.0),
-        ("t5", "layer.0", 1.0),
-        ("bart", "self_attn_layer_norm", 1.0),
-    ],
-)
-def test_the_residual_stream_is_found(case: str, place: str, factor: float) -> None:
+PLACES = {
+    **dict.fromkeys(("cohere", "gpt_neox", "falcon"), ""),
+    **dict.fromkeys(("olmo2", "gemma2"), "self_attn.o_proj"),
+    **dict.fromkeys(("llama", "granite"), "post_attention_layernorm"),
+    "bart": "self_attn_layer_norm",
+    "bloom": "self_attention",
+    "gpt2": "ln_2",
+    "mpt": "norm_2",
+    "opt": "final_layer_norm",
+    "t5": "layer.0",
+}
+
+
+@pytest.mark.parametrize("case", PLACES)
+def test_the_residual_stream_is_found(case: str) -> None:
     """Behind attention or a parallel MLP; a norm between attention and the sum leaves the contribution itself."""
     options = {"residual_multiplier": 0.5} if case == "granite" else {}
     model = build(case, **options).model.requires_grad_(False)
@@ -174,8 +162,8 @@ def test_the_residual_stream_is_found(case: str, place: str, factor: float) -> N
     names = attention_of(model, output)
     walk = LayerWalk(model, batches_for(model), names, output)
     found = walk.places[names[0]]
-    assert found.module == f"{walk.layers[0].name}.{place}".rstrip(".")
-    assert found.factor == pytest.approx(factor)
+    assert found.module == f"{walk.layers[0].name}.{PLACES[case]}".rstrip(".")
+    assert found.factor == pytest.approx(0.5 if case == "granite" else 1.0)
 
 
 def test_batches_of_text_are_divided_and_those_with_images_are_not() -> None:
