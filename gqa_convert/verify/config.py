@@ -2,13 +2,13 @@
 
 import copy
 import json
-from pathlib import Path
 from typing import Any
 
 from gqa_convert.families.family import Modeling
 from gqa_convert.families.layerwise import restate, restate_by_kind
 from gqa_convert.families.legacy_config_keys import legacy_config_keys
 from gqa_convert.families.wrappers import SECTION
+from gqa_convert.verify.inputs import Inputs
 from gqa_convert.verify.report import Failure
 from gqa_convert.verify.result import Result
 from gqa_convert.verify.weights import CONFIG
@@ -41,36 +41,38 @@ def check_config(result: Result) -> str:
 
 def _expected_config(result: Result) -> dict[str, Any]:
     original, family, modeling = result.inputs.config, result.inputs.family, result.modeling
-    counts = result.geometry.counts
-    if family.reads_per_layer_config and not family.wrapped and len(set(counts)) > 1:
-        return restate_by_kind(original, counts) | legacy_config_keys(original)
+    groups, counts = result.geometry.groups, tuple(result.geometry.counts)
+    if modeling is None:
+        added = legacy_config_keys(original)
+    else:
+        added = _modelling_keys(modeling, original)
+    if isinstance(groups, list) and family.reads_per_layer_config and not family.wrapped:
+        return restate_by_kind(original, counts) | added
     if modeling is not None and modeling in family.layerwise:
-        return restate(modeling, original, tuple(counts)) | _modelling_keys(modeling, original)
+        return restate(modeling, original, counts) | added
     expected = copy.deepcopy(original)
-    nested = family.wrapped and isinstance(original.get(SECTION), dict)
-    section = expected[SECTION] if nested else expected
-    if nested:  # the numbers stand beside the decoder's config only where SOURCE repeats them
-        expected |= {key: counts[0] for key in family.kv_heads_keys if key in expected}
-    changes: dict[str, Any] = dict.fromkeys(family.kv_heads_keys, counts[0])
-    if result.encoder:
-        changes[family.encoder_kv_heads_key] = counts[0]
-    if family.one_kv_head_key:
-        changes[family.one_kv_head_key] = counts[0] == 1
-    if family.modeling is not None and modeling is None:
-        changes = {}  # the stock class of the type does not know these keys
-    changes |= {"multi_query_attention": True, "multi_query_group_num": counts[0]}
+    changes = {"multi_query_attention": True, "multi_query_group_num": groups}
+    if modeling is not None or family.modeling is None:  # the stock class of another type does not know these keys
+        changes |= dict.fromkeys(family.kv_heads_keys, groups)
+        if result.encoder:
+            changes[family.encoder_kv_heads_key] = groups
+        if family.one_kv_head_key:
+            changes[family.one_kv_head_key] = groups == 1
+    section = expected
+    if family.wrapped:
+        if isinstance(original.get(SECTION), dict):
+            section = expected[SECTION]
+            # the numbers stand beside the decoder's config only where SOURCE repeats them
+            expected |= {key: groups for key in family.kv_heads_keys if key in expected}
+        for key, value in legacy_config_keys(result.inputs.decoder_config).items():
+            section.setdefault(key, value)
     for dotted, value in changes.items():
         *parents, last = dotted.split(".")
         place = section
         for key in parents:
             place = place.setdefault(key, {})
         place[last] = value
-    if family.wrapped:
-        for key, value in legacy_config_keys(result.inputs.decoder_config).items():
-            section.setdefault(key, value)
-    if modeling is None:
-        return expected | legacy_config_keys(original)
-    return expected | _modelling_keys(modeling, original)
+    return expected | added
 
 
 def _modelling_keys(modeling: Modeling, original: dict[str, Any]) -> dict[str, Any]:
@@ -78,9 +80,9 @@ def _modelling_keys(modeling: Modeling, original: dict[str, Any]) -> dict[str, A
 
     SOURCE's `auto_map` keeps its entries for other classes than configs and models.
     """
-    classes = [name for _, name in modeling.classes]
-    wanted = [f"GQA{name.removeprefix('GQA')}" for name in original.get("architectures") or []]
     models = [name for auto, name in modeling.classes if auto not in ("AutoConfig", "AutoModel")]
+    wanted = [f"GQA{name.removeprefix('GQA')}" for name in original.get("architectures") or []]
+    classes = dict(modeling.classes).values()
     return {
         "model_type": modeling.model_type,
         "architectures": [name for name in wanted if name in classes] or models[:1],
@@ -92,15 +94,14 @@ def _modelling_keys(modeling: Modeling, original: dict[str, Any]) -> dict[str, A
 
 def _auto_map(config: dict[str, Any], *, models: bool) -> dict[str, Any]:
     """The entries of a config's `auto_map` for configs and models, or those for other classes."""
-    stated = config.get("auto_map")
-    entries = stated.items() if isinstance(stated, dict) else ()
-    return {auto: code for auto, code in entries if auto.startswith(("AutoConfig", "AutoModel")) == models}
+    entries = config.get("auto_map") or {}
+    return {auto: code for auto, code in entries.items() if auto.startswith(("AutoConfig", "AutoModel")) == models}
 
 
-def check_modelling_file(out: Path, config: dict[str, Any], modeling: Modeling) -> str:
+def check_modelling_file(inputs: Inputs, modeling: Modeling) -> str:
     """OUT's modelling files are the package's, byte for byte, and the only code that its config leads to."""
     for file in modeling.files:
-        if (out / file.name).read_bytes() != file.read_bytes():
+        if (inputs.out / file.name).read_bytes() != file.read_bytes():
             raise Failure(f"{file.name} differs from the package's own file: its code is not executed")
-    compare_json(f"{CONFIG}: auto_map", _auto_map(config, models=True), modeling.auto_map)
+    compare_json(f"{CONFIG}: auto_map", _auto_map(inputs.out_config, models=True), modeling.auto_map)
     return f"{' and '.join(file.name for file in modeling.files)}, the package's own files"

@@ -7,13 +7,14 @@ link that it follows by mistake, must not pass here.
 import filecmp
 import hashlib
 import json
-import os
+from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 from gqa_convert.families.family import Modeling
 from gqa_convert.verify.config import compare_json, in_json
+from gqa_convert.verify.inputs import Inputs
 from gqa_convert.verify.report import Failure
 from gqa_convert.verify.weights import CONFIG, INDEX, PROVENANCE, SINGLE, Weights, readable_object
 
@@ -36,9 +37,8 @@ def open_result(folder: Path, source: Weights) -> tuple[Weights, str]:
     if not out.files[0].endswith(".safetensors"):
         raise Failure(f"the weights are in {out.chosen}, expected safetensors files")
     modules = _module_folders(source.folder)
-    for name in _list_files(out.folder):
-        known = name in (*out.files, out.chosen) or name.rpartition("/")[0] in modules
-        if _is_weights(name) and not known:
+    for name in _list_files(folder):
+        if _is_weights(name, modules) and name not in (*out.files, out.chosen):
             raise Failure(
                 f"{name} lies beside the weights in {out.chosen}: software may load it instead, or a conversion has not "
                 "ended"
@@ -50,7 +50,7 @@ def open_result(folder: Path, source: Weights) -> tuple[Weights, str]:
     for file in out.files:
         if None not in formats and out.metadata[file].get("format") != "pt":
             raise Failure(f"{file} lacks the metadata format = pt, which earlier releases of transformers require")
-    size = sum((out.folder / file).stat().st_size for file in out.files)
+    size = sum((folder / file).stat().st_size for file in out.files)
     return out, f"{len(out.files)} weight file(s), {size:,} bytes"
 
 
@@ -65,34 +65,31 @@ def check_index(out: Weights, source: Weights) -> str:
     return f"{expected['total_size']:,} bytes of tensors"
 
 
-def check_carried(out: Path, source: Path, modeling: Modeling | None) -> str:
+def check_copied(inputs: Inputs, modeling: Modeling | None) -> str:
     """OUT has every other file of SOURCE, byte for byte, and no new file that software reads.
 
-    Links that lead out of SOURCE do not count as files of it.
-
     Args:
-        out: OUT's folder.
-        source: SOURCE's folder.
+        inputs: the checkpoints.
         modeling: whose files another check compares.
     """
-    own = {CONFIG, PROVENANCE, *(file.name for file in (modeling.files if modeling else ()))}
+    out, source = inputs.out, inputs.source.folder
     modules = _module_folders(source)
+    not_copied = {CONFIG, PROVENANCE, *(file.name for file in (modeling.files if modeling else ()))}
 
-    def compared(folder: Path) -> list[str]:
-        names = [name for name in _list_files(folder) if name not in own and not _matches(name, _PROSE)]
-        return [name for name in names if not _is_weights(name) or name.rpartition("/")[0] in modules]
+    def compared(folder: Path) -> set[str]:
+        names = set(_list_files(folder)) - not_copied
+        return {name for name in names if not _matches(name, _PROSE) and not _is_weights(name, modules)}
 
-    theirs = [name for name in compared(source) if not _leads_out(source / name, source)]
-    for name in theirs:
-        if not (out / name).is_file():
+    ours = compared(out)
+    theirs = {name for name in compared(source) | ours if _is_own(source / name, source)}
+    for name in sorted(ours | theirs):
+        if name not in ours:
             raise Failure(f"{name} of SOURCE is missing")
-        if not filecmp.cmp(out / name, source / name, shallow=False) and not _is_renamed_tokenizer(
-            out / name, source / name
-        ):
+        if name not in theirs:
+            raise Failure(f"{name} is not in SOURCE ({len(ours - theirs)} extra files)")
+        same = filecmp.cmp(out / name, source / name, shallow=False)
+        if not same and not (name == "tokenizer_config.json" and _is_renamed_tokenizer(out / name, source / name)):
             raise Failure(f"{name} differs from SOURCE's")
-    extra = [name for name in compared(out) if name not in theirs]
-    if extra:
-        raise Failure(f"{extra[0]} is not in SOURCE ({len(extra)} extra files)")
     return f"{len(theirs)} file(s), byte for byte"
 
 
@@ -124,35 +121,25 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _list_files(folder: Path) -> list[str]:
-    """The paths of all files relative to the folder, except hidden files, Python's caches, and the files of folders to
-    which links lead out of it. Files of an unfinished conversion are listed although they are hidden.
+def _list_files(folder: Path) -> Iterator[str]:
+    """The paths of all files relative to the folder, except hidden files and Python's caches. Files of an unfinished
+    conversion are listed although they are hidden.
     """
-    found = []
-    for root, folders, names in os.walk(folder, followlinks=True):
-        here = Path(root)
-        folders[:] = [
-            name
-            for name in folders
-            if not (name.startswith(".") or name == "__pycache__" or _leads_out(here / name, folder))
-            and not here.resolve().is_relative_to((here / name).resolve())  # a link to a folder around it
-        ]
-        kept = [name for name in names if not name.startswith(".") or _matches(name, _LEFTOVERS)]
-        found += [(here / name).relative_to(folder).as_posix() for name in kept]
-    return sorted(found)
+    for path in folder.rglob("*"):
+        name = path.relative_to(folder)
+        hidden = any(part.startswith(".") or part == "__pycache__" for part in name.parts)
+        if path.is_file() and (not hidden or _matches(path.name, _LEFTOVERS)):
+            yield name.as_posix()
 
 
-def _leads_out(path: Path, folder: Path) -> bool:
-    """Whether a path is a link to anything but a visible file of its folder, or a blob of the same repository in the
-    Hub's cache.
+def _is_own(path: Path, folder: Path) -> bool:
+    """Whether a path leads to a visible file of its folder, or to a blob of the same repository in the Hub's cache; a link
+    may lead to any file of the machine.
     """
-    if not path.is_symlink():
-        return False
     target, home = path.resolve(), folder.resolve()
     if target.is_relative_to(home):
-        return any(part.startswith(".") for part in target.relative_to(home).parts)
-    caches = [parent.parent for parent in home.parents if parent.name == "snapshots"]
-    return target.parent not in [(cache / "blobs").resolve() for cache in caches]
+        return path.is_file() and not any(part.startswith(".") for part in target.relative_to(home).parts)
+    return target.parent in [parent.parent / "blobs" for parent in home.parents if parent.name == "snapshots"]
 
 
 def _matches(name: str, patterns: tuple[str, ...]) -> bool:
@@ -160,8 +147,9 @@ def _matches(name: str, patterns: tuple[str, ...]) -> bool:
     return any(fnmatch(name.rsplit("/", 1)[-1], pattern) for pattern in patterns)
 
 
-def _is_weights(name: str) -> bool:
-    return _matches(name, _WEIGHTS) or name.startswith(_FOREIGN_FOLDERS)
+def _is_weights(name: str, modules: set[str]) -> bool:
+    """Whether a file holds weights of a language model, and not those of a further module."""
+    return (_matches(name, _WEIGHTS) or name.startswith(_FOREIGN_FOLDERS)) and name.rpartition("/")[0] not in modules
 
 
 def _module_folders(folder: Path) -> set[str]:
@@ -173,11 +161,9 @@ def _module_folders(folder: Path) -> set[str]:
 
 
 def _is_renamed_tokenizer(ours: Path, theirs: Path) -> bool:
-    """Whether a tokenizer_config.json differs only in the class, for which earlier releases of transformers have another
+    """Whether two tokenizer configs differ only in the class, for which earlier releases of transformers have another
     name.
     """
-    if ours.name != "tokenizer_config.json":
-        return False
     original = readable_object(theirs)
     renamed = original | {"tokenizer_class": "PreTrainedTokenizerFast"}
     return original.get("tokenizer_class") == "TokenizersBackend" and in_json(readable_object(ours)) == in_json(renamed)

@@ -22,12 +22,13 @@ Role = Literal["query", "gate", "key", "value", "key_norm", "output", "output_bi
 """What rows hold. The bias of the output belongs to no head and counts as one."""
 MERGED: tuple[Role, ...] = ("key", "value", "key_norm")
 """The roles whose heads a conversion merges."""
-Shapes = Mapping[str, tuple[int, ...]]
+Shape = tuple[int, ...]
+Shapes = Mapping[str, Shape]
 Tensors = Mapping[str, Tensor]
-Rows = dict[Role, Tensor]
-"""By role, the numbers of the rows of each head: [heads, width]."""
 Heads = dict[Role, Tensor]
-"""By role, the heads [heads, width, ...]."""
+"""By role, the heads [heads, width, ...], or the numbers of their rows [heads, width]."""
+Counts = dict[Role, int]
+"""By role, the number of heads, in the order in which they lie."""
 
 
 @dataclass(frozen=True)
@@ -40,10 +41,11 @@ class HeadTensor:
     """Those that OUT has."""
     axis: int
     """Along which the heads lie."""
-    before: Rows
-    after: Rows
+    before: Heads
+    after: Heads
+    """The numbers of the rows of heads."""
 
-    def shape_after(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+    def shape_after(self, shape: Shape) -> Shape:
         """The shape in OUT of a tensor that has `shape` in SOURCE."""
         if len(self.names) > 1:
             return shape
@@ -72,7 +74,7 @@ def _joined(tensors: Tensors, names: tuple[str, ...]) -> Tensor:
 
 def _heads_in(upright: Tensor, rows: Tensor) -> Tensor:
     first, count = int(rows[0, 0]), rows.numel()
-    if torch.equal(rows.reshape(-1), torch.arange(first, first + count)):
+    if torch.equal(rows.flatten(), torch.arange(first, first + count)):
         return upright[first : first + count].unflatten(0, tuple(rows.shape))
     return upright[rows]
 
@@ -89,7 +91,7 @@ class Module:
     """K/V heads in SOURCE."""
     after: int
     """K/V heads in OUT."""
-    tensors: tuple[HeadTensor, ...]
+    tensors: list[HeadTensor]
 
     @property
     def number(self) -> int:
@@ -101,7 +103,7 @@ class Module:
 class Geometry:
     """The attention modules of a checkpoint whose heads the conversion may have merged."""
 
-    modules: tuple[Module, ...]
+    modules: list[Module]
     encoder: bool | None
     """Whether an encoder was converted; None if its tensors are the same either way."""
 
@@ -126,11 +128,6 @@ class Geometry:
         return self.counts if len(set(self.counts)) > 1 else self.counts[0]
 
     @property
-    def before(self) -> int:
-        """The most K/V heads in a layer of SOURCE's decoder."""
-        return max(module.before for module in self.decoder)
-
-    @property
     def changed(self) -> list[Module]:
         """The modules with another number of K/V heads in OUT than in SOURCE."""
         return [module for module in self.modules if module.before != module.after]
@@ -139,11 +136,6 @@ class Geometry:
     def merged(self) -> list[Module]:
         """The modules with fewer K/V heads in OUT than in SOURCE."""
         return [module for module in self.modules if module.after < module.before]
-
-    @property
-    def merged_tensors(self) -> list[tuple[Module, HeadTensor]]:
-        """The tensors of these modules."""
-        return [(module, tensor) for module in self.merged for tensor in module.tensors]
 
     def change(self) -> str:
         """The K/V heads before and after, as "12 -> 3" or, where layers differ, "12 -> 1 to 4"."""
@@ -175,7 +167,7 @@ def read_geometry(family: Family, config: dict[str, Any], source: Shapes, out: S
         ConfigError: SOURCE contradicts itself.
         Failure: OUT's numbers of K/V heads cannot be determined, or do not fit SOURCE's.
     """
-    found = find_modules(family, source)
+    found = _find_modules(family, source)
     modules = [_read_module(name, kind, family, config, source, out) for name, kind in found.items()]
     decoder = [module for module in modules if module.kind == "decoder"]
     if not decoder:
@@ -190,35 +182,37 @@ def read_geometry(family: Family, config: dict[str, Any], source: Shapes, out: S
             f"of this {family.model_type} have one number"
         )
     encoder = _encoder_converted([module for module in modules if module.kind == "encoder"], groups)
-    return Geometry(tuple(module for module in modules if module.kind != "encoder" or encoder), encoder)
+    return Geometry([module for module in modules if module.kind != "encoder" or encoder], encoder)
 
 
 def _encoder_converted(modules: list[Module], groups: int) -> bool | None:
     """Whether the modules of an encoder, if there are any, were converted; None if that is open."""
+    if not modules:
+        return False
+    before, after = modules[0].before, modules[0].after
     for module in modules:
-        if module.after not in (module.before, groups) or module.after != modules[0].after:
+        if module.after != after or after not in (before, groups):
             raise Failure(
-                f"{module.name} has {module.after} K/V heads ({module.before} in SOURCE), but the decoder has {groups}"
+                f"{module.name} has {module.after} K/V heads ({before} in SOURCE), but the decoder has {groups}"
             )
-    if not modules or modules[0].after != modules[0].before:
-        return bool(modules)
-    return None if modules[0].before == groups else False
+    if before != after:
+        return True
+    return None if before == groups else False
 
 
-def find_modules(family: Family, source: Shapes) -> dict[str, Kind]:
+def _find_modules(family: Family, source: Shapes) -> dict[str, Kind]:
     """The attention modules among the names of tensors, in their order, each with its kind."""
     projections = (family.fused,) if family.fused else (family.key, family.value)
     found: dict[str, Kind] = {}
     for name in source:
-        stem, _, kind_of_tensor = name.rpartition(".")
-        module, _, projection = stem.rpartition(".")
+        module, _, tensor = name.rpartition(".")
+        module, _, projection = module.rpartition(".")
         attention = [end for end in family.attention if f".{module}".endswith(f".{end}")]
-        if kind_of_tensor != "weight" or projection not in projections or not attention or not family.owns(module):
+        if tensor != "weight" or projection not in projections or not attention or not family.owns(module):
             continue
+        found[module] = "cross" if attention[0] in family.cross_attention else "decoder"
         if family.encoder in module.split("."):
             found[module] = "encoder"
-        else:
-            found[module] = "cross" if attention[0] in family.cross_attention else "decoder"
     return found
 
 
@@ -232,92 +226,84 @@ def config_value(config: dict[str, Any], dotted: str) -> Any:
 
 def _read_module(name: str, kind: Kind, family: Family, config: dict[str, Any], source: Shapes, out: Shapes) -> Module:
     key = (family.encoder_heads_key or family.heads_key) if kind == "encoder" else family.heads_key
-    heads: Any = config_value(config, key) or config.get("num_attention_heads")
-    output = source.get(f"{name}.{family.output}.weight", (0, 0))
+    heads = config_value(config, key) or config["num_attention_heads"]
     projection = f"{name}.{family.fused or family.value}.weight"
     if projection not in source:
         projection = f"{name}.{family.key}.weight"  # keys that serve as values too
-    width = output[0 if family.transposed else 1] // heads if type(heads) is int and heads > 0 else 0
+    width = source[f"{name}.{family.output}.weight"][0 if family.transposed else 1] // heads
+    queries = heads * width if family.fused and kind != "cross" else 0
+    of_both = 2 * width if family.fused else width
 
-    def count(shape: tuple[int, ...]) -> int:
+    def count(shape: Shape) -> int:
         """The K/V heads in the projection; 0 where it does not consist of heads."""
-        rows = shape[-1 if family.transposed else 0] if shape and width else 0
-        if not rows or rows % width:
-            return 0
-        if not family.fused:
-            return rows // width
-        both, odd = divmod(rows // width - (0 if kind == "cross" else heads), 2)
-        return 0 if odd else max(both, 0)
+        heads, rest = divmod(shape[-1 if family.transposed else 0] - queries, of_both)
+        return 0 if rest else max(heads, 0)
 
-    before, after = count(source[projection]), count(out.get(projection, ()))
+    shapes = source[projection], out.get(projection, (0, 0))
+    before, after = map(count, shapes)
     if not before or heads % before:
         raise ConfigError(
-            f"{projection} of SOURCE has shape {list(source[projection])}, which does not suit {heads!r} query heads and "
-            f"an output of {list(output)}: copy SOURCE again, or repair its config"
+            f"{projection} of SOURCE has shape {list(shapes[0])}, which does not suit {heads} query heads of {width} rows: "
+            "copy SOURCE again, or repair its config"
         )
     if not after or (before % after and (after % before or heads % after)):
         raise Failure(
-            f"{projection} is {list(out.get(projection, ()))} in OUT and {list(source[projection])} in SOURCE: {before} "
-            "K/V heads cannot be grouped or repeated to that shape"
+            f"{projection} is {list(shapes[1])} in OUT and {list(shapes[0])} in SOURCE: {before} K/V heads cannot be "
+            "grouped or repeated to that shape"
         )
-    tensors = _head_tensors(name, kind, family, heads, before, after, source)
-    return Module(name, kind, heads, before, after, tuple(tensors))
+    return Module(name, kind, heads, before, after, _head_tensors(name, kind, family, heads, before, after, source))
 
 
 def _head_tensors(
     module: str, kind: Kind, family: Family, heads: int, before: int, after: int, source: Shapes
 ) -> list[HeadTensor]:
-    """The tensors of a module that hold heads."""
-    kv_heads: dict[Role, int] = {"key": before, "value": before}
-    parts: dict[str, tuple[dict[Role, int], int]] = {}  # by projection: the heads of its roles, and in how many blocks
-    if not family.fused:
-        parts = {family.key: ({"key": before}, 1), family.value: ({"value": before}, 1)}
-    elif kind == "cross":
-        parts[family.fused] = kv_heads, 1
+    """The tensors of a module that hold heads. In OUT, what is merged lies in one block."""
+    queries: Counts = {"query": heads}
+    parts: dict[str, Counts] = {family.key: {"key": before}, family.value: {"value": before}}
+    blocks = {family.query: heads}  # a head's gate follows its queries
+    if family.fused:
+        parts = {family.fused: {"key": before, "value": before}}
+    if family.fused and kind != "cross":
+        parts[family.fused] = queries | parts[family.fused]
+        blocks[family.fused] = before if family.fused_layout == "grouped" else 1
     else:
-        parts[family.fused] = {"query": heads, **kv_heads}, before if family.fused_layout == "grouped" else 1
-    if not family.fused or kind == "cross":
-        gates: dict[Role, int] = {"gate": heads} if family.query_outputs > 1 else {}
-        parts[family.query] = {"query": heads, **gates}, heads  # a head's gate follows its queries
-    if family.key_norm in ("full", "per_head"):
-        parts[family.key_norm_name] = {"key_norm": before}, 1
-    found: list[HeadTensor] = []
-
-    def add(names: tuple[str, ...], heads_of: dict[Role, int], blocks: int, *, across: bool) -> None:
-        """Add a tensor if SOURCE has it. In OUT, what is merged lies in one block."""
-        if names[0] not in source:
-            return
-        shape = source[names[0]]
-        axis = 1 if across and len(shape) == 2 else 0
-        rows = rows_after = _rows(heads_of, blocks, len(names) * shape[axis], module)
-        if before != after and any(role in MERGED for role in heads_of):
-            counts = {role: after if role in MERGED else heads_of[role] for role in _IN_OUT if role in heads_of}
-            width = next(iter(rows.values())).shape[1]
-            rows_after = _rows(counts, 1, sum(counts.values()) * width, module)
-        found.append(HeadTensor(names, names[:after] if len(names) > 1 else names, axis, rows, rows_after))
-
+        parts[family.query] = queries | ({"gate": heads} if family.query_outputs > 1 else {})
+    if family.key_norm in ("full", "per_head", "per_head_list"):
+        parts[family.key_norm_name] = {"key_norm": before}
+    parts[family.output] = {"output": heads}
+    found = []
     for ending in ("weight", "bias"):
-        for part, (heads_of, blocks) in parts.items():
-            add((f"{module}.{part}.{ending}",), heads_of, blocks, across=family.transposed)
-        if family.key_norm == "per_head_list":
-            norms = tuple(f"{module}.{family.key_norm_name}.{head}.{ending}" for head in range(before))
-            add(norms, {"key_norm": before}, 1, across=False)
-    add((f"{module}.{family.output}.weight",), {"output": heads}, 1, across=not family.transposed)
-    add((f"{module}.{family.output}.bias",), {"output_bias": 1}, 1, across=False)
+        for part, counts in parts.items():
+            names = [f"{module}.{part}.{ending}"]
+            if part == family.key_norm_name and family.key_norm == "per_head_list":
+                names = [f"{module}.{part}.{head}.{ending}" for head in range(before)]
+            if names[0] not in source:
+                continue
+            if part == family.output and ending == "bias":
+                counts = {"output_bias": 1}
+            shape = source[names[0]]
+            axis = int(len(shape) == 2 and family.transposed != (part == family.output))
+            rows = rows_after = _rows(counts, blocks.get(part, 1), len(names) * shape[axis])
+            if before != after and any(role in MERGED for role in counts):
+                width = next(iter(rows.values())).shape[1]
+                counts = {role: after if role in MERGED else count for role, count in counts.items()}
+                rows_after = _rows(counts, 1, sum(counts.values()) * width)
+            names_after = names[:after] if len(names) > 1 else names
+            found.append(HeadTensor(tuple(names), tuple(names_after), axis, rows, rows_after))
     return found
 
 
-_IN_OUT: tuple[Role, ...] = ("query", "key", "value", "key_norm")
-"""The order of the parts of a tensor that holds merged heads."""
-
-
-def _rows(heads_of: dict[Role, int], blocks: int, length: int, module: str) -> Rows:
+def _rows(counts: Counts, blocks: int, length: int) -> Heads:
     """The rows of heads that lie in equal blocks, each of which holds a share of every role's heads, role after role.
 
     The rows are derived as the models derive them: by reshaping a row of numbers.
+
+    Raises:
+        ConfigError: the rows are not those of so many heads.
     """
-    total = sum(heads_of.values())
+    total = sum(counts.values())
     if length % total:
-        raise ConfigError(f"{module} of SOURCE has {length} rows for {total} heads: repair its config")
-    parts = torch.arange(length).reshape(blocks, total // blocks, -1).split([n // blocks for n in heads_of.values()], 1)
-    return {role: part.flatten(0, 1) for role, part in zip(heads_of, parts, strict=True)}
+        raise ConfigError(f"a tensor of SOURCE has {length} rows for {total} heads: repair its config")
+    shares = [count // blocks for count in counts.values()]
+    parts = torch.arange(length).reshape(blocks, sum(shares), -1).split(shares, 1)
+    return {role: part.flatten(0, 1) for role, part in zip(counts, parts, strict=True)}

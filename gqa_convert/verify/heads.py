@@ -11,27 +11,19 @@ import torch
 from torch import Tensor
 
 from gqa_convert.families.family import Family
-from gqa_convert.verify.geometry import MERGED, Geometry, Kind, Tensors
+from gqa_convert.verify.geometry import MERGED, Geometry, Heads, HeadTensor, Kind, Module, Tensors
 
 
-def attention_parameters(model: Any, family: Family, *, folds: bool) -> dict[str, Tensor]:
-    """The parameters of a loaded model that may hold heads which a conversion changes.
-
-    Args:
-        model: of SOURCE or OUT.
-        family: SOURCE's family.
-        folds: whether the method changes queries and outputs too.
-    """
-    parts = [family.fused or family.key, family.value, family.key_norm_name]
-    parts += [family.query, family.output] if folds else []
+def attention_parameters(model: Any, family: Family) -> Tensors:
+    """The parameters of a loaded model's attention modules."""
     return {
         name: parameter.detach()
         for name, parameter in model.named_parameters()
-        if any(f".{part}." in name for part in parts)
+        if any(f".{module}." in f".{name}" for module in family.attention)
     }
 
 
-def repeated_heads(geometry: Geometry, model: Any, out: Tensors, *, folds: bool) -> dict[str, Tensor]:
+def repeated_heads(geometry: Geometry, model: Any, out: Tensors, *, folds: bool) -> Tensors:
     """SOURCE's parameters with OUT's heads, each K/V head repeated for its group.
 
     Args:
@@ -40,29 +32,26 @@ def repeated_heads(geometry: Geometry, model: Any, out: Tensors, *, folds: bool)
         out: the loaded OUT's attention parameters.
         folds: whether queries and outputs are OUT's too.
     """
-    parameters = dict(model.named_parameters())
-    made: dict[str, Tensor] = {}
-    for _, tensor in geometry.merged_tensors:
-        roles = [role for role in tensor.before if folds or role in MERGED]
+
+    def repeat(_: Module, tensor: HeadTensor, theirs: Heads) -> Heads:
+        roles = [role for role in theirs if folds or role in MERGED]
         ours = tensor.read(out, converted=True) if roles else {}
-        times = {role: len(tensor.before[role]) // len(ours[role]) for role in roles}
-        made |= tensor.replace(parameters, {role: ours[role].repeat_interleave(times[role], 0) for role in roles})
-    return made
+        return {role: ours[role].repeat_interleave(len(theirs[role]) // len(ours[role]), 0) for role in roles}
+
+    return _changed_heads(geometry, model, repeat)
 
 
-def pooled_heads(geometry: Geometry, model: Any) -> dict[str, Tensor]:
+def pooled_heads(geometry: Geometry, model: Any) -> Tensors:
     """SOURCE's parameters with the mean of each group in place of its K/V heads."""
-    parameters = dict(model.named_parameters())
-    made: dict[str, Tensor] = {}
-    for module, tensor in geometry.merged_tensors:
-        size = module.before // module.after
-        heads = tensor.read(parameters, converted=False)
-        means = {role: heads[role].unflatten(0, (-1, size)).mean(1) for role in MERGED if role in heads}
-        made |= tensor.replace(parameters, {role: each.repeat_interleave(size, 0) for role, each in means.items()})
-    return made
+
+    def pool(module: Module, _: HeadTensor, theirs: Heads) -> Heads:
+        groups = {role: heads.unflatten(0, (module.after, -1)) for role, heads in theirs.items() if role in MERGED}
+        return {role: heads.mean(1, keepdim=True).expand_as(heads).flatten(0, 1) for role, heads in groups.items()}
+
+    return _changed_heads(geometry, model, pool)
 
 
-def reordered_heads(geometry: Geometry, model: Any, orders: Mapping[tuple[Kind, int], list[int]]) -> dict[str, Tensor]:
+def reordered_heads(geometry: Geometry, model: Any, orders: Mapping[tuple[Kind, int], list[int]]) -> Tensors:
     """SOURCE's parameters with its own K/V heads, and the query heads that read them, in other orders.
 
     Args:
@@ -70,14 +59,22 @@ def reordered_heads(geometry: Geometry, model: Any, orders: Mapping[tuple[Kind, 
         model: the loaded SOURCE.
         orders: by the kind of attention and the number of the layer, since names may differ in memory.
     """
+
+    def reorder(module: Module, _: HeadTensor, theirs: Heads) -> Heads:
+        theirs.pop("output_bias", None)  # it belongs to no head
+        order = orders.get((module.kind, module.number), list(range(module.before)))
+        return {role: heads.unflatten(0, (len(order), -1))[order].flatten(0, 1) for role, heads in theirs.items()}
+
+    return _changed_heads(geometry, model, reorder)
+
+
+def _changed_heads(geometry: Geometry, model: Any, change: Callable[[Module, HeadTensor, Heads], Heads]) -> Tensors:
+    """SOURCE's parameters with what `change` makes of the heads of each tensor of a module whose heads are merged."""
     parameters = dict(model.named_parameters())
     made: dict[str, Tensor] = {}
-    for module, tensor in geometry.merged_tensors:
-        order = orders.get((module.kind, module.number), list(range(module.before)))
-        heads = tensor.read(parameters, converted=False)
-        heads.pop("output_bias", None)  # it belongs to no head
-        moved = {role: each.unflatten(0, (len(order), -1))[order].flatten(0, 1) for role, each in heads.items()}
-        made |= tensor.replace(parameters, moved)
+    for module in geometry.merged:
+        for tensor in module.tensors:
+            made |= tensor.replace(parameters, change(module, tensor, tensor.read(parameters, converted=False)))
     return made
 
 
@@ -110,20 +107,19 @@ def compare_modules(
         By module, the error with each of the others.
     """
     names = {model.get_submodule(module.name): module.name for module in geometry.merged}
-    squares = {name: torch.zeros(1 + len(others), dtype=torch.float64) for name in names.values()}
+    squares: dict[str, Tensor] = {}
 
     def compare(module: Any, args: Any, options: Any, output: Any) -> None:
         expected = _states(output)
-        found = [torch.zeros_like(expected)]
+        found = [expected.square().sum()]
         for parameters in others:
             with replaced(model, parameters):
-                found.append(_states(module.forward(*args, **options)))
-        squares[names[module]] += torch.stack([(each - expected).square().sum() for each in found])
+                found.append((_states(module.forward(*args, **options)) - expected).square().sum())
+        squares[names[module]] = squares.get(names[module], 0) + torch.stack(found)
 
     handles = [module.register_forward_hook(compare, with_kwargs=True) for module in names]
     try:
-        with torch.no_grad():
-            run()
+        run()
     finally:
         for handle in handles:
             handle.remove()

@@ -10,7 +10,7 @@ import torch
 
 from gqa_convert.checkpoint.paths import local_path
 from gqa_convert.checkpoint.quantised import quantisation_method
-from gqa_convert.checkpoint.source import open_checkpoint
+from gqa_convert.checkpoint.source import Checkpoint, open_checkpoint
 from gqa_convert.conversion.rewriting.folder import rewritten_folder
 from gqa_convert.conversion.rewriting.planning import needs_rewriting, plan_rewriting
 from gqa_convert.errors import CorruptCheckpointError, SourceNotFoundError
@@ -19,7 +19,7 @@ from gqa_convert.families.records import with_key_norm
 from gqa_convert.families.table import RESTATED, family_of
 from gqa_convert.families.wrappers import decoder_config
 from gqa_convert.verify.report import first_line
-from gqa_convert.verify.weights import CONFIG, Weights, read_object, readable_object
+from gqa_convert.verify.weights import CONFIG, Weights, readable_object
 
 Progress = Callable[[str, int, int], None]
 """Called with a stage (tensors or logits), the amount done and the total: bytes or steps."""
@@ -85,8 +85,8 @@ class Inputs:
 def read_inputs(
     out: str | Path, source: str | Path, revision: str | None, on_note: Callable[[str], None]
 ) -> Iterator[Inputs]:
-    """Open both checkpoints. Remote checkpoints are downloaded. A SOURCE that a conversion to OUT
-    rewrites first is rewritten in a folder beside OUT, which goes at the end of the context.
+    """Open both checkpoints. Remote checkpoints are downloaded. A SOURCE that a conversion to OUT rewrites first is
+    rewritten in a folder beside OUT, which goes at the end of the context.
 
     Args:
         out: the converted folder.
@@ -104,33 +104,28 @@ def read_inputs(
     out = local_path(out)
     if not out.is_dir():
         raise SourceNotFoundError(f"{out} is not a folder: name the converted checkpoint")
-    checkpoint = open_checkpoint(source, revision=revision, download=True, quantised=True)
-    assert checkpoint.folder is not None
-    folder = home = checkpoint.folder
-    config = original_config = read_object(folder / CONFIG)
+    checkpoint = converted = open_checkpoint(source, revision=revision, download=True, quantised=True)
     out_config = readable_object(out / CONFIG)
-    dtypes: dict[str, torch.dtype] = {}
     with ExitStack() as stack:
-        if needs_rewriting(config, out_config.get("model_type")):
+        if needs_rewriting(checkpoint.config, out_config.get("model_type")):
             planned = plan_rewriting(checkpoint, native=True)
             for note in planned.rewriting_notes:
                 on_note(note)
-            rewritten = stack.enter_context(rewritten_folder(planned, out))
-            assert rewritten.folder is not None
-            config, home = rewritten.config, rewritten.folder
-            dtypes = {name: _TORCH[dtype] for name, dtype in rewritten.result_dtypes.items()}
-        family = family_of(config)
-        weights = _open_source(home, dtypes)
-        original = weights if home is folder else _open_source(folder, {})
+            converted = stack.enter_context(rewritten_folder(planned, out))
+        family = family_of(converted.config)
+        weights = original = _open_source(converted)
+        if converted is not checkpoint:
+            original = _open_source(checkpoint)
         if not family.listed:
-            family = with_key_norm(family, weights.shapes, config["num_key_value_heads"])
-        yield Inputs(out, out_config, weights, config, family, original, original_config)
+            family = with_key_norm(family, weights.shapes, converted.config["num_key_value_heads"])
+        yield Inputs(out, out_config, weights, converted.config, family, original, checkpoint.config)
 
 
-def _open_source(folder: Path, result_dtypes: dict[str, torch.dtype]) -> Weights:
+def _open_source(checkpoint: Checkpoint) -> Weights:
+    assert checkpoint.folder is not None
     try:
-        return Weights(folder, result_dtypes)
+        return Weights(checkpoint.folder, {name: _TORCH[dtype] for name, dtype in checkpoint.result_dtypes.items()})
     except Exception as problem:
         raise CorruptCheckpointError(
-            f"{folder} cannot be read ({first_line(problem)}): download or copy the source again"
+            f"{checkpoint.folder} cannot be read ({first_line(problem)}): download or copy the source again"
         ) from None

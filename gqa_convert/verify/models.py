@@ -7,7 +7,6 @@ import math
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +20,6 @@ from gqa_convert.verify.optimum import read_orders
 from gqa_convert.verify.probe import STEPS, Probe
 from gqa_convert.verify.report import Failure, VerificationReport, first_line
 from gqa_convert.verify.result import FITTED, Result
-from gqa_convert.verify.weights import CONFIG, INDEX
 
 FLOAT32_LIMIT = 3_000_000_000
 """Models of more parameters run in the checkpoint's own type, to fit in memory."""
@@ -50,16 +48,14 @@ class ModelChecks:
         """Load OUT and run it."""
         import transformers
 
-        inputs = self.inputs
-        loaded = load_model(inputs.out, inputs.numbers, self.result.modeling)
+        loaded = load_model(self.inputs.out, self.inputs.numbers, self.result.modeling)
         model = loaded.model
         cross = any(module.kind == "cross" for module in self.result.geometry.modules)
         self.probe = Probe(model, cross=cross)
         self.has_head = loaded.has_language_model
         self.outputs = "logits" if self.has_head else "hidden states"
         self.output, self.decoding = self.probe.output(model), self.probe.decode(model)
-        self.attention = heads.attention_parameters(model, inputs.family, folds=self.result.folds)
-        self.shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        self.attention = heads.attention_parameters(model, self.inputs.family)
         own = " of its own modelling file" if self.result.modeling else ""
         dtype = str(model.dtype).removeprefix("torch.")
         return f"{loaded.class_name}{own} in {dtype}, transformers {transformers.__version__}"
@@ -69,13 +65,17 @@ class ModelChecks:
         inputs = self.inputs
         loaded = load_model(inputs.source.folder, inputs.numbers, None)
         self.source = loaded.model
-        shapes = {name: tuple(parameter.shape) for name, parameter in self.source.named_parameters()}
-        self.geometry = read_geometry(inputs.family, inputs.decoder_config, shapes, self.shapes, may_differ=True)
-        self.rewritten = self.probe.output(self.source) if inputs.is_rewritten else None
-        with torch.no_grad():
+        shapes = [
+            {name: tuple(parameter.shape) for name, parameter in parameters}
+            for parameters in (self.source.named_parameters(), self.attention.items())
+        ]
+        self.geometry = read_geometry(inputs.family, inputs.decoder_config, *shapes, may_differ=True)
+        self.rewritten = self.expected = self.probe.output(self.source)
+        if inputs.source.result_dtypes:  # a rewritten SOURCE holds tensors in a wider type than OUT
             for name, parameter in self.source.named_parameters():
-                if name in inputs.source.result_dtypes:  # a rewritten SOURCE holds it in a wider type than OUT
-                    parameter.copy_(parameter.to(inputs.source.result_dtypes[name]))
+                dtype = inputs.source.result_dtypes.get(name, parameter.dtype)
+                parameter.data = parameter.data.to(dtype).to(parameter.dtype)
+            self.expected = self.probe.output(self.source)
         self.repeated = heads.repeated_heads(self.geometry, self.source, self.attention, folds=self.result.folds)
         return loaded.class_name
 
@@ -83,11 +83,10 @@ class ModelChecks:
         """SOURCE with OUT's heads computes what OUT computes."""
         if not self.repeated and self.result.geometry.merged:
             raise Failure("the loaded SOURCE has no parameters with K/V heads")
+        found = self._outputs(self.repeated)
         with heads.replaced(self.source, self.repeated):
-            found = self.probe.output(self.source)
             self.source_decoding = self.probe.decode(self.source)
-        what = f"{len(self.repeated)} parameters of SOURCE replaced"
-        return self._judge(self.output, found, what)
+        return self._judge(self.output, found, f"{len(self.repeated)} parameters of SOURCE replaced")
 
     def same_steps(self) -> str:
         """OUT's steps on a cache compute what those of SOURCE with OUT's heads compute."""
@@ -102,10 +101,8 @@ class ModelChecks:
         """OUT's predictions are nearer to SOURCE's than those of mean pooling."""
         if not self.has_head:
             raise Failure("OUT has no language-model head, and a fit is judged by its predictions")
-        expected = self.probe.output(self.source)
-        with heads.replaced(self.source, heads.pooled_heads(self.geometry, self.source)):
-            mean = divergence(expected, self.probe.output(self.source))
-        found = divergence(expected, self.output)
+        pooled = self._outputs(heads.pooled_heads(self.geometry, self.source))
+        found, mean = (divergence(self.expected, output) for output in (self.output, pooled))
         detail = f"KL from SOURCE {found:.4g} nats per token, {mean:.4g} for mean pooling"
         if not (found < mean or found <= NEGLIGIBLE):
             raise Failure(detail)
@@ -117,10 +114,9 @@ class ModelChecks:
         errors = heads.compare_modules(
             self.geometry, self.source, lambda: self.probe.output(self.source), self.repeated, pooled
         )
-        ratios = {name: ours / max(mean, NEGLIGIBLE) for name, (ours, mean) in errors.items()}
-        worst = max(ratios, key=lambda name: ratios[name])
-        detail = f"{ratios[worst]:.2f} times mean pooling's error in {worst}"
-        if not ratios[worst] <= MODULE_LIMIT:
+        worst, name = max((ours / max(mean, NEGLIGIBLE), name) for name, (ours, mean) in errors.items())
+        detail = f"{worst:.2f} times mean pooling's error in {name}"
+        if not worst <= MODULE_LIMIT:
             raise Failure(f"{detail}, more than {MODULE_LIMIT} times")
         return f"at most {detail}"
 
@@ -131,10 +127,8 @@ class ModelChecks:
         claimed = read_orders(self.result.claims, self.result.geometry)
         modules = [module for module in self.result.geometry.modules if module.name in claimed]
         orders = {(module.kind, module.number): claimed[module.name] for module in modules}
-        expected = self.probe.output(self.source)
-        with heads.replaced(self.source, heads.reordered_heads(self.geometry, self.source, orders)):
-            found = self.probe.output(self.source)
-        return self._judge(found, expected, f"SOURCE with the heads of {len(orders)} modules in another order")
+        found = self._outputs(heads.reordered_heads(self.geometry, self.source, orders))
+        return self._judge(found, self.expected, f"SOURCE with the heads of {len(orders)} modules in another order")
 
     def same_as_original(self) -> str:
         """The rewritten SOURCE computes what SOURCE computes."""
@@ -150,29 +144,32 @@ class ModelChecks:
         Falcon repeats K/V heads before it caches them.
         """
         geometry = self.result.geometry
-        crosses = [module.after for module in geometry.modules if module.kind == "cross"]
+        counts = {"self": geometry.counts}
+        if any(module.kind == "cross" for module in geometry.modules) and not self.inputs.family.reads_images_alone:
+            counts["cross"] = [module.after for module in geometry.modules if module.kind == "cross"]
         found = []
-        for kind, counts in (("self", geometry.counts), ("cross", crosses)):
-            ours, theirs = (each.caches.get(kind, []) for each in (self.decoding, self.source_decoding))
-            # the cross-attention of a composite model, to an image, does not run on text
-            if not counts or (kind == "cross" and self.inputs.family.wrapped and not ours and not theirs):
-                continue
-            if not ours or len(ours) != len(theirs):
-                raise Failure(
-                    f"{len(ours)} layers of {kind}-attention in OUT keep keys, {len(theirs)} in SOURCE do "
-                    f"{self.decoding.problem}"
-                )
-            if len(set(counts)) == 1:  # some layers may keep no keys
-                counts = counts[:1] * len(ours)
-            for number, (layer, count, shapes) in enumerate(zip(ours, counts, theirs, strict=True)):
-                wanted = tuple((rows, count, *rest) for rows, _, *rest in shapes) if geometry.changed else shapes
-                if layer != wanted:
-                    raise Failure(f"layer {number} of {kind}-attention caches shapes {layer}, expected {wanted}")
+        for kind, each in counts.items():
+            ours, theirs = (decoding.caches.get(kind, []) for decoding in (self.decoding, self.source_decoding))
+            if len(set(each)) == 1:  # some layers may keep no keys
+                each = each[:1] * len(theirs)
+            wanted = theirs
+            if geometry.changed:
+                wanted = [
+                    tuple((rows, count, *rest) for rows, _, *rest in shapes)
+                    for count, shapes in zip(each, theirs, strict=True)
+                ]
+            if not ours or ours != wanted:
+                raise Failure(f"{kind}-attention caches shapes {ours}, expected {wanted} {self.decoding.problem}")
             span = span_of([keys[1] for keys, _ in ours])
             found.append(f"{span} heads in each of {len(ours)} layers of {kind}-attention, {theirs[0][0][1]} in SOURCE")
         return "; ".join(found)
 
-    def _judge(self, ours: Any, theirs: Any, what: str) -> str:
+    def _outputs(self, parameters: heads.Tensors) -> Tensor:
+        """What SOURCE computes with other numbers in these parameters."""
+        with heads.replaced(self.source, parameters):
+            return self.probe.output(self.source)
+
+    def _judge(self, ours: Tensor, theirs: Tensor, what: str) -> str:
         """The difference of two outputs in words.
 
         Raises:
@@ -219,16 +216,15 @@ def load_model(folder: Path, numbers: int, code: Modeling | None) -> loading.Any
         Failure: transformers cannot load it, or finds no tensor for one of its parameters.
     """
     dtype = torch.float32 if numbers <= FLOAT32_LIMIT else "auto"
-    try:
-        if code is None:
-            found = loading.load_any_model(folder, dtype)
-        else:
-            with tempfile.TemporaryDirectory() as root:
-                alone = Path(root) / "gqa_checkpoint"  # a constant name: transformers keeps a copy of the code under it
-                _link_with_code(folder, code, alone)
-                found = loading.load_any_model(alone, dtype, run_code=True)
-    except Exception as problem:
-        raise Failure(f"transformers cannot load {folder} ({first_line(problem)})") from None
+    with tempfile.TemporaryDirectory() as root:
+        loaded = folder
+        if code is not None:
+            loaded = Path(root) / "gqa_checkpoint"  # a constant name: transformers keeps a copy of the code under it
+            _link_with_code(folder, code, loaded)
+        try:
+            found = loading.load_any_model(loaded, dtype, run_code=code is not None)
+        except Exception as problem:
+            raise Failure(f"transformers cannot load {folder} ({first_line(problem)})") from None
     if found.missing:
         raise Failure(
             f"transformers finds no fitting tensor for {min(found.missing)} in {folder} ({len(found.missing)} missing)"
@@ -237,10 +233,10 @@ def load_model(folder: Path, numbers: int, code: Modeling | None) -> loading.Any
 
 
 def _link_with_code(out: Path, code: Modeling, folder: Path) -> None:
-    """Make a folder with OUT's weights, configs and modelling files, and none of the other code beside them."""
+    """Make a folder with OUT's files and its modelling files, and none of the other code beside them."""
     folder.mkdir()
-    for path in [out / CONFIG, out / "generation_config.json", out / INDEX, *out.glob("*.safetensors")]:
-        if path.is_file():
+    for path in out.iterdir():
+        if path.is_file() and path.suffix != ".py":
             (folder / path.name).symlink_to(path.resolve())
     for file in code.files:
         shutil.copyfile(out / file.name, folder / file.name)
@@ -249,7 +245,7 @@ def _link_with_code(out: Path, code: Modeling, folder: Path) -> None:
 def divergence(source: Tensor, other: Tensor) -> float:
     """KL(source || other) of two sets of logits [rows, length, vocabulary], in nats per token."""
     total = 0.0
-    for theirs, ours in zip(source.flatten(0, 1).split(_BLOCK), other.flatten(0, 1).split(_BLOCK), strict=True):
-        expected, found = (torch.log_softmax(block.double(), -1) for block in (theirs, ours))
+    for block in zip(source.flatten(0, 1).split(_BLOCK), other.flatten(0, 1).split(_BLOCK), strict=True):
+        expected, found = (torch.log_softmax(logits.double(), -1) for logits in block)
         total += float((expected.exp() * (expected - found)).sum())
-    return float(total / math.prod(source.shape[:-1]))
+    return total / math.prod(source.shape[:-1])

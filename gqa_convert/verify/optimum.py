@@ -11,8 +11,7 @@ pairs.
 """
 
 import math
-from collections.abc import Container
-from dataclasses import dataclass
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from gqa_convert.families.rotary import rotary_pairs
 from gqa_convert.verify.geometry import Geometry, Heads, Module, Role, Tensors
+from gqa_convert.verify.provenance import check_error
 from gqa_convert.verify.report import Failure
 from gqa_convert.verify.result import FITTED, Result
 from gqa_convert.verify.weights import PROVENANCE
@@ -28,6 +28,15 @@ SLACK = 3.0
 """The tolerance as a multiple of the error that rounding is expected to make."""
 _EXACT = 1e-7
 """The relative error allowed for sums in float64."""
+
+Products = tuple[Tensor, Tensor]
+"""What K/V heads contribute through the heads that read them: left @ right, for each of m heads.
+
+left is [..., m, n, c]; right is [..., m, c, e], or [..., 1, c, e] for a head that all readers share. A rotary pair is one
+complex row; its products are those of one frequency, in a leading axis.
+"""
+Loss = tuple[float, float]
+"""|source - merged|^2 and |source|^2 of products."""
 
 
 def check_functions(result: Result) -> str:
@@ -43,19 +52,9 @@ def check_functions(result: Result) -> str:
     for name, roles in result.foldable.items():
         if not any(error.startswith(f"{name}.") for error in errors):
             raise Failure(f"{PROVENANCE} has no merge_error for {name}")
-        if result.method == FITTED:
-            continue
-        try:
-            losses = module_losses(result, modules[name], orders.get(name), roles)
-        except Failure as failure:
-            raise Failure(f"{name}: {failure}, which {result.method} does not make") from None
-        for part, loss in losses.items():
-            stated = errors[f"{name}.{part}"]
-            if not abs(stated - loss.error) <= loss.allowance / math.sqrt(loss.total or 1.0) + 1e-6:
-                raise Failure(
-                    f"{PROVENANCE} claims a merge error of {stated:.6f} for {name}.{part}, the tensors show "
-                    f"{loss.error:.6f}"
-                )
+        if result.method != FITTED:
+            for part, error in module_errors(result, modules[name], orders.get(name), roles).items():
+                check_error(f"{name}.{part}", errors[f"{name}.{part}"], error)
     if result.method == FITTED:
         return f"recorded for {len(result.foldable)} attention modules; the models show what they are worth"
     return f"no shared head of {len(result.foldable)} attention modules could lose less"
@@ -75,46 +74,8 @@ def read_orders(claims: dict[str, Any], geometry: Geometry) -> dict[str, list[in
     return orders
 
 
-@dataclass(frozen=True)
-class Loss:
-    """A squared distance of products."""
-
-    lost: float = 0.0
-    """|source - merged|^2."""
-    total: float = 0.0
-    """|source|^2."""
-    noise: float = 0.0
-    """The part of `lost` that rounding may have made."""
-
-    def __add__(self, other: "Loss") -> "Loss":
-        return Loss(self.lost + other.lost, self.total + other.total, self.noise + other.noise)
-
-    @property
-    def error(self) -> float:
-        """|source - merged| / |source|."""
-        return math.sqrt(max(self.lost, 0.0) / self.total) if self.total else 0.0
-
-    @property
-    def allowance(self) -> float:
-        """How far rounding may have moved the distance |source - merged|."""
-        return SLACK * math.sqrt(self.noise) + _EXACT * math.sqrt(self.total)
-
-
-@dataclass(frozen=True)
-class Products:
-    """What K/V heads contribute through the heads that read them: left @ right, for each of m heads.
-
-    A rotary pair is one complex row; its products are those of one frequency, in a leading axis.
-    """
-
-    left: Tensor
-    """[..., m, n, c]."""
-    right: Tensor
-    """[..., m, c, e], or [..., 1, c, e] for a head that all readers share."""
-
-
-def module_losses(result: Result, module: Module, order: list[int] | None, free: Container[Role]) -> dict[str, Loss]:
-    """What a module's `keys` and `values` lose.
+def module_errors(result: Result, module: Module, order: list[int] | None, free: Collection[Role]) -> dict[str, float]:
+    """|source - merged| / |source| of a module's `keys` and `values`.
 
     Args:
         result: OUT.
@@ -125,27 +86,40 @@ def module_losses(result: Result, module: Module, order: list[int] | None, free:
     Raises:
         Failure: a group's keys or values are not the best that one head of this head_dim can be, up to rounding.
     """
-    theirs = read_heads(module, result.inputs.source.tensors, converted=False)
-    ours = read_heads(module, result.weights.tensors, converted=True)
+    theirs = _read_heads(module, result.inputs.source.tensors, converted=False)
+    ours = _read_heads(module, result.weights.tensors, converted=True)
     pairs = torch.empty(2, 0, dtype=torch.long)
     if module.kind != "cross":
         head_dim = theirs["key"].shape[1]
         pairs = torch.from_numpy(rotary_pairs(result.inputs.family, result.inputs.decoder_config, head_dim))
+    if order is not None:
+        theirs = {role: heads.unflatten(0, (module.before, -1))[order].flatten(0, 1) for role, heads in theirs.items()}
     limits = max((torch.finfo(heads.dtype) for heads in ours.values()), key=lambda each: each.eps)
-    size = module.before // module.after
-    found = {"keys": Loss(), "values": Loss()}
+    losses: dict[str, list[Loss]] = {"keys": [], "values": []}
     for group in range(module.after):
-        own = list(range(group * size, (group + 1) * size))
-        merged = own if order is None else [order[head] for head in own]
-        source = group_products(theirs, module.before, merged, merged, pairs)
-        shared = group_products(ours, module.before, own, [group], pairs)
+        source, shared = (
+            group_products(
+                {role: each.unflatten(0, (module.after, -1))[group] for role, each in heads.items()},
+                module.before // module.after,
+                pairs,
+            )
+            for heads in (theirs, ours)
+        )
         for part, role in (("keys", "key"), ("values", "value")):
             for old, new in zip(source[part], shared[part], strict=True):
-                found[part] += shared_loss(old, new, limits, f"{part} of group {group}" if role in free else None)
-    return found
+                losses[part].append(products_loss(old, new))
+                if role in free:
+                    _check_shared(old, new, limits, f"{module.name}: {part} of group {group}")
+    return {part: relative_error(each) for part, each in losses.items()}
 
 
-def read_heads(module: Module, tensors: Tensors, *, converted: bool) -> Heads:
+def relative_error(losses: list[Loss]) -> float:
+    """|source - merged| / |source| of several products."""
+    lost, total = (sum(each) for each in zip(*losses, strict=True))
+    return math.sqrt(max(lost, 0.0) / total) if total else 0.0
+
+
+def _read_heads(module: Module, tensors: Tensors, *, converted: bool) -> Heads:
     """The heads of a module's projections, [heads, c, e] and for the output [heads, c, D], with the bias as the last
     input.
     """
@@ -159,34 +133,45 @@ def read_heads(module: Module, tensors: Tensors, *, converted: bool) -> Heads:
     return found
 
 
-def group_products(
-    heads: Heads, kv_heads: int, readers: list[int], read: list[int], pairs: Tensor
-) -> dict[str, list[Products]]:
+def group_products(heads: Heads, size: int, pairs: Tensor) -> dict[str, list[Products]]:
     """The products of `keys`, those of rotary rows and those of the others, and of `values`.
 
     Args:
-        heads: of a module.
-        kv_heads: SOURCE's number, by which query heads and output heads are sorted.
-        readers: the K/V heads whose query heads and output heads count.
-        read: the K/V heads that they read.
+        heads: of a group.
+        size: m, by which query heads and output heads are sorted.
         pairs: [2, f], the rows of a key that are real and imaginary parts.
     """
-    queries, outputs = (heads[role].unflatten(0, (kv_heads, -1))[readers].double() for role in ("query", "output"))
-    keys, values = (heads[role][read].double() for role in ("key", "value"))
+    queries, outputs = (heads[role].double().unflatten(0, (size, -1)) for role in ("query", "output"))
+    keys, values = (heads[role].double() for role in ("key", "value"))
     scores = []
     real, imaginary = pairs
     if len(real):
-        conjugated = torch.complex(queries[:, :, real], -queries[:, :, imaginary]).permute(2, 0, 1, 3)
-        turned = torch.complex(keys[:, real], keys[:, imaginary]).transpose(0, 1)
-        scores.append(Products(conjugated.flatten(2)[..., None], turned[:, :, None]))
+        # over all distances, a pair has half of its product's square on average
+        conjugated = math.sqrt(0.5) * torch.complex(queries[:, :, real], -queries[:, :, imaginary])
+        turned = torch.complex(keys[:, real], keys[:, imaginary])
+        scores.append((conjugated.permute(2, 0, 1, 3).flatten(2)[..., None], turned.transpose(0, 1)[:, :, None]))
     rest = sorted(set(range(keys.shape[1])) - set(pairs.flatten().tolist()))
     if rest:
-        scores.append(Products(queries[:, :, rest].mT.flatten(1, 2), keys[:, rest]))
-    return {"keys": scores, "values": [Products(outputs.mT.flatten(1, 2), values)]}
+        scores.append((queries[:, :, rest].mT.flatten(1, 2), keys[:, rest]))
+    return {"keys": scores, "values": [(outputs.mT.flatten(1, 2), values)]}
 
 
-def shared_loss(source: Products, merged: Products, limits: torch.finfo, what: str | None) -> Loss:
-    """What the heads of a group lose by sharing one.
+def products_loss(source: Products, shared: Products) -> Loss:
+    """What the heads of a group lose by sharing one."""
+    (left, right), (shared_left, shared_right) = source, shared
+    total = _products_square(left.mH @ left, right @ right.mH)
+    merged = _products_square(shared_left.mH @ shared_left, shared_right @ shared_right.mH)
+    both = _products_square(left.mH @ shared_left, shared_right @ right.mH)
+    return total + merged - 2 * both, total
+
+
+def _products_square(lefts: Tensor, rights: Tensor) -> float:
+    """The sum of <L R, L' R'> over the heads, from [..., m, c, c] L^H L' and R' R^H, without the products themselves."""
+    return float((lefts * rights.mT).sum().real)
+
+
+def _check_shared(source: Products, merged: Products, limits: torch.finfo, what: str) -> None:
+    """Check that no head could lose less in place of those of a group.
 
     The rows of the shared head must span the leading right singular vectors of all heads stacked (Eckart and Young 1936),
     of keys each as strong as its queries read it, of values as they are; and what reads them must be what reads the heads
@@ -196,51 +181,37 @@ def shared_loss(source: Products, merged: Products, limits: torch.finfo, what: s
         source: the products of SOURCE's heads.
         merged: those of the shared head.
         limits: of the checkpoint's type.
-        what: the heads in words ("keys of group 0") if they must be the best possible, else None.
+        what: the heads in words.
 
     Raises:
         Failure: another shared head would lose less.
     """
-    # in the space of the shared rows and beside it: |L R - L' S|^2 = |L R|^2 - |L R B|^2 + |L R B - L' S B|^2
-    shared = merged.right[..., 0, :, :]
-    basis = torch.linalg.qr(shared.mH).Q[..., None, :, :]  # [..., 1, e, c]
-    seen = source.right @ basis
-    kept = source.left @ seen
-    moved = _square(kept - merged.left @ (merged.right @ basis))
-    between = source.left.mH @ source.left
-    total = float((between * (source.right @ source.right.mH).mT).sum().real)
-    # sums of squares, where roundings of subnormal numbers are those of the smallest normal one
-    rows, columns = (
-        torch.linalg.vector_norm(factor, dim=axis) ** 2 + factor.shape[axis] * limits.tiny**2
-        for factor, axis in ((merged.right, -1), (merged.left, -2))
-    )
-    noise = 2 * (limits.eps / 2) ** 2 * float((rows * columns).sum())
-    loss = Loss(total - _square(kept) + moved, total, noise)
-    if what:
-        heads = source.right
-        if what.startswith("keys"):
-            values, vectors = torch.linalg.eigh(between)
-            roots = values.clamp(min=0).sqrt()[..., :, None] * vectors.mH  # R with R^H R = left^H left, [..., m, c, c]
-            heads = roots.to(heads.dtype) @ heads
-        whole = _square(heads)
-        unseen, best = whole - _square(heads @ basis), _least_loss(heads)
-        rounding = (limits.eps / 2) ** 2 * float((rows / shared.abs().square().sum(-1).clamp(min=1e-300)).max())
-        if not unseen <= best + (SLACK**2 * rounding + 1e-10) * whole:
-            share, least = (math.sqrt(max(each, 0.0) / (whole or 1.0)) for each in (unseen, best))
-            raise Failure(f"{what} lose {share:.4f}, the least possible is {least:.4f}")
-        if not math.sqrt(moved) <= loss.allowance:
-            raise Failure(f"what reads the {what} is not what reads their heads, projected on the shared head")
-    # over all distances, a rotary pair has half of its product's square on average
-    weight = 0.5 if source.right.is_complex() else 1.0
-    return Loss(weight * loss.lost, weight * loss.total, weight * loss.noise)
+    (left, right), (shared_left, shared_right) = source, merged
+    basis = torch.linalg.qr(shared_right.mH).Q  # [..., 1, e, c]
+    heads = right
+    if "keys" in what:
+        values, vectors = torch.linalg.eigh(left.mH @ left)
+        roots = values.clamp(min=0).sqrt()[..., :, None] * vectors.mH  # R with R^H R = left^H left, [..., m, c, c]
+        heads = roots.to(right.dtype) @ right
+    stacked = heads.flatten(-3, -2)
+    squares = torch.linalg.eigvalsh(stacked @ stacked.mH).clamp(min=0)
+    best = float(squares[..., : -heads.shape[-2]].sum())
+    whole = _square(heads)
+    unseen = whole - _square(heads @ basis)
+    # roundings of subnormal numbers are those of the smallest normal one
+    unit = limits.eps / 2
+    rows = shared_right.abs().square().sum(-1) + shared_right.shape[-1] * limits.tiny**2
+    columns = shared_left.abs().square().sum(-2) + shared_left.shape[-2] * limits.tiny**2
+    turn = unit**2 * float((rows / shared_right.abs().square().sum(-1).clamp(min=1e-300)).max())
+    if not unseen <= best + (SLACK**2 * turn + 1e-10) * whole:
+        share, least = (math.sqrt(max(each, 0.0) / (whole or 1.0)) for each in (unseen, best))
+        raise Failure(f"{what} lose {share:.4f}, the least possible is {least:.4f}")
+    kept = left @ (right @ basis)
+    moved = _square(kept - shared_left @ (shared_right @ basis))
+    rounding = 2 * unit**2 * float((rows * columns).sum())
+    if not math.sqrt(moved) <= SLACK * math.sqrt(rounding) + _EXACT * math.sqrt(_square(kept)):
+        raise Failure(f"{what}: what reads them is not what reads SOURCE's heads, projected on the shared head")
 
 
 def _square(tensor: Tensor) -> float:
     return float(torch.linalg.vector_norm(tensor)) ** 2
-
-
-def _least_loss(heads: Tensor) -> float:
-    """The least squared error of one head of c rows in place of heads [..., m, c, e]."""
-    stacked = heads.flatten(-3, -2)
-    squares = torch.linalg.eigvalsh(stacked @ stacked.mH).clamp(min=0)
-    return float(squares[..., : -heads.shape[-2]].sum())

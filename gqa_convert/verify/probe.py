@@ -23,7 +23,7 @@ STEPS = 4
 """Decoding steps on a cache."""
 _ROWS, _LENGTH, _ENCODER_LENGTH = 3, 32, 24
 
-Shapes = list[tuple[tuple[int, ...], tuple[int, ...]]]
+Shapes = list[tuple[tuple[int, ...], ...]]
 """The shapes [batch, heads, tokens, width] of keys and of values, by layer that keeps them."""
 
 
@@ -51,22 +51,23 @@ class Probe:
         config = model.config.get_text_config()
         self._generator = torch.Generator().manual_seed(0)
         self._pairs = bool(config.is_encoder_decoder)
-        vocabulary = getattr(config, "decoder_vocab_size", None) or config.vocab_size
-        self._ids = self._tokens(config, _LENGTH, vocabulary)
+        self._ids = self._tokens(config, _LENGTH, getattr(config, "decoder_vocab_size", None) or config.vocab_size)
         self._exact = model.dtype in (torch.float32, torch.float64)
         self.tolerance = TOLERANCE if self._exact else HALF_TOLERANCE
         self._memory: dict[str, Any] = {}
         """The inputs besides the decoder's tokens."""
         if self._pairs and model.main_input_name == "input_features":
-            shape = _ROWS, config.num_mel_bins, 2 * config.max_source_positions
-            self._memory = {"input_features": self._noise(model, *shape)}
+            sound = self._noise(model, config.num_mel_bins, 2 * config.max_source_positions)
+            self._memory["input_features"] = sound
         elif self._pairs:
-            self._memory = {"input_ids": self._tokens(config, _ENCODER_LENGTH, config.vocab_size)}
+            self._memory["input_ids"] = self._tokens(config, _ENCODER_LENGTH, config.vocab_size)
         elif cross:
-            states = self._noise(model, _ROWS, _ENCODER_LENGTH, config.hidden_size)
+            states = self._noise(model, _ENCODER_LENGTH, config.hidden_size)
             known = inspect.signature(model.forward).parameters
-            offered = {"encoder_hidden_states": states, "encoder_outputs": (states,)}
-            self._memory = dict([(name, each) for name, each in offered.items() if name in known][:1])
+            if "encoder_hidden_states" in known:
+                self._memory["encoder_hidden_states"] = states
+            elif "encoder_outputs" in known:
+                self._memory["encoder_outputs"] = (states,)
 
     def _tokens(self, config: Any, length: int, vocabulary: int) -> Tensor:
         """Random ids [rows, length] without the padding token, by which some models count positions."""
@@ -79,7 +80,7 @@ class Probe:
         return ids if padding is None else torch.where(ids == padding, (ids + 1) % vocabulary, ids)
 
     def _noise(self, model: Any, *shape: int) -> Tensor:
-        return torch.randn(shape, generator=self._generator).to(model.dtype)
+        return torch.randn((_ROWS, *shape), generator=self._generator).to(model.dtype)
 
     def output(self, model: Any) -> Tensor:
         """The logits or hidden states [rows, length, n] of every token, computed without a cache."""
@@ -90,15 +91,14 @@ class Probe:
         if ours.shape != theirs.shape:
             return math.inf
         distance = (ours - theirs).abs().max() if self._exact else (ours - theirs).square().mean().sqrt()
-        error = float(distance / theirs.std().clamp(min=1e-30))
-        return error if math.isfinite(error) else math.inf
+        return float((distance / theirs.std().clamp(min=1e-30)).nan_to_num(math.inf))
 
     def decode(self, model: Any) -> Decoding:
         """Decode with a cache, and look at the cache. The caller compares with SOURCE, which may not be able to either."""
         from transformers import DynamicCache, EncoderDecoderCache
 
         found = Decoding()
-        prompt, steps = self._ids[:, :-STEPS], self._ids[:, -STEPS:].split(1, dim=1)
+        prompt, *steps = self._ids.split([self._ids.shape[1] - STEPS, *[1] * STEPS], dim=1)
         memory = self._memory
         try:
             if self._pairs:  # the encoder runs once, as in generation
@@ -110,28 +110,28 @@ class Probe:
                 if memory:
                     cache = EncoderDecoderCache(cache, DynamicCache(config=model.config))
                 self._forward(model, prompt, memory, use_cache=True, past_key_values=cache)
-            found.caches = cached_shapes(cache)
+            found.caches = _cached_shapes(cache)
             parts = [self._forward(model, step, memory, use_cache=True, past_key_values=cache)[0] for step in steps]
             found.output = torch.cat(parts, dim=1)
         except Exception as problem:
             found.problem = first_line(problem)
         return found
 
+    @torch.no_grad()
     def _forward(self, model: Any, ids: Tensor, memory: dict[str, Any], **options: Any) -> tuple[Tensor, Any]:
         """The outputs, and the cache, which later steps update in place."""
-        options["decoder_input_ids" if self._pairs else "input_ids"] = ids
-        with torch.no_grad():
-            result = model(**options, **memory)
+        result = model(**{"decoder_input_ids" if self._pairs else "input_ids": ids}, **memory, **options)
         output = result.logits if hasattr(result, "logits") else result.last_hidden_state
         return output.float(), getattr(result, "past_key_values", None)
 
 
-def cached_shapes(cache: Any) -> dict[str, Shapes]:
+def _cached_shapes(cache: Any) -> dict[str, Shapes]:
     """The shapes of keys and values in every layer that keeps them, by kind of attention. Other layers (recurrence,
     convolution) have no keys or an empty tensor.
     """
     if hasattr(cache, "self_attention_cache"):
-        return cached_shapes(cache.self_attention_cache) | {"cross": cached_shapes(cache.cross_attention_cache)["self"]}
+        cross = _cached_shapes(cache.cross_attention_cache)["self"]
+        return _cached_shapes(cache.self_attention_cache) | {"cross": cross}
     found = []
     for layer in cache.layers:
         keys = getattr(layer, "keys", None)

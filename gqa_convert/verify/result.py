@@ -42,8 +42,8 @@ class Result:
     @cached_property
     def method(self) -> Any:
         """The method by whose rules the tensors are judged."""
-        fitted = self.shown_method == FACTORED and self.claims.get("calibration") is not None
-        return FITTED if fitted else self.shown_method
+        has_text = self.claims.get("calibration") is not None
+        return FITTED if self.shown_method == FACTORED and has_text else self.shown_method
 
     @property
     def folds(self) -> bool:
@@ -56,30 +56,28 @@ class Result:
         return self.claims.get("encoder") is True if self.geometry.encoder is None else self.geometry.encoder
 
     @cached_property
-    def foldable(self) -> dict[str, frozenset[Role]]:
+    def foldable(self) -> dict[str, set[Role]]:
         """By module, the roles whose heads the method may make anything of; empty for plain methods.
 
         A fit may change all of them. Factoring folds maps of keys into queries unless a norm or clipping lies between
         them, and maps of values into outputs unless a gate, a norm or clipping does; otherwise they are means.
         """
-        family, config = self.inputs.family, self.inputs.decoder_config
-        every: frozenset[Role] = frozenset({"query", "key", "value", "output", "output_bias"})
+        every: set[Role] = {"query", "key", "value", "output", "output_bias"}
+        names = [module.name for module in self.geometry.merged] if self.folds else []
         if self.method == FITTED:
-            return {module.name: every for module in self.geometry.merged}
-        found: dict[str, frozenset[Role]] = {}
+            return dict.fromkeys(names, every)
+        family, config = self.inputs.family, self.inputs.decoder_config
         clipped = config_value(config, "clip_qkv") or config_value(config, "attn_config.clip_qkv")
-        for module in self.geometry.merged if self.folds else ():
-            norm = f"{module.name}.{family.key_norm_name}."
-            normed = family.key_norm != "none" and any(name.startswith(norm) for name in self.inputs.source.tensors)
-            if family.gainless_key_norm is not None:
-                key, default = family.gainless_key_norm
-                normed = config.get(key, default) is not False
-            fixed: set[Role] = {"output_bias"}
-            if clipped or normed or family.key_constraint:
-                fixed |= {"query", "key"}
-            if clipped or family.value_constraint:
-                fixed |= {"value", "output"}
-            found[module.name] = every - fixed
+        normed = family.gainless_key_norm is not None and config.get(*family.gainless_key_norm)
+        free = every - {"output_bias"}
+        if clipped or normed or family.key_constraint:
+            free -= {"query", "key"}
+        if clipped or family.value_constraint:
+            free -= {"value", "output"}
+        found = dict.fromkeys(names, free)
+        for name in names if family.key_norm != "none" else ():
+            if any(tensor.startswith(f"{name}.{family.key_norm_name}.") for tensor in self.inputs.source.tensors):
+                found[name] = free - {"query", "key"}
         return found
 
 

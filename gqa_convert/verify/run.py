@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from gqa_convert.verify.config import check_config, check_modelling_file
-from gqa_convert.verify.files import check_carried, check_hashes, check_index, open_result
+from gqa_convert.verify.files import check_copied, check_hashes, check_index, open_result
 from gqa_convert.verify.inputs import Inputs, Progress, read_inputs
 from gqa_convert.verify.models import check_models
 from gqa_convert.verify.optimum import check_functions
@@ -50,24 +50,8 @@ def verify_checkpoint(
     with read_inputs(out, source, revision, on_note) as inputs:
         report = VerificationReport(str(inputs.out), str(source))
         result = _check_stored(report, inputs, progress)
-        if not logits:
-            return report
-        if not inputs.has_class:
-            why = f"transformers has no class of type {inputs.family.model_type}"
-            report.check("behaviour", lambda: f"not run: {why}, and code in checkpoints is never executed")
-            return report
-        if (
-            inputs.out_config.get("model_type") != inputs.original_config.get("model_type")
-            and not inputs.why_not_loaded
-        ):
-            # transformers 5 has no tokenizer class for gpt_bigcode, so that its class may be another
-            other = inputs.family.model_type == "gpt_bigcode"
-            report.check("tokenizer", lambda: check_tokenizer(inputs.out, inputs.original.folder, other_class=other))
-        if result is None:
-            why = "OUT's files or heads did not pass their checks, and code other than the package's is not executed"
-            report.checks.append(Check("loads", False, f"not run: {why}"))
-            return report
-        check_models(report, result, progress)
+        if logits:
+            _check_computed(report, inputs, result, progress)
         return report
 
 
@@ -79,17 +63,16 @@ def _check_stored(report: VerificationReport, inputs: Inputs, progress: Progress
     """
     claims = readable_object(inputs.out / PROVENANCE)
     weights = report.find("files", lambda: open_result(inputs.out, inputs.source))
-    result, modeling, is_own_code = None, inputs.modeling, True
+    result, modeling = None, inputs.modeling
     if weights is not None:
         result = report.find("heads", lambda: read_result(inputs, weights, claims))
     if result is not None:
         modeling = result.modeling
         _check_contents(report, result, progress)
-        if modeling is not None:
-            is_own_code = report.check(
-                "modelling file", lambda: check_modelling_file(inputs.out, inputs.out_config, modeling)
-            )
-    report.check("copied files", lambda: check_carried(inputs.out, inputs.source.folder, modeling))
+    is_own_code = modeling is None or result is None
+    if not is_own_code:
+        is_own_code = report.check("modelling file", lambda: check_modelling_file(inputs, modeling))
+    report.check("copied files", lambda: check_copied(inputs, modeling))
     if claims:
         required = result is not None and result.folds
         report.check("hashes", lambda: check_hashes(inputs.out, claims, required=required))
@@ -113,3 +96,19 @@ def _check_contents(report: VerificationReport, result: Result, progress: Progre
     report.check("config", lambda: check_config(result))
     errors = tensors.errors if merged and not result.foldable else None
     report.check("provenance", lambda: check_provenance(result, errors))
+
+
+def _check_computed(report: VerificationReport, inputs: Inputs, result: Result | None, progress: Progress) -> None:
+    """Check what the tokenizer and the models do."""
+    if not inputs.has_class:
+        why = f"transformers has no class of type {inputs.family.model_type}"
+        report.check("behaviour", lambda: f"not run: {why}, and code in checkpoints is never executed")
+        return
+    is_other_type = inputs.out_config.get("model_type") != inputs.original_config.get("model_type")
+    if is_other_type and not inputs.why_not_loaded:
+        report.check("tokenizer", lambda: check_tokenizer(inputs))
+    if result is None:
+        why = "OUT's files or heads did not pass their checks, and code other than the package's is not executed"
+        report.checks.append(Check("loads", False, f"not run: {why}"))
+        return
+    check_models(report, result, progress)

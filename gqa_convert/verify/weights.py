@@ -20,27 +20,13 @@ PREFERENCE = (SINGLE, INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json"
 """The order in which transformers looks for weights."""
 
 
-def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file.
-
-    Raises:
-        ValueError: the file cannot be read, or does not hold a JSON object.
-    """
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as problem:
-        raise ValueError(f"{path} cannot be read ({first_line(problem)})") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} holds a JSON {type(value).__name__}, not an object")  # noqa: TRY004 - all damage raises one class
-    return value
-
-
 def readable_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file of OUT; empty if it cannot be read, so that what it should hold is found missing."""
+    """The JSON object in a file; empty if it cannot be read, so that what it should hold is found missing."""
     try:
-        return read_object(path)
-    except ValueError:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError):
         return {}
+    return value if isinstance(value, dict) else {}
 
 
 class Weights:
@@ -70,15 +56,20 @@ class Weights:
             raise ValueError(f"{folder} has no weights: it has none of {', '.join(PREFERENCE)}")
         self.files = [self.chosen]
         if self.chosen.endswith(".json"):
-            self.index = read_object(folder / self.chosen)
+            self.index = json.loads((folder / self.chosen).read_bytes())
             self.files = sorted(set(self.index["weight_map"].values()))
         for file in self.files:
             if Path(file).name != file:
                 raise ValueError(f"{self.chosen} names {file}, which is no file of its folder")
-            for name, tensor in self._map_file(file).items():
-                if name in self.tensors:
-                    raise ValueError(f"{folder} holds tensor {name} twice, in {self.file_of[name]} and {file}")
-                self.tensors[name], self.file_of[name] = tensor, file
+            try:
+                found = self._map_file(file)
+            except Exception as problem:
+                raise ValueError(f"{folder / file} cannot be read ({first_line(problem)})") from None
+            twice = found.keys() & self.tensors.keys()
+            if twice:
+                raise ValueError(f"{folder} holds tensor {min(twice)} twice, once in {file}")
+            self.tensors |= found
+            self.file_of |= dict.fromkeys(found, file)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -92,12 +83,9 @@ class Weights:
     def _map_file(self, file: str) -> dict[str, Tensor]:
         path = self.folder / file
         if file.endswith(".safetensors"):
-            try:
-                with safe_open(path, framework="pt") as opened:
-                    self.metadata[file] = opened.metadata() or {}
-                    return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - it is no dict
-            except Exception as problem:
-                raise ValueError(f"{path} cannot be read ({first_line(problem)})") from None
+            with safe_open(path, framework="pt") as opened:
+                self.metadata[file] = opened.metadata() or {}
+                return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - it is no dict
         try:
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except RuntimeError:  # files from before torch 1.6 cannot be memory-mapped
