@@ -10,7 +10,7 @@ from pathlib import Path
 from gqa_convert.conversion.rewriting.stock_form import DECODERS
 from gqa_convert.families.engines import ENGINES, listed_in, run_in
 from gqa_convert.families.records import DECILM_SOURCES
-from gqa_convert.families.table import COMPOSITES, FAMILIES, RESTATED
+from gqa_convert.families.table import COMPOSITES, FAMILIES, REWRITTEN
 
 DOCUMENT = Path(__file__).with_name("supported-models.md")
 
@@ -126,7 +126,7 @@ def document() -> str:
         count=len(listed),
         decilm=", ".join(DECILM_SOURCES),
         listed=", ".join(listed),
-        restated=pairs(RESTATED.items()),
+        restated=pairs(REWRITTEN.items()),
     )
 
 

@@ -88,22 +88,23 @@ def kv_heads_by_layer(config: Config, where: str) -> tuple[int, ...]:
         ConfigError: `block_configs` does not state them.
         UnsupportedFamilyError: a layer has no attention, or no MLP.
     """
-    heads, blocks = config.get("num_attention_heads"), config.get("block_configs")
-    counts = []
-    for number, block in enumerate(blocks if isinstance(blocks, list) else []):
-        parts = [block.get(name) or {} for name in ("attention", "ffn")] if isinstance(block, dict) else [{}]
-        if any(part.get("no_op") or part.get("replace_with_linear") for part in parts):
-            raise UnsupportedFamilyError(
-                f"layer {number} in {where} leaves out attention or MLP, and so it can't be converted: only layers with "
-                "both can"
-            )
-        size = parts[0].get("n_heads_in_group")
-        if type(heads) is not int or type(size) is not int or size < 1 or heads % size:
-            raise ConfigError(
-                f"{where} has n_heads_in_group = {size!r} in layer {number}, which does not divide {heads} query heads: "
-                "repair the config"
-            )
-        counts.append(heads // size)
-    if not counts:
-        raise ConfigError(f"{where} has no block_configs with an entry for each layer: repair the config")
+    heads, counts = config.get("num_attention_heads"), []
+    try:
+        for number, block in enumerate(config["block_configs"]):
+            parts = block["attention"], block["ffn"]
+            if any(part.get("no_op") or part.get("replace_with_linear") for part in parts):
+                raise UnsupportedFamilyError(
+                    f"layer {number} in {where} leaves out attention or MLP, and so it can't be converted: only layers with "
+                    "both can"
+                )
+            size = parts[0]["n_heads_in_group"]
+            count, rest = divmod(heads, size)
+            if rest or count < 1:
+                raise ConfigError(
+                    f"{where} has n_heads_in_group = {size!r} in layer {number}, which does not divide {heads} query heads: "
+                    "repair the config"
+                )
+            counts.append(count)
+    except (KeyError, TypeError, AttributeError, ZeroDivisionError):
+        raise ConfigError(f"{where} has no block_configs with an entry for each layer: repair the config") from None
     return tuple(counts)

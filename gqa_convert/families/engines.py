@@ -1,8 +1,8 @@
 """Where engines compute something else than transformers."""
 
 from gqa_convert.checkpoint.strict_json import Config
+from gqa_convert.families.composite import decoder_config
 from gqa_convert.families.records import record_of
-from gqa_convert.families.wrappers import decoder_config
 
 ENGINES = ("transformers", "vLLM", "llama.cpp")
 """The software that a plan reports on."""

@@ -106,7 +106,7 @@ class Family:
     prefixes: tuple[str, ...] = ("", "model.", "model.model.", "transformer.")
     """What transformers accepts in front of that: the name that a model with a head gives to the model without one
     (`transformer` in question answering), nothing, or that name twice."""
-    wrapped: bool = False
+    is_composite: bool = False
     """Whether the layers are those of a decoder inside a larger model, whose other parts may have attention under like
     names: only modules behind one of `prefixes` count."""
     without_attention: tuple[str, ...] = ()
@@ -235,14 +235,14 @@ class Family:
 
     def owns(self, name: str) -> bool:
         """Whether a module, tensor or parameter can belong to the family's layers; always true outside a wrapper."""
-        if not self.wrapped:
+        if not self.is_composite:
             return True
         return any(name.startswith(f"{prefix}{place}.") for prefix in self.prefixes for place, _ in self.layers)
 
     @property
     def reads_images_alone(self) -> bool:
         """Whether the type has cross-attention that only runs when an image is given."""
-        return self.wrapped and bool(self.cross_attention)
+        return self.is_composite and bool(self.cross_attention)
 
     @property
     def stock_type(self) -> str:

@@ -11,12 +11,12 @@ from gqa_convert.checkpoint.source import Checkpoint
 from gqa_convert.checkpoint.strict_json import Config
 from gqa_convert.errors import ConfigError, OptionError, UnsupportedFamilyError, UnsupportedFormatError
 from gqa_convert.families import layouts
+from gqa_convert.families.composite import decoder_config, decoder_section
 from gqa_convert.families.family import AttentionKind as AttentionKind
 from gqa_convert.families.family import Family
 from gqa_convert.families.layerwise import kv_heads_by_layer
-from gqa_convert.families.layouts import Section
+from gqa_convert.families.layouts import Sections
 from gqa_convert.families.records import with_key_norm
-from gqa_convert.families.wrappers import decoder_config, decoder_section
 
 _APART = "the config and the weights do not belong together"
 
@@ -182,20 +182,20 @@ class AttentionFinder:
         key_head_dim = value_head_dim
         if not family.fused:
             key_head_dim = self._shape(f"{module}.{family.query}.weight")[0] // (heads * family.query_outputs)
-        names = [f"{module}.{part}.weight" for part in ([family.fused] if family.fused else [family.key, family.value])]
-        for name in names:
-            self._shape(name)
-        dtypes = {self.dtype(name) for name in names}
-        if len(dtypes) > 1 or not dtypes <= set(ITEM_BYTES):
-            raise UnsupportedFormatError(
-                f"{names[0]} has type {', '.join(sorted(dtypes))}, which can't be merged: save the model in one float type"
-            )
-        stated = config_value(self.config, family.head_dim_key) if family.head_dim_key else None
+        stated = config_value(self.config, family.head_dim_key)
         if stated not in (None, key_head_dim):
             raise ConfigError(
                 f"{module} has heads of {key_head_dim} rows, and {self.where} states {family.head_dim_key} = {stated}: {_APART}"
             )
-        layer = AttentionLayer(module, heads, kv_heads, key_head_dim, value_head_dim, dtypes.pop(), attention_kind)
+        names = [f"{module}.{part}.weight" for part in ([family.fused] if family.fused else [family.key, family.value])]
+        for name in names:
+            self._shape(name)
+        dtype = self.dtype(names[0])
+        if dtype not in ITEM_BYTES or self.dtype(names[-1]) != dtype:
+            raise UnsupportedFormatError(
+                f"{names[0]} has type {dtype}, and {names[-1]} {self.dtype(names[-1])}: save the model in one float type"
+            )
+        layer = AttentionLayer(module, heads, kv_heads, key_head_dim, value_head_dim, dtype, attention_kind)
         for name, sections in (*self.query_sections(layer), *self.sections(layer)):
             if self._shape(name)[0] != sum(section.rows for section in sections):
                 words = ", ".join(f"{each.heads} {each.role} heads of {each.head_rows} rows" for each in sections)
@@ -210,7 +210,7 @@ class AttentionFinder:
 
     # Divisions into heads
 
-    def sections(self, layer: AttentionLayer) -> Iterator[tuple[str, tuple[Section, ...]]]:
+    def sections(self, layer: AttentionLayer) -> Iterator[tuple[str, Sections]]:
         """Every tensor of a layer whose rows count K/V heads, weights before biases, with its division into heads."""
         family, kv_heads = self.family, layer.kv_heads
         if family.fused:
@@ -226,15 +226,16 @@ class AttentionFinder:
             parts[family.key_norm_name] = layouts.separate("key_norm", kv_heads, rows)
         return self._stored(layer, parts)
 
-    def query_sections(self, layer: AttentionLayer) -> Iterator[tuple[str, tuple[Section, ...]]]:
+    def query_sections(self, layer: AttentionLayer) -> Iterator[tuple[str, Sections]]:
         """The tensors of a layer's queries, where they have a projection of their own, with their division into heads."""
         family = self.family
-        parts = {family.query: layouts.queries(layer.heads, layer.key_head_dim, family.query_outputs)}
-        return self._stored(layer, {} if family.fused and layer.attention_kind != "cross" else parts)
+        if family.fused and layer.attention_kind != "cross":
+            return iter(())
+        return self._stored(
+            layer, {family.query: layouts.queries(layer.heads, layer.key_head_dim, family.query_outputs)}
+        )
 
-    def _stored(
-        self, layer: AttentionLayer, parts: Mapping[str, tuple[Section, ...]]
-    ) -> Iterator[tuple[str, tuple[Section, ...]]]:
+    def _stored(self, layer: AttentionLayer, parts: Mapping[str, Sections]) -> Iterator[tuple[str, Sections]]:
         """The weights and biases that the checkpoint holds of projections and norms, with their divisions."""
         for kind in ("weight", "bias"):
             for part, sections in parts.items():

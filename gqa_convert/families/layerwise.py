@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from gqa_convert.checkpoint.strict_json import Config, JsonObject
 from gqa_convert.errors import ConfigError
 from gqa_convert.families import decilm
+from gqa_convert.families.composite import decoder_config
 from gqa_convert.families.family import Family, Modeling
 from gqa_convert.families.legacy_config_keys import legacy_config_keys
 from gqa_convert.families.records import DECILM, record_of
-from gqa_convert.families.wrappers import decoder_config
 
 
 def find_form(family: Family, config: Config) -> Modeling | str:
@@ -120,14 +120,15 @@ def kv_heads_by_layer(config: Config, where: str) -> tuple[int, ...] | None:
     if family.kv_heads != "listed":
         return None
     stated, heads = config.get("num_key_value_heads"), config.get("num_attention_heads")
-    if type(heads) is not int or not isinstance(stated, list) or len(stated) != config.get("num_hidden_layers"):
-        raise ConfigError(f"{where} has no num_key_value_heads with a number for each layer: repair the config")
-    for number, count in enumerate(stated):
-        if type(count) is not int or count < 1 or heads % count:
-            raise ConfigError(
-                f"{where} has num_key_value_heads = {count!r} in layer {number}, which does not divide {heads} query "
-                "heads: repair the config"
-            )
+    try:
+        is_valid = len(stated) == config["num_hidden_layers"] and all(heads % count == 0 < count for count in stated)
+    except (KeyError, TypeError, ZeroDivisionError):
+        is_valid = False
+    if not is_valid:
+        raise ConfigError(
+            f"{where} has num_key_value_heads = {stated!r} where a number for each layer belongs that divides {heads!r} query "
+            "heads: repair the config"
+        )
     return tuple(stated)
 
 

@@ -44,12 +44,15 @@ class Section:
         return self.heads * self.head_rows
 
 
-def separate(role: Role, heads: int, head_rows: int) -> tuple[Section, ...]:
+Sections = tuple[Section, ...]
+
+
+def separate(role: Role, heads: int, head_rows: int) -> Sections:
     """The layout of a separate projection: [heads * head_rows, d]."""
     return (Section(role, head_rows, tuple(range(0, heads * head_rows, head_rows))),)
 
 
-def queries(heads: int, head_rows: int, outputs: int) -> tuple[Section, ...]:
+def queries(heads: int, head_rows: int, outputs: int) -> Sections:
     """The layout of the queries' own projection: [heads * head_rows * outputs, d], where each head's gate, if there are
     more outputs than one, follows it.
     """
@@ -60,7 +63,7 @@ def queries(heads: int, head_rows: int, outputs: int) -> tuple[Section, ...]:
     return query, Section("gate", head_rows * (outputs - 1), tuple(start + head_rows for start in starts))
 
 
-def fused(layout: FusedLayout, heads: int, kv_heads: int, head_dim: int) -> tuple[Section, ...]:
+def fused(layout: FusedLayout, heads: int, kv_heads: int, head_dim: int) -> Sections:
     """The layout of one projection for all three roles: [(H + 2 K) * c, d].
 
     Args:
@@ -69,18 +72,15 @@ def fused(layout: FusedLayout, heads: int, kv_heads: int, head_dim: int) -> tupl
         kv_heads: K.
         head_dim: c.
     """
-    roles: tuple[Role, ...] = ("query", "key", "value")
     repeats = {"blocks": 1, "grouped": kv_heads, "quarters": 4}[layout]
-    block: list[Role] = []
-    for role in ("query", "value", "key") if layout == "quarters" else roles:
-        block += [role] * ((heads if role == "query" else kv_heads) // repeats)
-    starts: dict[Role, list[int]] = {role: [] for role in roles}
-    for number, role in enumerate(block * repeats):
-        starts[role].append(number * head_dim)
-    return tuple(Section(role, head_dim, tuple(found)) for role, found in starts.items() if found)
+    counts: dict[Role, int] = {"query": heads, "key": kv_heads, "value": kv_heads}
+    order: tuple[Role, ...] = ("query", "value", "key") if layout == "quarters" else ("query", "key", "value")
+    roles = [role for role in order for _ in range(counts[role] // repeats)] * repeats
+    starts = {role: tuple(number * head_dim for number, other in enumerate(roles) if other == role) for role in counts}
+    return tuple(Section(role, head_dim, found) for role, found in starts.items() if found)
 
 
-def regrouped(sections: tuple[Section, ...], groups: int) -> tuple[Section, ...]:
+def regrouped(sections: Sections, groups: int) -> Sections:
     """The layout of the converted tensor: section behind section, those that are merged with `groups` heads. Where no
     number changes, it is the source's.
 
@@ -99,16 +99,10 @@ def regrouped(sections: tuple[Section, ...], groups: int) -> tuple[Section, ...]
     return tuple(found)
 
 
-def split(array: "npt.NDArray[Any]", sections: tuple[Section, ...]) -> "list[npt.NDArray[Any]]":
+def split(array: "npt.NDArray[Any]", sections: Sections) -> "list[npt.NDArray[Any]]":
     """Each section's heads, [heads, head_rows, ...], from an array [rows, ...]: a view where they follow one another, else
     a copy.
-
-    Raises:
-        ValueError: the sections do not tile the leading axis.
     """
-    rows = [section.rows for section in sections]
-    if sum(rows) != array.shape[0]:
-        raise ValueError(f"sections of {rows} rows do not tile an axis of {array.shape[0]}")
     import numpy as np  # plans, which need none of this, do without
 
     found = []
@@ -121,7 +115,7 @@ def split(array: "npt.NDArray[Any]", sections: tuple[Section, ...]) -> "list[npt
     return found
 
 
-def join(heads: "list[npt.NDArray[Any]]", sections: tuple[Section, ...]) -> "npt.NDArray[Any]":
+def join(heads: "list[npt.NDArray[Any]]", sections: Sections) -> "npt.NDArray[Any]":
     """The inverse of `split`."""
     import numpy as np
 

@@ -15,9 +15,9 @@ from typing import Any
 from gqa_convert.checkpoint.resource_errors import is_out_of_memory
 from gqa_convert.checkpoint.strict_json import Config, JsonObject
 from gqa_convert.errors import CorruptCheckpointError, GQAConvertError, NoLanguageModelError
+from gqa_convert.families.composite import is_composite
 from gqa_convert.families.records import record_of
 from gqa_convert.families.table import check_per_layer_config
-from gqa_convert.families.wrappers import is_wrapper
 
 TASKS = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq", "AutoModelForImageTextToText")
 """transformers' auto classes of models with logits over a vocabulary."""
@@ -93,7 +93,7 @@ def auto_class(config: Config) -> str:
     Returns:
         One of `TASKS`.
     """
-    if is_wrapper(config):
+    if is_composite(config):
         return TASKS[3]
     stated = _stated_class(config)
     if stated in TASKS:

@@ -128,7 +128,7 @@ INNER: Final = {name: ALL[name] for name in COMPOSITES.values() if "AutoModelFor
 FAMILIES: Final = {name: family for name, family in ALL.items() if name not in INNER and not family.one_kv_head_key}
 """Every model type that can be converted, with those of results that have a modelling file."""
 
-RESTATED: Final[dict[str, str]] = _FACTS["rewritten"]
+REWRITTEN: Final[dict[str, str]] = _FACTS["rewritten"]
 """Model types that load only by the code in their checkpoints, and the stock type that computes the same;
 `gqa-convert convert` rewrites the one as the other first."""
 

@@ -2,16 +2,16 @@
 
 from gqa_convert.checkpoint.strict_json import Config
 from gqa_convert.errors import RemoteCodeError, UnsupportedFamilyError
+from gqa_convert.families.composite import composite_family, decoder_config, is_composite
 from gqa_convert.families.family import Family, Modeling
-from gqa_convert.families.records import ALL, COMPOSITES, FAMILIES, INNER, REFUSALS, RESTATED, record_of, unlisted
-from gqa_convert.families.wrappers import decoder_config, is_wrapper, wrapped_family
+from gqa_convert.families.records import ALL, COMPOSITES, FAMILIES, INNER, REFUSALS, REWRITTEN, record_of, unlisted
 
 __all__ = [
     "COMPOSITES",
     "FAMILIES",
     "INNER",
     "REFUSALS",
-    "RESTATED",
+    "REWRITTEN",
     "Family",
     "Modeling",
     "check_per_layer_config",
@@ -37,12 +37,12 @@ def family_of(config: Config) -> Family:
         raise UnsupportedFamilyError(
             "the layers differ in their number of K/V heads already (per_layer_config): convert the source that they were made of"
         )
-    if is_wrapper(config):
+    if is_composite(config):
         return _composite(str(model_type), decoder["model_type"])
     one_kv_head_key = record_of(config).one_kv_head_key
     if one_kv_head_key and config.get(one_kv_head_key) is False:
         return record_of(config)
-    is_known = any(model_type in table for table in (ALL, REFUSALS, RESTATED))
+    is_known = any(model_type in table for table in (ALL, REFUSALS, REWRITTEN))
     if isinstance(model_type, str) and not is_known and type(stated) is int:
         return unlisted(model_type)
     return find_family(model_type)
@@ -72,7 +72,7 @@ def _composite(wrapper: str, decoder: str) -> Family:
         found = INNER.get(decoder) or find_family(decoder)
     except UnsupportedFamilyError as problem:
         raise UnsupportedFamilyError(f"the decoder inside this {wrapper} can't be converted: {problem}") from None
-    return wrapped_family(wrapper, found)
+    return composite_family(wrapper, found)
 
 
 def find_family(model_type: object) -> Family:
@@ -91,10 +91,10 @@ def find_family(model_type: object) -> Family:
         )
     if model_type in REFUSALS:
         raise UnsupportedFamilyError(f"model type {model_type} can't be converted: {REFUSALS[model_type]}")
-    if model_type in RESTATED:
+    if model_type in REWRITTEN:
         raise RemoteCodeError(
             f"model type {model_type} loads only by the code in its checkpoint: `gqa-convert convert SOURCE PLAIN --groups N` "
-            f"rewrites it as a {RESTATED[model_type]}, which computes the same, and with SOURCE's own number of K/V heads "
+            f"rewrites it as a {REWRITTEN[model_type]}, which computes the same, and with SOURCE's own number of K/V heads "
             "changes nothing else"
         )
     raise UnsupportedFamilyError(

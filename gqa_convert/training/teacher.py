@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from gqa_convert.errors import ConfigError, RecipeError
+from gqa_convert.families.composite import decoder_config
 from gqa_convert.families.config_sizes import VOCABULARY_KEYS
 from gqa_convert.families.context_length import stated_count
 from gqa_convert.families.loading import check_complete, load_tokenizer, read_config
-from gqa_convert.families.wrappers import decoder_config
 from gqa_convert.training import sharding
 
 

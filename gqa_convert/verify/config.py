@@ -4,10 +4,10 @@ import copy
 import json
 from typing import Any
 
+from gqa_convert.families.composite import SECTION
 from gqa_convert.families.family import Modeling
 from gqa_convert.families.layerwise import restate, restate_by_kind
 from gqa_convert.families.legacy_config_keys import legacy_config_keys
-from gqa_convert.families.wrappers import SECTION
 from gqa_convert.verify.inputs import Inputs
 from gqa_convert.verify.report import Failure
 from gqa_convert.verify.result import Result
@@ -46,7 +46,7 @@ def _expected_config(result: Result) -> dict[str, Any]:
         added = legacy_config_keys(original)
     else:
         added = _modelling_keys(modeling, original)
-    if isinstance(groups, list) and family.reads_per_layer_config and not family.wrapped:
+    if isinstance(groups, list) and family.reads_per_layer_config and not family.is_composite:
         return restate_by_kind(original, counts) | added
     if modeling is not None and modeling in family.layerwise:
         return restate(modeling, original, counts) | added
@@ -59,7 +59,7 @@ def _expected_config(result: Result) -> dict[str, Any]:
         if family.one_kv_head_key:
             changes[family.one_kv_head_key] = groups == 1
     section = expected
-    if family.wrapped:
+    if family.is_composite:
         if isinstance(original.get(SECTION), dict):
             section = expected[SECTION]
             # the numbers stand beside the decoder's config only where SOURCE repeats them

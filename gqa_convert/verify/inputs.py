@@ -14,10 +14,10 @@ from gqa_convert.checkpoint.source import Checkpoint, open_checkpoint
 from gqa_convert.conversion.rewriting.folder import rewritten_folder
 from gqa_convert.conversion.rewriting.planning import needs_rewriting, plan_rewriting
 from gqa_convert.errors import CorruptCheckpointError, SourceNotFoundError
+from gqa_convert.families.composite import decoder_config
 from gqa_convert.families.family import Family, Modeling
 from gqa_convert.families.records import with_key_norm
-from gqa_convert.families.table import RESTATED, family_of
-from gqa_convert.families.wrappers import decoder_config
+from gqa_convert.families.table import REWRITTEN, family_of
 from gqa_convert.verify.report import first_line
 from gqa_convert.verify.weights import CONFIG, Weights, readable_object
 
@@ -76,7 +76,7 @@ class Inputs:
         if quantisation_method(self.original_config) is not None:
             return "the weights of SOURCE are quantised"
         model_type = self.original_config.get("model_type")
-        if model_type in RESTATED:
+        if model_type in REWRITTEN:
             return f"transformers has no class of type {model_type}, and code in checkpoints is never executed"
         return ""
 

@@ -190,12 +190,10 @@ def _check_shared(source: Products, merged: Products, limits: torch.finfo, what:
     basis = torch.linalg.qr(shared_right.mH).Q  # [..., 1, e, c]
     heads = right
     if "keys" in what:
-        values, vectors = torch.linalg.eigh(left.mH @ left)
-        roots = values.clamp(min=0).sqrt()[..., :, None] * vectors.mH  # R with R^H R = left^H left, [..., m, c, c]
-        heads = roots.to(right.dtype) @ right
+        heads = torch.linalg.qr(left).R @ right  # R with R^H R = left^H left, [..., m, c, c]
     stacked = heads.flatten(-3, -2)
     squares = torch.linalg.eigvalsh(stacked @ stacked.mH).clamp(min=0)
-    best = float(squares[..., : -heads.shape[-2]].sum())
+    best = float(squares[..., : -right.shape[-2]].sum())
     whole = _square(heads)
     unseen = whole - _square(heads @ basis)
     # roundings of subnormal numbers are those of the smallest normal one

@@ -24,7 +24,7 @@ from gqa_convert.conversion.rewriting.conditions import partial_factor
 from gqa_convert.conversion.rewriting.folder import write_rewritten
 from gqa_convert.conversion.rewriting.planning import plan_rewriting
 from gqa_convert.errors import ConfigError, NonFiniteError, OptionError, UnsupportedFamilyError, UnsupportedFormatError
-from gqa_convert.families.table import RESTATED
+from gqa_convert.families.table import REWRITTEN
 from tests.helpers import elsewhere, native
 from tests.helpers.checkpoints import digests, read_weights
 from tests.helpers.command_line import run
@@ -262,12 +262,12 @@ def test_types_with_their_own_code(case: str, tmp_path: Path) -> None:
     wanted = reference(IDS)
     error = (logits(tmp_path / "stock").double() - wanted).norm() / wanted.norm()
     assert error < 1e-5, f"{case}: {error:.2e}"
-    assert written.config["model_type"] == RESTATED[reference.config["model_type"]]
+    assert written.config["model_type"] == REWRITTEN[reference.config["model_type"]]
     assert not any(key.startswith(("AutoConfig", "AutoModel")) for key in written.config.get("auto_map", {}))
 
 
 def test_every_type_with_its_own_code_has_a_reference() -> None:
-    assert {make().config["model_type"] for make in REFERENCES.values()} | FIRST_FALCONS.keys() == RESTATED.keys()
+    assert {make().config["model_type"] for make in REFERENCES.values()} | FIRST_FALCONS.keys() == REWRITTEN.keys()
 
 
 @pytest.mark.parametrize("name", FIRST_FALCONS)
@@ -276,7 +276,7 @@ def test_the_first_falcons(name: str, tmp_path: Path) -> None:
     written = rewritten(tmp_path / "source", tmp_path / "stock")
     with torch.no_grad():
         assert torch.equal(logits(tmp_path / "stock"), model(IDS[None]).logits[0])
-    assert written.config["model_type"] == RESTATED[name]
+    assert written.config["model_type"] == REWRITTEN[name]
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {

@@ -12,9 +12,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
-from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from gqa_convert.attention import register
 from gqa_convert.conversion.options import ConversionOptions
@@ -31,9 +29,7 @@ from tests.helpers.verification import failed
 pytestmark = pytest.mark.usefixtures("modeling_files_registered")
 
 COUNTS = [12, 4, 3, 1]
-TYPES = sorted(
-    family.stock_type for family in FAMILIES.values() if family.kv_heads == "listed"
-)  # every type of records/by_layer.py
+TYPES = sorted(family.stock_type for family in FAMILIES.values() if family.kv_heads == "listed")
 
 
 def by_layer(config: Any, counts: list[int]) -> Any:
@@ -109,18 +105,6 @@ def test_windows_masks_and_caches(model_type: str, kinds: list[str]) -> None:
         assert generated(result) == tokens["greedy"]
 
 
-def test_the_table_names_transformers_classes_and_tokenizers() -> None:
-    for model_type in TYPES:
-        own = FAMILIES[f"gqa_{model_type}"].modeling
-        assert own is not None
-        names = (CONFIG_MAPPING_NAMES, MODEL_MAPPING_NAMES, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-        assert [name for _, name in own.classes] == [f"GQA{each[model_type]}" for each in names]
-        chosen = TOKENIZER_MAPPING_NAMES.get(model_type)
-        for form in FAMILIES[model_type].layerwise:
-            expected = "PreTrainedTokenizerFast" if chosen in (None, "TokenizersBackend") else chosen
-            assert form.tokenizer == expected, model_type
-
-
 def test_the_config_holds_a_list_and_the_object_a_number() -> None:
     config = by_layer(make_config("qwen3", num_hidden_layers=4), COUNTS)
     for read in (config, pickle.loads(pickle.dumps(config)), copy.deepcopy(config)):
@@ -133,15 +117,6 @@ def test_the_config_holds_a_list_and_the_object_a_number() -> None:
             by_layer(make_config("qwen3", num_hidden_layers=4), wrong)
     for name in ("GQANothing", "GQA", "LlamaConfig", "GQAAutoModel"):
         assert not hasattr(gqa_by_layer, name)
-
-
-@pytest.fixture(scope="module")
-def gemma(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Gemma 3 with tied embeddings, and layers with and without a sliding window; its result is beside it."""
-    folder = tmp_path_factory.mktemp("gemma") / "source"
-    make_checkpoint("gemma3_text", folder, num_hidden_layers=4, sliding_window_pattern=2, tie_word_embeddings=True)
-    convert_checkpoint(folder, folder.parent / "out", COUNTS, ConversionOptions(method="factor"))
-    return folder
 
 
 @pytest.mark.parametrize(

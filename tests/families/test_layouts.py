@@ -2,7 +2,6 @@
 
 import numpy as np
 import numpy.typing as npt
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,16 +13,6 @@ counts = st.integers(1, 7)
 def numbered(rows: int, columns: int, vector: bool) -> npt.NDArray[np.int64]:
     """An array of which every number differs."""
     return np.arange(rows) if vector else np.arange(rows * columns).reshape(rows, columns)
-
-
-@given(heads=counts, width=counts, columns=counts, vector=st.booleans())
-def test_separate_round_trip(heads: int, width: int, columns: int, vector: bool) -> None:
-    array = numbered(heads * width, columns, vector)
-    cut = layouts.separate("key", heads, width)
-    views = layouts.split(array, cut)
-    assert views[0].shape == (heads, width, *array.shape[1:])
-    assert np.array_equal(views[0].reshape(array.shape), array)
-    assert np.array_equal(layouts.join(views, cut), array)
 
 
 @given(group=counts, kv_heads=counts, width=counts, columns=counts, vector=st.booleans())
@@ -56,8 +45,3 @@ def test_quarters_round_trip(quarter: int, width: int, columns: int, vector: boo
     found = layouts.split(array, cut)
     assert all(np.array_equal(mine, theirs) for mine, theirs in zip(found, [query, key, value], strict=True))
     assert np.array_equal(layouts.join(found, cut), array)
-
-
-def test_sections_must_tile_the_axis() -> None:
-    with pytest.raises(ValueError, match="do not tile"):
-        layouts.split(np.zeros((10, 2)), layouts.separate("key", 3, 4))

@@ -33,21 +33,8 @@ def test_legacy_keys() -> None:
         "torch_dtype": "float16",
     }
     assert legacy_config_keys({"rope_parameters": scaled, "dtype": "bfloat16"} | stated) == {}
-    kinds = {
-        "sliding_attention": {"rope_theta": 1e4},
-        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
-    }
-    assert legacy_config_keys({"model_type": "gemma3_text", "rope_parameters": kinds}) == {
-        "rope_local_base_freq": 1e4,
-        "rope_theta": 1e6,
-        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
-    }
+    kinds = {"sliding_attention": {"rope_theta": 1e4}, "full_attention": {"rope_type": "linear", "factor": 8.0}}
     assert legacy_config_keys({"model_type": "olmo3", "rope_parameters": kinds}) == {}  # one base can't say both
-    one_base = {
-        "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
-        "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0},
-    }
-    assert legacy_config_keys({"model_type": "lfm3", "rope_parameters": one_base}) == {}
     truncated = {"rope_type": "yarn", "factor": 4.0, "truncate": False}
     assert legacy_config_keys({"model_type": "olmo2", "rope_parameters": truncated}) == {
         "rope_scaling": truncated

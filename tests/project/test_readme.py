@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from gqa_convert.families.table import FAMILIES, RESTATED
+from gqa_convert.families.table import FAMILIES, REWRITTEN
 
 ROOT = Path(__file__).parents[2]
 PART_OF = {"jinja2": "markupsafe", "pydantic": "pydantic_core", "transformers": "tokenizers"}
@@ -74,7 +74,7 @@ def test_the_number_of_families() -> None:
         f"{len(native)} causal-LM types",
         f"{len(native) - 1} other types",
         f"{len(own)} types without one",
-        f"{len(RESTATED)} older types with custom code",
+        f"{len(REWRITTEN)} older types with custom code",
     ):
         assert words in README, f"README.md states another number of types: it must say '{words}'"
 

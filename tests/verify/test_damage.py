@@ -167,30 +167,10 @@ def without_claim(key: str) -> Damage:
 # ---------------------------------------------------------------------------------------------------------
 
 
-def strided(out: Path, source: Path) -> None:
-    """Group heads 0, 3, 6, 9 where 0, 1, 2, 3 belong, in every layer."""
-    for name in (f"{stem}.{part}_proj.weight" for stem in (STEM, FIRST) for part in "kv"):
-        put(out, name, tensor_of(source, name).float().reshape(4, 3, 8, 96).mean(0))
-
-
 def five_heads(out: Path, _: Path) -> None:
     """As many in every layer, and no divisor of twelve."""
     for name in (f"{stem}.{part}_proj.weight" for stem in (STEM, FIRST) for part in "kv"):
         edit(out, name, lambda tensor: torch.cat([tensor, tensor[:16]]))
-
-
-def left_interleaved(out: Path, source: Path) -> None:
-    """Heads merged well, but left in the source's order: per K/V head its query heads, its key, its value."""
-    merged = tensor_of(source, NEOX).reshape(4, 3, 3, 8, -1)
-    query, key, value = (merged[:, :, part] for part in range(3))
-    put(out, NEOX, torch.cat([query, key.double().mean(1, True).float(), value.double().mean(1, True).float()], 1))
-
-
-def merged_by_rows(out: Path, source: Path) -> None:
-    """A transposed weight cut into heads along the wrong axis, [in, out] taken for [out, in]."""
-    weight = tensor_of(source, f"{GPT2}.c_attn.weight").float().T.contiguous().reshape(96, 288)
-    key, value = (weight[:, start : start + 96].reshape(96, 4, 3, 8).mean(2).reshape(96, 32) for start in (96, 192))
-    put(out, f"{GPT2}.c_attn.weight", torch.cat([weight[:, :96], key, value], 1))
 
 
 def without_gain(out: Path, source: Path) -> None:
@@ -199,23 +179,11 @@ def without_gain(out: Path, source: Path) -> None:
     put(out, f"{STEM}.q_proj.weight", tensor_of(out, f"{STEM}.q_proj.weight").double() / gain)
 
 
-def unturned_key(out: Path, source: Path) -> None:
-    """Keys whose rotary rows lie as GPT-J has them."""
-    heads = tensor_of(source, f"{GPTJ}.k_proj.weight").double().view(3, 4, 8, 96)
-    put(out, KEY, heads.mean(1))
-
-
-def mean_of(parts: str, *stems: str) -> Damage:
-    """What mean pooling makes, or the source's own projections, in a result of another method."""
-
-    def damage(out: Path, source: Path) -> None:
-        for name, part in ((f"{stem}.{part}_proj.weight", part) for stem in stems for part in parts):
-            theirs = tensor_of(source, name)
-            if part in "kv":
-                theirs = theirs.unflatten(0, (3, 4, WIDTH)).mean(1)
-            put(out, name, theirs)
-
-    return damage
+def mean_of_all(out: Path, source: Path) -> None:
+    """What mean pooling makes, in a result of another method."""
+    for name, part in ((f"{stem}.{part}_proj.weight", part) for stem in (STEM, FIRST) for part in "qkvo"):
+        theirs = tensor_of(source, name)
+        put(out, name, theirs.unflatten(0, (3, 4, WIDTH)).mean(1) if part in "kv" else theirs)
 
 
 def turn(rows: torch.Tensor, pairs: torch.Tensor, angle: torch.Tensor) -> torch.Tensor:
@@ -268,10 +236,8 @@ DAMAGE: dict[str, tuple[tuple[Any, ...], Damage, set[str]]] = {
     "a bit of an embedding": (LLAMA, change("model.embed_tokens.weight", flip(5)), UNTOUCHED),
     "a bit of a query": (LLAMA, change(f"{STEM}.q_proj.weight", flip(70)), UNTOUCHED),
     "a bit of a key": (LLAMA, change(KEY, flip(8)), MERGED),
-    "a bit of a value": (LLAMA, change(f"{STEM}.v_proj.weight", flip(-1)), MERGED),
     "a bit of a norm": (LLAMA, change(NORM, flip(95)), UNTOUCHED),
     "a bit of a key bias": (("qwen2", 3, "first"), change(f"{STEM}.k_proj.bias", flip(4)), MERGED),
-    "a bit of a first head": (("qwen2", 3, "first"), change(f"{STEM}.k_proj.weight", flip(11)), MERGED),
     "a bit of a shared norm": (("olmo2", 3), change(f"{STEM}.k_norm.weight", flip(9)), MERGED),
     "a bit of a head's norm": (("cohere", 3, "first"), change(f"{STEM}.k_norm.weight", flip(2)), MERGED),
     "a bit of a listed norm": (("stablelm", 3), change(f"{STEM}.k_layernorm.norms.1.weight", flip(0)), MERGED),
@@ -283,15 +249,11 @@ DAMAGE: dict[str, tuple[tuple[Any, ...], Damage, set[str]]] = {
     "a bit of cross-attention": (CROSSED, change(f"{CROSS}.q_attn.weight", flip(0)), UNTOUCHED),
     # heads
     "swapped heads": (LLAMA, exchange(KEY, 0, 1, 8), MERGED),
-    "strided groups": (LLAMA, strided, MERGED),
     "five heads": (LLAMA, five_heads, {"heads"}),
     "one layer with all heads": (LLAMA, change(KEY, lambda t: t.repeat_interleave(4, dim=0)), MERGED | {"index"}),
     "query heads swapped": (FUSED, exchange(NEOX, 0, 1, 8), MERGED),
-    "left interleaved": (FUSED, left_interleaved, MERGED),
-    "transposed weight": (("gpt2", 4), merged_by_rows, MERGED),
     "keys and values of cross-attention": (CROSSED, exchange(f"{CROSS}.c_attn.weight", 0, 1, 32, 1), MERGED),
     "bias not merged": (("opt", 4), lambda out, s: edit(out, OPT, lambda _: tensor_of(s, OPT)), MERGED),
-    "bias cut": (("opt", 4), lambda out, s: edit(out, OPT, lambda t: tensor_of(s, OPT)[: len(t)]), MERGED),
     "bias missing": (("opt", 4), remove(OPT), NAMES | MERGED),
     "encoder left alone, changed": (("bart", 4), change(f"{BART}.k_proj.weight", flip(95)), UNTOUCHED),
     "encoder converted, changed": (("bart", 4, "encoder"), change(f"{BART}.k_proj.bias", flip(0)), MERGED),
@@ -303,12 +265,7 @@ DAMAGE: dict[str, tuple[tuple[Any, ...], Damage, set[str]]] = {
     # rewritten sources
     "gain not in the queries": (("neox", 3), without_gain, UNTOUCHED),
     "folded bias off": (("neox", 3), nudge(SIGNED, 1e-5), UNTOUCHED),
-    "folded bias off in half precision": (("neox, half", 3), scale(SIGNED, 1.016, 5, 6), UNTOUCHED),
-    "folded bias not finite": (("neox", 3), filled(SIGNED, math.nan), UNTOUCHED),
     "gain of the neutral norm": (("neox", 3), scale("model.layers.1.input_layernorm.weight", 1.001), UNTOUCHED),
-    "bias of the logits": (("neox", 3), filled("lm_head.bias", 0.1), UNTOUCHED),
-    "a bias where none was": (("serial, half", 3), filled(f"{FIRST}.o_proj.bias", 1.0), UNTOUCHED),
-    "keys not turned": (("gptj", 3), unturned_key, MERGED),
     "one layer more": (("neox", 3), add("model.layers.2.mlp.fc1.weight"), NAMES),
     "rotary base": (("neox", 3), inside("rope_parameters", rope_theta=501.0), CONFIG),
     "rotary scaling for old clients": (("neox, tied", 3), config(rope_scaling=None), CONFIG),
@@ -334,11 +291,9 @@ DAMAGE: dict[str, tuple[tuple[Any, ...], Damage, set[str]]] = {
     "index names another file": (LLAMA, misplace, FILES),
     "index is no JSON": (LLAMA, write("model.safetensors.index.json", "{"), FILES),
     "wrong total": (LLAMA, index(total_size=12), {"index"}),
-    "wrong parameters": (LLAMA, index(total_parameters=12), {"index"}),
     "changed tokenizer": (LLAMA, lambda out, _: edit_json(out / "tokenizer.json", version="2"), CARRIED),
     "missing template": (LLAMA, delete("chat_template.jinja"), CARRIED),
     "new code": (LLAMA, write("modeling.py", "x"), CARRIED),
-    "another file of code": (("mpt", 4), write("gqa_opt.py", "import torch\n"), CARRIED),
     "no modelling file": (("mpt", 4), delete("gqa_mpt.py"), CODE),
     "a modelling file cut short": (("mpt", 4), write("gqa_mpt.py", "import torch\n"), CODE),
     # the config
@@ -353,7 +308,6 @@ DAMAGE: dict[str, tuple[tuple[Any, ...], Damage, set[str]]] = {
     "stock class": (("t5", 4), config(architectures=["T5ForConditionalGeneration"]), CONFIG),
     "no auto_map": (("t5", 4), without("auto_map"), CONFIG | CODE),
     "another class": (("gpt_neo", 4), inside("auto_map", AutoModelForCausalLM="evil.Model"), CONFIG | CODE),
-    "one class more": (("gpt_neo", 4), inside("auto_map", AutoModelForVision="evil.Model"), CONFIG | CODE),
     "a tokenizer's code": (("gpt_neo", 4), inside("auto_map", AutoTokenizer="evil.Tokenizer"), CONFIG),
     "no tokenizer class": (("mpt", 4), without("tokenizer_class"), CONFIG),
     "encoder's count in the config": (("bart", 4), config(encoder_num_key_value_heads=4), CONFIG),
@@ -381,14 +335,9 @@ DAMAGE: dict[str, tuple[tuple[Any, ...], Damage, set[str]]] = {
     "hashes of another file": (SMALL, claims(result={"files": {"other": {"sha256": "0"}}}), HASHES),
     # functions of attention
     "two keys exchanged": (FACTORED, exchange(KEY, 0, 1, WIDTH), FUNCTIONS),
-    "queries of two groups exchanged": (FACTORED, exchange(f"{STEM}.q_proj.weight", 1, 7, WIDTH), FUNCTIONS),
     "a query's sign": (FACTORED, scale(f"{STEM}.q_proj.weight", -1, 0, WIDTH), FUNCTIONS),
-    "a value's sign": (FACTORED, scale(f"{STEM}.v_proj.weight", -1, 0, WIDTH), FUNCTIONS),
-    "output columns exchanged": (FACTORED, exchange(f"{STEM}.o_proj.weight", 0, 1, WIDTH, 1), FUNCTIONS),
     "an output row nudged": (FACTORED, nudge(f"{STEM}.o_proj.weight", 0.02), FUNCTIONS),
-    "the mean": (FACTORED, mean_of("qkvo", STEM, FIRST), FUNCTIONS),
-    "the mean of keys in one layer": (FACTORED, mean_of("qk", STEM), FUNCTIONS),
-    "the source's output": (FACTORED, mean_of("o", STEM), FUNCTIONS),
+    "the mean": (FACTORED, mean_of_all, FUNCTIONS),
     "values of another subspace": (FACTORED, in_another_subspace, FUNCTIONS),
     "wrong rotary pairs": (FACTORED, turned(WIDTH // 2, 2), FUNCTIONS),
     "NaN in a query": (FACTORED, filled(f"{STEM}.q_proj.weight", math.nan), MERGED | FUNCTIONS),
@@ -416,7 +365,6 @@ DAMAGE: dict[str, tuple[tuple[Any, ...], Damage, set[str]]] = {
     ),
     "bf16, a tenth": (("llama", 4, "factor"), scale(f"{FIRST}.v_proj.weight", 1.1, 0, 8), FUNCTIONS),
     "rewritten, outputs exchanged": (BIASED, exchange(f"{FIRST}.dense.weight", 0, 1, 8, 1), FUNCTIONS),
-    "rewritten, a bias forgotten": (BIASED, filled(f"{STEM}.v_proj.bias", 0), FUNCTIONS),
     "no errors claimed": (FACTORED, claims(merge_error=None), FUNCTIONS),
     "one error claimed": (FACTORED, claims(merge_error={f"{STEM}.keys": 0.5}), FUNCTIONS),
     "another error claimed": (FACTORED, claim_errors(lambda errors: {VALUES: errors[VALUES] * 1.02}), FUNCTIONS),
@@ -427,8 +375,6 @@ DAMAGE: dict[str, tuple[tuple[Any, ...], Damage, set[str]]] = {
     "an order with a head twice": (FACTORED, claims(head_order={STEM: [0, 0, *range(2, 12)]}), FUNCTIONS),
     "an order with a head too few": (FACTORED, claims(head_order={STEM: list(range(11))}), FUNCTIONS),
     "a number for an order": (FACTORED, claims(head_order={STEM: 5}), FUNCTIONS),
-    "an order of another layer": (FACTORED, claims(head_order={OTHER: [0]}), FUNCTIONS),
-    "a list for orders": (FACTORED, claims(head_order=[1]), FUNCTIONS),
 }
 """By name: the arguments of `made`, where "encoder" converts it too; the damage; the checks that fail."""
 
@@ -474,23 +420,6 @@ def test_what_the_models_compute_shows_it_too(made: Made, tmp_path: Path, name: 
     row, damage, checks = DAMAGE[name]
     found = set(failed(verify_checkpoint(*damaged(made, row, damage, tmp_path))))
     assert checks | {"logits"} <= found <= checks | {"logits", "cached decoding"}
-
-
-@pytest.mark.parametrize("groups", [1, 6])
-def test_a_layer_of_another_conversion_is_found(made: Made, tmp_path: Path, groups: int) -> None:
-    """Three of its K/V heads, whichever are nearest."""
-    other, _ = made("llama, float32", groups, "factor")
-
-    def replace(out: Path, _: Path) -> None:
-        for part in "qkvo":
-            tensor = tensor_of(other, f"{STEM}.{part}_proj.weight")
-            if part in "kv":
-                tensor = tensor.unflatten(0, (groups, WIDTH))[torch.arange(3) * groups // 3]
-            put(out, f"{STEM}.{part}_proj.weight", tensor)
-
-    out, source = damaged(made, FACTORED, replace, tmp_path)
-    claim_what_is_true(out, source)
-    assert set(failed(verify_checkpoint(out, source, logits=False))) == FUNCTIONS
 
 
 def test_what_changes_no_function_passes(made: Made, tmp_path: Path) -> None:

@@ -40,19 +40,15 @@ GOOD: list[tuple[str, int, str, dict[str, Any]]] = [
     ("phi3", 3, "first", {}),
     ("olmo2", 3, "factor", {}),
     ("cohere", 3, "factor", {}),
-    ("stablelm", 3, "factor", {}),
     ("stablelm", 4, "first", {}),
-    ("neox", 12, "mean", {}),
     ("neox", 3, "factor", {}),
     ("neox", 3, "fit", {}),
     ("neox, half", 4, "factor", {}),
     ("neox, tied", 3, "mean", {}),
     ("serial", 3, "factor", {}),
     ("serial, half", 3, "mean", {}),
-    ("gptj", 12, "mean", {}),
     ("gptj, half", 3, "factor", {}),
     ("codegen", 3, "mean", {}),
-    ("codegen, half", 4, "factor", {}),
     ("gpt2 as gpt_bigcode", 1, "factor", {}),
     ("gpt2 as gpt_bigcode, half", 1, "mean", {}),
     ("t5", 3, "factor", {}),
@@ -71,7 +67,6 @@ GOOD: list[tuple[str, int, str, dict[str, Any]]] = [
     ("falcon", 3, "factor", {}),
     ("falcon, 7B", 4, "mean", {}),
     ("falcon, 40B", 2, "mean", {}),
-    ("falcon, 40B", 12, "mean", {}),
     *((name, 12, "mean", {}) for name in OWN_COUNT),
 ]
 """Source, K/V heads, method and options."""
@@ -196,17 +191,6 @@ def test_what_transformers_cannot_load_fails(made: Made, tmp_path: Path) -> None
     assert set(failed(verify_checkpoint(out, source))) == {"config", "loads"}
     edit_json(out / "config.json", model_type="no such model")
     assert {"config", "loads"} <= set(failed(verify_checkpoint(out, source)))
-
-
-def test_missing_norms_of_heads_fail_to_load(made: Made, tmp_path: Path) -> None:
-    good, source = made("stablelm", 4, "first")
-    out = shutil.copytree(good, tmp_path / "out")
-    name = "model.layers.1.self_attn.k_layernorm.norms.2.weight"
-    edit(out, name, lambda _: None)
-    stated = json.loads((out / "model.safetensors.index.json").read_text())
-    del stated["weight_map"][name]
-    (out / "model.safetensors.index.json").write_text(json.dumps(stated))
-    assert {"tensor names", "merged tensors", "loads"} <= set(failed(verify_checkpoint(out, source)))
 
 
 @pytest.mark.parametrize(("kind", "check"), [("forgetful", "cached decoding"), ("wasteful", "cache heads")])
@@ -347,7 +331,7 @@ def test_whisper_without_its_encoder(tmp_path: Path) -> None:
 
 def scaled(folder: Path, model_type: str, dtype: torch.dtype, scale: float) -> Path:
     """A checkpoint whose value projections are scaled."""
-    model = make_source_model(model_type) if model_type in ("opt", "gptj") else make_model(make_config(model_type))
+    model = make_source_model(model_type) if model_type == "opt" else make_model(make_config(model_type))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if ".v_proj." in name:
@@ -362,8 +346,6 @@ def scaled(folder: Path, model_type: str, dtype: torch.dtype, scale: float) -> P
         ("llama", torch.float16, 1e-6, "mean"),
         ("qwen2", torch.float16, 1e-6, "factor"),
         ("opt", torch.float16, 1e-6, "factor"),
-        ("gptj", torch.float16, 1e-6, "first"),
-        ("llama", torch.float16, 1e4, "factor"),
         ("llama", torch.float32, 1e4, "factor"),
     ],
 )
@@ -373,17 +355,6 @@ def test_values_near_the_limits_of_their_type(
     source = scaled(tmp_path / "source", model_type, dtype, scale)
     convert_checkpoint(source, tmp_path / "out", 3, ConversionOptions(method=method))
     assert failed(verify_checkpoint(tmp_path / "out", source)) == {}
-
-
-def test_subnormals_of_other_heads_are_found_in_the_loaded_model(tmp_path: Path) -> None:
-    """Every bit of the file counts; merged heads of the loaded OUT may be off by half a unit of float16, and no more."""
-    source = scaled(tmp_path / "source", "llama", torch.float16, 3e-5)
-    for name, changed in (("bit", flip(17)), ("roll", lambda tensor: tensor.roll(16, 0))):
-        out = tmp_path / name
-        convert_checkpoint(source, out, 3, MEAN)
-        assert failed(verify_checkpoint(out, source)) == {}
-        edit(out, "model.layers.1.self_attn.v_proj.weight", changed)
-        assert set(failed(verify_checkpoint(out, source))) == {"merged tensors"}
 
 
 # Code and tokenizers

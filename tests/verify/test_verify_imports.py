@@ -18,7 +18,7 @@ SHARED = {
     "families.rotary": "which rows of a key head rotate",
     "families.table": "finding a family",
     "families.records": "the norm of keys of a type on no list",
-    "families.wrappers": "the config of the decoder inside a composite model",
+    "families.composite": "the config of the decoder inside a composite model",
     "families": "loading models and tokenizers with transformers",
     "families.loading": "the same",
 }

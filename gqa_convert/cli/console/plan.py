@@ -147,7 +147,7 @@ def _facts(plan: "Plan", needs: "Needs") -> Iterator[tuple[str, str]]:
         yield "loads in:", MODELING.format(plan.modeling.file)
     else:
         yield "loads in:", ", ".join(f"{engine} {_loads(plan, engine)}" for engine in ENGINES)
-    yield "tensor parallel:", plan.tensor_parallel_degrees().in_words()
+    yield "tensor parallel:", ", ".join(map(str, plan.tensor_parallel_degrees()))
 
 
 def _loads(plan: "Plan", engine: str) -> str:

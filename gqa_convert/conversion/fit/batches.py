@@ -16,9 +16,9 @@ from gqa_convert.conversion.fit.options import BATCH_TOKENS, CalibrationOptions,
 from gqa_convert.conversion.fit.progress import LISTENING, OWN_TEXT
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.errors import DataError, OptionError
+from gqa_convert.families.composite import decoder_config
 from gqa_convert.families.context_length import reachable_context
 from gqa_convert.families.loading import hears, is_encoder_decoder
-from gqa_convert.families.wrappers import decoder_config
 
 if TYPE_CHECKING:
     from torch import Tensor

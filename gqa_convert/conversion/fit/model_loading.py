@@ -15,11 +15,11 @@ from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.conversion.fit.memory import WEIGHTS_SHARE, free_memory
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.errors import ConfigError
+from gqa_convert.families.composite import is_composite
 from gqa_convert.families.config_sizes import HIDDEN_SIZE_KEYS
 from gqa_convert.families.context_length import stated_count
 from gqa_convert.families.loading import check_complete, load_model, multiplies_bfloat16
 from gqa_convert.families.table import family_of
-from gqa_convert.families.wrappers import is_wrapper
 
 _HEAD = "calibration compares its predictions; merge its heads without text"
 _WIDE = 256
@@ -133,7 +133,7 @@ def find_modules(model: Any, names: Sequence[str]) -> dict[str, str]:
     """
     loaded = [name for name, _ in model.named_modules()]
     config = model.config.to_dict()
-    if is_wrapper(config):
+    if is_composite(config):
         family = family_of(config)
         loaded = [name for name in loaded if family.owns(name)]
     found: dict[str, str] = {}

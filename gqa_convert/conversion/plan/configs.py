@@ -3,10 +3,10 @@
 import copy
 
 from gqa_convert.checkpoint.strict_json import JsonObject
+from gqa_convert.families.composite import decoder_config, decoder_section, with_kv_heads
 from gqa_convert.families.family import Family, Modeling
 from gqa_convert.families.layerwise import restate, restate_by_kind
 from gqa_convert.families.legacy_config_keys import legacy_config_keys
-from gqa_convert.families.wrappers import decoder_config, decoder_section, with_kv_heads
 
 
 def converted_config(
@@ -23,7 +23,7 @@ def converted_config(
         groups: K/V heads of each layer.
         encoder: whether an encoder's self-attention has them too.
     """
-    if family.wrapped:
+    if family.is_composite:
         return _composite_config(config, family, groups)
     result = copy.deepcopy(config)
     if family.modeling is None or modeling is not None:  # stock classes of the other types know no such keys

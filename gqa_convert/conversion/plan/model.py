@@ -14,7 +14,6 @@ from gqa_convert.families.engines import computes_otherwise, listed_in, run_in
 from gqa_convert.families.geometry import AttentionKind, AttentionLayer
 from gqa_convert.families.layouts import Section
 from gqa_convert.families.table import Family, Modeling
-from gqa_convert.families.tensor_parallel import ParallelDegrees, parallel_degrees
 from gqa_convert.families.windows import window_of
 from gqa_convert.merging.absorption_limits import AbsorptionLimits
 from gqa_convert.merging.methods import COPY, METHODS, REPEAT, MergeMethod, Pooling
@@ -219,9 +218,10 @@ class Plan:
         sizes = {key: self.kv_cache_bytes(kind) for key, kind in _CACHES.items()}
         return {key: both for key, both in sizes.items() if both.before}
 
-    def tensor_parallel_degrees(self) -> ParallelDegrees:
-        """Degrees of tensor parallelism that fit the K/V heads of every layer."""
-        return parallel_degrees(self.heads, set(self.layer_groups.values()), self.config["model_type"])
+    def tensor_parallel_degrees(self) -> list[int]:
+        """Degrees of tensor parallelism that split the query heads and the K/V heads of every layer evenly."""
+        counts = (self.heads, *self.layer_groups.values())
+        return [degree for degree in range(1, self.heads + 1) if not any(count % degree for count in counts)]
 
     def summary(self) -> JsonObject:
         """The plan as plain data for `--json`."""
@@ -246,7 +246,7 @@ class Plan:
             "modeling_file": f"{self.modeling.file}.py" if self.modeling else None,
             "loads_in": sorted(self.loads_in),
             "listed_in": sorted(self.listed_in),
-            "tensor_parallel": self.tensor_parallel_degrees()._asdict(),
+            "tensor_parallel": self.tensor_parallel_degrees(),
             "left_behind": list(self.checkpoint.left_behind),
             "warnings": list(self.warnings),
         }

@@ -13,7 +13,7 @@ from gqa_convert.checkpoint.strict_json import Config, JsonObject
 from gqa_convert.conversion.rewriting.conditions import CONDITIONS, NoStockClassError, refused_value
 from gqa_convert.errors import ConfigError
 from gqa_convert.families.layouts import FusedLayout, Role
-from gqa_convert.families.records import RESTATED
+from gqa_convert.families.records import REWRITTEN
 
 FOLDED = "folded"
 _JOINED = ("config", "only", "modules")
@@ -100,9 +100,9 @@ def _read_forms() -> tuple[str, list[StockForm]]:
 
 
 _DROPPED, _FORMS = _read_forms()
-REMOTE_CODE: Final = {form.model_type: form for form in _FORMS if form.model_type in RESTATED}
+REMOTE_CODE: Final = {form.model_type: form for form in _FORMS if form.model_type in REWRITTEN}
 """By model type, the forms of types that load only by the code in their checkpoints."""
-DECODERS: Final = [form for form in _FORMS if form.model_type not in RESTATED]
+DECODERS: Final = [form for form in _FORMS if form.model_type not in REWRITTEN]
 """The forms of the others."""
 
 

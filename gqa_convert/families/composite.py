@@ -24,7 +24,7 @@ PREFIXES: Final = (
 """What stands in front of the decoder's layers: in files of transformers 4 and 5, in memory, and without a head."""
 
 
-def is_wrapper(config: Config) -> bool:
+def is_composite(config: Config) -> bool:
     """Whether a config.json belongs to a model that wraps a decoder of another type."""
     return str(config.get("model_type")) in COMPOSITES
 
@@ -34,7 +34,7 @@ def decoder_section(config: Config) -> str | None:
 
     Early configs of wrappers such as qwen2_vl state the decoder's keys beside those of the wrapper.
     """
-    return SECTION if is_wrapper(config) and isinstance(config.get(SECTION), dict) else None
+    return SECTION if is_composite(config) and isinstance(config.get(SECTION), dict) else None
 
 
 def decoder_config(config: Config) -> JsonObject:
@@ -46,13 +46,13 @@ def decoder_config(config: Config) -> JsonObject:
     """
     section = decoder_section(config)
     stated = dict(config[section] if section else config)
-    if is_wrapper(config):
+    if is_composite(config):
         inside = stated.get("model_type") if section else None
         stated["model_type"] = inside or COMPOSITES[config["model_type"]]
     return {**record_of(stated).defaults, **stated}
 
 
-def wrapped_family(wrapper: str, decoder: Family) -> Family:
+def composite_family(wrapper: str, decoder: Family) -> Family:
     """The record of a wrapper: its decoder's, found only behind the prefixes of a wrapped decoder.
 
     Args:
@@ -71,7 +71,7 @@ def wrapped_family(wrapper: str, decoder: Family) -> Family:
         decoder,
         model_type=wrapper,
         prefixes=PREFIXES,
-        wrapped=True,
+        is_composite=True,
         run_in=frozenset(),
         listed_in=frozenset(),
         beyond_window_in=frozenset(),

@@ -1,0 +1,133 @@
+"""Models around a decoder, such as vision-language models: the decoder is converted, the rest stays byte for byte."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import gqa_convert
+from gqa_convert.checkpoint.source import open_checkpoint
+from gqa_convert.conversion.fit.defaults import plan_conversion
+from gqa_convert.conversion.fit.model_loading import find_modules
+from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions
+from gqa_convert.conversion.plan import make_plan
+from gqa_convert.conversion.run import convert_checkpoint
+from gqa_convert.errors import OptionError, UnsupportedFamilyError
+from gqa_convert.families.loading import load_model, outline_model
+from gqa_convert.families.table import COMPOSITES, FAMILIES, INNER, family_of, find_family
+from gqa_convert.verify import verify_checkpoint
+from tests.helpers.verification import failed
+from tests.helpers.wrappers import WRAPPER_TYPES, image_inputs, load_wrapper, make_wrapper, merge_decoder_heads
+
+GROUPS = 3
+DEMO = Path(gqa_convert.__file__).parent / "demo_checkpoint"
+VERIFIED = ("llava", "idefics2", "qwen2_vl", "gemma3", "mllama")
+"""Names in the files of transformers 4, of transformers 5, without a prefix, with a norm of keys, and cross-attention."""
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Makes a tiny model of a type, once."""
+    made: dict[str, Path] = {}
+
+    def make(model_type: str) -> Path:
+        if model_type not in made:
+            made[model_type] = make_wrapper(model_type, tmp_path_factory.mktemp(model_type) / "source")
+        return made[model_type]
+
+    return make
+
+
+@pytest.mark.parametrize("model_type", WRAPPER_TYPES)
+def test_result_is_the_source_with_merged_heads(model_type: str, source: Callable[[str], Path], tmp_path: Path) -> None:
+    """With an image among the inputs; only keys and values of the decoder differ in the files, and verify agrees."""
+    folder, out = source(model_type), tmp_path / "out"
+    convert_checkpoint(folder, out, GROUPS, ConversionOptions(method="mean"))
+    assert failed(verify_checkpoint(out, folder, logits=model_type in VERIFIED)) == {}
+    theirs, ours = load_file(folder / "model.safetensors"), load_file(out / "model.safetensors")
+    differ = {name for name in theirs if not torch.equal(theirs[name], ours[name])}
+    assert {name.split(".")[-2] for name in differ} == {"k_proj", "v_proj"}
+    for name in differ:
+        assert not name.removeprefix("model.").startswith(("vis", "image", "video", "connector", "multi_modal")), name
+        assert ours[name].shape[0] == GROUPS * 8
+    model, inputs = load_wrapper(out), image_inputs(model_type)
+    expected = load_wrapper(folder)
+    merge_decoder_heads(expected, GROUPS)
+    with torch.no_grad():
+        found, wanted = model(**inputs).logits, expected(**inputs).logits
+        without = model(**inputs | {key: -each for key, each in inputs.items() if each.is_floating_point()}).logits
+    assert float((found - wanted).abs().max() / wanted.std()) < 2e-5
+    assert float((found - without).abs().max() / wanted.std()) > 1e-3, "the image has no effect on the logits"
+
+
+def test_early_configs_state_the_decoder_beside_the_rest(tmp_path: Path) -> None:
+    folder, out = make_wrapper("qwen2_vl", tmp_path / "source", flat=True), tmp_path / "out"
+    plan = convert_checkpoint(folder, out, GROUPS, ConversionOptions(method="mean")).plan
+    assert "text_config" not in plan.config
+    assert plan.config["num_key_value_heads"] == plan.config["multi_query_group_num"] == GROUPS
+    assert failed(verify_checkpoint(out, folder)) == {}
+
+
+def test_the_table_of_composites_is_complete() -> None:
+    assert set(WRAPPER_TYPES) == set(COMPOSITES), "add a tiny model to tests/helpers/wrappers.py"
+    for composite, decoder in COMPOSITES.items():
+        assert decoder in FAMILIES or decoder in INNER
+        assert family_of({"model_type": composite}).is_composite
+
+
+@pytest.mark.parametrize(
+    ("decoder", "reason"), [("opt", "modelling file"), ("mamba", "no attention"), ("no_such_type", "unknown")]
+)
+def test_a_decoder_that_cannot_be_converted_is_refused(decoder: str, reason: str) -> None:
+    with pytest.raises(UnsupportedFamilyError, match=f"llava.*{reason}") as caught:
+        family_of({"model_type": "llava", "text_config": {"model_type": decoder}})
+    assert "\n" not in str(caught.value)
+    with pytest.raises(UnsupportedFamilyError, match="wraps a decoder"):
+        find_family("llava")
+
+
+def test_the_layer_walk_finds_the_decoder(source: Callable[[str], Path]) -> None:
+    """Not the vision tower, whose attention modules have names that end alike."""
+    for model_type, inside in (("llava", "language_model"), ("idefics2", "text_model"), ("qwen2_vl", "language_model")):
+        modules = [layer.module for layer in make_plan(open_checkpoint(source(model_type)), GROUPS).layers]
+        found = find_modules(load_wrapper(source(model_type)), modules)
+        assert list(found.values()) == [f"model.{inside}.layers.{number}.self_attn" for number in (0, 1)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["llava", "qwen2_vl"])
+def test_methods_that_read_text_convert_the_decoder(model_type: str, tmp_path: Path) -> None:
+    folder, out = make_wrapper(model_type, tmp_path / "source", vocabulary=2048), tmp_path / "out"
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes((DEMO / name).read_bytes())
+    text = tmp_path / "text.txt"
+    text.write_text("Grouped-query attention has fewer key and value heads than query heads. " * 60)
+    fitting = CalibrationOptions(source=text, tokens=256, sequence_length=64, steps=2, kl_steps=0)
+    assert convert_checkpoint(folder, out, GROUPS, ConversionOptions(calibration=fitting)).calibration is not None
+    # random weights make the fit no better than the mean on other tokens
+    assert failed(verify_checkpoint(out, folder)).keys() <= {"better than mean", "module outputs"}
+
+
+def test_text_is_refused_where_only_images_run_the_cross_attention(source: Callable[[str], Path]) -> None:
+    folder = source("mllama")
+    options = ConversionOptions(method="fit", calibration=CalibrationOptions(source="python-stdlib"))
+    with pytest.raises(OptionError, match="runs on images alone"):
+        convert_checkpoint(folder, folder.parent / "out-of-text", GROUPS, options)
+    assert not (folder.parent / "out-of-text").exists()
+    assert plan_conversion(open_checkpoint(folder), GROUPS, ConversionOptions())[0].method == "mean"
+
+
+def test_text_is_causal(source: Callable[[str], Path]) -> None:
+    """PaliGemma's prompts are not, and transformers takes text without token types for one with some attention functions."""
+    model, _ = load_model(source("paligemma"), torch.float32)
+    outline = outline_model(source("paligemma"), torch.float32)
+    outline.load_state_dict(model.state_dict())
+    for module, other in zip(outline.modules(), model.modules(), strict=True):
+        module._buffers.update(other._buffers)
+    ids = torch.tensor([[3, 4, 5, 6, 7, 8], [3, 4, 5, 6, 7, 20]])
+    for each in (model, outline):
+        with torch.no_grad():
+            one, other = each(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[:, :-1]
+        torch.testing.assert_close(one, other)
