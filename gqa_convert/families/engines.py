@@ -20,16 +20,6 @@ _ONE_GELU = ("gpt_bigcode", "starcoder2")
 _GELUS = (None, "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh")
 
 
-def run_in(model_type: str) -> frozenset[str]:
-    """Engines besides transformers in which the type was run."""
-    return record_of({"model_type": model_type}).run_in
-
-
-def listed_in(model_type: str) -> frozenset[str]:
-    """Engines that list the type, but in which it was not run."""
-    return record_of({"model_type": model_type}).listed_in
-
-
 def computes_otherwise(engine: str, config: Config) -> bool:
     """Whether a config has scaled positions or an activation that an engine ignores for its type, so that it computes
     something else.

@@ -18,6 +18,9 @@ from gqa_convert.families.layerwise import kv_heads_by_layer
 from gqa_convert.families.layouts import Sections
 from gqa_convert.families.records import with_key_norm
 
+Divisions = list[tuple[str, Sections]]
+"""Tensors with their divisions into heads."""
+
 _APART = "the config and the weights do not belong together"
 
 
@@ -196,7 +199,7 @@ class AttentionFinder:
                 f"{names[0]} has type {dtype}, and {names[-1]} {self.dtype(names[-1])}: save the model in one float type"
             )
         layer = AttentionLayer(module, heads, kv_heads, key_head_dim, value_head_dim, dtype, attention_kind)
-        for name, sections in (*self.query_sections(layer), *self.sections(layer)):
+        for name, sections in self._divisions(layer):
             if self._shape(name)[0] != sum(section.rows for section in sections):
                 words = ", ".join(f"{each.heads} {each.role} heads of {each.head_rows} rows" for each in sections)
                 raise ConfigError(
@@ -210,38 +213,32 @@ class AttentionFinder:
 
     # Divisions into heads
 
-    def sections(self, layer: AttentionLayer) -> Iterator[tuple[str, Sections]]:
+    def sections(self, layer: AttentionLayer) -> Divisions:
         """Every tensor of a layer whose rows count K/V heads, weights before biases, with its division into heads."""
-        family, kv_heads = self.family, layer.kv_heads
-        if family.fused:
-            heads = 0 if layer.attention_kind == "cross" else layer.heads
-            parts = {family.fused: layouts.fused(family.fused_layout, heads, kv_heads, layer.key_head_dim)}
-        else:
-            parts = {
-                family.key: layouts.separate("key", kv_heads, layer.key_head_dim),
-                family.value: layouts.separate("value", kv_heads, layer.value_head_dim),
-            }
-        if family.key_norm in ("full", "per_head"):
-            rows = layer.key_head_dim if family.key_norm == "full" else 1
-            parts[family.key_norm_name] = layouts.separate("key_norm", kv_heads, rows)
-        return self._stored(layer, parts)
+        return [each for each in self._divisions(layer) if any(section.merged for section in each[1])]
 
-    def query_sections(self, layer: AttentionLayer) -> Iterator[tuple[str, Sections]]:
+    def query_sections(self, layer: AttentionLayer) -> Divisions:
         """The tensors of a layer's queries, where they have a projection of their own, with their division into heads."""
-        family = self.family
-        if family.fused and layer.attention_kind != "cross":
-            return iter(())
-        return self._stored(
-            layer, {family.query: layouts.queries(layer.heads, layer.key_head_dim, family.query_outputs)}
-        )
+        return [each for each in self._divisions(layer) if not any(section.merged for section in each[1])]
 
-    def _stored(self, layer: AttentionLayer, parts: Mapping[str, Sections]) -> Iterator[tuple[str, Sections]]:
-        """The weights and biases that the checkpoint holds of projections and norms, with their divisions."""
-        for kind in ("weight", "bias"):
-            for part, sections in parts.items():
-                name = f"{layer.module}.{part}.{kind}"
-                if name in self.entries:
-                    yield name, sections
+    def _divisions(self, layer: AttentionLayer) -> Divisions:
+        """The weights, then the biases of projections and norms that the checkpoint holds."""
+        family, kv_heads, head_dim = self.family, layer.kv_heads, layer.key_head_dim
+        parts: dict[str, Sections] = {}
+        has_query = not family.fused or layer.attention_kind == "cross"
+        if has_query:
+            parts[family.query] = layouts.queries(layer.heads, head_dim, family.query_outputs)
+        if family.fused:
+            heads = 0 if has_query else layer.heads
+            parts[family.fused] = layouts.fused(family.fused_layout, heads, kv_heads, head_dim)
+        else:
+            parts[family.key] = layouts.separate("key", kv_heads, head_dim)
+            parts[family.value] = layouts.separate("value", kv_heads, layer.value_head_dim)
+        if family.key_norm in ("full", "per_head"):
+            rows = head_dim if family.key_norm == "full" else 1
+            parts[family.key_norm_name] = layouts.separate("key_norm", kv_heads, rows)
+        names = [(f"{layer.module}.{part}.{kind}", part) for kind in ("weight", "bias") for part in parts]
+        return [(name, parts[part]) for name, part in names if name in self.entries]
 
     def head_lists(self, layer: AttentionLayer) -> Iterator[list[str]]:
         """Lists of tensors with one tensor per K/V head, in the order of heads."""

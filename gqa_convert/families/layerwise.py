@@ -6,6 +6,7 @@ with a list under `num_key_value_heads`, for transformers alone.
 
 import copy
 from collections.abc import Sequence
+from typing import Any
 
 from gqa_convert.checkpoint.strict_json import Config, JsonObject
 from gqa_convert.errors import ConfigError
@@ -31,11 +32,11 @@ def find_form(family: Family, config: Config) -> Modeling | str:
     stated = config.get("architectures")
     if isinstance(stated, list) and stated and not str(stated[0]).endswith("ForCausalLM"):
         return f"it was saved as {stated[0]}, and layers may differ in a causal language model only"
-    first, last = family.layerwise[0], family.layerwise[-1]
-    reason = decilm.why_not(config) if first.model_type == DECILM else None
-    if reason is None:
-        return first
-    return reason if first is last else last
+    for form in family.layerwise:
+        reason = decilm.why_not(config) if form.model_type == DECILM else None
+        if reason is None:
+            return form
+    return str(reason)
 
 
 def why_not_decilm(form: Modeling, family: Family, config: Config) -> str | None:
@@ -119,7 +120,8 @@ def kv_heads_by_layer(config: Config, where: str) -> tuple[int, ...] | None:
         return decilm.kv_heads_by_layer(config, where)
     if family.kv_heads != "listed":
         return None
-    stated, heads = config.get("num_key_value_heads"), config.get("num_attention_heads")
+    stated: Any = config.get("num_key_value_heads")
+    heads = config.get("num_attention_heads")
     try:
         is_valid = len(stated) == config["num_hidden_layers"] and all(heads % count == 0 < count for count in stated)
     except (KeyError, TypeError, ZeroDivisionError):

@@ -14,7 +14,7 @@ from torch import Tensor
 from gqa_convert.families import loading
 from gqa_convert.families.family import Modeling
 from gqa_convert.verify import heads
-from gqa_convert.verify.geometry import read_geometry, span_of
+from gqa_convert.verify.geometry import Tensors, read_geometry, span_of
 from gqa_convert.verify.inputs import Progress
 from gqa_convert.verify.optimum import read_orders
 from gqa_convert.verify.probe import STEPS, Probe
@@ -164,7 +164,7 @@ class ModelChecks:
             found.append(f"{span} heads in each of {len(ours)} layers of {kind}-attention, {theirs[0][0][1]} in SOURCE")
         return "; ".join(found)
 
-    def _outputs(self, parameters: heads.Tensors) -> Tensor:
+    def _outputs(self, parameters: Tensors) -> Tensor:
         """What SOURCE computes with other numbers in these parameters."""
         with heads.replaced(self.source, parameters):
             return self.probe.output(self.source)
@@ -248,4 +248,4 @@ def divergence(source: Tensor, other: Tensor) -> float:
     for block in zip(source.flatten(0, 1).split(_BLOCK), other.flatten(0, 1).split(_BLOCK), strict=True):
         expected, found = (torch.log_softmax(logits.double(), -1) for logits in block)
         total += float((expected.exp() * (expected - found)).sum())
-    return total / math.prod(source.shape[:-1])
+    return float(total / math.prod(source.shape[:-1]))

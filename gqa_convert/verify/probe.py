@@ -117,10 +117,11 @@ class Probe:
             found.problem = first_line(problem)
         return found
 
-    @torch.no_grad()
     def _forward(self, model: Any, ids: Tensor, memory: dict[str, Any], **options: Any) -> tuple[Tensor, Any]:
         """The outputs, and the cache, which later steps update in place."""
-        result = model(**{"decoder_input_ids" if self._pairs else "input_ids": ids}, **memory, **options)
+        options["decoder_input_ids" if self._pairs else "input_ids"] = ids
+        with torch.no_grad():
+            result = model(**memory, **options)
         output = result.logits if hasattr(result, "logits") else result.last_hidden_state
         return output.float(), getattr(result, "past_key_values", None)
 
@@ -132,7 +133,7 @@ def _cached_shapes(cache: Any) -> dict[str, Shapes]:
     if hasattr(cache, "self_attention_cache"):
         cross = _cached_shapes(cache.cross_attention_cache)["self"]
         return _cached_shapes(cache.self_attention_cache) | {"cross": cross}
-    found = []
+    found: Shapes = []
     for layer in cache.layers:
         keys = getattr(layer, "keys", None)
         if keys is not None and keys.dim() == 4 and keys.numel():

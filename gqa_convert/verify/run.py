@@ -63,15 +63,14 @@ def _check_stored(report: VerificationReport, inputs: Inputs, progress: Progress
     """
     claims = readable_object(inputs.out / PROVENANCE)
     weights = report.find("files", lambda: open_result(inputs.out, inputs.source))
-    result, modeling = None, inputs.modeling
+    result, modeling, is_own_code = None, inputs.modeling, True
     if weights is not None:
         result = report.find("heads", lambda: read_result(inputs, weights, claims))
     if result is not None:
         modeling = result.modeling
         _check_contents(report, result, progress)
-    is_own_code = modeling is None or result is None
-    if not is_own_code:
-        is_own_code = report.check("modelling file", lambda: check_modelling_file(inputs, modeling))
+        if modeling is not None:
+            is_own_code = report.check("modelling file", lambda: check_modelling_file(inputs, modeling))
     report.check("copied files", lambda: check_copied(inputs, modeling))
     if claims:
         required = result is not None and result.folds

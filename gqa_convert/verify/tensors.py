@@ -112,7 +112,7 @@ class TensorChecks:
         if self._result.folds:
             limits = torch.finfo(ours.dtype)
             mean = group.double().mean(0)
-            return torch.allclose(ours.double(), mean, rtol=limits.eps, atol=limits.tiny * limits.eps)
+            return bool(torch.allclose(ours.double(), mean, rtol=limits.eps, atol=limits.tiny * limits.eps))
         total = group[0].to(_sum_type(ours), copy=True)
         for head in group[1:]:
             total += head

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -23,8 +22,8 @@ from gqa_convert.verify import verify_checkpoint
 from tests.helpers.checkpoints import read_weights
 from tests.helpers.elsewhere import WAYS, generated, logits, logits_in_parts, measure
 from tests.helpers.native import distance
-from tests.helpers.tiny import HEADS, make_checkpoint, make_config
-from tests.helpers.verification import failed
+from tests.helpers.tiny import make_checkpoint, make_config
+from tests.helpers.verification import details, failed
 
 pytestmark = pytest.mark.usefixtures("modeling_files_registered")
 
@@ -46,43 +45,13 @@ def filled(model: nn.Module) -> nn.Module:
     return model.eval()
 
 
-def repeated(tensor: torch.Tensor, count: int) -> torch.Tensor:
-    """The rows of K/V heads, each head as often as its group has query heads."""
-    return tensor.unflatten(0, (count, -1)).repeat_interleave(HEADS // count, 0).flatten(0, 1)
-
-
-@torch.no_grad()
-def with_repeated_heads(result: nn.Module, stock: nn.Module, fused: str | None, head_dim: int) -> nn.Module:
-    """The stock model with the numbers of `result`, each K/V head of a layer repeated for the query heads of its group."""
-    ours = dict(result.named_parameters())
-    for name, parameter in stock.named_parameters():
-        if name not in ours:  # a list of norms, one for each head
-            stem, head, kind = name.rsplit(".", 2)
-            count = COUNTS[int(name.split(".")[2])]
-            parameter.copy_(ours[f"{stem}.{int(head) * count // HEADS}.{kind}"])
-        elif ours[name].shape == parameter.shape:
-            parameter.copy_(ours[name])
-        elif fused and f".{fused}." in name:
-            count = COUNTS[int(name.split(".")[2])]
-            query, key, value = ours[name].split([HEADS * head_dim, count * head_dim, count * head_dim])
-            parameter.copy_(torch.cat([query, repeated(key, count), repeated(value, count)]))
-        else:
-            parameter.copy_(repeated(ours[name], COUNTS[int(name.split(".")[2])]))
-    return stock
-
-
 @pytest.mark.parametrize("model_type", TYPES)
-def test_it_computes_what_the_stock_class_computes_with_the_heads_repeated(model_type: str) -> None:
-    family = FAMILIES[model_type]
-    config = make_config(model_type, num_hidden_layers=4, num_key_value_heads=HEADS)
-    stock = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
-    result = filled(getattr(gqa_by_layer, f"GQA{stock.__name__}")(by_layer(config, COUNTS)))
-    layers = result.base_model.layers
-    head_dim = layers[0].self_attn.head_dim
-    expected = logits(with_repeated_heads(result, stock(config).eval(), family.fused, head_dim))
-    assert distance(logits(result), expected) < 1e-5
-    assert distance(logits_in_parts(result), expected) < 1e-5
-    assert [layer.self_attn.num_key_value_groups for layer in layers] == [HEADS // count for count in COUNTS]
+def test_it_computes_what_the_stock_class_computes_with_the_heads_repeated(model_type: str, tmp_path: Path) -> None:
+    source, out = make_checkpoint(model_type, tmp_path / "source", num_hidden_layers=4), tmp_path / "out"
+    convert_checkpoint(source, out, COUNTS, ConversionOptions(method="mean"))
+    report = verify_checkpoint(out, source)
+    assert failed(report) == {}
+    assert "1 to 12 heads in each of 4 layers" in details(report)["cache heads"]
 
 
 @pytest.mark.parametrize(("model_type", "kinds"), [("gemma2", ["eager"]), ("gemma3_text", ["eager", "gqa"])])

@@ -16,9 +16,11 @@ from gqa_convert.families import decilm
 from gqa_convert.families.loading import load_model
 from gqa_convert.families.modeling.gqa_decilm import DeciLMConfig
 from gqa_convert.families.records import DECILM_SOURCES
+from gqa_convert.verify import verify_checkpoint
 from tests.helpers.elsewhere import WAYS, Elsewhere, measure
 from tests.helpers.native import distance
 from tests.helpers.tiny import HEADS, make_checkpoint
+from tests.helpers.verification import failed
 
 SIZES: dict[str, Any] = {"head_dim": 8, "intermediate_size": 256, "num_hidden_layers": 4, "sliding_window": None}
 COUNTS = [12, 4, 3, 1]
@@ -35,20 +37,6 @@ def sizes(model_type: str) -> dict[str, Any]:
     return {key: value for key, value in SIZES.items() if model_type != "llama" or key != "sliding_window"}
 
 
-@torch.no_grad()
-def with_merged_heads(source: Path, out: Path) -> Any:
-    """The stock model of the source, each K/V head replaced by that of OUT which its group shares."""
-    (stock, _), (result, _) = (load_model(folder, torch.float32) for folder in (source, out))
-    tensors = dict(result.named_parameters())
-    for name, parameter in stock.named_parameters():
-        ours = tensors[name]
-        if ".k_proj." in name or ".v_proj." in name:
-            heads = ours.unflatten(0, (COUNTS[int(name.split(".")[2])], -1))
-            ours = heads.repeat_interleave(HEADS // len(heads), 0).flatten(0, 1)
-        parameter.copy_(ours)
-    return stock
-
-
 @pytest.mark.parametrize("model_type", DECILM_SOURCES)
 def test_it_computes_what_the_stock_class_computes_with_the_heads_repeated(
     model_type: str, elsewhere: Elsewhere, tmp_path: Path
@@ -62,7 +50,8 @@ def test_it_computes_what_the_stock_class_computes_with_the_heads_repeated(
     assert found["class"].startswith("transformers_modules.")
     assert found["class"].endswith("gqa_decilm.DeciLMForCausalLM")
     assert found["info"] == {"missing_keys": [], "unexpected_keys": [], "mismatched_keys": []}
-    expected = measure(with_merged_heads(source, out), list(WAYS))
+    assert failed(verify_checkpoint(out, source)) == {}
+    expected = measure(load_model(out, torch.float32)[0], list(WAYS))
     assert distance(found["logits"], expected["logits"]) < 1e-5
     assert distance(found["logits in parts"], expected["logits"]) < 1e-5
     assert distance(found["eager"]["logits"], expected["logits"]) < 1e-5

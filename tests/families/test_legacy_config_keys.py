@@ -20,29 +20,18 @@ from tests.helpers.verification import failed
 
 def test_legacy_keys() -> None:
     scaled = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 5e5, "partial_rotary_factor": 0.5}
-    assert legacy_config_keys({"rope_parameters": scaled, "dtype": "bfloat16"}) == {
-        "rope_theta": 5e5,
-        "partial_rotary_factor": 0.5,
-        "rope_scaling": {"rope_type": "yarn", "factor": 4.0},
-        "torch_dtype": "bfloat16",
-    }
-    stated = {
-        "rope_theta": 1.0,
-        "rope_scaling": {"type": "linear"},
-        "partial_rotary_factor": 1.0,
-        "torch_dtype": "float16",
-    }
-    assert legacy_config_keys({"rope_parameters": scaled, "dtype": "bfloat16"} | stated) == {}
+    scaling = {"rope_type": "yarn", "factor": 4.0}
+    expected = {"rope_theta": 5e5, "partial_rotary_factor": 0.5, "rope_scaling": scaling, "torch_dtype": "bfloat16"}
+    config = {"rope_parameters": scaled, "dtype": "bfloat16"}
+    assert legacy_config_keys(config) == expected
+    assert legacy_config_keys(config | expected) == {}
+    assert legacy_config_keys({"rope_parameters": None, "dtype": None}) == {}
+    old = {"type": "linear", "factor": 4.0}
+    assert legacy_config_keys({"rope_parameters": old}) == {"rope_scaling": old}
+    truncated = scaling | {"truncate": False}  # which has no other place
+    assert legacy_config_keys({"model_type": "olmo2", "rope_parameters": truncated}) == {"rope_scaling": truncated}
     kinds = {"sliding_attention": {"rope_theta": 1e4}, "full_attention": {"rope_type": "linear", "factor": 8.0}}
     assert legacy_config_keys({"model_type": "olmo3", "rope_parameters": kinds}) == {}  # one base can't say both
-    truncated = {"rope_type": "yarn", "factor": 4.0, "truncate": False}
-    assert legacy_config_keys({"model_type": "olmo2", "rope_parameters": truncated}) == {
-        "rope_scaling": truncated
-    }  # it has no other place
-    assert legacy_config_keys({"rope_parameters": {"type": "linear", "factor": 4.0}}) == {
-        "rope_scaling": {"type": "linear", "factor": 4.0}
-    }
-    assert legacy_config_keys({"rope_parameters": None, "dtype": None}) == {}
 
 
 SCALING: dict[str, dict[str, Any]] = {
@@ -134,6 +123,6 @@ def test_types_with_keys_of_their_own(model_type: str, tmp_path: Path) -> None:
     added = set(config) - set(original) - {"multi_query_attention", "multi_query_group_num"}
     assert added == keys | {"torch_dtype"}
     assert verify_checkpoint(out, str(source), logits=False).passed
-    less = {name: value for name, value in config.items() if name != min(keys)}
-    (out / "config.json").write_text(json.dumps(less))
+    del config[min(keys)]
+    (out / "config.json").write_text(json.dumps(config))
     assert set(failed(verify_checkpoint(out, str(source), logits=False))) == {"config"}

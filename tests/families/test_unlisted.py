@@ -1,7 +1,5 @@
 """Types that stand in no table: those that work as a Llama does convert, and no result of the others appears."""
 
-import hashlib
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,9 @@ from gqa_convert.errors import GQAConvertError, UnsupportedFamilyError
 from gqa_convert.families.loading import load_model
 from gqa_convert.families.records import ALL, FAMILIES, REFUSALS
 from gqa_convert.verify.proof import prover
+from tests.helpers.checkpoints import digests
 from tests.helpers.tiny import make_checkpoint
+from tests.helpers.verification import edit_json
 
 HIDDEN: dict[str, dict[str, Any]] = {
     "cohere": {"use_qk_norm": True},
@@ -27,17 +27,11 @@ HIDDEN: dict[str, dict[str, Any]] = {
 }
 """Types whose records are hidden, norms of keys of three kinds among them."""
 
+LATENT = {"kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
 REFUSED: dict[str, dict[str, Any]] = {
-    "deepseek_v3": {
-        "kv_lora_rank": 16,
-        "q_lora_rank": 24,
-        "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 8,
-        "v_head_dim": 16,
-    },
+    "deepseek_v3": LATENT,
     "diffllama": {},
     "laguna": {"num_attention_heads_per_layer": [12, 24]},
-    "mimo_v2_flash": {},
 }
 """Types that are refused for what no default record states."""
 
@@ -47,12 +41,6 @@ def hide(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for table in (ALL, FAMILIES, REFUSALS):
         if model_type in table:
             monkeypatch.delitem(table, model_type)  # type: ignore[arg-type]
-
-
-def digests(folder: Path) -> dict[str, str]:
-    """SHA-256 of every file but the record of the conversion."""
-    files = [path for path in sorted(folder.iterdir()) if path.name != "gqa_conversion.json"]
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 @pytest.mark.parametrize("model_type", HIDDEN)
@@ -72,19 +60,15 @@ def test_a_hidden_type_has_the_bytes_of_a_listed_one(
 def test_nothing_is_written_of_a_type_that_works_otherwise(
     model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    make_checkpoint(model_type, tmp_path / "source", **REFUSED[model_type])
     with pytest.raises(UnsupportedFamilyError):
-        make_plan(open_checkpoint(saved(model_type, tmp_path / "source")), 3)
+        make_plan(open_checkpoint(tmp_path / "source"), 3)
     hide(model_type, monkeypatch)
     options = ConversionOptions(method="mean")
     with pytest.raises(GQAConvertError) as caught:
         convert_checkpoint(tmp_path / "source", tmp_path / "out", 3, options, prove=prover(tmp_path / "source"))
     assert "\n" not in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
-
-
-def saved(model_type: str, folder: Path) -> Path:
-    """A tiny checkpoint of a type that has no record."""
-    return make_checkpoint(model_type, folder, **REFUSED[model_type])
 
 
 def test_a_result_without_a_proof_does_not_appear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,8 +79,7 @@ def test_a_result_without_a_proof_does_not_appear(tmp_path: Path, monkeypatch: p
 
     def lie(folder: Path) -> None:
         """A wrong result."""
-        config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.5}))
+        edit_json(folder / "config.json", rms_norm_eps=0.5)
         prover(source)(folder)
 
     with pytest.raises(UnsupportedFamilyError, match="failed the proof") as caught:
@@ -107,9 +90,7 @@ def test_a_result_without_a_proof_does_not_appear(tmp_path: Path, monkeypatch: p
 
 def test_a_config_without_the_key_is_unknown(tmp_path: Path) -> None:
     folder = make_checkpoint("llama", tmp_path / "source")
-    config = json.loads((folder / "config.json").read_text())
-    del config["num_key_value_heads"]
-    (folder / "config.json").write_text(json.dumps(config | {"model_type": "no_such_type"}))
+    edit_json(folder / "config.json", num_key_value_heads=None, model_type="no_such_type")
     with pytest.raises(UnsupportedFamilyError, match="is unknown"):
         make_plan(open_checkpoint(folder), 3)
 
@@ -117,9 +98,8 @@ def test_a_config_without_the_key_is_unknown(tmp_path: Path) -> None:
 def test_values_for_each_layer_are_never_ignored(tmp_path: Path) -> None:
     """transformers' Llama with them loads with all heads in every layer."""
     folder = make_checkpoint("llama", tmp_path / "source")
-    config = json.loads((folder / "config.json").read_text())
-    config |= {"per_layer_config": {"1": {"num_key_value_heads": 3}}, "allow_global_per_layer_attribute_access": True}
-    (folder / "config.json").write_text(json.dumps(config))
+    layers = {"1": {"num_key_value_heads": 3}}
+    edit_json(folder / "config.json", per_layer_config=layers, allow_global_per_layer_attribute_access=True)
     for read in (lambda: make_plan(open_checkpoint(folder), 3), lambda: load_model(folder, "auto")):
         with pytest.raises(UnsupportedFamilyError, match="per_layer_config") as caught:
             read()

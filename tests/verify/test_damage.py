@@ -1,6 +1,5 @@
 """Whatever is wrong with the files of a result, or with what it claims, fails the check that is about it."""
 
-import hashlib
 import json
 import math
 import shutil
@@ -122,14 +121,6 @@ def add(name: str) -> Damage:
     return damage
 
 
-def index(**changes: Any) -> Damage:
-    def damage(out: Path, _: Path) -> None:
-        path = out / "model.safetensors.index.json"
-        edit_json(path, metadata=json.loads(path.read_text())["metadata"] | changes)
-
-    return damage
-
-
 def misplace(out: Path, _: Path) -> None:
     path = out / "model.safetensors.index.json"
     placed = json.loads(path.read_text())["weight_map"]
@@ -137,28 +128,15 @@ def misplace(out: Path, _: Path) -> None:
     edit_json(path, weight_map=placed | {KEY: other})
 
 
-def inside(key: str, **changes: Any) -> Damage:
-    """Change entries of an object in the config."""
-
-    def damage(out: Path, _: Path) -> None:
-        edit_json(out / "config.json", **{key: json.loads((out / "config.json").read_text())[key] | changes})
-
-    return damage
+def inside(file: str, key: str, **changes: Any) -> Damage:
+    """Change entries of an object in a file."""
+    return lambda out, _: edit_json(out / file, **{key: json.loads((out / file).read_text())[key] | changes})
 
 
 def claim_errors(change: Callable[[dict[str, float]], dict[str, float]]) -> Damage:
     def damage(out: Path, _: Path) -> None:
         errors = json.loads((out / "gqa_conversion.json").read_text())["merge_error"]
         claim(out, merge_error=errors | change(errors))
-
-    return damage
-
-
-def without_claim(key: str) -> Damage:
-    def damage(out: Path, _: Path) -> None:
-        record = json.loads((out / "gqa_conversion.json").read_text())
-        del record[key]
-        (out / "gqa_conversion.json").write_text(json.dumps(record))
 
     return damage
 
@@ -211,20 +189,6 @@ def turned(*pairs_shape: int) -> Damage:
     return damage
 
 
-def in_another_subspace(out: Path, source: Path) -> None:
-    """Shared values whose rows span other vectors than the best ones, with the outputs that suit them."""
-    order = json.loads((out / "gqa_conversion.json").read_text())["head_order"].get(STEM, list(range(12)))
-    values = tensor_of(source, f"{STEM}.v_proj.weight").double().unflatten(0, (12, WIDTH))[order]
-    outputs = tensor_of(source, f"{STEM}.o_proj.weight").double().T.unflatten(0, (12, WIDTH))[order]
-    shared = tensor_of(out, f"{STEM}.v_proj.weight").double().unflatten(0, (3, WIDTH))
-    noise = torch.randn(shared.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    shared = shared + 0.1 * shared.std() * noise
-    # a head's output O V x is replaced by the nearest one that the shared values V' allow, O V pinv(V') V' x
-    maps = values @ torch.linalg.pinv(shared).repeat_interleave(4, 0)
-    put(out, f"{STEM}.o_proj.weight", (maps.mT @ outputs).flatten(0, 1).T)
-    put(out, f"{STEM}.v_proj.weight", shared)
-
-
 LLAMA, FACTORED, SMALL = ("llama", 3), ("llama, float32", 3, "factor"), ("qwen2", 3, "factor")
 BIASED, CONV1D, FUSED, CROSSED = ("neox", 3, "factor"), ("gpt2", 3, "factor"), ("gpt_neox", 4), ("gpt2, cross", 4)
 VALUES, OTHER = f"{STEM}.values", "model.layers.7.self_attn"
@@ -267,7 +231,7 @@ DAMAGE: dict[str, tuple[tuple[Any, ...], Damage, set[str]]] = {
     "folded bias off": (("neox", 3), nudge(SIGNED, 1e-5), UNTOUCHED),
     "gain of the neutral norm": (("neox", 3), scale("model.layers.1.input_layernorm.weight", 1.001), UNTOUCHED),
     "one layer more": (("neox", 3), add("model.layers.2.mlp.fc1.weight"), NAMES),
-    "rotary base": (("neox", 3), inside("rope_parameters", rope_theta=501.0), CONFIG),
+    "rotary base": (("neox", 3), inside("config.json", "rope_parameters", rope_theta=501.0), CONFIG),
     "rotary scaling for old clients": (("neox, tied", 3), config(rope_scaling=None), CONFIG),
     "the other home": (("neox", 3), config(model_type="starcoder2"), CONFIG),
     "SOURCE's type": (("neox", 3), config(model_type="gpt_neox"), {"heads"}),
@@ -290,7 +254,7 @@ DAMAGE: dict[str, tuple[tuple[Any, ...], Damage, set[str]]] = {
     "no weights": (LLAMA, delete("*.safetensors*"), FILES),
     "index names another file": (LLAMA, misplace, FILES),
     "index is no JSON": (LLAMA, write("model.safetensors.index.json", "{"), FILES),
-    "wrong total": (LLAMA, index(total_size=12), {"index"}),
+    "wrong total": (LLAMA, inside("model.safetensors.index.json", "metadata", total_size=12), {"index"}),
     "changed tokenizer": (LLAMA, lambda out, _: edit_json(out / "tokenizer.json", version="2"), CARRIED),
     "missing template": (LLAMA, delete("chat_template.jinja"), CARRIED),
     "new code": (LLAMA, write("modeling.py", "x"), CARRIED),
@@ -307,8 +271,12 @@ DAMAGE: dict[str, tuple[tuple[Any, ...], Damage, set[str]]] = {
     "stock type": (("t5", 4), config(model_type="t5"), CONFIG),
     "stock class": (("t5", 4), config(architectures=["T5ForConditionalGeneration"]), CONFIG),
     "no auto_map": (("t5", 4), without("auto_map"), CONFIG | CODE),
-    "another class": (("gpt_neo", 4), inside("auto_map", AutoModelForCausalLM="evil.Model"), CONFIG | CODE),
-    "a tokenizer's code": (("gpt_neo", 4), inside("auto_map", AutoTokenizer="evil.Tokenizer"), CONFIG),
+    "another class": (
+        ("gpt_neo", 4),
+        inside("config.json", "auto_map", AutoModelForCausalLM="evil.Model"),
+        CONFIG | CODE,
+    ),
+    "a tokenizer's code": (("gpt_neo", 4), inside("config.json", "auto_map", AutoTokenizer="evil.Tokenizer"), CONFIG),
     "no tokenizer class": (("mpt", 4), without("tokenizer_class"), CONFIG),
     "encoder's count in the config": (("bart", 4), config(encoder_num_key_value_heads=4), CONFIG),
     "encoder's count missing": (("bart", 4, "encoder"), without("encoder_num_key_value_heads"), CONFIG),
@@ -328,7 +296,6 @@ DAMAGE: dict[str, tuple[tuple[Any, ...], Damage, set[str]]] = {
     "cross-attention's heads": (("t5", 4), claims(cross_kv_bytes_per_encoder_token=CROSS_BYTES), CLAIMS),
     "no cross-attention cache": (("t5", 4), claims(cross_kv_bytes_per_encoder_token=None), CLAIMS),
     "a cross-attention cache": (("gpt2", 4), claims(cross_kv_bytes_per_encoder_token=CROSS_BYTES), CLAIMS),
-    "claims no hashes": (LLAMA, without_claim("result"), HASHES),
     "a list for hashes": (SMALL, claims(result=[]), HASHES),
     "a number for a hash": (SMALL, claims(result={"files": [1]}), HASHES),
     "no hashes": (SMALL, claims(result={"files": {}}), HASHES),
@@ -338,7 +305,6 @@ DAMAGE: dict[str, tuple[tuple[Any, ...], Damage, set[str]]] = {
     "a query's sign": (FACTORED, scale(f"{STEM}.q_proj.weight", -1, 0, WIDTH), FUNCTIONS),
     "an output row nudged": (FACTORED, nudge(f"{STEM}.o_proj.weight", 0.02), FUNCTIONS),
     "the mean": (FACTORED, mean_of_all, FUNCTIONS),
-    "values of another subspace": (FACTORED, in_another_subspace, FUNCTIONS),
     "wrong rotary pairs": (FACTORED, turned(WIDTH // 2, 2), FUNCTIONS),
     "NaN in a query": (FACTORED, filled(f"{STEM}.q_proj.weight", math.nan), MERGED | FUNCTIONS),
     "another shape": (
@@ -465,21 +431,12 @@ def test_one_bad_module_does_not_hide_in_a_good_fit(made: Made, tmp_path: Path) 
 def test_one_bit_of_what_can_t_be_recomputed(made: Made, tmp_path: Path, row: tuple[Any, ...]) -> None:
     """No other check sees it; the hash that was recorded does."""
     out, source = damaged(made, row, lambda *_: None, tmp_path)
-    record = json.loads((out / "gqa_conversion.json").read_text())["result"]["files"]
-    assert set(record) == {path.name for path in out.glob("*.safetensors")}
-    output = "self_attn.dense.weight" if row[0] == "neox" else "o_proj.weight"
-    for file in out.glob("*.safetensors"):
-        raw = bytearray(file.read_bytes())
-        length = int.from_bytes(raw[:8], "little")
-        places = [entry for key, entry in json.loads(raw[8 : 8 + length]).items() if key.endswith(output)]
-        if places:
-            break
-    raw[8 + length + places[0]["data_offsets"][0]] ^= 1
-    file.write_bytes(raw)
+    record = (out / "gqa_conversion.json").read_text()
+    edit(out, f"{STEM}.{'dense' if row[0] == 'neox' else 'o_proj'}.weight", flip(0))
+    (out / "gqa_conversion.json").write_text(record)
     found = failed(verify_checkpoint(out, source, logits=False))
     assert set(found) == {"hashes"}
-    told = f"{file.name} has SHA-256 {hashlib.sha256(raw).hexdigest()}, expected {record[file.name]['sha256']}"
-    assert told in found["hashes"]
+    assert "it has changed since it was written" in found["hashes"]
 
 
 def test_heads_with_alibi_may_not_change_places(made: Made, tmp_path: Path) -> None:

@@ -221,14 +221,6 @@ def test_a_rewriting_that_computes_something_else_is_found(tmp_path: Path, monke
     assert set(failed(verify_checkpoint(tmp_path / "out", source))) == {"rewritten source"}
 
 
-def test_biases_that_stock_classes_pass_over(tmp_path: Path) -> None:
-    """A config without them beside a file with them: the source's class passes over what the rewritten source has."""
-    source = make_source("gpt_neox", tmp_path / "source")
-    edit_json(source / "config.json", attention_bias=False)
-    convert_checkpoint(source, tmp_path / "out", 3, MEAN)
-    assert "rewritten source" in failed(verify_checkpoint(tmp_path / "out", source))
-
-
 # Sources of other kinds
 # ---------------------------------------------------------------------------------------------------------
 

@@ -10,9 +10,10 @@ from gqa_convert.checkpoint.item_bytes import ITEM_BYTES
 from gqa_convert.checkpoint.provenance import BeforeAfter
 from gqa_convert.checkpoint.source import Checkpoint
 from gqa_convert.checkpoint.strict_json import JsonObject
-from gqa_convert.families.engines import computes_otherwise, listed_in, run_in
+from gqa_convert.families.engines import computes_otherwise
 from gqa_convert.families.geometry import AttentionKind, AttentionLayer
 from gqa_convert.families.layouts import Section
+from gqa_convert.families.records import record_of
 from gqa_convert.families.table import Family, Modeling
 from gqa_convert.families.windows import window_of
 from gqa_convert.merging.absorption_limits import AbsorptionLimits
@@ -168,7 +169,7 @@ class Plan:
     def loads_in(self) -> frozenset[str]:
         """Engines that have loaded a result of this kind without custom code."""
         if self.modeling:
-            engines = run_in(self.config["model_type"])
+            engines = record_of(self.config).run_in
         else:
             engines = frozenset({"transformers"}) if self.family.modeling else self.family.engines
         return frozenset(engine for engine in engines if not computes_otherwise(engine, self.config))
@@ -176,7 +177,7 @@ class Plan:
     @property
     def listed_in(self) -> frozenset[str]:
         """Further software whose list of architectures has the result's type, which was not seen to load it."""
-        return listed_in(self.config["model_type"])
+        return record_of(self.config).listed_in
 
     @property
     def weight_bytes_after(self) -> int:
