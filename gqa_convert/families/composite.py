@@ -1,4 +1,4 @@
-"""The decoder inside a wrapper, such as a vision-language model: its config and its record."""
+"""The decoder inside a composite model, such as a vision-language model: its config and its record."""
 
 import copy
 from dataclasses import replace
@@ -32,14 +32,14 @@ def is_composite(config: Config) -> bool:
 def decoder_section(config: Config) -> str | None:
     """The key of the decoder's own config in a config.json; None where the config itself is the decoder's.
 
-    Early configs of wrappers such as qwen2_vl state the decoder's keys beside those of the wrapper.
+    Early configs of composite models such as qwen2_vl state the decoder's keys beside their own.
     """
     return SECTION if is_composite(config) and isinstance(config.get(SECTION), dict) else None
 
 
 def decoder_config(config: Config) -> JsonObject:
-    """The config of the model's decoder, with what it leaves to the defaults of its class: of a wrapper the nested
-    config, of any other model the config itself.
+    """The config of the model's decoder, with what it leaves to the defaults of its class: of a
+    composite model the nested config, of any other model the config itself.
 
     Args:
         config: what config.json holds.
@@ -52,24 +52,24 @@ def decoder_config(config: Config) -> JsonObject:
     return {**record_of(stated).defaults, **stated}
 
 
-def composite_family(wrapper: str, decoder: Family) -> Family:
-    """The record of a wrapper: its decoder's, found only behind the prefixes of a wrapped decoder.
+def composite_family(model_type: str, decoder: Family) -> Family:
+    """The record of a composite model: its decoder's, found only behind the prefixes of one inside another model.
 
     Args:
-        wrapper: its model type.
+        model_type: of the composite model.
         decoder: the record of the decoder that it wraps.
 
     Raises:
-        UnsupportedFamilyError: the decoder has no form with fewer K/V heads that the wrapper's class can hold.
+        UnsupportedFamilyError: the decoder has no form with fewer K/V heads that the composite model's class can hold.
     """
     if not decoder.native or decoder.encoder is not None or decoder.kv_heads != "stated":
         raise UnsupportedFamilyError(
-            f"model type {wrapper} can't be converted with a {decoder.model_type} inside: transformers has no class of "
+            f"model type {model_type} can't be converted with a {decoder.model_type} inside: transformers has no class of "
             f"{decoder.model_type} with a K/V-head count, and a modelling file can't stand inside another model"
         )
     return replace(
         decoder,
-        model_type=wrapper,
+        model_type=model_type,
         prefixes=PREFIXES,
         is_composite=True,
         run_in=frozenset(),
@@ -82,13 +82,13 @@ def composite_family(wrapper: str, decoder: Family) -> Family:
 
 
 def with_kv_heads(config: Config, family: Family, keys: JsonObject) -> JsonObject:
-    """A copy of a wrapper's config whose decoder has other K/V-head keys.
+    """A copy of a composite model's config whose decoder has other K/V-head keys.
 
-    A key that the wrapper repeats beside its decoder's config gets the same value there.
+    A key that stands beside the decoder's config too gets the same value there.
 
     Args:
         config: what the source's config.json holds.
-        family: the wrapper's record.
+        family: the composite model's record.
         keys: the values of the keys, which are not nested.
     """
     result: JsonObject = copy.deepcopy(dict(config))

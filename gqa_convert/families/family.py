@@ -234,7 +234,7 @@ class Family:
         return self.modeling is not None and self.modeling.model_type == self.model_type
 
     def owns(self, name: str) -> bool:
-        """Whether a module, tensor or parameter can belong to the family's layers; always true outside a wrapper."""
+        """Whether a module, tensor or parameter can belong to the family's layers; always true outside a composite."""
         if not self.is_composite:
             return True
         return any(name.startswith(f"{prefix}{place}.") for prefix in self.prefixes for place, _ in self.layers)

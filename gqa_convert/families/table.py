@@ -21,7 +21,7 @@ __all__ = [
 
 
 def family_of(config: Config) -> Family:
-    """The record of a checkpoint, which for a wrapper follows from the decoder inside.
+    """The record of a checkpoint, which for a composite model follows from the decoder inside.
 
     Args:
         config: what config.json holds.
@@ -38,7 +38,13 @@ def family_of(config: Config) -> Family:
             "the layers differ in their number of K/V heads already (per_layer_config): convert the source that they were made of"
         )
     if is_composite(config):
-        return _composite(str(model_type), decoder["model_type"])
+        try:
+            inside = INNER.get(decoder["model_type"]) or find_family(decoder["model_type"])
+        except UnsupportedFamilyError as problem:
+            raise UnsupportedFamilyError(
+                f"the decoder inside this {model_type} can't be converted: {problem}"
+            ) from None
+        return composite_family(str(model_type), inside)
     one_kv_head_key = record_of(config).one_kv_head_key
     if one_kv_head_key and config.get(one_kv_head_key) is False:
         return record_of(config)
@@ -64,15 +70,6 @@ def check_per_layer_config(config: Config, where: str) -> None:
             f"{where} has per_layer_config, which transformers' class of {decoder.get('model_type')} ignores, so that all "
             "layers would have one number of K/V heads: use the folder that it was made from"
         )
-
-
-def _composite(wrapper: str, decoder: str) -> Family:
-    """The record of a wrapper of a decoder."""
-    try:
-        found = INNER.get(decoder) or find_family(decoder)
-    except UnsupportedFamilyError as problem:
-        raise UnsupportedFamilyError(f"the decoder inside this {wrapper} can't be converted: {problem}") from None
-    return composite_family(wrapper, found)
 
 
 def find_family(model_type: object) -> Family:

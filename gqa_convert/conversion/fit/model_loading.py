@@ -118,7 +118,7 @@ def find_modules(model: Any, names: Sequence[str]) -> dict[str, str]:
     """The name of each module in the loaded model.
 
     Prefixes differ between files and memory (`h.0.attn` is loaded as `transformer.h.0.attn`). Therefore, the module
-    whose name shares the longest end with the given one, including the layer's number, is the match. In a wrapper, only
+    whose name shares the longest end with the given one, including the layer's number, is the match. In a composite, only
     modules of the decoder inside count.
 
     Args:
