@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from gqa_convert.conversion.rewriting.stock_form import DECODERS
-from gqa_convert.families.engines import ENGINES, listed_in, run_in
-from gqa_convert.families.records import DECILM_SOURCES
+from gqa_convert.families.engines import ENGINES
+from gqa_convert.families.records import DECILM_SOURCES, record_of
 from gqa_convert.families.table import COMPOSITES, FAMILIES, REWRITTEN
 
 DOCUMENT = Path(__file__).with_name("supported-models.md")
@@ -93,7 +93,8 @@ A dry run names the reason: most refused types are encoders, have no K/V heads (
 
 def engines(model_type: str) -> str:
     """What is known of a type in each engine besides transformers, as cells."""
-    run, listed = run_in(model_type), listed_in(model_type)
+    record = record_of({"model_type": model_type})
+    run, listed = record.run_in, record.listed_in
     return " | ".join("yes" if name in run else "listed" if name in listed else "" for name in ENGINES[1:])
 
 
