@@ -54,10 +54,6 @@ class NoLanguageModelError(GQAConvertError):
     """The checkpoint lacks the language-model head that the task needs."""
 
 
-class RemoteHeadersError(UnsupportedFormatError):
-    """The format of the weights does not allow their tensors to be listed without a download."""
-
-
 class GroupsError(GQAConvertError):
     """The number of groups does not fit the number of heads."""
 

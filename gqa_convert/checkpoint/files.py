@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import NoReturn
 
 from gqa_convert.checkpoint import formats
-from gqa_convert.checkpoint.ownership import some
 from gqa_convert.checkpoint.signed_card import is_set_aside
 from gqa_convert.errors import CorruptCheckpointError
 
@@ -15,9 +14,10 @@ from gqa_convert.errors import CorruptCheckpointError
 class LocalFiles:
     """The files of a local folder, without hidden files, Python caches and a user's README that gave way to a card.
 
-    Links are followed where they stay inside the folder or lead to the files that the Hub's cache keeps for the same
-    repository. Other links may show any file of this machine, and are listed in `links_out`. Weights and the config may
-    be links to any place: what is read from them is numbers and a model's description, and anything else is refused.
+    Links to files are followed where they stay inside the folder or lead to the files that the Hub's cache keeps for the
+    same repository. Other links may show any file of this machine, and they and links to folders are listed in
+    `links_out`. Weights and the config may be links to any place: what is read from them is numbers and a model's
+    description, and anything else is refused.
 
     Attributes:
         folder: the folder.
@@ -25,7 +25,7 @@ class LocalFiles:
         commit: of a snapshot in the Hub's cache.
         unreachable: why the Hub was not asked for a newer one.
         sizes: size in bytes by path relative to it, with forward slashes.
-        links_out: the links that lead out of the folder and are not in `sizes`.
+        links_out: the links that are not followed.
     """
 
     def __init__(self, folder: Path, name: str, commit: str | None = None, unreachable: str | None = None) -> None:
@@ -36,13 +36,10 @@ class LocalFiles:
         self.unreachable = unreachable
         self.sizes: dict[str, int] = {}
         links_out: list[str] = []
-        for root, folders, names in os.walk(folder, followlinks=True, onerror=_refuse):
+        for root, folders, names in os.walk(folder, onerror=_refuse):
             here = Path(root)
-            if here.resolve() in (above.resolve() for above in here.parents if above.is_relative_to(folder)):
-                folders.clear()  # the folder is a link to one of its parents
-                continue
             visible = sorted(name for name in folders if not name.startswith(".") and name != "__pycache__")
-            folders[:] = [name for name in visible if not leads_out(here / name, folder)]
+            folders[:] = [name for name in visible if not (here / name).is_symlink()]
             links_out += [f"{(here / name).relative_to(folder)}/" for name in visible if name not in folders]
             for path in sorted(here / name for name in names if not name.startswith(".")):
                 name = path.relative_to(folder).as_posix()
@@ -115,10 +112,3 @@ def leads_out(path: Path, folder: Path) -> bool:
         return any(part.startswith(".") for part in target.relative_to(root).parts)
     blobs = (parent.parent / "blobs" for parent in root.parents if parent.name == "snapshots")
     return target.parent not in (Path(os.path.realpath(each)) for each in blobs)
-
-
-def links_note(links_out: tuple[str, ...]) -> list[str]:
-    """Return a note on links that lead out of a checkpoint's folder, if there are any."""
-    if not links_out:
-        return []
-    return [f"links that lead out of the folder are not copied: {some(links_out)}"]

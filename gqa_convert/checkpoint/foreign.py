@@ -3,11 +3,9 @@
 Adapters, training checkpoints, foreign formats and Git LFS pointers.
 """
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from fnmatch import fnmatch
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from gqa_convert.errors import CorruptCheckpointError, SourceNotFoundError, UnsupportedFormatError
 
@@ -62,17 +60,13 @@ def refuse_foreign_weights(names: Sequence[str], where: str, *, parts: Sequence[
 
 
 def refuse_adapter(files: "CheckpointFiles") -> None:
-    """Raise UnsupportedFormatError if a folder holds an adapter, with its base model. Beside a whole model, transformers
-    with peft would load the adapter's base model instead.
+    """Raise UnsupportedFormatError if a folder holds an adapter. Beside a whole model, transformers with peft would load
+    the adapter's base model instead.
     """
     if _ADAPTER not in files.sizes:
         return
-    base: Any = None
-    with suppress(ValueError, AttributeError):
-        base = json.loads(files.read(_ADAPTER, 0, files.sizes[_ADAPTER])).get("base_model_name_or_path")
-    of = f" of {base}" if base and isinstance(base, str) else ""
     raise UnsupportedFormatError(
-        f"{files.name} holds an adapter{of} ({_ADAPTER}): merge it into its base model (peft's merge_and_unload), save that with its tokenizer, "
+        f"{files.name} holds an adapter ({_ADAPTER}): merge it into its base model (peft's merge_and_unload), save that with its tokenizer, "
         "and convert it; or, to convert a model without it, move adapter_* to another folder"
     )
 

@@ -42,26 +42,6 @@ class Machine:
     versions: Mapping[str, str]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measurement:
-    """The head of a measurement's JSON.
-
-    Attributes:
-        kind: the command that measured, such as `evaluate` or `benchmark`; `publish` recognises files by it.
-        created: the time in UTC, as 2025-01-31T12:00:00Z.
-        command: the command line; None from Python.
-        machine: the machine and the software.
-    """
-
-    kind: str
-    created: str
-    command: list[str] | None
-    machine: Machine
-
-    def as_json(self) -> JsonObject:
-        return asdict(self)
-
-
 def machine(device: str = "cpu") -> Machine:
     """Describe the machine and the software for a computation on a device, such as `cpu` or `cuda:0`."""
     name, memory = _processor(), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -118,16 +98,16 @@ def _left_by_limits() -> Iterator[int]:
                     yield int((folder / limit).read_text()) - int((folder / used).read_text()) + cached
 
 
-def measurement(kind: str, command: list[str] | None, device: str = "cpu") -> Measurement:
-    """Return the head of a measurement that is made now.
+def measurement(kind: str, command: list[str] | None, device: str = "cpu") -> JsonObject:
+    """Return the head of the JSON of a measurement that is made now: what measured, when in UTC, and on what.
 
     Args:
-        kind: the command that measured, such as `evaluate` or `benchmark`.
+        kind: the command that measured, such as `evaluate` or `benchmark`; `publish` recognises files by it.
         command: the command line, or None from Python.
         device: the device of the computation.
     """
     created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    return Measurement(kind=kind, created=created, command=command, machine=machine(device))
+    return {"kind": kind, "created": created, "command": command, "machine": asdict(machine(device))}
 
 
 def _processor() -> str:

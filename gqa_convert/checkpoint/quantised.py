@@ -1,9 +1,8 @@
 """Quantised weights: how a checkpoint shows that it holds them, and how each kind is dequantised."""
 
-import json
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
 from gqa_convert.checkpoint.headers import DTYPE_BITS
@@ -25,12 +24,22 @@ _ORIGINAL = "convert the unquantised checkpoint that it was made from"
 
 def quantisation_method(config: Mapping[str, Any]) -> str | None:
     """The method by which a config, or a config inside it, says that the weights are quantised; None if none does."""
-    return next((method for _, _, method in _stated(config)), None)
+    described = described_quantisation(config)
+    if isinstance(described, Mapping):
+        described = described.get("quant_method", "unnamed method")
+    return None if described is None else str(described)
 
 
-def described_quantisation(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What a config, or a config inside it, says of the quantisation; empty if it says nothing."""
-    return next((value for _, value, _ in _stated(config) if isinstance(value, Mapping)), {})
+def described_quantisation(config: Mapping[str, Any]) -> Any:
+    """What a config, or a config inside it, says of the quantisation; None if it says nothing."""
+    for key in ("quantization_config", "compression_config"):
+        if config.get(key) is not None:
+            return config[key]
+    mlx = config.get("quantization")
+    if isinstance(mlx, Mapping) and "bits" in mlx:
+        return mlx
+    inner = (described_quantisation(value) for value in config.values() if isinstance(value, Mapping))
+    return next((described for described in inner if described is not None), None)
 
 
 def without_quantisation(config: Config) -> JsonObject:
@@ -54,39 +63,14 @@ def refuse_quantised_config(config: Mapping[str, Any], source: str, where: str) 
         source: the checkpoint, as the user named it.
         where: the config in messages.
     """
-    for key, value, method in _stated(config):
-        if not value:
-            raise UnsupportedFormatError(
-                f"{where} has {key} = {json.dumps(value)}, which transformers cannot load: remove the key if the weights are not quantised"
-            )
-        advice = _ORIGINAL
-        if method in RESTORED:
-            command = shlex.join(["gqa-convert", "convert", source, "PLAIN", "--groups", "N"])
-            advice = f"`{command}` writes them dequantised in bfloat16, and with the source's own number of K/V heads it changes nothing else"
-        raise UnsupportedFormatError(f"{where} says that the weights are quantised ({method}): {advice}")
-
-
-def _stated(config: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
-    """The keys that describe quantised weights, with their values and the name of the method."""
-    for key, value in config.items():
-        # transformers looks up a quantisation method even if quantization_config is empty
-        if (key == "quantization_config" and value is not None) or (key == "compression_config" and value):
-            yield key, value, _method(value)
-        elif key == "quantization" and isinstance(value, Mapping) and "bits" in value:
-            yield key, value, "mlx"
-        elif isinstance(value, Mapping):
-            yield from _stated(value)
-
-
-def _method(value: Any) -> str:
-    if not isinstance(value, Mapping):
-        return str(value)
-    method = value.get("quant_method")
-    if method is None and {"group_size", "bits"} <= value.keys():
-        return "mlx"  # mlx repeats its own key here, without a method
-    if method is None and (value.get("load_in_4bit") or value.get("load_in_8bit")):
-        return "bitsandbytes"
-    return "unnamed method" if method is None else str(method)
+    method = quantisation_method(config)
+    if method is None:
+        return
+    advice = _ORIGINAL
+    if method in RESTORED:
+        command = shlex.join(["gqa-convert", "convert", source, "PLAIN", "--groups", "N"])
+        advice = f"`{command}` writes them dequantised in bfloat16, and with the source's own number of K/V heads it changes nothing else"
+    raise UnsupportedFormatError(f"{where} says that the weights are quantised ({method}): {advice}")
 
 
 def refuse_quantised_tensor(name: str, dtype: str, where: str) -> None:

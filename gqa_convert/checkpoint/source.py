@@ -10,17 +10,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gqa_convert.checkpoint import foreign, formats, quantised
-from gqa_convert.checkpoint.files import LocalFiles, is_utf8, links_note
+from gqa_convert.checkpoint.files import LocalFiles, is_utf8
 from gqa_convert.checkpoint.headers import LENGTH_BYTES, Header, TensorEntry, header_bytes, parse_header
 from gqa_convert.checkpoint.hub import CheckpointFiles, HubFiles, open_hub_files
 from gqa_convert.checkpoint.item_bytes import ITEM_BYTES
+from gqa_convert.checkpoint.ownership import some
 from gqa_convert.checkpoint.paths import expanded
 from gqa_convert.checkpoint.strict_json import JsonObject, parse_object
 from gqa_convert.errors import (
     ConfigError,
     CorruptCheckpointError,
     GQAConvertError,
-    RemoteHeadersError,
     SourceNotFoundError,
     UnsupportedFormatError,
 )
@@ -76,7 +76,7 @@ class Checkpoint:
     sizes: dict[str, int]
     """Size in bytes of every file."""
     links_out: tuple[str, ...] = ()
-    """Links that lead out of the folder, which are not copied."""
+    """Links to folders or out of the folder, which are not followed."""
     unreachable: str | None = None
     """Why the files are those of an earlier download: the Hub's answer to the question for newer ones."""
     result_dtypes: Mapping[str, str] = field(default_factory=dict)
@@ -103,7 +103,11 @@ class Checkpoint:
     @property
     def notes(self) -> list[str]:
         """Sentences on what the user may not expect of the files."""
-        notes = [*self.rewriting_notes, *links_note(self.links_out)]
+        notes = [*self.rewriting_notes]
+        if self.links_out:
+            notes.append(
+                f"links to folders and links that lead out of the folder are not copied: {some(self.links_out)}"
+            )
         if self.unreachable is not None:
             notes.append(
                 f"the Hub was not asked for the newest commit of {self.source_id} ({self.unreachable}): the files are those of commit "
@@ -145,7 +149,8 @@ def open_checkpoint(
         source: a folder, or a Hub id such as `org/name`. An existing path takes precedence.
         revision: branch, tag or commit on the Hub.
         download: download the whole checkpoint into the Hub's cache, so that `folder` is set. Otherwise only the config,
-            the index and the tensor headers of a remote checkpoint are read, through range requests.
+            the index and the tensor headers of a remote checkpoint are read, through range requests; `.bin` files have no
+            headers that could be read first, and are downloaded in any case.
         quantised: accept weights that are quantised by one of `quantised.RESTORED`.
 
     Raises:
@@ -175,19 +180,11 @@ def open_checkpoint(
     return read_checkpoint(open_hub_files(name, revision), quantised=quantised, download=download)
 
 
-def open_headers(source: str | Path, revision: str | None, *, quantised: bool = False) -> Checkpoint:
-    """Open a checkpoint as `open_checkpoint` does, and download it only if its headers can't be read otherwise."""
-    try:
-        return open_checkpoint(source, revision=revision, quantised=quantised)
-    except RemoteHeadersError:  # `.bin` files have no headers that could be read first
-        return open_checkpoint(source, revision=revision, quantised=quantised, download=True)
-
-
 def download_checkpoint(opened: Checkpoint, revision: str | None) -> Checkpoint:
     """Return a checkpoint in a local folder; a remote one is downloaded at the commit whose headers were read.
 
     Args:
-        opened: by `open_headers`.
+        opened: by `open_checkpoint`.
         revision: the one that it was opened with.
     """
     if opened.folder is not None:
@@ -205,7 +202,7 @@ def open_local(source: str | Path, revision: str | None, check: Callable[[Checkp
         revision: branch, tag or commit on the Hub.
         check: called with a remote checkpoint before the download; an exception prevents the download.
     """
-    opened = open_headers(source, revision)
+    opened = open_checkpoint(source, revision=revision)
     if opened.folder is None:
         check(opened)
     return download_checkpoint(opened, revision)
@@ -236,7 +233,8 @@ def read_checkpoint(files: CheckpointFiles, *, quantised: bool = False, download
         weight_map, metadata = _read_index(files, chosen)
         names = sorted(set(weight_map.values()))
     left_behind = _unread_weights(files, {chosen, *names})
-    if download:
+    is_torch = chosen in (formats.TORCH_SINGLE, formats.TORCH_INDEX)
+    if download or is_torch:
         files = files.download(left_behind)
     if files.folder is None:
         with ThreadPoolExecutor(8) as pool:  # network latency dominates
@@ -253,7 +251,7 @@ def read_checkpoint(files: CheckpointFiles, *, quantised: bool = False, download
         revision=files.commit,
         folder=files.folder,
         config=config,
-        weights_format="torch" if chosen in (formats.TORCH_SINGLE, formats.TORCH_INDEX) else "safetensors",
+        weights_format="torch" if is_torch else "safetensors",
         shards=tuple(shards),
         index_metadata=metadata,
         carried=carried,
@@ -324,10 +322,7 @@ def _read_shard(files: CheckpointFiles, file: str) -> Shard:
         length = header_bytes(files.read(file, 0, min(size, LENGTH_BYTES)), size)
         header = parse_header(files.read(file, 0, length), size, f"{files.name}/{file}")
         return Shard(file, size, header, False, modified_ns)
-    if path is None:
-        raise RemoteHeadersError(
-            f"{files.name} holds {file} and no safetensors, so that its tensors cannot be listed remotely: download it and name the folder"
-        )
+    assert path is not None
     from gqa_convert.checkpoint.torch_files import read_torch_header
 
     return Shard(file, size, *read_torch_header(path), modified_ns)

@@ -17,7 +17,7 @@ from gqa_convert.checkpoint.provenance import (
 )
 from gqa_convert.checkpoint.publication import StagedFolder, check_destination
 from gqa_convert.checkpoint.results import Result
-from gqa_convert.checkpoint.source import download_checkpoint, open_headers
+from gqa_convert.checkpoint.source import download_checkpoint, open_checkpoint
 from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.conversion.fit.defaults import plan_conversion
 from gqa_convert.conversion.fit.progress import OnProgress
@@ -92,7 +92,7 @@ def convert_checkpoint(
     """
 
     folder = local_path(out)
-    opened = open_headers(source, options.revision, quantised=True)
+    opened = open_checkpoint(source, revision=options.revision, quantised=True)
     form = plan_rewriting(opened, groups, native=options.native)
     plan, calibration = plan_conversion(form, groups, options)
     check_destination(folder, opened.folder, overwrite=options.overwrite)

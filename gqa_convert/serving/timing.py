@@ -1,7 +1,6 @@
 """Times an engine on models: tokens per second at a batch and a number of tokens in the K/V cache."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
 
@@ -80,10 +79,10 @@ def time_engine(
         outcome = ask(python, engines[name].module, request, _SECONDS)
         if outcome.status != OK:
             raise WorkerError(f"the engine did not run {checkpoint.source_id} ({outcome.status}): {outcome.detail}")
-        head = replace(head, machine=replace(head.machine, device=outcome.device))
+        head["machine"]["device"] = outcome.device
         cells += _cells(plan, request, outcome)
     return BenchmarkFile(
-        **asdict(head),
+        **head,
         engine=name,
         engine_version=version,
         model=source.source_id,

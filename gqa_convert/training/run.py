@@ -342,7 +342,7 @@ class Run:
     def _summary(self, command: list[str] | None) -> RunSummary:
         recipe, progress, lines = self.recipe, self.progress, read_metrics(self.folder.metrics)
         return RunSummary(
-            **measurement("uptrain", command, str(self.accelerator.device)).as_json(),
+            **measurement("uptrain", command, str(self.accelerator.device)),
             processes=self.accelerator.num_processes,
             model=str(self.folder.model),
             steps=progress.step,

@@ -143,11 +143,11 @@ class TestPlan:
         assert ask(hub, tmp_path, "plan", "org/model", revision=commit)["revision"] == commit
         assert ask(hub, tmp_path, "plan", "gpt-like")["revision"] == hub.commit("gpt-like", "main")
 
-    def test_bin_files_cannot_be_planned_from_afar(self, hub: HubServer, tmp_path: Path) -> None:
-        answer = ask(hub, tmp_path, "plan", "org/old")
-        assert answer["error"] == "RemoteHeadersError"
-        assert "cannot be listed remotely" in answer["message"]
-        assert hub.sent("pytorch_model.bin") == 0
+    def test_bin_files_are_downloaded(self, hub: HubServer, folders: dict[str, Path], tmp_path: Path) -> None:
+        """Their tensors cannot be listed otherwise."""
+        plan = ask(hub, tmp_path, "plan", "org/old")
+        assert plan["weights_format"] == "torch"
+        assert hub.sent("pytorch_model.bin") == (folders["old"] / "pytorch_model.bin").stat().st_size
 
 
 class TestConvert:

@@ -92,7 +92,7 @@ def uptrained(out: Path, **changes: Any) -> None:
             "data": [{"source": "org/corpus", "name": "en"}, {"source": "texts/extra"}],
         }
     ).resolved()
-    training = measurement("uptrain", ["gqa-convert", "uptrain", "recipe.yaml"]).as_json() | {
+    training = measurement("uptrain", ["gqa-convert", "uptrain", "recipe.yaml"]) | {
         "processes": 1,
         "tokens": 65536,
         "changes": [],

@@ -28,7 +28,7 @@ def scores(model: str, fingerprint: str | None = None, loss: float | None = 2.0,
 
 def evaluation(*results: ModelScores, text: str = "a.txt", **more: Any) -> EvaluationFile:
     known = {"objective": "causal", "context": 64, "data": ScoredText(source=text, sha256=text)} | more
-    return EvaluationFile(**measurement("evaluate", None).as_json(), results=list(results), **known)
+    return EvaluationFile(**measurement("evaluate", None), results=list(results), **known)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_mistakes_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         check_drawings(None, tmp_path / "no" / "a.png", [])
     with pytest.raises(OptionError, match="--with names results to draw"):
         check_drawings(None, None, [tmp_path / "a.json"])
-    times = BenchmarkFile(**measurement("benchmark", None).as_json(), model="m", results=[])
+    times = BenchmarkFile(**measurement("benchmark", None), model="m", results=[])
     (tmp_path / "times.json").write_text(json.dumps(times.as_json()))
     with pytest.raises(ReportError, match=r"times\.json does not hold results of evaluate"):
         check_drawings(tmp_path / "a.html", None, [tmp_path / "times.json"])

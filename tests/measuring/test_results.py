@@ -21,7 +21,7 @@ from gqa_convert.measuring.results import (
 
 def evaluation(**scores: Any) -> EvaluationFile:
     return EvaluationFile(
-        **measurement("evaluate", ["gqa-convert", "evaluate"]).as_json(),
+        **measurement("evaluate", ["gqa-convert", "evaluate"]),
         data=ScoredText(source="a.txt"),
         objective="causal",
         results=[ModelScores(model="m", tokens=7, **scores)],
@@ -30,7 +30,7 @@ def evaluation(**scores: Any) -> EvaluationFile:
 
 def test_what_was_written_is_read_back(tmp_path: Path) -> None:
     times = BenchmarkFile(
-        **measurement("benchmark", None).as_json(),
+        **measurement("benchmark", None),
         model="m",
         results=[TimedCell(groups=[4, 2], batch=1, context=64, kv_bytes=1920)],
     )
@@ -79,7 +79,7 @@ def test_other_files_are_refused_in_one_line(tmp_path: Path, content: bytes | No
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_files_of_others_are_kept(tmp_path: Path, overwrite: bool) -> None:
     file = tmp_path / "a.json"
-    times = BenchmarkFile(**measurement("benchmark", None).as_json(), model="m", results=[])
+    times = BenchmarkFile(**measurement("benchmark", None), model="m", results=[])
     for mine in (b"", b"mine", b'{"kind": "benchmark"}', json.dumps(times.as_json()).encode()):
         file.write_bytes(mine)
         words = "results of evaluate" if overwrite else "exists already"

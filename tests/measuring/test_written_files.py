@@ -24,7 +24,7 @@ class Figure:
 
 
 def results(folder: Path) -> None:
-    head = measurement("evaluate", None).as_json()
+    head = measurement("evaluate", None)
     scores = ModelScores(model="m", tokens=7)
     file = EvaluationFile(**head, data=ScoredText(source="a"), objective="causal", results=[scores])
     write_result(folder / "a.json", file.model_copy(update={"created": ""}), overwrite=True)

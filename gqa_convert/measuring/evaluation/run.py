@@ -120,7 +120,7 @@ def evaluate(
             with memory_explained(candidate.name, _LESS):
                 scores.append(evaluation.scores_of(candidate))
     return EvaluationFile(
-        **measurement("evaluate", command, device).as_json(),
+        **measurement("evaluate", command, device),
         data=None if data is None else _described(data, options, text),
         questions=None if questions is None else AskedQuestions(**asdict(questions)),
         objective=objective,

@@ -105,7 +105,7 @@ def benchmark_model(
     known: dict[str, Any] = {"fingerprint": fingerprint(opened.folder)}
     cells = [cell.model_copy(update=known) if cell.groups == own else cell for cell in measured]
     return BenchmarkFile(
-        **measurement("benchmark", command, str(device)).as_json(),
+        **measurement("benchmark", command, str(device)),
         model=opened.source_id,
         **known,
         model_type=plans[0].family.model_type,
