@@ -5,9 +5,7 @@
 
 Every round runs each contender once, in an order that alternates, from a warm and from a cold page cache; every file is
 on the disk before the clock stops, `cp`'s too. The figure to read is the ratio within a round: absolute times mean
-nothing on a shared machine. Beside the time stand the processor seconds and the bytes moved. `bare copy` writes the bytes of the result from the source's pages to the disk in large
-aligned requests and does nothing else, which is as fast as this machine's disk lets any of the others be. Modules are
-compiled beforehand, as they are after an installation.
+nothing on a shared machine. Modules are compiled beforehand, as they are after an installation.
 """
 
 import argparse
@@ -29,41 +27,6 @@ from synthetic import make_llama
 GROUPS = "8"
 KEYS = ("cache", "round", "name")
 """What tells runs apart."""
-
-BARE_COPY = """
-import mmap, os, sys, threading
-source, out, left = sys.argv[1], sys.argv[2], int(sys.argv[3])
-os.mkdir(out)
-step, jobs = 4 << 20, []
-for name in sorted(name for name in os.listdir(source) if name.endswith(".safetensors")):
-    nbytes = min(os.path.getsize(os.path.join(source, name)), left) // 4096 * 4096
-    left -= nbytes
-    if not nbytes:
-        continue
-    pages = memoryview(mmap.mmap(os.open(os.path.join(source, name), os.O_RDONLY), 0, prot=mmap.PROT_READ))
-    into = os.open(os.path.join(out, name), os.O_WRONLY | os.O_CREAT | os.O_DIRECT)
-    os.posix_fallocate(into, 0, nbytes)
-    jobs += [(into, pages[at : min(at + step, nbytes)], at) for at in range(0, nbytes, step)]
-waiting = iter(jobs)
-lock = threading.Lock()
-def work():
-    while True:
-        with lock:
-            job = next(waiting, None)
-        if job is None:
-            return
-        into, view, at = job
-        while view:
-            done = os.pwritev(into, [view], at)
-            view, at = view[done:], at + done
-threads = [threading.Thread(target=work) for _ in range(4)]
-for thread in threads:
-    thread.start()
-for thread in threads:
-    thread.join()
-for into in {job[0] for job in jobs}:
-    os.fsync(into)
-"""
 
 
 def measure(command: list[str]) -> dict[str, float]:
@@ -107,13 +70,12 @@ def warm(folder: Path) -> None:
         subprocess.run(["cat", str(path)], stdout=subprocess.DEVNULL, check=True)
 
 
-def contenders(source: Path, out: Path, nbytes: int, copy: str) -> dict[str, list[str]]:
-    """The commands by name; the bare copy writes `nbytes`, and `copy` is what `cp` is called with."""
+def contenders(source: Path, out: Path) -> dict[str, list[str]]:
+    """The commands by name."""
     convert = ["convert", str(source), str(out), "--groups", GROUPS, "--method", "mean", "-q"]
     return {
-        "cp": ["sh", "-c", f"{copy} '{source}' '{out}' && sync '{out}'/* '{out}'"],
+        "cp": ["sh", "-c", f"cp -r --reflink=never '{source}' '{out}' && sync '{out}'/* '{out}'"],
         "gqa-convert": [sys.executable, "-m", "gqa_convert", *convert],
-        "bare copy": [sys.executable, "-S", "-c", BARE_COPY, str(source), str(out), str(nbytes)],
     }
 
 
@@ -123,11 +85,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
         "--cache", choices=("warm", "cold"), action="append", help="only this state of the page cache (default: both)"
-    )
-    parser.add_argument(
-        "--cp-copies",
-        action="store_true",
-        help="let cp copy what it could share: from coreutils 9 on it shares all blocks where the filesystem can",
     )
     parser.add_argument("--folder", type=Path, help="where to work (on the disk to measure)")
     parser.add_argument("--output", type=Path, help="write the figures here as JSON")
@@ -139,11 +96,9 @@ def main() -> None:
         nbytes = make_llama(source, layers=arguments.layers)
         os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
         os.environ["PYTHONPYCACHEPREFIX"] = str(Path(scratch, "compiled"))
-        copy = "cp -r --reflink=never" if arguments.cp_copies else "cp -r"
-        subprocess.run(contenders(source, out, 0, copy)["gqa-convert"], check=True)
-        converted = sum(path.stat().st_size for path in out.glob("*.safetensors"))
+        commands = contenders(source, out)
+        subprocess.run(commands["gqa-convert"], check=True)
         shutil.rmtree(out)
-        commands = contenders(source, out, converted, copy)
         for cache, number in itertools.product(states, range(arguments.rounds)):
             for name in commands if number % 2 == 0 else reversed(commands):
                 (warm if cache == "warm" else evict)(source)
@@ -157,7 +112,6 @@ def main() -> None:
         "machine": f"{os.cpu_count()} cores, {platform.system()} {platform.release()}, Python {platform.python_version()}",
         "load_average": os.getloadavg()[0],
         "source_bytes": nbytes,
-        "converted_bytes": converted,
         "ratios_to_cp": {f"{cache} {name}": ratios(runs, cache, name) for cache, name in pairs if name != "cp"},
         "medians": {f"{cache} {name}": medians(runs, cache, name) for cache, name in pairs},
         "runs": runs,

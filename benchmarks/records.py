@@ -1,111 +1,65 @@
-"""Results on the disk: one JSON file that grows cell by cell, so that a killed measurement loses only the cell it was
-at.
+"""Measurements on the disk: commands of gqa-convert, and one JSON file that grows cell by cell, so that a killed
+measurement loses only the cell it was at.
 """
 
-import hashlib
 import json
 import os
-import platform
+import resource
+import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
-
-from gqa_convert import __version__
+from gqa_convert.checkpoint.atomic_files import write_json
+from gqa_convert.checkpoint.machine import machine
 
 Cell = dict[str, Any]
-_FOLDER_OPTIONS = ("--cache", "--folder")
-"""Options that name a place on one machine, which is of no use to others."""
 
 
-def versions() -> dict[str, str]:
-    return {
-        "gqa_convert": __version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
-
-
-def command_line(module: str) -> list[str]:
-    """The command that is running, as a user would give it.
-
-    Args:
-        module: the name that stands after `python -m`.
+def gqa_convert(*words: str | Path) -> tuple[dict[str, Any], dict[str, float]]:
+    """The JSON of a command of gqa-convert, and the minutes that it took: `minutes` of wall time, and `core_minutes` of
+    all cores together. What it says goes to this process's stderr.
     """
-    given = sys.argv[1:]
-    for option in _FOLDER_OPTIONS:
-        if option in given:
-            del given[given.index(option) : given.index(option) + 2]
-    return ["python", "-m", module, *given]
-
-
-def fingerprint(folder: Path) -> str:
-    """Of a checkpoint's weights."""
-    digest = hashlib.sha256()
-    for path in sorted(folder.glob("*.safetensors")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]
+    began, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
+    command = [sys.executable, "-m", "gqa_convert", *map(str, words), "--json"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"COLUMNS": "120"}, check=False)
+    if done.returncode not in (0, 1):
+        raise SystemExit(f"{' '.join(map(str, words))} ended with exit code {done.returncode}")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    processor = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    wall = time.monotonic() - began
+    return json.loads(done.stdout), {"minutes": round(wall / 60, 2), "core_minutes": round(processor / 60, 2)}
 
 
 class Records:
-    """A JSON file of `{"commands", "models", "cells"}`; a cell is known by its keys.
+    """A JSON file of `{"commands", "machine", "models", "cells"}`; a cell is known by its keys.
 
     Args:
         path: of the file; it need not exist.
         keys: what tells cells apart.
+        module: the name that stands after `python -m` in the command that is running.
     """
 
-    def __init__(self, path: Path, keys: tuple[str, ...]) -> None:
+    def __init__(self, path: Path, keys: tuple[str, ...], module: str) -> None:
         self.path, self.keys = path, keys
-        self.data: dict[str, Any] = {"commands": [], "versions": versions(), "models": {}, "cells": []}
+        self.data: dict[str, Any] = {"commands": [], "models": {}, "cells": []}
         if path.is_file():
-            self.data = json.loads(path.read_text(encoding="utf-8")) | {"versions": versions()}
-
-    @property
-    def cells(self) -> list[Cell]:
-        found: list[Cell] = self.data["cells"]
-        return found
-
-    def begin(self, module: str, held_out_tokens: int) -> None:
-        """Remember the command that is running, and what losses are measured on.
-
-        Args:
-            module: the name that stands after `python -m`.
-            held_out_tokens: the number of tokens; a file contains the measurements of one number.
-        """
-        if self.data.setdefault("held_out_tokens", held_out_tokens) != held_out_tokens:
-            sys.exit(
-                f"{self.path} was measured on {self.data['held_out_tokens']} tokens, this is {held_out_tokens}: name another --output"
-            )
-        line = command_line(module)
+            self.data = json.loads(path.read_text(encoding="utf-8"))
+        line = ["python", "-m", module, *sys.argv[1:]]
         if line not in self.data["commands"]:
             self.data["commands"].append(line)
+        self.data["versions"] = dict(machine().versions)
 
-    def model(self, name: str, folder: Path) -> dict[str, Any]:
-        """What is known of a source; cells of other weights by the same name are dropped."""
-        now = fingerprint(folder)
-        known: dict[str, Any] = self.data["models"].setdefault(name, {"weights": now})
-        if known["weights"] != now:
-            sys.stderr.write(f"{folder} has other weights than those measured: its cells are measured anew\n")
-            self.data["cells"] = [cell for cell in self.cells if cell["model"] != name]
-            known = self.data["models"][name] = {"weights": now}
-        return known
-
-    def find(self, **wanted: Any) -> Cell | None:
-        """The cell with these values of all keys."""
-        return next((cell for cell in self.cells if all(cell[key] == wanted[key] for key in self.keys)), None)
-
-    def add(self, cell: Cell) -> None:
-        """Put a cell in place of the one with the same keys, and write the file."""
-        old = self.find(**{key: cell[key] for key in self.keys})
-        self.data["cells"] = [other for other in self.cells if other is not old] + [cell]
-        self.write()
+    def cell(self, **keys: Any) -> Cell:
+        """The cell with these values of all keys; a new one if there is none."""
+        cells: list[Cell] = self.data["cells"]
+        for cell in cells:
+            if all(cell[key] == keys[key] for key in self.keys):
+                return cell
+        cells.append(dict(keys))
+        return cells[-1]
 
     def write(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
-        temporary.write_text(json.dumps(self.data, indent=1) + "\n", encoding="utf-8")
-        temporary.replace(self.path)
+        write_json(self.path, self.data)

@@ -20,27 +20,18 @@ def make_llama(
     vocabulary: int = 32000,
     shard_bytes: int = 5_000_000_000,
     deviation: float = 1.0,
-    experts: int = 0,
-    sparse: bool = False,
 ) -> int:
     """Write a bf16 Llama-2-7B-shaped checkpoint with `layers` layers; returns its bytes of weights.
 
     The deviation is that of the matrices: with 1.0 attention sees one token each, and numbers grow. Norms have weights of
-    1. With experts it is a Mixtral. A sparse checkpoint consists of headers, and its files take no room on the disk.
+    1.
     """
     tensors: list[tuple[str, tuple[int, ...]]] = [("model.embed_tokens.weight", (vocabulary, hidden))]
     for layer in range(layers):
         stem = f"model.layers.{layer}."
         tensors += [(f"{stem}self_attn.{name}_proj.weight", (hidden, hidden)) for name in "kqvo"]
-        if experts:
-            tensors += [(f"{stem}block_sparse_moe.gate.weight", (experts, hidden))]
-        for expert in range(experts):
-            own = f"{stem}block_sparse_moe.experts.{expert}."
-            tensors += [(f"{own}{name}.weight", (intermediate, hidden)) for name in ("w1", "w3")]
-            tensors += [(f"{own}w2.weight", (hidden, intermediate))]
-        if not experts:
-            tensors += [(f"{stem}mlp.{name}_proj.weight", (intermediate, hidden)) for name in ("gate", "up")]
-            tensors += [(f"{stem}mlp.down_proj.weight", (hidden, intermediate))]
+        tensors += [(f"{stem}mlp.{name}_proj.weight", (intermediate, hidden)) for name in ("gate", "up")]
+        tensors += [(f"{stem}mlp.down_proj.weight", (hidden, intermediate))]
         tensors += [(f"{stem}{name}_layernorm.weight", (hidden,)) for name in ("input", "post_attention")]
     tensors += [("model.norm.weight", (hidden,)), ("lm_head.weight", (vocabulary, hidden))]
     described = [(name, "BF16", shape, 2 * math.prod(shape)) for name, shape in tensors]
@@ -51,8 +42,7 @@ def make_llama(
         shards[-1].append(item)
     folder.mkdir(parents=True)
     # float32 normals rounded down to bf16, as one block that every tensor repeats from a different place
-    count = 1 if sparse else 1 << 24
-    normals = np.random.default_rng(0).standard_normal(count, dtype=np.float32) * np.float32(deviation)
+    normals = np.random.default_rng(0).standard_normal(1 << 24, dtype=np.float32) * np.float32(deviation)
     block = (normals.view(np.uint32) >> 16).astype(np.uint16)
     ones = np.full(hidden, 0x3F80, np.uint16)
     weight_map = {}
@@ -62,9 +52,6 @@ def make_llama(
             out.write(build_header(shard, {"format": "pt"}))
             for index, (name, _, shape, nbytes) in enumerate(shard):
                 weight_map[name] = file
-                if sparse:
-                    out.truncate(out.seek(nbytes, os.SEEK_CUR))
-                    continue
                 if len(shape) == 1:
                     out.write(ones.data)
                     continue
@@ -82,8 +69,8 @@ def make_llama(
     }
     (folder / "model.safetensors.index.json").write_text(json.dumps(index_json, indent=2))
     config = {
-        "architectures": ["MixtralForCausalLM" if experts else "LlamaForCausalLM"],
-        "model_type": "mixtral" if experts else "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
         "hidden_size": hidden,
         "intermediate_size": intermediate,
         "num_attention_heads": heads,
@@ -96,7 +83,5 @@ def make_llama(
         "torch_dtype": "bfloat16",
         "tie_word_embeddings": False,
     }
-    if experts:
-        config |= {"num_local_experts": experts, "num_experts_per_tok": 2}
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     return total

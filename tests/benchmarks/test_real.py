@@ -1,96 +1,89 @@
-"""The pure parts of the benchmark on a real model."""
+"""The benchmark on a real model, with the bundled one in its place."""
 
+import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
-from benchmarks.real.conversions import Job
-from benchmarks.real.report import MISSING, blocks
-from benchmarks.real.scores import Reference, position_bins, score
+import gqa_convert
+from benchmarks.real import __main__ as real
+from benchmarks.real.report import blocks
+from benchmarks.real.text import KINDS, page_text
+from gqa_convert.data.stdlib_text import read_texts, source_files
+from tests.helpers.command_line import run
 
-
-@pytest.mark.parametrize("window", [64, 512, 2048])
-def test_bins_cover_every_predicting_position_once(window: int) -> None:
-    covered = [position for first, last in position_bins(window) for position in range(first, last + 1)]
-    assert covered == list(range(window - 1))
+DEMO = Path(gqa_convert.__file__).parent / "demo_checkpoint"
 
 
-class Bigram(torch.nn.Module):
-    """Predicts from the token alone; has the parts of a transformers model that scoring uses."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(seed)
-        self.table = torch.randn(32, 32, generator=generator)
-        self.config = SimpleNamespace(vocab_size=32)
-
-    def base_model(self, input_ids: torch.Tensor, **options: Any) -> Any:  # noqa: ARG002
-        return SimpleNamespace(last_hidden_state=self.table[input_ids])
-
-    def get_output_embeddings(self) -> Any:
-        return torch.nn.Identity()
+def in_a_fork(*words: str | Path) -> tuple[dict[str, Any], dict[str, float]]:
+    done = run(*words, "--json")
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout), {"minutes": 0.5, "core_minutes": 0.4}
 
 
-def test_scores_compare_with_the_source(tmp_path: Path) -> None:
-    blocks = torch.randint(0, 32, (3, 700), generator=torch.Generator().manual_seed(0))
-    source, other = Bigram(1), Bigram(2)
-    reference = Reference(tmp_path / "source.npy", lambda: source, blocks)
-    again = Reference(tmp_path / "source.npy", lambda: pytest.fail("the file is there"), blocks)
-    own = score(None, again, blocks)
-    assert (own.kl, own.excess, own.tokens) == (0.0, 0.0, 3 * 699)
-    assert score(source, reference, blocks).kl == pytest.approx(0.0, abs=1e-3)
-    found = score(other, reference, blocks)
-    log_p, log_q = source.table.log_softmax(-1)[blocks[:, :-1]], other.table.log_softmax(-1)[blocks[:, :-1]]
-    assert found.kl == pytest.approx(float((log_p.exp() * (log_p - log_q)).sum(-1).mean()), abs=2e-3)
-    loss = torch.nn.functional.cross_entropy(other.table[blocks[:, :-1]].flatten(0, 1), blocks[:, 1:].flatten())
-    assert found.loss == pytest.approx(float(loss), abs=1e-3)
-    assert found.excess == pytest.approx(found.loss - own.loss, abs=1e-3)
-    assert found.loss_error is not None
-    assert found.by_position[-1].last == 698
+@pytest.mark.slow
+def test_each_method_has_a_row_and_nothing_is_measured_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "smollm2").symlink_to(DEMO)
+    (tmp_path / "text").mkdir()
+    (text, *_) = (each for each in read_texts(source_files(held_out=True)) if len(each) > 20_000)
+    for name in (*(f"{kind}-held-out" for kind in KINDS), "mixed-calibration"):
+        (tmp_path / "text" / f"{name}.jsonl").write_text(json.dumps({"text": text}) + "\n")
+    monkeypatch.setattr(real, "gqa_convert", in_a_fork)
+    command = [
+        "--folder",
+        str(tmp_path),
+        "--output",
+        str(tmp_path / "real.json"),
+        "--tokens",
+        "600",
+        "--windows",
+        "256",
+    ]
+    command += ["--methods", "mean", "factor-calibrated", "--seeds", "0", "--calibration-tokens", "500"]
+    real.main([*command, "--lengths", "512", "--questions", "1"])
+    measured = (tmp_path / "real.json").read_text()
+    data = json.loads(measured)
+    monkeypatch.setattr(real, "gqa_convert", lambda *_: pytest.fail("this was measured already"))
+    real.main([*command, "--lengths", "512", "--questions", "1"])
+    assert json.loads((tmp_path / "real.json").read_text()) == data
+    source = data["models"]["smollm2"]["scores"]["loss"]["prose"]["256"]
+    mean, factor = (cell["loss"]["prose"]["256"] for cell in data["cells"])
+    assert source["loss"] < factor["loss"] < mean["loss"]
+    assert mean["excess"] == pytest.approx(mean["loss"] - source["loss"], abs=1e-4)
+    assert 0 < factor["kl"] < mean["kl"]
+    assert data["cells"][1]["seed"] == 0
+    found = data["cells"][0]["retrieval"]["512"]
+    assert found["questions"] % len(found["by_kind"]) == 0
 
 
-def loss(value: float, kl: float) -> dict[str, Any]:
-    errors = {"loss_error": 0.1, "excess_error": 0.01, "kl_error": 0.02}
-    position = [{"first": 0, "last": 63, "loss": value, "kl": kl}]
-    return {"tokens": 511, "loss": value, "excess": kl, "kl": kl, "by_position": position} | errors
+def test_tables() -> None:
+    def loss(value: float, kl: float) -> dict[str, Any]:
+        scores = {"loss": value, "loss_error": 0.1, "excess": kl, "excess_error": 0.01, "kl": kl, "kl_error": 0.02}
+        return {kind: {"512": scores, "2048": scores} for kind in KINDS}
 
-
-def test_the_report_has_a_row_for_each_method() -> None:
-    found = {
-        "512": {"questions": 8, "found": 0.8, "found_error": 0.1, "by_kind": {"needles": 0.6, "copying": 0.8}},
-        "1024": {"questions": 8, "found": 0.6, "found_error": 0.1, "by_kind": {"needles": 0.4, "copying": 0.6}},
+    asked = {
+        "512": {"found": 0.8, "by_kind": {"needles": 0.6, "copying": 0.8}},
+        "1024": {"found": 0.6, "by_kind": {"needles": 0.4, "copying": 0.6}},
     }
-    scores = {"loss": {"prose": {"512": loss(3.0, 0.0)}, "chat": {"512": None}}, "retrieval": found}
-    fit = Job("smollm2", 1, "fit", "mixed", None, 0)._asdict()
-    measured = {
-        "minutes": 9.0,
-        "core_minutes": 8.0,
-        "tokens_read": 102_400,
-        "calibration_kl": {"before": 0.5, "after": 0.25, "curve": [[50, 0.4], [100, 0.3]]},
-        "loss": {"prose": {"512": loss(3.2, 0.2)}},
-        "retrieval": found,
-    }
-    mean = Job("smollm2", 1, "mean", None, None, None)._asdict() | {
-        "minutes": 0.1,
-        "loss": {"prose": {"512": loss(6.0, 3.0)}},
-    }
-    data = {
-        "commands": [["python", "-m", "benchmarks.real"]],
-        "models": {"smollm2": {"scores": scores}},
-        "cells": [mean, fit | measured, fit | measured | {"seed": 1, "loss": {"prose": {"512": loss(3.4, 0.4)}}}],
-    }
-    made = blocks(data)
+    cells = [
+        {"method": "mean", "minutes": 0.1, "loss": loss(6.0, 3.0)},
+        {"method": "fit", "minutes": 9.0, "loss": loss(3.2, 0.2), "retrieval": asked},
+        {"method": "fit", "minutes": 8.0, "loss": loss(3.4, 0.4), "retrieval": asked},
+    ]
+    source = {"loss": loss(3.0, 0.0), "retrieval": asked}
+    made = blocks({"models": {"smollm2": {"scores": source}}, "cells": cells})
     (row,) = [line for line in made["results"].splitlines() if "| fit |" in line]
-    assert "3.000 -> 3.300, 90.0%" in row
-    assert "70% -> 70%" in row
-    assert made["needles"].splitlines()[0] == "| method | 512 tokens | 1,024 tokens | needles | copying |"
-    assert made["needles"].splitlines()[2:] == ["| source | 80% | 60% | 50% | 70% |", "| fit | 80% | 60% | 50% | 70% |"]
-    earlier = {"needle": {"512": {"needles": 5, "found": 0.8, "by_depth": [1.0, 0.9, 0.8, 0.7, 0.6]}}}
-    table = blocks(data | {"models": {"smollm2": {"scores": earlier}}, "cells": []})["needles"].splitlines()
-    assert table[0] == "| method | 512 tokens | depth 5% | depth 25% | depth 50% | depth 75% | depth 95% |"
-    assert table[2] == "| source | 80% | 100% | 90% | 80% | 70% | 60% |"
-    nothing = blocks({"commands": [], "models": {}, "cells": []})
-    assert MISSING in nothing["results"]
+    assert row.startswith("| fit | 8.0 to 9.0 | 3.000 -> 3.300, 90.0% |")
+    assert "| 0.300 ± 0.020 (0.200 to 0.400) |" in row
+    assert row.endswith("| 70% -> 70% |")
+    needles = made["needles"].splitlines()
+    assert needles[0] == "| method | 512 tokens | 1,024 tokens | needles | copying |"
+    assert needles[2:] == ["| source | 80% | 60% | 50% | 70% |", "| fit | 80% | 60% | 50% | 70% |"]
+    assert "| 2,048 | 3.000 ± 0.100 | 3.000 ± 0.100 | 3.000 ± 0.100 |" in made["sources"]
+    assert "| mean | prose | 3.000 ± 0.020 | 3.000 ± 0.020 |" in made["windows"]
+
+
+def test_the_text_of_a_page() -> None:
+    page = "<head><title>t</title></head><nav>menu</nav><h1>A &amp; B</h1><p>one\n <b>two</b></p><script>x<y</script><li>three"
+    assert page_text(page) == "A & B\n\none two\n\nthree"
