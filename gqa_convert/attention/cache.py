@@ -26,7 +26,8 @@ class KVCache:
         self.length = 0
         """Tokens held."""
         self._capacity = capacity
-        self._buffers: tuple[Tensor, Tensor] | None = None
+        self._buffers: list[Tensor] = []
+        """Keys and values; empty before the first token."""
         self._memory: tuple[MemoryRecord, MemoryRecord] | None = None
 
     @property
@@ -56,16 +57,13 @@ class KVCache:
         if torch.is_grad_enabled() and (key.requires_grad or value.requires_grad):
             raise OptionError("the cache keeps no gradients: run under torch.no_grad(), or without a cache")
         length = self.length + key.shape[2]
-        held = None if self._buffers is None else self._buffers[0]
-        # inference tensors cannot be written to outside inference mode, so they are copied there like full buffers
-        if held is None or length > held.shape[2] or (held.is_inference() and not torch.is_inference_mode_enabled()):
-            self._grow(key, value, length)
-        assert self._buffers is not None
-        for buffer, new in zip(self._buffers, (key, value), strict=True):
+        for buffer, new in zip(self._buffers, (key, value), strict=False):
             if (buffer.shape[:2], buffer.shape[3], buffer.dtype) != (new.shape[:2], new.shape[3], new.dtype):
                 raise OptionError(
                     f"the cache holds {list(buffer.shape)} of {buffer.dtype}, the new tokens are {list(new.shape)} of {new.dtype}"
                 )
+        self._make_room(key, value, length)
+        for buffer, new in zip(self._buffers, (key, value), strict=True):
             buffer[:, :, self.length : length] = new
         self.length = length
         return self.keys, self.values
@@ -111,19 +109,18 @@ class KVCache:
                 "use a fresh KVCache for each memory"
             )
 
-    def _grow(self, key: Tensor, value: Tensor, length: int) -> None:
-        held = self._buffers
-        size = max(length, self._capacity) if held is None else max(length, 2 * held[0].shape[2])
-        if held is None:
-            self._buffers = (
-                key.new_empty(*key.shape[:2], size, key.shape[3]),
-                value.new_empty(*value.shape[:2], size, value.shape[3]),
-            )
+    def _make_room(self, key: Tensor, value: Tensor, length: int) -> None:
+        """Have buffers of at least `length` tokens that can be written to."""
+        held = self._buffers[0].shape[2] if self._buffers else 0
+        # inference tensors cannot be written to outside inference mode, so they are copied there like full buffers
+        frozen = bool(self._buffers) and self._buffers[0].is_inference() and not torch.is_inference_mode_enabled()
+        if length <= held and not frozen:
             return
-        grown = tuple(buffer.new_empty(*buffer.shape[:2], size, buffer.shape[3]) for buffer in held)
-        for new, old in zip(grown, held, strict=True):
+        size = max(length, 2 * held if held else self._capacity)
+        grown = [new.new_empty(*new.shape[:2], size, new.shape[3]) for new in (key, value)]
+        for new, old in zip(grown, self._buffers, strict=False):
             new[:, :, : self.length] = old[:, :, : self.length]
-        self._buffers = (grown[0], grown[1])
+        self._buffers = grown
 
     @property
     def keys(self) -> Tensor:
@@ -136,14 +133,14 @@ class KVCache:
         return self._held(1)
 
     def _held(self, which: int) -> Tensor:
-        if self._buffers is None:
+        if not self._buffers:
             raise OptionError("the cache is empty: run the layer with it first")
         return self._buffers[which][:, :, : self.length]
 
     @property
     def nbytes(self) -> int:
         """Bytes of the tokens held."""
-        return 0 if self._buffers is None else self.keys.nbytes + self.values.nbytes
+        return self.keys.nbytes + self.values.nbytes if self._buffers else 0
 
     def truncate(self, length: int) -> None:
         """Drop all tokens from the `length`-th on, for example rejected speculative tokens. A memory is kept or dropped as

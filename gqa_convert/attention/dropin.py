@@ -161,7 +161,6 @@ class GroupedMultiheadAttention(GroupedProjections):
             key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
         elif not self.batch_first:
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))
-        self._check_inputs(query, key, value)
         queries, keys, values = self.project(query, key, value)
         batch, heads, length = queries.shape[:3]
         attn_mask = _over_heads(attn_mask, (batch, heads, length, keys.shape[2]))
@@ -193,21 +192,6 @@ class GroupedMultiheadAttention(GroupedProjections):
         if not batched:
             return result.squeeze(0), None if weights is None else weights.squeeze(0)
         return result if self.batch_first else result.transpose(0, 1), weights
-
-    def _check_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> None:
-        """All three are batch first here."""
-        lengths = (query.shape[0], key.shape[1])
-        for name, given, features in (
-            ("query", query, self.embed_dim),
-            ("key", key, self.kdim),
-            ("value", value, self.vdim),
-        ):
-            if given.shape[2] != features or (name != "query" and given.shape[:2] != lengths):
-                wanted = ["batch", "queries", features] if name == "query" else [*lengths, features]
-                raise OptionError(
-                    f"{name} is {list(given.shape)} (batch first), expected {wanted}: check the input, and the layer's batch_first, which "
-                    f"is {self.batch_first}"
-                )
 
 
 def convert_module(model: nn.Module, groups: int, method: Merge = "mean", *, prefix: str = "") -> nn.Module:

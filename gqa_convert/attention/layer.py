@@ -155,8 +155,6 @@ class GroupedQueryAttention(GroupedProjections):
         crossing: bool,
         cache: KVCache | None,
     ) -> None:
-        if inputs.dim() != 3 or inputs.shape[2] != self.embed_dim:
-            raise OptionError(f"inputs are {list(inputs.shape)}: give [batch, queries, {self.embed_dim}]")
         if not crossing:
             if memory_values is not None or {self.kdim, self.vdim} != {self.embed_dim}:
                 raise OptionError(f"the layer projects keys from a memory [batch, keys, {self.kdim}]: give it")
@@ -170,16 +168,10 @@ class GroupedQueryAttention(GroupedProjections):
                 "a memory, or a cache that holds one, is for cross-attention, which has no order of tokens: use a layer without "
                 "causal and rotary, and give no documents"
             )
-        if memory is None:
-            if memory_values is not None:
-                raise OptionError(
-                    "memory_values are given without memory: give both, or neither to read the memory in the cache"
-                )
-            return
-        values = memory if memory_values is None else memory_values
-        for name, given, features in (("memory", memory, self.kdim), ("memory_values", values, self.vdim)):
-            if given.dim() != 3 or given.shape != (inputs.shape[0], memory.shape[1], features):
-                raise OptionError(f"{name} is {list(given.shape)}: give {[inputs.shape[0], memory.shape[1], features]}")
+        if memory is None and memory_values is not None:
+            raise OptionError(
+                "memory_values are given without memory: give both, or neither to read the memory in the cache"
+            )
 
     @staticmethod
     def _positions(inputs: Tensor, positions: Tensor | None, cached: int) -> Tensor:

@@ -25,6 +25,7 @@ from gqa_convert.attention.support import why_unsupported
 from gqa_convert.errors import OptionError, UnsupportedAttentionError
 from gqa_convert.families.table import FAMILIES
 from tests.helpers.own_files import CASES, SIZES, auto_class
+from tests.helpers.selection import slow_but
 from tests.helpers.tiny import VOCAB, make_config, randomise
 
 REFUSED = {
@@ -72,6 +73,9 @@ CHANGED: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Configs of stock types that differ from the tests' usual ones in a way that touches masks."""
 NAMES += CHANGED
+
+USUAL = ("llama", "mistral", "gemma2, uncapped", "t5")
+"""What every run compares."""
 
 Case = tuple[str, Callable[[Any], Tensor], Tensor]
 """Its name, what gives logits [2, L, V], and which positions are no padding [2, L]."""
@@ -225,8 +229,7 @@ def decoded_in_steps(model: Any, given: dict[str, Any], target: Tensor, static: 
     return torch.cat(outputs, 1)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in NAMES if not reason(name)])
+@pytest.mark.parametrize("name", slow_but(USUAL, [name for name in NAMES if not reason(name)]))
 @torch.no_grad()
 def test_logits_equal_those_of_eager_attention(name: str) -> None:
     eager, ours = build(name, "eager", "gqa")

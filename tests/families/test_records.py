@@ -33,7 +33,7 @@ def test_every_known_type_has_a_derived_row() -> None:
 
 
 STOCK = sorted({family.stock_type for family in FAMILIES.values() if family.native or family.modeling})
-HELPER = "tests/helpers/folding_cases.py"
+HELPER = "tests/helpers/folding_facts.yaml"
 
 
 @pytest.mark.parametrize("model_type", STOCK)

@@ -1,7 +1,7 @@
 """Sources whose K/V heads are images of one another by maps that attention can absorb, for every family.
 
 How heads lie in the parameters, which of their rows are rotated and which folding constraints hold is written here
-anew, for transformers' classes.
+and in `folding_facts.yaml` anew, for transformers' classes.
 """
 
 from dataclasses import dataclass, field
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from torch import Tensor, nn
 
 from gqa_convert.conversion.options import ConversionOptions
@@ -45,31 +46,9 @@ SOURCE_HEADS = {"falcon, 7B": 1, "falcon, 40B": 6, "falcon, 40B with 4": 4}
 
 SOME = (
     *native.REPRESENTATIVE,
-    "llama, biases",
-    "nemotron",
-    "phi",
-    "glm",
-    "cohere2",
-    "bitnet",
-    "nanochat",
-    "gemma3n_text",
-    "phi3, partly rotary",
-    "olmo, clipped",
-    "recurrent_gemma",
-    "zamba2",
-    "t5",
-    "bart",
-    "whisper",
-    "opt",
-    "gpt2, cross-attention",
-    "gpt_neo",
-    "gpt_neox, half turns",
-    "bloom",
-    "falcon",
-    "falcon, 40B",
-    "falcon, RW",
-    "mpt",
-    "mpt, clipped",
+    *("llama, biases", "nemotron", "phi", "glm", "cohere2", "bitnet", "nanochat", "gemma3n_text", "recurrent_gemma"),
+    *("phi3, partly rotary", "olmo, clipped", "zamba2", "t5", "bart", "whisper", "opt", "gpt2, cross-attention"),
+    *("gpt_neo", "gpt_neox, half turns", "bloom", "falcon", "falcon, 40B", "falcon, RW", "mpt", "mpt, clipped"),
 )
 """Cases that differ in the layout of heads, in their rotary dimensions or in what can be folded."""
 
@@ -78,43 +57,11 @@ def names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-NORMED = names(
-    """
-    afmoe apertus beam dots1 exaone4 exaone_moe flint flex_olmo gemma3_text gemma3n_text gemma4_text hunyuan_v1_dense hunyuan_v1_moe hy_v3 kolibri1
-    lfm2 lfm2_moe lfm3 mellum minimax_m2 nanochat olmo2 olmo3 olmo_hybrid olmoe qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next
-    qwen4_exp_text
-    """
+_FACTS = yaml.safe_load(Path(__file__).with_name("folding_facts.yaml").read_text())
+NORMED, GATED, VALUES_NORMED, OUTPUT_NORMED, KEEPS_ORDER, BIASED = (
+    names(_FACTS[name]) for name in ("NORMED", "GATED", "VALUES_NORMED", "OUTPUT_NORMED", "KEEPS_ORDER", "BIASED")
 )
-"""Types that always normalise keys."""
-
-NORMED_IF = {
-    "cohere": "use_qk_norm",
-    "glm4_moe": "use_qk_norm",
-    "llama4_text": "use_qk_norm",
-    "phi": "qk_layernorm",
-    "persimmon": "qk_layernorm",
-    "stablelm": "qk_layernorm",
-}
-
-GATED = names("afmoe beam qwen3_5_moe_text qwen3_5_text qwen3_next qwen4_exp_text")
-"""Types with a gate for every channel of the attention's output."""
-
-VALUES_NORMED = names("gemma3n_text gemma4_text")
-
-OUTPUT_NORMED = names("bitnet")
-
-KEEPS_ORDER = names(
-    """
-    afmoe beam bitnet bloom flex_olmo flint gemma3n_text gpt_oss granite_swa granitemoe_swa minimax_m2 mpt olmo2 olmo3 olmo_hybrid olmoe
-    qwen3_5_moe_text qwen3_5_text qwen3_next qwen4_exp_text
-    """
-)
-"""Types with slopes, sinks, gates or gains by the number of a query head, or with keys that several layers share."""
-
-KEEPS_ORDER_IF = {"cohere": "use_qk_norm", "falcon": "alibi", "lfm3": "use_attention_gate", "stablelm": "qk_layernorm"}
-
-BIASED = names("t5 mt5 umt5 longt5 switch_transformers")
-"""Types with a position bias by the number of a head, in self-attention only."""
+NORMED_IF, KEEPS_ORDER_IF, FUSED = (_FACTS[name] for name in ("NORMED_IF", "KEEPS_ORDER_IF", "FUSED"))
 
 ATTENTION = names(
     "self_attn attn mixer temporal_block attention self_attention crossattention SelfAttention EncDecAttention encoder_attn"
@@ -134,19 +81,6 @@ ROLES = {
     "k": "key",
     "v_proj": "value",
     "v": "value",
-}
-
-FUSED = {
-    "phi3": "blocks",
-    "phi4_multimodal": "blocks",
-    "dbrx": "blocks",
-    "mpt": "blocks",
-    "gpt2": "blocks",
-    "codegen": "quarters",
-    "gpt_neox": "grouped",
-    "persimmon": "grouped",
-    "bloom": "grouped",
-    "falcon": "grouped",
 }
 
 

@@ -96,7 +96,9 @@ def needles(method: str) -> list[str]:
         scores = [cell for cell in REAL["cells"] if cell["method"] == method]
     if "retrieval" not in scores[0]:
         return ["", ""]
-    return [f"{statistics.mean(each['retrieval'][length]['found'] for each in scores):.0%}" for length in ("512", "4096")]
+    return [
+        f"{statistics.mean(each['retrieval'][length]['found'] for each in scores):.0%}" for length in ("512", "4096")
+    ]
 
 
 @pytest.mark.parametrize(
