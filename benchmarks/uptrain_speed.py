@@ -3,7 +3,6 @@ optimizer.
 
     python benchmarks/uptrain_speed.py --output docs/results/uptrain-cpu.json
     python benchmarks/uptrain_speed.py --processes 2
-    python benchmarks/uptrain_speed.py --tree OTHER_CHECKOUT      (another version of the package)
 
 Every round runs the command and the bare loop once, in an order that alternates, each in processes of its own. A run's
 figure is the median over its steps without the first three. The figure to read is the ratio within a round, as a median
@@ -58,9 +57,8 @@ def make_model(folder: Path, size: str, length: int) -> None:
 
 def launched(command: list[str], arguments: argparse.Namespace, folder: Path) -> None:
     """Run `python COMMAND` in as many processes as are asked for."""
-    environment = os.environ | {"PYTHONPATH": str(arguments.tree), "XDG_CACHE_HOME": str(folder / "cache")}
-    if arguments.device == "cpu":
-        environment["ACCELERATE_USE_CPU"] = "true"
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(folder / "cache")}
+    environment["ACCELERATE_USE_CPU"] = "true"
     launcher = [sys.executable]
     if arguments.processes > 1:
         environment["OMP_NUM_THREADS"] = "1"
@@ -96,7 +94,7 @@ def run_uptrain(arguments: argparse.Namespace, folder: Path, number: int) -> flo
 def run_bare(arguments: argparse.Namespace, folder: Path, number: int) -> float:
     """Tokens per second of the bare loop, which this script runs in other processes."""
     result = folder / f"bare-{number}.json"
-    names = ("device", "length", "micro_batch", "accumulation", "steps", "precision")
+    names = ("length", "micro_batch", "accumulation", "steps", "precision")
     options = [f"--{name.replace('_', '-')}={getattr(arguments, name)}" for name in names]
     launched([__file__, "--bare", str(folder), "--output", str(result), *options], arguments, folder)
     return float(json.loads(result.read_text(encoding="utf-8")))
@@ -106,28 +104,25 @@ def bare_loop(arguments: argparse.Namespace) -> None:
     """Train in this process, and write the tokens per second of all processes."""
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     model: Any = transformers.LlamaForCausalLM.from_pretrained(arguments.bare / "model", dtype=torch.float32)
-    device = torch.device(arguments.device, int(os.environ.get("LOCAL_RANK", "0")) if arguments.device == "cuda" else 0)
-    model = model.to(device).train()
+    model.train()
     if processes > 1:
-        torch.distributed.init_process_group("nccl" if arguments.device == "cuda" else "gloo")
+        torch.distributed.init_process_group("gloo")
         model = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     parameters = list(model.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=1e-4, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
-    ids = torch.randint(2, 2048, (arguments.micro_batch, arguments.length + 1), device=device)
+    ids = torch.randint(2, 2048, (arguments.micro_batch, arguments.length + 1))
     times = []
     for _ in range(arguments.steps):
         began = time.perf_counter()
         for part in range(arguments.accumulation):
             model.require_backward_grad_sync = part == arguments.accumulation - 1
-            with torch.autocast(device.type, torch.bfloat16, enabled=arguments.precision == "bf16"):
+            with torch.autocast("cpu", torch.bfloat16, enabled=arguments.precision == "bf16"):
                 logits = model(input_ids=ids[:, :-1], use_cache=False).logits
             loss = cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
             (loss / arguments.accumulation).backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        if arguments.device == "cuda":
-            torch.cuda.synchronize()
         times.append(time.perf_counter() - began)
     tokens = arguments.length * arguments.micro_batch * arguments.accumulation * processes
     if os.environ.get("RANK", "0") == "0":
@@ -138,9 +133,7 @@ def bare_loop(arguments: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tree", type=Path, default=ROOT, help="the checkout whose package is measured")
     parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--size", choices=SIZES, default="demo")
     parser.add_argument("--length", type=int, default=256, help="tokens of a sample")
     parser.add_argument("--micro-batch", type=int, default=4, help="samples of a forward pass")
@@ -163,13 +156,13 @@ def main() -> None:
                 run = run_uptrain if name == "uptrain" else run_bare
                 rates[name].append(run(arguments, folder, number))
     ratios = [ours / bare for ours, bare in zip(rates["uptrain"], rates["bare"], strict=True)]
-    settings = {name: value for name, value in vars(arguments).items() if name not in ("output", "bare", "tree")}
+    settings = {name: value for name, value in vars(arguments).items() if name not in ("output", "bare")}
     found = {
         "tokens_per_second": {name: round(statistics.median(each)) for name, each in rates.items()},
         "uptrain_over_bare": [round(number, 4) for number in (statistics.median(ratios), min(ratios), max(ratios))],
         **settings,
         "cores": os.cpu_count(),
-        "machine": torch.cuda.get_device_name() if arguments.device == "cuda" else platform.machine(),
+        "machine": platform.machine(),
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
     }
     text = json.dumps(found, indent=2) + "\n"

@@ -3,7 +3,7 @@
 Adapters, training checkpoints, foreign formats and Git LFS pointers.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatch
 from typing import TYPE_CHECKING, Final
 
@@ -16,8 +16,8 @@ _ADAPTER = "adapter_config.json"
 _LFS_POINTER = b"version https://git-lfs"
 _POINTER_BYTES = 1024
 """Git LFS pointers are shorter than this."""
-_TOKENIZER = ("*.json", "*.model", "*.spm", "*.tiktoken", "vocab*", "merges.txt")
-"""Sidecar files whose content a conversion or transformers reads."""
+_READ = ["*.json", "model*.safetensors", "pytorch_model*.bin", "*.model", "*.spm", "*.tiktoken", "vocab*", "merges.txt"]
+"""Files whose content a conversion or transformers reads."""
 _RUN: Final = "resolved_recipe.yaml"
 """A file in the folder of every run of uptrain."""
 _OTHER_PROGRAMS = (
@@ -71,18 +71,12 @@ def refuse_adapter(files: "CheckpointFiles") -> None:
     )
 
 
-def refuse_pointer(files: "CheckpointFiles", name: str) -> None:
-    """Raise CorruptCheckpointError if a file is only Git LFS's pointer to its content."""
-    size = files.sizes[name]
-    if size < _POINTER_BYTES and files.read(name, 0, size).startswith(_LFS_POINTER):
-        raise CorruptCheckpointError(
-            f"{files.name}/{name} is only a Git LFS pointer to its content: fetch the files with `git lfs pull`, or download "
-            "the repository with `hf download`"
-        )
-
-
-def refuse_pointers(files: "CheckpointFiles", names: Iterable[str]) -> None:
-    """`refuse_pointer` for the files among the sidecar files that programs read."""
-    for name in names:
-        if any(fnmatch(name, pattern) for pattern in _TOKENIZER):
-            refuse_pointer(files, name)
+def refuse_pointers(files: "CheckpointFiles") -> None:
+    """Raise CorruptCheckpointError if a file that programs read is only Git LFS's pointer to its content."""
+    for name, size in files.sizes.items():
+        is_read = "/" not in name and any(fnmatch(name, pattern) for pattern in _READ)
+        if is_read and size < _POINTER_BYTES and files.read(name, 0, size).startswith(_LFS_POINTER):
+            raise CorruptCheckpointError(
+                f"{files.name}/{name} is only a Git LFS pointer to its content: fetch the files with `git lfs pull`, or download "
+                "the repository with `hf download`"
+            )

@@ -61,13 +61,12 @@ def machine(device: str = "cpu") -> Machine:
     )
 
 
-def available_memory(device: Any, local_processes: int = 1) -> int | None:
-    """Return the bytes that this process may use: its GPU's free memory with what torch keeps for it, or its share of Linux's
+def available_memory(device: Any) -> int | None:
+    """Return the bytes that this process may use: its GPU's free memory with what torch keeps for it, or Linux's
     available memory, as far as the limits of its control groups allow.
 
     Args:
         device: a torch device.
-        local_processes: number of processes that share this machine.
     """
     if device.type == "cuda":
         import torch
@@ -79,7 +78,7 @@ def available_memory(device: Any, local_processes: int = 1) -> int | None:
     free = [1024 * kibibytes for kibibytes in _numbers(_PROC / "meminfo", "MemAvailable:")]
     if not free:
         return None
-    return max(0, min([*free, *_left_by_limits()])) // max(1, local_processes)
+    return max(0, min([*free, *_left_by_limits()]))
 
 
 def _left_by_limits() -> Iterator[int]:

@@ -221,6 +221,8 @@ def _local_path(source: str | Path) -> Path | None:
 
 def read_checkpoint(files: CheckpointFiles, *, quantised: bool = False, download: bool = False) -> Checkpoint:
     """Read and check the config and all headers of the checkpoint in `files`; raises as `open_checkpoint` does."""
+    if files.folder is not None:
+        foreign.refuse_pointers(files)
     config = _read_config(files, quantised)
     chosen = formats.choose_weights(files.sizes, files.name)
     named = config.get("transformers_weights")
@@ -244,8 +246,6 @@ def read_checkpoint(files: CheckpointFiles, *, quantised: bool = False, download
     _check_tensors(files.name, shards, weight_map, config)
     not_carried = {CONFIG, chosen, *names, *left_behind}
     carried = tuple(name for name in files.sizes if name not in not_carried)
-    if files.folder is not None:
-        foreign.refuse_pointers(files, carried)
     return Checkpoint(
         source_id=files.name,
         revision=files.commit,
@@ -274,7 +274,6 @@ def _read_config(files: CheckpointFiles, quantised_too: bool) -> JsonObject:
 
 
 def _read_json(files: CheckpointFiles, name: str, error: type[GQAConvertError]) -> JsonObject:
-    foreign.refuse_pointer(files, name)
     return parse_object(files.read(name, 0, files.sizes[name]), f"{files.name}/{name}", error)
 
 
@@ -314,7 +313,6 @@ def _unread_weights(files: CheckpointFiles, read: set[str]) -> tuple[str, ...]:
 
 def _read_shard(files: CheckpointFiles, file: str) -> Shard:
     """Read and check the header of one weight file."""
-    foreign.refuse_pointer(files, file)
     size = files.sizes[file]
     path = None if files.folder is None else files.folder / file
     modified_ns = path.stat().st_mtime_ns if path else None

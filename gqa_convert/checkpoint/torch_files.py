@@ -53,18 +53,17 @@ def _load(path: Path, **options: Any) -> dict[str, Any]:
             f"{path} holds a {type(state).__name__} instead of a map of tensors: save model.state_dict()"
         )
     for name, tensor in state.items():
-        holds = f"{path} holds {name!r}, a"
-        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
-            raise UnsupportedFormatError(
-                f"{holds} {type(tensor).__name__} instead of a tensor: save only model.state_dict()"
+        found = type(tensor).__name__
+        if isinstance(tensor, torch.Tensor):
+            found = (
+                ""
+                if tensor.layout is torch.strided and str(tensor.dtype) in _NAMES
+                else f"{tensor.dtype}, {tensor.layout}"
             )
-        if name == "__metadata__" or not name.isprintable():
-            raise CorruptCheckpointError(f"{path} holds a tensor with the invalid name {name!r}: do not trust the file")
-        if tensor.layout is not torch.strided:
-            raise UnsupportedFormatError(f"{holds} sparse tensor: save the model with dense tensors first")
-        if str(tensor.dtype) not in _NAMES:
+        if found or not isinstance(name, str) or not name.isprintable() or name == "__metadata__":
             raise UnsupportedFormatError(
-                f"{path} holds tensor {name!r} of type {tensor.dtype}: save the model unquantised first"
+                f"{path} holds {name!r} ({found or 'a tensor'}), and only named, dense tensors of usual types can be read: save "
+                "model.state_dict() of the unquantised model"
             )
     return state
 

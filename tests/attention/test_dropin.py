@@ -240,37 +240,27 @@ def test_whole_transformers_compute_the_same(groups: int, batch_first: bool, pre
 # Refusals
 
 
-@pytest.mark.parametrize(
-    ("shapes", "options", "message"),
-    [
-        (((3, 5, 24), (7, 24), (7, 24)), {}, "axes"),
-        (((5, 24), (3, 7, 24), (3, 7, 24)), {}, "axes"),
-        (((3, 3, 5, 24), (3, 7, 24), (3, 7, 24)), {}, "axes"),
-        (((3, 5, 24), (3, 7, 24), (3, 7, 24)), {"attn_mask": torch.zeros(3, 5, 7)}, r"\[18, 5, 7\]"),
-        (((3, 5, 24), (3, 7, 24), (3, 7, 24)), {"attn_mask": torch.zeros(6, 5, 7)}, r"\[18, 5, 7\]"),
-        (((3, 5, 24), (3, 7, 24), (3, 7, 24)), {"attn_mask": torch.zeros(1, 7)}, r"\[5, 7\]"),
-        (((3, 5, 24), (3, 7, 24), (3, 7, 24)), {"attn_mask": torch.zeros(3, 6, 5, 7)}, "attn_mask is"),
-        (
-            ((3, 5, 24), (3, 7, 24), (3, 7, 24)),
-            {"attn_mask": torch.zeros(5, 7, dtype=torch.int64)},
-            "True where a key is hidden",
-        ),
-        (((3, 5, 24), (3, 7, 24), (3, 7, 24)), {"key_padding_mask": torch.zeros(1, 7)}, r"\[3, 7\]"),
-        (
-            ((3, 5, 24), (3, 7, 24), (3, 7, 24)),
-            {"key_padding_mask": torch.zeros(3, 7, dtype=torch.uint8)},
-            "True where a key is hidden",
-        ),
-        (((5, 24), (7, 24), (7, 24)), {"key_padding_mask": torch.zeros(3, 7)}, "key_padding_mask is"),
-    ],
-)
-def test_inputs_that_do_not_fit_are_refused(
-    shapes: tuple[tuple[int, ...], ...], options: dict[str, Any], message: str
-) -> None:
+def refused(message: str, *shapes: tuple[int, ...], **options: Any) -> None:
     module = GroupedMultiheadAttention(EMBED_DIM, HEADS, groups=2, batch_first=True)
     with pytest.raises(OptionError, match=message) as caught:
         module(*(torch.zeros(shape) for shape in shapes), **options)
     assert "\n" not in str(caught.value)
+
+
+def test_inputs_that_do_not_fit_are_refused() -> None:
+    for query, memory in (((3, 5, 24), (7, 24)), ((5, 24), (3, 7, 24)), ((3, 3, 5, 24), (3, 7, 24))):
+        refused("axes", query, memory, memory)
+    shapes = [(3, 5, 24), (3, 7, 24), (3, 7, 24)]
+    for mask, message in (
+        (torch.zeros(3, 5, 7), r"\[18, 5, 7\]"),
+        (torch.zeros(1, 7), r"\[5, 7\]"),
+        (torch.zeros(3, 6, 5, 7), "attn_mask is"),
+        (torch.zeros(5, 7, dtype=torch.int64), "True where a key is hidden"),
+    ):
+        refused(message, *shapes, attn_mask=mask)
+    refused(r"\[3, 7\]", *shapes, key_padding_mask=torch.zeros(1, 7))
+    refused("True where a key is hidden", *shapes, key_padding_mask=torch.zeros(3, 7, dtype=torch.uint8))
+    refused("key_padding_mask is", (5, 24), (7, 24), (7, 24), key_padding_mask=torch.zeros(3, 7))
 
 
 def test_what_cannot_be_grouped_is_refused() -> None:

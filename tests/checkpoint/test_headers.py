@@ -110,7 +110,7 @@ def one(**changes: Any) -> dict[str, Any]:
         ("[]", b"", "damaged header (invalid JSON in header"),
         (b"\xff", b"", "damaged header"),
         ("{}", b"1", "damaged header (incomplete metadata, file not fully covered)"),
-        ({"a": F32}, b"123", "is truncated: its tensors end at byte 73 and the file has 72 bytes"),
+        ({"a": F32}, b"123", "is truncated, or has a damaged header (incomplete metadata, file not fully covered)"),
         ({"a": F32}, b"12345", "damaged header (incomplete metadata, file not fully covered)"),
         (one(data_offsets=[1, 5]), b"12345", "invalid offset for tensor `a`"),
         ({"a": F32, "b": F32}, b"1234", "invalid offset for tensor `"),

@@ -184,22 +184,20 @@ class TestRefuse:
         refuses(source, CorruptCheckpointError)
 
     @pytest.mark.parametrize(
-        ("state", "kind", "words"),
+        ("state", "words"),
         [
-            ([torch.ones(1)], UnsupportedFormatError, "list"),
-            (torch.ones(1), UnsupportedFormatError, "Tensor"),
-            ({"model": {"x": torch.ones(1)}}, UnsupportedFormatError, "'model', a dict"),
-            ({"x": torch.ones(1), "step": 3}, UnsupportedFormatError, "'step', a int"),
-            ({3: torch.ones(1)}, UnsupportedFormatError, "3"),
-            ({"x": torch.ones(2, 2).to_sparse()}, UnsupportedFormatError, "sparse"),
-            ({"__metadata__": torch.ones(1)}, CorruptCheckpointError, "invalid name"),
-            ({"a\nb": torch.ones(1)}, CorruptCheckpointError, "a\\nb"),
-            ({"x.weight": torch.ones(2).to(torch.float8_e4m3fn)}, UnsupportedFormatError, "quantised"),
-            ({"x": torch.ones(2, dtype=torch.complex128)}, UnsupportedFormatError, "complex128"),
+            ([torch.ones(1)], "holds a list"),
+            (torch.ones(1), "holds a Tensor"),
+            ({"model": {"x": torch.ones(1)}}, "'model' (dict)"),
+            ({"x": torch.ones(1), "step": 3}, "'step' (int)"),
+            ({3: torch.ones(1)}, "3 (a tensor)"),
+            ({"x": torch.ones(2, 2).to_sparse()}, "torch.sparse_coo"),
+            ({"__metadata__": torch.ones(1)}, "'__metadata__'"),
+            ({"a\nb": torch.ones(1)}, "'a\\nb' (a tensor)"),
+            ({"x.weight": torch.ones(2).to(torch.float8_e4m3fn)}, "quantised"),
+            ({"x": torch.ones(2, dtype=torch.complex128)}, "torch.complex128"),
         ],
     )
     @pytest.mark.filterwarnings("ignore::Warning")
-    def test_not_a_map_of_plain_tensors(
-        self, tmp_path: Path, state: Any, kind: type[GQAConvertError], words: str
-    ) -> None:
-        refuses(write_bin(tmp_path / "bin", state), kind, words)
+    def test_not_a_map_of_plain_tensors(self, tmp_path: Path, state: Any, words: str) -> None:
+        refuses(write_bin(tmp_path / "bin", state), UnsupportedFormatError, words)

@@ -43,9 +43,7 @@ def test_it_computes_what_the_stock_class_computes_with_the_heads_repeated(
 ) -> None:
     source, out = make_checkpoint(model_type, tmp_path / "source", **sizes(model_type)), tmp_path / "out"
     convert_checkpoint(source, out, COUNTS, ConversionOptions(method="factor"))
-    found = elsewhere.ask(
-        "measure", folder=str(out), auto="AutoModelForCausalLM", ways=list(WAYS), saved=True, thorough=True
-    )
+    found = elsewhere.measure(folder=str(out), auto="AutoModelForCausalLM", ways=list(WAYS), saved=True, thorough=True)
     assert not isinstance(found, str), found
     assert found["class"].startswith("transformers_modules.")
     assert found["class"].endswith("gqa_decilm.DeciLMForCausalLM")

@@ -125,7 +125,7 @@ def test_a_result_is_its_source_with_merged_heads(
     """Logits, with a cache and without one, the heads in it, and tokens."""
     source = sources(row.case)
     folder = converted(source, row.groups)
-    found = whole(elsewhere.ask("measure", folder=str(folder), auto=auto_class(row.model_type), ways=["greedy"]))
+    found = whole(elsewhere.measure(folder=str(folder), auto=auto_class(row.model_type), ways=["greedy"]))
     check_loading(row, source, folder, found)
     check_results(row, found, row.stock(source), ["greedy"])
     check_merging(row, source, found["logits"])
@@ -148,8 +148,7 @@ def test_a_result_trains_and_is_saved_as_its_source(
     source = sources(row.case)
     folder = converted(source, row.groups, **({"encoder": True} if row.encoder else {}))
     found = whole(
-        elsewhere.ask(
-            "measure",
+        elsewhere.measure(
             folder=str(folder),
             auto=auto_class(row.model_type),
             ways=list(WAYS),
@@ -258,7 +257,7 @@ def test_every_auto_class_loads_it(model_type: str, sources: Callable[[str], Pat
     row, source = Row(model_type), sources(model_type)
     autos = [auto for auto, _ in modeling_of(model_type).classes[1:]]
     folder = str(converted(source, 3))
-    answer = whole(elsewhere.ask("measure", folder=folder, auto=auto_class(model_type), ways=[], autos=autos))
+    answer = whole(elsewhere.measure(folder=folder, auto=auto_class(model_type), ways=[], autos=autos))
     for auto, found in whole(answer["autos"]).items():
         found = whole(found)
         model = row.stock(source, auto)

@@ -68,49 +68,23 @@ class RaggedSamples:
         return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
 
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt2": {"n_embd": 24, "n_head": 4, "n_layer": 2, "n_positions": 32}
+    | {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    "t5": {"d_model": 24, "d_kv": 6, "d_ff": 40, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0},
+    "llama": {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 6}
+    | {"num_key_value_heads": 3, "head_dim": 4, "max_position_embeddings": 32}
+    | {"tie_word_embeddings": True, "initializer_range": 0.1},
+}
+"""The sizes of small models."""
+
+
 def small_model(kind: str, seed: int = 0) -> Any:
-    from transformers import (
-        GPT2Config,
-        GPT2LMHeadModel,
-        LlamaConfig,
-        LlamaForCausalLM,
-        T5Config,
-        T5ForConditionalGeneration,
-    )
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
     torch.manual_seed(seed)
-    if kind == "gpt2":
-        model: Any = GPT2LMHeadModel(
-            GPT2Config(
-                vocab_size=VOCABULARY,
-                n_embd=24,
-                n_head=4,
-                n_layer=2,
-                n_positions=32,
-                resid_pdrop=0.0,
-                embd_pdrop=0.0,
-                attn_pdrop=0.0,
-            )
-        )
-    elif kind == "t5":
-        model = T5ForConditionalGeneration(
-            T5Config(vocab_size=VOCABULARY, d_model=24, d_kv=6, d_ff=40, num_layers=2, num_heads=4, dropout_rate=0.0)
-        )
-    else:
-        config = LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=24,
-            intermediate_size=40,
-            num_hidden_layers=3,
-            num_attention_heads=6,
-            num_key_value_heads=3,
-            head_dim=4,
-            max_position_embeddings=32,
-            tie_word_embeddings=True,
-            initializer_range=0.1,
-        )
-        model = LlamaForCausalLM(config)
-    return model
+    auto = AutoModelForSeq2SeqLM if kind == "t5" else AutoModelForCausalLM
+    return auto.from_config(AutoConfig.for_model(kind, vocab_size=VOCABULARY, **MODELS[kind]))
 
 
 def run_cases(target: str) -> None:
@@ -180,19 +154,12 @@ def adapt(accelerator: Any, folder: Path, keys: dict[str, Any]) -> dict[str, Any
     return found | {"types": np.array(sorted(types))}
 
 
-def choose_parameters(model: Any, recipe: Any) -> None:
-    """Let the recipe's parameters or adapters learn."""
-    from gqa_convert.training.lora import add_adapters
-
-    if recipe.lora is not None:
-        add_adapters(model, recipe.lora)
-
-
 def take_steps(accelerator: Any, keys: dict[str, Any], steps: int = 2) -> dict[str, Any]:
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
     from gqa_convert.training import sharding
     from gqa_convert.training.checkpoints import Progress
+    from gqa_convert.training.lora import add_adapters
     from gqa_convert.training.models import recompute
     from gqa_convert.training.optimizers import build_optimizer
     from gqa_convert.training.recipe import make_recipe
@@ -203,7 +170,8 @@ def take_steps(accelerator: Any, keys: dict[str, Any], steps: int = 2) -> dict[s
     model = small_model(kind).train()
     if recipe.gradient_checkpointing:
         recompute(model)
-    choose_parameters(model, recipe)
+    if recipe.lora is not None:
+        add_adapters(model, recipe.lora)
     placed, teacher = model, small_model(kind, seed=1).eval().requires_grad_(False) if recipe.teacher else None
     if sharding.number_of_shards(recipe.sharding, accelerator.num_processes) > 1:
         placed = sharding.shard(model, accelerator.device, bf16=recipe.precision == "bf16")

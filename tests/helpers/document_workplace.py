@@ -9,119 +9,42 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import torch
 import yaml
-from transformers import T5Config, T5ForConditionalGeneration
+from transformers import T5Config
 
 import gqa_convert
+from tests.helpers import seq2seq
 from tests.helpers.data_helpers import span_tokenizer
 from tests.helpers.documents import ROOT, Command
 from tests.helpers.evaluate_models import causal, write_rows
-from tests.helpers.tiny import randomise
 from tests.helpers.uptrain_runs import SMALL
 
 HEADS = 32
 """Query heads of the models that stand in for Llama-2-7b and Flan-T5 XL, which have as many."""
 
-NOT_RUN = {
-    r"convert_hf_to_gguf\.py": "a program of llama.cpp, which the tests' environment lacks",
-    r"^(\S*/)?pip install": "fetches packages: .ci/run types the README's line",
-    r"^python3 -m venv|^source ": "likewise",
-    r"^(\S*/)?python -m pytest": "this suite",
-    r"^python (docs/make_families|tools/derive_families)\.py": "write files of the repository, which tests/families compares",
-    r"^(\S*/)?gqa-convert demo$": "takes minutes: tests/demo/test_demo.py runs it with less text",
-    r"^torchrun |^accelerate launch": "starts processes of its own, mostly on GPUs: tests/training/test_distributed_runs.py has such runs",
-    r"^sbatch ": "needs a cluster",
-    r"^cp demo-gqa3/": "puts files into a folder that TRL wrote, which the tests' environment lacks",
-    r"^lm_eval ": "runs a program of its own, which the tests' environment lacks",
-    r"^llama-server ": "a serving engine, which the tests' environment lacks",
-    r"^\S*/vllm serve ": "a serving engine, which the tests' environment lacks",
-    r"^python (benchmarks/|-m benchmarks)": "measures, for minutes or hours",
-    r"^gqa-convert benchmark .*--engine ": "runs a serving engine, which the tests' environment lacks",
-    r"^gqa-convert check-serving ": "runs serving engines, which the tests' environment lacks",
-}
-"""Commands that the tests only parse, and the reason."""
-
-NOT_EXECUTED = {"datasets": "downloads a dataset"}
-"""Packages whose import keeps the tests from executing a block of Python, and the reason."""
-
-INSTEAD: dict[str, dict[str, str]] = {
-    "convert": {"--calibration-tokens": "240", "--calibration-length": "40", "--fit-steps": "2", "--kl-steps": "1"},
-    "inspect": {"--calibration-tokens": "300"},
-    "evaluate": {"--tokens": "400", "--window": "32"},
-    "benchmark": {
-        "--batch": "1",
-        "--context": "16",
-        "--repetitions": "1",
-        "--new-tokens": "2",
-    },
-    "uptrain": {key: str(value) for key, value in SMALL.items()}
-    | {
-        "micro_batch_size": "2",
-        "save_every": "6",
-        "evaluate_every": "6",
-        "evaluation_tokens": "64",
-    },
-}
-"""Options that keep a command short; they replace or extend those that the document gives."""
-
-TEXTS = {"python-stdlib": "text.txt", "python-stdlib:held-out": "held-out.txt"}
-"""Tokenising all of Python's own sources takes some seconds."""
-
-HUB_RECIPES = {
-    "model": "demo-gqa3-mean",
-    "teacher": "gqa_convert/demo_checkpoint",
-    "data": "text.txt",
-    "evaluation_data": "held-out.txt",
-}
-"""Keys of a recipe that would need the Hub."""
+_STATED = yaml.safe_load(Path(__file__).with_name("document_workplace.yaml").read_text())
+NOT_RUN: dict[str, str] = _STATED["not_run"]
+NOT_EXECUTED: dict[str, str] = _STATED["not_executed"]
 
 
 def _text(path: Path, start: int = 0) -> None:
     path.write_text(inspect.getsource(argparse)[start : start + 30_000], encoding="utf-8")
 
 
-def _llama(path: Path) -> None:
-    sizes = {
-        "hidden_size": 32,
-        "head_dim": 4,
-        "num_attention_heads": HEADS,
-        "kv_heads": HEADS,
-        "max_position_embeddings": 2048,
-    }
-    causal(path, **sizes, num_hidden_layers=2)
+def _llama(path: Path, *, kv_heads: int = HEADS, positions: int = 2048) -> None:
+    sizes = {"hidden_size": 32, "head_dim": 4, "num_attention_heads": HEADS, "num_hidden_layers": 2}
+    causal(path, **sizes, kv_heads=kv_heads, max_position_embeddings=positions)
 
 
 def _llama3(path: Path) -> None:
     """Grouped-query already, as Llama 3.1 8B is."""
-    causal(
-        path,
-        hidden_size=32,
-        head_dim=4,
-        num_attention_heads=HEADS,
-        kv_heads=8,
-        max_position_embeddings=64,
-        num_hidden_layers=2,
-    )
+    _llama(path, kv_heads=8, positions=64)
 
 
 def _t5(path: Path) -> None:
-    tokenizer = span_tokenizer()
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = {
-        "vocab_size": len(tokenizer),
-        "d_model": 32,
-        "d_kv": 4,
-        "d_ff": 40,
-        "num_layers": 1,
-        "num_heads": HEADS,
-    }
-    model = T5ForConditionalGeneration(T5Config(**sizes, pad_token_id=0, eos_token_id=1, decoder_start_token_id=0))
-    randomise(model)
-    model.save_pretrained(path)
-    tokenizer.save_pretrained(path)
+    sizes = {"d_model": 32, "d_kv": 4, "num_layers": 1, "num_decoder_layers": 1, "num_heads": HEADS}
+    seq2seq.model(path, "t5", span_tokenizer(), **sizes)
 
 
 def _recipe(path: Path) -> None:
@@ -155,20 +78,6 @@ FILES: dict[str, Callable[[Path], object]] = {
 }
 """Files that documents assume to exist, and what makes them here."""
 
-RESULTS = {
-    "Llama-2-7b-gqa8": ["gqa-convert convert Llama-2-7b Llama-2-7b-gqa8 --groups 8 --method mean"],
-    "flan-t5-xl-gqa8": ["gqa-convert convert flan-t5-xl flan-t5-xl-gqa8 --groups 8 --method mean"],
-    "OUT": ["gqa-convert convert SOURCE OUT --groups 8"],
-    "demo-gqa3": ["gqa-convert convert gqa_convert/demo_checkpoint demo-gqa3 --groups 3"],
-    "demo-gqa3-mean": ["gqa-convert convert gqa_convert/demo_checkpoint demo-gqa3-mean --groups 3 --method mean"],
-    "runs": [
-        "gqa-convert convert SOURCE runs/gqa8 --groups 8 --method mean",
-        "gqa-convert evaluate SOURCE runs/gqa8 --data text.txt --json > runs/evaluate.json",
-        "gqa-convert benchmark SOURCE --candidates 1,8,32 --json > runs/benchmark.json",
-    ],
-}
-"""Folders that documents assume to exist, and the commands that make them."""
-
 
 def reason(command: Command) -> str | None:
     """Return why a command is not run, or None if it is run."""
@@ -195,19 +104,19 @@ def needed(folder: Path, names: list[str]) -> list[str]:
     for name in missing:
         if name in FILES:
             FILES[name](folder / name)
-    return [command for name in missing for command in RESULTS.get(name, [])]
+    return [command for name in missing for command in _STATED["results"].get(name, [])]
 
 
 def shortened(command: Command) -> list[str]:
     """Return the arguments of gqa-convert, with options that keep the command short."""
-    name, *words = [TEXTS.get(word, word) for word in command.ours or ()]
-    instead = dict(INSTEAD.get(name, {}))
+    name, *words = [_STATED["texts"].get(word, word) for word in command.ours or ()]
+    instead = dict(_STATED["instead"].get(name, {}))
     if name == "uptrain":
         recipe = words[0]
         first = next((place for place, word in enumerate(words) if word.startswith("-")), len(words))
-        words, options, instead = words[:first], words[first:], dict(INSTEAD["uptrain"])
+        words, options = words[:first], words[first:]
         if recipe.startswith("recipes/"):
-            instead |= HUB_RECIPES
+            instead |= _STATED["hub_recipes"]
         stated = dict(word.split("=", 1) for word in words[1:])
         return [name, recipe, *(f"{key}={value}" for key, value in (stated | instead).items()), *options]
     if name in ("convert", "inspect") and "--calibration" not in words:

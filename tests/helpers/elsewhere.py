@@ -229,16 +229,14 @@ def measure_folder(request: dict[str, Any]) -> dict[str, Any]:
     """What the model in a folder computes.
 
     Args:
-        request: `folder`; `auto`, the auto class that loads it; `ways` to generate; `trust`, whether the folder's code
-            is run; `thorough`,
-            whether to measure attention weights, training and other ways to load too; `saved`, what was saved and
-            loaded again too; `autos`, further auto classes to load with; `compiled`, torch.compile too.
+        request: `folder`; `auto`, the auto class that loads it; `ways` to generate; `thorough`, whether to measure
+            attention weights, training and other ways to load too; `saved`, what was saved and loaded again too; `autos`,
+            further auto classes to load with; `compiled`, torch.compile too.
     """
     auto, folder = getattr(transformers, request["auto"]), request["folder"]
-    trust = {"trust_remote_code": True} if request.get("trust", True) else {}
 
     def load(path: str | Path = folder, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
-        return auto.from_pretrained(path, dtype=dtype, **trust, **options)
+        return auto.from_pretrained(path, dtype=dtype, trust_remote_code=True, **options)
 
     model, info = load(output_loading_info=True)
     model.eval()
@@ -248,9 +246,6 @@ def measure_folder(request: dict[str, Any]) -> dict[str, Any]:
     }
     result["class"] = f"{type(model).__module__}.{type(model).__qualname__}"
     result["file"] = sys.modules[type(model).__module__].__file__
-    result["trusted class"] = (
-        type(auto.from_pretrained(folder, trust_remote_code=True)).__module__ if not trust else None
-    )
     if request.get("saved"):
         result["saved"] = attempt(lambda: save_twice(model, load))
     if request.get("thorough"):
@@ -267,15 +262,6 @@ def measure_folder(request: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def load_error(request: dict[str, Any]) -> str | None:
-    """Return the error that loading a folder raises, or None."""
-    try:
-        getattr(transformers, request["auto"]).from_pretrained(request["folder"], trust_remote_code=True)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return None
-
-
 class NoProject(MetaPathFinder):
     """Hides the modules of the project, wherever they are installed."""
 
@@ -284,27 +270,20 @@ class NoProject(MetaPathFinder):
             raise ModuleNotFoundError(f"{name} is not here")
 
 
-def main(package: bool) -> None:
+def main() -> None:
     """Answer requests until stdin ends."""
     root = Path(__file__).resolve().parents[2]
-    if package:
-        sys.path.insert(0, str(root))
-        importlib.import_module("gqa_convert.families.modeling").register_modeling()
-    else:
-        sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() not in (root, root / "tests")]
-        sys.meta_path.insert(0, NoProject())
-        with contextlib.suppress(ModuleNotFoundError):
-            importlib.import_module("gqa_convert")
-            raise SystemExit("gqa_convert can be imported")
+    sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() not in (root, root / "tests")]
+    sys.meta_path.insert(0, NoProject())
+    with contextlib.suppress(ModuleNotFoundError):
+        importlib.import_module("gqa_convert")
+        raise SystemExit("gqa_convert can be imported")
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     for line in sys.stdin:
         request = json.loads(line)
-        answer = attempt(
-            lambda request=request: {"measure": measure_folder, "load": load_error}[request["verb"]](request)
-        )
-        torch.save(answer, request["answer"])
+        torch.save(attempt(lambda request=request: measure_folder(request)), request["answer"])
         sys.stdout.write("answered\n")
         sys.stdout.flush()
 
@@ -314,10 +293,9 @@ class Elsewhere:
 
     Args:
         folder: for its files; its Python modules of checkpoints are cached here.
-        package: whether it has gqa-convert, and has told transformers of it.
     """
 
-    def __init__(self, folder: Path, *, package: bool = False) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
         hidden = ("PYTHONPATH", "HF_HOME", "HF_MODULES_CACHE", "TRANSFORMERS_CACHE")
         env = {name: value for name, value in os.environ.items() if name not in hidden}
@@ -330,7 +308,7 @@ class Elsewhere:
         self.log = folder / "errors.txt"
         with self.log.open("w") as errors:
             self.process = subprocess.Popen(
-                [sys.executable, str(Path(__file__).resolve()), "package" if package else "alone"],
+                [sys.executable, str(Path(__file__).resolve())],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
@@ -340,13 +318,13 @@ class Elsewhere:
             )
         self.requests = 0
 
-    def ask(self, verb: str, **request: Any) -> Any:
-        """Return the answer to a request, or a traceback as text if it failed."""
+    def measure(self, **request: Any) -> Any:
+        """What `measure_folder` returns for a request, or a traceback as text if it failed."""
         self.requests += 1
         answer = self.folder / f"answer-{self.requests}.pt"
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        self.process.stdin.write(json.dumps({"verb": verb, "answer": str(answer), **request}) + "\n")
+        self.process.stdin.write(json.dumps({"answer": str(answer), **request}) + "\n")
         self.process.stdin.flush()
         while (line := self.process.stdout.readline()) != "answered\n":
             if not line:
@@ -359,4 +337,4 @@ class Elsewhere:
 
 
 if __name__ == "__main__":
-    main(package=sys.argv[1] == "package")
+    main()

@@ -10,16 +10,11 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    BartConfig,
-    BartForConditionalGeneration,
-    PreTrainedTokenizerFast,
-    T5Config,
-    T5ForConditionalGeneration,
-)
+from transformers import PreTrainedTokenizerFast
 
+from tests.helpers import seq2seq
 from tests.helpers.data_helpers import demo_tokenizer, span_tokenizer
-from tests.helpers.tiny import make_config, make_model, randomise
+from tests.helpers.tiny import make_config, make_model
 
 POSITIONS = 48
 
@@ -36,52 +31,16 @@ def causal(
 
 
 def t5(folder: Path, *, seed: int = 0) -> Path:
-    tokenizer = span_tokenizer()
-    torch.manual_seed(seed)
-    model = T5ForConditionalGeneration(
-        T5Config(
-            vocab_size=len(tokenizer),
-            d_model=24,
-            d_kv=8,
-            d_ff=40,
-            num_layers=1,
-            num_heads=4,
-            pad_token_id=0,
-            eos_token_id=1,
-            decoder_start_token_id=0,
-        )
-    )
-    randomise(model, seed)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    sizes = {"d_model": 24, "d_kv": 8, "num_layers": 1, "num_decoder_layers": 1, "num_heads": 4}
+    return seq2seq.model(folder, "t5", span_tokenizer(), seed=seed, **sizes)
 
 
 def bart(folder: Path) -> Path:
     """An encoder-decoder without sentinels, whose decoder begins with end-of-text, and that knows 20 positions."""
-    tokenizer = span_tokenizer(sentinels=0)
-    torch.manual_seed(0)
-    config = BartConfig(
-        vocab_size=len(tokenizer),
-        d_model=24,
-        encoder_layers=1,
-        decoder_layers=1,
-        encoder_attention_heads=3,
-        decoder_attention_heads=3,
-        encoder_ffn_dim=40,
-        decoder_ffn_dim=40,
-        max_position_embeddings=20,
-        pad_token_id=0,
-        eos_token_id=1,
-        bos_token_id=1,
-        decoder_start_token_id=1,
-        forced_eos_token_id=1,
-    )
-    model = BartForConditionalGeneration(config)
-    randomise(model)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    sizes = {"d_model": 24, "encoder_layers": 1, "decoder_layers": 1, "max_position_embeddings": 20}
+    heads = {"encoder_attention_heads": 3, "decoder_attention_heads": 3}
+    tokens = {"bos_token_id": 1, "decoder_start_token_id": 1, "forced_eos_token_id": 1}
+    return seq2seq.model(folder, "bart", span_tokenizer(sentinels=0), **sizes, **heads, **tokens)
 
 
 def constant(folder: Path, tokens: Sequence[str], log_probabilities: Sequence[float], bos: str | None = None) -> Path:

@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
-from tests.helpers.local_server import LocalServer
-
 GATED = "org/gated"
 BROKEN = "org/broken"
 
@@ -27,7 +25,7 @@ class Sent:
 
 
 @dataclass
-class HubServer(LocalServer):
+class HubServer:
     """A context that serves folders as repositories.
 
     Args:
@@ -64,10 +62,18 @@ class HubServer(LocalServer):
             def log_message(self, *_: Any) -> None:
                 pass
 
-        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        server.daemon_threads = True
-        self.serve(server)
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
         return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._server.server_port}"
 
     @property
     def _elsewhere(self) -> str:

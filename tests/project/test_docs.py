@@ -1,5 +1,5 @@
 """Every command in README, docs and recipes is run here, in a folder that has what it names, only smaller; or it is
-parsed, and tests/helpers/document_workplace.py says why it is not run."""
+parsed, and tests/helpers/document_workplace.yaml says why it is not run."""
 
 import ast
 import contextlib

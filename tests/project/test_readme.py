@@ -1,12 +1,10 @@
 """What the README promises is what is there."""
 
-import ast
 import json
 import re
 import runpy
 import statistics
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -14,8 +12,6 @@ import pytest
 from gqa_convert.families.table import FAMILIES, REWRITTEN
 
 ROOT = Path(__file__).parents[2]
-PART_OF = {"jinja2": "markupsafe", "pydantic": "pydantic_core", "transformers": "tokenizers"}
-"""Packages that another one requires and has in its interface."""
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 REAL = json.loads((ROOT / "docs" / "results" / "real.json").read_text(encoding="utf-8"))
 
@@ -24,41 +20,6 @@ def test_ci_runs_the_readmes_test_command_to_the_letter() -> None:
     commands = re.findall(r"```sh\n(.*)\n```", README)
     assert len(commands) == 2
     assert commands[1] in (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
-
-
-def runs_late(node: ast.AST) -> bool:
-    """Whether imports inside do not run with the module: in a function, or for type checkers alone."""
-    checked = isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
-    return checked or isinstance(node, ast.FunctionDef)
-
-
-def test_what_is_imported_is_installed() -> None:
-    """What the package needs it requires; what an extra brings is imported only where it is used."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-
-    def names(requirements: list[str]) -> set[str]:
-        return {re.split(r"[^\w-]", line)[0].replace("-", "_") for line in requirements}
-
-    required = names(project["dependencies"]) | {"yaml", "gqa_convert"}
-    required |= {part for package, part in PART_OF.items() if package in required}
-    extra = names(
-        [line for group, lines in project["optional-dependencies"].items() if group != "dev" for line in lines]
-    )
-    # files that cannot do without an extra, and are imported late themselves
-    derived = {}
-    elsewhere = {"vllm", "llama_cpp"}  # engines that run in environments of their own
-    for path in (ROOT / "gqa_convert").rglob("*.py"):
-        own = elsewhere if path.parent.name == "serving" else set()
-        at_once = derived.get(path.name, set())
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        late = {id(part) for node in ast.walk(tree) if runs_late(node) for part in ast.walk(node)}
-        for node in ast.walk(tree):
-            imported = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            imported += [node.module or ""] if isinstance(node, ast.ImportFrom) and node.level == 0 else []
-            known = required | sys.stdlib_module_names | (extra | own if id(node) in late else at_once)
-            if id(node) not in late and path.name not in derived:
-                assert not {f"{name.rpartition('.')[2]}.py" for name in imported} & set(derived), path
-            assert {name.split(".")[0] for name in imported} <= known, f"{path}: {imported}"
 
 
 def test_links_lead_somewhere() -> None:
