@@ -61,13 +61,13 @@ def score(model: Path, source: Path, options: argparse.Namespace, scores: Cell, 
 
 def losses(found: dict[str, Any]) -> Cell:
     """The loss, the excess over the source's and the divergence from it, with standard errors."""
-    difference = found["difference"] or {"loss": 0.0, "standard_error": 0.0}
+    difference = found["difference"] or {"loss": 0.0, "loss_standard_error": 0.0}
     return {
         "tokens": found["tokens"],
         "loss": found["loss"],
         "loss_error": found["loss_standard_error"],
         "excess": difference["loss"],
-        "excess_error": difference["standard_error"],
+        "excess_error": difference["loss_standard_error"],
         "kl": found["kl"] or 0.0,
         "kl_error": found["kl_standard_error"] or 0.0,
     }
@@ -80,7 +80,11 @@ def retrieval(found: list[dict[str, Any]]) -> dict[str, Cell]:
         if each["length"] is not None:
             cell = cells.setdefault(str(each["length"]), {"by_kind": {}})
             if each["kind"] is None:
-                cell |= {"questions": each["questions"], "found": each["found"], "found_error": each["standard_error"]}
+                cell |= {
+                    "questions": each["questions"],
+                    "found": each["found"],
+                    "found_error": each["found_standard_error"],
+                }
             else:
                 cell["by_kind"][each["kind"]] = each["found"]
     return cells

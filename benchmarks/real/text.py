@@ -82,7 +82,6 @@ def _pieces(texts: Iterable[str]) -> Iterator[str]:
         yield from (text[first : first + _PIECE] for first in range(0, len(text), _PIECE))
 
 
-@torch.inference_mode()
 def chat(model: Any, tokenizer: Any, rounds: int) -> Iterator[str]:
     """Conversations of one question and one answer, both sampled."""
     opening = tokenizer.apply_chat_template([{"role": "user", "content": "\0"}], tokenize=False).partition("\0")[0]
@@ -125,7 +124,8 @@ def make_text(model_folder: Path, out: Path, rounds: int) -> None:
     write(out / "code-held-out.jsonl", code(held_out=True))
     write(out / "mixed-calibration.jsonl", mixed())
     model, _ = load_model(model_folder, torch.float32)
-    write(out / "chat-held-out.jsonl", chat(model, load_tokenizer(model_folder), rounds))
+    with torch.inference_mode():
+        write(out / "chat-held-out.jsonl", chat(model, load_tokenizer(model_folder), rounds))
 
 
 if __name__ == "__main__":

@@ -224,7 +224,9 @@ def convert_module(model: nn.Module, groups: int, method: Merge = "mean", *, pre
     replaced: dict[int, Any] = {}
     for name, part in found.items():
         try:
-            replaced[id(part)] = GroupedMultiheadAttention._from_multihead(name or "the module", part, groups, method)
+            replaced[id(part)] = GroupedMultiheadAttention.from_multihead(
+                part, groups, method, name=name or "the module"
+            )
         except GroupsError as error:
             raise GroupsError(f"{name or 'the module'}: {error}") from None
     return copy.deepcopy(model, replaced)

@@ -32,7 +32,7 @@ class MemoryRecord:
         if self._version is not None and held._version != self._version:
             return False
         is_same = held.data_ptr() == tensor.data_ptr() and held.stride() == tensor.stride()
-        return is_same or torch.equal(held, tensor)
+        return is_same or bool(torch.equal(held, tensor))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self  # a copy would have another address, and nothing changes a record

@@ -75,13 +75,9 @@ def convert_module_state(
         raise OptionError(
             f"{name} is a {type(module).__name__}, which may compute something else: give an nn.MultiheadAttention"
         )
-    if module.bias_k is not None or module.bias_v is not None:
+    if module.bias_k is not None or module.add_zero_attn:
         raise OptionError(
-            f"{name} appends learned keys (add_bias_kv), which grouped-query attention does not support: train one without"
-        )
-    if module.add_zero_attn:
-        raise OptionError(
-            f"{name} appends a key of zeros (add_zero_attn), which grouped-query attention does not support: train one without"
+            f"{name} appends a key (add_bias_kv or add_zero_attn), which grouped-query attention does not support: train one without"
         )
     if module.in_proj_weight is None:
         weights = [module.q_proj_weight, module.k_proj_weight, module.v_proj_weight]

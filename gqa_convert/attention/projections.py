@@ -95,13 +95,22 @@ class GroupedProjections(nn.Module):  # type: ignore[misc]  # torch is not follo
         )
 
     @classmethod
-    def from_multihead(cls, module: nn.MultiheadAttention, groups: int, method: Merge = "mean", **options: Any) -> Self:
+    def from_multihead(
+        cls,
+        module: nn.MultiheadAttention,
+        groups: int,
+        method: Merge = "mean",
+        *,
+        name: str = "the module",
+        **options: Any,
+    ) -> Self:
         """A module with the weights of an nn.MultiheadAttention. With as many groups as heads, it computes the same.
 
         Args:
             module: the source, which is not changed.
             groups: N, a divisor of its heads.
             method: how heads are merged: their mean, or the first of each group.
+            name: of the module, for errors.
             options: further options of the class, such as `causal`.
 
         Raises:
@@ -109,13 +118,6 @@ class GroupedProjections(nn.Module):  # type: ignore[misc]  # torch is not follo
             OptionError: the module is a subclass, or has `bias_k` or `add_zero_attn`, or an option is invalid.
             NonFiniteError: a number to be merged is NaN or Inf.
         """
-        return cls._from_multihead("the module", module, groups, method, **options)
-
-    @classmethod
-    def _from_multihead(
-        cls, name: str, module: nn.MultiheadAttention, groups: int, method: Merge, **options: Any
-    ) -> Self:
-        """`from_multihead` of a module whose name stands in errors."""
         state = convert_module_state(module, groups, method, name)
         weight = state["q_proj.weight"]
         made = cls(

@@ -26,11 +26,10 @@ def attention_and_weights(
         The outputs [b, H, q, e], and the weights [b, H, q, k] by which the values were summed. Both are zeros for a
         query that sees no key.
     """
-    (batch, heads, queries, head_dim), (groups, keys) = query.shape, key.shape[1:3]
-    packed = batch, groups, heads // groups * queries  # query heads of a group as further queries: no key is repeated
     wide = torch.promote_types(query.dtype, torch.float32)
-    scores = query.to(wide).reshape(*packed, head_dim) @ key.to(wide).transpose(2, 3) * head_dim**-0.5
-    scores = scores.reshape(batch, heads, queries, keys)
+    ratio = query.shape[1] // key.shape[1]
+    keys, values = (each.to(wide).repeat_interleave(ratio, dim=1) for each in (key, value))
+    scores = query.to(wide) @ keys.transpose(2, 3) * query.shape[3] ** -0.5
     if bias is not None:
         scores = scores + bias
     if mask is not None:
@@ -38,5 +37,4 @@ def attention_and_weights(
     fully_masked = (scores == -torch.inf).all(-1, keepdim=True)
     weights = scores.masked_fill(fully_masked, 0.0).softmax(-1).masked_fill(fully_masked, 0.0)
     weights = drop(weights, dropout)
-    out = weights.reshape(*packed, keys) @ value.to(wide)
-    return out.reshape(batch, heads, queries, value.shape[3]).to(query.dtype), weights.to(query.dtype)
+    return (weights @ values).to(query.dtype), weights.to(query.dtype)

@@ -4,6 +4,7 @@ import errno
 import fcntl
 import os
 import shutil
+import signal
 import stat
 import subprocess
 import sys
@@ -28,7 +29,7 @@ from gqa_convert.errors import (
     OutputError,
 )
 from tests.helpers.checkpoints import by_mean, digests, llama_arrays, refused, write_llama
-from tests.helpers.command_line import run_python
+from tests.helpers.uptrain_runs import AtFileEvent, die, in_child
 
 ROOT = Path(__file__).parents[2]
 RUN = ".out.gqa-convert-01234567"
@@ -393,99 +394,37 @@ class TestSweep:
         assert leftovers(out.parent) == []
 
 
-HARNESS = """
-import os, signal, sys
-from pathlib import Path
-from gqa_convert.errors import InterruptedRunError
-from tests.helpers.checkpoints import by_mean, digests
-
-source, out = Path(sys.argv[1]), Path(sys.argv[2])
-number, overwrite, module = getattr(signal, sys.argv[3]), sys.argv[4] == "True", sys.argv[5]
-first, stride = map(int, sys.argv[6:])
-os.fsync = lambda _: None  # it matters when the machine dies, not when the process does
-
-def run(stop):
-    # Convert in a forked process; at the given line of the modules that write files it gets the signal.
-    child = os.fork()
-    if child:
-        return os.waitpid(child, 0)[1]
-    count = 0
-    def trace(frame, event, _):
-        nonlocal count
-        if not frame.f_code.co_filename.endswith(module):
-            return None
-        if event == "line":
-            count += 1
-            if count == stop:
-                os.kill(os.getpid(), number)
-        return trace
-    def stopped(*_):
-        raise InterruptedRunError("stopped")
-    if number != signal.SIGKILL:
-        signal.signal(number, stopped)
-    code = 3
-    try:
-        sys.settrace(trace)
-        by_mean(source, out, overwrite=overwrite)
-        code = 0 if count < stop else 4
-    except InterruptedRunError:
-        code = 5
-    finally:
-        sys.settrace(None)
-        os._exit(code)
-
-by_mean(source, out)
-new = digests(out)
-by_mean(source, out, 3, overwrite=True)
-old = digests(out)
-assert old != new
-seen, stop, stops = set(), first, 0
-while True:
-    if overwrite:
-        by_mean(source, out, 3, overwrite=True)
-    else:
-        import shutil
-        if out.exists(): shutil.rmtree(out)
-    status = run(stop)
-    left = [path.name for path in out.parent.iterdir() if ".gqa-convert-" in path.name]
-    found = digests(out) if out.exists() else "none"
-    state = "new" if found == new else "old" if found == old else found
-    assert state in ("new", "old" if overwrite else "none"), (stop, state, status)
-    if state == "new":
-        assert (out / "gqa_conversion.json").is_file()
-    assert len(left) <= 2, (stop, left)  # the folder and its lock
-    if status == 0:
-        break
-    assert os.WIFSIGNALED(status) if number == signal.SIGKILL else os.WEXITSTATUS(status) in (4, 5), (stop, status)
-    seen.add((state, len(left)))
-    stops += 1
-    by_mean(source, out, overwrite=True)
-    assert digests(out) == new
-    assert not [path.name for path in out.parent.iterdir() if ".gqa-convert-" in path.name]
-    stop += stride
-print(stops, sorted(seen))
-"""
+def interrupt() -> None:
+    raise InterruptedRunError("stopped")
 
 
 @pytest.mark.slow
-class TestStopped:
-    @pytest.mark.parametrize("overwrite", [False, True])
-    @pytest.mark.parametrize("kind", ["SIGKILL", "SIGTERM"])
-    @pytest.mark.parametrize(
-        ("module", "stride"),
-        [
-            ("/checkpoint/publication.py", 4),
-            ("/gqa_convert/conversion/writing.py", 20),
-            ("/gqa_convert/conversion/run.py", 4),
-            ("/gqa_convert/conversion/sidecar_files.py", 4),
-        ],
-    )
-    def test_at_every_few_lines(
-        self, source: Path, out: Path, module: str, stride: int, kind: str, overwrite: bool
-    ) -> None:
-        """Both signals together stop at every second or so line, half of them each."""
-        first = 1 if kind == "SIGKILL" else 1 + stride // 2
-        arguments = (source, out, kind, str(overwrite), module, str(first), str(stride))
-        result = run_python("-c", HARNESS, *arguments)
-        assert result.returncode == 0, result.stderr
-        assert int(result.stdout.split()[0]) > 10
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("act", [die, interrupt])
+def test_stopped_at_every_file_event(source: Path, out: Path, act: Callable[[], None], overwrite: bool) -> None:
+    """OUT is the earlier result or the new one, or nothing; and the next run leaves nothing of the one that was stopped."""
+    by_mean(source, out.parent / "new")
+    new = digests(out.parent / "new")
+    number, status = 0, -1
+    while status:
+        if out.exists():
+            shutil.rmtree(out)
+        if overwrite:
+            by_mean(source, out, 3)
+        old = digests(out) if overwrite else None
+        number += 1
+
+        def run(number: int = number) -> None:
+            AtFileEvent(out.parent, number, act)
+            by_mean(source, out, overwrite=overwrite)
+
+        status, _ = in_child(run)
+        assert status in (0, -signal.SIGKILL if act is die else InterruptedRunError.exit_code), number
+        found = digests(out) if out.exists() else None
+        assert found in (new, old), number
+        assert found != new or (out / "gqa_conversion.json").is_file()
+        assert len(leftovers(out.parent)) <= 2, "the folder and its lock"
+        by_mean(source, out, overwrite=True)
+        assert digests(out) == new
+        assert leftovers(out.parent) == []
+    assert number > 20

@@ -1,1 +1,0 @@
-"""The C library's heap in programs whose memory is measured."""
