@@ -7,6 +7,7 @@ import atexit
 import gc
 import multiprocessing
 import os
+import sys
 from collections.abc import Callable, Mapping
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerProcess
@@ -37,24 +38,32 @@ CONTEXT.set_forkserver_preload(
     ]
 )
 
-_AT_IMPORT = ("HF_", "HUGGINGFACE_", "TRANSFORMERS_", "TORCH_", "PYTHON", "OMP_", "MALLOC_", "HOME", "PATH", "TMPDIR")
+_OF_THE_HUB = ("HF_", "HUGGINGFACE_", "TRANSFORMERS_")
+_AT_IMPORT = (*_OF_THE_HUB, "TORCH_", "PYTHON", "OMP_", "MALLOC_", "HOME", "PATH", "TMPDIR")
 """How the names of variables begin that a library, C's too, or the interpreter may read before the program runs."""
+
+_READ_THEM = ("huggingface_hub", "transformers", "datasets", "accelerate", "peft", "gqa_convert")
+"""Libraries that read the Hub's variables when they are imported, and those that import them."""
 
 _QUIET = {"TRANSFORMERS_VERBOSITY": "error"}
 """What gqa_convert sets before it imports transformers."""
-
-
-def _at_import(environment: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in environment.items() if name.startswith(_AT_IMPORT) and name not in _QUIET}
-
 
 _STARTED_IN = dict(os.environ)
 """What the server starts with, taken before any test can change it."""
 
 
+def _changed(environment: Mapping[str, str]) -> set[str]:
+    """The variables that are not as they were when the server imported its libraries."""
+    return {
+        name
+        for name, _ in environment.items() ^ _STARTED_IN.items()
+        if name.startswith(_AT_IMPORT) and name not in _QUIET
+    }
+
+
 def serves(environment: Mapping[str, str]) -> bool:
     """Whether a fork does in this environment what a new interpreter would do."""
-    return _at_import(environment) == _at_import(_STARTED_IN)
+    return all(name.startswith(_OF_THE_HUB) for name in _changed(environment))
 
 
 def start(
@@ -88,6 +97,9 @@ def _begin(
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
+    if _changed(environment):
+        for name in [name for name in sys.modules if name.partition(".")[0] in _READ_THEM]:
+            del sys.modules[name]
     atexit._clear()  # of what the server registered
     try:
         work(*arguments)

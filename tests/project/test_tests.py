@@ -63,12 +63,15 @@ def test_a_fork_is_as_a_new_interpreter(code: str, tmp_path: Path, monkeypatch: 
     assert (fork.returncode, fork.stdout, fork.stderr) == (new.returncode, new.stdout, new.stderr)
 
 
-def test_another_environment_needs_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    code = "import os, sys; print(os.environ.get('HF_HOME'), 'torch' in sys.modules)"
-    assert run_python("-c", code).stdout.split()[1:] == ["True"]
-    monkeypatch.setenv("HF_HOME", "/elsewhere")  # which the Hub's client reads when it is imported
-    assert run_python("-c", code).stdout == "/elsewhere False\n"
-    assert run_python("-c", code, environment={**os.environ, "HF_HOME": "/given"}).stdout == "/given False\n"
+def test_what_reads_the_environment_is_imported_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("huggingface_hub", "torch")
+    code = f"import os, sys; print(os.environ.get('HF_HOME'), *(name in sys.modules for name in {names}))"
+    assert run_python("-c", code).stdout.split()[1:] == ["True", "True"]
+    monkeypatch.setenv("HF_HOME", "/elsewhere")
+    assert run_python("-c", code).stdout == "/elsewhere False True\n"
+    assert run_python("-c", code, environment={**os.environ, "HF_HOME": "/given"}).stdout == "/given False True\n"
+    monkeypatch.setenv("PYTHONHASHSEED", "1")
+    assert run_python("-c", code).stdout == "/elsewhere False False\n"
 
 
 @pytest.mark.parametrize("value", ["set", "left"])
