@@ -187,7 +187,7 @@ class TestRefuse:
         ("state", "words"),
         [
             ([torch.ones(1)], "holds a list"),
-            (torch.ones(1), "holds a Tensor"),
+            (torch.ones(1), "Tensor instead of a map"),
             ({"model": {"x": torch.ones(1)}}, "'model' (dict)"),
             ({"x": torch.ones(1), "step": 3}, "'step' (int)"),
             ({3: torch.ones(1)}, "3 (a tensor)"),
