@@ -71,7 +71,7 @@ def test_early_configs_state_the_decoder_beside_the_rest(tmp_path: Path) -> None
 
 
 def test_the_table_of_composites_is_complete() -> None:
-    assert set(WRAPPER_TYPES) == set(COMPOSITES), "add a tiny model to tests/helpers/wrappers.py"
+    assert set(WRAPPER_TYPES) == set(COMPOSITES), "add a tiny model to tests/helpers/wrappers.yaml"
     for composite, decoder in COMPOSITES.items():
         assert decoder in FAMILIES or decoder in INNER
         assert family_of({"model_type": composite}).is_composite
