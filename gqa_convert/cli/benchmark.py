@@ -15,8 +15,8 @@ from .options import (
     command_line,
     counts,
     hidden_option,
-    interpreters,
     option,
+    refuse,
     token_count,
     token_counts,
 )
@@ -54,7 +54,7 @@ def benchmark(
     ] = None,
     repetitions: Annotated[
         int | None,
-        hidden_option("--repetitions R", "Timed turns of each model. Default: 8; 3 in an engine."),
+        hidden_option("--repetitions R", "Timed turns of each model. Default: 8; 3 in an engine.", min=1),
     ] = None,
     revision: Revision = None,
     quiet: Quiet = False,
@@ -92,11 +92,11 @@ def benchmark(
     with ProgressScreen(quiet=quiet) as screen:
         if engine is not None:
             refused = {"--candidates": candidates, "--device": device, "--revision": revision}
-            _refuse(refused, "does not go with --engine, which times whole checkpoints as the engine runs them")
-            path = interpreters(python).get(engine)
+            refuse(refused, "does not go with --engine, which times whole checkpoints as the engine runs them")
+            path = dict(python or ()).get(engine)
             result = time_engine(engine, models, options, python=path, command=command, progress=screen.show)
         else:
-            _refuse({"--python": python}, "belongs to --engine")
+            refuse({"--python": python}, "belongs to --engine")
             if len(models) > 1:
                 raise OptionError(
                     f"{len(models)} models: without --engine, one MODEL is timed with several numbers of K/V heads (--candidates)"
@@ -108,9 +108,3 @@ def benchmark(
         print_json(result.as_json())
     elif not quiet:
         show_benchmark(result)
-
-
-def _refuse(options: dict[str, Any], reason: str) -> None:
-    for name, value in options.items():
-        if value:
-            raise OptionError(f"{name} {reason}: leave it out")

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from .options import Converted, Interpreters, Json, Quiet, interpreters, option
+from .options import Converted, Interpreters, Json, Quiet, option
 
 
 def check_serving(
@@ -34,7 +34,7 @@ def check_serving(
     from gqa_convert.serving.checking import check_serving
 
     with ProgressScreen(quiet=quiet) as screen:
-        report = check_serving(out, engine or (), pythons=interpreters(python), progress=screen.show)
+        report = check_serving(out, engine or (), pythons=dict(python or ()), progress=screen.show)
     if as_json:
         print_json(report.as_json())
     elif not quiet:

@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import Any
 
-from .help import Command, help_text
+from .help import Command, first_sentence, help_text
 
 COMMANDS = (
     "inspect",
@@ -23,4 +23,5 @@ def add_commands(app: Any) -> None:
     for name in COMMANDS:
         identifier = name.replace("-", "_")
         function = getattr(import_module(f"gqa_convert.cli.{identifier}"), identifier)
-        app.command(name, cls=Command, help=help_text(function.__doc__))(function)
+        text = function.__doc__
+        app.command(name, cls=Command, help=help_text(text), short_help=first_sentence(text))(function)

@@ -3,11 +3,10 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .console.screen import print_json, stdout_console
-
 if TYPE_CHECKING:
     from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions
     from gqa_convert.conversion.plan import Plan
+    from gqa_convert.conversion.run import ConversionResult
     from gqa_convert.measuring.sensitivity.choice import BudgetChoice
     from gqa_convert.measuring.sensitivity.kv_budget import KVBudget
 
@@ -32,19 +31,11 @@ def choose_groups(
 
 
 def convert_source(
-    source: str,
-    out: Path,
-    groups: int | list[int],
-    options: "ConversionOptions",
-    *,
-    chosen: dict[str, Any],
-    as_json: bool,
-    quiet: bool,
-) -> None:
-    """Convert a checkpoint and print the result; `chosen` joins its JSON."""
+    source: str, out: Path, groups: int | list[int], options: "ConversionOptions", *, quiet: bool
+) -> "ConversionResult":
+    """Convert a checkpoint, and show how far that is."""
     from gqa_convert.conversion.run import convert_checkpoint
 
-    from .console.conversion import show_conversion
     from .console.conversion_progress import ConversionScreen
     from .console.progress import ProgressScreen
 
@@ -55,7 +46,7 @@ def convert_source(
 
     with ProgressScreen(quiet=quiet) as progress:
         screen = ConversionScreen(progress)
-        result = convert_checkpoint(
+        return convert_checkpoint(
             source,
             out,
             groups,
@@ -65,10 +56,6 @@ def convert_source(
             on_layer=screen.layer,
             progress=screen.written,
         )
-    if as_json:
-        print_json(result.as_json() | chosen)
-    elif not quiet:
-        show_conversion(result, last_stage_refused=options.calibration.kl_steps == 0)
 
 
 def plan_source(
@@ -83,34 +70,7 @@ def plan_source(
     return plan_conversion(plan_rewriting(checkpoint, groups, native=options.native), groups, options)
 
 
-def show_dry_run(
-    planned: tuple["Plan", "CalibrationOptions"],
-    context: int | None,
-    batch: int,
-    *,
-    chosen: dict[str, Any],
-    as_json: bool,
-    quiet: bool,
-) -> None:
-    """Print what a conversion would do; `chosen` joins its JSON."""
-    from gqa_convert.conversion.fit.memory import estimate_needs
-
-    from .console.plan import caches_at_context, show_plan
-
-    plan, calibration = planned
-    needs, caches = estimate_needs(plan, calibration), caches_at_context(plan, context, batch)
-    sound = _sound(plan, calibration)
-    if as_json:
-        print_json(plan.summary() | caches | {"estimate": needs.as_json()} | sound | chosen)
-    elif not quiet:
-        show_plan(plan, needs, caches)
-        if sound:
-            stdout_console().print(
-                "{:<17} {calibration_files} files, {calibration_hours} hours".format("sound:", **sound)
-            )
-
-
-def _sound(plan: "Plan", calibration: "CalibrationOptions") -> dict[str, Any]:
+def sound_of(plan: "Plan", calibration: "CalibrationOptions") -> dict[str, Any]:
     """How many files the folder of sound holds that a model is calibrated on, and how long they last; nothing for text."""
     from gqa_convert.conversion.fit.batches import sound_files
     from gqa_convert.data.audio_files import seconds_of

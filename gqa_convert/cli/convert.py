@@ -1,8 +1,11 @@
 """`gqa-convert convert`."""
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
+
+import typer
 
 from gqa_convert.errors import OptionError
 from gqa_convert.merging.methods import METHOD_HELP
@@ -20,12 +23,36 @@ from .options import (
     Source,
     argument,
     byte_count,
-    cache_budget,
     command_line,
     hidden_option,
     option,
+    refuse,
     token_count,
 )
+
+
+def group_counts(text: str) -> int | list[int]:
+    """Parse one number for all layers, a list with one for each layer, or @ and a file with a list.
+
+    Raises:
+        typer.BadParameter: the file cannot be read, or what is given is not a number or a list of numbers.
+    """
+    listed = text
+    if text.startswith("@"):
+        try:
+            listed = Path(text[1:]).read_text(encoding="utf-8").strip("[] \n")
+        except (OSError, UnicodeDecodeError) as problem:
+            raise typer.BadParameter(f"{text} cannot be read ({problem}): name a text file") from None
+    try:
+        counts = [int(part) for part in re.split(r"\s*[,\s]\s*", listed)]
+    except ValueError as problem:
+        part = str(problem).rpartition(": ")[2]
+        raise typer.BadParameter(
+            f"{part} is not an integer: write a number such as 8, or a list such as 8,8,4,4"
+        ) from None
+    if len(counts) == 1 and not text.startswith("@"):
+        return counts[0]
+    return counts
 
 
 def convert(
@@ -35,10 +62,11 @@ def convert(
         argument("OUT", "New folder for the result; it appears whole or not at all."),
     ] = None,
     groups: Annotated[
-        str | None,
+        Any,
         option(
             "--groups -n N|N,N,...|@FILE",
             "K/V heads per layer in the result; 1 is multi-query attention. Layers of most decoders may differ: a list with one number per attention layer, or @ and a file with it.",
+            parser=group_counts,
         ),
     ] = None,
     kv_budget: Budget = None,
@@ -86,9 +114,11 @@ def convert(
     ] = None,
     revision: Revision = None,
     max_shard_size: Annotated[
-        str | None,
+        Any,
         hidden_option(
-            "--max-shard-size SIZE", "Largest weight file of the result, for example 5GB. Default: the files of SOURCE."
+            "--max-shard-size SIZE",
+            "Largest weight file of the result, for example 5GB. Default: the files of SOURCE.",
+            parser=byte_count,
         ),
     ] = None,
     overwrite: Overwrite = False,
@@ -139,12 +169,19 @@ def convert(
 
     if out is None and not dry_run:
         raise OptionError("OUT is missing: name a folder for the result, or add --dry-run")
-    for name, value in (("--context", context), ("--batch", batch)):
-        if value is not None and not dry_run:
-            raise OptionError(f"{name} is for the K/V cache that --dry-run shows: add --dry-run, or remove {name}")
+    if (groups is None) == (kv_budget is None):
+        raise OptionError(
+            "give either --groups, the number of K/V heads per layer, or --kv-budget, the cache to keep, which chooses them"
+        )
+    if not dry_run:
+        refuse({"--context": context, "--batch": batch}, "is for the K/V cache that --dry-run shows")
+    from gqa_convert.conversion.fit.memory import estimate_needs
     from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions
 
-    from .conversion import choose_groups, convert_source, plan_source, show_dry_run
+    from .console.conversion import show_conversion
+    from .console.plan import caches_at_context, show_plan
+    from .console.screen import print_json
+    from .conversion import choose_groups, convert_source, plan_source, sound_of
 
     options = ConversionOptions(
         method=method,
@@ -161,56 +198,31 @@ def convert(
         encoder=encoder,
         native=native,
         revision=revision,
-        max_shard_size=byte_count(max_shard_size, "--max-shard-size"),
+        max_shard_size=max_shard_size,
         overwrite=overwrite,
         hash_weights=hash_weights,
         command=command_line(),
     )
-    counts, budget = group_counts(groups, kv_budget), cache_budget(kv_budget)
     chosen: dict[str, Any] = {}
-    if budget is not None:
+    if kv_budget is not None:
         place = None if dry_run else out
-        choice = choose_groups(source, budget, options, out=place, quiet=quiet)
-        counts = choice.groups
+        choice = choose_groups(source, kv_budget, options, out=place, quiet=quiet)
+        groups = choice.groups
         chosen["budget"] = choice.as_json()
-    assert counts is not None
     if out is None or dry_run:
-        planned = plan_source(source, counts, options)
-        show_dry_run(planned, context, batch or 1, chosen=chosen, as_json=as_json, quiet=quiet)
-    else:
-        convert_source(source, out, counts, options, chosen=chosen, as_json=as_json, quiet=quiet)
-
-
-def group_counts(text: str | None, kv_budget: str | None) -> int | list[int] | None:
-    """Parse `--groups`: one number for all layers, or a list with one for each layer; None with `--kv-budget`.
-
-    Raises:
-        OptionError: neither or both are given, the file cannot be read, or what is given is not a number or a list of
-            numbers.
-    """
-    if text is not None and kv_budget is not None:
-        raise OptionError(
-            "--kv-budget and --groups exclude each other: a budget chooses the number of K/V heads of each layer"
+        plan, text = plan_source(source, groups, options)
+        needs, caches, sound = (
+            estimate_needs(plan, text),
+            caches_at_context(plan, context, batch or 1),
+            sound_of(plan, text),
         )
-    if text is None:
-        if kv_budget is None:
-            raise OptionError(
-                "--groups is missing: give the number of K/V heads per layer, or the K/V cache to keep (--kv-budget)"
-            )
-        return None
-    listed = text
-    if text.startswith("@"):
-        try:
-            listed = Path(text[1:]).read_text(encoding="utf-8").strip("[] \n")
-        except (OSError, UnicodeDecodeError) as problem:
-            raise OptionError(f"--groups {text} cannot be read ({problem}): name a text file") from None
-    try:
-        counts = [int(part) for part in re.split(r"\s*[,\s]\s*", listed)]
-    except ValueError as problem:
-        part = str(problem).rpartition(": ")[2]
-        raise OptionError(
-            f"--groups {text}: {part} is not an integer: write a number such as 8, or a list such as 8,8,4,4"
-        ) from None
-    if len(counts) == 1 and not text.startswith("@"):
-        return counts[0]
-    return counts
+        printed = plan.summary() | caches | {"estimate": needs.as_json()} | sound
+        show = partial(show_plan, plan, needs, caches, sound)
+    else:
+        result = convert_source(source, out, groups, options, quiet=quiet)
+        printed = result.as_json()
+        show = partial(show_conversion, result, last_stage_refused=kl_steps == 0)
+    if as_json:
+        print_json(printed | chosen)
+    elif not quiet:
+        show()

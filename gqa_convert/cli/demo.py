@@ -37,20 +37,27 @@ def demo(
 
 def _show(summary: dict[str, Any]) -> None:
     from gqa_convert.checkpoint.byte_sizes import size
+    from gqa_convert.measuring.evaluation.table import filled_columns
 
     from .console.screen import stdout_console, tokens_text
-    from .console.tables import show_table
+    from .console.tables import show_columns
 
-    columns = ["", "K/V heads", "K/V cache per token", "loss", "lost", "verified"]
     verified = {True: "yes", False: "NO", None: ""}
     rows = []
     loss = summary["results"][0]["loss"]
     for row in summary["results"]:
-        figures = [str(row["groups"]), size(row["kv_bytes_per_token"]), f"{row['loss']:.3f}"]
-        rows.append([row["name"], *figures, f"{row['loss'] - loss:.3f}", verified[row["verified"]]])
+        cells = {
+            "": row["name"],
+            "K/V heads": str(row["groups"]),
+            "K/V cache per token": size(row["kv_bytes_per_token"]),
+            "loss": f"{row['loss']:.3f}",
+            "lost": f"{row['loss'] - loss:.3f}",
+            "verified": verified[row["verified"]],
+        }
+        rows.append(cells)
     held_out, fitted = tokens_text(summary["held_out_tokens"]), tokens_text(summary["calibration_tokens"])
     used = f"fit used {fitted} tokens of calibration text, uptraining {tokens_text(summary['uptraining_tokens'])}"
-    show_table(columns, rows, title=f"Loss in nats per token over {held_out} held-out tokens; {used}")
+    show_columns(filled_columns(rows), title=f"Loss in nats per token over {held_out} held-out tokens; {used}")
     console = stdout_console()
     folder = Path(summary["results"][1]["model"]).parent
     console.print(f"results  {folder}")

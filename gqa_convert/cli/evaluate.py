@@ -8,7 +8,18 @@ import typer
 
 from gqa_convert.errors import OptionError
 
-from .options import Device, Json, Quiet, argument, command_line, hidden_option, option, token_count, token_counts
+from .options import (
+    Device,
+    Json,
+    Quiet,
+    argument,
+    command_line,
+    hidden_option,
+    option,
+    refuse,
+    token_count,
+    token_counts,
+)
 
 
 def evaluate(
@@ -29,7 +40,7 @@ def evaluate(
         int | None,
         option("--window T", "Tokens read at once. Default: the model's positions, at most 2k.", parser=token_count),
     ] = None,
-    batch: Annotated[int, option("--batch B", "Windows scored at once.")] = 4,
+    batch: Annotated[int, option("--batch B", "Windows scored at once.", min=1)] = 4,
     retrieval: Annotated[
         bool,
         option(
@@ -46,7 +57,7 @@ def evaluate(
         ),
     ] = None,
     questions: Annotated[
-        int | None, option("--questions N", "Questions of each kind at each length of --retrieval. Default: 24.")
+        int | None, option("--questions N", "Questions of each kind at each length of --retrieval. Default: 24.", min=1)
     ] = None,
     device: Device = None,
     html: Annotated[Path | None, option("--html PAGE.html", "Page with tables and the plot; needs matplotlib.")] = None,
@@ -119,8 +130,8 @@ def evaluate(
         raise OptionError("--data is missing: name the text to score, or ask for facts with --retrieval")
     if data is None and (html or plot):
         raise OptionError("--html and --plot draw losses: name the text to score with --data")
-    if not retrieval and (lengths, questions, seed) != (None, None, None):
-        raise OptionError("--lengths, --questions and --seed belong to --retrieval: add it, or leave them out")
+    if not retrieval:
+        refuse({"--lengths": lengths, "--questions": questions, "--seed": seed}, "belongs to --retrieval")
     if output is not None:
         check_result_path(output, overwrite=overwrite)
     from gqa_convert.measuring.evaluation.long_contexts import RetrievalOptions

@@ -25,6 +25,12 @@ def help_text(text: str | None) -> str:
     return "\n\n".join(f"\b\n{part}" if part.startswith(" ") else part for part in paragraphs)
 
 
+def first_sentence(text: str | None) -> str:
+    """What the list of commands says of one."""
+    paragraph = " ".join((text or "").split("\n\n")[0].split())
+    return re.split(r"(?<=\.) ", paragraph)[0]
+
+
 class _PlainHelp:
     """Usage lines show `OUT` instead of `{OUT}`, and no type stands beside arguments."""
 
@@ -60,14 +66,4 @@ class Command(_PlainHelp, TyperCommand):
 
 
 class CommandGroup(_PlainHelp, TyperGroup):
-    """The command line as a whole; its help shows the first sentence of every command's."""
-
-    def format_commands(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002
-        rows = [(name, _first_sentence(command.help)) for name, command in self.commands.items()]
-        with formatter.section("Commands"):
-            formatter.write_dl(rows)
-
-
-def _first_sentence(text: str | None) -> str:
-    paragraph = " ".join((text or "").split("\n\n")[0].split())
-    return re.split(r"(?<=\.) ", paragraph)[0]
+    """The command line as a whole."""

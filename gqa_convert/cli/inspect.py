@@ -13,7 +13,6 @@ from .options import (
     Revision,
     Seed,
     Source,
-    cache_budget,
     option,
 )
 
@@ -66,7 +65,7 @@ def inspect(
             calibration_tokens=calibration_tokens,
             candidates=candidates,
             max_loss_increase=max_loss_increase,
-            kv_budget=cache_budget(kv_budget),
+            kv_budget=kv_budget,
             device=device,
             seed=seed,
             encoder=encoder,
@@ -80,30 +79,31 @@ def inspect(
 
 
 def _show(result: "Inspection") -> None:
-    from gqa_convert.measuring.evaluation.table import number
+    from gqa_convert.measuring.evaluation.table import filled_columns, number
 
     from .console.screen import print_note, stdout_console, tokens_text
-    from .console.tables import show_table
+    from .console.tables import show_columns
 
     console = stdout_console()
     about = f"{result.model_type}, {result.kv_heads} K/V heads in {len(result.layers)} attention layers"
     console.print(f"{result.source}: {about}")
-    columns = ["layer", *(f"K{groups}" for groups in result.groups), *(f"V{groups}" for groups in result.groups)]
     rows = []
     for layer in result.layers:
-        keys = [f"{error.keys:.2f}" for error in layer.errors]
-        rows.append([layer.label, *keys, *(f"{error.values:.2f}" for error in layer.errors)])
+        row = {"layer": layer.label}
+        row |= {f"K{error.groups}": f"{error.keys:.2f}" for error in layer.errors}
+        row |= {f"V{error.groups}": f"{error.values:.2f}" for error in layer.errors}
+        rows.append(row)
     title = "Relative error of keys (K) and values (V) merged into N heads by the closed form"
-    show_table(columns, rows, title=title)
+    show_columns(filled_columns(rows), title=title)
     if result.loss is None or result.calibration is None:
         console.print("Weights alone predict no loss and recommend no N: name text with --calibration.")
         return
     if result.calibration["warning"]:
         print_note(result.calibration["warning"])
     source = f"{number(result.loss.source, '.4f')}, on {tokens_text(result.loss.tokens)} held-out tokens"
-    rows = [[str(each.groups), number(each.increase, "+.4f")] for each in result.loss.by_groups]
+    rows = [{"N": str(each.groups), "loss added": number(each.increase, "+.4f")} for each in result.loss.by_groups]
     title = f"Loss in nats per token above the source's {source}: closed form, an upper bound of what fit loses"
-    show_table(["N", "loss added"], rows, title=title)
+    show_columns(filled_columns(rows), title=title)
     advice = result.recommendation
     if advice is not None:
         mark = "recommended"

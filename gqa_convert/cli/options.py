@@ -1,6 +1,7 @@
 """Options that several commands share, and the parsers of their values."""
 
 import sys
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,12 +18,12 @@ def token_count(text: str) -> int:
     """Parse a number of tokens such as 4096, 4k or 2M.
 
     Raises:
-        typer.BadParameter: the text is no whole number of tokens.
+        typer.BadParameter: the text is no whole number of tokens above 0.
     """
     from gqa_convert.data.scalars import counted
 
     number = counted(text)
-    if number is None or number.denominator != 1:
+    if number is None or number.denominator != 1 or number < 1:
         raise typer.BadParameter(f"{text!r} is not a number of tokens: write it like 4096, 4k or 2M")
     return int(number)
 
@@ -33,15 +34,56 @@ def token_counts(text: str) -> list[int]:
 
 
 def counts(text: str) -> list[int]:
-    """Parse a list of numbers such as "1,2,4".
+    """Parse a list of numbers above 0 such as "1,2,4".
 
     Raises:
         typer.BadParameter: the text is no such list.
     """
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise typer.BadParameter(f"{text!r} is not a list of numbers: write it like 1,2,4") from None
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() and int(part) for part in parts):
+        raise typer.BadParameter(f"{text!r} is not a list of numbers above 0: write it like 1,2,4")
+    return [int(part) for part in parts]
+
+
+def byte_count(text: str) -> int:
+    """Parse a size of memory such as "5GB", "500 MiB" or "1000" into bytes.
+
+    Raises:
+        typer.BadParameter: the text is no size.
+    """
+    from gqa_convert.data.scalars import counted
+
+    number = counted(text.strip().removesuffix("B"))
+    if number is None or number < 0:
+        raise typer.BadParameter(f"{text!r} is not a size: write it like 5GB or 500MiB")
+    return int(number)
+
+
+def cache_budget(text: str) -> "KVBudget":
+    """Parse a share such as "50%", or bytes per token such as "64KiB".
+
+    Raises:
+        typer.BadParameter: the text is neither.
+    """
+    from gqa_convert.data.scalars import counted
+    from gqa_convert.measuring.sensitivity.kv_budget import KVBudget
+
+    percent = counted(text.partition("%")[0])
+    if text.endswith("%") and percent is not None and percent >= 0:
+        return KVBudget(text, share=percent / 100)
+    return KVBudget(text, nbytes=byte_count(text))
+
+
+def interpreter(pair: str) -> tuple[str, str]:
+    """Parse an engine and the interpreter that has it, such as "vllm=/opt/vllm/bin/python".
+
+    Raises:
+        typer.BadParameter: the text is no such pair.
+    """
+    name, _, path = pair.partition("=")
+    if not (name and path):
+        raise typer.BadParameter(f"{pair!r} is not NAME=PATH: write it like vllm=/opt/vllm/bin/python")
+    return name, path
 
 
 def option(shown: str, text: str, **more: Any) -> Any:
@@ -62,6 +104,21 @@ def argument(metavar: str, text: str) -> Any:
     return typer.Argument(metavar=metavar, help=text)
 
 
+def refuse(options: Mapping[str, Any], reason: str) -> None:
+    """Refuse options that would have no effect, if they are given.
+
+    Args:
+        options: their values by name; None for an option that is not given.
+        reason: a clause whose subject is the option.
+
+    Raises:
+        OptionError: an option is given.
+    """
+    for name, value in options.items():
+        if value is not None:
+            raise OptionError(f"{name} {reason}: leave it out")
+
+
 def command_line() -> list[str]:
     """The command as the user gave it, for records."""
     return ["gqa-convert", *sys.argv[1:]]
@@ -70,10 +127,11 @@ def command_line() -> list[str]:
 Source = Annotated[str, argument("SOURCE", "Checkpoint folder or Hub id.")]
 Converted = Annotated[Path, argument("OUT", "Folder of the converted checkpoint.")]
 Budget = Annotated[
-    str | None,
+    Any,
     option(
         "--kv-budget SHARE",
         "The K/V cache to keep, as a share of that of SOURCE (50%) or in bytes per token (64KiB): chooses a number of K/V heads for each layer of most decoders, by what merging costs it on the calibration text.",
+        parser=cache_budget,
     ),
 ]
 Candidates = Annotated[
@@ -107,47 +165,12 @@ Revision = Annotated[str | None, option("--revision REV", "Branch, tag or commit
 Seed = Annotated[int, hidden_option("--seed S", "Seed for the sample of calibration text and the order of batches.")]
 Overwrite = Annotated[bool, option("--overwrite", "Replace an earlier result in OUT once the new one is complete.")]
 Interpreters = Annotated[
-    list[str] | None,
+    list[Any] | None,
     option(
         "--python NAME=PATH",
         "Python interpreter of the environment that has an engine, such as vllm=/opt/vllm/bin/python.",
+        parser=interpreter,
     ),
 ]
 Json = Annotated[bool, option("--json", "Print the result as one JSON object.")]
 Quiet = Annotated[bool, hidden_option("--quiet -q", "Print errors only, and the JSON object with --json.")]
-
-
-def byte_count(text: str | None, option: str) -> int | None:
-    """Parse a size of memory such as "5GB", "500 MiB" or "1000" into bytes; None stays None."""
-    from gqa_convert.data.scalars import counted
-
-    if text is None:
-        return None
-    number = counted(text.strip().removesuffix("B"))
-    if number is None or number < 0:
-        raise OptionError(f"{option} {text!r} is not a size: write it like 5GB or 500MiB")
-    return int(number)
-
-
-def cache_budget(text: str | None) -> "KVBudget | None":
-    """Parse `--kv-budget`: a share such as "50%", or bytes per token such as "64KiB"; None stays None."""
-    if text is None:
-        return None
-    from gqa_convert.data.scalars import counted
-    from gqa_convert.measuring.sensitivity.kv_budget import KVBudget
-
-    percent = counted(text.partition("%")[0])
-    if text.endswith("%") and percent is not None and percent >= 0:
-        return KVBudget(text, share=percent / 100)
-    return KVBudget(text, nbytes=byte_count(text, "--kv-budget"))
-
-
-def interpreters(pairs: list[str] | None) -> dict[str, str]:
-    """Parse pairs such as "vllm=/opt/vllm/bin/python": an engine and the interpreter that has it."""
-    found = {}
-    for pair in pairs or ():
-        name, _, path = pair.partition("=")
-        if not (name and path):
-            raise OptionError(f"--python {pair!r} is not NAME=PATH: write it like vllm=/opt/vllm/bin/python")
-        found[name] = path
-    return found

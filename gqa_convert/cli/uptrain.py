@@ -6,9 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gqa_convert.errors import OptionError
-
-from .options import Json, Quiet, argument, byte_count, command_line, option
+from .options import Json, Quiet, argument, byte_count, command_line, option, refuse
 
 if TYPE_CHECKING:
     from gqa_convert.training.estimate import Hardware
@@ -23,6 +21,23 @@ def _print_schema(asked: bool) -> None:
         raise typer.Exit
 
 
+def _hardware(text: str) -> "Hardware":
+    """Parse --hardware: 8xh100, h100, or 4x24GB for GPUs of that memory.
+
+    Raises:
+        OptionError: the type of the GPU is not known.
+    """
+    from gqa_convert.training.estimate import Hardware, launched_gpus, named_gpus
+
+    gpus = launched_gpus()
+    if number := re.match(r"([1-9]\d{0,5}) ?x ?", text, re.IGNORECASE):
+        gpus = int(number[1])
+        text = text[number.end() :]
+    if text[:1].isdigit():
+        return Hardware(gpus, memory=byte_count(text))
+    return named_gpus(gpus, text) if text else Hardware(gpus)
+
+
 def uptrain(
     recipe: Annotated[Path, argument("RECIPE.yaml", "Recipe file: the model, the text and the budget.")],
     overrides: Annotated[list[str] | None, argument("KEY=VALUE", "Values that replace keys of the recipe.")] = None,
@@ -31,10 +46,11 @@ def uptrain(
         option("--dry-run", "Estimate memory and hours of the run; train nothing."),
     ] = False,
     hardware: Annotated[
-        str | None,
+        Any,
         option(
             "--hardware NxGPU",
             "With --dry-run: GPUs by their type or their memory, such as 8xh100 or 4x24GB. Default: as many as the launcher has processes, of no known type.",
+            parser=_hardware,
         ),
     ] = None,
     tokenize_only: Annotated[
@@ -63,8 +79,8 @@ def uptrain(
       accelerate launch --config_file recipes/accelerate/multi_gpu.yaml -m gqa_convert uptrain recipe.yaml
     """
     del schema  # printed before anything else
-    if hardware is not None and not dry_run:
-        raise OptionError("--hardware describes GPUs to estimate for: add --dry-run, or remove --hardware")
+    if not dry_run:
+        refuse({"--hardware": hardware}, "describes GPUs for the estimate of --dry-run")
     from .console.progress import ProgressScreen
     from .console.screen import print_json
     from .console.training import TrainingScreen, show_estimate, show_tokenized, show_training
@@ -76,7 +92,7 @@ def uptrain(
         if dry_run:
             from gqa_convert.training.estimate import estimate
 
-            result = estimate(recipe, overrides or [], _hardware(hardware or ""))
+            result = estimate(recipe, overrides or [], hardware or _hardware(""))
             show = show_estimate
         elif tokenize_only:
             from gqa_convert.training.tokenize_only import tokenize_recipe
@@ -101,20 +117,3 @@ def uptrain(
         print_json(result.as_json())
     elif not quiet:
         show(result)
-
-
-def _hardware(text: str) -> "Hardware":
-    """Parse --hardware: 8xh100, h100, or 4x24GB for GPUs of that memory.
-
-    Raises:
-        OptionError: the type of the GPU is not known.
-    """
-    from gqa_convert.training.estimate import Hardware, launched_gpus, named_gpus
-
-    gpus = launched_gpus()
-    if number := re.match(r"([1-9]\d{0,5}) ?x ?", text, re.IGNORECASE):
-        gpus = int(number[1])
-        text = text[number.end() :]
-    if text[:1].isdigit():
-        return Hardware(gpus, memory=byte_count(text, "--hardware"))
-    return named_gpus(gpus, text) if text else Hardware(gpus)

@@ -76,41 +76,39 @@ def check_serving(
     for name in named:
         check_name(name, engines)
     out = local_path(out)
-    if not out.is_dir():
-        raise SourceNotFoundError(f"{out} is no folder: name that of a checkpoint")
     config = read_config(out)
     if not config:
         raise SourceNotFoundError(f"{out} holds no config.json that can be read: name the folder of a checkpoint")
     check_language_model(str(out), config, NEEDS_HEAD)
     reason = why_unsupported(out, config)
-    prompts: list[list[int]] = []
-    reference: Outcome | None = None
+    request: Request | None = None
+    reference = Outcome(OK)
     clients: list[JsonObject] = []
     chosen = [name for name in engines if not names or name in named]
     for name in chosen:
         progress("running", len(clients), len(chosen))
-        report: JsonObject = {"client": name, "version": None, "status": UNSUPPORTED, "detail": reason}
-        clients.append(report)
+        clients.append({"client": name, "version": None, "status": UNSUPPORTED, "detail": reason})
         if reason:
             continue
         try:
             python, version = find_interpreter(engines[name], pythons.get(name))
         except MissingExtraError as problem:
-            report |= {"status": SKIPPED, "detail": str(problem)}
+            clients[-1] |= {"status": SKIPPED, "detail": str(problem)}
             continue
-        if reference is None:
+        if request is None:
             prompts, reference = ask_transformers(out)
-        outcome = ask(python, engines[name].module, _request(out, config, prompts, reference), minutes * 60)
-        report |= {"version": version, "status": outcome.status, "detail": outcome.detail}
+            request = _request(out, config, prompts, reference)
+        outcome = ask(python, engines[name].module, request, minutes * 60)
+        clients[-1] |= {"version": version, "status": outcome.status, "detail": outcome.detail}
         if outcome.status == OK:
-            report |= _verdict(compare(reference, outcome, prompts))
-    states = [report["status"] for report in clients]
-    missing = [report for report in clients if report["status"] == SKIPPED and report["client"] in named]
+            clients[-1] |= _verdict(compare(reference, outcome, request.prompts))
+    states = [client["status"] for client in clients]
+    missing = [client for client in clients if client["status"] == SKIPPED and client["client"] in named]
     return ServingReport(
         out=str(out),
         model_type=config.get("model_type"),
         transformers=transformers.__version__,
-        prompts=tuple(map(len, prompts)),
+        prompts=tuple(map(len, request.prompts)) if request else (),
         clients=tuple(clients),
         passed=OK in states and FAILED not in states and not missing,
     )
@@ -158,7 +156,6 @@ def has_our_code(folder: Path, config: JsonObject) -> bool:
 
 
 def _request(out: Path, config: JsonObject, prompts: list[list[int]], reference: Outcome) -> Request:
-    assert reference.tokens is not None
     return Request(
         folder=str(out.resolve()),
         config=config,

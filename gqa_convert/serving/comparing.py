@@ -27,10 +27,6 @@ def compare(reference: Outcome, found: Outcome, prompts: list[list[int]]) -> Jso
         finite), the difference that is `allowed`, the number of `compared_logits`, of equal `tokens`, and of
         `ties`.
     """
-    assert reference.tokens is not None
-    assert reference.logits is not None
-    assert found.tokens is not None
-    assert found.logits is not None
     allowed = TOLERANCE * max(float(np.ptp(each)) for each in reference.logits)
     problems = []
     equal = ties = compared = 0

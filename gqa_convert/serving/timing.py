@@ -115,7 +115,7 @@ def _cells(plan: Plan, request: Request, outcome: Outcome) -> list[TimedCell]:
     counts = [layer.kv_heads for layer in layers]
     known = fingerprint(Path(request.folder))
     cells = []
-    for (batch, context), times in zip(request.timings, outcome.times or [], strict=True):
+    for (batch, context), times in zip(request.timings, outcome.times, strict=True):
         decodes = [(last - first) / request.new_tokens for first, last in times]
         if min(decodes) <= 0:
             raise WorkerError(f"{request.new_tokens} tokens take too little time to be measured: raise --new-tokens")

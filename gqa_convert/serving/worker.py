@@ -10,7 +10,7 @@ import json
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -45,9 +45,9 @@ class Outcome:
 
     status: str
     detail: str = ""
-    tokens: list[list[int]] | None = None
-    logits: list[Any] | None = None
-    times: list[list[tuple[float, float]]] | None = None
+    tokens: list[list[int]] = field(default_factory=list)
+    logits: list[Any] = field(default_factory=list)
+    times: list[list[tuple[float, float]]] = field(default_factory=list)
     device: str = "cpu"
 
 

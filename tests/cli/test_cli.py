@@ -36,17 +36,7 @@ def test_the_first_help_fits_one_screen_and_names_the_nine_commands() -> None:
     assert max(map(len, lines)) <= 100
     assert "--calibration text.txt" in shown
     listed = [line.split()[0] for line in lines[lines.index("Commands:") + 1 :] if line[2:3] != " "]
-    assert listed == [
-        "inspect",
-        "convert",
-        "verify",
-        "uptrain",
-        "evaluate",
-        "benchmark",
-        "check-serving",
-        "publish",
-        "demo",
-    ]
+    assert " ".join(listed) == "inspect convert verify uptrain evaluate benchmark check-serving publish demo"
 
 
 def test_a_mistake_points_to_the_help_of_its_command() -> None:
@@ -56,7 +46,7 @@ def test_a_mistake_points_to_the_help_of_its_command() -> None:
     assert_mistake(run("inspct"), "Did you mean 'inspect'? See gqa-convert --help")
     assert_mistake(run("inspect", "x", "--max-loss-increase", "low"), "'--max-loss-increase': 'low'", "valid")
     assert_mistake(run("inspect", "x", "--max-loss-increase", "-0.1"), "--max-loss-increase", "-0.1")
-    assert_mistake(run("convert", "x", "y", "--groups", "8,a"), "--groups 8,a: 'a' is not an integer: write a number")
+    assert_mistake(run("convert", "x", "y", "--groups", "8,a"), "--groups", "'a' is not an integer: write a number")
 
 
 def test_a_dry_run_shows_the_cache_at_a_context_for_a_batch(tmp_path: Path) -> None:
@@ -66,16 +56,10 @@ def test_a_dry_run_shows_the_cache_at_a_context_for_a_batch(tmp_path: Path) -> N
     write_config(source, sliding_window=64, layer_types=["full_attention", "sliding_attention"])
     words = ("convert", source, "-n", "4", "--dry-run", "--context", "1k", "--batch", "3")
     cache = json.loads(run(*words, "--json").stdout)["kv_cache"]
-    assert cache == {
-        "tokens": 1000,
-        "batch": 3,
-        "before": 3 * 12 * head * (1000 + 64),
-        "after": 3 * 4 * head * (1000 + 64),
-    }
-    shown = " ".join(run(*words).stdout.split())
-    assert (
-        f"K/V cache at 1k tokens, batch 3 {cache['before'] / 1e6:.1f} MB {cache['after'] / 1e3:.1f} kB 0.333" in shown
-    )
+    sizes = {"before": 3 * 12 * head * (1000 + 64), "after": 3 * 4 * head * (1000 + 64)}
+    assert cache == {"tokens": 1000, "batch": 3, **sizes}
+    row = f"K/V cache at 1k tokens, batch 3 {cache['before'] / 1e6:.1f} MB {cache['after'] / 1e3:.1f} kB 0.333"
+    assert row in " ".join(run(*words).stdout.split())
     short = json.loads(run(*words[:-3], "40", "--json").stdout)["kv_cache"]
     assert (short["batch"], short["before"]) == (1, 12 * head * 80)
     write_config(source, sliding_window=16, use_sliding_window=False, layer_types=None)
@@ -91,11 +75,8 @@ def test_convert_verify_and_overwrite(source: Path, tmp_path: Path) -> None:
     assert (summary["groups"], summary["out"]) == (4, str(out))
     assert summary["out_bytes"] == sum(path.stat().st_size for path in out.iterdir())
     config = json.loads((out / "config.json").read_text())
-    assert (config["num_key_value_heads"], config["multi_query_attention"], config["multi_query_group_num"]) == (
-        4,
-        True,
-        4,
-    )
+    assert config["multi_query_attention"] is True
+    assert config["num_key_value_heads"] == config["multi_query_group_num"] == 4
     provenance = json.loads((out / "gqa_conversion.json").read_text())
     assert provenance["command"][:2] == ["gqa-convert", "convert"]
     assert 0 < provenance["merge_error"]["model.layers.0.self_attn.k_proj.weight"] < 1
@@ -104,23 +85,14 @@ def test_convert_verify_and_overwrite(source: Path, tmp_path: Path) -> None:
     assert verified.returncode == 0, verified.stderr
     assert json.loads(verified.stdout)["passed"] is True
 
-    shown = run("convert", source, tmp_path / "new folder", "--groups", 4, "-m", "mean")
-    assert f"'{tmp_path / 'new folder'}'" in shown.stdout  # the next command, ready to paste
-    assert shown.stderr == ""
     assert_mistake(run("convert", source, out, "--groups", 3), "exists already", "--overwrite")
-    assert run("convert", source, out, "--groups", 3, "--overwrite", "-q").returncode == 0
+    shown = run("convert", source, out, "--groups", 3, "--overwrite", "-m", "mean")
+    assert f"'{out}'" in shown.stdout  # the next command, ready to paste
+    assert (shown.returncode, shown.stderr) == (0, "")
     assert json.loads((out / "config.json").read_text())["num_key_value_heads"] == 3
-
-
-def test_a_failed_verification_exits_with_1(source: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    run("convert", source, out, "--groups", 4)
     (out / "tokenizer.json").write_text("{}")
-    result = run("verify", out, "--source", source, "--no-logits", "--json")
-    assert result.returncode == 1
-    assert json.loads(result.stdout)["passed"] is False
-    assert result.stderr == ""
-    assert "FAIL" in run("verify", out, "--source", source, "--no-logits").stdout
+    failed = run("verify", out, "--source", source, "--no-logits", "--json")
+    assert (failed.returncode, failed.stderr, json.loads(failed.stdout)["passed"]) == (1, "", False)
 
 
 def test_a_new_shard_size(source: Path, tmp_path: Path) -> None:
@@ -131,8 +103,6 @@ def test_a_new_shard_size(source: Path, tmp_path: Path) -> None:
     contents = [load_file(file) for file in files]
     assert all(len(each) == 1 or sum(array.nbytes for array in each.values()) <= 20_000 for each in contents)
     assert any(len(each) > 1 for each in contents)
-    verified = run("verify", tmp_path / "out", "--source", source, "--no-logits")
-    assert verified.returncode == 0, verified.stderr
 
 
 @pytest.mark.parametrize(
@@ -140,24 +110,15 @@ def test_a_new_shard_size(source: Path, tmp_path: Path) -> None:
     [
         (("convert", "{source}", "--groups", "5", "--dry-run"), ("--groups 5", "12 K/V heads", "1, 2, 3, 4, 6, 12")),
         (("convert", "{source}", "--groups", "0", "--dry-run"), ("--groups 0",)),
-        (("convert", "{source}", "--groups", "24", "--dry-run"), ("--groups 24",)),
-        (("convert", "{source}", "--groups", "many", "--dry-run"), ("--groups", "integer")),
-        (("convert", "{source}", "--dry-run"), ("--groups",)),
+        (("convert", "{source}", "--dry-run"), ("either --groups", "--kv-budget")),
         (("convert", "{source}", "--groups", "3", "--method", "median", "--dry-run"), ("median", "mean")),
-        (("convert", "{source}", "--groups", "3", "--gruops", "4", "--dry-run"), ("--gruops",)),
         (("convert", "{source}", "--groups", "3", "--revision", "main", "--dry-run"), ("local folder", "--revision")),
         (("convert", "{missing}", "--groups", "3", "--dry-run"), ("neither a local folder nor a Hub id",)),
         (("convert", "{source}/config.json", "--groups", "3", "--dry-run"), ("is a file",)),
         (("convert", "{source}", "{source}", "--groups", "3"), ("is the source itself",)),
-        (("convert", "{source}", "{source}/out", "--groups", "3"), ("inside the source",)),
-        (
-            ("convert", "{source}", "{missing}/out", "--groups", "3", "--max-shard-size", "big"),
-            ("--max-shard-size", "5GB"),
-        ),
+        (("convert", "{source}", "{missing}", "-n", "3", "--max-shard-size", "big"), ("--max-shard-size", "5GB")),
         (("convert", "{source}", "--groups", "3"), ("OUT",)),
         (("verify", "{missing}", "--source", "{source}"), ("nowhere",)),
-        (("verify", "{source}"), ("--source",)),
-        (("frobnicate",), ("frobnicate",)),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
 )
@@ -196,12 +157,16 @@ def test_a_terminal_sees_a_progress_bar(source: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_it_with_one_line(tmp_path: Path, number: signal.Signals) -> None:
-    """A run that waits on a named pipe in the middle of its work is stopped for certain while it works."""
+    """A run that waits on a named pipe in the middle of its work is stopped for certain while it works; whatever libraries
+    do while Python ends.
+    """
     source = tmp_path / "source"
     source.mkdir()
     os.mkfifo(tmp_path / "pipe")
     script = (
-        "import sys, gqa_convert.cli as cli, gqa_convert.conversion.run as convert\n"
+        "import atexit, sys, gqa_convert.cli as cli, gqa_convert.conversion.run as convert\n"
+        "class Late:\n def __del__(self): raise ValueError('of a library, while Python ends')\n"
+        "atexit.register(lambda: Late() and None)\n"
         "pipe = sys.argv.pop()\n"
         "convert.write_weights = lambda *_: open(pipe, 'rb').read()\n"
         "cli.main()"

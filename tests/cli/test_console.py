@@ -1,7 +1,5 @@
 """What people see: tables, progress with and without a terminal, and numbers of tokens."""
 
-import io
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -14,8 +12,6 @@ from gqa_convert.cli.console.screen import tokens_text
 from gqa_convert.cli.options import token_count, token_counts
 from gqa_convert.conversion.fit.layer_store import LayerRecord
 from gqa_convert.conversion.fit.progress import ALL_TOGETHER, MERGING_LAYERS, OWN_TEXT, FitProgress
-
-LOSS, KL = "language-model loss", "KL divergence from the teacher"
 
 
 class Clock:
@@ -35,22 +31,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     monkeypatch.setattr(progress, "time", clock)
     monkeypatch.setattr("rich.console.monotonic", clock.monotonic)
     return clock
-
-
-class Terminal(io.StringIO):
-    """Stands for stderr on a terminal."""
-
-    def isatty(self) -> bool:
-        return True
-
-
-def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
-    """Make stderr a terminal for the rest of the test."""
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "120")
-    stream = Terminal()
-    monkeypatch.setattr(sys, "stderr", stream)
-    return stream
 
 
 def test_work_of_an_earlier_process_does_not_count(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,7 +25,7 @@ def test_names_are_printed_as_they_are(source: Path, tmp_path: Path) -> None:
     assert planned.stdout.startswith(f"{source}: llama, 12 query heads")
     assert f"{source}: llama" in run("inspect", source, "--candidates", 4).stdout
     out = tmp_path / "[red]out[/]"
-    converted = run("convert", source, out, "--groups", 4, "-m", "mean")
+    converted = run("convert", f"{source}/", f"{out}/", "--groups", 4, "-m", "mean")
     assert f"folder               {out}\n" in converted.stdout
     (out / "[red].json").write_text("{}")
     assert (

@@ -1,8 +1,10 @@
 """Model cards: every fact in them is one of the files', and nothing is lost or let in by the way."""
 
+import errno
 import hashlib
 import itertools
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -18,7 +20,7 @@ from gqa_convert.checkpoint.signed_card import is_our_card
 from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.run import convert_checkpoint
-from gqa_convert.errors import GQAConvertError, OptionError, PublishError
+from gqa_convert.errors import GQAConvertError, OptionError, OutputError, PublishError
 from gqa_convert.hub.converted import open_converted
 from gqa_convert.hub.options import PublishOptions
 from gqa_convert.hub.publishing import publish
@@ -105,13 +107,15 @@ def uptrained(out: Path, **changes: Any) -> None:
 def test_a_native_one(out: Path) -> None:
     from_hub(out)
     text, front, warnings = card(out)
-    assert (front["base_model"], front["base_model_relation"], front["license"]) == (
-        "org/model",
-        "finetune",
-        "apache-2.0",
-    )
-    assert (front["library_name"], front["pipeline_tag"]) == ("transformers", "text-generation")
-    assert (front["language"], front["tags"]) == (["en", "de"], ["gqa-convert", "grouped-query-attention"])
+    assert front == {
+        "base_model": "org/model",
+        "base_model_relation": "finetune",
+        "language": ["en", "de"],
+        "library_name": "transformers",
+        "license": "apache-2.0",
+        "pipeline_tag": "text-generation",
+        "tags": ["gqa-convert", "grouped-query-attention"],
+    }
     content = json.loads((out / "gqa_conversion.json").read_bytes())
     before, after = 2 * 2 * HEADS * WIDTH * 4, 2 * 2 * 3 * WIDTH * 4
     errors = content["merge_error"].values()
@@ -130,7 +134,6 @@ def test_a_native_one(out: Path) -> None:
     ):
         assert words in text
     assert "trust_remote_code" not in text
-    assert "It was fitted" not in text
     assert "not recorded" not in text
     assert warnings == []
 
@@ -144,10 +147,7 @@ def test_one_with_code_of_its_own(tmp_path: Path) -> None:
     text, front, _ = card(tmp_path / "out", license="apache-2.0")
     assert 'AutoModelForSeq2SeqLM.from_pretrained("me/gqa-3", trust_remote_code=True)' in text
     assert 'processor = AutoProcessor.from_pretrained("me/gqa-3", trust_remote_code=True)' in text
-    assert (
-        "The classes of this type in transformers cannot hold fewer K/V heads, so the model comes with its own code (`gqa_common.py`, `gqa_t5.py`). Read"
-        in text
-    )
+    assert "comes with its own code (`gqa_common.py`, `gqa_t5.py`). Read" in text
     assert "The model is an encoder-decoder; the encoder is unchanged." in text
     assert "K/V-cache bytes per encoder token" in text
     assert "pipeline_tag" not in front
@@ -175,30 +175,24 @@ def test_an_uptrained_one(out: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("front", "repo_id", "said", "warned"),
+    ("front", "said", "warned"),
     [
-        ("license: mit", REPO, "`mit`, that of the source", ""),
-        ("license: llama2", REPO, "`llama2`", "acceptable use policy"),
-        ("license: llama3", "me/gqa-3", "**Built with Meta Llama 3**", "must begin with 'Llama 3'"),
-        ("license: cc-by-nc-nd-4.0", REPO, "`cc-by-nc-nd-4.0`", "forbids sharing changed versions"),
-        (
-            "license: other\nlicense_name: odd\nlicense_link: LICENSE",
-            REPO,
-            "`other`, name `odd`, terms at `LICENSE`, that",
-            "read it",
-        ),
-        ("license: something-new", REPO, "`something-new`", "does not know its terms"),
-        ("language: en", REPO, "Not known", "no licence is known"),
+        ("license: mit", "`mit`, that of the source", ""),
+        ("license: llama3", "**Built with Meta Llama 3**", "must begin with 'Llama 3'"),
+        ("license: cc-by-nc-nd-4.0", "`cc-by-nc-nd-4.0`", "forbids sharing changed versions"),
+        ("license: other\nlicense_name: odd\nlicense_link: X", "`other`, name `odd`, terms at `X`, that", "read it"),
+        ("license: something-new", "`something-new`", "does not know its terms"),
+        ("language: en", "Not known", "no licence is known"),
     ],
 )
-def test_licences(out: Path, front: str, repo_id: str, said: str, warned: str) -> None:
+def test_licences(out: Path, front: str, said: str, warned: str) -> None:
     from_hub(out)
     source_readme(out, f"---\n{front}\n---\n# Source\n")
-    text, found, warnings = card(out, repo_id)
+    text, found, warnings = card(out)
     assert said in text
     assert warned in " ".join(warnings)
     assert bool(warned) == bool(warnings)
-    assert card(out, repo_id)[1].get("license") == found.get("license")  # from our own card now
+    assert card(out)[1].get("license") == found.get("license")  # from our own card now
 
 
 def test_what_convert_did_not_write_stays_here(out: Path, tmp_path: Path) -> None:
@@ -317,12 +311,22 @@ def test_a_readme_of_the_users_own_is_kept(out: Path, original: Path) -> None:
         card(out)
 
 
-def test_options_that_cannot_be(out: Path) -> None:
+def test_a_full_disk_leaves_the_readme(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = digests(out, ignore=())
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OutputError, match=r"README\.md can't be written \(No space left"):
+        card(out)
+    assert digests(out, ignore=()) == before
+
+
+def test_options_that_cannot_be(out: Path) -> None:
     for repo_id in ("gqa-3", "a/b/c", "me/gqa--3", 'me/"); import os #'):
         with pytest.raises(OptionError, match="org/name"):
             card(out, repo_id)
-    assert digests(out, ignore=()) == before
 
 
 def test_what_is_no_converted_checkpoint(out: Path, tmp_path: Path) -> None:
@@ -333,16 +337,12 @@ def test_what_is_no_converted_checkpoint(out: Path, tmp_path: Path) -> None:
         assert before is None or digests(folder, ignore=()) == before
 
     refused(tmp_path / "nothing", "no folder")
-    refused(out / "config.json", "no folder")
     refused(write_llama(tmp_path / "plain"), "has no gqa_conversion")
     content = record(out)
-    for groups in (4, 6):
-        record(out, groups=groups)
-        refused(out, f"N = {groups}, which the weights contradict")
+    record(out, groups=4)
+    refused(out, "N = 4, which the weights contradict")
     record(out, groups=True)
     refused(out, "is not the record of a conversion .*groups")
-    (out / "gqa_conversion.json").write_text('{"tokens": 3}')
-    refused(out, "not the record")
     (out / "gqa_conversion.json").write_text(json.dumps(content))
     weights = (out / "model.safetensors").read_bytes()
     (out / "model.safetensors").write_bytes(weights[:-4])

@@ -73,26 +73,15 @@ def evaluation(path: Path, *scores: ModelScores, text: str = "held out.txt", **m
     return path
 
 
-def benchmark(path: Path, model: Path, times: dict[int, float], **more: Any) -> Path:
-    cells = [
-        TimedCell(
-            groups=groups,
-            batch=2,
-            context=context,
-            decode_ms_per_token=time * context / 512,
-            decode_ms_low=1.5,
-            decode_ms_high=99.5,
-        )
-        for groups, time in times.items()
-        for context in (512, 1024)
-    ]
-    values: dict[str, Any] = HEAD | {
-        "model": model.name,
-        "fingerprint": fingerprint(model),
-        "dtype": "float32",
-        "weights": "own",
-    }
-    write_result(path, BenchmarkFile(**values | more, results=cells), overwrite=True)
+def benchmark(path: Path, model: Path, times: dict[int, float]) -> Path:
+    quartiles = {"decode_ms_low": 1.5, "decode_ms_high": 99.5}
+    cells = []
+    for groups, time in times.items():
+        for context in (512, 1024):
+            ms = time * context / 512
+            cells.append(TimedCell(groups=groups, batch=2, context=context, decode_ms_per_token=ms, **quartiles))
+    known = {"model": model.name, "fingerprint": fingerprint(model), "dtype": "float32", "weights": "own"}
+    write_result(path, BenchmarkFile(**HEAD, **known, results=cells), overwrite=True)
     return path
 
 
@@ -130,23 +119,13 @@ def test_losses_of_the_model_and_its_source(base: Path, tmp_path: Path) -> None:
     )
     assert "Note of the evaluation: see this" in text
     assert "9.75" not in text
-    assert "gqa-convert evaluate 'a b'" in text
     assert "Measured on: cpu; Example Processor 9; 4 cores; 16.0 GB; Linux 6.1; torch 2.13.0." in text
-    assert "Loss and tasks: not measured" not in text
     assert "quality was not measured" not in text
+    (entry,) = index
     name = "held out.txt, causal, context 512"
-    assert index == [
-        {
-            "task": {"type": "text-generation"},
-            "dataset": {"name": name, "type": "text", "config": name},
-            "metrics": [
-                {"type": "loss", "value": 3.125, "name": "loss, nats per token"},
-                {"type": "perplexity", "value": 7.5, "name": "perplexity per token"},
-                {"type": "bits_per_byte", "value": 1.25, "name": "bits per byte"},
-                {"type": "kl", "value": 0.0625, "name": "KL divergence from the reference, nats per token"},
-            ],
-        }
-    ]
+    assert entry["dataset"] == {"name": name, "type": "text", "config": name}
+    figures = {metric["type"]: metric["value"] for metric in entry["metrics"]}
+    assert figures == {"loss": 3.125, "perplexity": 7.5, "bits_per_byte": 1.25, "kl": 0.0625}
 
 
 def found(share: float, difference: float | None) -> Retrieval:
@@ -247,11 +226,7 @@ def test_tasks_of_lm_eval(base: Path, tmp_path: Path) -> None:
     assert "| `piqa` | `acc,none` | 5 | 0.625 ± 0.013 |" in text
     assert "| `piqa` | `exact_match,strict` | 5 | 1 |" in text
     assert index[0]["dataset"]["type"] == "piqa"
-    assert [(metric["type"], metric["value"]) for metric in index[0]["metrics"]] == [
-        ("acc", 0.625),
-        ("exact_match", 1.0),
-    ]
-    assert "quality was not measured" not in text
+    assert [(each["type"], each["value"]) for each in index[0]["metrics"]] == [("acc", 0.625), ("exact_match", 1.0)]
     assert card(base / "out", lm_eval(tmp_path / "tasks.json", "me/gqa-3"))[2] == []
     for other in ("somewhere/else", str(base / "another")):
         assert len(card(base / "out", lm_eval(tmp_path / "tasks.json", other))[2]) == 1

@@ -65,15 +65,11 @@ def test_a_text_of_one_window_has_transformers_own_loss(home: Path) -> None:
     assert result["perplexity"] == pytest.approx(math.exp(result["loss"]))
     assert (result["tokens"], result["bytes"]) == (len(ids) - 1, 60)
     assert result["bits_per_byte"] == pytest.approx(result["loss"] * (len(ids) - 1) / 60 / math.log(2))
-    assert (result["scored_nan"], result["difference"], result["kl"], result["loss_standard_error"]) == (
-        0,
-        None,
-        None,
-        None,
-    )
+    assert result["scored_nan"] == 0
+    assert result["difference"] is result["kl"] is result["loss_standard_error"] is None
 
 
-@pytest.mark.parametrize("context", [20, 7, POSITIONS])
+@pytest.mark.parametrize("context", [7, POSITIONS])
 def test_windows_against_a_loop_over_tokens(home: Path, context: int) -> None:
     """Each token by itself: the window is the first that reaches it."""
     ids, model, total = tokens_of(TEXT * 4), model_of(home / "one"), 0.0
@@ -89,8 +85,7 @@ def test_windows_against_a_loop_over_tokens(home: Path, context: int) -> None:
     assert report["results"][0]["bytes"] == len((TEXT * 4).encode())
 
 
-@pytest.mark.parametrize("batch", [1, 3, 16])
-def test_documents_of_different_lengths_in_padded_batches(home: Path, batch: int) -> None:
+def test_documents_of_different_lengths_in_padded_batches(home: Path) -> None:
     model = model_of(home / "one")
     total, count, nbytes = 0.0, 0, 0
     for line in (home / "rows.jsonl").read_text().splitlines():
@@ -100,7 +95,7 @@ def test_documents_of_different_lengths_in_padded_batches(home: Path, batch: int
             part = ids[start : start + POSITIONS + 1]
             total, count = total + whole_loss(model, part) * (len(part) - 1), count + len(part) - 1
         nbytes += len(text.encode())
-    (result,) = run(home, "one", data="rows.jsonl", batch=batch)["results"]
+    (result,) = run(home, "one", data="rows.jsonl", batch=3)["results"]
     assert result["loss"] == pytest.approx(total / count, rel=1e-5)
     assert (result["tokens"], result["bytes"]) == (count, nbytes)
 
@@ -187,10 +182,7 @@ def test_vocabularies_padded_to_different_sizes_are_compared_where_they_overlap(
     model.save_pretrained(tmp_path / "wide")
     demo_tokenizer().save_pretrained(tmp_path / "wide")
     for name, reference in ((tmp_path / "wide", home / "one"), (home / "one", tmp_path / "wide")):
-        report = evaluate(
-            [str(name)], Source(str(home / "long.txt")), EvaluationOptions(device="cpu", reference=str(reference))
-        ).as_json()
-        (result,) = report["results"]
+        (result,) = run(home, str(name), data="long.txt", reference=str(reference))["results"]
         assert result["note"] is None
         assert result["kl"] == pytest.approx(0, abs=1e-6)
         assert result["top1_agreement"] == 1
@@ -201,10 +193,8 @@ def test_span_corruption_has_transformers_own_loss(tmp_path: Path) -> None:
     words = [f"w{number}" for number in np.random.default_rng(0).integers(0, 500, 400)]
     (tmp_path / "text.txt").write_text(" ".join(words))
     report = run(tmp_path, "t5", data="text.txt", window=40, batch=3)
-    tokenizer, model = (
-        AutoTokenizer.from_pretrained(tmp_path / "t5"),
-        AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "t5").eval(),
-    )
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "t5")
+    model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "t5").eval()
     made = span_material([Piece(" ".join(words))], tokenizer, start=0, length=40, seed=0)
     total = 0.0
     restored: dict[int, list[str]] = {}
@@ -235,8 +225,7 @@ def _filled_in(read: list[str], written: list[str]) -> list[str]:
     return [word for token in read[:-1] for word in spans.get(token, [token])]
 
 
-@pytest.mark.parametrize("kind", [t5, bart])
-@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize(("kind", "batch"), [(t5, 4), (bart, 1)])
 def test_pairs_have_transformers_own_loss(tmp_path: Path, kind: Any, batch: int) -> None:
     kind(tmp_path / "model")
     random = np.random.default_rng(0)
@@ -246,10 +235,8 @@ def test_pairs_have_transformers_own_loss(tmp_path: Path, kind: Any, batch: int)
     ]
     write_rows(tmp_path / "pairs.jsonl", rows)
     report = run(tmp_path, "model", data="pairs.jsonl", pairs=("a", "b"), batch=batch)
-    tokenizer, model = (
-        AutoTokenizer.from_pretrained(tmp_path / "model"),
-        AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "model").eval(),
-    )
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "model").eval()
     total, count = 0.0, 0
     for row in rows:
         read, labels = (torch.tensor([tokenizer(row[name])["input_ids"]]) for name in ("a", "b"))

@@ -1,15 +1,18 @@
-"""Scores of tokens, whose logits are made a few rows at a time."""
+"""Windows of a text, batches of them, and scores of tokens, whose logits are made a few rows at a time."""
 
 import numpy as np
 import pytest
 import torch
 
+from gqa_convert.data.documents import Piece
 from gqa_convert.measuring.evaluation import forward
-from gqa_convert.measuring.evaluation.examples import Example, Material
+from gqa_convert.measuring.evaluation.examples import Example, Material, text_material
 from gqa_convert.measuring.evaluation.forward import Scored, score
+from tests.helpers.data_helpers import demo_tokenizer
 from tests.helpers.largest import LargestWith
 from tests.helpers.tiny import VOCAB, make_config, make_model
 
+TEXT = "def mean(values):\n    return sum(values) / len(values)  # ein Mittelwert: naïve, 中文, 🙂\n"
 IDS = np.random.default_rng(0).integers(3, VOCAB, 100)
 
 
@@ -23,10 +26,8 @@ def material() -> Material:
     return Material(examples, 1)
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gemma2"])
-def test_logits_are_made_of_few_rows(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = make_model(make_config(model_type, final_logit_softcapping=2.0)) if model_type == "gemma2" else None
-    model = model or make_model(make_config(model_type))
+def test_logits_are_made_of_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model(make_config("gemma2", final_logit_softcapping=2.0))
     monkeypatch.setattr(forward, "_ROWS", 5)
     with LargestWith(VOCAB, model.config.hidden_size) as largest:
         score(Scored(model, material()), 2)
@@ -60,3 +61,28 @@ def test_scores_do_not_depend_on_the_number_of_rows(
         kl = (p * (p.log() - logits.log_softmax(-1))).sum(-1)
         np.testing.assert_allclose(found[0].kl[:21], kl.numpy(), rtol=1e-4, atol=1e-5)
         assert found[0].agrees[:21].tolist() == (logits.argmax(-1) == theirs.argmax(-1)).float().tolist()
+
+
+@pytest.mark.parametrize("window", [5, 1, 100])
+def test_every_token_but_the_first_of_a_document_is_scored_once(window: int) -> None:
+    tokenizer = demo_tokenizer()
+    tokenizer.bos_token = None
+    pieces = [Piece(TEXT), Piece("x"), Piece("def", last=False), Piece(TEXT)]
+    made = text_material(pieces, tokenizer, window=window)
+    documents = [tokenizer(text)["input_ids"] for text in (TEXT, "x")]
+    documents.append(tokenizer("def")["input_ids"] + tokenizer(TEXT)["input_ids"])
+    targets = [token for example in sorted(made.examples, key=lambda each: each.blocks[0]) for token in example.targets]
+    assert targets == [token for document in documents for token in document[1:]]
+    assert len(made.blocks) == len(targets)
+    for example in made.examples:
+        assert len(example.read) == len(example.targets) <= window
+        assert example.read[1:].tolist() == example.targets[:-1].tolist()
+    lengths = [len(example.read) for example in made.examples]
+    assert lengths == sorted(lengths, reverse=True)
+
+
+def test_batches_are_padded_and_know_what_is_scored() -> None:
+    examples = [Example(np.arange(1, count + 1), np.array([100 * count]), np.zeros(1)) for count in (4, 3)]
+    (batch,) = Material(examples, 1).batches(2)
+    assert batch.inputs["input_ids"].tolist() == [[1, 2, 3, 4], [1, 2, 3, 0]]
+    assert (batch.rows.tolist(), batch.targets.tolist()) == ([3, 6], [400, 300])

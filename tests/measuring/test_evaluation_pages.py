@@ -11,13 +11,7 @@ import pytest
 from gqa_convert.checkpoint.machine import measurement
 from gqa_convert.errors import MissingExtraError, OptionError, OutputError, ReportError
 from gqa_convert.measuring.evaluation.page import check_drawings, draw, measured_texts
-from gqa_convert.measuring.results import (
-    BenchmarkFile,
-    EvaluationFile,
-    ModelScores,
-    ScoredText,
-    write_result,
-)
+from gqa_convert.measuring.results import BenchmarkFile, EvaluationFile, ModelScores, ScoredText, write_result
 from tests.helpers.evaluate_models import causal, command_line
 
 
@@ -45,11 +39,6 @@ def test_a_table_for_each_text(other: dict[str, Any], tables: int) -> None:
     assert [len(text.entries) for text in texts] == ([2] if tables == 1 else [1, 1])
 
 
-def drawn(figure_of: list[EvaluationFile], folder: Path) -> str:
-    draw(figure_of, None, folder / "a.svg")
-    return (folder / "a.svg").read_text()
-
-
 def test_a_page_is_drawn_again_but_no_file_of_others_is_replaced(tmp_path: Path) -> None:
     page, picture = tmp_path / "a.html", tmp_path / "a.png"
     draw([evaluation(scores("a", "1"))], page, picture)
@@ -66,8 +55,6 @@ def test_mistakes_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         check_drawings(tmp_path / "a.txt", None, [])
     with pytest.raises(OutputError, match="does not exist"):
         check_drawings(None, tmp_path / "no" / "a.png", [])
-    with pytest.raises(OptionError, match="--with names results to draw"):
-        check_drawings(None, None, [tmp_path / "a.json"])
     times = BenchmarkFile(**measurement("benchmark", None), model="m", results=[])
     (tmp_path / "times.json").write_text(json.dumps(times.as_json()))
     with pytest.raises(ReportError, match=r"times\.json does not hold results of evaluate"):
@@ -101,7 +88,6 @@ def test_the_command_draws_its_models_and_earlier_results(
     code, out, err = ask("--with", "one.json", "--html", "b.html", "--json")
     assert (code, out, err) == (0, '{"html": "b.html", "plot": null}\n', "")
     for arguments, words in (
-        (("--html", "b.html"), "name a MODEL and the text"),
         (("--with", "one.json"), "--with names results to draw"),
         (("--with", "none.json", "--html", "b.html"), "none.json does not exist"),
         (("--with", "one.json", "--html", "b.html", "--data", "text.txt"), "name a MODEL and the text"),

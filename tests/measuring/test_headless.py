@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -26,57 +25,50 @@ LAYERS, CLASSIFIER, TAGGER, READER = (
 )
 
 
-def save(
-    folder: Path, auto: str, model_type: str = "llama", dtype: torch.dtype = torch.float32, **changes: Any
-) -> Path:
+def save(folder: Path, auto: str, model_type: str = "llama") -> Path:
     """A tiny model of an auto class, and a tokenizer."""
     if model_type in SIZES:
-        config = CONFIG_MAPPING[model_type](**(SIZES[model_type] | changes))
+        config = CONFIG_MAPPING[model_type](**SIZES[model_type])
     else:
-        config = make_config(model_type, **({"pad_token_id": None} | changes))
+        config = make_config(model_type, pad_token_id=None)
     model = getattr(transformers, auto).from_config(config, dtype=torch.float32).eval()
     randomise(model)
-    model.to(dtype).save_pretrained(folder)
+    model.save_pretrained(folder)
     save_tokenizer(folder)
     return folder
 
 
 @pytest.mark.parametrize(
-    ("model_type", "auto", "outputs"),
+    ("model_type", "auto"),
     [
-        ("llama", LAYERS, "hidden states"),
-        ("llama", CLASSIFIER, "hidden states"),
-        ("llama", TAGGER, "hidden states"),
-        ("llama", READER, "hidden states"),
-        ("qwen3_moe", CLASSIFIER, "hidden states"),
-        ("phi3", LAYERS, "hidden states"),
-        ("gemma2", CLASSIFIER, "hidden states"),
-        ("gpt2", LAYERS, "hidden states"),
-        ("gpt_neox", CLASSIFIER, "hidden states"),
-        ("falcon", READER, "hidden states"),
-        ("bloom", TAGGER, "hidden states"),
-        ("t5", LAYERS, "hidden states"),
-        ("t5", CLASSIFIER, "hidden states"),
-        ("bart", CLASSIFIER, "hidden states"),
-        ("mbart", READER, "hidden states"),
-        ("t5", READER, "hidden states"),
-        ("whisper", LAYERS, "hidden states"),
-        ("llama", "AutoModelForCausalLM", "logits"),
+        ("llama", LAYERS),
+        ("llama", READER),
+        ("qwen3_moe", CLASSIFIER),
+        ("phi3", LAYERS),
+        ("gpt2", LAYERS),
+        ("gpt_neox", CLASSIFIER),
+        ("bloom", TAGGER),
+        ("t5", LAYERS),
+        ("bart", CLASSIFIER),
+        ("t5", READER),
+        ("whisper", LAYERS),
+        ("llama", "AutoModelForCausalLM"),
     ],
 )
-def test_every_head_is_verified(tmp_path: Path, model_type: str, auto: str, outputs: str) -> None:
+def test_every_head_is_verified(tmp_path: Path, model_type: str, auto: str) -> None:
     source = save(tmp_path / "source", auto, model_type)
     convert_checkpoint(source, tmp_path / "out", 3, ConversionOptions(method="mean"))
     report = verify_checkpoint(tmp_path / "out", source)
     assert failed(report) == {}
     details = {check.name: check.detail for check in report.checks}
+    outputs = "logits" if auto == "AutoModelForCausalLM" else "hidden states"
     assert f"the spread of the {outputs}" in details[outputs]
     stated = json.loads((tmp_path / "out" / "config.json").read_text())["architectures"][0]
     assert details["loads"].startswith(stated)
     assert {"cache heads", "cached decoding"} <= set(details)
 
 
-@pytest.mark.parametrize("auto", [LAYERS, CLASSIFIER, TAGGER, READER])
+@pytest.mark.parametrize("auto", [LAYERS, CLASSIFIER])
 def test_faults_of_headless_checkpoints_are_found(tmp_path: Path, auto: str) -> None:
     source = save(tmp_path / "source", auto)
     out = tmp_path / "out"
@@ -87,9 +79,7 @@ def test_faults_of_headless_checkpoints_are_found(tmp_path: Path, auto: str) -> 
     edit(out, key, flip(5))
     assert set(failed(verify_checkpoint(out, source))) == {"merged tensors"}
     edit(out, key, lambda tensor: tensor.flip(0))
-    assert set(failed(verify_checkpoint(out, source))) == {
-        "merged tensors"
-    }  # OUT's own heads are what it computes with
+    assert set(failed(verify_checkpoint(out, source))) == {"merged tensors"}  # OUT computes with its own heads
     down = key.replace("self_attn.k_proj", "mlp.down_proj")
     edit(out, down, lambda tensor: tensor * 1.05)
     assert {"untouched tensors", "hidden states"} <= set(failed(verify_checkpoint(out, source)))
@@ -101,13 +91,9 @@ def test_faults_of_headless_checkpoints_are_found(tmp_path: Path, auto: str) -> 
     ("architecture", "auto"),
     [
         ("LlamaModel", LAYERS),
-        ("LlamaForSequenceClassification", CLASSIFIER),
         ("Qwen2ForTokenClassification", TAGGER),
-        ("LlamaForQuestionAnswering", READER),
         ("GQAFalconForQuestionAnswering", READER),
-        ("GQAT5Model", LAYERS),
         ("LlamaForCausalLM", None),
-        ("T5ForConditionalGeneration", None),
         ("GQAGPT2LMHeadModel", None),
         ("WhisperForConditionalGeneration", None),
         ("Unheard", None),

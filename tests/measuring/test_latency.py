@@ -11,14 +11,9 @@ from safetensors.numpy import load_file, save_file
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from gqa_convert import convert_checkpoint
-from gqa_convert.attention import register
 from gqa_convert.checkpoint.fingerprint import fingerprint
 from gqa_convert.conversion.options import ConversionOptions
-from gqa_convert.errors import (
-    GQAConvertError,
-    GroupsError,
-    OptionError,
-)
+from gqa_convert.errors import GQAConvertError, GroupsError, OptionError
 from gqa_convert.families.loading import load_model
 from gqa_convert.measuring.latency.decoding import Decoder
 from gqa_convert.measuring.latency.models import open_model
@@ -52,11 +47,10 @@ def write_model(folder: Path, model_type: str, **changes: Any) -> Path:
     return folder
 
 
-def versions_of(folder: Path, candidates: tuple[int, ...], attention: str = "gqa") -> list[Any]:
-    register()
+def versions_of(folder: Path, candidates: tuple[int, ...]) -> list[Any]:
     model = open_model(folder, None)
     plans, own = plan_versions(model, candidates)
-    return make_models(model, plans, own, "float32", attention, torch.device("cpu"))
+    return make_models(model, plans, own, "float32", torch.device("cpu"))[0]
 
 
 @pytest.fixture(scope="module")
@@ -127,12 +121,9 @@ def test_the_own_version_has_the_own_weights_and_shares_them(llama: Path) -> Non
     ("changes", "error", "words"),
     [
         ({"candidates": (5,)}, GroupsError, "--candidates 5"),
-        ({"candidates": (0,)}, OptionError, "--candidates"),
-        ({"batch": (0, 1)}, OptionError, "--batch"),
         ({"context": (63,)}, OptionError, "64 positions.*at most 55"),
         ({"dtype": "int8"}, OptionError, "--dtype"),
         ({"device": "tpu"}, OptionError, "--device"),
-        ({"repetitions": 0}, OptionError, "--repetitions"),
     ],
     ids=str,
 )
@@ -143,23 +134,17 @@ def test_mistakes(llama: Path, changes: dict[str, Any], error: type[GQAConvertEr
 
 
 def test_speeds_are_of_the_source_and_of_nothing_else(tmp_path: Path) -> None:
-    """The largest number of K/V heads that was timed may be another."""
     source = write_llama(tmp_path / "source")
     assert "1.00x" in run("benchmark", source, "--candidates", "3,12", *QUICK).stdout
     without = run("benchmark", source, "--candidates", "3,6", *QUICK).stdout
     assert "x " not in without.split("note:")[0]
-    grouped = write_model(tmp_path / "grouped", "llama", num_key_value_heads=4)
-    table = run("benchmark", grouped, "--candidates", "2,4,12", *QUICK).stdout
-    rows = [line.split() for line in table.splitlines() if "x " in line]
-    (speed,) = {column for column in range(len(rows[0])) if rows[0][column].endswith("x")}
-    assert {row[0]: row[speed] for row in rows}["4"] == "1.00x"
 
 
 def test_mistakes_take_one_line(tmp_path: Path) -> None:
     source = write_llama(tmp_path / "source")
     assert_mistake(run("benchmark"), "MODEL")
-    assert_mistake(run("benchmark", source, "--candidates", "5"), "--candidates 5", "choose one of")
-    assert_mistake(run("benchmark", source, "--batch", "two"), "'two' is not a list of numbers")
+    for wrong in ("two", "0,1", "1,-2", "1,,2"):
+        assert_mistake(run("benchmark", source, "--batch", wrong), f"'{wrong}' is not a list of numbers above 0")
     assert_mistake(run("benchmark", source, "--context", "half"), "--context", "'half'")
     assert_mistake(run("benchmark", tmp_path / "absent"), "absent")
     weights = load_file(source / "model.safetensors")

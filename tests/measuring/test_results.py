@@ -1,13 +1,15 @@
 """The files that `evaluate` and `benchmark` write, and the fingerprint by which results of a checkpoint are known."""
 
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gqa_convert.checkpoint.machine import measurement
-from gqa_convert.errors import OutputError, ReportError
+from gqa_convert.errors import NoSpaceError, OutputError, ReportError
 from gqa_convert.measuring.results import (
     BenchmarkFile,
     EvaluationFile,
@@ -15,6 +17,7 @@ from gqa_convert.measuring.results import (
     ScoredText,
     TimedCell,
     load_result,
+    write_file,
     write_result,
 )
 
@@ -53,16 +56,13 @@ def changed(**keys: Any) -> bytes:
     [
         None,
         b"mine",
-        b"[]",
         b"[" * 100_000,
         b"\xff",
         b'{"kind": "inspect"}',
-        b'{"kind": ["evaluate"]}',
         changed(format_version=99),
         changed(results=[{"model": "m", "tokens": 7, "loss": "2.5"}]),
         changed(results=[{"model": "m", "tokens": 7, "loss": float("nan")}]),
         changed(results=[]),
-        changed(results=[{"tokens": 7}]),
         changed(machine={"device": "cpu"}),
     ],
 )
@@ -95,3 +95,18 @@ def test_files_of_others_are_kept(tmp_path: Path, overwrite: bool) -> None:
             write_result(file, evaluation())
         assert file.read_bytes() == changed()
     assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
+
+
+@pytest.mark.parametrize(("number", "expected"), [(errno.EDQUOT, NoSpaceError), (errno.EIO, OutputError)])
+def test_a_disk_that_fails(
+    number: int, expected: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_file(tmp_path / "a.png", b"a picture")
+
+    def fails(_: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", fails)
+    with pytest.raises(expected, match=r"a\.png"):
+        write_file(tmp_path / "a.png", b"another")
+    assert {each.name: each.read_bytes() for each in tmp_path.iterdir()} == {"a.png": b"a picture"}

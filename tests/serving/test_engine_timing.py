@@ -1,6 +1,5 @@
 """benchmark --engine: real processes, whose engines are fakes."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +30,8 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def models(tmp_path: Path) -> list[Path]:
     """A source with 12 K/V heads, and a model with 3."""
-    return [
-        make_checkpoint("llama", tmp_path / name, num_key_value_heads=heads)
-        for name, heads in (("source", 12), ("gqa3", 3))
-    ]
+    counts = {"source": 12, "gqa3": 3}
+    return [make_checkpoint("llama", tmp_path / name, num_key_value_heads=heads) for name, heads in counts.items()]
 
 
 def options(**changes: Any) -> BenchmarkOptions:
@@ -93,36 +90,20 @@ def test_the_command_runs_the_adapters(models: list[Path], tmp_path: Path) -> No
     assert isinstance(result, BenchmarkFile)
     assert (result.engine, result.engine_version, result.dtype) == ("vllm", "9.9", "bfloat16")
     assert [(cell.groups, cell.batch) for cell in result.results] == [(12, 1), (12, 2), (3, 1), (3, 2)]
-    timed = (
-        "benchmark",
-        models[1],
-        "--engine",
-        "llama.cpp",
-        "--python",
-        f"llama.cpp={python}",
-        "--dtype",
-        "bfloat16",
-        *QUICK,
-    )
-    shown = run(*timed)
+    timed = ("benchmark", models[1], "--engine", "llama.cpp", "--python", f"llama.cpp={python}", *QUICK)
+    shown = run(*timed, "--dtype", "bfloat16")
     assert "llama.cpp 9.9" in shown.stdout, shown.stderr
     assert str(models[1]) in "".join(shown.stdout.split())
     assert "1.00x" in shown.stdout
-    refused = run(*timed, "--batch", "2")
+    refused = run(*timed, "--dtype", "bfloat16", "--batch", "2")
     assert refused.returncode == 1
     assert "one sequence at a time" in refused.stderr
 
 
 def test_mistakes_take_one_line(models: list[Path]) -> None:
     assert_mistake(run("benchmark", *models), "2 models", "--candidates")
-    assert_mistake(run("benchmark", "--engine", "vllm"), "MODEL")
     assert_mistake(run("benchmark", models[0], "--engine", "tgi"), "'tgi'", "llama.cpp, vllm")
     assert_mistake(run("benchmark", models[0], "--python", "vllm=x"), "--python belongs to --engine")
-    for given in (("--candidates", "3"), ("--device", "cpu")):
-        assert_mistake(run("benchmark", models[0], "--engine", "vllm", *given), f"{given[0]} does not go with --engine")
-    assert_mistake(run("benchmark", models[0], "--engine", "vllm", "--python", "vllm=/no/python"), "/no/python")
-    absent = run("benchmark", models[0], "--engine", "vllm", "--json")
-    assert absent.returncode == 2
-    assert json.loads(absent.stdout)["exit_code"] == 2
-    assert absent.stderr.count("\n") == 1
-    assert "install vllm" in absent.stderr
+    refused = run("benchmark", models[0], "--engine", "vllm", "--candidates", "3")
+    assert_mistake(refused, "--candidates does not go with --engine")
+    assert_mistake(run("benchmark", models[0], "--engine", "vllm"), "install vllm")

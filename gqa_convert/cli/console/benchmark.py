@@ -3,13 +3,11 @@
 from pathlib import Path
 
 from gqa_convert.checkpoint.byte_sizes import size
-from gqa_convert.measuring.evaluation.table import number
+from gqa_convert.measuring.evaluation.table import filled_columns, number
 from gqa_convert.measuring.results import BenchmarkFile, TimedCell
 
 from .screen import print_note, stdout_console, tokens_text
-from .tables import show_table
-
-_COLUMNS = ["N", "batch", "context", "ms/token", "speed", "tokens/s", "prefill ms", "K/V cache"]
+from .tables import show_columns
 
 
 def show_benchmark(result: BenchmarkFile) -> None:
@@ -26,41 +24,27 @@ def show_benchmark(result: BenchmarkFile) -> None:
     for cell in result.results:
         if cell.fingerprint == result.fingerprint and cell.groups == result.kv_heads:
             sources[cell.batch, cell.context] = cell.decode_ms_per_token
-    columns = [*_COLUMNS]
-    if result.engine is not None:
-        columns.insert(0, "model")
-    if result.results[0].cross_kv_bytes_per_30_seconds is not None:
-        columns.append("cross, 30 s")
-    rows = []
-    for cell in result.results:
-        row = _row(cell, sources.get((cell.batch, cell.context)))
-        if cell.model is not None:
-            row.insert(0, Path(cell.model).name)
-        if cell.cross_kv_bytes_per_30_seconds is not None:
-            row.append(size(round(cell.cross_kv_bytes_per_30_seconds)))
-        rows.append(row)
-    show_table(columns, rows)
+    rows = [_cells(cell, sources.get((cell.batch, cell.context))) for cell in result.results]
+    show_columns(filled_columns(rows))
     if result.engine is None:
         print_note("versions without the model's weights have random keys and values, on which time does not depend")
 
 
-def _row(cell: TimedCell, source: float | None) -> list[str]:
+def _cells(cell: TimedCell, source: float | None) -> dict[str, str]:
     time = cell.decode_ms_per_token or 0.0
-    speed = cache = ""
-    if source is not None:
-        speed = f"{source / time:.2f}x"
-    if cell.kv_bytes is not None:
-        cache = size(cell.kv_bytes)
-    return [
-        _heads(cell.groups),
-        str(cell.batch),
-        tokens_text(cell.context),
-        f"{time:.3g}",
-        speed,
-        number(cell.decode_tokens_per_second, ",.1f"),
-        number(cell.prefill_ms, ",.1f"),
-        cache,
-    ]
+    cross = cell.cross_kv_bytes_per_30_seconds
+    return {
+        "model": Path(cell.model).name if cell.model else "",
+        "N": _heads(cell.groups),
+        "batch": str(cell.batch),
+        "context": tokens_text(cell.context),
+        "ms/token": f"{time:.3g}",
+        "speed": f"{source / time:.2f}x" if source else "",
+        "tokens/s": number(cell.decode_tokens_per_second, ",.1f"),
+        "prefill ms": number(cell.prefill_ms, ",.1f"),
+        "K/V cache": size(cell.kv_bytes) if cell.kv_bytes else "",
+        "cross, 30 s": size(round(cross)) if cross else "",
+    }
 
 
 def _heads(heads: int | list[int] | None) -> str:

@@ -11,7 +11,7 @@ from gqa_convert.measuring.evaluation.table import (
 from gqa_convert.measuring.results import EvaluationFile
 
 from .screen import print_note
-from .tables import show_table
+from .tables import show_columns
 
 
 def show_evaluation(results: EvaluationFile) -> None:
@@ -19,10 +19,8 @@ def show_evaluation(results: EvaluationFile) -> None:
     entries = results.entries()
     names = short_names(entries)
     if results.data is not None:
-        cells = columns(entries, names)
-        show_table(list(cells), list(zip(*cells.values(), strict=True)), title=title(results))
+        show_columns(columns(entries, names), title=title(results))
     if results.questions is not None:
-        cells = retrieval_columns(entries, names)
-        show_table(list(cells), list(zip(*cells.values(), strict=True)), title=retrieval_title(results.questions))
+        show_columns(retrieval_columns(entries, names), title=retrieval_title(results.questions))
     for note in notes(entries, names):
         print_note(note)

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from gqa_convert.checkpoint.byte_sizes import size
+from gqa_convert.checkpoint.provenance import BeforeAfter
 
 from .screen import print_note, stdout_console, styled, tokens_text
 from .tables import show_table
@@ -37,30 +38,27 @@ def caches_at_context(plan: "Plan", context: int | None, batch: int) -> dict[str
     from gqa_convert.families.context_length import stated_encoder_positions, stated_positions
 
     config = plan.checkpoint.config
-    per_token = plan.cache_bytes()
-    caches = {}
-    if "kv_bytes_per_token" in per_token:
-        tokens = context or stated_positions(config) or _LONG_CONTEXT
-        both = plan.kv_cache_bytes(tokens=tokens)
-        caches["kv_cache"] = _cache(tokens, batch, both.before, both.after)
-    cross = per_token.get("cross_kv_bytes_per_encoder_token")
-    if cross is not None and not plan.family.reads_images_alone:  # the config does not count the tokens of an image
-        tokens = stated_encoder_positions(config) or _LONG_CONTEXT
-        caches["cross_kv_cache"] = _cache(tokens, batch, cross.before * tokens, cross.after * tokens)
-    return caches
+    tokens = context or stated_positions(config) or _LONG_CONTEXT
+    caches = {"kv_cache": (tokens, plan.kv_cache_bytes(tokens=tokens))}
+    if not plan.family.reads_images_alone:  # the config does not count the tokens of an image
+        tokens, both = stated_encoder_positions(config) or _LONG_CONTEXT, plan.kv_cache_bytes("cross")
+        caches["cross_kv_cache"] = tokens, BeforeAfter(both.before * tokens, both.after * tokens)
+    found = {}
+    for name, (tokens, both) in caches.items():
+        if both.before:
+            sizes = {"before": batch * both.before, "after": batch * both.after}
+            found[name] = {"tokens": tokens, "batch": batch, **sizes}
+    return found
 
 
-def _cache(tokens: int, batch: int, before: int, after: int) -> dict[str, int]:
-    return {"tokens": tokens, "batch": batch, "before": before * batch, "after": after * batch}
-
-
-def show_plan(plan: "Plan", needs: "Needs", caches: dict[str, Any]) -> None:
+def show_plan(plan: "Plan", needs: "Needs", caches: dict[str, Any], sound: dict[str, Any]) -> None:
     """Print what changes in every layer, what the conversion saves, what loads the result, and what it takes to make it.
 
     Args:
         plan: of the conversion.
         needs: its memory and disk space.
         caches: what `caches_at_context` returned.
+        sound: the number of files of sound and their hours, empty for text.
     """
     console = stdout_console()
     heads = f"{plan.heads} query heads, {heads_before(plan)} -> {heads_after(plan)} K/V heads"
@@ -74,9 +72,8 @@ def show_plan(plan: "Plan", needs: "Needs", caches: dict[str, Any]) -> None:
     show_table(["", "before", "after", "ratio"], _savings(plan, caches), title="Savings")
     for label, text in _facts(plan, needs):
         console.print(f"{label:<17} {text}")
-    memory, disk = needs.memory_bytes / 2**30, size(needs.disk_bytes)
-    needed = f"about {memory:.1f} GiB of memory on {needs.device}, {disk} of disk ({needs.work})"
-    console.print(f"{'needs:':<17} {needed}")
+    if sound:
+        console.print("sound:            {calibration_files} files, {calibration_hours} hours".format(**sound))
     for warning in plan.warnings:
         print_note(warning)
 
@@ -148,6 +145,8 @@ def _facts(plan: "Plan", needs: "Needs") -> Iterator[tuple[str, str]]:
     else:
         yield "loads in:", ", ".join(f"{engine} {_loads(plan, engine)}" for engine in ENGINES)
     yield "tensor parallel:", ", ".join(map(str, plan.tensor_parallel_degrees()))
+    memory, disk = needs.memory_bytes / 2**30, size(needs.disk_bytes)
+    yield "needs:", f"about {memory:.1f} GiB of memory on {needs.device}, {disk} of disk ({needs.work})"
 
 
 def _loads(plan: "Plan", engine: str) -> str:

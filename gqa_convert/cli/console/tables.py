@@ -1,6 +1,6 @@
 """Tables of results, drawn by rich."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from .screen import stdout_console, styled
@@ -39,10 +39,16 @@ def show_table(
     console.print(table, soft_wrap=False)
 
 
-def show_done(title: str, rows: Sequence[tuple[str, str]]) -> None:
-    """Print what was done, and rows of a label and a text."""
+def show_columns(columns: Mapping[str, Sequence[str]], *, title: str = "") -> None:
+    """Print a table of cells by the heading of their column."""
+    show_table(list(columns), list(zip(*columns.values(), strict=True)), title=title)
+
+
+def show_done(title: str, rows: Mapping[str, str]) -> None:
+    """Print what was done, and a line for each label and its text, which may have several lines."""
     console = stdout_console()
     console.print(styled(("done", "green"), f"  {title}"))
-    width = max(len(label) for label, _ in rows)
-    for label, text in rows:
-        console.print(f"      {label:<{width}}  {text}")
+    width = max(map(len, rows))
+    for label, text in rows.items():
+        for line in text.splitlines():
+            console.print(f"      {label:<{width}}  {line}")

@@ -39,28 +39,27 @@ class TrainingScreen:
 
 def show_training(summary: "RunSummary") -> None:
     """Print tokens, losses before and after, and where the result is."""
-    rows = []
+    rows = {}
     evaluation = summary.evaluation
     if evaluation is not None:
         losses = f"{evaluation['start']:.4f} -> {evaluation['final']:.4f} nats per token"
-        rows.append(("held-out loss", f"{losses} (language-model loss on evaluation_data)"))
+        rows["held-out loss"] = f"{losses} (language-model loss on evaluation_data)"
         if evaluation["source"] is not None:
-            rows.append(("source", f"{evaluation['source']:.4f}"))
+            rows["source"] = f"{evaluation['source']:.4f}"
         if evaluation["recovered_share"] is not None:
-            rows.append(("recovered", f"{evaluation['recovered_share']:.1%} of the gap"))
+            rows["recovered"] = f"{evaluation['recovered_share']:.1%} of the gap"
     if summary.skipped_steps:
-        rows.append(("skipped", f"{summary.skipped_steps} step(s), because the gradient was not finite"))
-    rows.append(("model", summary.model))
+        rows["skipped"] = f"{summary.skipped_steps} step(s), because the gradient was not finite"
+    rows["model"] = summary.model
     show_done(f"{tokens_text(summary.tokens)} tokens in {summary.steps:,} steps", rows)
 
 
 def show_tokenized(found: "TokenizedRecipe") -> None:
     """Print the tokens of each source and where they are."""
-    rows = [
-        ("text", f"{source.source}: {tokens_text(source.tokens)} tokens, {source.samples:,} samples")
-        for source in found.sources
+    texts = [
+        f"{source.source}: {tokens_text(source.tokens)} tokens, {source.samples:,} samples" for source in found.sources
     ]
-    rows.append(("cache", found.cache))
+    rows = {"text": "\n".join(texts), "cache": found.cache}
     show_done(f"text for {found.samples:,} samples in {found.steps:,} steps", rows)
 
 
@@ -70,21 +69,21 @@ def show_estimate(found: "Estimate") -> None:
 
     trained, whole = tokens_text(found.parameters["trained"]), tokens_text(found.parameters["all"])
     step_tokens = tokens_text(round(found.tokens_needed / found.steps))
-    rows = [
-        ("parameters", f"{trained} trained of {whole}"),
-        ("steps", f"{found.steps:,} of {found.samples_per_step:,} samples ({step_tokens} tokens)"),
-        ("memory per GPU", f"{size(found.memory_needed)}, each parameter over {found.shards} of {found.gpus} GPU(s)"),
-    ]
+    rows = {
+        "parameters": f"{trained} trained of {whole}",
+        "steps": f"{found.steps:,} of {found.samples_per_step:,} samples ({step_tokens} tokens)",
+        "memory per GPU": f"{size(found.memory_needed)}, each parameter over {found.shards} of {found.gpus} GPU(s)",
+    }
     for name, nbytes in found.memory.items():
-        rows.append((f"  {name}", size(nbytes)))
+        rows[f"  {name}"] = size(nbytes)
     time = "unknown without the type of the GPUs: --hardware 8xh100"
     if found.hours is not None:
         hours = f"{max(found.hours, 0.1):,.1f} hours at {UTILISATION:.0%} of the peak"
         time = hours
         if found.hours < 0.1:
             time = f"under {hours}"
-    rows.append(("time", time))
-    rows.append(("text", f"{tokens_text(found.tokens_needed)} tokens are needed"))
+    rows["time"] = time
+    rows["text"] = f"{tokens_text(found.tokens_needed)} tokens are needed"
     show_done(f"estimate of {found.model}; nothing was run", rows)
     if found.memory_of_gpu is not None and found.memory_needed > found.memory_of_gpu:
         print_note(

@@ -13,15 +13,12 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from gqa_convert.measuring.evaluation.candidates import Candidate
-from gqa_convert.measuring.evaluation.examples import Material
+from gqa_convert.measuring.evaluation.examples import Array, Doubles, Material
 from gqa_convert.measuring.evaluation.forward import Scores
 from gqa_convert.measuring.evaluation.word_errors import word_errors
 from gqa_convert.measuring.results import Difference
-
-Doubles = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -88,7 +85,7 @@ class Measured:
     material: Material
     scores: Scores
     problem: str | None = None
-    is_key: npt.NDArray[np.bool_] | None = None
+    is_key: Array | None = None
 
     @cached_property
     def not_finite(self) -> int:
@@ -117,7 +114,7 @@ class Measured:
             found["key_kl"] = self._mean(kl * self.is_key, self.is_key)
         return found
 
-    def _mean(self, values: npt.NDArray[Any], sizes: npt.NDArray[Any]) -> Mean:
+    def _mean(self, values: Array, sizes: Array) -> Mean:
         return mean(self.material.by_block(values), self.material.by_block(sizes))
 
 

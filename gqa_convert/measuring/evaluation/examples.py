@@ -28,7 +28,9 @@ from gqa_convert.measuring import no_progress
 BLOCK = 2048
 """The bytes in a block of text, the unit over which standard errors are computed."""
 
+Array = npt.NDArray[Any]
 Integers = npt.NDArray[np.int64]
+Doubles = npt.NDArray[np.float64]
 Progress = Callable[[int, int], None]
 
 
@@ -107,7 +109,7 @@ class Material:
                 return False
         return True
 
-    def by_block(self, values: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+    def by_block(self, values: Array) -> Doubles:
         """Sums of the scored tokens' values in each block, in the order of the text: [block_count]."""
         return np.bincount(self.blocks, values, self.block_count).astype(np.float64)
 

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from gqa_convert.data.model_tokenizer import check_vocabulary
@@ -15,7 +14,7 @@ from gqa_convert.families.context_length import stated_positions
 from gqa_convert.measuring import no_progress
 from gqa_convert.measuring.evaluation.candidates import CAUSAL, Candidate
 from gqa_convert.measuring.evaluation.comparison import UNDEFINED, Mean, is_same_vocabulary, mean, with_errors
-from gqa_convert.measuring.evaluation.examples import Example, Material
+from gqa_convert.measuring.evaluation.examples import Array, Example, Integers, Material
 from gqa_convert.measuring.evaluation.forward import Scored, score
 from gqa_convert.measuring.evaluation.retrieval import LENGTHS, QUESTIONS, Answer, ask, generating_with, share_found
 from gqa_convert.measuring.evaluation.retrieval_texts import KINDS, filler, text_beginnings
@@ -52,12 +51,10 @@ def chosen_lengths(models: Sequence[Candidate], objective: str, options: Retriev
     """The lengths of the prompts, the same for all models.
 
     Raises:
-        OptionError: a model is not causal, has fewer positions, or there are no questions.
+        OptionError: a model is not causal, or has fewer positions.
     """
     if objective != CAUSAL:
         raise OptionError(f"--retrieval asks causal models, and {models[0].name} is an encoder-decoder: leave it out")
-    if options.questions < 1:
-        raise OptionError(f"--questions is {options.questions}, expected a number above 0")
     longest = LENGTHS[-1] if options.lengths is None else max(options.lengths)
     for model in models:
         positions = stated_positions(model.config) or longest
@@ -69,9 +66,7 @@ def chosen_lengths(models: Sequence[Candidate], objective: str, options: Retriev
     return sorted(set(options.lengths or [length for length in LENGTHS if length <= longest] or [longest]))
 
 
-def key_tokens(
-    scored: Scored, loss: npt.NDArray[np.float32], batch: int, progress: Callable[[int], None] = no_progress
-) -> npt.NDArray[np.bool_]:
+def key_tokens(scored: Scored, loss: Array, batch: int, progress: Callable[[int], None] = no_progress) -> Array:
     """Whether each token is one that a model predicts with the whole window and not with a short context: LongPPL's key
     tokens (Fang et al. 2024, arXiv 2410.23771), [n].
 
@@ -118,7 +113,7 @@ def ask_about_long_contexts(
     return LongContexts(answers, loss)
 
 
-def write(model: Any, tokenizer: Any, seed: int) -> npt.NDArray[np.int64]:
+def write(model: Any, tokenizer: Any, seed: int) -> Integers:
     """Texts that a model continues from its own distribution, [_TEXTS, _BEGINNING + _WRITTEN]."""
     beginnings = torch.tensor(text_beginnings(tokenizer, _TEXTS, _BEGINNING, seed), device=model.device)
     torch.manual_seed(mix(seed))
@@ -128,7 +123,7 @@ def write(model: Any, tokenizer: Any, seed: int) -> npt.NDArray[np.int64]:
     return np.asarray(rows.cpu().numpy(), np.int64)
 
 
-def loss_of_rows(model: Any, rows: npt.NDArray[np.int64], batch: int) -> Mean:
+def loss_of_rows(model: Any, rows: Integers, batch: int) -> Mean:
     """The loss of a model on the tokens of texts behind their beginnings, with a standard error over texts."""
     examples = []
     for number, row in enumerate(rows):

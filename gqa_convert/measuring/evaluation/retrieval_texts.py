@@ -187,24 +187,19 @@ def _fill(tokenizer: Any, facts: Sequence[_Facts], shares: Sequence[float], firs
         tokenizer: a transformers tokenizer.
         facts: what to state, in order.
         shares: of the prose that stands before each.
-        first: sentence of the prose.
+        first: the sentence behind the prose.
         size: tokens to return: the beginning of the first sentence is cut off.
 
     Raises:
         OptionError: the facts take more tokens.
     """
     sentences: list[str] = []
-    left = size - len(_encode(tokenizer, _assemble(facts, shares, [])))
-    while (left := left - len(_encode(tokenizer, " " + _sentence(first + len(sentences))))) >= 0:
-        sentences.append(_sentence(first + len(sentences)))
-    while len(_encode(tokenizer, _assemble(facts, shares, sentences))) > size and sentences:
-        sentences.pop()
+    while len(ids := _encode(tokenizer, _assemble(facts, shares, sentences))) < size:
+        few = max(1, (size - len(ids)) // _CHARACTERS.stop)  # so that only the first sentence is cut
+        begin = first - len(sentences)
+        sentences = [*map(_sentence, range(begin - few, begin)), *sentences]
     if not sentences:
         raise OptionError("a length is too short for the questions, which need some 500 tokens: raise --lengths")
-    text = _assemble(facts, shares, sentences)
-    while len(ids := _encode(tokenizer, text)) < size:
-        first -= 1
-        text = f"{_sentence(first)} {text}"
     return ids[len(ids) - size :]
 
 

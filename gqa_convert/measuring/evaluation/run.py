@@ -207,7 +207,7 @@ class _Evaluation:
             problem = incomparable(candidate, material, others)
             if not problem:
                 is_key = others.is_key
-                reference = Scored(first.model, others.material) if first.model else None
+                reference = None if first.model is None else Scored(first.model, others.material)
         done = 0
 
         def advance(count: int) -> None:
@@ -242,10 +242,6 @@ class _Evaluation:
 def _check(data: Source | None, options: EvaluationOptions) -> None:
     if data is not None and (data.source_field is None) != (data.target_field is None):
         raise OptionError("--source-field and --target-field need each other: give both or neither")
-    for name in ("tokens", "batch", "window"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise OptionError(f"--{name} is {value}, expected a number above 0")
     if options.dtype not in DTYPES:
         raise OptionError(f"--dtype is {options.dtype!r}: give one of {', '.join(DTYPES)}")
 

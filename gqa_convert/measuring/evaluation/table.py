@@ -40,7 +40,7 @@ def columns(entries: Sequence[ModelScores], names: dict[str, str]) -> dict[str, 
     if any(row["KL"] for row in rows):
         for row in rows:
             row |= {"loss": row["loss"].partition(" ")[0], "perplexity": "", "bits/byte": ""}
-    return _columns(rows)
+    return filled_columns(rows)
 
 
 def _cells(scores: ModelScores) -> dict[str, str]:
@@ -58,7 +58,7 @@ def _cells(scores: ModelScores) -> dict[str, str]:
     }
 
 
-def _columns(rows: Sequence[dict[str, str]]) -> dict[str, list[str]]:
+def filled_columns(rows: Sequence[dict[str, str]]) -> dict[str, list[str]]:
     """Rows by heading as columns, without those that have nothing in them."""
     columns = {heading: [row[heading] for row in rows] for heading in rows[0]}
     return {heading: cells for heading, cells in columns.items() if any(cells)}
@@ -86,7 +86,7 @@ def retrieval_columns(entries: Sequence[ModelScores], names: dict[str, str]) -> 
             elif part.kind is None or part.length is None:
                 row[part.kind or f"{part.length:,}"] = share
         rows.append({**row, "own text": _with_error(each.retrieval, "written_loss")})
-    return _columns(rows)
+    return filled_columns(rows)
 
 
 def _difference(other: Difference | None) -> str:

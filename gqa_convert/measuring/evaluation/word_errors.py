@@ -4,11 +4,9 @@ import re
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from gqa_convert.errors import MissingExtraError
-
-Doubles = npt.NDArray[np.float64]
+from gqa_convert.measuring.evaluation.examples import Doubles
 
 
 def normalised(text: str) -> str:

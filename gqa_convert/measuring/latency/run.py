@@ -7,19 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
-
 from gqa_convert.checkpoint.byte_sizes import size
 from gqa_convert.checkpoint.devices import chosen_device
 from gqa_convert.checkpoint.fingerprint import fingerprint
 from gqa_convert.checkpoint.machine import available_memory, measurement
-from gqa_convert.checkpoint.source import Checkpoint
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.errors import OptionError
 from gqa_convert.families.context_length import stated_positions
 from gqa_convert.measuring import Progress, no_progress
 from gqa_convert.measuring.latency.cells import STEPS, measure_cells
-from gqa_convert.measuring.latency.models import build, open_model, stated_dtype
+from gqa_convert.measuring.latency.models import open_model, stated_dtype
 from gqa_convert.measuring.latency.versions import make_models, plan_versions
 from gqa_convert.measuring.out_of_memory import memory_explained
 from gqa_convert.measuring.results import BenchmarkFile, TimedCell
@@ -41,9 +38,6 @@ class BenchmarkOptions:
         repetitions: timed turns of each version.
         dtype: by default the checkpoint's.
         device: `cpu`, `cuda` or `cuda:1`; by default a GPU where there is one.
-
-    Raises:
-        OptionError: a value is out of range.
     """
 
     candidates: Sequence[int] | None = None
@@ -53,12 +47,6 @@ class BenchmarkOptions:
     repetitions: int = 8
     dtype: str | None = None
     device: str | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("candidates", "batch", "context", "new_tokens", "repetitions"):
-            value = getattr(self, name)
-            if value is not None and np.min(value) < 1:
-                raise OptionError(f"--{name.replace('_', '-')} holds a number below 1: give 1 or more")
 
 
 def benchmark_model(
@@ -96,10 +84,9 @@ def benchmark_model(
     contexts = _contexts(options, stated_positions(opened.config))
     plans, own = plan_versions(opened, options.candidates)
     _check_memory(plans, max(options.batch), max(contexts), device)
-    attention = _attention(opened, dtype)
     with memory_explained(opened.source_id, "time fewer --candidates, or a smaller --batch or --context"):
         progress("building models", 0, 1)
-        models = make_models(opened, plans, own, dtype, attention, device)
+        models, attention = make_models(opened, plans, own, dtype, device)
         measured = _measure(plans, models, contexts, options, progress)
     assert opened.folder is not None
     known: dict[str, Any] = {"fingerprint": fingerprint(opened.folder)}
@@ -116,16 +103,6 @@ def benchmark_model(
         attention=attention,
         results=cells,
     )
-
-
-def _attention(checkpoint: Checkpoint, dtype: str) -> str:
-    """The attention function: this package's, where the model's class takes it."""
-    from gqa_convert.attention import register
-    from gqa_convert.attention.support import why_unsupported
-
-    register()
-    model = build(checkpoint.config, checkpoint.source_id, dtype, "eager", "meta")
-    return "gqa" if why_unsupported(type(model), model.config) is None else "eager"
 
 
 def _contexts(options: BenchmarkOptions, positions: int | None) -> Sequence[int]:

@@ -43,16 +43,16 @@ def plan_versions(checkpoint: Checkpoint, candidates: Sequence[int] | None) -> t
 
 
 def make_models(
-    checkpoint: Checkpoint, plans: Sequence[Plan], own: int | list[int], dtype: str, attention: str, device: Any
-) -> list[Any]:
-    """The models of the plans. The one with the model's own K/V heads has its weights.
+    checkpoint: Checkpoint, plans: Sequence[Plan], own: int | list[int], dtype: str, device: Any
+) -> tuple[list[Any], str]:
+    """The models of the plans, and transformers' name of their attention function: this package's, where the model's class
+    takes it. The model with the own K/V heads has its weights.
 
     Args:
         checkpoint: the model that is timed.
         plans: of its versions.
         own: the model's K/V heads.
         dtype: of the weights, such as `bfloat16`.
-        attention: transformers' name of the attention function.
         device: torch device.
 
     Raises:
@@ -62,11 +62,18 @@ def make_models(
     """
     import torch
 
-    name, folder = checkpoint.source_id, checkpoint.folder
+    from gqa_convert.attention import register
+    from gqa_convert.attention.support import why_unsupported
+
+    register()
+    name, folder, attention = checkpoint.source_id, checkpoint.folder, "eager"
     assert folder is not None
     with explained(name):
         source, missing = load_model(folder, getattr(torch, dtype), attn_implementation=attention)
     check_complete(name, folder, source, missing, NEEDS_HEAD)
+    if why_unsupported(type(source), source.config) is None:
+        attention = "gqa"
+        source.set_attn_implementation(attention)
     source = source.to(device)
     weights = dict(source.named_parameters(remove_duplicate=False))
     models = []
@@ -76,7 +83,7 @@ def make_models(
             made = build(plan.config, name, dtype, attention, device)
             _share(made, weights)
         models.append(made.requires_grad_(False))
-    return models
+    return models, attention
 
 
 def _share(model: Any, weights: dict[str, Any]) -> None:

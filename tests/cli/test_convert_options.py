@@ -1,0 +1,110 @@
+"""Options of convert: numbers of heads, calibration and the device; what a dry run shows, and mistakes."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import typer
+
+from gqa_convert.checkpoint.source import open_checkpoint
+from gqa_convert.cli.console.plan import caches_at_context, show_plan
+from gqa_convert.cli.convert import group_counts
+from gqa_convert.conversion.fit.memory import estimate_needs
+from gqa_convert.conversion.fit.options import CalibrationOptions
+from gqa_convert.conversion.plan import make_plan
+from gqa_convert.demo import CHECKPOINT as MODEL
+from tests.helpers.command_line import assert_mistake, run
+from tests.helpers.own_files import make_source
+
+
+def test_a_file_of_numbers(tmp_path: Path) -> None:
+    numbers = tmp_path / "numbers"
+    numbers.write_text("12\n4\n3\n\n6\n12")
+    shown = run("convert", MODEL, "--groups", f"@{numbers}", "-m", "mean", "--dry-run", "--json")
+    assert json.loads(shown.stdout)["groups"] == [12, 4, 3, 6, 12] == group_counts("12,4,3,6,12")
+    assert group_counts("4") == 4
+    numbers.write_text("[12, 4, 3, 1]")
+    assert group_counts(f"@{numbers}") == [12, 4, 3, 1]
+    for content, words in (("[12, x]", "'x'"), ("", "integer")):
+        numbers.write_text(content)
+        with pytest.raises(typer.BadParameter, match=words):
+            group_counts(f"@{numbers}")
+    with pytest.raises(typer.BadParameter, match="cannot be read"):
+        group_counts("@nowhere")
+
+
+def test_the_cross_attention_cache_of_a_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At the encoder's context, and layers of an encoder and of a decoder share a row."""
+    monkeypatch.setenv("COLUMNS", "120")
+    for model_type, changes, context, label in (
+        ("bart", {"max_position_embeddings": 64}, 64, "64"),
+        ("t5", {}, 32_768, "32.8k"),
+    ):
+        source = make_source(model_type, tmp_path / model_type, **changes)
+        plan = make_plan(open_checkpoint(source), 3, method="mean", encoder=model_type == "t5")
+        caches = caches_at_context(plan, None, 2)
+        show_plan(plan, estimate_needs(plan, CalibrationOptions()), caches, {})
+        before = 2 * plan.kv_cache_bytes("cross").before * context
+        assert caches["cross_kv_cache"] == {"tokens": context, "batch": 2, "before": before, "after": before // 4}
+        shown = [line.split() for line in capsys.readouterr().out.splitlines()]
+        (row,) = [" ".join(words) for words in shown if words[:2] == ["cross", "cache"] and words[2] == "at"]
+        assert row.startswith(f"cross cache at {label} tokens, batch 2 ")
+        assert row.endswith(" 0.250")
+    rows = [words[:2] for words in shown if "k.weight" in " ".join(words)]
+    assert rows == [["0-2", "layer.0.SelfAttention.k.weight"], ["0-1", "layer.1.EncDecAttention.k.weight"]]
+
+
+def test_mistakes(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    for arguments, words in (
+        (["-n", "3", "-m", "fit"], ["--calibration", "factor"]),
+        (["-n", "3", "-m", "mean", "-c", __file__], ["--calibration", "mean", "fit"]),
+        (
+            ["-n", "3", "-m", "factor", "--calibration-length", "64"],
+            ["--calibration-length 64", "needs calibration text"],
+        ),
+        (["-n", "3", "--calibration-tokens", "500"], ["--calibration-tokens 500", "--calibration"]),
+        (["-n", "3", "-m", "factor", "-c", __file__, "--kl-steps", "5"], ["--kl-steps 5", "factor", "fit"]),
+        (["-n", "3", "-c", __file__, "--kl-steps", "-1"], ["--kl-steps -1"]),
+        (
+            ["-n", "3", "-c", __file__, "--calibration-tokens", "90000", "--kl-steps", "5", "--no-mix"],
+            ["--kl-steps 5", "more text"],
+        ),
+        (["-n", "3", "-c", str(tmp_path / "none.txt")], ["none.txt"]),
+        (
+            ["-n", "3", "-c", __file__, "--calibration-tokens", "0"],
+            ["--calibration-tokens", "'0' is not a number of tokens"],
+        ),
+    ):
+        assert_mistake(run("convert", MODEL, out, *arguments), *words)
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_plan_says_it() -> None:
+    options = ("--calibration", "text.txt", "--calibration-tokens", "4096", "--fit-steps", "10", "--kl-steps", "0")
+    shown = run("convert", MODEL, "--groups", "2", *options, "--dry-run")
+    assert (shown.returncode, shown.stderr) == (0, "")
+    line = r"^needs: +about [\d.]+ (MiB|GiB) of memory on cpu, [\d.]+ MB of disk \(fit on 4,096 tokens\)$"
+    assert re.search(line, shown.stdout, re.MULTILINE), shown.stdout
+    as_json = json.loads(run("convert", MODEL, "--groups", "2", "--json", "--dry-run").stdout)
+    assert as_json["estimate"]["work"] == "factor on 4,096 tokens"
+    fields = {"work", "layers", "memory_bytes", "disk_bytes", "rewritten_bytes", "tokens", "device"}
+    assert set(as_json["estimate"]) == fields
+
+
+@pytest.mark.parametrize(
+    ("command", "device", "words"),
+    [
+        (("convert", MODEL, "--groups", "2", "{out}"), "cuda:99", "--device is cuda:99, and"),
+        (("inspect", MODEL), "cpu,cpu", "--device 'cpu,cpu' is neither the CPU nor a GPU"),
+        (("inspect", MODEL), "meta", "--device 'meta' is neither the CPU nor a GPU"),
+    ],
+    ids=str,
+)
+def test_devices_that_are_not_there(command: tuple[str, ...], device: str, words: str, tmp_path: Path) -> None:
+    arguments = [str(part).format(out=tmp_path / "out") for part in command]
+    assert_mistake(run(*arguments, "--calibration", "t.txt", "--device", device), words)
+    assert not list(tmp_path.iterdir())
