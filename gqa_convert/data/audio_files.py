@@ -5,9 +5,7 @@ folder counts, and there are no texts. soundfile decodes the files, and soxr res
 """
 
 import csv
-import io
-import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from gqa_convert.data.documents import Row
+from gqa_convert.data.files import explained, read_rows
 from gqa_convert.errors import DataError, MissingExtraError
 
 SUFFIXES = (".wav", ".flac", ".mp3", ".ogg", ".opus", ".aiff", ".aif")
@@ -47,40 +47,20 @@ def list_audio_files(folder: Path) -> list[AudioFile]:
             f"{folder} is no folder: a model that hears takes a folder of audio files, with their texts in "
             "metadata.jsonl or without"
         )
-    for metadata, rows in ((folder / "metadata.jsonl", _json_rows), (folder / "metadata.csv", _csv_rows)):
+    for metadata in (folder / "metadata.jsonl", folder / "metadata.csv"):
         if metadata.is_file():
-            return _described(metadata, rows(metadata))
+            return _described(metadata)
     sounds = [path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file()]
     if not sounds:
         raise DataError(f"{folder} holds no audio files ({', '.join(SUFFIXES)}): name a folder that does")
     return [AudioFile(path, None) for path in sorted(sounds)]
 
 
-def _json_rows(path: Path) -> Iterator[Any]:
-    for number, line in enumerate(_text(path).split("\n"), 1):  # a text may hold other ends of lines
-        try:
-            if line.strip():
-                yield json.loads(line)
-        except ValueError as problem:
-            raise DataError(f"{path}, line {number}, is no JSON ({problem}): repair it") from None
-
-
-def _csv_rows(path: Path) -> Iterator[Any]:
-    return csv.DictReader(io.StringIO(_text(path), newline=""))
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as problem:
-        raise DataError(f"{path} is no UTF-8 ({problem}): save it as UTF-8") from None
-
-
-def _described(metadata: Path, rows: Iterable[Any]) -> list[AudioFile]:
+def _described(metadata: Path) -> list[AudioFile]:
     """The files that the rows of the metadata describe."""
     found: dict[Path, str] = {}
-    for row in rows:
-        name = row.get("file_name") if isinstance(row, dict) else None
+    for row in _rows(metadata):
+        name = row.get("file_name")
         if not isinstance(name, str):
             raise DataError(f"{metadata} has a row without file_name: every row names its audio file")
         path = metadata.parent / name
@@ -98,6 +78,16 @@ def _described(metadata: Path, rows: Iterable[Any]) -> list[AudioFile]:
     if not found:
         raise DataError(f"{metadata} has no rows: add one for each audio file, or remove it")
     return [AudioFile(path, text) for path, text in found.items()]
+
+
+def _rows(metadata: Path) -> Iterator[Row]:
+    with explained(metadata):
+        if metadata.suffix == ".csv":
+            with metadata.open(encoding="utf-8-sig", newline="") as lines:
+                yield from csv.DictReader(lines)
+        else:
+            with metadata.open("rb") as handle:
+                yield from (row for _, row in read_rows(metadata, handle, ("file_name",)))
 
 
 def seconds_of(files: Sequence[AudioFile]) -> float:

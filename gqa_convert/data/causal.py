@@ -3,15 +3,12 @@
 Shape legend: b blocks, L tokens of a block.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
-
 import numpy as np
 
 from gqa_convert.data.encoders import text_encoder
 from gqa_convert.data.labels import IGNORED
 from gqa_convert.data.objectives import SampleSettings
-from gqa_convert.data.sampler import Batch, Block, BlockSampler, Keys
+from gqa_convert.data.sampler import Batch, Block, BlockSampler, Keys, Places
 from gqa_convert.data.sources import Source, TextSource
 from gqa_convert.data.token_files import UNLEARNED, Encoder, TokenSource, ids_of
 
@@ -26,7 +23,7 @@ class CausalSampler(BlockSampler):
         """Running text between special tokens, or conversations."""
         return text_encoder(source, text, self.settings.tokenizer, closed=True, chats=True, loss_on=source.loss_on)
 
-    def batch(self, places: Sequence[tuple[TokenSource, Block]], keys: Keys) -> Batch:  # noqa: ARG002
+    def batch(self, places: Places, keys: Keys) -> Batch:  # noqa: ARG002
         """Blocks of text.
 
         Returns:
@@ -46,7 +43,3 @@ class CausalSampler(BlockSampler):
         """Blocks that predict each of the first tokens once, except the very first; the last block may be shorter."""
         scored = min(limit, tokens.size) - 1
         return [Block(start, start + tokens.size - scored) for start in range(0, scored, self.length)]
-
-    def shapes(self, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:  # noqa: ARG002
-        """See `Sampler.shapes`."""
-        return {"input_ids": (self.length,)}

@@ -1,16 +1,16 @@
 """The first token of the decoder's input."""
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from gqa_convert.checkpoint.strict_json import Config
 from gqa_convert.data.span_corruption import has_sentinels
 from gqa_convert.data.tokenizing import end_of_text
 from gqa_convert.families.table import FAMILIES
 
 
-def decoder_start(folder: Path, config: Mapping[str, Any], tokenizer: Any) -> int:
+def decoder_start(folder: Path, config: Config, tokenizer: Any) -> int:
     """The first token of the decoder's input: the one that the checkpoint states, else the padding token for T5, else
     end-of-text.
 
@@ -33,7 +33,7 @@ def generation_config(folder: Path) -> dict[str, Any]:
     return found
 
 
-def starts_with_last(config: Mapping[str, Any]) -> bool:
+def starts_with_last(config: Config) -> bool:
     """Whether the decoder's input begins with the last token of its target instead."""
     family = FAMILIES.get(str(config.get("model_type")))
     return family is not None and family.decoder_starts_with_last

@@ -42,7 +42,7 @@ class Files:
         self.bytes_read = self.total_bytes = 0
         self._identity: list[Any] = []
         for path in self.files:
-            with _explained(path):
+            with explained(path):
                 stat = path.stat()
             self.total_bytes += stat.st_size
             self._identity.append([os.path.realpath(path), stat.st_size, stat.st_mtime_ns])
@@ -71,7 +71,7 @@ class Files:
     def _pieces(self, fields: Fields) -> Iterator[Piece]:
         finished = 0
         for path, (_, size, _) in zip(self.files, self._identity, strict=True):
-            with _explained(path), path.open("rb") as handle:
+            with explained(path), path.open("rb") as handle:
                 for piece in self._documents(path, handle, fields):
                     self.bytes_read = finished + handle.tell()
                     yield piece
@@ -80,7 +80,7 @@ class Files:
 
     def _documents(self, path: Path, handle: io.BufferedReader, fields: Fields) -> Iterator[Piece]:
         if kind_of(path) in _WITH_ROWS:
-            for where, row in _rows(path, handle, fields.names):
+            for where, row in read_rows(path, handle, fields.names):
                 if document := fields.read(row, where):
                     yield Piece(document, where=where)
         elif fields.holds != "text":
@@ -105,13 +105,13 @@ class Files:
             return {}
         try:
             with path.open("rb") as handle:
-                return next(_rows(path, handle, ()))[1]
+                return next(read_rows(path, handle, ()))[1]
         except Exception:  # reading the text explains what is wrong with it
             return {}
 
 
 @contextmanager
-def _explained(path: Path) -> Iterator[None]:
+def explained(path: Path) -> Iterator[None]:
     """The error about a file, as one line."""
     try:
         yield
@@ -155,7 +155,7 @@ def _text_pieces(text: IO[str]) -> Iterator[Piece]:
         yield Piece(pending, first=first)
 
 
-def _rows(path: Path, handle: io.BufferedReader, fields: Sequence[str]) -> Iterator[tuple[str, Row]]:
+def read_rows(path: Path, handle: io.BufferedReader, fields: Sequence[str]) -> Iterator[tuple[str, Row]]:
     """The location of each row of a JSON or Parquet file, for messages, and the row.
 
     Args:

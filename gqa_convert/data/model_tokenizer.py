@@ -1,9 +1,9 @@
 """The tokenizer that a checkpoint has, and whether it belongs to the model."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from gqa_convert.checkpoint.strict_json import Config
 from gqa_convert.errors import DataError
 from gqa_convert.families.config_sizes import VOCABULARY_KEYS
 from gqa_convert.families.context_length import stated_count
@@ -33,7 +33,7 @@ def usable_tokenizer(folder: Path) -> Any:
     return tokenizer
 
 
-def check_vocabulary(config: Mapping[str, Any], largest: int, folder: Path) -> None:
+def check_vocabulary(config: Config, largest: int, folder: Path) -> None:
     """Refuse text with tokens that the model has no embedding for.
 
     Args:

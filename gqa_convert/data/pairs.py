@@ -3,18 +3,19 @@
 Shape legend: b rows, Le tokens of the longest encoder input, Ld tokens of the longest target.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from gqa_convert.checkpoint.strict_json import Config
 from gqa_convert.data.documents import PAIR_KEYS, Fields, Piece
 from gqa_convert.data.labels import IGNORED
 from gqa_convert.data.objectives import SampleSettings
 from gqa_convert.data.order import Integers, mix, permuted
-from gqa_convert.data.sampler import Batch, Keys, Sampler
+from gqa_convert.data.sampler import Batch, Keys, Places, Sampler, Shapes, Shares
 from gqa_convert.data.sources import Source, TextSource
 from gqa_convert.data.token_files import Encoder, Marked, TokenSource, ids_of, packed
 from gqa_convert.data.tokenizing import tokenizer_state
@@ -97,7 +98,7 @@ class DocumentSampler(Sampler):
         super().__init__(settings)
         self.raw_tokens = Fraction(self.per_sample * settings.length)
 
-    def measure(self, sources: Sequence[tuple[TokenSource, int]]) -> None:
+    def measure(self, sources: Shares) -> None:
         """See `Sampler.measure`."""
         shares, longest = sum(share for _, share in sources), self.settings.length
         self.raw_tokens, notes = Fraction(0), list(self.notes)
@@ -162,7 +163,7 @@ class PairSampler(DocumentSampler):
             raise DataError(f"the objective is pairs, and {text.label} does not name their fields: add {PAIR_KEYS}")
         return PairEncoder(self.settings.tokenizer, Fields((source.source_field, source.target_field), "pair"))
 
-    def batch(self, places: Sequence[tuple[TokenSource, int]], keys: Keys) -> Batch:  # noqa: ARG002
+    def batch(self, places: Places, keys: Keys) -> Batch:  # noqa: ARG002
         """A batch of pairs.
 
         Returns:
@@ -184,6 +185,6 @@ class PairSampler(DocumentSampler):
         mask = padded([np.ones_like(source) for source in sources], 0)
         return batch if mask.all() else batch | {"attention_mask": mask}
 
-    def shapes(self, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:  # noqa: ARG002
+    def shapes(self, config: Config) -> Shapes:  # noqa: ARG002
         """See `Sampler.shapes`: texts are taken to be as long as they may be."""
         return {"input_ids": (self.settings.length,), "decoder_input_ids": (self.settings.length,)}

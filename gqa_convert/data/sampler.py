@@ -7,12 +7,14 @@ would lose samples; a place in a window is computed from the number of the sampl
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any, Final, NamedTuple
 
+import numpy as np
 import numpy.typing as npt
 
+from gqa_convert.checkpoint.strict_json import Config
 from gqa_convert.data.objectives import SampleSettings
 from gqa_convert.data.order import mix, permuted
 from gqa_convert.data.sources import Source, TextSource, open_source
@@ -27,6 +29,12 @@ Batch = dict[str, npt.NDArray[Any]]
 """The inputs of a model and its labels, by name: [b, ...]."""
 Keys = Sequence[tuple[int, int]]
 """What seeds the random numbers of each sample."""
+Places = Sequence[tuple[TokenSource, Any]]
+"""The source of each sample, and its location there."""
+Shares = Sequence[tuple[TokenSource, int]]
+"""The tokens of each source, and its share of the samples."""
+Shapes = dict[str, tuple[int, ...]]
+"""The shape of each input of a sample, by name."""
 
 
 class Sampler(ABC):
@@ -68,7 +76,7 @@ class Sampler(ABC):
             DataError: the source does not suit the objective, or the tokenizer not the source.
         """
 
-    def measure(self, sources: Sequence[tuple[TokenSource, int]]) -> None:  # noqa: B027
+    def measure(self, sources: Shares) -> None:  # noqa: B027
         """Set what depends on the data, from the tokens of each source and the source's share of the samples."""
 
     @abstractmethod
@@ -97,13 +105,13 @@ class Sampler(ABC):
         """The locations of consecutive samples within the first `limit` tokens of a source."""
 
     @abstractmethod
-    def batch(self, places: Sequence[tuple[TokenSource, Any]], keys: Keys) -> Batch:
+    def batch(self, places: Places, keys: Keys) -> Batch:
         """The samples at these locations: what the model's forward pass takes, and `labels`, which are what it is to
         predict at each position, or IGNORED.
         """
 
     @abstractmethod
-    def shapes(self, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    def shapes(self, config: Config) -> Shapes:
         """The shape of each of a model's inputs in the longest sample, for the estimate of memory; names with `ids` hold
         tokens, others numbers.
 
@@ -161,3 +169,9 @@ class BlockSampler(Sampler):
             return Block(place * self.length, place * self.length)
         before = permuted(place, blocks, mix(key, epoch, 2)) * self.length
         return Block((mix(key, epoch, 1) + before) % tokens.size, before)
+
+    def shapes(self, config: Config) -> Shapes:  # noqa: ARG002
+        """See `Sampler.shapes`."""
+        tokens = TokenSource(np.zeros(self.shortest, np.uint32))
+        batch = self.batch([(tokens, Block(0, 0))], [(0, 0)])
+        return {name: rows.shape[1:] for name, rows in batch.items() if name != "labels"}

@@ -7,7 +7,6 @@ has exactly `sequence_length` tokens, end-of-text included, and neither side is 
 Shape legend: b blocks, n tokens of a block, s removed spans.
 """
 
-from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -16,12 +15,13 @@ import numpy.typing as npt
 from gqa_convert.data.encoders import text_encoder
 from gqa_convert.data.objectives import SampleSettings
 from gqa_convert.data.order import Integers
-from gqa_convert.data.sampler import Batch, Block, BlockSampler, Keys
+from gqa_convert.data.sampler import Batch, Block, BlockSampler, Keys, Places
 from gqa_convert.data.sources import Source, TextSource
 from gqa_convert.data.token_files import Encoder, TokenSource
 from gqa_convert.data.tokenizing import end_of_text
 from gqa_convert.errors import DataError
 
+Flags = npt.NDArray[np.bool_]
 _DENSITY: Final = 0.15
 _MEAN_LENGTH: Final = 3.0
 _SHORTEST_INPUT: Final = 3
@@ -45,11 +45,6 @@ class Shape(NamedTuple):
     def input_length(self) -> int:
         """The tokens of the encoder's input: the rest of the text, a sentinel for each span, and end-of-text."""
         return self.raw - self.noise + self.spans + 1
-
-    @property
-    def target_length(self) -> int:
-        """The tokens that the decoder predicts: the spans, a sentinel before each, and end-of-text."""
-        return self.noise + self.spans + 1
 
 
 def shape_of(raw: int) -> Shape:
@@ -142,7 +137,7 @@ class SpanCorruption:
         decoder[:, 0] = self._start
         return {"input_ids": self._marked(raw, removed), "labels": labels, "decoder_input_ids": decoder}
 
-    def _marked(self, raw: Integers, dropped: npt.NDArray[np.bool_]) -> Integers:
+    def _marked(self, raw: Integers, dropped: Flags) -> Integers:
         """Rows in which each run of dropped tokens is replaced by its sentinel, with end-of-text behind them.
 
         Text and spans alternate, beginning with text, so that the run number i of either has the sentinel i.
@@ -154,7 +149,7 @@ class SpanCorruption:
         return np.pad(rows, ((0, 0), (0, 1)), constant_values=self._eos)
 
 
-def _removed(shape: Shape, keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
+def _removed(shape: Shape, keys: npt.NDArray[np.uint64]) -> Flags:
     """Which tokens are removed, [b, n]. All divisions into spans are equally likely.
 
     Args:
@@ -205,11 +200,6 @@ class SpanSampler(BlockSampler):
         """Running text without special tokens."""
         return text_encoder(source, text, self.settings.tokenizer, closed=False, chats=False)
 
-    def shapes(self, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:  # noqa: ARG002
-        """See `Sampler.shapes`."""
-        shape = shape_of(self.length)
-        return {"input_ids": (shape.input_length,), "decoder_input_ids": (shape.target_length,)}
-
     def count(self, tokens: TokenSource) -> int:
         """The number of samples in an epoch."""
         return tokens.size // self.length
@@ -219,7 +209,7 @@ class SpanSampler(BlockSampler):
         ends = range(self.length, min(limit, tokens.size) + 1, self.length)
         return [Block(end - self.length, end - self.length) for end in ends]
 
-    def batch(self, places: Sequence[tuple[TokenSource, Block]], keys: Keys) -> Batch:
+    def batch(self, places: Places, keys: Keys) -> Batch:
         """See `SpanCorruption.batch`."""
         raw = np.stack([tokens.read(place.start, self.length) for tokens, place in places])
         return self._corruption.batch(raw, keys)

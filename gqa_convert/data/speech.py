@@ -5,7 +5,7 @@ hidden_size] in bfloat16, and `decoder_input_ids` of their texts, cut to one len
 their texts first, so that little is lost. The encoder runs once for each window, because no conversion changes it.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from tempfile import gettempdir
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from gqa_convert.checkpoint.machine import available_memory
 from gqa_convert.checkpoint.mapped_tensors import mapped
+from gqa_convert.checkpoint.strict_json import Config
 from gqa_convert.data.audio_files import AudioFile, Samples, read_audio
 from gqa_convert.data.order import mix, permuted
 from gqa_convert.data.spoken import TASK, feature_extractor, prompt_tokens, spoken_tokens
@@ -30,7 +31,7 @@ _AT_ONCE = 16
 Batch = dict[str, Tensor]
 
 
-def speech_tokens_for(config: Mapping[str, Any]) -> int:
+def speech_tokens_for(config: Config) -> int:
     """The default number of tokens of text: 12 per hidden dimension, some 240 sentences for Whisper base.
 
     Each comes with hundreds of positions of sound, on which the keys and values of cross-attention are fitted.

@@ -4,13 +4,14 @@ Shape legend: b sounds, m mel bins, f frames of a window, n tokens of the longes
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from gqa_convert.checkpoint.paths import local_path
+from gqa_convert.checkpoint.strict_json import Config
 from gqa_convert.data.audio_files import list_audio_files, read_audio, seconds_of
 from gqa_convert.data.decoder_start import generation_config
 from gqa_convert.data.documents import Fields, Piece
@@ -18,9 +19,9 @@ from gqa_convert.data.files import Files
 from gqa_convert.data.labels import IGNORED
 from gqa_convert.data.objectives import SampleSettings
 from gqa_convert.data.pairs import DocumentSampler, padded
-from gqa_convert.data.sampler import Batch, Keys
+from gqa_convert.data.sampler import Batch, Keys, Places, Shapes
 from gqa_convert.data.sources import Source, TextSource
-from gqa_convert.data.token_files import UNLEARNED, Encoder, Marked, TokenSource, ids_of, packed
+from gqa_convert.data.token_files import UNLEARNED, Encoder, Marked, ids_of, packed
 from gqa_convert.data.tokenizing import tokenizer_state
 from gqa_convert.errors import DataError
 from gqa_convert.families.loading import SOUND_POSITIONS
@@ -29,7 +30,7 @@ _PREPROCESSOR = "preprocessor_config.json"
 TASK = "transcribe"
 
 
-def feature_extractor(folder: Path, config: Mapping[str, Any]) -> tuple[Any, list[str]]:
+def feature_extractor(folder: Path, config: Config) -> tuple[Any, list[str]]:
     """The feature extractor of a checkpoint, and a note if it has none, so that it is that of the type by default.
 
     Args:
@@ -45,7 +46,7 @@ def feature_extractor(folder: Path, config: Mapping[str, Any]) -> tuple[Any, lis
     return WhisperFeatureExtractor(config["num_mel_bins"], chunk_length=seconds), [note]
 
 
-def prompt_tokens(generation: Mapping[str, Any], start: int, language: int | None) -> list[int]:
+def prompt_tokens(generation: Config, start: int, language: int | None) -> list[int]:
     """The tokens with which the decoder of a model that hears begins.
 
     Args:
@@ -174,7 +175,7 @@ class SpeechSampler(DocumentSampler):
         longest = self._extractor.n_samples / self._extractor.sampling_rate
         return SpokenTextEncoder(self.settings, source.language, longest)
 
-    def batch(self, places: Sequence[tuple[TokenSource, int]], keys: Keys) -> Batch:  # noqa: ARG002
+    def batch(self, places: Places, keys: Keys) -> Batch:  # noqa: ARG002
         """Sounds and texts.
 
         Returns:
@@ -196,7 +197,7 @@ class SpeechSampler(DocumentSampler):
             "labels": padded(labels, IGNORED),
         }
 
-    def shapes(self, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    def shapes(self, config: Config) -> Shapes:
         """See `Sampler.shapes`."""
         frames = self._extractor.n_samples // self._extractor.hop_length
         return {"input_features": (int(config["num_mel_bins"]), frames), "decoder_input_ids": (self.settings.length,)}

@@ -42,12 +42,14 @@ def json_lines(*texts: Any, field: str = "text") -> str:
     return "".join(json.dumps({"id": 1, field: text}) + "\n" for text in texts)
 
 
-@pytest.mark.parametrize("kind", ["txt", "txt.gz", "txt.zst", "jsonl", "jsonl.gz", "jsonl.zst", "parquet"])
+@pytest.mark.parametrize("kind", ["txt", "txt.gz", "txt.zst", "jsonl", "jsonl.gz", "json", "json.zst", "parquet"])
 def test_files_of_every_kind(tmp_path: Path, kind: str) -> None:
-    content = (TEXTS[0] if kind.startswith("txt") else json_lines(*TEXTS, "", None)).encode()
+    rows = [{"id": 1, "text": text} for text in (*TEXTS, "", None)]
+    contents = {"txt": TEXTS[0], "jsonl": json_lines(*TEXTS, "", None), "json": json.dumps(rows, indent=1)}
+    content = contents.get(kind.split(".")[0], "").encode()
     path = tmp_path / f"some.{kind}"
     if kind == "parquet":
-        pq.write_table(pa.table({"text": [*TEXTS, "", None], "other": [1, 2, 3, 4, 5]}), path)
+        pq.write_table(pa.Table.from_pylist(rows), path)
     elif kind.endswith("zst"):
         path.write_bytes(pa.compress(content, "zstd", asbytes=True))
     else:

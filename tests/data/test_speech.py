@@ -42,10 +42,10 @@ def test_texts_come_from_either_kind_of_metadata(tmp_path: Path) -> None:
         ('{"file_name": "gone.wav", "text": "a"}', "names gone.wav, which is not there"),
         ('{"text": "a"}', "has a row without file_name"),
         ('{"file_name": "00.wav", "label": "a"}', "states no text for 00.wav"),
-        ("{", "line 1, is no JSON"),
+        ("{", "line 1 is not JSON"),
         ("\n", "has no rows"),
         ('{"file_name": "00.wav", "text": "a"}\n' * 2, "names 00.wav twice"),
-        ('{"file_name": "00.wav", "text": "\udce9"}', "is no UTF-8"),
+        ('{"file_name": "00.wav", "text": "\udce9"}', "is not UTF-8"),
     ],
 )
 def test_metadata_that_does_not_fit_is_refused(tmp_path: Path, metadata: str, message: str) -> None:

@@ -15,7 +15,7 @@ from gqa_convert.conversion.fit.options import CalibrationOptions
 from gqa_convert.conversion.plan import make_plan
 from gqa_convert.data import text_generation
 from gqa_convert.data.order import mix
-from gqa_convert.data.text_generation import _Writer, has_chat_template, own_text
+from gqa_convert.data.text_generation import OwnText, _Writer, has_chat_template, own_text
 from gqa_convert.errors import DataError, InterruptedRunError, StoppedError
 from tests.helpers.chat_template import CHAT, with_chat_template
 from tests.helpers.uptrain_runs import DEMO, losses, make_student, run, weights
@@ -57,6 +57,11 @@ def test_it_is_generated_once_for_each_setting(tmp_path: Path, monkeypatch: pyte
     shutil.copytree(DEMO, tmp_path / "other")
     with pytest.raises(AssertionError, match="generated again"):
         own_text(tmp_path / "other", tmp_path / "here", **SMALL)
+
+
+def test_a_text_may_hold_every_end_of_a_line(tmp_path: Path) -> None:
+    (tmp_path / "own.jsonl").write_text('{"text": "one\u2028two"}\n{"text": "three"}\n', encoding="utf-8")
+    assert OwnText(tmp_path / "own.jsonl", "").texts() == ["one\u2028two", "three"]
 
 
 def test_it_is_what_generate_samples(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 import errno
 import fcntl
-import gzip
 import json
 import os
 import time
@@ -12,8 +11,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from gqa_convert.data import files, token_files
@@ -34,18 +31,18 @@ def words(number: int, count: int = 40) -> str:
 
 @pytest.fixture
 def paths(tmp_path: Path) -> list[Path]:
-    """Files of all kinds, some of them empty or compressed."""
-    rows = [{"text": words(number)} for number in range(120)]
-    found = [tmp_path / name for name in ("some.txt", "some.jsonl", "some.json", "some.parquet", "some.txt.gz")]
-    found[0].write_text("\ufeff" + "\n".join(row["text"] for row in rows), encoding="utf-8")
-    found[1].write_bytes(b"\r\n".join(json.dumps(row).encode() for row in rows))
-    found[2].write_text(json.dumps(rows, indent=1), encoding="utf-8")
-    pq.write_table(pa.Table.from_pylist(rows), found[3], row_group_size=20)
-    found[4].write_bytes(gzip.compress(found[0].read_bytes()))
-    for number in range(6):
-        found.append(tmp_path / f"{number}.txt")
-        found[-1].write_text("" if number % 5 == 0 else words(number, 5), encoding="utf-8")
-    return found
+    """A long text, rows, an empty file and a short one."""
+    texts = [words(number) for number in range(120)]
+    rows = b"\r\n".join(json.dumps({"text": text}).encode() for text in texts)
+    contents = {
+        "long.txt": "\ufeff" + "\n".join(texts),
+        "rows.jsonl": rows.decode(),
+        "empty.txt": "",
+        "short.txt": texts[7],
+    }
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content.encode())
+    return [tmp_path / name for name in contents]
 
 
 @pytest.fixture(autouse=True)
