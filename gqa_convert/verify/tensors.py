@@ -91,9 +91,7 @@ class TensorChecks:
                 first = head * len(theirs[role]) // len(ours)
                 group = theirs[role][first : first + size]
                 name = tensor.names_after[head if len(tensor.names) > 1 else 0]
-                if free and not all(
-                    each.isfinite() for each in found.aminmax()
-                ):  # 18 times as fast as isfinite().all()
+                if free and not _is_finite(found):
                     raise Failure(f"{name} has NaN or Inf in {role} head {head}")
                 if not free and not self._is_merge(group, found):
                     raise Failure(f"{name} has other numbers than it must in {role} head {head}")
@@ -117,6 +115,10 @@ class TensorChecks:
         for head in group[1:]:
             total += head
         return same_bits(ours, (total / len(group)).to(ours.dtype))
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return all(each.isfinite() for each in tensor.aminmax())  # 18 times as fast as isfinite().all()
 
 
 def _squares(group: Tensor, ours: Tensor) -> Tensor:
