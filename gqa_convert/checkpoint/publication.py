@@ -129,6 +129,7 @@ class StagedFolder:
         self.path = self.out.with_name(f".{self.out.name}.gqa-convert-{secrets.token_hex(4)}")
         self._lock = self.path.with_name(f"{self.path.name}.lock")
         self._handle: int | None = None
+        self._new_parents = [parent for parent in self.out.parents if not parent.exists()]
 
     def __enter__(self) -> "StagedFolder":
         try:
@@ -149,6 +150,9 @@ class StagedFolder:
         shutil.rmtree(self.path, ignore_errors=True)
         with suppress(OSError):
             self._lock.unlink()
+        with suppress(OSError):  # they hold the result
+            for parent in self._new_parents:
+                parent.rmdir()
         if self._handle is not None:
             os.close(self._handle)
             self._handle = None

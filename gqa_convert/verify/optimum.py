@@ -12,7 +12,7 @@ pairs.
 
 import math
 from collections.abc import Collection
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,8 +35,17 @@ Products = tuple[Tensor, Tensor]
 left is [..., m, n, c]; right is [..., m, c, e], or [..., 1, c, e] for a head that all readers share. A rotary pair is one
 complex row; its products are those of one frequency, in a leading axis.
 """
-Loss = tuple[float, float]
-"""|source - merged|^2 and |source|^2 of products."""
+
+
+class Loss(NamedTuple):
+    """Squares of products."""
+
+    lost: float
+    """|source - merged|^2."""
+    total: float
+    """|source|^2."""
+    rounding: float = 0.0
+    """The part of `lost` that rounding may have made."""
 
 
 def check_functions(result: Result) -> str:
@@ -53,8 +62,8 @@ def check_functions(result: Result) -> str:
         if not any(error.startswith(f"{name}.") for error in errors):
             raise Failure(f"{PROVENANCE} has no merge_error for {name}")
         if result.method != FITTED:
-            for part, error in module_errors(result, modules[name], orders.get(name), roles).items():
-                check_error(f"{name}.{part}", errors[f"{name}.{part}"], error)
+            for part, losses in module_losses(result, modules[name], orders.get(name), roles).items():
+                check_error(f"{name}.{part}", errors[f"{name}.{part}"], relative_error(losses), allowance(losses))
     if result.method == FITTED:
         return f"recorded for {len(result.foldable)} attention modules; the models show what they are worth"
     return f"no shared head of {len(result.foldable)} attention modules could lose less"
@@ -74,8 +83,10 @@ def read_orders(claims: dict[str, Any], geometry: Geometry) -> dict[str, list[in
     return orders
 
 
-def module_errors(result: Result, module: Module, order: list[int] | None, free: Collection[Role]) -> dict[str, float]:
-    """|source - merged| / |source| of a module's `keys` and `values`.
+def module_losses(
+    result: Result, module: Module, order: list[int] | None, free: Collection[Role]
+) -> dict[str, list[Loss]]:
+    """What a module's `keys` and `values` lose, group by group.
 
     Args:
         result: OUT.
@@ -107,16 +118,22 @@ def module_errors(result: Result, module: Module, order: list[int] | None, free:
         )
         for part, role in (("keys", "key"), ("values", "value")):
             for old, new in zip(source[part], shared[part], strict=True):
-                losses[part].append(products_loss(old, new))
+                losses[part].append(products_loss(old, new, limits))
                 if role in free:
                     _check_shared(old, new, limits, f"{module.name}: {part} of group {group}")
-    return {part: relative_error(each) for part, each in losses.items()}
+    return losses
 
 
 def relative_error(losses: list[Loss]) -> float:
     """|source - merged| / |source| of several products."""
-    lost, total = (sum(each) for each in zip(*losses, strict=True))
-    return math.sqrt(max(lost, 0.0) / total) if total else 0.0
+    total = sum(loss.total for loss in losses)
+    return math.sqrt(max(sum(loss.lost for loss in losses), 0.0) / total) if total else 0.0
+
+
+def allowance(losses: list[Loss]) -> float:
+    """How far rounding may have moved the relative error."""
+    total = sum(loss.total for loss in losses)
+    return SLACK * math.sqrt(sum(loss.rounding for loss in losses) / (total or 1.0)) + _EXACT
 
 
 def _read_heads(module: Module, tensors: Tensors, *, converted: bool) -> Heads:
@@ -156,13 +173,22 @@ def group_products(heads: Heads, size: int, pairs: Tensor) -> dict[str, list[Pro
     return {"keys": scores, "values": [(outputs.mT.flatten(1, 2), values)]}
 
 
-def products_loss(source: Products, shared: Products) -> Loss:
-    """What the heads of a group lose by sharing one."""
+def products_loss(source: Products, shared: Products, limits: torch.finfo) -> Loss:
+    """What the heads of a group lose by sharing one, in a checkpoint of a type with these limits."""
     (left, right), (shared_left, shared_right) = source, shared
     total = _products_square(left.mH @ left, right @ right.mH)
     merged = _products_square(shared_left.mH @ shared_left, shared_right @ shared_right.mH)
     both = _products_square(left.mH @ shared_left, shared_right @ right.mH)
-    return total + merged - 2 * both, total
+    return Loss(total + merged - 2 * both, total, _rounding(shared, limits))
+
+
+def _rounding(shared: Products, limits: torch.finfo) -> float:
+    """The square of what rounding the rows of both factors does to their products."""
+    left, right = shared
+    # roundings of subnormal numbers are those of the smallest normal one
+    rows = right.abs().square().sum(-1) + right.shape[-1] * limits.tiny**2
+    columns = left.abs().square().sum(-2) + left.shape[-2] * limits.tiny**2
+    return 2 * (limits.eps / 2) ** 2 * float((rows * columns).sum())
 
 
 def _products_square(lefts: Tensor, rights: Tensor) -> float:
@@ -196,18 +222,15 @@ def _check_shared(source: Products, merged: Products, limits: torch.finfo, what:
     best = float(squares[..., : -right.shape[-2]].sum())
     whole = _square(heads)
     unseen = whole - _square(heads @ basis)
-    # roundings of subnormal numbers are those of the smallest normal one
-    unit = limits.eps / 2
-    rows = shared_right.abs().square().sum(-1) + shared_right.shape[-1] * limits.tiny**2
-    columns = shared_left.abs().square().sum(-2) + shared_left.shape[-2] * limits.tiny**2
-    turn = unit**2 * float((rows / shared_right.abs().square().sum(-1).clamp(min=1e-300)).max())
+    norms = shared_right.abs().square().sum(-1)
+    relative = (norms + shared_right.shape[-1] * limits.tiny**2) / norms.clamp(min=1e-300)
+    turn = (limits.eps / 2) ** 2 * float(relative.max())
     if not unseen <= best + (SLACK**2 * turn + 1e-10) * whole:
         share, least = (math.sqrt(max(each, 0.0) / (whole or 1.0)) for each in (unseen, best))
         raise Failure(f"{what} lose {share:.4f}, the least possible is {least:.4f}")
     kept = left @ (right @ basis)
     moved = _square(kept - shared_left @ (shared_right @ basis))
-    rounding = 2 * unit**2 * float((rows * columns).sum())
-    if not math.sqrt(moved) <= SLACK * math.sqrt(rounding) + _EXACT * math.sqrt(_square(kept)):
+    if not math.sqrt(moved) <= SLACK * math.sqrt(_rounding(merged, limits)) + _EXACT * math.sqrt(_square(kept)):
         raise Failure(f"{what}: what reads them is not what reads SOURCE's heads, projected on the shared head")
 
 

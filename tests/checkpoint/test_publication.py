@@ -183,6 +183,14 @@ class TestFailure:
         assert digests(out.parent) == before
         assert sorted(path.name for path in out.parent.iterdir()) == (["out", "source"] if old else ["source"])
 
+    def test_missing_parents_come_and_go(self, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        by_mean(source, tmp_path / "a" / "b" / "out")
+        assert (tmp_path / "a" / "b" / "out" / "config.json").is_file()
+        _fail(monkeypatch, OSError(errno.EIO, "Input/output error"))
+        with refused(OutputError, "Input/output"):
+            by_mean(source, tmp_path / "c" / "d" / "out")
+        assert not (tmp_path / "c").exists()
+
     def test_too_little_space_is_seen_before(self, source: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
         with refused(NoSpaceError, "has 1,000 free", "make room"):

@@ -198,6 +198,7 @@ class TestIndex:
         b"\xff\xfe",
         b"\xef\xbb\xbf{}",
         b"[" * 99_999,
+        json.dumps(CONFIG).replace("{", '{"hidden_size": 1, ', 1).encode(),
     ],
 )
 def test_a_damaged_config(single: Path, raw: bytes) -> None:
