@@ -188,7 +188,8 @@ def _rounding(shared: Products, limits: torch.finfo) -> float:
     # roundings of subnormal numbers are those of the smallest normal one
     rows = right.abs().square().sum(-1) + right.shape[-1] * limits.tiny**2
     columns = left.abs().square().sum(-2) + left.shape[-2] * limits.tiny**2
-    return 2 * (limits.eps / 2) ** 2 * float((rows * columns).sum())
+    unit: float = limits.eps / 2
+    return 2 * unit * unit * float((rows * columns).sum())
 
 
 def _products_square(lefts: Tensor, rights: Tensor) -> float:
