@@ -7,8 +7,7 @@ if TYPE_CHECKING:
     from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions
     from gqa_convert.conversion.plan import Plan
     from gqa_convert.conversion.run import ConversionResult
-    from gqa_convert.measuring.sensitivity.choice import BudgetChoice
-    from gqa_convert.measuring.sensitivity.kv_budget import KVBudget
+    from gqa_convert.measuring.sensitivity.kv_budget import BudgetChoice, KVBudget
 
 
 def choose_groups(

@@ -23,9 +23,8 @@ from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions
 from gqa_convert.conversion.plan import make_plan
 from gqa_convert.errors import OptionError
 from gqa_convert.measuring.sensitivity import layer_merging, merged_copies
-from gqa_convert.measuring.sensitivity.choice import BudgetChoice
 from gqa_convert.measuring.sensitivity.choosing import choose_num_kv_heads, made_up_batches, measure_costs
-from gqa_convert.measuring.sensitivity.kv_budget import KVBudget, LayerCosts, largest_uniform, least_sum
+from gqa_convert.measuring.sensitivity.kv_budget import BudgetChoice, KVBudget, LayerCosts, largest_uniform, least_sum
 from gqa_convert.measuring.sensitivity.merged_copies import open_inputs, score_copies
 from gqa_convert.verify import verify_checkpoint
 from tests.helpers.command_line import run
@@ -163,7 +162,7 @@ def test_for_fit_layers_are_fitted_and_each_only_once(
 ) -> None:
     """Killed in the second pass over the layers, and repeated."""
     monkeypatch.setattr(merged_copies, "MOST_COPIES", 8)
-    monkeypatch.setattr(layer_merging, "SHORT_STEPS", 2)
+    monkeypatch.setattr(merged_copies, "SHORT_STEPS", 2)
     made, fits, left = layer_merging.OneLayer, list[tuple[str, int, int]](), [12]
 
     def counted(attention: Any, layer: Any, groups: int, options: Any) -> Any:

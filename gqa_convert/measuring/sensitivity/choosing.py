@@ -34,16 +34,17 @@ from gqa_convert.data.model_tokenizer import usable_tokenizer
 from gqa_convert.data.sources import STDLIB
 from gqa_convert.errors import OptionError
 from gqa_convert.families.loading import is_encoder_decoder
-from gqa_convert.measuring import Progress
-from gqa_convert.measuring.sensitivity.choice import BudgetChoice, HeadAllocation, choose_candidate
-from gqa_convert.measuring.sensitivity.kv_budget import KVBudget, LayerCosts, largest_uniform, least_sum
-from gqa_convert.measuring.sensitivity.merged_copies import (
-    Copy,
-    SensitivityInputs,
-    open_inputs,
-    score_copies,
-    tokens_of,
+from gqa_convert.measuring import Progress, no_progress
+from gqa_convert.measuring.sensitivity.kv_budget import (
+    BudgetChoice,
+    HeadAllocation,
+    KVBudget,
+    LayerCosts,
+    choose_candidate,
+    largest_uniform,
+    least_sum,
 )
+from gqa_convert.measuring.sensitivity.merged_copies import SensitivityInputs, open_inputs, score_copies, tokens_of
 from gqa_convert.merging.methods import DEFAULT
 
 FIT_MARGIN: Final = 0.95
@@ -58,7 +59,7 @@ def choose_num_kv_heads(
     options: ConversionOptions,
     *,
     out: str | Path | None = None,
-    progress: Progress = lambda stage, done, total: None,
+    progress: Progress = no_progress,
 ) -> BudgetChoice:
     """Choose the number of K/V heads of each layer for a budget.
 
@@ -165,15 +166,14 @@ def measure_costs(inputs: SensitivityInputs, held_out: Sequence[Batch], progress
         held_out: batches to measure on.
         progress: called with the name of a stage, the steps done and the number of steps.
     """
-    layers = sorted(inputs.layers, key=lambda layer: layer.number)
-    copies: list[Copy] = []
-    for layer in layers:
-        copies += [{layer.module: groups} for groups in merging_counts(layer.kv_heads)[:-1]]
+    layers = sorted(inputs.plan.layers, key=lambda layer: layer.number)
+    smaller = {layer.module: merging_counts(layer.kv_heads)[:-1] for layer in layers}
+    copies = [{module: groups} for module, counts in smaller.items() for groups in counts]
     _, *scores = score_copies(inputs, copies, held_out, partial(progress, "each layer alone"))
     costs = []
     for layer in layers:
         head_bytes = (layer.key_head_dim + layer.value_head_dim) * ITEM_BYTES[layer.dtype]
-        kl = {groups: scores.pop(0).kl for groups in merging_counts(layer.kv_heads)[:-1]}
+        kl = {groups: scores.pop(0).kl for groups in smaller[layer.module]}
         costs.append(LayerCosts(layer.module, layer.kv_heads, head_bytes, kl))
     return costs
 
@@ -193,13 +193,11 @@ def measure_candidates(
     """
     rules = {largest_uniform(layers, limit): "uniform"}
     rules.setdefault(least_sum(layers, limit), "least sum of divergences")
-    copies: list[Copy] = []
+    copies, taken = [], []
     for numbers in rules:
-        pairs = zip(layers, numbers, strict=True)
+        pairs = list(zip(layers, numbers, strict=True))
         copies.append({layer.module: groups for layer, groups in pairs if groups != layer.kv_heads})
+        taken.append(sum(groups * layer.head_bytes for layer, groups in pairs))
     _, *scores = score_copies(inputs, copies, held_out, partial(progress, "candidates"))
-    candidates = []
-    for (numbers, rule), score in zip(rules.items(), scores, strict=True):
-        taken = sum(groups * layer.head_bytes for layer, groups in zip(layers, numbers, strict=True))
-        candidates.append(HeadAllocation(rule, numbers, taken, score.kl))
-    return candidates
+    kl = [score.kl for score in scores]
+    return list(map(HeadAllocation, rules.values(), rules, taken, kl))

@@ -17,13 +17,8 @@ from gqa_convert.conversion.fit.source_layers import open_layers
 from gqa_convert.conversion.plan import Plan, make_plan, merging_counts, spread
 from gqa_convert.errors import GroupsError, OptionError
 from gqa_convert.measuring import Progress, no_progress
-from gqa_convert.measuring.sensitivity.choice import BudgetChoice
-from gqa_convert.measuring.sensitivity.kv_budget import KVBudget
-from gqa_convert.measuring.sensitivity.layer_errors import (
-    InspectedLayer,
-    describe_layer,
-    merge_candidates,
-)
+from gqa_convert.measuring.sensitivity.kv_budget import BudgetChoice, KVBudget, numbers_text
+from gqa_convert.measuring.sensitivity.layer_errors import InspectedLayer, describe_layer, merge_candidates
 from gqa_convert.merging.merge_layer import Moments
 
 
@@ -149,9 +144,9 @@ def inspect_checkpoint(
             groups, reason = recommend_within_loss(loss.by_groups, max_loss_increase)
     recommendation = None
     if reason is not None:
-        command = None
-        if groups is not None:
-            command = conversion_command(expanded(source), groups, calibration, encoder=encoder, revision=revision)
+        command = (
+            None if groups is None else conversion_command(expanded(source), groups, calibration, encoder, revision)
+        )
         recommendation = Recommendation(groups, reason, command)
     return Inspection(
         source=expanded(source),
@@ -188,13 +183,11 @@ def recommend_within_loss(losses: Sequence[MergedLoss], limit: float) -> tuple[i
 
 
 def conversion_command(
-    source: str, groups: int | list[int], calibration: Any, *, encoder: bool, revision: str | None
+    source: str, groups: int | list[int], calibration: Any, encoder: bool, revision: str | None
 ) -> str:
     """The command line of a conversion; see `inspect_checkpoint`."""
-    numbers = str(groups).strip("[]").replace(" ", "")
-    words = ["gqa-convert", "convert", source, f"{Path(source).absolute().name}-gqa", "--groups", numbers]
-    texts = calibration if isinstance(calibration, list) else [calibration]
-    for text in texts:
+    words = ["gqa-convert", "convert", source, f"{Path(source).absolute().name}-gqa", "--groups", numbers_text(groups)]
+    for text in calibration if isinstance(calibration, list) else [calibration]:
         words += ["--calibration", str(text)]
     if encoder:
         words.append("--encoder")
@@ -227,8 +220,7 @@ def _inspect_weights(plan: Plan, candidates: Sequence[int], progress: Progress) 
     with open_layers(plan) as read_layer:
         for layer in plan.layers:
             opened = read_layer(layer)
-            source = opened.layout.split_heads(opened.tensors)
-            errors = [error for _, error in merge_candidates(opened, source, candidates, Moments())]
+            errors = [error for _, error in merge_candidates(opened, candidates, Moments())]
             inspected.append(describe_layer(opened, errors))
             progress("layers", len(inspected), len(plan.layers))
     return tuple(inspected)

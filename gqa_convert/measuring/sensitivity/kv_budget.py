@@ -1,10 +1,12 @@
-"""A budget of K/V cache, and the numbers of K/V heads by layer that cost least within it."""
+"""A budget of K/V cache, the numbers of K/V heads by layer that cost least within it, and what is chosen."""
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from operator import itemgetter
 
+from gqa_convert.checkpoint.results import Result
 from gqa_convert.conversion.plan import merging_counts
 from gqa_convert.errors import OptionError
 
@@ -33,16 +35,17 @@ class KVBudget:
         Raises:
             OptionError: the budget is not below the source's bytes, or does not suffice for one head in every layer.
         """
-        limit = self.nbytes
-        if self.share is not None:
-            limit = int(source * self.share)
-        assert limit is not None
+        limit = int(source * (self.share or 0)) if self.nbytes is None else self.nbytes
         if not least <= limit < source:
             raise OptionError(
                 f"--kv-budget {self.stated} is {limit:,} bytes per token: state less than the {source:,} of the source, and at "
                 f"least {least:,}, which one K/V head in every layer takes"
             )
         return limit
+
+
+_Numbers = tuple[float, tuple[int, ...]]
+"""The sum of costs, and the number of K/V heads of each layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +66,91 @@ class LayerCosts:
     kl: Mapping[int, float | None]
 
 
+@dataclass(frozen=True, slots=True)
+class HeadAllocation:
+    """A number of K/V heads for each layer that stays within the budget.
+
+    Attributes:
+        rule: how it was found.
+        groups: the numbers, in the order of the layers.
+        kv_bytes_per_token: what they take over all layers.
+        kl: the KL divergence from the source in nats per token on held-out text, with all layers merged; None where it is
+            not finite.
+    """
+
+    rule: str
+    groups: tuple[int, ...]
+    kv_bytes_per_token: int
+    kl: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetChoice(Result):
+    """What `choose_num_kv_heads` found.
+
+    Attributes:
+        stated: the budget as the user wrote it.
+        limit_kv_bytes_per_token: the most bytes that it allows.
+        source_kv_bytes_per_token: those of the source.
+        kv_bytes_per_token: those of the chosen numbers.
+        groups: the chosen numbers; one alone if all layers have the same.
+        chosen: the rule that found them.
+        margin: a list is chosen where its divergence is below this share of the uniform number's.
+        merged_by: how layers were merged for the measurement.
+        candidates: what was compared, the uniform number first.
+        layers: what merging costs in each layer alone, in the order of the layers.
+        text: a description of the text.
+        held_out_tokens: of this text, on which candidates were compared.
+        warning: about the text, or None.
+    """
+
+    stated: str
+    limit_kv_bytes_per_token: int
+    source_kv_bytes_per_token: int
+    kv_bytes_per_token: int
+    groups: int | list[int]
+    chosen: str
+    margin: float
+    merged_by: str
+    candidates: list[HeadAllocation]
+    layers: list[LayerCosts]
+    text: str
+    held_out_tokens: int
+    warning: str | None
+
+    @property
+    def reason(self) -> str:
+        """The chosen numbers and how they compare, as a clause."""
+        share = self.kv_bytes_per_token / self.source_kv_bytes_per_token
+        compared = ", ".join(f"{each.rule} {_kl_text(each.kl)}" for each in self.candidates)
+        return (
+            f"--groups {numbers_text(self.groups)}, {self.kv_bytes_per_token:,} bytes ({share:.1%}); KL divergence from the source in nats "
+            f"per token on {self.held_out_tokens:,} held-out tokens, all layers merged by {self.merged_by}: {compared}"
+        )
+
+
+def numbers_text(groups: int | list[int]) -> str:
+    """Numbers of K/V heads as `--groups` takes them."""
+    return str(groups).strip("[]").replace(" ", "")
+
+
+def _kl_text(kl: float | None) -> str:
+    return "not finite" if kl is None else f"{kl:.4f}"
+
+
+def choose_candidate(candidates: Sequence[HeadAllocation], margin: float) -> HeadAllocation:
+    """The list where its divergence is below the uniform number's times `margin`, else the uniform number.
+
+    Args:
+        candidates: the uniform number first, then the list, unless it is the same.
+        margin: a share, at most 1.
+    """
+    uniform, best = candidates[0], candidates[-1]
+    if best.kl is not None and (uniform.kl is None or best.kl < margin * uniform.kl):
+        return best
+    return uniform
+
+
 def least_sum(layers: Sequence[LayerCosts], limit: int) -> tuple[int, ...]:
     """The number of K/V heads of each layer that together cost least, by dynamic programming over the bytes taken.
 
@@ -70,15 +158,16 @@ def least_sum(layers: Sequence[LayerCosts], limit: int) -> tuple[int, ...]:
         layers: the costs of each layer.
         limit: bytes per token that all layers may take together, enough for the smallest numbers.
     """
-    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
+    best: dict[int, _Numbers] = {0: (0.0, ())}
     for layer in layers:
-        extended: dict[int, tuple[float, tuple[int, ...]]] = {}
+        extended: dict[int, _Numbers] = {}
         for taken, (cost, chosen) in best.items():
             for heads, kl in {**layer.kl, layer.kv_heads: 0.0}.items():
                 total = taken + heads * layer.head_bytes
                 together = math.inf if kl is None else cost + kl
-                if total <= limit and (total not in extended or together < extended[total][0]):
-                    extended[total] = (together, (*chosen, heads))
+                found = (together, (*chosen, heads))
+                if total <= limit:
+                    extended[total] = min(extended.get(total, found), found, key=itemgetter(0))
         best = extended
     _, _, cheapest = min((cost, total, chosen) for total, (cost, chosen) in best.items())
     return cheapest

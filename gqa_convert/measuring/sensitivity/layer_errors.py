@@ -42,16 +42,16 @@ class InspectedLayer:
 
 
 def merge_candidates(
-    layer: SourceLayer, source: Heads, candidates: Sequence[int], moments: Moments
+    layer: SourceLayer, candidates: Sequence[int], moments: Moments
 ) -> Iterator[tuple[Heads, MergeErrors]]:
     """Merge a layer into each number of K/V heads by the closed form, one in memory at a time.
 
     Args:
         layer: of the source.
-        source: its heads.
         candidates: the numbers of K/V heads.
         moments: of the layer's inputs.
     """
+    source = layer.layout.split_heads(layer.tensors)
     for groups in candidates:
         merged = merge_layer(source, groups, layer.limits, moments)
         keys, values = reconstruction_errors(source, merged, layer.limits, moments)

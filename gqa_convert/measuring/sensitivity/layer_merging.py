@@ -11,14 +11,13 @@ from gqa_convert.conversion.fit.attention_calls import CapturedAttention
 from gqa_convert.conversion.fit.layer_store import LayerStore
 from gqa_convert.conversion.fit.layer_walk import Installing
 from gqa_convert.conversion.fit.merged_attention import MergedAttention
-from gqa_convert.conversion.fit.model_loading import Precision
 from gqa_convert.conversion.fit.one_layer import FitOptions, OneLayer
 from gqa_convert.conversion.fit.source_layers import SourceLayer
 from gqa_convert.conversion.fit.statistics import moments_of
 from gqa_convert.errors import NonFiniteError
 from gqa_convert.measuring.sensitivity.layer_errors import InspectedLayer, describe_layer, merge_candidates
+from gqa_convert.merging.attention_heads import Tensors
 from gqa_convert.merging.merge_layer import Moments
-from gqa_convert.merging.methods import CALIBRATED_DEFAULT
 
 SHORT_STEPS: Final = 20
 """Gradient steps of a short fit."""
@@ -52,15 +51,13 @@ class ClosedForm:
         Raises:
             NonFiniteError: the source yields NaN or Inf.
         """
-        source = layer.layout.split_heads(layer.tensors)
         moments = _finite_moments(attention)
         wide = {name: array.astype(np.float32) for name, array in layer.tensors.items()}
         errors = []
-        for merged, error in merge_candidates(layer, source, candidates, moments):
+        for merged, error in merge_candidates(layer, candidates, moments):
             errors.append(error)
             tensors = layer.layout.merge_heads(merged, wide, error.groups)
-            module = MergedAttention(layer.layout, tensors, error.groups, attention.module)
-            yield error.groups, partial(module.installed, module.tensors)
+            yield error.groups, _installing(layer, attention, tensors, error.groups)
         self.layers[attention.name] = describe_layer(layer, errors)
 
 
@@ -70,15 +67,11 @@ class ShortFits:
 
     Attributes:
         store: keeps the fitted layers.
-        steps: of the conversion's gradient stage, of which a short fit takes at most `SHORT_STEPS`.
-        precision: of the products with activations.
-        seed: of the order of batches in gradient steps.
+        options: of the fit, with at most `SHORT_STEPS` gradient steps.
     """
 
     store: LayerStore
-    steps: int
-    precision: Precision
-    seed: int
+    options: FitOptions
 
     def merge(
         self, layer: SourceLayer, attention: CapturedAttention, candidates: Sequence[int]
@@ -88,19 +81,18 @@ class ShortFits:
             key = f"layer-{layer.layout.layer.number:05d}-{groups}"
             if self.store.record(key) is None:
                 first = replace(attention, calls=attention.calls[:_BATCHES])
-                self._fit(key, layer, first, groups)
-            module = MergedAttention(layer.layout, self.store.read(key), groups, attention.module)
-            yield groups, partial(module.installed, module.tensors)
-
-    def _fit(self, key: str, layer: SourceLayer, attention: CapturedAttention, groups: int) -> None:
-        _finite_moments(attention)
-        steps = min(self.steps, SHORT_STEPS)
-        options = FitOptions(method=CALIBRATED_DEFAULT, steps=steps, seed=self.seed, precision=self.precision)
-        tensors, record = OneLayer(attention, layer, groups, options).fit()
-        self.store.write(key, tensors, asdict(record))
+                _finite_moments(first)
+                tensors, record = OneLayer(first, layer, groups, self.options).fit()
+                self.store.write(key, tensors, asdict(record))
+            yield groups, _installing(layer, attention, self.store.read(key), groups)
 
 
 Merging = ClosedForm | ShortFits
+
+
+def _installing(layer: SourceLayer, attention: CapturedAttention, tensors: Tensors, groups: int) -> Installing:
+    module = MergedAttention(layer.layout, tensors, groups, attention.module)
+    return partial(module.installed, module.tensors)
 
 
 def _finite_moments(attention: CapturedAttention) -> Moments:

@@ -4,7 +4,7 @@ Only one layer's merged weights are in memory at a time: each copy receives them
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Final
@@ -19,14 +19,16 @@ from gqa_convert.conversion.fit.layer_store import LayerStore
 from gqa_convert.conversion.fit.layer_walk import Installing, LayerWalk
 from gqa_convert.conversion.fit.merged_attention import check_holds
 from gqa_convert.conversion.fit.model_loading import Precision, open_model, precision_of, running_device
+from gqa_convert.conversion.fit.one_layer import FitOptions
 from gqa_convert.conversion.fit.options import CalibrationOptions, steps_per_layer
 from gqa_convert.conversion.fit.source_layers import ReadLayer, open_layers
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.data.labels import IGNORED
 from gqa_convert.errors import DataError
-from gqa_convert.families.geometry import AttentionLayer
 from gqa_convert.losses.distillation import kl_loss
-from gqa_convert.measuring.sensitivity.layer_merging import ClosedForm, Merging, ShortFits
+from gqa_convert.measuring import StageProgress
+from gqa_convert.measuring.sensitivity.layer_merging import SHORT_STEPS, ClosedForm, Merging, ShortFits
+from gqa_convert.merging.methods import CALIBRATED_DEFAULT
 
 Copy = Mapping[str, int]
 """The number of K/V heads of each merged layer, by the layer's module; other layers are the source's."""
@@ -41,24 +43,22 @@ class SensitivityInputs:
     """The loaded source, and the text that its copies are merged and measured on.
 
     Attributes:
+        plan: of the source.
         model: the loaded source.
-        layers: its attention layers.
         read_layer: reads a layer.
         text: batches on which layers are merged.
         held_out: batches on which copies are measured.
         merging: how layers are merged.
         precision: of forward passes.
-        projection: the name of the output projection inside attention.
     """
 
+    plan: Plan
     model: Any
-    layers: Sequence[AttentionLayer]
     read_layer: ReadLayer
     text: Sequence[Batch]
     held_out: Sequence[Batch]
     merging: Merging
     precision: Precision
-    projection: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +89,11 @@ def split(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch]]:
     text: list[Batch] = []
     held_out: list[Batch] = []
     for batch in batches:
-        size = len(tokens_of(batch))
-        if left:
-            text.append({name: tensor[:left] for name, tensor in batch.items()})
-        if left < size:
-            held_out.append({name: tensor[left:] for name, tensor in batch.items()})
-        left = max(0, left - size)
+        for part, rows in ((text, slice(left)), (held_out, slice(left, None))):
+            taken = {name: tensor[rows] for name, tensor in batch.items()}
+            if len(tokens_of(taken)):
+                part.append(taken)
+        left = max(0, left - len(tokens_of(batch)))
     return text, held_out
 
 
@@ -116,15 +115,16 @@ def open_inputs(
     before, held_out = split(batches)
     assert plan.checkpoint.folder is not None
     model = open_model(plan.checkpoint.folder, device=chosen_device(text.device))
-    precision: Precision = nullcontext
     merging: Merging = ClosedForm()
+    precision: Precision = nullcontext
     if store is not None:
         precision = precision_of(plan, running_device(model))
-        merging = ShortFits(store, steps=steps_per_layer(text), precision=precision, seed=text.seed)
-    with open_layers(plan) as read_layer:
-        yield SensitivityInputs(
-            model, plan.layers, read_layer, before, held_out, merging, precision, plan.family.output
+        steps = min(steps_per_layer(text), SHORT_STEPS)
+        merging = ShortFits(
+            store, FitOptions(method=CALIBRATED_DEFAULT, steps=steps, seed=text.seed, precision=precision)
         )
+    with open_layers(plan) as read_layer:
+        yield SensitivityInputs(plan, model, read_layer, before, held_out, merging, precision)
 
 
 def tokens_of(batch: Batch) -> Tensor:
@@ -145,7 +145,7 @@ def count_predicted(batches: Sequence[Batch]) -> int:
 
 
 def score_copies(
-    inputs: SensitivityInputs, copies: Sequence[Copy], held_out: Sequence[Batch], progress: Callable[[int, int], None]
+    inputs: SensitivityInputs, copies: Sequence[Copy], held_out: Sequence[Batch], progress: StageProgress
 ) -> list[Score]:
     """The scores of the source, and then of each copy: these are merged layer by layer, then their logits are compared,
     those of one copy at a time.
@@ -162,23 +162,23 @@ def score_copies(
     if len(copies) > MOST_COPIES:
         scores = score_copies(inputs, copies[:MOST_COPIES], held_out, progress)
         return scores + score_copies(inputs, copies[MOST_COPIES:], held_out, progress)[1:]
-    layers = {layer.module: layer for layer in inputs.layers}
-    sums, tokens = np.zeros((1 + len(copies), 2)), 0
-    names, projection, precision = list(layers), inputs.projection, inputs.precision
-    on_text = LayerWalk(inputs.model, inputs.text, names, projection, precision)
-    on_held_out = LayerWalk(inputs.model, held_out, names, projection, precision)
-    [text] = on_text.streams(1)
+    layers = {layer.module: layer for layer in inputs.plan.layers}
+    on_text, on_held_out = (
+        LayerWalk(inputs.model, batches, list(layers), inputs.plan.family.output, inputs.precision)
+        for batches in (inputs.text, held_out)
+    )
+    (text,) = on_text.streams(1)
     source, *students = on_held_out.streams(1 + len(copies))
     done = 0
     for layer in on_text.layers:
         merged: list[dict[str, Installing]] = [{} for _ in copies]
         for name in layer.attention:
-            wanted = [copy.get(name, 0) for copy in copies]
-            if any(wanted):
-                attention = text.attention(layer, name)
-                opened = inputs.read_layer(layers[name])
+            wanted = [copy.get(name) for copy in copies]
+            candidates = sorted(groups for groups in set(wanted) if groups is not None)
+            if candidates:
+                attention, opened = text.attention(layer, name), inputs.read_layer(layers[name])
                 check_holds(attention.module, opened)
-                for groups, installed in inputs.merging.merge(opened, attention, sorted({*wanted} - {0})):
+                for groups, installed in inputs.merging.merge(opened, attention, candidates):
                     for number, own in zip(wanted, merged, strict=True):
                         if number == groups:
                             own[name] = installed
@@ -188,13 +188,13 @@ def score_copies(
         source.advance(layer)
         for student, own in zip(students, merged, strict=True):
             student.advance(layer, own)
+    sums, tokens = np.zeros((1 + len(copies), 2)), 0
     for number, batch in enumerate(held_out):
         logits = source.logits(number)
         targets = predicted_tokens(batch).to(logits.device)
         tokens += targets.numel()
-        sums[0] += _sums(logits, logits, targets)
-        for place, student in enumerate(students, start=1):
-            sums[place] += _sums(student.logits(number), logits, targets)
+        for place, stream in enumerate((source, *students)):
+            sums[place] += _sums(stream.logits(number), logits, targets)
     predicted = count_predicted(held_out)
     return [Score(_mean(loss, predicted), _mean(kl, tokens)) for loss, kl in sums.tolist()]
 
