@@ -101,9 +101,7 @@ class KVCache:
                 f"the cache holds {self.length} keys of self-attention, not of a memory: use one cache for each"
             )
         keys, values = self._memory
-        if not (
-            keys.matches(memory) and ((keys is values and memory is memory_values) or values.matches(memory_values))
-        ):
+        if not (keys.matches(memory) and values.matches(memory_values)):
             raise OptionError(
                 f"the cache holds {self.length} keys of another memory, or this memory of {memory.shape[1]} keys was changed in place: "
                 "use a fresh KVCache for each memory"

@@ -9,15 +9,15 @@ Shape legend: b batch, H query heads, N key/value heads, R = H / N, l length, n 
 of the values.
 """
 
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-_CHUNK: Final = 128
+_CHUNK = 128
 """Rows of a chunk: of 64 to 512, the fastest at a length of 1024 with head dims of 64 and 128."""
-LENGTHS: Final = range(256, 2049)
+LENGTHS = range(256, 2049)
 """Shorter sequences gain nothing, and the probabilities of longer ones take too much memory."""
 
 
@@ -33,7 +33,6 @@ def trains_fast(query: Tensor, key: Tensor, value: Tensor) -> bool:
         and length in LENGTHS
         and length == key.shape[2]
         and heads % key.shape[1] == 0
-        and not torch.compiler.is_compiling()
     )
 
 

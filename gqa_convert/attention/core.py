@@ -5,16 +5,16 @@ Shape legend: b batch, H query heads, N key/value heads, R = H / N query heads p
 head_dim of the values. `b|1` is an axis of length b or 1.
 """
 
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from gqa_convert.attention.masks import and_order, split_mask
+from gqa_convert.attention.masks import split_mask
 from gqa_convert.errors import GroupsError, OptionError
 
-SHORT: Final = 48
+SHORT = 48
 """The most queries for which a CPU packs the query heads of a group: 16 to 48 queries behind 4096 keys took 0.6 to 0.9 of
 `enable_gqa`'s time in bfloat16, 0.8 to 1.1 in float32.
 """
@@ -57,9 +57,19 @@ def grouped_query_attention(
         GroupsError: N does not divide H.
         OptionError: the shapes do not match, or an option is invalid.
     """
-    _check_tensors(query, key, value)
-    queries, keys = query.shape[2], key.shape[2]
-    mask, bias = split_mask(mask, bias, (query.shape[0], query.shape[1], queries, keys))
+    is_alike = query.dim() == key.dim() == value.dim() == 4 and key.shape[:3] == value.shape[:3]
+    if not is_alike or query.shape[0] != key.shape[0] or query.shape[3] != key.shape[3]:
+        raise OptionError(
+            f"query {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}: give [batch, heads, length, head_dim] of "
+            "one batch and head_dim, and key and value with the same heads and length"
+        )
+    if not query.dtype == key.dtype == value.dtype:
+        raise OptionError(f"query is {query.dtype}, key {key.dtype}, value {value.dtype}: give one type")
+    batch, heads, queries, _ = query.shape
+    groups, keys = key.shape[1:3]
+    if not groups or heads % groups:
+        raise GroupsError(f"{heads} query heads cannot share {groups} key/value heads: give a divisor of {heads}")
+    mask, bias = split_mask(mask, bias, (batch, heads, queries, keys))
     if cached is not None and (not causal or cached < 0):
         raise OptionError(
             f"cached is {cached}: it counts the keys before the first query of causal attention, and is 0 or more"
@@ -75,57 +85,21 @@ def grouped_query_attention(
         mask = None if mask is None else mask[..., :keys]
         bias = None if bias is None else bias[..., :keys]
     if keys == 0:
-        return query.new_zeros(*query.shape[:3], value.shape[3])
+        return query.new_zeros(batch, heads, queries, value.shape[3])
     if queries == 1:
         cached = None  # the only query sees every key that is left
-    return _attend(query, key, value, mask, bias, cached, scale, dropout)
-
-
-def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
-    if (query.dim(), key.dim(), value.dim()) != (4, 4, 4):
-        raise OptionError(f"{_shapes(query, key, value)}: give [batch, heads, length, head_dim]")
-    if key.shape[:3] != value.shape[:3] or query.shape[0] != key.shape[0] or query.shape[3] != key.shape[3]:
-        raise OptionError(
-            f"{_shapes(query, key, value)}: batch and head_dim must agree, and key and value must agree in heads and length"
-        )
-    if not query.dtype == key.dtype == value.dtype:
-        raise OptionError(f"query is {query.dtype}, key {key.dtype}, value {value.dtype}: give one type")
-    if not key.shape[1] or query.shape[1] % key.shape[1]:
-        raise GroupsError(
-            f"{query.shape[1]} query heads cannot share {key.shape[1]} key/value heads: give a divisor of {query.shape[1]}"
-        )
-
-
-def _shapes(query: Tensor, key: Tensor, value: Tensor) -> str:
-    return f"query {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}"
-
-
-def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    bias: Tensor | None,
-    cached: int | None,
-    scale: float | None,
-    dropout: float,
-) -> Tensor:
-    """`grouped_query_attention` of checked tensors, the mask [b|1, H|1, q|1, k] of booleans, and the bias of such a shape.
-    Query i sees the keys up to `cached` + i, where this is given.
-    """
-    queries, keys = query.shape[2], key.shape[2]
     is_masked = mask is not None or bias is not None
     is_prompt = cached == 0 and keys == queries and not is_masked
     packs = _packs(query, key, value, bias, dropout, is_prompt=is_prompt, is_masked=is_masked or cached is not None)
     if is_prompt and not packs:
         return _kernel(query, key, value, is_causal=True, dropout_p=dropout, scale=scale)
     if cached is not None:
-        mask = and_order(mask, queries, keys, cached, query.device)
+        order = torch.arange(queries, device=query.device)[:, None] + cached
+        seen = torch.arange(keys, device=query.device) <= order
+        mask = seen[None, None] if mask is None else mask & seen
     scores, fully_masked = _score_mask(mask, bias, query)
-    if packs:
-        out = _packed(query, key, value, scores, scale, dropout)
-    else:
-        out = _kernel(query, key, value, attn_mask=scores, dropout_p=dropout, scale=scale)
+    attend = _packed if packs else _kernel
+    out = attend(query, key, value, attn_mask=scores, dropout_p=dropout, scale=scale)
     return out if fully_masked is None else out.masked_fill(fully_masked, 0.0)
 
 
@@ -151,18 +125,16 @@ def _packs(
     return not (query.is_cuda and fits and not is_masked)
 
 
-def _packed(
-    query: Tensor, key: Tensor, value: Tensor, scores: Tensor | None, scale: float | None, dropout: float
-) -> Tensor:
+def _packed(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, **options: Any) -> Tensor:
     """Attention with the query heads of a group as further queries of one head: [b, H, q, c] as [b, N, R * q, c]."""
     batch, heads, queries, head_dim = query.shape
     groups = key.shape[1]
     ratio = heads // groups
-    query = query.reshape(batch, groups, ratio * queries, head_dim)
+    query, scores = query.reshape(batch, groups, ratio * queries, head_dim), attn_mask
     if scores is not None and (scores.shape[1] > 1 or queries > 1):  # [b|1, H|1, q|1, k] -> [b|1, N|1, R * q, k]
         scores = scores.unsqueeze(2) if scores.shape[1] == 1 else scores.unflatten(1, (groups, ratio))
         scores = scores.expand(-1, -1, ratio, queries, -1).flatten(2, 3)
-    out = _kernel(query, key, value, attn_mask=scores, dropout_p=dropout, scale=scale)
+    out = _kernel(query, key, value, attn_mask=scores, **options)
     return out.reshape(batch, heads, queries, value.shape[3])
 
 

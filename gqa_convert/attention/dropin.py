@@ -81,8 +81,6 @@ class GroupedMultiheadAttention(GroupedProjections):
             raise OptionError(
                 "add_bias_kv and add_zero_attn append a key, which grouped-query attention does not support: leave them False"
             )
-        if num_heads > 0 and embed_dim % num_heads:
-            raise OptionError(f"embed_dim {embed_dim} is not divisible by num_heads {num_heads}: give one that is")
         super().__init__(
             embed_dim,
             num_heads,
@@ -99,18 +97,13 @@ class GroupedMultiheadAttention(GroupedProjections):
 
     def _reset_parameters(self) -> None:
         """Draw weights from the distribution of nn.MultiheadAttention, whatever the number of groups."""
-        packed = self.kdim == self.vdim == self.embed_dim
-        for projection, inputs in ((self.q_proj, self.embed_dim), (self.k_proj, self.kdim), (self.v_proj, self.vdim)):
-            bound = (
-                6 / (inputs + (3 if packed else 1) * self.embed_dim)
-            ) ** 0.5  # Glorot and Bengio 2010, of all H heads
-            nn.init.uniform_(projection.weight, -bound, bound)
-        for projection in (self.q_proj, self.k_proj, self.v_proj, self.out_proj):
+        packed = 3 if self.kdim == self.vdim == self.embed_dim else 1
+        for name, projection in self.named_children():
+            if name != "out_proj":  # Glorot and Bengio 2010, of all H heads
+                bound = (6 / (projection.in_features + packed * self.embed_dim)) ** 0.5
+                nn.init.uniform_(projection.weight, -bound, bound)
             if projection.bias is not None:
                 nn.init.zeros_(projection.bias)
-
-    def extra_repr(self) -> str:
-        return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, groups={self.groups}, batch_first={self.batch_first}"
 
     def forward(
         self,
@@ -162,15 +155,14 @@ class GroupedMultiheadAttention(GroupedProjections):
         elif not self.batch_first:
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))
         queries, keys, values = self.project(query, key, value)
-        batch, heads, length = queries.shape[:3]
-        attn_mask = _over_heads(attn_mask, (batch, heads, length, keys.shape[2]))
-        padding = _over_keys(key_padding_mask, batch, keys.shape[2])
         if is_causal and attn_mask is None:
             raise OptionError(
                 "is_causal says that attn_mask is causal, but there is none: give attn_mask too, as to nn.MultiheadAttention"
             )
-        causal = is_causal and padding is None and not need_weights
-        mask, bias = _merge(None if causal else attn_mask, padding)
+        mask, bias = _visibility(attn_mask, key_padding_mask, (*queries.shape[:3], keys.shape[2]))
+        causal = is_causal and key_padding_mask is None and not need_weights
+        if causal:
+            mask = bias = None
         dropout = self.dropout if self.training else 0.0
         weights = None
         if need_weights:
@@ -232,45 +224,41 @@ def convert_module(model: nn.Module, groups: int, method: Merge = "mean", *, pre
     return copy.deepcopy(model, replaced)
 
 
-def _over_heads(mask: Tensor | None, shape: tuple[int, int, int, int]) -> Tensor | None:
-    """`attn_mask` as [b|1, H|1, q, k]."""
-    if mask is None:
-        return None
+def _visibility(
+    attn_mask: Tensor | None, padding: Tensor | None, shape: tuple[int, int, int, int]
+) -> tuple[Tensor | None, Tensor | None]:
+    """The boolean masks combined into one that is True where a query sees a key, and the sum of the float masks; both
+    [b|1, H|1, q|1, k].
+
+    Args:
+        attn_mask: as `forward` takes it.
+        padding: `key_padding_mask` with the batch.
+        shape: (b, H, q, k).
+    """
     batch, heads, queries, keys = shape
-    if mask.shape == (queries, keys):
-        return mask[None, None]
-    if mask.shape == (batch * heads, queries, keys):
-        return mask.unflatten(0, (batch, heads))
-    raise OptionError(
-        f"attn_mask is {list(mask.shape)}: give [queries, keys] = {[queries, keys]} or [batch * heads, queries, keys] = "
-        f"{[batch * heads, queries, keys]}"
-    )
-
-
-def _over_keys(mask: Tensor | None, batch: int, keys: int) -> Tensor | None:
-    """`key_padding_mask` as [b, 1, 1, k]."""
-    if mask is None:
-        return None
-    if mask.shape != (batch, keys):
-        raise OptionError(
-            f"key_padding_mask is {list(mask.shape)} (with the batch): give [batch, keys] = {[batch, keys]}"
-        )
-    return mask[:, None, None]
-
-
-def _merge(attn_mask: Tensor | None, padding: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """The boolean masks combined into one that is True where a query sees a key, and the sum of the float masks."""
+    given = {}
+    if attn_mask is not None:
+        if attn_mask.shape not in ((queries, keys), (batch * heads, queries, keys)):
+            raise OptionError(
+                f"attn_mask is {list(attn_mask.shape)}: give [queries, keys] = {[queries, keys]} or [batch * heads, queries, keys] "
+                f"= {[batch * heads, queries, keys]}"
+            )
+        given["attn_mask"] = attn_mask[None, None] if attn_mask.dim() == 2 else attn_mask.unflatten(0, (batch, heads))
+    if padding is not None:
+        if padding.shape != (batch, keys):
+            raise OptionError(
+                f"key_padding_mask is {list(padding.shape)} (with the batch): give [batch, keys] = {[batch, keys]}"
+            )
+        given["key_padding_mask"] = padding[:, None, None]
     mask: Tensor | None = None
     bias: Tensor | None = None
-    for name, given in (("attn_mask", attn_mask), ("key_padding_mask", padding)):
-        if given is None:
-            continue
-        if given.dtype == torch.bool:
-            mask = ~given if mask is None else mask & ~given
-        elif given.is_floating_point():
-            bias = given if bias is None else bias + given
+    for name, each in given.items():
+        if each.dtype == torch.bool:
+            mask = ~each if mask is None else mask & ~each
+        elif each.is_floating_point():
+            bias = each if bias is None else bias + each
         else:
             raise OptionError(
-                f"{name} has type {given.dtype}: give booleans, True where a key is hidden, or floats that are added"
+                f"{name} has type {each.dtype}: give booleans, True where a key is hidden, or floats that are added"
             )
     return mask, bias

@@ -3,16 +3,15 @@
 Shape legend: b batch, H query heads, N key/value heads, q queries, k keys, c head_dim, e head_dim of the values.
 """
 
-from typing import Any, Final
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from gqa_convert.attention.core import grouped_query_attention
 from gqa_convert.attention.support import checked_mask
 from gqa_convert.errors import OptionError
 
-REFUSED: Final = {
+REFUSED = {
     "softcap": "capped scores",
     "s_aux": "attention sinks",
     "sinks": "attention sinks",
@@ -79,9 +78,6 @@ def attention_forward(
             raise OptionError(
                 f"the model asks for {meaning} ({option}), which this attention lacks: load it with attn_implementation='eager'"
             )
-    mask, bias = attention_mask, position_bias
-    if mask is not None and mask.dtype != torch.bool:
-        mask, bias = None, mask if bias is None else bias + mask
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if attention_mask is None and sliding_window is not None and causal and key.shape[2] > sliding_window:
         raise OptionError(
@@ -92,8 +88,8 @@ def attention_forward(
         query,
         key,
         value,
-        mask=mask,
-        bias=bias,
+        mask=attention_mask,
+        bias=position_bias,
         causal=causal,
         cached=0 if causal else None,
         scale=scaling,

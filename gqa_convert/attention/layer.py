@@ -53,12 +53,6 @@ class GroupedQueryAttention(GroupedProjections):
         if rotary is not None:
             rotary.rotary_dim(self.head_dim)
 
-    def extra_repr(self) -> str:
-        return (
-            f"num_heads={self.num_heads}, groups={self.groups}, head_dim={self.head_dim}, causal={self.causal}, "
-            f"rotary={self.rotary}"
-        )
-
     def forward(
         self,
         inputs: Tensor,
@@ -102,11 +96,21 @@ class GroupedQueryAttention(GroupedProjections):
                 None if x is None else x.transpose(0, 1) for x in (inputs, memory, memory_values)
             )
         crossing = memory is not None or (cache is not None and cache.holds_memory)
-        self._check_inputs(inputs, memory, memory_values, documents, crossing, cache)
         cached = 0 if cache is None or crossing else cache.length
         if crossing:
+            if self.causal or self.rotary is not None or documents is not None:
+                raise OptionError(
+                    "a memory, or a cache that holds one, is for cross-attention, which has no order of tokens: use a layer without "
+                    "causal and rotary, and give no documents"
+                )
             query, key, value = self._across(inputs, memory, memory_values, cache)
         else:
+            if memory_values is not None or {self.kdim, self.vdim} != {self.embed_dim}:
+                raise OptionError(f"the layer projects keys from a memory [batch, keys, {self.kdim}]: give it")
+            if documents is not None and (cache is not None or documents.shape != inputs.shape[:2]):
+                raise OptionError(
+                    f"documents are {list(documents.shape)}: give [batch, queries] = {list(inputs.shape[:2])}, and no cache"
+                )
             query, key, value = self.project(inputs, inputs, inputs)
         if self.rotary is not None:
             positions = self._positions(inputs, positions, cached)
@@ -115,7 +119,7 @@ class GroupedQueryAttention(GroupedProjections):
             raise OptionError("positions are given, but the layer has no rotary embedding: omit them or set rotary")
         if cache is not None and not crossing:
             key, value = cache.append(key, value)
-        mask, bias = split_mask(mask, bias, (query.shape[0], query.shape[1], query.shape[2], key.shape[2]))
+        mask, bias = split_mask(mask, bias, (*query.shape[:3], key.shape[2]))
         out = grouped_query_attention(
             query,
             key,
@@ -134,59 +138,31 @@ class GroupedQueryAttention(GroupedProjections):
         self, inputs: Tensor, memory: Tensor | None, values: Tensor | None, cache: KVCache | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, and the keys and values of the memory, which a cache keeps for later calls."""
+        if memory is None:
+            assert cache is not None
+            if values is not None:
+                raise OptionError(
+                    "memory_values are given without memory: give both, or neither to read the memory in the cache"
+                )
+            return split_heads(self.q_proj(inputs), self.num_heads), cache.keys, cache.values
         values = memory if values is None else values
         if cache is not None and cache.holds_memory:
-            if memory is not None and values is not None:
-                cache.check_memory(memory, values)
+            cache.check_memory(memory, values)
             return split_heads(self.q_proj(inputs), self.num_heads), cache.keys, cache.values
-        assert memory is not None
-        assert values is not None
         query, key, value = self.project(inputs, memory, values)
         if cache is not None:
             key, value = cache.fill(key, value, memory, values)
         return query, key, value
 
-    def _check_inputs(
-        self,
-        inputs: Tensor,
-        memory: Tensor | None,
-        memory_values: Tensor | None,
-        documents: Tensor | None,
-        crossing: bool,
-        cache: KVCache | None,
-    ) -> None:
-        if not crossing:
-            if memory_values is not None or {self.kdim, self.vdim} != {self.embed_dim}:
-                raise OptionError(f"the layer projects keys from a memory [batch, keys, {self.kdim}]: give it")
-            if documents is not None and (cache is not None or documents.shape != inputs.shape[:2]):
-                raise OptionError(
-                    f"documents are {list(documents.shape)}: give [batch, queries] = {list(inputs.shape[:2])}, and no cache"
-                )
-            return
-        if self.causal or self.rotary is not None or documents is not None:
-            raise OptionError(
-                "a memory, or a cache that holds one, is for cross-attention, which has no order of tokens: use a layer without "
-                "causal and rotary, and give no documents"
-            )
-        if memory is None and memory_values is not None:
-            raise OptionError(
-                "memory_values are given without memory: give both, or neither to read the memory in the cache"
-            )
-
     @staticmethod
     def _positions(inputs: Tensor, positions: Tensor | None, cached: int) -> Tensor:
+        """Positions [b|1, q]."""
+        batch, queries = inputs.shape[:2]
         if positions is None:
-            return torch.arange(cached, cached + inputs.shape[1], device=inputs.device)[None]
-        positions = positions[None] if positions.dim() == 1 else positions
-        if (
-            positions.dim() != 2
-            or positions.shape[0] not in (1, inputs.shape[0])
-            or positions.shape[1] != inputs.shape[1]
-        ):
-            raise OptionError(
-                f"positions are {list(positions.shape)}: give [batch, queries] = {list(inputs.shape[:2])}"
-            )
-        return positions
+            positions = torch.arange(cached, cached + queries, device=inputs.device)
+        if positions.shape not in ((queries,), (1, queries), (batch, queries)):
+            raise OptionError(f"positions are {list(positions.shape)}: give [batch, queries] = {[batch, queries]}")
+        return positions.reshape(-1, queries)
 
     @staticmethod
     def _combine(mask: Tensor | None, key_mask: Tensor | None, documents: Tensor | None, key: Tensor) -> Tensor | None:

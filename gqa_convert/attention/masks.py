@@ -29,16 +29,13 @@ def to_scores(name: str, tensor: Tensor, shape: tuple[int, int, int, int]) -> Te
             f"{name} is {found}, and three axes could be [batch, queries, keys] or [heads, queries, keys]: pass {name}[:, None] for one per "
             f"sequence, {name}[None] for one per query head, or {name}.unflatten(0, (batch, heads)) for nn.MultiheadAttention's layout"
         )
-    four = tensor[(None,) * (4 - tensor.dim())] if 2 <= tensor.dim() <= 4 else None
-    if (
-        four is None
-        or four.shape[3] != full[3]
-        or any(size not in (1, whole) for size, whole in zip(four.shape, full, strict=True))
-    ):
+    sizes = [1] * (4 - tensor.dim()) + found
+    broadcasts = len(sizes) == 4 and all(size in (1, whole) for size, whole in zip(sizes, full, strict=True))
+    if tensor.dim() < 2 or not broadcasts or sizes[3] != full[3]:
         raise OptionError(
             f"{name} is {found}: give [queries, keys] or [batch, heads, queries, keys] = {full}, where any axis but the keys' may be 1"
         )
-    return four
+    return tensor[(None,) * (4 - tensor.dim())]
 
 
 def split_mask(
@@ -67,17 +64,3 @@ def split_mask(
             f"mask has type {mask.dtype}: give booleans, True where a query sees a key, or floats that are added to the scores"
         )
     return None, mask if bias is None else bias + mask
-
-
-def and_order(mask: Tensor | None, queries: int, keys: int, cached: int, device: torch.device) -> Tensor:
-    """The mask without the keys that come after a query.
-
-    Args:
-        mask: [b|1, H|1, q|1, k] booleans, True where a query sees a key; None where it sees all.
-        queries: q.
-        keys: k.
-        cached: how many keys come before the first query.
-        device: of the result.
-    """
-    order = torch.arange(keys, device=device) <= torch.arange(queries, device=device)[:, None] + cached
-    return order[None, None] if mask is None else mask & order

@@ -52,9 +52,10 @@ class Rotary:
         frequencies = self.base ** (-torch.arange(0, rotated, 2, device=heads.device, dtype=wide) / rotated)
         angles = (positions.to(wide)[..., None] * frequencies).unsqueeze(1)  # [b|1, 1, q, r / 2]
         cosine, sine = angles.cos(), angles.sin()
-        first, second = heads[..., :rotated].to(wide).chunk(2, dim=-1)
-        result = torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1).to(heads.dtype)
-        return result if rotated == heads.shape[3] else torch.cat((result, heads[..., rotated:]), dim=-1)
+        turning, still = heads.to(wide).tensor_split([rotated], dim=-1)
+        first, second = turning.chunk(2, dim=-1)
+        turned = first * cosine - second * sine, second * cosine + first * sine
+        return torch.cat((*turned, still), dim=-1).to(heads.dtype)
 
 
 def alibi_bias(

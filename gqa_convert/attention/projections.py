@@ -4,15 +4,15 @@ Shape legend: b batch, d embed_dim, H query heads, N groups (key/value heads), c
 """
 
 from collections.abc import Collection
-from typing import Any, Final, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from gqa_convert.attention.multihead import Merge, convert_module_state
+from gqa_convert.attention.multihead import Merge, merged_state
 from gqa_convert.errors import GroupsError, OptionError
 
-PROJECTIONS: Final = ("q", "k", "v", "out")
+PROJECTIONS = ("q", "k", "v", "out")
 
 
 class GroupedProjections(nn.Module):  # type: ignore[misc]  # torch is not followed
@@ -60,7 +60,9 @@ class GroupedProjections(nn.Module):  # type: ignore[misc]  # torch is not follo
                 f"{num_heads} query heads cannot share {groups} key/value heads: give a divisor of {num_heads} as groups"
             )
         if head_dim is None and embed_dim % num_heads:
-            raise OptionError(f"embed_dim {embed_dim} is not divisible by {num_heads} heads: give head_dim")
+            raise OptionError(
+                f"embed_dim {embed_dim} is not divisible by {num_heads} heads: give one that is, or head_dim"
+            )
         self.embed_dim, self.num_heads, self.groups = embed_dim, num_heads, groups
         self.dropout, self.batch_first = dropout, batch_first
         self.head_dim = embed_dim // num_heads if head_dim is None else head_dim
@@ -85,6 +87,9 @@ class GroupedProjections(nn.Module):  # type: ignore[misc]  # torch is not follo
         self.k_proj = linear("k", self.kdim, groups * self.head_dim)
         self.v_proj = linear("v", self.vdim, groups * self.value_head_dim)
         self.out_proj = linear("out", num_heads * self.value_head_dim, embed_dim)
+
+    def extra_repr(self) -> str:
+        return f"num_heads={self.num_heads}, groups={self.groups}, head_dim={self.head_dim}, batch_first={self.batch_first}"
 
     def project(self, inputs: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [b, H, q, c], keys [b, N, k, c] and values [b, N, k, e], of inputs that are batch first."""
@@ -118,8 +123,7 @@ class GroupedProjections(nn.Module):  # type: ignore[misc]  # torch is not follo
             OptionError: the module is a subclass, or has `bias_k` or `add_zero_attn`, or an option is invalid.
             NonFiniteError: a number to be merged is NaN or Inf.
         """
-        state = convert_module_state(module, groups, method, name)
-        weight = state["q_proj.weight"]
+        weight = module.out_proj.weight
         made = cls(
             module.embed_dim,
             module.num_heads,
@@ -133,7 +137,7 @@ class GroupedProjections(nn.Module):  # type: ignore[misc]  # torch is not follo
             dtype=weight.dtype,
             **options,
         )
-        made.load_state_dict(state)
+        made.load_state_dict(merged_state(module, groups, method, name))
         made.train(module.training)
         return made
 

@@ -55,25 +55,12 @@ def checked_mask(*arguments: Any, config: Any = None, **options: Any) -> Any:
 
     if type(config) in MODEL_MAPPING and not torch.compiler.is_compiling():
         found = MODEL_MAPPING[type(config)]
-        check_supported(found[0] if isinstance(found, tuple) else found, config)
+        reason = why_unsupported(found[0] if isinstance(found, tuple) else found, config)
+        if reason is not None:
+            raise UnsupportedAttentionError(
+                f"{reason}, so that '{config._attn_implementation}' attention would change its results: omit attn_implementation"
+            )
     # getattr takes long on configs that lack it
     if config is not None and vars(config).get("use_bidirectional_attention"):
         options["allow_is_causal_skip"] = False
     return sdpa_mask(*arguments, config=config, **options)
-
-
-def check_supported(model_class: Any, config: Any) -> None:
-    """Refuse a model that would not compute the same under this attention as under eager attention.
-
-    Args:
-        model_class: a `PreTrainedModel`.
-        config: of the model.
-
-    Raises:
-        UnsupportedAttentionError: it would not.
-    """
-    reason = why_unsupported(model_class, config)
-    if reason is not None:
-        raise UnsupportedAttentionError(
-            f"{reason}, so that '{config._attn_implementation}' attention would change its results: omit attn_implementation"
-        )

@@ -3,7 +3,6 @@
 Sizes: 12 heads to 3 and 4 groups, and a head width that is not width / heads, so that no two counts coincide.
 """
 
-import copy
 import re
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import LlamaConfig
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
@@ -25,9 +24,8 @@ from gqa_convert.attention import (
     core,
     grouped_query_attention,
 )
-from gqa_convert.attention.multihead import merge_heads
-from gqa_convert.errors import GroupsError, NonFiniteError, OptionError
-from tests.helpers.attention import numbers
+from gqa_convert.errors import GroupsError, OptionError
+from tests.helpers.attention import numbers, oracle
 
 EMBED_DIM, HEADS, HEAD_DIM = 36, 12, 6
 EXACT = {"rtol": 0.0, "atol": 1e-12}
@@ -37,16 +35,6 @@ def layer(groups: int = 3, **options: Any) -> GroupedQueryAttention:
     return GroupedQueryAttention(
         EMBED_DIM, HEADS, groups, **{"head_dim": HEAD_DIM, "dtype": torch.float64, "bias": True} | options
     )
-
-
-def oracle(
-    query: Tensor, key: Tensor, value: Tensor, visible: Tensor, bias: Tensor | float = 0.0, scale: float | None = None
-) -> Tensor:
-    """Attention written out, with repeated heads; rows that see nothing are zeros."""
-    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
-    scores = query @ key.transpose(2, 3) * (query.shape[3] ** -0.5 if scale is None else scale) + bias
-    weights = scores.masked_fill(~visible, -torch.inf).softmax(-1).nan_to_num(0.0)
-    return weights @ value
 
 
 def lower_right(queries: int, keys: int) -> Tensor:
@@ -326,77 +314,6 @@ def test_alibi_equals_bloom(heads: int) -> None:
 def test_inputs_that_do_not_fit_are_refused(options: dict[str, Any], inputs: dict[str, Any]) -> None:
     with pytest.raises(OptionError):
         layer(dtype=torch.float32, **options)(**{"inputs": torch.zeros(2, 5, EMBED_DIM)} | inputs)
-
-
-# From multi-head attention
-
-
-def multihead(**options: Any) -> nn.MultiheadAttention:
-    module = nn.MultiheadAttention(48, HEADS, **{"batch_first": True, "dtype": torch.float64} | options).eval()
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.copy_(torch.randn_like(parameter))
-    return module
-
-
-KINDS: list[dict[str, Any]] = [
-    {},
-    {"bias": False},
-    {"kdim": 10, "vdim": 14},
-    {"kdim": 48, "vdim": 14, "bias": False},
-    {"batch_first": False},
-]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("groups", [1, 4, 12])
-@pytest.mark.parametrize("method", ["mean", "first"])
-def test_merged_heads_equal_the_original_with_merged_heads_repeated(
-    kind: dict[str, Any], groups: int, method: Any
-) -> None:
-    source = multihead(**kind)
-    converted = GroupedQueryAttention.from_multihead(source, groups, method)
-    assert converted.k_proj.weight.shape == (groups * 4, source.kdim)
-    assert converted.v_proj.weight.shape == (groups * 4, source.vdim)
-    repeated = copy.deepcopy(source)
-    with torch.no_grad():
-        weights = (
-            repeated.in_proj_weight.chunk(3)[1:]
-            if source.in_proj_weight is not None
-            else [repeated.k_proj_weight, repeated.v_proj_weight]
-        )
-        for rows in [*weights, *(repeated.in_proj_bias.chunk(3)[1:] if source.in_proj_bias is not None else [])]:
-            for group in range(groups):  # by hand, head by head
-                members = [
-                    rows[head * 4 : head * 4 + 4].clone()
-                    for head in range(group * 12 // groups, (group + 1) * 12 // groups)
-                ]
-                merged = sum(members) / len(members) if method == "mean" else members[0]
-                for head in range(group * 12 // groups, (group + 1) * 12 // groups):
-                    rows[head * 4 : head * 4 + 4] = merged
-    turn = (lambda x: x) if source.batch_first else (lambda x: x.transpose(0, 1))
-    inputs = [turn(x) for x in (numbers(3, 7, 48), numbers(3, 9, source.kdim), numbers(3, 9, source.vdim))]
-    hidden, padding = torch.rand(7, 9) < 0.3, torch.rand(3, 9) < 0.3
-    hidden[:, 0] = padding[:, 0] = False
-    expected = repeated(*inputs, attn_mask=hidden, key_padding_mask=padding, need_weights=False)[0]
-    torch.testing.assert_close(converted(*inputs, mask=~hidden, key_mask=~padding), expected, **EXACT)
-
-
-def test_what_cannot_be_converted_is_refused() -> None:
-    for options in ({"add_bias_kv": True}, {"add_zero_attn": True}):
-        with pytest.raises(OptionError, match="grouped-query attention"):
-            GroupedQueryAttention.from_multihead(multihead(**options), 3)
-    with pytest.raises(GroupsError, match="12 heads cannot be merged into 5"):
-        GroupedQueryAttention.from_multihead(multihead(), 5)
-    with pytest.raises(OptionError, match="'median'"):
-        GroupedQueryAttention.from_multihead(multihead(), 3, "median")  # type: ignore[arg-type]
-    source = multihead()
-    with torch.no_grad():
-        source.in_proj_weight[50, 3] = torch.nan
-    with pytest.raises(NonFiniteError):
-        GroupedQueryAttention.from_multihead(source, 3)
-    with pytest.raises(OptionError, match="rows"):
-        merge_heads(torch.zeros(13, 2), 12, 3)
 
 
 def test_the_examples_of_the_page_run() -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gqa_convert.attention import GroupedMultiheadAttention, convert_module
+from gqa_convert.attention import GroupedMultiheadAttention, GroupedQueryAttention, convert_module
 from gqa_convert.errors import GroupsError, NonFiniteError, OptionError
 from tests.helpers.attention import numbers
 
@@ -30,8 +30,8 @@ def shaken(module: Any) -> Any:
     return module
 
 
-def repeated(model: nn.Module, groups: int, prefix: str = "") -> nn.Module:
-    """The model with each key and value head of nn.MultiheadAttention replaced by the mean of its group."""
+def repeated(model: nn.Module, groups: int, prefix: str = "", method: str = "mean") -> nn.Module:
+    """The model with each key and value head of nn.MultiheadAttention replaced by the mean or the first of its group."""
     model = copy.deepcopy(model)
     for name, part in model.named_modules():
         if isinstance(part, nn.MultiheadAttention) and name.startswith(prefix):
@@ -44,8 +44,10 @@ def repeated(model: nn.Module, groups: int, prefix: str = "") -> nn.Module:
             for tensor in rows:
                 heads = tensor.detach().clone().split(EMBED_DIM // HEADS)
                 size = HEADS // groups
-                means = [sum(heads[group * size : (group + 1) * size]) / size for group in range(groups)]
-                tensor.data.copy_(torch.cat([means[head // size] for head in range(HEADS)]))
+                merged = [sum(heads[group * size : (group + 1) * size]) / size for group in range(groups)]
+                if method == "first":
+                    merged = list(heads[::size])
+                tensor.data.copy_(torch.cat([merged[head // size] for head in range(HEADS)]))
     return model
 
 
@@ -133,6 +135,18 @@ def test_a_causal_hint_gives_what_it_gives_there(groups: int, queries: int) -> N
         ours(query, key, key, is_causal=True)
     with pytest.raises(RuntimeError, match="Need attn_mask"):
         theirs(query, key, key, is_causal=True)
+
+
+@pytest.mark.parametrize("method", ["mean", "first"])
+def test_the_layer_takes_the_same_weights(method: Any) -> None:
+    source = shaken(nn.MultiheadAttention(EMBED_DIM, HEADS, kdim=10, vdim=14, dtype=torch.float64, batch_first=True))
+    ours = GroupedQueryAttention.from_multihead(source, 2, method)
+    inputs = [numbers(BATCH, *shape) for shape in ((QUERIES, EMBED_DIM), (KEYS, 10), (KEYS, 14))]
+    mask, padding = hidden(QUERIES, KEYS), hidden(BATCH, KEYS)
+    expected, _ = repeated(source, 2, method=method)(*inputs, attn_mask=mask, key_padding_mask=padding)
+    torch.testing.assert_close(ours(*inputs, mask=~mask, key_mask=~padding), expected, rtol=0, atol=1e-11)
+    with pytest.raises(OptionError, match="'median'"):
+        GroupedQueryAttention.from_multihead(source, 2, "median")  # type: ignore[arg-type]
 
 
 def test_gradients_are_those_of_the_reference() -> None:
@@ -273,7 +287,7 @@ def test_what_cannot_be_grouped_is_refused() -> None:
             )
     with pytest.raises(OptionError, match="divisible"):
         GroupedMultiheadAttention(25, HEADS)
-    with pytest.raises(GroupsError, match=r"layers\.0\.self_attn: 6 heads cannot be merged into 4"):
+    with pytest.raises(GroupsError, match=r"layers\.0\.self_attn: 6 query heads cannot share 4"):
         convert_module(nn.TransformerEncoder(encoder_layer(batch_first=True), 1), 4)
     with pytest.raises(OptionError, match="nothing to convert"):
         convert_module(nn.Linear(2, 2), 2)
