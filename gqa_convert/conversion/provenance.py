@@ -9,12 +9,18 @@ from typing import Any
 from gqa_convert.checkpoint.fingerprint import fingerprint
 from gqa_convert.checkpoint.machine import machine
 from gqa_convert.checkpoint.ownership import WRITTEN, hash_files, list_written
-from gqa_convert.checkpoint.provenance import FORMAT_VERSION, BeforeAfter
+from gqa_convert.checkpoint.provenance import FORMAT_VERSION
 from gqa_convert.checkpoint.source import Checkpoint
 from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.conversion.fit.run import PreparedLayers
 from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.plan import Plan
+
+_OF_THE_PLAN = (
+    *("model_type", "method", "heads", "source_kv_heads", "groups", "route", "parameters"),
+    *("kv_bytes_per_token", "cross_kv_bytes_per_encoder_token"),
+)
+"""What a record takes from the summary of the plan, which speaks of the form in which the source was converted."""
 
 
 def record_conversion(
@@ -35,9 +41,8 @@ def record_conversion(
         previous: the record of the conversion that made the source, unchanged.
         folder: the result, which is complete but for the record.
     """
-    source = plan.checkpoint.origin
+    source, stated, result = plan.checkpoint.origin, plan.summary(), None
     assert source.folder is not None
-    result = None
     # methods that work on whole layers take so long that hashing their result costs little
     if options.hash_weights or merged.errors is not None:
         result = {"files": hash_files(folder, [file.file for file in plan.files])}
@@ -53,17 +58,9 @@ def record_conversion(
             "model_type": str(source.config.get("model_type")),
             "files": _source_files(source, source.folder, weights=options.hash_weights),
         },
-        # in the form in which it was converted: another type than the source's if that was rewritten
-        "model_type": plan.family.model_type,
-        "method": plan.effective_method,
+        **{key: stated[key] for key in _OF_THE_PLAN if key in stated},
         "calibration": merged.calibration and merged.calibration.as_json(),
-        "heads": plan.heads,
-        "source_kv_heads": plan.source_kv_heads,
-        "groups": plan.stated_groups,
         "encoder": any(layer.attention_kind == "encoder" for layer in plan.layers),
-        "route": plan.route,
-        "parameters": asdict(BeforeAfter(plan.parameters_before, plan.parameters_after)),
-        **{name: asdict(both) for name, both in plan.cache_bytes().items()},
         "head_order": dict(merged.head_order),
         "merge_error": dict(errors),
         "uptraining_tokens": 0,

@@ -1,8 +1,8 @@
-"""Writes a plan's weight files: each tensor is copied inside the kernel, or computed in memory; every file is synced."""
+"""Writes weight files: each tensor is copied inside the kernel, or computed in memory; every file is synced."""
 
 import math
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -11,26 +11,25 @@ from safetensors import safe_open
 
 from gqa_convert.checkpoint.copying import BLOCK, LARGE, WrittenFile
 from gqa_convert.checkpoint.dtypes import DTYPES
-from gqa_convert.checkpoint.headers import build_header
+from gqa_convert.checkpoint.headers import TensorEntry, build_header
 from gqa_convert.checkpoint.source_files import SourceFiles
-from gqa_convert.conversion.plan import OutputFile, Plan, RegroupedTensor
+from gqa_convert.conversion.plan import Plan, TensorChange
 from gqa_convert.errors import NonFiniteError, NoSpaceError
 from gqa_convert.families import layouts
 from gqa_convert.merging.factorisation import Array
+from gqa_convert.merging.methods import Pooling
 from gqa_convert.merging.pooling import pool_groups
 
 Progress = Callable[[int], None]
-MergedTensors = Mapping[str, Path]
-"""By the names of tensors of layers that were merged as a whole, the safetensors file that holds each."""
 
 
-def write_weights(plan: Plan, folder: Path, merged: MergedTensors, progress: Progress) -> dict[str, float]:
+def write_weights(plan: Plan, folder: Path, merged: Mapping[str, Path], progress: Progress) -> dict[str, float]:
     """Write all weight files into an empty folder. One tensor at a time is in memory.
 
     Args:
         plan: what to write.
         folder: an empty folder.
-        merged: tensors that take the place of the source's.
+        merged: by the names of tensors of layers that were merged as a whole, the safetensors file that holds each.
         progress: called with every number of bytes written.
 
     Returns:
@@ -42,96 +41,112 @@ def write_weights(plan: Plan, folder: Path, merged: MergedTensors, progress: Pro
         NonFiniteError: a tensor that is merged holds NaN or Inf.
         CorruptCheckpointError: a source file changed during the conversion.
     """
-    needed = plan.disk_bytes + sum(shard.size for shard in plan.checkpoint.stored.shards if shard.spilled)
+    spilled = sum(shard.size for shard in plan.checkpoint.stored.shards if shard.spilled)
+    check_room("the result", plan.disk_bytes + spilled, folder)
+    errors: dict[str, float] = {}
+    touched = plan.regrouped.keys() | merged.keys()
+    with ExitStack() as stack:
+        sources = SourceFiles(plan.checkpoint, folder, stack)
+
+        def computed(name: str) -> Array | None:
+            if name in merged:
+                with safe_open(merged[name], "np") as stored:
+                    return np.asarray(stored.get_tensor(name))
+            if name in plan.regrouped:
+                return _regroup(plan.regrouped[name], sources, plan.merge_method.pooling, errors)
+            return None
+
+        for file in plan.files:
+            path = folder / file.file
+            if file.shard is not None and touched.isdisjoint(file.names):
+                source = sources[file.shard]
+                with WrittenFile(path, source.size, progress) as out:
+                    out.copy(source, 0, source.size)
+            else:
+                write_file(path, [*plan.tensors(file)], file.metadata, sources, progress, computed)
+        sources.check_unchanged()
+    return errors
+
+
+def check_room(what: str, needed: int, folder: Path) -> None:
+    """Refuse to begin what a disk cannot hold.
+
+    Args:
+        what: the subject of the message.
+        needed: bytes.
+        folder: an existing hidden folder on the disk.
+
+    Raises:
+        NoSpaceError: the disk has less room.
+    """
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise NoSpaceError(
-            f"the result needs {needed:,} bytes, and the disk of {folder.parent} has {free:,} free: make room, or name a folder on another disk"
+            f"{what} needs {needed:,} bytes, and the disk of {folder.parent} has {free:,} free: make room, or name a folder on another disk"
         )
-    with ExitStack() as stack:
-        sources = SourceFiles(plan.checkpoint, folder, stack)
-        writer = _Writer(plan, sources, merged)
-        for file in plan.files:
-            writer.write_file(file, folder / file.file, progress)
-        sources.check_unchanged()
-    return writer.errors
 
 
-class _Writer:
-    """Writes the files of a plan.
+def write_file(
+    path: Path,
+    tensors: Sequence[tuple[str, TensorEntry]],
+    metadata: Mapping[str, str],
+    sources: SourceFiles,
+    progress: Progress,
+    computed: Callable[[str], Array | None] = lambda name: None,
+) -> None:
+    """Write a safetensors file.
 
     Args:
-        plan: what to write.
-        sources: the files of the source.
-        merged: tensors that take the place of the source's.
+        path: which does not exist.
+        tensors: the names, types and shapes of its tensors.
+        metadata: of the file.
+        sources: the files of the source, which hold the others.
+        progress: called with every number of bytes written.
+        computed: makes the array that takes the place of the source's tensor of a name; None for any other.
     """
+    nbytes = sum(entry.nbytes for _, entry in tensors)
+    alignment = (0, 8)
+    if nbytes >= LARGE:
+        # whole blocks can be copied where tensors begin at the same place of a block as in the source
+        located = sources.locate(tensors[0][0])
+        alignment = (located[1].start % BLOCK if located else 0, BLOCK)
+    described = [(name, entry.dtype, entry.shape, entry.nbytes) for name, entry in tensors]
+    header = build_header(described, {"format": "pt"} | dict(metadata), data_start_modulo=alignment)
+    with WrittenFile(path, len(header) + nbytes, progress) as out:
+        out.write(header)
+        for name, entry in tensors:
+            array = computed(name)
+            if array is None:
+                located = sources.locate(name)
+                if located is not None and located[1].dtype == entry.dtype:
+                    source, stored = located
+                    out.copy(source, stored.start, stored.nbytes)
+                    continue
+                array = sources.read(name)
+            out.write(_rounded(array, name, entry.dtype).reshape(-1).view(np.uint8).data)
 
-    def __init__(self, plan: Plan, sources: SourceFiles, merged: MergedTensors) -> None:
-        self.errors: dict[str, float] = {}
-        """The relative error of each tensor whose heads were merged."""
-        self._plan = plan
-        self._sources = sources
-        self._merged = merged
-        self._touched = plan.regrouped.keys() | merged.keys()
 
-    def write_file(self, file: OutputFile, path: Path, progress: Progress) -> None:
-        """Write a whole file: the source's, or the header and then the tensors."""
-        if file.shard is not None and self._touched.isdisjoint(file.names):
-            source = self._sources[file.shard]
-            with WrittenFile(path, source.size, progress) as out:
-                out.copy(source, 0, source.size)
-            return
-        tensors = list(self._plan.tensors(file))
-        nbytes = sum(entry.nbytes for _, entry in tensors)
-        alignment = (0, 8)
-        if nbytes >= LARGE:
-            # whole blocks can be copied where tensors begin at the same place of a block as in the source
-            located = self._sources.locate(tensors[0][0])
-            alignment = (located[1].start % BLOCK if located else 0, BLOCK)
-        described = [(name, entry.dtype, entry.shape, entry.nbytes) for name, entry in tensors]
-        header = build_header(described, {"format": "pt"} | dict(file.metadata), data_start_modulo=alignment)
-        with WrittenFile(path, len(header) + nbytes, progress) as out:
-            out.write(header)
-            for name, entry in tensors:
-                self._write_tensor(name, entry.dtype, out)
-
-    def _write_tensor(self, name: str, dtype: str, out: WrittenFile) -> None:
-        located = None if name in self._touched else self._sources.locate(name)
-        if located is not None and located[1].dtype == dtype:
-            source, entry = located
-            out.copy(source, entry.start, entry.nbytes)
-            return
-        if name in self._merged:
-            with safe_open(self._merged[name], "np") as stored:
-                array = stored.get_tensor(name)
-        elif name in self._plan.regrouped:
-            array = self._regroup(self._plan.regrouped[name])
-        else:
-            array = self._sources.read(name)
-        out.write(_rounded(array, name, dtype).reshape(-1).view(np.uint8).data)
-
-    def _regroup(self, tensor: RegroupedTensor) -> Array:
-        """The tensor's array: heads of the source merged into groups, or repeated."""
-        array = np.concatenate([self._sources.read(name) for name in tensor.sources])
-        rows = array.T if tensor.transposed else array
-        heads = layouts.split(np.ascontiguousarray(rows), tensor.sections)
-        groups = tensor.groups
-        squared_error = squared_norm = 0.0
-        for number, section in enumerate(tensor.sections):
-            if not section.merged:
-                continue
-            if groups > section.heads:
-                heads[number] = heads[number].repeat(groups // section.heads, axis=0)
-                continue
-            assert tensor.pooling is not None, f"{tensor.name} belongs to a layer that is not merged yet"
-            heads[number], error, norm = pool_groups(
-                heads[number], groups, tensor.pooling, DTYPES[tensor.entry.dtype], tensor.name
-            )
-            squared_error += error
-            squared_norm += norm
-            self.errors[tensor.name] = math.sqrt(squared_error / squared_norm) if squared_norm else 0.0
-        joined = layouts.join(heads, layouts.regrouped(tensor.sections, groups))
-        return np.ascontiguousarray(joined.T) if tensor.transposed else joined
+def _regroup(change: TensorChange, sources: SourceFiles, pooling: Pooling | None, errors: dict[str, float]) -> Array:
+    """The array of a changed tensor: heads of the source merged into groups, in which case its error is noted, or repeated."""
+    array = np.concatenate([sources.read(name) for name in change.sources])
+    rows = array.T if change.transposed else array
+    heads = layouts.split(np.ascontiguousarray(rows), change.sections)
+    groups = change.groups
+    squared_error = squared_norm = 0.0
+    for number, section in enumerate(change.sections):
+        if not section.merged:
+            continue
+        if groups > section.heads:
+            heads[number] = heads[number].repeat(groups // section.heads, axis=0)
+            continue
+        assert pooling is not None, f"{change.name} belongs to a layer that is not merged yet"
+        dtype = DTYPES[change.entry.dtype]
+        heads[number], error, norm = pool_groups(heads[number], groups, pooling, dtype, change.name)
+        squared_error += error
+        squared_norm += norm
+        errors[change.name] = math.sqrt(squared_error / squared_norm) if squared_norm else 0.0
+    joined = layouts.join(heads, layouts.regrouped(change.sections, groups))
+    return np.ascontiguousarray(joined.T) if change.transposed else joined
 
 
 def _rounded(array: Array, name: str, dtype: str) -> Array:

@@ -100,7 +100,8 @@ def _changes(plan: "Plan") -> list[list[str]]:
     layers: dict[tuple[str, ...], set[int]] = {}
     for change in plan.changes:
         ((number, tensor),) = re.findall(r"^.*?\b(\d+)\.(.+)", change.name)
-        key = (tensor, str(list(change.before)), str(list(change.after)), change.dtype, change.method)
+        after = change.entry
+        key = (tensor, str(list(change.before)), str(list(after.shape)), after.dtype, change.method)
         layers.setdefault(key, set()).add(int(number))
     return [[_ranges(numbers), *key] for key, numbers in layers.items()]
 

@@ -6,12 +6,12 @@ Everything that can be refused without reading weights is refused here. The plan
 
 from gqa_convert.conversion.plan.layer_groups import merging_counts, spread
 from gqa_convert.conversion.plan.making import make_plan
-from gqa_convert.conversion.plan.model import OutputFile, Plan, RegroupedTensor
+from gqa_convert.conversion.plan.model import OutputFile, Plan, TensorChange
 
 __all__ = [
     "OutputFile",
     "Plan",
-    "RegroupedTensor",
+    "TensorChange",
     "make_plan",
     "merging_counts",
     "spread",

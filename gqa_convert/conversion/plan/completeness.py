@@ -13,6 +13,9 @@ from gqa_convert.families.geometry import AttentionFinder, config_value
 def check_layers(checkpoint: Checkpoint, finder: AttentionFinder) -> None:
     """Check that every layer and its attention are there.
 
+    No layer may lack a projection that another one has, unless it has something else in the place of attention. The last
+    layers may have no keys and values of their own.
+
     Args:
         checkpoint: the opened source.
         finder: its attention.
@@ -20,11 +23,14 @@ def check_layers(checkpoint: Checkpoint, finder: AttentionFinder) -> None:
     Raises:
         ConfigError: a layer or its attention is missing, or is where transformers does not look.
     """
-    family = finder.family
+    family, config = finder.family, finder.config
+    reused = config_value(config, family.shared_layers_key) if family.shared_layers_key else None
+    projections = (family.fused or family.query, family.key, family.value, family.output)
+    ends = tuple(f".{module}.{projection}.weight" for module in family.attention for projection in projections)
     for place, keys in family.layers:
         layers = _find_layers(finder, place)
         if not layers:
-            if place.startswith(family.encoder or " ") and not finder.config.get("is_encoder_decoder", True):
+            if place.startswith(family.encoder or " ") and not config.get("is_encoder_decoder", True):
                 continue  # the decoder alone
             prefix = next(filter(None, family.prefixes), "")
             raise ConfigError(
@@ -32,19 +38,21 @@ def check_layers(checkpoint: Checkpoint, finder: AttentionFinder) -> None:
                 f"{family.model_type}; attention is at {finder.layers[0].module}: rename the tensors, or save the "
                 "model with save_pretrained"
             )
-        count, stated = max(layers) + 1, f"no {keys[0]}"
-        for key in reversed(keys):
-            value = config_value(finder.config, key)
-            if isinstance(value, int | list):
-                count = value if isinstance(value, int) else len(value)
-                stated = f"{key} = {count}"
+        stated = [value for key in keys if isinstance(value := config_value(config, key), int | list)]
+        count = max(layers) + 1
+        if stated:
+            count = stated[0] if isinstance(stated[0], int) else len(stated[0])
+        expected = {name for names in layers.values() for name in names if f".{name}".endswith(ends)}
         for number in range(count):
-            if number not in layers:
+            names = layers[number]
+            missing = expected - names
+            if number >= count - (reused or 0):
+                missing = {name for name in missing if name.split(".")[-2] in (family.query, family.output)}
+            if missing and not any(_is_inside(name, family.without_attention) for name in names):
                 raise ConfigError(
-                    f"{finder.where} states {stated}, and the weights hold {len(layers)} of {place} and none of layer {number}: "
-                    "correct the config, or complete the weights"
+                    f"{checkpoint.source_id} has no tensor {place}.{number}.{min(missing)}, which transformers looks for in each of "
+                    f"{count} layers ({keys[0]}): correct the config, or download or copy the checkpoint again"
                 )
-        _check_attention(checkpoint, finder, place, [layers[number] for number in range(count)])
 
 
 def _find_layers(finder: AttentionFinder, place: str) -> dict[int, set[str]]:
@@ -55,33 +63,11 @@ def _find_layers(finder: AttentionFinder, place: str) -> dict[int, set[str]]:
     prefixes = "|".join(map(re.escape, family.prefixes))
     in_layer = re.compile(rf"(?:{prefixes}){re.escape(place)}\.(\d+)\.(.+)")
     layers: dict[int, set[str]] = defaultdict(set)
-    for name in finder.entries:
-        match = in_layer.fullmatch(name)
-        if match:
-            names = layers[int(match[1])]
-            if _is_inside(match[2], (*family.attention, *family.without_attention)):
-                names.add(match[2])
+    for match in filter(None, map(in_layer.fullmatch, finder.entries)):
+        names = layers[int(match[1])]
+        if _is_inside(match[2], (*family.attention, *family.without_attention)):
+            names.add(match[2])
     return layers
-
-
-def _check_attention(checkpoint: Checkpoint, finder: AttentionFinder, place: str, layers: list[set[str]]) -> None:
-    """Check that no layer lacks a projection that another one has, unless it has something else in the place of
-    attention. The last layers may have no keys and values of their own.
-    """
-    family = finder.family
-    reused = config_value(finder.config, family.shared_layers_key) if family.shared_layers_key else None
-    projections = (family.fused or family.query, family.key, family.value, family.output)
-    ends = tuple(f".{module}.{projection}.weight" for module in family.attention for projection in projections)
-    expected = {name for names in layers for name in names if f".{name}".endswith(ends)}
-    for number, names in enumerate(layers):
-        missing = expected - names
-        if number >= len(layers) - (reused or 0):
-            missing = {name for name in missing if name.split(".")[-2] in (family.query, family.output)}
-        if missing and not any(_is_inside(name, family.without_attention) for name in names):
-            raise ConfigError(
-                f"{checkpoint.source_id} has no tensor {place}.{number}.{min(missing)}, which transformers looks for: the "
-                "checkpoint is incomplete, download or copy it again"
-            )
 
 
 def _is_inside(name: str, modules: tuple[str, ...]) -> bool:

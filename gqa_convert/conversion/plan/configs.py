@@ -5,7 +5,6 @@ import copy
 from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.families.composite import decoder_config, decoder_section, with_kv_heads
 from gqa_convert.families.family import Family, Modeling
-from gqa_convert.families.layerwise import restate, restate_by_kind
 from gqa_convert.families.legacy_config_keys import legacy_config_keys
 
 
@@ -37,40 +36,16 @@ def converted_config(
             result[family.encoder_kv_heads_key] = groups
         if family.one_kv_head_key:
             result[family.one_kv_head_key] = groups == 1
-    result |= _convention(groups)
+    result |= {"multi_query_attention": True, "multi_query_group_num": groups}
     if modeling is None:  # else transformers 5 alone loads it
         return result | legacy_config_keys(result)
-    return result | _modeling_keys(config, modeling)
-
-
-def layerwise_config(config: JsonObject, modeling: Modeling, counts: tuple[int, ...]) -> JsonObject:
-    """The config of a result that states the K/V heads of each layer.
-
-    Args:
-        config: the source's.
-        modeling: the modelling file of the result.
-        counts: K/V heads of each layer, in the order of the layers' numbers.
-    """
-    return restate(modeling, config, counts) | _modeling_keys(config, modeling)
-
-
-def by_kind_config(config: JsonObject, counts: tuple[int, ...]) -> JsonObject:
-    """The config of a result that states the K/V heads of each kind of layer, for a stock class.
-
-    Args:
-        config: the source's.
-        counts: K/V heads of each layer, in the order of the layers' numbers.
-    """
-    return restate_by_kind(config, counts) | legacy_config_keys(config)
-
-
-def _convention(groups: int) -> JsonObject:
-    return {"multi_query_attention": True, "multi_query_group_num": groups}
+    return result | modeling_keys(config, modeling)
 
 
 def _composite_config(config: JsonObject, family: Family, groups: int) -> JsonObject:
     """The config of a model around a decoder, whose section has the keys."""
-    result = with_kv_heads(config, family, dict.fromkeys(family.kv_heads_keys, groups) | _convention(groups))
+    convention = {"multi_query_attention": True, "multi_query_group_num": groups}
+    result = with_kv_heads(config, family, dict.fromkeys(family.kv_heads_keys, groups) | convention)
     legacy = legacy_config_keys(decoder_config(result))
     section = decoder_section(result)
     if section is None:
@@ -80,8 +55,13 @@ def _composite_config(config: JsonObject, family: Family, groups: int) -> JsonOb
     return result | legacy_config_keys(result)
 
 
-def _modeling_keys(config: JsonObject, modeling: Modeling) -> JsonObject:
-    """The config keys that lead transformers to a modelling file and to the source's tokenizer."""
+def modeling_keys(config: JsonObject, modeling: Modeling) -> JsonObject:
+    """The config keys that lead transformers to a modelling file and to the source's tokenizer.
+
+    Args:
+        config: the source's.
+        modeling: the modelling file of the result.
+    """
     names = [name for _, name in modeling.classes]
     stated = [f"GQA{name.removeprefix('GQA')}" for name in config.get("architectures") or ()]
     auto_map = config.get("auto_map", {})

@@ -1,8 +1,7 @@
 """Which file of the result each tensor belongs to."""
 
-from collections.abc import Collection, Iterator, Set
+from collections.abc import Iterator, Set
 
-from gqa_convert.checkpoint.formats import SAFETENSORS_SINGLE
 from gqa_convert.checkpoint.source import Checkpoint
 from gqa_convert.conversion.plan.model import OutputFile, Plan
 
@@ -13,10 +12,8 @@ def keep_files(checkpoint: Checkpoint, dropped: Set[str]) -> Iterator[OutputFile
     """
     is_stored = checkpoint.weights_format == "safetensors" and checkpoint.rewritten_from is None
     for number, shard in enumerate(checkpoint.shards):
-        names: Collection[str] = shard.header.tensors.keys()
-        is_whole = dropped.isdisjoint(names)
-        if not is_whole:
-            names = [name for name in names if name not in dropped]
+        names = [name for name in shard.header.tensors if name not in dropped]
+        is_whole = len(names) == len(shard.header.tensors)
         if names:
             copied = number if is_stored and is_whole else None
             yield OutputFile(safetensors_name(shard.file), names, shard.header.metadata, copied)
@@ -31,16 +28,12 @@ def safetensors_name(file: str) -> str:
 
 def divide_files(plan: Plan, limit: int) -> list[OutputFile]:
     """Files of at most `limit` bytes of tensors; a larger tensor has a file to itself."""
-    runs: list[list[str]] = [[]]
-    filled = 0
-    for name, entry in plan.all_tensors():
-        if runs[-1] and filled + entry.nbytes > limit:
-            runs.append([])
-            filled = 0
-        runs[-1].append(name)
-        filled += entry.nbytes
-    found = []
-    for number, names in enumerate(runs, 1):
-        file = f"model-{number:05d}-of-{len(runs):05d}.safetensors" if len(runs) > 1 else SAFETENSORS_SINGLE
-        found.append(OutputFile(file, names, {}))
-    return found
+    from huggingface_hub import split_state_dict_into_shards_factory
+
+    divided = split_state_dict_into_shards_factory(
+        dict(plan.all_tensors()),
+        get_storage_size=lambda entry: entry.nbytes,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=limit,
+    )
+    return [OutputFile(file, names, {}) for file, names in divided.filename_to_tensors.items()]

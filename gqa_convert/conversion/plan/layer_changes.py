@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from gqa_convert.checkpoint.headers import TensorEntry
-from gqa_convert.conversion.plan.model import RegroupedTensor, TensorChange
+from gqa_convert.conversion.plan.model import TensorChange
 from gqa_convert.errors import GroupsError
 from gqa_convert.families.geometry import AttentionFinder, AttentionLayer
 from gqa_convert.families.layouts import regrouped, separate
@@ -30,45 +30,36 @@ def layer_changes(
     Raises:
         GroupsError: heads would be repeated that have a tensor each.
     """
-    applied = method
+    entries, family, applied = finder.entries, finder.family, method
     if groups >= layer.kv_heads:
         applied = COPY if groups == layer.kv_heads else REPEAT
     for name, sections in finder.sections(layer):
-        before, dtype = finder.entries[name].shape, finder.dtype(name)
-        is_transposed = finder.family.transposed and len(before) == 2
+        before = entries[name].shape
+        is_transposed = family.transposed and len(before) == 2
         rows = sum(section.rows for section in regrouped(sections, groups))
         after = (before[0], rows) if is_transposed else (rows, *before[1:])
-        entry = TensorEntry.planned(dtype, after)
-        tensor = RegroupedTensor(name, entry, (name,), sections, groups, method.pooling, is_transposed)
-        yield TensorChange(name, dtype, before, after, applied.name, (tensor,))
+        entry = TensorEntry.planned(finder.dtype(name), after)
+        yield TensorChange(name, before, entry, applied.name, (name,), sections, groups, is_transposed)
     for names in finder.head_lists(layer):
-        yield _list_change(finder, names, groups, method, applied.name)
-    if limits is None or groups >= layer.kv_heads:
+        # the gains of norms that have a tensor for each K/V head
+        if groups > len(names):
+            raise GroupsError(
+                f"{layer.module}.{family.key_norm_name} has one tensor per K/V head, so that heads can't be repeated here: "
+                f"choose at most {len(names)} groups"
+            )
+        size, shape = len(names) // groups, entries[names[0]].shape
+        entry, sections = TensorEntry.planned(finder.dtype(names[0]), shape), separate("key_norm", size, shape[0])
+        for group in range(groups):
+            sources = tuple(names[group * size : (group + 1) * size])
+            yield TensorChange(names[group], (size, *shape), entry, applied.name, sources, sections, groups=1)
+    if limits is None or applied is not method:
         return
-    query, output = f"{layer.module}.{finder.family.query}", f"{layer.module}.{finder.family.output}"
-    for projection, constraint in ((query, limits.key_constraint), (output, limits.value_constraint)):
-        for name in (f"{projection}.weight", f"{projection}.bias"):
-            if name in finder.entries and (method.trains or not constraint):
-                shape = finder.entries[name].shape
-                yield TensorChange(name, finder.dtype(name), shape, shape, method.name)
-
-
-def _list_change(
-    finder: AttentionFinder, names: Sequence[str], groups: int, method: MergeMethod, applied: str
-) -> TensorChange:
-    """The gains of norms that have a tensor for each K/V head."""
-    shape, dtype, stem = finder.entries[names[0]].shape, finder.dtype(names[0]), names[0].rsplit(".0.", 1)[0]
-    if groups > len(names):
-        raise GroupsError(
-            f"{stem} has one tensor per K/V head, so that heads can't be repeated here: choose at most {len(names)} groups"
-        )
-    size = len(names) // groups
-    sections, entry = separate("key_norm", size, shape[0]), TensorEntry.planned(dtype, shape)
-    tensors = []
-    for group in range(groups):
-        sources = tuple(names[group * size : (group + 1) * size])
-        tensors.append(RegroupedTensor(names[group], entry, sources, sections, 1, method.pooling))
-    return TensorChange(stem, dtype, (len(names), *shape), (groups, *shape), applied, tuple(tensors))
+    for projection, constraint in ((family.query, limits.key_constraint), (family.output, limits.value_constraint)):
+        for kind in ("weight", "bias"):
+            name = f"{layer.module}.{projection}.{kind}"
+            if name in entries and (method.trains or not constraint):
+                shape = entries[name].shape
+                yield TensorChange(name, shape, TensorEntry.planned(finder.dtype(name), shape), method.name)
 
 
 def constraint_notes(limits: Sequence[AbsorptionLimits], method: MergeMethod) -> Iterator[str]:

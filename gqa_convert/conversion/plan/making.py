@@ -7,14 +7,15 @@ from gqa_convert.checkpoint.ownership import some
 from gqa_convert.checkpoint.source import Checkpoint
 from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.conversion.plan.completeness import check_layers
-from gqa_convert.conversion.plan.configs import by_kind_config, converted_config, layerwise_config
+from gqa_convert.conversion.plan.configs import converted_config, modeling_keys
 from gqa_convert.conversion.plan.files import divide_files, keep_files
 from gqa_convert.conversion.plan.layer_changes import constraint_notes, layer_changes
 from gqa_convert.conversion.plan.layer_groups import layer_groups
 from gqa_convert.conversion.plan.model import Plan, TensorChange
 from gqa_convert.errors import OptionError
 from gqa_convert.families.geometry import AttentionFinder
-from gqa_convert.families.layerwise import find_form, why_not_decilm
+from gqa_convert.families.layerwise import find_form, restate, restate_by_kind, why_not_decilm
+from gqa_convert.families.legacy_config_keys import legacy_config_keys
 from gqa_convert.families.table import Family, Modeling, family_of
 from gqa_convert.merging.absorption_limits import find_absorption_limits
 from gqa_convert.merging.methods import COPY, MEAN, choose_method
@@ -66,8 +67,8 @@ def make_plan(
     in_order = sorted(finder.layers, key=lambda layer: layer.number)
     for layer in in_order:
         changes += layer_changes(finder, layer, counts[layer.module], merge_method, limits.get(layer.module))
-    regrouped = {tensor.name: tensor for change in changes if change.method != COPY.name for tensor in change.tensors}
-    dropped = {name for tensor in regrouped.values() for name in tensor.sources} - regrouped.keys()
+    regrouped = {change.name: change for change in changes if change.sources and change.method != COPY.name}
+    dropped = {name for change in regrouped.values() for name in change.sources} - regrouped.keys()
     numbers = tuple(counts[layer.module] for layer in in_order)
     modeling, config, notes = _form(checkpoint, finder, numbers, encoder=encoder)
     if any(counts[layer.module] < layer.kv_heads for layer in finder.layers):
@@ -109,19 +110,19 @@ def _form(
     checkpoint: Checkpoint, finder: AttentionFinder, counts: tuple[int, ...], *, encoder: bool
 ) -> tuple[Modeling | None, JsonObject, list[str]]:
     """The modelling file of the result, if it needs one; its config; and notes."""
-    family = finder.family
+    family, config = finder.family, checkpoint.config
     groups, *others = set(counts)
     if others and family.reads_per_layer_config:
-        return None, by_kind_config(checkpoint.config, counts), []
+        return None, restate_by_kind(config, counts) | legacy_config_keys(config), []
     if others or family.is_layerwise:
         form = find_form(family, finder.config)
         assert not isinstance(form, str), form  # layer_groups has refused it
         reason = why_not_decilm(form, family, finder.config)
         notes = [f"vLLM and llama.cpp don't run the result, which can't become a DeciLM, since {reason}"]
-        return form, layerwise_config(checkpoint.config, form, counts), notes if reason else []
+        return form, restate(form, config, counts) | modeling_keys(config, form), notes if reason else []
     unchanged = all(layer.kv_heads == groups for layer in finder.layers)
     modeling = None if unchanged and not family.is_converted else family.modeling
-    return modeling, converted_config(checkpoint.config, family, modeling, groups, encoder=encoder), []
+    return modeling, converted_config(config, family, modeling, groups, encoder=encoder), []
 
 
 def _warnings(checkpoint: Checkpoint, family: Family, modeling: Modeling | None) -> Iterator[str]:

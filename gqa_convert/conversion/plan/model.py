@@ -3,7 +3,6 @@
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from itertools import chain
-from typing import Final
 
 from gqa_convert.checkpoint.headers import TensorEntry
 from gqa_convert.checkpoint.item_bytes import ITEM_BYTES
@@ -17,35 +16,16 @@ from gqa_convert.families.records import record_of
 from gqa_convert.families.table import Family, Modeling
 from gqa_convert.families.windows import window_of
 from gqa_convert.merging.absorption_limits import AbsorptionLimits
-from gqa_convert.merging.methods import COPY, METHODS, REPEAT, MergeMethod, Pooling
+from gqa_convert.merging.methods import COPY, METHODS, REPEAT, MergeMethod
 
-_ENTRY_BYTES: Final = 120
+_ENTRY_BYTES = 120
 """Of a tensor in a file's header beside its name, at most."""
-_SMALL_FILES_BYTES: Final = 65536
+_SMALL_FILES_BYTES = 65536
 """Of the files that a conversion writes beside the weights and the copied files, at most."""
-_CACHES: Final[Mapping[str, AttentionKind]] = {
+_CACHES: Mapping[str, AttentionKind] = {
     "kv_bytes_per_token": "decoder",
     "cross_kv_bytes_per_encoder_token": "cross",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class RegroupedTensor:
-    """A tensor of the result whose heads come from heads of the source: merged or repeated here, or in its layer's file."""
-
-    name: str
-    entry: TensorEntry
-    """Its type and shape in the result."""
-    sources: tuple[str, ...]
-    """The source's tensors, joined along their first axis; more than one where each head has a tensor of its own."""
-    sections: tuple[Section, ...]
-    """Where heads lie in them."""
-    groups: int
-    """Heads of each section of the output whose heads are merged."""
-    pooling: Pooling | None
-    """How several heads become one; None where heads are repeated, or merged with their whole layer."""
-    transposed: bool = False
-    """Whether heads lie along the second axis (Conv1D)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,63 +34,80 @@ class OutputFile:
 
     Tensors are named here and described by `Plan.tensors`: a description of each of a hundred thousand experts would
     take more memory than the headers.
+
+    Attributes:
+        names: of the tensors, in the order of their bytes.
+        shard: the number of the source's file that has these tensors and no others, in the form in which they are
+            written.
     """
 
     file: str
     names: Collection[str]
-    """Of the tensors, in the order of their bytes."""
     metadata: Mapping[str, str]
     shard: int | None = None
-    """The number of the source's file that has these tensors and no others, in the form in which they are written."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorChange:
-    """A tensor whose K/V heads change in number, or that absorbs maps, with its shape before and after; or a list of
-    tensors with one head each.
+    """A tensor of the result whose K/V heads change in number, or could, or that absorbs maps.
+
+    Attributes:
+        before: the shape in the source; where each head has a tensor of its own, that of the joined ones with heads
+            first.
+        entry: its type and shape in the result.
+        method: the method that merges its heads, or whose maps it absorbs; `repeat`; or `copy`. Heads whose maps
+            nothing can absorb are averaged under any method, and a warning says so.
+        sources: the source's tensors with its K/V heads, joined along their first axis; more than one where each head
+            has a tensor of its own, and none where it only absorbs maps.
+        sections: where heads lie in them.
+        groups: heads of each section of the output whose heads are merged.
+        transposed: whether heads lie along the second axis (Conv1D).
     """
 
     name: str
-    dtype: str
     before: tuple[int, ...]
-    after: tuple[int, ...]
+    entry: TensorEntry
     method: str
-    """The method that merges its heads, or whose maps it absorbs; `repeat`; or `copy`. Heads whose maps nothing can absorb
-    are averaged under any method, and a warning says so."""
-    tensors: tuple[RegroupedTensor, ...] = ()
-    """What the result has in its place, if it holds K/V heads."""
+    sources: tuple[str, ...] = ()
+    sections: tuple[Section, ...] = ()
+    groups: int = 0
+    transposed: bool = False
 
     def as_json(self) -> JsonObject:
         """The change as plain data."""
-        shapes = {"before": list(self.before), "after": list(self.after)}
-        return {"name": self.name} | shapes | {"dtype": self.dtype, "method": self.method}
+        after = self.entry
+        shapes = {"before": list(self.before), "after": list(after.shape)}
+        return {"name": self.name} | shapes | {"dtype": after.dtype, "method": self.method}
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a conversion will do."""
+    """What a conversion will do.
+
+    Attributes:
+        modeling: the modelling file that travels with the result; None where stock classes load it.
+        layer_groups: N of each layer, by its module.
+        limits: what may be absorbed in each layer, by its module; empty for methods that do not merge whole layers.
+        source_kv_heads: where the source's layers differ, of the one with the most.
+        changes: in the order of the layers' numbers.
+        regrouped: by name, the tensors of the result whose heads change in number.
+        config: the result's config.json.
+    """
 
     checkpoint: Checkpoint
     family: Family
     modeling: Modeling | None
-    """The modelling file that travels with the result; None where stock classes load it."""
     layers: tuple[AttentionLayer, ...]
     layer_groups: Mapping[str, int]
-    """N of each layer, by its module."""
     limits: Mapping[str, AbsorptionLimits]
-    """What may be absorbed in each layer, by its module; empty for methods that do not merge whole layers."""
     method: str
     seed: int
     heads: int
     source_kv_heads: int
-    """Where the source's layers differ, of the one with the most."""
     changes: tuple[TensorChange, ...]
-    """In the order of the layers' numbers."""
-    regrouped: Mapping[str, RegroupedTensor]
-    """By name, the tensors of the result whose heads change in number."""
+    regrouped: Mapping[str, TensorChange]
     files: tuple[OutputFile, ...]
     config: JsonObject
-    """The result's config.json."""
     warnings: tuple[str, ...]
 
     def tensors(self, file: OutputFile) -> Iterator[tuple[str, TensorEntry]]:

@@ -5,16 +5,16 @@ their new order.
 """
 
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
-from gqa_convert.families.layouts import Role, Section
+from gqa_convert.families.layouts import Role, Sections
 from gqa_convert.merging.factorisation import Array
 
 DType = np.dtype[Any]
 
-WIDE: Final = {"BF16": "F32", "F16": "F32", "F32": "F64", "F64": "F64"}
+WIDE = {"BF16": "F32", "F16": "F32", "F32": "F64", "F64": "F64"}
 """The type in which a tensor is held that is multiplied by another: products of two numbers are exact in it."""
 
 _BLOCK_ROWS = 256
@@ -25,7 +25,7 @@ def rotary_order(head_dim: int, rotated: int) -> list[int]:
     return [*range(0, rotated, 2), *range(1, rotated, 2), *range(rotated, head_dim)]
 
 
-def head_rows(sections: tuple[Section, ...], roles: tuple[Role, ...], rotated: int) -> Array:
+def head_rows(sections: Sections, roles: tuple[Role, ...], rotated: int) -> Array:
     """The rows of the heads of some roles.
 
     Args:
@@ -54,11 +54,17 @@ def fold_gain(dtype: DType, weight: Array, gain: Array, *, rows: Array | None) -
     return folded
 
 
-def fold_bias(dtype: DType, weight: Array, norm_bias: Array, *bias: Array, rows: Array | None) -> Array:
+def fold_bias(dtype: DType, *tensors: Array, rows: Array | None) -> Array:
     """The bias behind a norm that has lost its bias [d]: weight @ norm_bias, plus the projection's own bias if it has one.
 
     Products are summed pairwise in float64, so that every machine gets the same numbers.
+
+    Args:
+        dtype: of the result.
+        tensors: the projection's bias if it has one, the norm's, and the weight.
+        rows: those that are taken.
     """
+    *bias, norm_bias, weight = tensors
     shift = norm_bias.astype(np.float64)
     total = np.concatenate([(block * shift).sum(axis=1) for block in _wide_blocks(move(dtype, weight, rows=rows))])
     for each in bias:

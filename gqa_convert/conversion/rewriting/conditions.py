@@ -1,8 +1,6 @@
 """Conditions under which a stock type computes what a source does, and config entries, that no table can state."""
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Final
 
 from gqa_convert.checkpoint.strict_json import Config, JsonObject
 
@@ -133,7 +131,7 @@ def _minicpm(config: Config, stock: JsonObject) -> JsonObject:
     }
 
 
-CONDITIONS: Final[Mapping[str, Callable[[Config, JsonObject], JsonObject]]] = {
+CONDITIONS = {
     "phi_from_gpt_neox": _phi_from_neox,
     "starcoder2_from_gpt_neox": _starcoder2_from_neox,
     "phi_from_gptj": _phi_from_gptj,

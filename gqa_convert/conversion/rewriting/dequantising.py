@@ -1,14 +1,11 @@
 """Plans the rewriting of quantised weights in bfloat16; tensors that were never quantised stay as they are."""
 
-from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 
-from gqa_convert.checkpoint.headers import TensorEntry
 from gqa_convert.checkpoint.quantised import described_quantisation, quantisation_method, without_quantisation
 from gqa_convert.checkpoint.source import Checkpoint
 from gqa_convert.conversion.rewriting import arrays
-from gqa_convert.conversion.rewriting.recipes import RewrittenTensor, in_another_form
+from gqa_convert.conversion.rewriting.recipes import OtherForm
 from gqa_convert.errors import UnsupportedFormatError
 
 _SCALES = "_scale_inv"
@@ -23,37 +20,31 @@ def dequantised(checkpoint: Checkpoint) -> Checkpoint:
     Raises:
         UnsupportedFormatError: quantised weights have no scales that belong to the config.
     """
-    method = quantisation_method(checkpoint.config)
-    entries = checkpoint.entries
-    tensors = []
+    method, form = quantisation_method(checkpoint.config), OtherForm(checkpoint)
     for number, name, entry in checkpoint.tensors():
         if name.endswith(_LEFT_OUT):
             continue
-        tensor = RewrittenTensor(name, entry.dtype, entry.shape, number, (name,))
         if entry.dtype in ("F8_E4M3", "F8_E5M2"):
-            compute = partial(arrays.scale_blocks, block=_block_of(checkpoint, name, entries))
-            tensor = replace(tensor, dtype="BF16", sources=(name, f"{name}{_SCALES}"), compute=compute)
+            compute = partial(arrays.scale_blocks, block=_block_of(checkpoint, name))
+            form.add(name, "BF16", entry.shape, number, (name, f"{name}{_SCALES}"), compute)
         elif method == "mxfp4" and name.endswith("_blocks"):
             stem = name.removesuffix("_blocks")
             experts, outputs, blocks, _ = entry.shape
             shape = experts, blocks * 32, outputs
-            tensor = RewrittenTensor(stem, "BF16", shape, number, (name, f"{stem}_scales"), arrays.unpack_fp4)
-        tensors.append(tensor)
-    return in_another_form(
-        checkpoint,
-        without_quantisation(checkpoint.config),
-        tensors,
-        (f"the weights were quantised ({method}) and become bfloat16: what {method} lost stays lost",),
-    )
+            form.add(stem, "BF16", shape, number, (name, f"{stem}_scales"), arrays.unpack_fp4)
+        else:
+            form.add(name, entry.dtype, entry.shape, number, (name,))
+    lost = f"the weights were quantised ({method}) and become bfloat16: what {method} lost stays lost"
+    return form.checkpoint(without_quantisation(checkpoint.config), (lost,))
 
 
-def _block_of(checkpoint: Checkpoint, name: str, entries: Mapping[str, TensorEntry]) -> tuple[int, int] | None:
+def _block_of(checkpoint: Checkpoint, name: str) -> tuple[int, int] | None:
     """The rows and columns of a block of an FP8 tensor; None if it has one scale.
 
     Raises:
         UnsupportedFormatError: its scales do not belong to the config.
     """
-    weight, scales = entries[name], entries.get(f"{name}{_SCALES}")
+    weight, scales = checkpoint.entries[name], checkpoint.entries.get(f"{name}{_SCALES}")
     block = described_quantisation(checkpoint.config).get("weight_block_size")
     if scales is not None and scales.elements == 1:
         return None

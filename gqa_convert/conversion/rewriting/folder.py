@@ -1,21 +1,17 @@
 """Writes a source in another form into a folder, for what reads it with transformers."""
 
-import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
-
 from gqa_convert.checkpoint.atomic_files import write_json
-from gqa_convert.checkpoint.headers import build_header
 from gqa_convert.checkpoint.publication import StagedFolder
 from gqa_convert.checkpoint.source import CONFIG, Checkpoint, open_checkpoint
-from gqa_convert.checkpoint.source_files import SourceFiles, read_bytes
+from gqa_convert.checkpoint.source_files import SourceFiles
 from gqa_convert.conversion.fit.progress import REWRITING, FitProgress, OnProgress
 from gqa_convert.conversion.sidecar_files import copy_files, write_index
-from gqa_convert.errors import NoSpaceError
+from gqa_convert.conversion.writing import check_room, write_file
 
 
 @contextmanager
@@ -51,27 +47,21 @@ def write_rewritten(
         NoSpaceError: the disk cannot hold the result.
         CorruptCheckpointError: a file of the source changed meanwhile.
     """
+    total = sum(entry.nbytes for *_, entry in checkpoint.tensors())
     folder.mkdir(parents=True)
-    done, total = 0, sum(entry.nbytes for *_, entry in checkpoint.tensors())
-    free = shutil.disk_usage(folder).free
-    if total > free:
-        raise NoSpaceError(
-            f"the rewritten source needs {total:,} bytes beside the result, and the disk of {folder.parent.parent} has "
-            f"{free:,} free: make room, or name a folder on another disk"
-        )
+    check_room("the rewritten source, beside the result,", total, folder.parent)
+    done = 0
+
+    def advance(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        on_progress(FitProgress(REWRITING, min(done, total), total))
+
     with ExitStack() as stack:
         sources = SourceFiles(checkpoint, folder, stack)
         for shard in checkpoint.shards:
-            tensors = shard.header.tensors
-            described = [(name, entry.dtype, entry.shape, entry.nbytes) for name, entry in tensors.items()]
-            with (folder / shard.file).open("wb") as file:
-                file.write(build_header(described, {"format": "pt"} | shard.header.metadata))
-                for name, entry in tensors.items():
-                    located = sources.locate(name)
-                    array = read_bytes(*located) if located else sources.read(name).reshape(-1).view(np.uint8)
-                    file.write(array.data)
-                    done += entry.nbytes
-                    on_progress(FitProgress(REWRITING, done, total))
+            header = shard.header
+            write_file(folder / shard.file, [*header.tensors.items()], header.metadata, sources, advance)
         sources.check_unchanged()
     copy_files(checkpoint, folder)
     write_json(folder / CONFIG, checkpoint.config)

@@ -35,35 +35,32 @@ def plan_rewriting(
     if quantisation_method(config) is not None:
         return dequantised(checkpoint)
     model_type = str(config.get("model_type"))
-    if model_type in REMOTE_CODE:
-        try:
-            return as_stock_type(checkpoint, REMOTE_CODE[model_type])
-        except NoStockClassError as problem:
-            raise UnsupportedFamilyError(
-                f"no stock class computes the same as this {model_type}, whose config.json has {problem}"
-            ) from None
-    family = FAMILIES.get(model_type)
-    if family is None or family.is_converted or not (family.becomes or family.modeling) or not isinstance(groups, int):
-        return checkpoint
-    if family.becomes and native is False:
-        raise OptionError(
-            f"--no-native: a {model_type} has no modelling file: leave the option out to get a {family.becomes}"
-        )
-    is_copy = groups == config.get(family.heads_key, config.get("num_attention_heads"))
-    if not family.becomes and (native is False or (native is None and is_copy)):
-        return checkpoint
-    try:
-        return as_stock_type(checkpoint, decoder_form(config, groups), can_stay=not family.becomes)
-    except NoStockClassError as problem:
-        if family.becomes:
-            raise UnsupportedFamilyError(
-                f"this {model_type} can't become a {family.becomes}, which has K/V heads of their own number: {problem}"
-            ) from None
-        if native:
+    form, family = REMOTE_CODE.get(model_type), FAMILIES.get(model_type)
+    can_stay = False
+    if form is None:
+        if (
+            family is None
+            or family.is_converted
+            or not (family.becomes or family.modeling)
+            or not isinstance(groups, int)
+        ):
+            return checkpoint
+        if family.becomes and native is False:
             raise OptionError(
-                f"--native: no stock class computes the same as this {model_type}: {problem}; leave the option out to get a "
-                "modelling file"
-            ) from None
+                f"--no-native: a {model_type} has no modelling file: leave the option out to get a {family.becomes}"
+            )
+        can_stay = not family.becomes
+        is_copy = groups == config.get(family.heads_key, config.get("num_attention_heads"))
+        if can_stay and (native is False or (native is None and is_copy)):
+            return checkpoint
+    try:
+        return as_stock_type(checkpoint, form or decoder_form(config, groups), can_stay=can_stay)
+    except NoStockClassError as problem:
+        reason = f"no stock class computes the same as this {model_type}: {problem}"
+        if not can_stay:
+            raise UnsupportedFamilyError(reason) from None
+        if native:
+            raise OptionError(f"--native: {reason}; leave the option out to get a modelling file") from None
         return checkpoint
 
 

@@ -5,9 +5,10 @@ and the stock config that follows from them.
 import copy
 import json
 import tomllib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
-from typing import Any, Final
+from typing import Any
 
 from gqa_convert.checkpoint.strict_json import Config, JsonObject
 from gqa_convert.conversion.rewriting.conditions import CONDITIONS, NoStockClassError, refused_value
@@ -22,20 +23,23 @@ _JOINED = ("config", "only", "modules")
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """A module of the stock type, and the one of the source that its tensors come from."""
+    """A module of the stock type, and the one of the source that its tensors come from.
+
+    Attributes:
+        own: names that it may have in the source, of which one is there.
+        has_bias: whether the stock class always has a bias: zeros, where the source has none.
+        roles: the heads that it holds, if they are cut out of another projection or reordered; with several roles,
+            those of each head follow one another.
+        norm: the norm whose gain and bias it takes over, or `folded` for that norm itself, which becomes 1 and 0.
+        in_layer: whether it is in every layer, where both names follow the layer's number.
+    """
 
     stock: str
     own: tuple[str, ...]
-    """Names that it may have in the source, of which one is there."""
     has_bias: bool
-    """Whether the stock class always has a bias: zeros, where the source has none."""
     roles: tuple[Role, ...]
-    """The heads that it holds, if they are cut out of another projection or reordered; with several roles, those of each
-    head follow one another."""
     norm: str
-    """The norm whose gain and bias it takes over, or `folded` for that norm itself, which becomes 1 and 0."""
     in_layer: bool
-    """Whether it is in every layer, where both names follow the layer's number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,19 +73,11 @@ def _cells(table: str) -> list[list[str]]:
 def modules_of(form: StockForm) -> list[Module]:
     """The modules in a form's table."""
     found = {}
-    for pattern, own, *words in _cells(form.modules):
-        named: Any = {pattern: ()}
-        norm = ""
-        for word in words:
-            if word.startswith("norm="):
-                norm = word.removeprefix("norm=")
-            elif word != "bias":
-                named = {pattern: tuple(word.split(","))}
-        if "{q,k,v}" in pattern:
-            named = {pattern.replace("{q,k,v}", role[0]): (role,) for role in ("query", "key", "value")}
-        for name, roles in named.items():
-            stock = name.removeprefix(".")
-            found[name] = Module(stock, tuple(own.split("|")), "bias" in words, roles, norm, stock != name)
+    for name, own, *rest in _cells(form.modules):
+        bias, joined, norm = [*rest, "-", "-", "-"][:3]
+        roles: Any = () if joined == "-" else tuple(joined.split(","))
+        stock = name.removeprefix(".")
+        found[name] = Module(stock, tuple(own.split("|")), bias == "bias", roles, norm.strip("-"), stock != name)
     return [*found.values()]
 
 
@@ -100,13 +96,13 @@ def _read_forms() -> tuple[str, list[StockForm]]:
 
 
 _DROPPED, _FORMS = _read_forms()
-REMOTE_CODE: Final = {form.model_type: form for form in _FORMS if form.model_type in REWRITTEN}
+REMOTE_CODE = {form.model_type: form for form in _FORMS if form.model_type in REWRITTEN}
 """By model type, the forms of types that load only by the code in their checkpoints."""
-DECODERS: Final = [form for form in _FORMS if form.model_type not in REWRITTEN]
+DECODERS = [form for form in _FORMS if form.model_type not in REWRITTEN]
 """The forms of the others."""
 
 
-def decoder_form(config: Config, groups: int) -> StockForm:
+def decoder_form(config: Config, groups: int | Sequence[int]) -> StockForm:
     """The form, of `DECODERS`, of a source with `groups` K/V heads.
 
     Raises:

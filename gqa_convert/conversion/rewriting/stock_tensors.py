@@ -3,17 +3,14 @@
 from functools import partial
 from itertools import groupby
 
-from gqa_convert.checkpoint.headers import TensorEntry
 from gqa_convert.checkpoint.source import Checkpoint
 from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.conversion.rewriting import arrays
-from gqa_convert.conversion.rewriting.recipes import Compute, RewrittenTensor, in_another_form
+from gqa_convert.conversion.rewriting.recipes import Compute, OtherForm, Shape
 from gqa_convert.conversion.rewriting.stock_form import FOLDED, Module, StockForm, modules_of, stock_config
 from gqa_convert.errors import ConfigError, UnsupportedFormatError
 from gqa_convert.families import layouts
 from gqa_convert.merging.factorisation import Array
-
-Shape = tuple[int, ...]
 
 _OWN_CODE = ("modeling_", "configuration_")
 """What the names of Python files begin with that the stock checkpoint does not need. A tokenizer's stay."""
@@ -45,10 +42,10 @@ def as_stock_type(checkpoint: Checkpoint, form: StockForm, *, can_stay: bool = F
         UnsupportedFormatError: a tensor has a type that can't be read in numbers.
     """
     config = stock_config(form, checkpoint.config)
-    found = _StockTensors(checkpoint, form, config)
-    found.add_all()
+    stock = _StockTensors(checkpoint, form, config)
+    stock.add_all()
     if form.bias_key:
-        config[form.bias_key] = any("attn." in tensor.name and tensor.name.endswith("bias") for tensor in found.tensors)
+        config[form.bias_key] = any("attn." in name and name.endswith("bias") for name in stock.form.recipes)
     keep = f" (--no-native keeps {form.model_type})" if can_stay else ""
     notes = [f"the source, a {form.model_type}, is rewritten as a {form.stock}, which computes the same{keep}"]
     tokens = checkpoint.config.get(form.same_up_to)
@@ -56,13 +53,11 @@ def as_stock_type(checkpoint: Checkpoint, form: StockForm, *, can_stay: bool = F
         notes.append(
             f"the same up to {tokens:,} tokens; beyond them its custom code scales positions by the length of the text"
         )
-    return in_another_form(
-        checkpoint,
+    return stock.form.checkpoint(
         config,
-        found.tensors,
         tuple(notes),
         carried=tuple(name for name in checkpoint.carried if not name.startswith(_OWN_CODE)),
-        result_dtypes=found.result_dtypes,
+        result_dtypes=stock.result_dtypes,
         tokenizer_defaults=form.tokenizer_defaults,
     )
 
@@ -71,9 +66,9 @@ class _StockTensors:
     """Finds every tensor of the stock class among those of the source. A tensor left over is an error."""
 
     def __init__(self, source: Checkpoint, form: StockForm, config: JsonObject) -> None:
-        self.tensors: list[RewrittenTensor] = []
+        self.form = OtherForm(source)
         self.result_dtypes: dict[str, str] = {}
-        self._form = form
+        self._stock = form
         self._config = config
         self._modules = modules_of(form)
         self._entries = {name: (number, entry) for number, name, entry in source.tensors()}
@@ -83,7 +78,7 @@ class _StockTensors:
 
     def add_all(self) -> None:
         """Add all tensors, in the order of the stock class."""
-        form, modules = self._form, self._modules
+        form, modules = self._stock, self._modules
         if not modules:
             for name, (_, entry) in self._entries.items():
                 self._add(name, entry.shape, (name,))
@@ -98,7 +93,7 @@ class _StockTensors:
             for layer in range(layers if in_layer else 1):
                 for module, rows, shape in alike:
                     self._add_module(module, layer, rows, shape)
-        taken = {name for tensor in self.tensors for name in tensor.sources}
+        taken = {name for recipe in self.form.recipes.values() for name in recipe.sources}
         for name in self._entries:
             if name not in taken and not name.endswith(_UNUSED):
                 raise ConfigError(
@@ -112,7 +107,7 @@ class _StockTensors:
         """
         if not module.roles:
             return None, None
-        form, config = self._form, self._config
+        form, config = self._stock, self._config
         heads = config.get("n_head") or config["num_attention_heads"]
         hidden_size = config.get("n_embd") or config["hidden_size"]
         head_dim = hidden_size // heads
@@ -127,7 +122,7 @@ class _StockTensors:
 
     def _name(self, module: Module, layer: int) -> str:
         """The name of a module in the source."""
-        base = f"{self._form.layers[0]}.{layer}." if module.in_layer else ""
+        base = f"{self._stock.layers[0]}.{layer}." if module.in_layer else ""
         names = [f"{base}{name}".removeprefix(self._missing_prefix) for name in module.own]
         return next((name for name in names if f"{name}.weight" in self._entries), names[0])
 
@@ -141,58 +136,58 @@ class _StockTensors:
             stored: the shape of the source's weight, if it is known.
         """
         own = self._name(module, layer)
-        stock = f"{self._form.layers[1]}.{layer}.{module.stock}" if module.in_layer else module.stock
+        stock = f"{self._stock.layers[1]}.{layer}.{module.stock}" if module.in_layer else module.stock
         weight, bias = f"{own}.weight", f"{own}.bias"
         is_head = module is self._modules[-1]
         is_tied = is_head and weight not in self._entries and self._config.get("tie_word_embeddings")
         if is_tied:
             weight = f"{self._name(self._modules[0], 0)}.weight"
-        shape = self._checked(weight, stored).shape
-        is_transposed = self._form.transposed and module.in_layer and len(shape) == 2
+        shape = self._checked_shape(weight, stored)
+        is_transposed = self._stock.transposed and module.in_layer and len(shape) == 2
         count, *inputs = shape[::-1] if is_transposed else shape
         if module.norm == FOLDED:
-            self._checked(bias, shape)
+            self._checked_shape(bias, shape)
             self._add(f"{stock}.weight", shape, (weight,), partial(arrays.fill, count=count, value=1.0))
             self._add(f"{stock}.bias", shape, (bias,), partial(arrays.fill, count=count, value=0.0))
             return
         taken = count if rows is None else len(rows)
-        weights: tuple[str, ...] = (weight,)
-        biases: tuple[str, ...] = ()
-        if bias in self._entries:
-            self._checked(bias, (count,))
-            biases = (bias,)
-        compute: Compute | None = None
-        compute_bias: Compute | None = None
+        biases = (bias,) if bias in self._entries else ()
+        for name in biases:
+            self._checked_shape(name, (count,))
         if module.norm:
             norm = own.removesuffix(module.own[0]) + module.norm
-            gains = f"{norm}.weight", f"{norm}.bias"
-            for name in gains:
-                self._checked(name, (*inputs,))
-            weights, biases = (weight, gains[0]), (weight, gains[1], *biases)
-            compute, compute_bias = partial(arrays.fold_gain, rows=rows), partial(arrays.fold_bias, rows=rows)
-        elif is_head and self._is_unit_head:
+            gain, shift = f"{norm}.weight", f"{norm}.bias"
+            for name in (gain, shift):
+                self._checked_shape(name, (*inputs,))
+            fold, fold_bias = partial(arrays.fold_gain, rows=rows), partial(arrays.fold_bias, rows=rows)
+            self._add(f"{stock}.weight", (taken, *inputs), (weight, gain), fold, is_product=True)
+            self._add(f"{stock}.bias", (taken,), (*biases, shift, weight), fold_bias, is_product=True)
+            return
+        compute: Compute | None = None
+        compute_bias: Compute | None = None
+        if is_head and self._is_unit_head:
             compute = arrays.unit_rows
         elif rows is not None or is_transposed:
             compute = partial(arrays.move, rows=rows, is_transposed=is_transposed)
             compute_bias = partial(arrays.move, rows=rows)
         if not is_tied:
-            self._add(f"{stock}.weight", (taken, *inputs), weights, compute, is_product=bool(module.norm))
+            self._add(f"{stock}.weight", (taken, *inputs), (weight,), compute)
         if biases:
-            self._add(f"{stock}.bias", (taken,), biases, compute_bias, like=biases[-1], is_product=bool(module.norm))
+            self._add(f"{stock}.bias", (taken,), biases, compute_bias)
         elif module.has_bias:
             self._add(f"{stock}.bias", (taken,), (weight,), partial(arrays.fill, count=taken, value=0.0))
 
-    def _checked(self, name: str, shape: Shape | None = None) -> TensorEntry:
-        """A tensor of the source, which must have this shape if one is given."""
+    def _checked_shape(self, name: str, shape: Shape | None) -> Shape:
+        """The shape of a tensor of the source, which must be this one if one is given."""
         if name not in self._entries:
             raise ConfigError(f"tensor {name} is missing: the checkpoint is incomplete, download or copy it again")
-        entry = self._entries[name][1]
-        if shape is not None and entry.shape != shape:
+        found = self._entries[name][1].shape
+        if shape not in (None, found):
             raise ConfigError(
-                f"tensor {name} has shape {list(entry.shape)}, expected {list(shape)}: the config and the weights do not "
+                f"tensor {name} has shape {list(found)}, expected {list(shape or ())}: the config and the weights do not "
                 "belong together"
             )
-        return entry
+        return found
 
     def _add(
         self,
@@ -200,27 +195,24 @@ class _StockTensors:
         shape: Shape,
         sources: tuple[str, ...],
         compute: Compute | None = None,
-        *,
-        like: str = "",
         is_product: bool = False,
     ) -> None:
-        """Add a tensor in the file and the type of one of its sources, `like`, by default the first.
+        """Add a tensor in the file and the type of the first of its sources.
 
         Args:
             name: in the stock checkpoint.
             shape: there.
             sources: the tensors of the source that it is computed from.
             compute: as in `Recipe`.
-            like: one of them.
             is_product: whether numbers are multiplied, which takes a wider type until the result is written.
         """
-        number, entry = self._entries[like or sources[0]]
+        number, entry = self._entries[sources[0]]
         dtype = entry.dtype
         if compute is not None and dtype not in arrays.WIDE:
             raise UnsupportedFormatError(
-                f"{like or sources[0]} has type {dtype}, which can't be rewritten: save the model in one float type"
+                f"{sources[0]} has type {dtype}, which can't be rewritten: save the model in one float type"
             )
         if is_product:
             dtype = arrays.WIDE[dtype]
             self.result_dtypes[name] = entry.dtype
-        self.tensors.append(RewrittenTensor(name, dtype, shape, number, sources, compute))
+        self.form.add(name, dtype, shape, number, sources, compute)
