@@ -7,29 +7,29 @@ from gqa_convert.conversion.fit.options import CalibrationOptions as Calibration
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversionOptions:
-    """What a conversion does beside the numbers of K/V heads, as the user asked for it."""
+    """What a conversion does beside the numbers of K/V heads, as the user asked for it.
+
+    Attributes:
+        method: `mean`, `first`, `factor` or `fit`; by default `fit` with calibration text. Without it, `factor` on text
+            that every machine has, or `mean` where the source cannot read text.
+        calibration: the text of `fit` and `factor`, and what is done on it.
+        encoder: convert an encoder's self-attention too.
+        native: rewrite a type without a K/V-head count for a stock class that has one (True), add a modelling file
+            (False), or the former where possible (None).
+        revision: branch, tag or commit on the Hub.
+        max_shard_size: bytes of tensors per output file, at most; by default the files are those of the source.
+        overwrite: replace an existing result once the new one is complete.
+        hash_weights: record the SHA-256 of the weight files of source and result, which means reading them whole.
+            Methods that work on whole layers record that of the result in any case.
+        command: the command line, for the provenance record.
+    """
 
     method: str | None = None
-    """`mean`, `first`, `factor` or `fit`; by default `fit` with calibration text. Without it, `factor` on text that every
-    machine has, or `mean` where the source cannot read text.
-    """
     calibration: CalibrationOptions = field(default_factory=CalibrationOptions)
-    """The text of `fit` and `factor`, and what is done on it."""
     encoder: bool = False
-    """Convert an encoder's self-attention too."""
     native: bool | None = None
-    """Rewrite a type without a K/V-head count for a stock class that has one (True), add a modelling file (False), or the
-    former where possible (None).
-    """
     revision: str | None = None
-    """Branch, tag or commit on the Hub."""
     max_shard_size: int | None = None
-    """Bytes of tensors per output file, at most; by default the files are those of the source."""
     overwrite: bool = False
-    """Replace an existing result once the new one is complete."""
     hash_weights: bool = False
-    """Record the SHA-256 of the weight files of source and result, which means reading them whole. Methods that work on
-    whole layers record that of the result in any case.
-    """
     command: list[str] | None = None
-    """The command line, for the provenance record."""

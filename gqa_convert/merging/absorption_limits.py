@@ -17,17 +17,20 @@ _BUFFERS = ("bias", "masked_bias", "causal_mask", "rotary_emb.inv_freq")
 
 @dataclass(frozen=True, slots=True)
 class AbsorptionLimits:
-    """What the projections of a layer can absorb, and why not more."""
+    """What the projections of a layer can absorb, and why not more.
+
+    Attributes:
+        pairs: [2, f]: the rows of a key head that are real and imaginary parts of its rotary pairs, in order of
+            frequency. Only a complex number per pair can be absorbed, and any matrix for the other rows.
+        key_constraint: why the query projection can't absorb maps of the keys; None if it can.
+        value_constraint: why the output projection can't absorb maps of the values; None if it can.
+        order_constraint: why K/V heads, with the query heads that read them, can't be reordered; None if they can.
+    """
 
     pairs: Array
-    """[2, f]: the rows of a key head that are real and imaginary parts of its rotary pairs, in order of frequency. Only
-    a complex number per pair can be absorbed, and any matrix for the other rows."""
     key_constraint: str | None = None
-    """Why the query projection can't absorb maps of the keys; None if it can."""
     value_constraint: str | None = None
-    """Why the output projection can't absorb maps of the values; None if it can."""
     order_constraint: str | None = None
-    """Why K/V heads, with the query heads that read them, can't be reordered; None if they can."""
 
     def divide_rows(self, head_dim: int, first_low: int | None = None) -> tuple[Array, Array]:
         """The rows of a key head of `head_dim` rows that merge as rows without positions, [n], the strongest direction

@@ -20,18 +20,21 @@ Tensors = dict[str, Array]
 
 @dataclass(frozen=True)
 class Heads:
-    """An attention layer as arrays. Queries and outputs are sorted by the K/V head that they read."""
+    """An attention layer as arrays. Queries and outputs are sorted by the K/V head that they read.
+
+    Attributes:
+        queries: [K, r, c, e].
+        keys: [K, c, e]; in cross-attention, e counts the encoder's hidden size.
+        values: [K, w, e], with the e of the keys.
+        outputs: [K, r, D, w]: the output projection's columns that each query head feeds.
+        output_bias: [D], or None where the projection has none.
+    """
 
     queries: Array
-    """[K, r, c, e]."""
     keys: Array
-    """[K, c, e]; in cross-attention, e counts the encoder's hidden size."""
     values: Array
-    """[K, w, e], with the e of the keys."""
     outputs: Array
-    """[K, r, D, w]: the output projection's columns that each query head feeds."""
     output_bias: Array | None
-    """[D], or None where the projection has none."""
 
     @property
     def groups(self) -> int:
@@ -71,19 +74,17 @@ class LayerLayout:
             self.names += names
         self.names += [name for name in self.output_names if name in finder.entries]
 
-    def split_heads(self, tensors: Tensors, groups: int | None = None) -> Heads:
-        """The heads, in float64: keys and values [K, ...] of the source, [N, ...] of a result.
+    def split_heads(self, tensors: Tensors) -> Heads:
+        """The heads of the source, in float64.
 
         Args:
             tensors: those of `names`; gains of norms are not needed.
-            groups: N, where the tensors are those of a result; None where they are the source's.
         """
         kv_heads = self.layer.kv_heads
         rows: dict[str, Array] = {}
         for name, sections in self.projections.items():  # weights before their biases
             array = rows_first(tensors[name], self.transposed).astype(np.float64)
-            parts = layouts.split(array, layouts.regrouped(sections, groups or kv_heads))
-            for section, heads in zip(sections, parts, strict=True):
+            for section, heads in zip(sections, layouts.split(array, sections), strict=True):
                 if heads.ndim == 3:
                     rows[section.role] = np.pad(heads, ((0, 0), (0, 0), (0, 1)))
                 else:
@@ -109,12 +110,7 @@ class LayerLayout:
             "key": regroup_heads(merged.keys, groups),
             "value": regroup_heads(merged.values, groups),
         }
-        result: Tensors = {}
-        for names, head_rows in self._norms:
-            gains = np.concatenate([tensors[name] for name in names if name in tensors])
-            gains_by_head = gains.astype(np.float64).reshape(-1, head_rows, *gains.shape[1:])
-            regrouped = regroup_heads(gains_by_head, groups).astype(gains.dtype).reshape(-1, *gains.shape[1:])
-            result |= zip(names, np.split(regrouped, min(groups, len(names))), strict=False)
+        result = self.merge_gains(tensors, groups)
         for name, sections in self.projections.items():
             before = rows_first(tensors[name], self.transposed)
             without_bias: Any = slice(-1) if before.ndim == 2 else -1
@@ -132,14 +128,15 @@ class LayerLayout:
             result[bias] = merged.output_bias.astype(tensors[bias].dtype)
         return result
 
-    def repeated(self, tensors: Tensors, groups: int) -> Tensors:
-        """The tensors of a result as the source's own module holds them: its K heads, each that of its group.
-
-        Args:
-            tensors: what `merge_heads` returned.
-            groups: N.
-        """
-        return self.merge_heads(self.split_heads(tensors, groups), tensors, self.layer.kv_heads)
+    def merge_gains(self, tensors: Tensors, groups: int) -> Tensors:
+        """The gains of norms that count heads: averaged over each of `groups` groups, or repeated for as many heads."""
+        result: Tensors = {}
+        for names, head_rows in self._norms:
+            gains = np.concatenate([tensors[name] for name in names if name in tensors])
+            gains_by_head = gains.astype(np.float64).reshape(-1, head_rows, *gains.shape[1:])
+            regrouped = regroup_heads(gains_by_head, groups).astype(gains.dtype).reshape(-1, *gains.shape[1:])
+            result |= zip(names, np.split(regrouped, min(groups, len(names))), strict=False)
+        return result
 
 
 def rows_first(weight: Array, transposed: bool) -> Array:

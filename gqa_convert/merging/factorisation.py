@@ -27,18 +27,20 @@ _LEAST = 1e-12
 class Channels:
     """Rows of K/V heads that one map per head may mix, and the rows that read them. Axes in front of h are independent of
     one another.
+
+    Attributes:
+        rows: [..., h, c, d].
+        readers: [..., h, r, c, e].
+        covariance: [d, d], of the rows' inputs.
+        reader_covariance: [e, e], of the readers' inputs.
+        weighted: whether directions of a head count as strongly as they are read.
     """
 
     rows: Array
-    """[..., h, c, d]."""
     readers: Array
-    """[..., h, r, c, e]."""
     covariance: Array | None
-    """[d, d], of the rows' inputs."""
     reader_covariance: Array | None
-    """[e, e], of the readers' inputs."""
     weighted: bool = True
-    """Whether directions of a head count as strongly as they are read."""
 
     def weights(self) -> Array:
         """[..., h, c, c], or [c, c] for all heads: how strongly each direction of a head counts."""

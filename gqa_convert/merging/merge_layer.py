@@ -16,12 +16,14 @@ from gqa_convert.merging.factorisation import Array, Channels, adjoint, factor
 class Moments:
     """E[x x^T] over calibration text, damped, of a layer's inputs together with the constant 1 that stands for a bias. None
     stands for the identity: without text every direction counts alike.
+
+    Attributes:
+        queries: [e, e], of the query projection's inputs.
+        keys: [e, e], of the inputs of the key and value projections, which differ from the queries' in cross-attention.
     """
 
     queries: Array | None = None
-    """[e, e], of the query projection's inputs."""
     keys: Array | None = None
-    """[e, e], of the inputs of the key and value projections, which differ from the queries' in cross-attention."""
 
     def centred_keys(self) -> Array | None:
         """The covariance of the keys' inputs: what all keys have in common has no effect after the softmax."""

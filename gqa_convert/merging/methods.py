@@ -17,22 +17,25 @@ Pooling = Literal["mean", "first"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergeMethod:
-    """One merge method."""
+    """One merge method.
+
+    Attributes:
+        name: as `--method` takes it and as `gqa_conversion.json` records it.
+        card_sentence: what a model card says happened to the heads, without a capital and a full stop.
+        pooling: how it merges the heads of each K/V tensor by itself, while they are copied; None if it does not.
+        merges_layers: whether `merge_layer` merges the heads of whole attention layers before the writer runs: heads
+            are reordered, and query and output projections absorb maps.
+        text: whether it measures on calibration text, in which case the source runs in torch.
+        trains: whether gradient steps follow (`--fit-steps`, `--kl-steps`), which also move heads whose maps nothing
+            can absorb. They need text.
+    """
 
     name: str
-    """As `--method` takes it and as `gqa_conversion.json` records it."""
     card_sentence: str
-    """What a model card says happened to the heads, without a capital and a full stop."""
     pooling: Pooling | None = None
-    """How it merges the heads of each K/V tensor by itself, while they are copied; None if it does not."""
     merges_layers: bool = False
-    """Whether `merge_layer` merges the heads of whole attention layers before the writer runs: heads are reordered, and
-    query and output projections absorb maps."""
     text: Literal["never", "optional", "required"] = "never"
-    """Whether it measures on calibration text, in which case the source runs in torch."""
     trains: bool = False
-    """Whether gradient steps follow (`--fit-steps`, `--kl-steps`), which also move heads whose maps nothing can absorb.
-    They need text."""
 
     @property
     def is_exact(self) -> bool:

@@ -4,7 +4,7 @@
 
 from collections.abc import Callable, Mapping
 from functools import reduce
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from gqa_convert.errors import NonFiniteError
 from gqa_convert.merging.factorisation import Array
 from gqa_convert.merging.methods import Pooling
 
-POOLINGS: Final[Mapping[Pooling, Callable[[Array], Array]]] = {
+POOLINGS: Mapping[Pooling, Callable[[Array], Array]] = {
     "mean": lambda heads: np.asarray(reduce(np.add, heads) / len(heads)),
     "first": lambda heads: np.asarray(heads[0]),
 }

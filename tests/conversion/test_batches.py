@@ -81,6 +81,8 @@ def test_batches_that_no_model_takes(batches: Any, message: str) -> None:
         divide_batches(batches, 10)
     with pytest.raises(OptionError, match="take the place of text"):
         check_calibration("fit", CalibrationOptions("text.txt", batches=batches))
+    with pytest.raises(OptionError, match="--calibration-tokens is 0"):
+        check_calibration("fit", CalibrationOptions("text.txt", tokens=0))
 
 
 def sounds(folder: Path) -> tuple[Path, list[dict[str, torch.Tensor]]]:

@@ -107,13 +107,12 @@ def test_the_default_number_of_tokens(config: dict[str, Any], tokens: int) -> No
         calibration_tokens_for({"model_type": "some"})
 
 
-def test_a_text_is_used_whole_where_it_is_short(tmp_path: Path) -> None:
+def test_a_text_is_used_whole_where_it_is_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration_text, "BATCH_TOKENS", 30)
     model, found = model_of(tmp_path / "model", CAUSAL), documents(19)
     tokens = stream_of(found)
     assert len(tokens) % LENGTH > 1
-    made = calibration_batches(
-        model, written(tmp_path / "a.jsonl", found), 10**6, seed=3, sequence_length=LENGTH, batch_tokens=30
-    )
+    made = calibration_batches(model, written(tmp_path / "a.jsonl", found), 10**6, seed=3, sequence_length=LENGTH)
     rows = sorted(rows_of(made), key=lambda row: attention_kind_of(row, tokens))
     assert [token for row in rows for token in row] == tokens
     assert (made.tokens, made.sequence_length) == (len(tokens), LENGTH)
@@ -125,12 +124,13 @@ def test_a_text_is_used_whole_where_it_is_short(tmp_path: Path) -> None:
     assert f"{len(tokens)} tokens of {tmp_path / 'a.jsonl'}: 10 blocks of up to 12" in made.description
 
 
-def test_blocks_come_from_all_over_the_text(tmp_path: Path) -> None:
+def test_blocks_come_from_all_over_the_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration_text, "BATCH_TOKENS", 64)
     model, found = model_of(tmp_path / "model", CAUSAL), documents(503)
     tokens, path = stream_of(found), written(tmp_path / "a.jsonl", found)
     starts = {}
     for seed in range(4):
-        made = calibration_batches(model, path, 20 * LENGTH - 5, seed=seed, sequence_length=LENGTH, batch_tokens=64)
+        made = calibration_batches(model, path, 20 * LENGTH - 5, seed=seed, sequence_length=LENGTH)
         assert (made.tokens, made.warning) == (20 * LENGTH, None)
         assert [tuple(batch["input_ids"].shape) for batch in made.batches] == [(5, LENGTH)] * 4
         starts[seed] = [attention_kind_of(row, tokens) for row in rows_of(made)]
@@ -138,7 +138,7 @@ def test_blocks_come_from_all_over_the_text(tmp_path: Path) -> None:
         assert all(after - before >= LENGTH for before, after in pairwise(places))
         assert starts[seed] != places
         assert places[3] < len(tokens) / 2 < places[-4]
-        again = calibration_batches(model, path, 20 * LENGTH - 5, seed=seed, sequence_length=LENGTH, batch_tokens=64)
+        again = calibration_batches(model, path, 20 * LENGTH - 5, seed=seed, sequence_length=LENGTH)
         assert again.digest == made.digest
         assert rows_of(again) == rows_of(made)
     assert len({tuple(each) for each in starts.values()}) == 4
@@ -214,12 +214,13 @@ def test_a_hub_dataset_is_streamed_as_far_as_needed(tmp_path: Path, monkeypatch:
     assert len(read) < 1000
 
 
-def test_t5_gets_text_with_spans_taken_out(tmp_path: Path) -> None:
+def test_t5_gets_text_with_spans_taken_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration_text, "BATCH_TOKENS", 100)
     model, found = model_of(tmp_path / "model", T5), documents(300)
     path, tokens = written(tmp_path / "a.jsonl", found), stream_of(found, closed=False)
     sentinels = range(3 + WORDS + 3, 3 + WORDS + 3 + 100)
     for wanted, length in ((400, 40), (10**6, 40), (10**6, None)):
-        made = calibration_batches(model, path, wanted, seed=5, sequence_length=length, batch_tokens=100)
+        made = calibration_batches(model, path, wanted, seed=5, sequence_length=length)
         assert made.sequence_length == (length or 512)
         used = []
         for batch in made.batches:
@@ -239,7 +240,7 @@ def test_t5_gets_text_with_spans_taken_out(tmp_path: Path) -> None:
             assert len(tokens) - 1 <= made.tokens <= len(tokens)
     short = calibration_batches(model, written(tmp_path / "b.jsonl", [[4, 9, 11]]), 10**6, seed=5)
     assert restored(*rows_of(short), *rows_of(short, "labels"), sentinels) == [7, 12, 14]
-    other = calibration_batches(model, path, 10**6, seed=6, batch_tokens=100)
+    other = calibration_batches(model, path, 10**6, seed=6)
     assert other.digest != made.digest
 
 
@@ -274,8 +275,6 @@ def test_short_texts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "options", "error", "says"),
     [
-        (CAUSAL, {"tokens": 0}, OptionError, "--calibration-tokens is 0"),
-        (CAUSAL, {"batch_tokens": 0}, OptionError, "batch_tokens is 0"),
         (CAUSAL, {"sequence_length": 1}, OptionError, "sequence length is 1 tokens"),
         (CAUSAL, {"sequence_length": 0}, OptionError, "sequence length is 0 tokens"),
         (CAUSAL, {"sequence_length": 101}, OptionError, "sequence length is 101 tokens, .* positions for 100"),

@@ -24,7 +24,7 @@ from gqa_convert.conversion.fit.optimizer import RelativeAdam
 from gqa_convert.conversion.fit.statistics import DAMPING, Regression, best_strength, damped_moment
 from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions
 from gqa_convert.conversion.run import convert_checkpoint
-from gqa_convert.errors import NonFiniteError, OptionError
+from gqa_convert.errors import OptionError
 from gqa_convert.families.geometry import AttentionFinder
 from gqa_convert.families.table import FAMILIES
 from gqa_convert.merging.attention_heads import LayerLayout
@@ -97,7 +97,7 @@ def test_an_installed_layer_computes_what_its_repeated_tensors_do(name: str, tmp
             others = {role: -array for role, array in vars(source).items() if array is not None}
             others |= {role: others[role][-groups:] for role in ("keys", "values")}
             merged = layout.merge_heads(replace(source, **others), tensors, groups)
-            for key, array in layout.repeated(merged, groups).items():
+            for key, array in layout.merge_heads(replace(source, **others), merged, layer.kv_heads).items():
                 expected[f"{modules[layer.module]}.{key.removeprefix(f'{layer.module}.')}"] = torch.from_numpy(array)
             module = MergedAttention(layout, merged, groups, case.model.get_submodule(modules[layer.module]))
             joined = module.joined(module.tensors)
@@ -198,7 +198,7 @@ def test_weights_on_the_disk_change_nothing(reduced: bool, tmp_path: Path, monke
     source = folded.build("qwen2").save(tmp_path / "source")
     batches = batches_for(open_model(source))
     fitted(source, tmp_path / "memory")
-    monkeypatch.setattr(model_loading, "open_model", partial(open_model, memory_limit=0))
+    monkeypatch.setattr(model_loading, "free_memory", lambda device: 0)
     fitted(source, tmp_path / "disk", batches=batches)
     assert digests(tmp_path / "memory") == digests(tmp_path / "disk")
     assert set(asked) == {"cpu"}, "weights on the disk are on the device `meta`, which multiplies nothing"
@@ -267,15 +267,6 @@ def test_gates_beside_queries_stay_as_they_are(tmp_path: Path) -> None:
         )
         assert torch.equal(gates, new_gates)
         assert not torch.equal(queries, new_queries)
-
-
-def test_numbers_that_are_none_are_named(tmp_path: Path) -> None:
-    case = folded.build("llama")
-    with torch.no_grad():
-        case.model.model.layers[1].self_attn.o_proj.weight[0, 0] = float("nan")
-    source = case.save(tmp_path / "source")
-    with pytest.raises(NonFiniteError, match=r"layers\.1\.self_attn\.o_proj\.weight"):
-        fitted(source, tmp_path / "out")
 
 
 def test_a_type_without_classes_can_be_factored_only(text: Path, tmp_path: Path) -> None:

@@ -17,51 +17,33 @@ from gqa_convert.errors import DeviceMemoryError, NoSpaceError
 from tests.helpers import folding_cases as folded
 from tests.helpers.fitting import batches_for, fit, plan_of
 
-
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    return folded.build("llama").save(tmp_path / "source")
-
-
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+NO_MEMORY = (DeviceMemoryError, "out of memory.*--calibration-tokens.*same command")
 
 
 @pytest.mark.parametrize(
-    ("module", "name", "problem", "told", "words"),
+    ("module", "name", "problem", "told"),
     [
-        (layer_store, "write_whole", FULL, NoSpaceError, "disk or quota of .* is full.*make room.*same command"),
-        (
-            one_layer,
-            "RelativeAdam",
-            MemoryError(),
-            DeviceMemoryError,
-            "out of memory.*--calibration-tokens.*same command",
-        ),
-        (
-            one_layer,
-            "RelativeAdam",
-            torch.OutOfMemoryError("CUDA"),
-            DeviceMemoryError,
-            "out of memory.*--calibration-t",
-        ),
-        (one_layer, "RelativeAdam", RuntimeError("shapes do not fit"), RuntimeError, "^shapes do not fit$"),
+        (layer_store, "write_whole", FULL, (NoSpaceError, "disk or quota of .* is full.*make room.*same command")),
+        (one_layer, "RelativeAdam", MemoryError(), NO_MEMORY),
+        (one_layer, "RelativeAdam", torch.OutOfMemoryError("CUDA"), NO_MEMORY),
+        (one_layer, "RelativeAdam", RuntimeError("shapes do not fit"), (RuntimeError, "^shapes do not fit$")),
     ],
 )
 def test_full_disks_and_memories_are_told_and_other_errors_stay_what_they_are(
-    source: Path,
     tmp_path: Path,
     module: Any,
     name: str,
     problem: Exception,
-    told: type[Exception],
-    words: str,
+    told: tuple[type[Exception], str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def failing(*_: Any, **__: Any) -> Any:
         raise problem
 
+    source = folded.build("llama").save(tmp_path / "source")
     monkeypatch.setattr(module, name, failing)
     monkeypatch.setattr(LayerStore, "__enter__", lambda store: store.path.mkdir() or store)
-    with LayerStore(tmp_path / "out", {}, keep=True) as store, pytest.raises(told, match=words) as caught:
+    with LayerStore(tmp_path / "out", {}, keep=True) as store, pytest.raises(told[0], match=told[1]) as caught:
         fit(plan_of(source), store, batches_for(open_model(source)), steps=2)
     assert "\n" not in str(caught.value)

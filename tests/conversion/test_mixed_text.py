@@ -21,7 +21,7 @@ from gqa_convert.conversion.plan import make_plan
 from gqa_convert.data import text_generation
 from gqa_convert.data.made_up_records import made_up_records
 from gqa_convert.demo import CHECKPOINT as DEMO
-from gqa_convert.errors import DataError, OptionError
+from gqa_convert.errors import DataError
 from tests.helpers.chat_template import with_chat_template
 from tests.helpers.command_line import run
 
@@ -106,8 +106,6 @@ def test_what_does_not_exist_is_refused_before_text_is_written(monkeypatch: pyte
     monkeypatch.setattr(text_generation, "own_text", lambda *_, **__: pytest.fail("text was written"))
     with pytest.raises(DataError, match=r"absent\.txt does not exist"):
         prepared("absent.txt")
-    with pytest.raises(OptionError, match="--calibration-tokens is 0"):
-        prepared("python-stdlib", tokens=0)
 
 
 def test_a_model_that_does_not_fit_writes_nothing(words: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -146,7 +146,7 @@ def test_errors_and_losses_are_those_of_a_model_with_merged_weights(
             (error,) = [each for each in inspection["errors"] if each["groups"] == groups]
             expected = reconstruction_errors(heads, merged, limits, both)
             assert (error["keys"], error["values"]) == pytest.approx(expected, rel=1e-4)
-            joined = parts.repeated(parts.merge_heads(merged, tensors, groups), groups)
+            joined = parts.merge_heads(merged, tensors, layer.kv_heads)
             state |= {name: torch.from_numpy(array) for name, array in joined.items()}
         other = AutoModelForCausalLM.from_config(model.config).eval()
         other.load_state_dict(state)
@@ -179,7 +179,7 @@ def test_t5_is_inspected_in_self_and_cross_attention(tmp_path: Path) -> None:
         lost, kept = layer["errors"]
         assert min(lost["keys"], lost["values"]) > 0.1
         assert max(kept["keys"], kept["values"]) < 1e-4
-    batches = calibration_batches(tmp_path / "t5", str(text), 2600, seed=5, batch_tokens=2048).batches
+    batches = calibration_batches(tmp_path / "t5", str(text), 2600, seed=5).batches
     assert len(batches[-1]["input_ids"]) == 1
     with torch.inference_mode():
         expected = float(model(**batches[-1]).loss)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 from torch import Tensor
 
@@ -11,7 +11,7 @@ Batch = Mapping[str, Tensor]
 
 _STATES = ("key_value_states", "encoder_hidden_states")
 """Keyword arguments for the states that keys and values are projected from, in cross-attention."""
-_BY_SEQUENCE: Final = frozenset(
+_BY_SEQUENCE = frozenset(
     [
         "input_ids",
         "attention_mask",
@@ -29,7 +29,7 @@ _TOKENS_TOGETHER = 512
 
 def tokens_of(batch: Batch) -> Tensor:
     """[B, L], the tokens at whose positions the model predicts."""
-    return batch["decoder_input_ids"] if "decoder_input_ids" in batch else batch["input_ids"]
+    return batch["decoder_input_ids" if "decoder_input_ids" in batch else "input_ids"]
 
 
 def parts_of(batch: Batch) -> list[Batch]:
@@ -51,16 +51,19 @@ def beginning(batch: Batch, tokens: int) -> Batch:
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """One call of an attention module: B sequences of L positions, d numbers each, none of them padding."""
+    """One call of an attention module: B sequences of L positions, d numbers each, none of them padding.
+
+    Attributes:
+        hidden: [B, L, d], the states that queries are projected from: the first argument.
+        output: [B, L, d], the contribution to the residual stream that the source's weights yield.
+        target: [B, L, d], the contribution that would bring the residual stream to the source's.
+    """
 
     hidden: Tensor
-    """[B, L, d], the states that queries are projected from: the first argument."""
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     output: Tensor
-    """[B, L, d], the contribution to the residual stream that the source's weights yield."""
     target: Tensor
-    """[B, L, d], the contribution that would bring the residual stream to the source's."""
 
     @property
     def states(self) -> Tensor:
@@ -75,13 +78,16 @@ class AttentionCall:
 
 @dataclass(slots=True)
 class CapturedAttention:
-    """An attention module with its calls on every batch, which `run` makes again."""
+    """An attention module with its calls on every batch, which `run` makes again.
+
+    Attributes:
+        name: in the checkpoint.
+        projection: the name of the output projection inside the module.
+    """
 
     name: str
-    """In the checkpoint."""
     module: Any
     projection: str
-    """The name of the output projection inside the module."""
     calls: Sequence[AttentionCall]
 
     def run(self, call: AttentionCall) -> tuple[Tensor, Tensor]:
@@ -95,11 +101,8 @@ class CapturedAttention:
         """
         seen: list[Tensor] = []
         projection = self.module.get_submodule(self.projection)
-        hook = projection.register_forward_hook(lambda _, args, output: seen.extend((output, args[0])))
-        try:
+        with projection.register_forward_hook(lambda _, args, output: seen.extend((output, args[0]))):
             self.module(call.hidden, *call.args, **call.kwargs)
-        finally:
-            hook.remove()
         contribution, entered = seen
         sizes = call.hidden.shape[:-1]
         return contribution.reshape(*sizes, -1), entered.reshape(*sizes, -1)

@@ -173,14 +173,14 @@ def _text(
     plan: Plan, options: CalibrationOptions, tokens: int, held_out: int, fresh: int, progress: Progress
 ) -> "Calibration":
     """Blocks of text, in which the source has written what `self` stands for, with other kinds of text among them."""
-    from gqa_convert.conversion.fit.calibration_text import calibration_batches, check_number
+    from gqa_convert.conversion.fit.calibration_text import calibration_batches, calibration_length_for
     from gqa_convert.conversion.fit.mixed_text import OWN_SHARE, OwnTexts, description, mixed
     from gqa_convert.data.hub import default_cache
     from gqa_convert.data.model_tokenizer import usable_tokenizer
     from gqa_convert.data.sources import as_source, is_self, open_source
     from gqa_convert.data.text_generation import OwnText, has_chat_template, own_text
 
-    folder, config = plan.checkpoint.folder, plan.checkpoint.config
+    folder, config, device = plan.checkpoint.folder, plan.checkpoint.config, chosen_device(options.device)
     assert folder is not None
 
     def written(count: float, *, conversations: bool = False) -> OwnText:
@@ -190,24 +190,25 @@ def _text(
             default_cache(),
             tokens=math.ceil(count * (_SPARE + 1) / _SPARE),
             seed=options.seed,
-            device=chosen_device(options.device),
+            device=device,
             conversations=conversations,
             progress=lambda _, done, total: progress(OWN_TEXT, done, total),
         )
 
-    check_number("--calibration-tokens", tokens)
-    texts = _sources(options)
-    for text in texts:
+    named = _sources(options)
+    for text in named:
         if not is_self(text):
             # what does not exist is refused before anything is written
             open_source(as_source(str(text) if isinstance(text, Path) else text))
-    is_own = [is_self(text) for text in texts]
-    texts = [written(tokens + held_out) if own else text for text, own in zip(texts, is_own, strict=True)]
+    texts: list[Any] = [written(tokens + held_out) if is_self(text) else text for text in named]
     note, added = None, ""
     if options.mix and plan.merge_method.trains and not is_encoder_decoder(config):
         own = OwnTexts()
-        if not any(is_own) and _is_held_by(plan, chosen_device(options.device)):
-            count = OWN_SHARE * (tokens + held_out + _tokens_together(plan, options, fresh))
+        # it is written where the weights, in float32 and a little more, fit into the memory
+        if not any(map(is_self, named)) and 2 * 4 * plan.parameters_before < free_memory(device):
+            length = options.sequence_length or calibration_length_for(config)
+            learned = BATCH_TOKENS * fresh if trains_together(plan, length, device) else 0
+            count = OWN_SHARE * (tokens + held_out + learned)
             chats = has_chat_template(usable_tokenizer(folder))
             with suppress(DataError):  # a model that cannot write is calibrated without its own text
                 own = OwnTexts(written(count / (1 + chats)), written(count / 2, conversations=True) if chats else None)
@@ -221,25 +222,11 @@ def _text(
         tokens,
         seed=options.seed,
         sequence_length=options.sequence_length,
-        batch_tokens=BATCH_TOKENS,
         held_out_tokens=held_out,
         fresh_tokens=BATCH_TOKENS * fresh,
         context=_context(plan),
     )
     return replace(made, description=made.description + added, note=note)
-
-
-def _tokens_together(plan: Plan, options: CalibrationOptions, steps: int) -> int:
-    """The tokens that the last stage learns from; 0 where the device has no memory for it."""
-    from gqa_convert.conversion.fit.calibration_text import calibration_length_for
-
-    length = options.sequence_length or calibration_length_for(plan.checkpoint.config)
-    return BATCH_TOKENS * steps if trains_together(plan, length, chosen_device(options.device)) else 0
-
-
-def _is_held_by(plan: Plan, device: str) -> bool:
-    """Whether a device has memory for the source's weights in float32 and a little more, so that it can write text."""
-    return 2 * 4 * plan.parameters_before < free_memory(device)
 
 
 def _sources(options: CalibrationOptions) -> list[Any]:

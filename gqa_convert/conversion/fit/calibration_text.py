@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,6 +19,7 @@ import numpy.typing as npt
 
 from gqa_convert.checkpoint.strict_json import Config
 from gqa_convert.conversion.fit.mixed_text import MadeUpRecords, SharedText
+from gqa_convert.conversion.fit.options import BATCH_TOKENS
 from gqa_convert.conversion.fit.stretched_blocks import stretched, stretches
 from gqa_convert.data.decoder_start import decoder_start
 from gqa_convert.data.documents import Piece
@@ -25,7 +27,7 @@ from gqa_convert.data.encoders import text_encoder
 from gqa_convert.data.files import Files
 from gqa_convert.data.hub import default_cache
 from gqa_convert.data.model_tokenizer import check_vocabulary, usable_tokenizer
-from gqa_convert.data.order import Integers, mix, permuted
+from gqa_convert.data.order import mix, permuted
 from gqa_convert.data.sources import as_source, open_source
 from gqa_convert.data.span_corruption import SpanCorruption, has_sentinels, shape_for
 from gqa_convert.data.text_generation import OwnText
@@ -124,7 +126,6 @@ def calibration_batches(
     *,
     seed: int,
     sequence_length: int | None = None,
-    batch_tokens: int = 4096,
     held_out_tokens: int = 0,
     fresh_tokens: int = 0,
     context: int | None = None,
@@ -147,72 +148,52 @@ def calibration_batches(
         seed: determines the choice of blocks, their order and the corruption.
         sequence_length: tokens per block (per encoder input for span corruption). The default is the model's context
             length, at most 1024, or 512 for span corruption.
-        batch_tokens: the most tokens in a batch, unless a single block has more.
         held_out_tokens: the number of tokens in held-out blocks, rounded up to whole blocks. It does not change which
             other blocks are drawn.
         fresh_tokens: the number of tokens in fresh blocks, likewise; as far as the text that is tokenised has them.
         context: the position up to which blocks of a causal model are stretched; None for blocks without skips.
 
     Raises:
-        OptionError: a number is out of range.
+        OptionError: the sequence length is out of range.
         DataError: the text or the tokenizer can't be read or does not fit the model, or the text has fewer than 2
             tokens.
     """
-    check_number("--calibration-tokens", tokens)
-    check_number("batch_tokens", batch_tokens)
     config, tokenizer = read_config(model_folder), usable_tokenizer(model_folder)
     blocks = _blocks_of(model_folder, config, tokenizer, sequence_length, context, seed)
     wanted = [-(-count // blocks.raw) for count in (tokens, held_out_tokens, fresh_tokens)]
     label, texts = _read_all(source, tokenizer, wanted, blocks)
-    text = np.concatenate([each.tokens for each in texts])
     parts = _drawn(texts, blocks.raw, wanted, seed)
-    rows = max(1, batch_tokens // blocks.length)
-    made, held_out, fresh = ([blocks.batch(text, *each) for each in _batched(part, rows)] for part in parts)
+    made, held_out, fresh = (_batches(blocks, part) for part in parts)
     largest = max(int(batch[name].max()) for batch in made for name in _TOKENS & batch.keys())
     check_vocabulary(config, largest, model_folder)
 
-    used = sum(block.length for block in parts[0])
+    lengths = [len(block.tokens) for block in parts[0]]
+    used, number = sum(lengths), len(lengths)
     length = max(batch["input_ids"].shape[1] for batch in made)
-    number, is_mixed = len(parts[0]), len({block.length for block in parts[0]}) > 1
-    reaching = f", every second one stretched to {context} positions" if blocks.is_stretched else ""
-    description = (
-        f"{used} tokens of {label}: {number} block{'s' if number != 1 else ''} of {'up to ' if is_mixed else ''}{length} "
-        f"{_WORDS[blocks.kind]}{reaching}, seed {seed}"
-    )
+    count = f"{number} block{'s' if number != 1 else ''} of {'up to ' if len({*lengths}) > 1 else ''}{length}"
+    is_stretched = blocks.kind == "causal" and stretches(blocks.length, context)
+    reaching = f", every second one stretched to {context} positions" if is_stretched else ""
     warning = None
     if used < tokens:
         warning = f"{label} has only {used} of the {tokens} calibration tokens requested: all of them are used; more text may give a better merge"
-    settings = [blocks.kind, blocks.length, context, seed, batch_tokens, tokens]
-    batches_made = _tensors(made)
-    digest = digest_of(settings, batches_made)
     return Calibration(
-        batches=batches_made,
+        batches=made,
         tokens=used,
         sequence_length=length,
-        digest=digest,
-        description=description,
+        digest=digest_of([blocks.kind, blocks.length, context, seed, BATCH_TOKENS, tokens], made),
+        description=f"{used} tokens of {label}: {count} {_WORDS[blocks.kind]}{reaching}, seed {seed}",
         warning=warning,
-        held_out=_tensors(held_out),
-        fresh=_tensors(fresh),
+        held_out=held_out,
+        fresh=fresh,
     )
 
 
-def check_number(name: str, number: int) -> None:
-    """Refuse a number below 1.
-
-    Raises:
-        OptionError: it is.
-    """
-    if number < 1:
-        raise OptionError(f"{name} is {number}, expected a number above 0")
-
-
 class _Block(NamedTuple):
-    """A block's first token, its number of tokens, and whether spans may be copied over its end."""
+    """A block: its place among all tokens, its tokens, and whether spans may be copied over its end."""
 
     start: int
-    length: int
-    can_be_copied_into: bool = True
+    tokens: npt.NDArray[Any]
+    can_be_copied_into: bool
 
 
 class _Text(NamedTuple):
@@ -237,7 +218,7 @@ _WORDS = {"causal": "tokens", "shifted": "tokens for encoder and decoder", "span
 
 @dataclass(frozen=True, slots=True)
 class _Blocks:
-    """The kind and size of a model's blocks; makes batches of them.
+    """The kind and size of a model's blocks.
 
     Attributes:
         kind: causal, shifted (the decoder predicts the encoder's input) or spans (T5's span corruption).
@@ -256,23 +237,6 @@ class _Blocks:
     seed: int
     start: int = 0
     corruption: SpanCorruption | None = None
-
-    @property
-    def is_stretched(self) -> bool:
-        """Whether every second block is stretched."""
-        return self.kind == "causal" and stretches(self.length, self.context)
-
-    def batch(self, text: npt.NDArray[Any], blocks: Sequence[_Block], first: int) -> dict[str, Integers]:
-        """A batch of blocks of one length; `first` is the number of the first one among all of this length."""
-        ids = np.stack([text[block.start : block.start + block.length] for block in blocks]).astype(np.int64)
-        if self.corruption is not None:
-            return self.corruption.batch(ids, [(mix(self.seed), block.start) for block in blocks])
-        if self.kind == "causal":
-            copied = [block.can_be_copied_into for block in blocks]
-            return stretched(ids, first, self.context, self.seed, copied)
-        decoder = np.roll(ids, 1, axis=1)
-        decoder[:, 0] = self.start
-        return {"input_ids": ids, "decoder_input_ids": decoder, "labels": ids.copy()}
 
 
 def _blocks_of(
@@ -297,7 +261,7 @@ def _blocks_of(
 
 
 def _drawn(texts: Sequence[_Text], length: int, counts: Sequence[int], seed: int) -> list[list[_Block]]:
-    """Blocks of texts that stand behind one another, drawn from the texts by their shares: as many as each count says,
+    """Blocks that are drawn from the texts by their shares, as far as a text has blocks left: as many as each count says,
     without overlap. Where there are fewer than the first count, all texts are used up in blocks for it, and the last block
     of a text is shorter.
 
@@ -308,51 +272,55 @@ def _drawn(texts: Sequence[_Text], length: int, counts: Sequence[int], seed: int
         seed: determines their choice and order.
     """
     uses_all = sum(len(text.tokens) // length for text in texts) < counts[0]
-    begin = 0
-    orders = []
+    begin, ranked = 0, []
     for number, text in enumerate(texts):
         key = mix(seed, number) if number else seed
         whole, rest = divmod(len(text.tokens), length)
-        first, places = begin, list(range(whole))
+        first, places = 0, list(range(whole))
         if not text.is_sampled:
-            first += 0 if uses_all else mix(key, 1) % (rest + 1)
+            first = 0 if uses_all else mix(key, 1) % (rest + 1)
             places = [permuted(at, whole, mix(key, 2)) for at in places]
-        order = [_Block(first + length * at, length, text.can_be_copied_into) for at in places]
         if uses_all and rest > 1:
-            order.append(_Block(first + whole * length, rest, text.can_be_copied_into))
-        orders.append(order)
+            places.append(whole)
+        for rank, at in enumerate(places):
+            start = first + length * at
+            block = _Block(begin + start, text.tokens[start : start + length], text.can_be_copied_into)
+            ranked.append(((rank + 0.5) / text.share, block))
         begin += len(text.tokens)
-    blocks = _taken_by_shares(orders, [text.share for text in texts])
+    blocks = [block for _, block in sorted(ranked, key=itemgetter(0))]
     ends = np.cumsum(counts).tolist()
     if uses_all:
         ends[0] = len(blocks)
     return [blocks[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
 
 
-def _taken_by_shares(orders: Sequence[Sequence[_Block]], shares: Sequence[float]) -> list[_Block]:
-    """All blocks, such that the texts have their shares of any first ones, as far as they have blocks left."""
-    taken = [0] * len(orders)
-    blocks = []
-    while left := [number for number, order in enumerate(orders) if taken[number] < len(order)]:
-        number = min(left, key=lambda each: (taken[each] + 0.5) / shares[each])
-        blocks.append(orders[number][taken[number]])
-        taken[number] += 1
-    return blocks
+def _batches(blocks: _Blocks, drawn: Sequence[_Block]) -> "list[dict[str, Tensor]]":
+    """Batches of blocks of one length, those of the longest blocks first."""
+    import torch
 
-
-def _batched(blocks: Sequence[_Block], rows: int) -> Iterator[tuple[list[_Block], int]]:
-    """Blocks of the same length, the longest first and at most `rows` at a time, and the number of the first of them
-    among those of this length.
-    """
-    for length in sorted({block.length for block in blocks}, reverse=True):
-        alike = [block for block in blocks if block.length == length]
+    rows = max(1, BATCH_TOKENS // blocks.length)
+    made = []
+    for length in sorted({len(block.tokens) for block in drawn}, reverse=True):
+        alike = [block for block in drawn if len(block.tokens) == length]
         for first in range(0, len(alike), rows):
-            yield alike[first : first + rows], first
+            part = alike[first : first + rows]
+            ids = np.stack([block.tokens for block in part]).astype(np.int64)
+            if blocks.corruption is not None:
+                batch = blocks.corruption.batch(ids, [(mix(blocks.seed), block.start) for block in part])
+            elif blocks.kind == "causal":
+                copied = [block.can_be_copied_into for block in part]
+                batch = stretched(ids, first, blocks.context, blocks.seed, copied)
+            else:
+                decoder = np.roll(ids, 1, axis=1)
+                decoder[:, 0] = blocks.start
+                batch = {"input_ids": ids, "decoder_input_ids": decoder, "labels": ids.copy()}
+            made.append({name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in batch.items()})
+    return made
 
 
 def _read_all(source: Any, tokenizer: Any, wanted: Sequence[int], blocks: _Blocks) -> tuple[str, list[_Text]]:
-    """The labels of all sources, and the tokens of each. Of what is mixed in, whole blocks are taken, and no more than its
-    share of what the user's texts hold.
+    """The labels of the user's texts, and the tokens of all. Of what is mixed in, which comes last, whole blocks are taken,
+    and no more than its share of what the user's texts hold.
     """
     sources = list(source) if isinstance(source, Sequence) and not isinstance(source, str) else [source]
     if not sources:
@@ -360,29 +328,28 @@ def _read_all(source: Any, tokenizer: Any, wanted: Sequence[int], blocks: _Block
             "the list of calibration texts is empty: name a file, a folder, a pattern or a dataset on the Hub"
         )
     every = [one if isinstance(one, SharedText) else SharedText(one, 1 / len(sources)) for one in sources]
-    named = [text for text in every if not text.mixed_in]
-    labels, texts = [], []
     # the text that blocks are drawn from does not depend on the number of further blocks
     needed, closed = wanted[0] * blocks.raw, blocks.kind != "spans"
-    for text in named:
-        label, tokens = _read(text.source, tokenizer, needed, closed=closed)
-        if len(tokens) < 2:
-            raise DataError(f"{label} holds {len(tokens)} tokens, calibration needs at least 2: name more text")
-        labels.append(label)
-        texts.append(_Text(tokens, text.share))
-    per_share = sum(len(text.tokens) for text in texts) / sum(text.share for text in named)
+    labels: list[str] = []
+    texts: list[_Text] = []
+    most = 0.0  # tokens of a text with the share 1
     for text in every:
-        if not text.mixed_in:
+        share, given, is_mixed_in = text.share, text.source, bool(text.mixed_in)
+        if is_mixed_in and not most:
+            most = sum(len(each.tokens) for each in texts) / sum(each.share for each in texts)
+        if isinstance(given, MadeUpRecords):
+            count = min(int(share * most) // blocks.raw, math.ceil(share * sum(wanted)))
+            tokens = given.blocks(tokenizer, blocks.raw, count)
+            texts.append(_Text(tokens, share, can_be_copied_into=False, is_sampled=True))
             continue
-        most = int(text.share * per_share) // blocks.raw
-        if isinstance(text.source, MadeUpRecords):
-            count = min(most, math.ceil(text.share * sum(wanted)))
-            tokens = text.source.blocks(tokenizer, blocks.raw, count)
-            texts.append(_Text(tokens, text.share, can_be_copied_into=False, is_sampled=True))
+        label, tokens = _read(given, tokenizer, needed, closed=closed)
+        if is_mixed_in:
+            tokens = tokens[: int(share * most) // blocks.raw * blocks.raw]
+        elif len(tokens) < 2:
+            raise DataError(f"{label} holds {len(tokens)} tokens, calibration needs at least 2: name more text")
         else:
-            _, tokens = _read(text.source, tokenizer, needed, closed=closed)
-            is_sampled = isinstance(text.source, OwnText)
-            texts.append(_Text(tokens[: most * blocks.raw], text.share, is_sampled=is_sampled))
+            labels.append(label)
+        texts.append(_Text(tokens, share, is_sampled=is_mixed_in and isinstance(given, OwnText)))
     return " and ".join(labels), texts
 
 
@@ -403,8 +370,7 @@ def _read(source: Any, tokenizer: Any, count: int, *, closed: bool) -> tuple[str
 def _file_tokens(text: Files, encoder: Encoder, count: int) -> npt.NDArray[Any]:
     share = min(1.0, max(_WHOLE, _OVERSAMPLING * _CHARACTERS * count) / max(1, text.total_bytes))
     while True:
-        pieces = text.pieces(encoder.fields)
-        batches = batched(pieces if share == 1 else _thinned(pieces, share))
+        batches = batched(_thinned(text.pieces(encoder.fields), share))
         tokens = np.concatenate([np.empty(0, np.int64), *(ids_of(encoder.encode(batch)) for batch in batches)])
         if share == 1 or len(tokens) >= count:
             return tokens
@@ -412,14 +378,14 @@ def _file_tokens(text: Files, encoder: Encoder, count: int) -> npt.NDArray[Any]:
 
 
 def _thinned(pieces: Iterable[Piece], share: float) -> Iterator[Piece]:
-    """An evenly spread share of the characters; each piece is a separate document, because its neighbours may be
-    missing.
+    """An evenly spread share of the characters; each piece is a separate document, because its neighbours may be missing
+    unless the share is 1.
     """
     seen = kept = 0
     for piece in pieces:
         if kept <= share * seen:
             kept += len(str(piece.text))
-            yield piece._replace(first=True, last=True)
+            yield piece if share == 1 else piece._replace(first=True, last=True)
         seen += len(str(piece.text))
 
 
@@ -433,9 +399,3 @@ def digest_of(settings: Sequence[Any], batches: "Iterable[Mapping[str, Tensor]]"
             digest.update(json.dumps([name, tensor.shape]).encode())
             digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
-
-
-def _tensors(batches: Sequence[Mapping[str, Integers]]) -> "list[dict[str, Tensor]]":
-    import torch
-
-    return [{name: torch.from_numpy(np.ascontiguousarray(ids)) for name, ids in batch.items()} for batch in batches]

@@ -50,9 +50,6 @@ class Student:
         self.model, self.precision = model, precision
         finder = attention_of(plan)
         names = find_modules(model, [layer.module for layer, _ in plan.merged_layers])
-        self._projections = {
-            name: model.get_submodule(f"{found}.{plan.family.output}") for name, found in names.items()
-        }
         self._layers: list[MergedAttention] = []
         self._stored: list[Tensors] = []
         for number, (layer, groups) in enumerate(plan.merged_layers):

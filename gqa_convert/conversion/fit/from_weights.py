@@ -4,9 +4,8 @@ from dataclasses import asdict
 
 from gqa_convert.conversion.fit.layer_store import LayerRecord, LayerStore, layer_key
 from gqa_convert.conversion.fit.progress import MERGING_LAYERS, FitProgress, OnProgress
-from gqa_convert.conversion.fit.source_layers import SourceLayer, open_layers
+from gqa_convert.conversion.fit.source_layers import open_layers
 from gqa_convert.conversion.plan import Plan
-from gqa_convert.merging.attention_heads import Tensors
 from gqa_convert.merging.head_grouping import find_head_order, reorder_heads
 from gqa_convert.merging.merge_layer import Moments, merge_layer
 from gqa_convert.merging.reconstruction_error import reconstruction_errors
@@ -27,18 +26,15 @@ def merge_layers(plan: Plan, store: LayerStore, on_progress: OnProgress) -> None
         for number, (layer, groups) in enumerate(plan.merged_layers):
             record = store.layer(number)
             if record is None:
-                tensors, record = _merge_from_weights(read_layer(layer), groups)
-                store.write(layer_key(number), tensors, asdict(record))
+                source, unmeasured = read_layer(layer), Moments()
+                heads = source.layout.split_heads(source.tensors)
+                order = find_head_order(heads, groups, source.limits, unmeasured)
+                heads = reorder_heads(heads, order)
+                merged = merge_layer(heads, groups, source.limits, unmeasured)
+                keys, values = reconstruction_errors(heads, merged, source.limits, unmeasured)
+                errors = {f"{layer.module}.keys": keys, f"{layer.module}.values": values}
+                record = LayerRecord(layer.module, errors, order.tolist())
+                store.write(
+                    layer_key(number), source.layout.merge_heads(merged, source.tensors, groups), asdict(record)
+                )
             on_progress(FitProgress(MERGING_LAYERS, number + 1, len(plan.merged_layers), layer=record))
-
-
-def _merge_from_weights(layer: SourceLayer, groups: int) -> tuple[Tensors, LayerRecord]:
-    """The tensors of the merged layer, and its record."""
-    heads, unmeasured = layer.layout.split_heads(layer.tensors), Moments()
-    order = find_head_order(heads, groups, layer.limits, unmeasured)
-    heads = reorder_heads(heads, order)
-    merged = merge_layer(heads, groups, layer.limits, unmeasured)
-    keys, values = reconstruction_errors(heads, merged, layer.limits, unmeasured)
-    module = layer.layout.layer.module
-    errors = {f"{module}.keys": keys, f"{module}.values": values}
-    return layer.layout.merge_heads(merged, layer.tensors, groups), LayerRecord(module, errors, order.tolist())

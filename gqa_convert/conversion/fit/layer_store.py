@@ -28,20 +28,22 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class LayerRecord:
-    """A merged layer."""
+    """A merged layer.
+
+    Attributes:
+        module: the attention module, as the checkpoint names it.
+        errors: relative errors in root mean square, by their names in `gqa_conversion.json`: of the attention scores
+            (`keys`) and of what the values contribute (`values`), or on calibration data of the target output
+            (`output`).
+        head_order: the source's K/V heads in the order in which they were merged.
+        error_vs_mean: the share of mean pooling's squared error that remains, against the source's attention of the
+            same inputs; None without calibration data.
+    """
 
     module: str
-    """The attention module, as the checkpoint names it."""
     errors: dict[str, float]
-    """Relative errors in root mean square, by their names in `gqa_conversion.json`: of the attention scores (`keys`) and of
-    what the values contribute (`values`), or on calibration data of the target output (`output`).
-    """
     head_order: list[int]
-    """The source's K/V heads in the order in which they were merged."""
     error_vs_mean: float | None = None
-    """The share of mean pooling's squared error that remains, against the source's attention of the same inputs; None
-    without calibration data.
-    """
 
 
 def layer_key(number: int) -> str:

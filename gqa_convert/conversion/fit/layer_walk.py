@@ -7,6 +7,7 @@ each `Stream` runs one layer at a time on the hidden states that it keeps. A stu
 source's do, except those that come from an encoder, which each stream makes of its own encoder's output.
 """
 
+import re
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from copy import copy
@@ -38,17 +39,20 @@ _SURVEYED = 64
 
 @dataclass(frozen=True, slots=True)
 class WalkedLayer:
-    """A layer of the model."""
+    """A layer of the model.
+
+    Attributes:
+        name: in the loaded model.
+        stack: the list of layers that it is an element of.
+        attention: those of the named attention modules that lie in it, in the order of their calls.
+        others: what it returned behind hidden states when the model was surveyed; None where it returns a tensor.
+    """
 
     name: str
-    """In the loaded model."""
     module: Any
     stack: str
-    """The list of layers that it is an element of."""
     attention: tuple[str, ...]
-    """Those of the named attention modules that lie in it, in the order of their calls."""
     others: tuple[Any, ...] | None
-    """What it returned behind hidden states when the model was surveyed; None where it returns a tensor."""
 
     def returning(self, hidden: Tensor) -> Any:
         """What the layer returns if its hidden states are these."""
@@ -113,9 +117,10 @@ class LayerWalk:
 
         with torch.no_grad(), ExitStack() as context:
             for name in self.modules:
-                hook = self.module(name).register_forward_pre_hook(lambda _, __, name=name: called.append(name))
-                context.callback(hook.remove)
-            for stack, name, module in self._elements():
+                noting = self.module(name).register_forward_pre_hook(lambda _, __, name=name: called.append(name))
+                context.enter_context(noting)
+            for name, stack in self._elements().items():
+                module = self.model.get_submodule(name)
                 wrapped = wrapped_forward(module, partial(surveyed, stack, name, module, module.forward))
                 context.enter_context(wrapped)
             self.model(**beginning(self.batches[0], _SURVEYED), use_cache=False)
@@ -127,16 +132,15 @@ class LayerWalk:
                     "be calibrated; choose --method factor without calibration text"
                 )
 
-    def _elements(self) -> list[tuple[str, str, Any]]:
-        """The outermost module lists that hold attention modules: each list's name, and each element's name and module."""
-        found: dict[str, tuple[str, str, Any]] = {}
-        for stack, modules in self.model.named_modules():
-            holds = any(name.startswith(f"{stack}.") for name in self.modules.values())
-            if isinstance(modules, torch.nn.ModuleList) and holds and not any(stack.startswith(f"{n}.") for n in found):
-                found |= {
-                    f"{stack}.{number}": (stack, f"{stack}.{number}", each) for number, each in enumerate(modules)
-                }
-        return list(found.values())
+    def _elements(self) -> dict[str, str]:
+        """The elements of the outermost module lists that hold attention modules: the list of each."""
+        found: dict[str, str] = {}
+        for name in self.modules.values():
+            parents = [name[: dot.start()] for dot in re.finditer(r"\.", name)]
+            lists = [each for each in parents if isinstance(self.model.get_submodule(each), torch.nn.ModuleList)]
+            for stack in lists[:1]:
+                found |= {f"{stack}.{number}": stack for number in range(len(self.model.get_submodule(stack)))}
+        return found
 
     def streams(self, count: int) -> "list[Stream]":
         """New streams at the first layer."""
@@ -165,16 +169,16 @@ class LayerWalk:
             for layer in layers:
                 wrapped = wrapped_forward(layer.module, partial(recording, layer, layer.module.forward))
                 context.enter_context(wrapped)
-            self._run(number, finished)
+            self.run(number, finished)
         return entering[0], recorded
 
-    def logits(self, number: int, finished: Mapping[str, Tensor]) -> Tensor:
-        """The logits [B, L, vocabulary] of a batch, from the hidden states that leave each stack."""
-        logits: Tensor = self._run(number, finished).logits
-        return logits
+    def run(self, number: int, finished: Mapping[str, Tensor]) -> Any:
+        """Run the model on a batch, where the layers of finished stacks return what leaves their stack.
 
-    def _run(self, number: int, finished: Mapping[str, Tensor]) -> Any:
-        """Run the model on a batch, where the layers of finished stacks return what leaves their stack."""
+        Args:
+            number: of the batch.
+            finished: the hidden states that leave each of these stacks.
+        """
         with self.running() as context:
             for layer in self.layers:
                 if layer.stack in finished:
@@ -218,7 +222,7 @@ class LayerWalk:
                 on_passing(module.get_submodule(self.projection), False, project),
                 on_passing(self.model.get_submodule(place.module), place.enters, arrive),
             ):
-                context.callback(hook.remove)
+                context.enter_context(hook)
             yield seen
 
 
@@ -234,13 +238,8 @@ class Stream:
 
     def __init__(self, walk: LayerWalk, recorded: Sequence[Recorded]) -> None:
         self._walk = walk
-        self._hidden: list[dict[str, Tensor]] = [{} for _ in recorded]
+        self._hidden = [{walk.stacks[0]: hidden} for hidden, _ in recorded]
         """Of each batch by stack: what leaves the finished ones, and where it is in the last."""
-        self._start(walk.stacks[0], recorded)
-
-    def _start(self, stack: str, recorded: Sequence[Recorded]) -> None:
-        for states, (hidden, _) in zip(self._hidden, recorded, strict=True):
-            states[stack] = hidden
         self._arguments = [_with_own_mappings(arguments) for _, arguments in recorded]
 
     def advance(
@@ -294,7 +293,10 @@ class Stream:
     def _enter(self, layer: WalkedLayer) -> None:
         """Go on to the stack of a layer."""
         if layer.stack not in self._hidden[0]:
-            self._start(layer.stack, [self._walk.record(*each) for each in enumerate(self._hidden)])
+            recorded = [self._walk.record(*each) for each in enumerate(self._hidden)]
+            self._arguments = [arguments for _, arguments in recorded]
+            for states, (hidden, _) in zip(self._hidden, recorded, strict=True):
+                states[layer.stack] = hidden
 
     def _run(self, layer: WalkedLayer, number: int, weights: Replacements) -> Any:
         args, kwargs = self._arguments[number][layer.name]
@@ -305,7 +307,8 @@ class Stream:
 
     def logits(self, number: int) -> Tensor:
         """The logits [B, L, vocabulary] of a batch, once all layers are passed."""
-        return self._walk.logits(number, self._hidden[number])
+        logits: Tensor = self._walk.run(number, self._hidden[number]).logits
+        return logits
 
 
 def hidden_first(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor, Arguments]:

@@ -32,20 +32,24 @@ _MOST_PARAMETERS = 200_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs(Result):
-    """What a conversion is estimated to need on this machine."""
+    """What a conversion is estimated to need on this machine.
+
+    Attributes:
+        work: the method, and the number of tokens where it uses text.
+        layers: layers that are merged.
+        memory_bytes: the largest memory; on a GPU, the GPU's.
+        disk_bytes: of the result and of files beside it that are deleted afterwards.
+        rewritten_bytes: of those, what the source takes in another form; 0 where it is converted as it is, or rewritten
+            while it is read.
+        tokens: of calibration text; None without.
+    """
 
     work: str
-    """The method, and the number of tokens where it uses text."""
     layers: int
-    """Layers that are merged."""
     memory_bytes: int
-    """The largest memory; on a GPU, the GPU's."""
     disk_bytes: int
-    """Of the result and of files beside it that are deleted afterwards."""
     rewritten_bytes: int
-    """Of those, what the source takes in another form; 0 where it is converted as it is, or rewritten while it is read."""
     tokens: int | None
-    """Of calibration text; None without."""
     device: str
 
 
@@ -65,13 +69,16 @@ def estimate_needs(plan: Plan, options: CalibrationOptions) -> Needs:
         widths = [(layer.heads + layer.kv_heads) * (layer.key_head_dim + layer.value_head_dim) for layer in plan.layers]
         memory += 6 * 8 * max(widths) * hidden_size_of(plan)  # float64 copies of a layer's rows
     if plan.merge_method.merges_layers and options.has_data:
+        from gqa_convert.conversion.fit.calibration_text import calibration_length_for
+
         if plan.checkpoint.recipes:
             rewritten = sum(entry.nbytes for *_, entry in plan.checkpoint.tensors())
         tokens = wanted_tokens(plan, options)
         work += f" on {tokens:,} tokens"
         if options.device is not None or has_gpu_driver():
             device = chosen_device(options.device)
-        memory = _running_bytes(plan, options, tokens, device)
+        block = min(tokens, options.sequence_length or calibration_length_for(plan.checkpoint.config))
+        memory = _running_bytes(plan, options, tokens, block, device)
     return Needs(
         work=work,
         layers=len(plan.merged_layers),
@@ -83,21 +90,18 @@ def estimate_needs(plan: Plan, options: CalibrationOptions) -> Needs:
     )
 
 
-def _running_bytes(plan: Plan, options: CalibrationOptions, tokens: int, device: str) -> float:
-    """What it takes on a device to run source and student on some tokens, and to fit them."""
-    from gqa_convert.conversion.fit.calibration_text import calibration_length_for
-
-    block = min(tokens, options.sequence_length or calibration_length_for(plan.checkpoint.config))
+def _running_bytes(plan: Plan, options: CalibrationOptions, tokens: int, block: int, device: str) -> float:
+    """What it takes on a device to run source and student on some tokens, in blocks, and to fit them."""
     hidden_size, layer = hidden_size_of(plan), plan.layers[0]
     outputs = layer.heads * layer.value_head_dim
     forward = 4 * min(tokens, max(BATCH_TOKENS, block)) * (12 * outputs + 8 * hidden_size)
     work = forward + 6 * 8 * (hidden_size + outputs) * hidden_size
-    weights, free = 4 * plan.parameters_before, free_memory(device)
+    weights = 4 * plan.parameters_before
     is_possible = options.kl_steps is not None or trains_together(plan, block, device, weights)
     if plan.merge_method.trains and steps_together(options) and is_possible:
         work = max(work, last_stage_bytes(plan, block))
     base = _TORCH_BASE if device == "cpu" else 0
-    in_memory = min(weights + plan.checkpoint.weight_bytes, WEIGHTS_SHARE * free)
+    in_memory = min(weights + plan.checkpoint.weight_bytes, WEIGHTS_SHARE * free_memory(device))
     return base + in_memory + work + _KEPT_BYTES * tokens * hidden_size
 
 

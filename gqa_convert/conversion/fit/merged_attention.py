@@ -1,7 +1,8 @@
 """A merged layer inside the source's own attention module, whose code runs it and passes gradients to it."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,23 @@ from gqa_convert.errors import UnsupportedFamilyError
 from gqa_convert.families import layouts
 from gqa_convert.merging.attention_heads import LayerLayout, Tensors
 from gqa_convert.merging.factorisation import Array
+
+
+@dataclass(frozen=True, slots=True)
+class _Projection:
+    """A weight or a bias of the result.
+
+    Attributes:
+        parts: its names in `MergedAttention.tensors`; several where queries, keys and values are trained apart.
+        axis: of its rows: Conv1D's weights are transposed, biases never.
+        rows: the numbers of the rows that are gathered; None where the module holds what the result does.
+        gates: which rows belong to gates, as a mask that broadcasts: they stay as they are. None without gates.
+    """
+
+    parts: Sequence[str]
+    axis: int = 0
+    rows: Tensor | None = None
+    gates: Tensor | None = None
 
 
 class MergedAttention:
@@ -33,61 +51,48 @@ class MergedAttention:
     """
 
     def __init__(self, layout: LayerLayout, tensors: Tensors, groups: int, module: Any) -> None:
-        self._module, self._prefix, self._transposed = module, f"{layout.layer.module}.", layout.transposed
+        self._module, self._prefix = module, f"{layout.layer.module}."
         self._groups, self._times = groups, layout.layer.kv_heads // groups
         self._device = next(module.parameters()).device
         self.tensors: dict[str, Tensor] = {}
-        self._parts: dict[str, list[str]] = {}
-        """Which of `self.tensors` make a tensor of the result, by its name."""
-        self._gains: dict[str, Tensor] = {}
-        """Of key norms, by name inside the module."""
-        self._rows: dict[str, Tensor] = {}
-        """The numbers of the rows that are gathered."""
-        self._gates: dict[str, Tensor] = {}
-        """Which rows belong to gates, [rows]: they stay as they are."""
-        self._repeated: list[Any] = []
-        """Projections whose output is repeated."""
+        self._projections: dict[str, _Projection] = {}
+        self._repeated: dict[str, Any] = {}
+        """Projections whose output is repeated, by name."""
         for name, sections in layout.projections.items():
-            self._add_projection(name, self._on_device(tensors[name]), sections)
+            self._add_projection(name, self._on_device(tensors[name]), sections, layout.transposed)
         for name in layout.output_names:
             if name in tensors:
                 self.tensors[name] = self._on_device(tensors[name])
-                self._parts[name] = [name]
-        if len(layout.names) > len(self._parts):  # norms that count heads
-            for name, array in layout.repeated(tensors, groups).items():
-                if name not in self._parts:
-                    self._gains[name.removeprefix(self._prefix)] = self._on_device(array)
+                self._projections[name] = _Projection([name])
+        gains = layout.merge_gains(tensors, layout.layer.kv_heads)
+        self._gains = {name.removeprefix(self._prefix): self._on_device(gain) for name, gain in gains.items()}
 
     def _on_device(self, array: Array) -> Tensor:
         return torch.from_numpy(array.astype(np.float32)).to(self._device)
 
-    def _axis(self, tensor: Tensor) -> int:
-        """The axis of a projection's rows: Conv1D's weights are transposed, biases never."""
-        return 1 if self._transposed and tensor.ndim == 2 else 0
-
-    def _add_projection(self, name: str, tensor: Tensor, sections: tuple[layouts.Section, ...]) -> None:
+    def _add_projection(self, name: str, tensor: Tensor, sections: layouts.Sections, transposed: bool) -> None:
         own = layouts.regrouped(sections, self._groups)
-        axis = self._axis(tensor)
+        axis = 1 if transposed and tensor.ndim == 2 else 0
         numbers = layouts.split(np.arange(tensor.shape[axis]), own)
         roles = [section.role for section in own]
-        if "gate" in roles or len(roles) == 1:
-            self._parts[name] = [name]
-            self.tensors[name] = tensor
-        else:
-            self._parts[name] = [f"{role}.{name}" for role in roles]
-            self.tensors |= zip(self._parts[name], tensor.split([section.rows for section in own], axis), strict=True)
+        parts, pieces, gates, rows = [name], [tensor], None, None
         if "gate" in roles:
-            gates = np.isin(np.arange(len(tensor)), numbers[roles.index("gate")])
-            self._gates[name] = torch.from_numpy(gates).to(self._device)
-        projection = self._module.get_submodule(name.removeprefix(self._prefix).rpartition(".")[0])
+            mask = torch.from_numpy(np.isin(np.arange(len(tensor)), numbers[roles.index("gate")]))
+            gates = mask.to(self._device).view(-1, *[1] * (tensor.ndim - 1))
+        elif len(roles) > 1:
+            parts = [f"{role}.{name}" for role in roles]
+            pieces = tensor.split([section.rows for section in own], axis)
+        self.tensors |= zip(parts, pieces, strict=True)
+        module = name.removeprefix(self._prefix).rpartition(".")[0]
+        projection = self._module.get_submodule(module)
         if roles in (["key"], ["value"]) and type(projection) is torch.nn.Linear:
-            if projection not in self._repeated:
-                self._repeated.append(projection)
+            self._repeated[module] = projection
         elif any(section.merged for section in own):
             for number, section in enumerate(own):
                 if section.merged:
                     numbers[number] = numbers[number].repeat(self._times, axis=0)
-            self._rows[name] = torch.from_numpy(layouts.join(numbers, sections)).to(self._device)
+            rows = torch.from_numpy(layouts.join(numbers, sections)).to(self._device)
+        self._projections[name] = _Projection(parts, axis, rows, gates)
 
     @contextmanager
     def installed(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
@@ -98,23 +103,23 @@ class MergedAttention:
         """
         parameters = dict(self._gains)
         for name, tensor in self.joined(tensors).items():
-            if name in self._gates:
-                gates = self._gates[name].view(-1, *[1] * (tensor.ndim - 1))
-                tensor = torch.where(gates, tensor.detach(), tensor)
-            if name in self._rows:
-                tensor = tensor.index_select(self._axis(tensor), self._rows[name])
+            projection = self._projections[name]
+            if projection.gates is not None:
+                tensor = torch.where(projection.gates, tensor.detach(), tensor)
+            if projection.rows is not None:
+                tensor = tensor.index_select(projection.axis, projection.rows)
             parameters[name.removeprefix(self._prefix)] = tensor
         with replaced(self._module, parameters), ExitStack() as stack:
-            for projection in self._repeated:
-                stack.callback(projection.register_forward_hook(self._repeat).remove)
+            for repeated in self._repeated.values():
+                stack.enter_context(repeated.register_forward_hook(self._repeat))
             yield
 
     def joined(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The tensors of the result, of such as are in `self.tensors`."""
         found = {}
-        for name, parts in self._parts.items():
-            first = tensors[parts[0]]
-            found[name] = torch.cat([tensors[part] for part in parts], self._axis(first)) if parts[1:] else first
+        for name, projection in self._projections.items():
+            parts = [tensors[part] for part in projection.parts]
+            found[name] = torch.cat(parts, projection.axis) if parts[1:] else parts[0]
         return found
 
     def _repeat(self, _: Any, __: Any, output: Tensor) -> Tensor:

@@ -29,14 +29,13 @@ Precision = Callable[[], AbstractContextManager[Any]]
 """Returns a context in which torch multiplies matrices in one precision."""
 
 
-def open_model(folder: Path, *, device: str = "cpu", memory_limit: int | None = None) -> Any:
+def open_model(folder: Path, *, device: str = "cpu") -> Any:
     """Load a model with logits in float32, in evaluation mode and without gradients.
 
     Args:
         folder: a local checkpoint.
-        device: the device to run it on.
-        memory_limit: the bytes that its weights may take on the device; None for 70% of the free memory. What does not
-            fit is offloaded by accelerate: it stays in the machine's memory or on the disk until its module runs.
+        device: the device to run it on. Of its free memory the weights take 70% at most. What does not fit is offloaded by
+            accelerate: it stays in the machine's memory or on the disk until its module runs.
 
     Raises:
         CorruptCheckpointError: parameters are missing in the folder.
@@ -45,7 +44,7 @@ def open_model(folder: Path, *, device: str = "cpu", memory_limit: int | None = 
         Exception: any error of transformers.
     """
     place = torch.device(device)
-    limit = int(WEIGHTS_SHARE * free_memory(device)) if memory_limit is None else memory_limit
+    limit = int(WEIGHTS_SHARE * free_memory(device))
     needed = sum(entry.elements for _, _, entry in open_checkpoint(folder).tensors()) * torch.float32.itemsize
     if needed <= limit:
         model, missing = load_model(folder, torch.float32)

@@ -7,7 +7,7 @@ lets the output projection repair as much of what the student's residual stream 
 
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
@@ -51,16 +51,20 @@ def validation_batches(count: int) -> range:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FitOptions:
-    """How layers are fitted."""
+    """How layers are fitted.
+
+    Attributes:
+        method: after its closed form, one that trains repairs the errors of the layers below, by refits and the
+            gradient stage.
+        steps: of the gradient stage.
+        seed: of the order of batches in the gradient stage.
+        precision: of the products with activations.
+    """
 
     method: MergeMethod
-    """After its closed form, one that trains repairs the errors of the layers below, by refits and the gradient stage."""
     steps: int
-    """Of the gradient stage."""
     seed: int
-    """Of the order of batches in the gradient stage."""
     precision: Precision = nullcontext
-    """Of the products with activations."""
 
 
 class OneLayer:
@@ -163,31 +167,27 @@ class OneLayer:
     def _trained(self, weights: Weights) -> Weights:
         """The weights after the gradient stage; those given where it does not bring them nearer on held-out text.
 
-        The stage aims at what the source's attention makes of the student's inputs, and at a share of what the
-        student's residual stream misses already: the share that the layer can predict on held-out text. In deep models
-        it is small, and to fit the rest, which is noise to the layer, would do harm on other text.
+        The stage is Adam on the squared error of attention's output. It aims at what the source's attention makes of the
+        student's inputs, and at a share of what the student's residual stream misses already: the share that the layer can
+        predict on held-out text. In deep models it is small, and to fit the rest, which is noise to the layer, would do
+        harm on other text.
         """
-        if not self._options.steps or self._error(weights) < _EXACT:
-            return weights
-        _, share = best_strength(self._regression(weights, self._fitted), self._regression(weights, self._validation))
-        found = self._after_steps(weights, share)
-        return found if self._error(found, share) < self._error(weights, share) else weights
-
-    def _after_steps(self, weights: Weights, share: float) -> Weights:
-        """Adam on the squared error of attention's output."""
         steps, calls = self._options.steps, self._fitted
+        if not steps or self._error(weights) < _EXACT:
+            return weights
+        *_, share = self._repair(weights)
         optimizer = RelativeAdam([weights], RATE, steps)
         power = sum(float(squared(call.between(share))) for call in calls)
         mean_square = power / sum(call.output.numel() for call in calls)
         for done, number in enumerate(batch_order(len(calls), steps, self._options.seed)):
             self._tell(f"gradient steps {done:,} of {steps:,}")
-            call = calls[number]
-            target = call.between(share)
+            target = calls[number].between(share)
             with torch.enable_grad(), TrainingAttention():
-                output, _ = self._run(call, optimizer.layers[0])
+                output, _ = self._run(calls[number], optimizer.layers[0])
                 torch.autograd.backward(squared(output.float() - target) / (target.numel() * mean_square or 1.0))
             optimizer.step()
-        return optimizer.results()[0]
+        found = optimizer.results()[0]
+        return found if self._error(found, share) < self._error(weights, share) else weights
 
     def _refitted(self, weights: Weights) -> Weights:
         """The weights with a change of the output projection that brings the student's residual stream nearer to the
@@ -196,8 +196,7 @@ class OneLayer:
         self._tell("refit")
         if self._error(weights, 1) < _EXACT:
             return weights
-        fitted = self._regression(weights, self._fitted)
-        strength, _ = best_strength(fitted, self._regression(weights, self._validation))
+        fitted, strength, _ = self._repair(weights)
         if strength is None:
             return weights
         change = fitted.change(strength)
@@ -208,13 +207,17 @@ class OneLayer:
             refitted[bias] = (weights[bias] + change[-1]).float()
         return refitted
 
-    def _regression(self, weights: Weights, calls: Iterable[AttentionCall]) -> Regression:
-        """Of what the student's residual stream misses, on what enters the output projection, in some calls."""
-        found = Regression(biased=self._layout.output_names[1] in weights)
-        for call in calls:
-            output, entered = self._run(call, weights)
-            found.add(entered, call.target - output)
-        return found
+    def _repair(self, weights: Weights) -> tuple[Regression, float | None, float]:
+        """The regression of what the student's residual stream misses on what enters the output projection; the strength
+        that repairs most on held-out text, None where each does harm; and the share that it repairs.
+        """
+        sums = []
+        for calls in (self._fitted, self._validation):
+            sums.append(Regression(biased=self._layout.output_names[1] in weights))
+            for call in calls:
+                output, entered = self._run(call, weights)
+                sums[-1].add(entered, call.target - output)
+        return sums[0], *best_strength(*sums)
 
 
 def squared(tensor: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
 
 _BETAS = (0.9, 0.95)
 _WARM_UP = 10
@@ -26,7 +27,6 @@ class RelativeAdam:
     """
 
     def __init__(self, layers: Sequence[Mapping[str, Tensor]], rate: float, steps: int) -> None:
-        self._steps, self._taken = steps, 0
         self.layers: list[dict[str, Tensor]] = []
         groups = []
         for tensors in layers:
@@ -34,19 +34,19 @@ class RelativeAdam:
             trained = {name: start.detach().clone().requires_grad_() for name, start in tensors.items()}
             for name, tensor in trained.items():
                 weight = name.removesuffix(".bias") + ".weight"
-                size = max(sizes[name], sizes.get(weight, 0.0))
-                groups.append({"params": [tensor], "height": rate * size})
+                groups.append({"params": [tensor], "lr": rate * max(sizes[name], sizes.get(weight, 0.0))})
             self.layers.append(trained)
+
+        def share(taken: int) -> float:
+            return min(1.0, (taken + 1) / _WARM_UP) * (1 - (1 - _END) * taken / steps)
+
         self._adam = torch.optim.Adam(groups, betas=_BETAS, fused=True)
+        self._schedule = LambdaLR(self._adam, share)
 
     def step(self) -> None:
         """One step down the gradients that backward passes have summed since the last step."""
-        decayed = 1 - (1 - _END) * self._taken / self._steps
-        self._taken += 1
-        share = min(1.0, self._taken / _WARM_UP) * decayed
-        for group in self._adam.param_groups:
-            group["lr"] = group["height"] * share
         self._adam.step()
+        self._schedule.step()
         self._adam.zero_grad()
 
     def results(self) -> list[dict[str, Tensor]]:

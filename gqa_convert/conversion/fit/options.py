@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 from gqa_convert.checkpoint.devices import chosen_device
 from gqa_convert.conversion.plan import Plan
@@ -10,9 +10,9 @@ from gqa_convert.errors import OptionError
 from gqa_convert.families.loading import check_language_model, hears
 from gqa_convert.merging.methods import CHOICES, DEFAULT, METHODS, names
 
-STEPS: Final = 100
+STEPS = 100
 """The default of `--fit-steps`."""
-BATCH_TOKENS: Final = 2048
+BATCH_TOKENS = 2048
 """Tokens of a batch of text."""
 _TIMES = 2
 """By default, all layers together take this many times the steps of each layer."""
@@ -20,33 +20,33 @@ _TIMES = 2
 
 @dataclass(frozen=True, slots=True)
 class CalibrationOptions:
-    """The options of calibration, as the user gave them."""
+    """The options of calibration, as the user gave them.
+
+    Attributes:
+        source: the text: a file, a folder, a pattern, the id of a Hub dataset or a recipe's `data` entry, or a list of
+            these; None for no text.
+        tokens: how many tokens the layers are fitted on; by default from the model's hidden_size.
+        sequence_length: tokens of a block of text; by default the model's context up to 1024.
+        seed: of the choice of blocks, and of their order in the gradient stages.
+        steps: of each layer's gradient stage, for `fit`; 0 for closed forms only.
+        kl_steps: of the stage that trains all layers together, for `fit`; by default twice as many as `steps` where the
+            model is small enough.
+        device: to run the source on, such as `cpu` or `cuda:1`; by default a GPU if there is one.
+        mix: for `fit` of a decoder: let other kinds of text be a quarter of the blocks, see `mixed_text`.
+        batches: in place of text, ready batches: tensors by the names under which the model's forward pass takes them.
+            The first ones, with `tokens` tokens, are for the layers; an eighth as many are held out, and the last stage
+            learns from the rest. The same batches must come again where a killed run is to resume.
+    """
 
     source: Any = None
-    """Text: a file, a folder, a pattern, the id of a Hub dataset or a recipe's `data` entry, or a list of these; None for
-    no text.
-    """
     tokens: int | None = None
-    """How many tokens the layers are fitted on; by default from the model's hidden_size."""
     sequence_length: int | None = None
-    """Tokens of a block of text; by default the model's context up to 1024."""
     seed: int = 0
-    """Of the choice of blocks, and of their order in the gradient stages."""
     steps: int | None = None
-    """Of each layer's gradient stage, for `fit`; 0 for closed forms only."""
     kl_steps: int | None = None
-    """Of the stage that trains all layers together, for `fit`; by default twice as many as `steps` where the model is
-    small enough.
-    """
     device: str | None = None
-    """To run the source on, such as `cpu` or `cuda:1`; by default a GPU if there is one."""
     mix: bool = True
-    """For `fit` of a decoder: let other kinds of text be a quarter of the blocks, see `mixed_text`."""
     batches: Iterable[Mapping[str, Any]] | None = None
-    """In place of text, ready batches: tensors by the names under which the model's forward pass takes them. The first
-    ones, with `tokens` tokens, are for the layers; an eighth as many are held out, and the last stage learns from the
-    rest. The same batches must come again where a killed run is to resume.
-    """
 
     @property
     def has_data(self) -> bool:
@@ -112,6 +112,8 @@ def check_calibration(method: str, options: CalibrationOptions) -> None:
             raise OptionError(f"{option} {value} with --method {method}: only {able} takes it, 0 or more")
     if not options.mix and not wanted.trains:
         raise OptionError(f"--no-mix with --method {method}: nothing is mixed into its text, leave the option out")
+    if options.tokens is not None and options.tokens < 1:
+        raise OptionError(f"--calibration-tokens is {options.tokens}, expected a number above 0")
     if options.batches is not None and (options.source, options.sequence_length) != (None, None):
         raise OptionError("ready batches take the place of text and its length: give one or the other")
     if options.device is not None:

@@ -2,35 +2,37 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
 
 from gqa_convert.checkpoint.provenance import Divergence
 from gqa_convert.conversion.fit.layer_store import LayerRecord
 
-MERGING_LAYERS: Final = "merging layers"
-ALL_TOGETHER: Final = "all layers together"
-OWN_TEXT: Final = "generating text"
-LISTENING: Final = "listening"
-REWRITING: Final = "rewriting the source"
+MERGING_LAYERS = "merging layers"
+ALL_TOGETHER = "all layers together"
+OWN_TEXT = "generating text"
+LISTENING = "listening"
+REWRITING = "rewriting the source"
 
 
 @dataclass(frozen=True, slots=True)
 class FitProgress:
-    """Where the work is."""
+    """Where the work is.
+
+    Attributes:
+        label: one of the constants above.
+        done: merged layers, steps of the last stage, tokens, or bytes of a source in another form.
+        detail: what is being done.
+        layer: the layer that has just been merged.
+        kl: of the last stage, once it has ended.
+        note: for the user.
+    """
 
     label: str
-    """One of the constants above."""
     done: int
-    """Merged layers, steps of the last stage, tokens, or bytes of a source in another form."""
     total: int
     detail: str = ""
-    """What is being done."""
     layer: LayerRecord | None = None
-    """The layer that has just been merged."""
     kl: Divergence | None = None
-    """Of the last stage, once it has ended."""
     note: str | None = None
-    """For the user."""
 
 
 OnProgress = Callable[[FitProgress], None]

@@ -7,7 +7,8 @@ and holds more than that, is the stream.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,10 +21,13 @@ _TOLERANCE = 0.02
 
 @dataclass(frozen=True, slots=True)
 class StreamPlace:
-    """A tensor that enters or leaves a module: (what does not depend on attention) + factor * (its contribution)."""
+    """A tensor that enters or leaves a module: (what does not depend on attention) + factor * (its contribution).
+
+    Attributes:
+        module: the module's name in the loaded model.
+    """
 
     module: str
-    """The module's name in the loaded model."""
     enters: bool
     factor: float = 1.0
 
@@ -41,38 +45,37 @@ def find_stream(model: Any, layer: str, projection: str, run: Callable[[], Any])
         The output of the projection itself if there is no such place in the layer, for example because the contribution
         is normed before it is added.
     """
+    own = StreamPlace(projection, enters=False)
     whole = _trace(model, layer, run)
-    silencer = model.get_submodule(projection).register_forward_hook(lambda _, __, output: torch.zeros_like(output))
-    without = _trace(model, layer, run)
-    silencer.remove()
-    start = next(number for number, (*place, _) in enumerate(whole) if place == [projection, False])
-    contribution = whole[start][2]
-    for (module, enters, one), (*place, other) in zip(whole[start + 1 :], without[start + 1 :], strict=False):
-        if place != [module, enters]:
+    with model.get_submodule(projection).register_forward_hook(lambda _, __, output: torch.zeros_like(output)):
+        without = _trace(model, layer, run)
+    start = [place for place, _ in whole].index(own)
+    contribution = whole[start][1]
+    for (place, one), (other_place, other) in zip(whole[start + 1 :], without[start + 1 :], strict=False):
+        if place != other_place:
             break  # experts are chosen otherwise
         if len(one) != len(contribution) or not other.any():
             continue
         difference = one - other
         factor = float(difference @ contribution / (contribution @ contribution))
         if factor and (difference - factor * contribution).norm() < _TOLERANCE * difference.norm():
-            return StreamPlace(module, enters, 1.0 if abs(factor - 1) < _TOLERANCE / 10 else factor)
-    return StreamPlace(projection, enters=False)
+            return replace(place, factor=1.0 if abs(factor - 1) < _TOLERANCE / 10 else factor)
+    return own
 
 
-def _trace(model: Any, layer: str, run: Callable[[], Any]) -> list[tuple[str, bool, Tensor]]:
-    """What enters (True) and leaves (False) the modules of a layer in one run, in this order."""
-    found: list[tuple[str, bool, Tensor]] = []
+def _trace(model: Any, layer: str, run: Callable[[], Any]) -> list[tuple[StreamPlace, Tensor]]:
+    """What enters and leaves the modules of a layer in one run, in this order."""
+    found: list[tuple[StreamPlace, Tensor]] = []
 
-    def note(name: str, enters: bool, value: Any) -> None:
+    def note(place: StreamPlace, value: Any) -> None:
         if isinstance(value, Tensor) and value.is_floating_point():
-            found.append((name, enters, value.detach().flatten().double()))
+            found.append((place, value.detach().flatten().double()))
 
-    hooks = []
-    for name, module in model.get_submodule(layer).named_modules(prefix=layer):
-        hooks += [on_passing(module, enters, partial(note, name, enters)) for enters in (True, False)]
-    run()
-    for hook in hooks:
-        hook.remove()
+    with ExitStack() as hooks:
+        for name, module in model.get_submodule(layer).named_modules(prefix=layer):
+            for enters in (True, False):
+                hooks.enter_context(on_passing(module, enters, partial(note, StreamPlace(name, enters))))
+        run()
     return found
 
 

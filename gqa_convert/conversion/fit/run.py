@@ -28,18 +28,22 @@ _TOGETHER = "together"
 
 @dataclass(frozen=True, slots=True)
 class PreparedLayers:
-    """Layers that were merged before the writer runs, and what the result's record says of them."""
+    """Layers that were merged before the writer runs, and what the result's record says of them.
+
+    Attributes:
+        tensors: by the names of the result's tensors: the file that holds each.
+        errors: by name; None where the writer merges, and measures the errors itself.
+        calibration: what the source was run on.
+        head_order: by module: the source's K/V heads in the order in which they were merged, where it is not the
+            source's.
+        device: on which the work was done.
+    """
 
     tensors: Mapping[str, Path] = field(default_factory=dict)
-    """By the names of the result's tensors: the file that holds each."""
     errors: Mapping[str, float] | None = None
-    """By name; None where the writer merges, and measures the errors itself."""
     calibration: CalibrationRecord | None = None
-    """What the source was run on."""
     head_order: Mapping[str, list[int]] = field(default_factory=dict)
-    """By module: the source's K/V heads in the order in which they were merged, where it is not the source's."""
     device: str = "cpu"
-    """On which the work was done."""
 
 
 def prepare_layers(
@@ -60,11 +64,11 @@ def prepare_layers(
     """
     if not plan.merge_method.merges_layers:
         return PreparedLayers()
-    count = len(plan.merged_layers)
+    origin, count = plan.checkpoint.origin, len(plan.merged_layers)
     fingerprint = {
         "version": __version__,
-        "source": str(plan.checkpoint.origin.folder),
-        "files": [[shard.file, shard.size, shard.modified_ns] for shard in plan.checkpoint.origin.shards],
+        "source": str(origin.folder),
+        "files": [[shard.file, shard.size, shard.modified_ns] for shard in origin.shards],
         "config": plan.checkpoint.config,
         "method": plan.method,
         "groups": plan.stated_groups,
@@ -179,7 +183,7 @@ def _last_stage_steps(plan: Plan, model: Any, calibration: "Calibration", option
     """
     from gqa_convert.conversion.fit.model_loading import is_offloaded, running_device
 
-    steps = steps_together(options)
+    steps, is_asked = steps_together(options), options.kl_steps is not None
     if not plan.merge_method.trains or not steps:
         return 0
     problem = None
@@ -187,11 +191,10 @@ def _last_stage_steps(plan: Plan, model: Any, calibration: "Calibration", option
         problem = "the model in memory, and this one does not fit: leave the option out"
     elif not calibration.held_out:
         problem = "held-out text, and the layers use all of the text: lower --calibration-tokens, or name more text"
-    if options.kl_steps is None:
-        is_possible = problem is None and trains_together(plan, calibration.sequence_length, str(running_device(model)))
-        return steps if is_possible else 0
-    if problem:
+    if problem and is_asked:
         raise OptionError(f"--kl-steps {steps} trains all layers together, which needs {problem}")
+    if problem or not (is_asked or trains_together(plan, calibration.sequence_length, str(running_device(model)))):
+        return 0
     return steps
 
 
