@@ -14,7 +14,6 @@ from transformers import (
     CodeGenConfig,
     DynamicCache,
     EncoderDecoderCache,
-    LlamaConfig,
     PreTrainedModel,
     StaticCache,
 )
@@ -313,31 +312,3 @@ def test_a_name_written_by_hand_with_a_mask_of_ones_own(name: str) -> None:
 
 
 REFUSED_IN_CALLS = {"gemma2": "capped scores", "gpt_oss": "attention sinks"}
-
-
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
-@torch.no_grad()
-def test_a_model_generates_the_tokens_that_sdpa_gives(cache: str) -> None:
-    register()
-    config = LlamaConfig(
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        vocab_size=97,
-        initializer_range=0.3,
-    )
-    tokens = torch.randint(3, 97, (2, 11))
-    mask = torch.ones_like(tokens)
-    mask[1, :4] = 0
-    model = AutoModelForCausalLM.from_config(config).eval()
-    found = {}
-    for implementation in ("sdpa", "gqa"):
-        model.set_attn_implementation(implementation)
-        options = {"past_key_values": StaticCache(config=config, max_cache_len=40)} if cache == "static" else {}
-        found[implementation] = model.generate(
-            tokens, attention_mask=mask, max_new_tokens=12, do_sample=False, pad_token_id=0, **options
-        )
-    assert torch.equal(found["gqa"], found["sdpa"])
