@@ -128,6 +128,8 @@ def bare_loop(arguments: argparse.Namespace) -> None:
     if os.environ.get("RANK", "0") == "0":
         arguments.output.write_text(json.dumps(tokens / statistics.median(times[WARM_UP:])), encoding="utf-8")
     if processes > 1:
+        del model  # with its gradients' buckets: otherwise the group's end may wait for ever
+        torch.distributed.barrier()
         torch.distributed.destroy_process_group()
 
 
