@@ -1,6 +1,7 @@
 """What each method loses on a real model: SmolLM2-135M-Instruct, whose 3 K/V heads are merged into one.
 
     python -m benchmarks.real --folder FOLDER [--methods mean fit] [--seeds 0 1 2]
+    python -m benchmarks.real --folder FOLDER --methods fit-mixed budget --text prose --windows 1024 8192
 
 FOLDER contains the model and the text, which are made once:
 
@@ -36,8 +37,11 @@ METHODS: dict[str, list[str]] = {
     "fit-gradient": ["--no-mix", "--kl-steps", "0", "--calibration"],
     "fit": ["--no-mix", "--calibration"],
     "fit-mixed": ["--calibration"],
+    "budget": ["--kv-budget", "47%", "--calibration"],
 }
-"""The rows of the comparison, by the options of `convert`; those that end in `--calibration` get text."""
+"""The rows of the comparison, by the options of `convert`; those that end in `--calibration` get text, and all but that
+with a budget `GROUPS`.
+"""
 
 
 def score(model: Path, source: Path, options: argparse.Namespace, scores: Cell, records: Records) -> None:
@@ -92,17 +96,19 @@ def retrieval(found: list[dict[str, Any]]) -> dict[str, Cell]:
 
 def measure(method: str, seed: int | None, source: Path, options: argparse.Namespace, records: Records) -> None:
     """Convert by a method, and score the result."""
-    text = None if seed is None else "mixed"
+    text = None if seed is None else options.text
     keys = {"calibration": text, "calibration_tokens": options.calibration_tokens if text else None, "seed": seed}
     cell = records.cell(model="smollm2", groups=GROUPS, method=method, **keys)
-    out = options.folder / "converted" / f"{method}-{seed}"
+    out = options.folder / "converted" / f"{method}-{text}-{seed}"
     given: list[str | Path] = list(METHODS[method])
+    if "--kv-budget" not in given:
+        given = ["--groups", str(GROUPS), *given]
     if text:
-        given += [options.folder / "text" / "mixed-calibration.jsonl", "--seed", str(seed)]
+        given += [options.folder / "text" / f"{text}-calibration.jsonl", "--seed", str(seed)]
         given += ["--calibration-tokens", str(options.calibration_tokens)] if options.calibration_tokens else []
     if "retrieval" in cell and all(str(window) in cell["loss"]["prose"] for window in options.windows):
         return
-    _, took = gqa_convert("convert", source, out, "--groups", str(GROUPS), "--overwrite", *given)
+    _, took = gqa_convert("convert", source, out, "--overwrite", *given)
     cell |= took
     score(out, source, options, cell, records)
     shutil.rmtree(out)
@@ -115,6 +121,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, default=OUTPUT, help="JSON file (%(default)s)")
     parser.add_argument("--methods", nargs="+", choices=tuple(METHODS), default=list(METHODS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="of calibration (default: 0 1 2)")
+    parser.add_argument("--text", choices=("mixed", *KINDS), default="mixed", help="of calibration (%(default)s)")
     parser.add_argument("--tokens", type=int, default=8192, help="held-out, per kind of text and window (%(default)s)")
     parser.add_argument("--windows", nargs="+", type=int, default=[512, 2048], help="lengths (default: 512 2048)")
     parser.add_argument("--lengths", nargs="*", type=int, default=[512, 1024, 2048, 4096], help="of --retrieval")

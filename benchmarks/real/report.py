@@ -22,10 +22,12 @@ Rows = dict[str, list[Cell]]
 
 
 def rows(data: Data) -> Rows:
-    """The cells of all seeds by method, in the order of methods."""
+    """The cells of all seeds by method, in the order of methods; a text that is not the mixed one stands beside it."""
     found: Rows = {method: [] for method in METHODS}
     for cell in data["cells"]:
-        found[cell["method"]].append(cell)
+        is_named = cell.get("calibration") not in (None, "mixed")
+        name = f"{cell['method']}, {cell['calibration']}" if is_named else cell["method"]
+        found.setdefault(name, []).append(cell)
     return {method: cells for method, cells in found.items() if cells}
 
 

@@ -2,7 +2,7 @@
 
 - `prose`: English, from the Debian packages `debian-handbook` and `anarchism`, divided by file;
 - `code`: the standard library's sources, divided by file as for the bundled model;
-- `chat`: conversations that the model writes itself, in its chat template; held-out only;
+- `chat`: conversations that the model writes itself, in its chat template;
 - `mixed`: prose and code in turn; calibration only.
 
     python -m benchmarks.real.text /tmp/smollm2 /tmp/real-text
@@ -26,7 +26,6 @@ from gqa_convert.families.loading import load_model, load_tokenizer
 
 PACKAGES = {"debian-handbook": "usr/share/doc/debian-handbook/html/en-US", "anarchism": "usr/share/doc/anarchism/html"}
 KINDS = ("prose", "code", "chat")
-"""The kinds that have a held-out part."""
 _SKIPPED = re.compile(r"<(script|style|head|nav)\b.*?</\1>", re.DOTALL)
 _BLOCK = re.compile(r"</?(?:p|li|dd|dt|h[1-5]|pre|blockquote|div|tr|title)\b[^>]*>")
 _SHORTEST = 400
@@ -82,10 +81,10 @@ def _pieces(texts: Iterable[str]) -> Iterator[str]:
         yield from (text[first : first + _PIECE] for first in range(0, len(text), _PIECE))
 
 
-def chat(model: Any, tokenizer: Any, rounds: int) -> Iterator[str]:
+def chat(model: Any, tokenizer: Any, rounds: int, seed: int) -> Iterator[str]:
     """Conversations of one question and one answer, both sampled."""
     opening = tokenizer.apply_chat_template([{"role": "user", "content": "\0"}], tokenize=False).partition("\0")[0]
-    torch.manual_seed(1)
+    torch.manual_seed(seed)
     for _ in range(rounds):
         questions = _sampled(model, tokenizer, [opening] * _AT_ONCE, _QUESTION_TOKENS)
         asked = [
@@ -120,12 +119,15 @@ def write(path: Path, texts: Iterator[str]) -> None:
 def make_text(model_folder: Path, out: Path, rounds: int) -> None:
     """Write every kind to `out` as `KIND-calibration.jsonl` or `KIND-held-out.jsonl`."""
     out.mkdir(parents=True, exist_ok=True)
-    write(out / "prose-held-out.jsonl", prose(held_out=True))
-    write(out / "code-held-out.jsonl", code(held_out=True))
+    for part in ("held-out", "calibration"):
+        write(out / f"prose-{part}.jsonl", prose(part == "held-out"))
+        write(out / f"code-{part}.jsonl", code(part == "held-out"))
     write(out / "mixed-calibration.jsonl", mixed())
     model, _ = load_model(model_folder, torch.float32)
+    tokenizer = load_tokenizer(model_folder)
     with torch.inference_mode():
-        write(out / "chat-held-out.jsonl", chat(model, load_tokenizer(model_folder), rounds))
+        write(out / "chat-held-out.jsonl", chat(model, tokenizer, rounds, seed=1))
+        write(out / "chat-calibration.jsonl", chat(model, tokenizer, rounds, seed=2))
 
 
 if __name__ == "__main__":

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.pages import table
-from benchmarks.real.remedies import tokens_of_file
 from gqa_convert.conversion.fit.mixed_text import MadeUpRecords
+from gqa_convert.data.order import Integers
 from gqa_convert.families.loading import load_model, load_tokenizer
 from gqa_convert.measuring.evaluation.retrieval_texts import RetrievalText, make_text
 
@@ -52,6 +52,16 @@ def repeated(merged: Mapping[str, Tensor], source: Mapping[str, Tensor], head_di
             weights = heads.repeat_interleave(len(source[name]) // len(weights), 0).flatten(0, 1)
         found[name] = weights.clone()
     return found
+
+
+def tokens_of_file(file: Path, tokenizer: Any, most: int) -> Integers:
+    """The tokens of the documents in a file of `text`, at most so many."""
+    ids: list[int] = []
+    for line in file.open():
+        ids += [*tokenizer(json.loads(line)["text"], add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+        if len(ids) >= most:
+            break
+    return np.array(ids[:most], np.int64)
 
 
 def of_part(weights: Mapping[str, Tensor], layer: int, part: str) -> Weights:
