@@ -9,53 +9,29 @@ from .options import (
     Device,
     Interpreters,
     Json,
+    Positive,
     Quiet,
     Revision,
-    argument,
+    TokenCount,
+    TokenCounts,
     command_line,
     counts,
-    hidden_option,
-    option,
     refuse,
-    token_count,
-    token_counts,
 )
 
 
 def benchmark(
-    models: Annotated[
-        list[str],
-        argument("MODEL", "Checkpoint folder or Hub id; several with --engine."),
-    ],
+    models: list[str],
     candidates: Candidates = None,
-    engine: Annotated[
-        str | None,
-        option("--engine NAME", "Time the models in this engine, llama.cpp or vllm. Default: transformers."),
-    ] = None,
+    engine: str | None = None,
     python: Interpreters = None,
-    batch: Annotated[Any, option("--batch -b B,B,...", "Sequences decoded at once.", parser=counts)] = "1",
-    context: Annotated[
-        Any,
-        option(
-            "--context T,T,...",
-            "Tokens in the K/V cache, such as 4k. Default: 512, or half the model's positions.",
-            parser=token_counts,
-        ),
-    ] = None,
-    new_tokens: Annotated[
-        int,
-        option("--new-tokens T", "Tokens of a sample, for the time per sample.", parser=token_count),
-    ] = 128,
+    batch: Annotated[Any, {"parser": counts}] = "1",
+    context: TokenCounts = None,
+    new_tokens: TokenCount = 128,
     device: Device = None,
     as_json: Json = False,
-    dtype: Annotated[
-        str | None,
-        hidden_option("--dtype TYPE", "float32, bfloat16 or float16. Default: that of MODEL."),
-    ] = None,
-    repetitions: Annotated[
-        int | None,
-        hidden_option("--repetitions R", "Timed turns of each model. Default: 8; 3 in an engine.", min=1),
-    ] = None,
+    dtype: str | None = None,
+    repetitions: Positive = None,
     revision: Revision = None,
     quiet: Quiet = False,
 ) -> None:
@@ -70,6 +46,15 @@ def benchmark(
 
       gqa-convert benchmark ./Llama-2-7b --candidates 1,8,32 --batch 1,8 --context 4k
       gqa-convert benchmark ./Llama-2-7b ./gqa8 --engine vllm --context 4k --batch 8
+
+    Args:
+        MODEL: Checkpoint folder or Hub id; several with --engine.
+        --engine NAME: Time the models in this engine, llama.cpp or vllm. Default: transformers.
+        --batch -b B,B,...: Sequences decoded at once.
+        --context T,T,...: Tokens in the K/V cache, such as 4k. Default: 512, or half the model's positions.
+        --new-tokens T: Tokens of a sample, for the time per sample.
+        --dtype TYPE (hidden): float32, bfloat16 or float16. Default: that of MODEL.
+        --repetitions R (hidden): Timed turns of each model. Default: 8; 3 in an engine.
     """
     from gqa_convert.cli.console.benchmark import show_benchmark
     from gqa_convert.cli.console.progress import ProgressScreen
@@ -77,33 +62,21 @@ def benchmark(
     from gqa_convert.measuring.latency.run import BenchmarkOptions, benchmark_model
     from gqa_convert.serving.timing import time_engine
 
-    if repetitions is None:
-        repetitions = 3 if engine else 8
-    options = BenchmarkOptions(
-        candidates=candidates,
-        batch=batch,
-        context=context,
-        new_tokens=new_tokens,
-        repetitions=repetitions,
-        dtype=dtype,
-        device=device,
-    )
-    command = command_line()
+    repetitions = repetitions or (3 if engine else 8)
+    options = BenchmarkOptions(candidates, batch, context, new_tokens, repetitions, dtype, device, revision)
     with ProgressScreen(quiet=quiet) as screen:
         if engine is not None:
             refused = {"--candidates": candidates, "--device": device, "--revision": revision}
             refuse(refused, "does not go with --engine, which times whole checkpoints as the engine runs them")
             path = dict(python or ()).get(engine)
-            result = time_engine(engine, models, options, python=path, command=command, progress=screen.show)
+            result = time_engine(engine, models, options, path, command_line(), screen.show)
         else:
             refuse({"--python": python}, "belongs to --engine")
             if len(models) > 1:
                 raise OptionError(
                     f"{len(models)} models: without --engine, one MODEL is timed with several numbers of K/V heads (--candidates)"
                 )
-            result = benchmark_model(
-                models[0], revision=revision, options=options, command=command, progress=screen.show
-            )
+            result = benchmark_model(models[0], options, command_line(), screen.show)
     if as_json:
         print_json(result.as_json())
     elif not quiet:

@@ -1,9 +1,11 @@
 """The commands by name. The file of a command and its function have its name, with `_` for `-`."""
 
 from importlib import import_module
+from inspect import cleandoc
 from typing import Any
 
 from .help import Command, first_sentence, help_text
+from .options import declare
 
 COMMANDS = (
     "inspect",
@@ -23,5 +25,6 @@ def add_commands(app: Any) -> None:
     for name in COMMANDS:
         identifier = name.replace("-", "_")
         function = getattr(import_module(f"gqa_convert.cli.{identifier}"), identifier)
-        text = function.__doc__
+        text, _, entries = cleandoc(function.__doc__).partition("\n\nArgs:\n")
+        declare(function, entries)
         app.command(name, cls=Command, help=help_text(text), short_help=first_sentence(text))(function)

@@ -1,6 +1,5 @@
 """Plain help by typer itself: rich, with which it can draw panels, takes longer to import than all the rest of `--help`."""
 
-import inspect
 import re
 from typing import Any
 
@@ -19,15 +18,14 @@ With calibration text (any text like what the model will read) a model loses lea
 Every command has examples: gqa-convert COMMAND --help"""
 
 
-def help_text(text: str | None) -> str:
-    """Return a docstring for typer, which wraps paragraphs but for those that begin with a backspace: examples."""
-    paragraphs = inspect.cleandoc(text or "").split("\n\n")
-    return "\n\n".join(f"\b\n{part}" if part.startswith(" ") else part for part in paragraphs)
+def help_text(text: str) -> str:
+    """Return a text for typer, which wraps paragraphs but for those that begin with a backspace: examples."""
+    return re.sub(r"(?m)(?<=\n\n)(?= )", "\b\n", text)
 
 
-def first_sentence(text: str | None) -> str:
+def first_sentence(text: str) -> str:
     """What the list of commands says of one."""
-    paragraph = " ".join((text or "").split("\n\n")[0].split())
+    paragraph = " ".join(text.partition("\n\n")[0].split())
     return re.split(r"(?<=\.) ", paragraph)[0]
 
 

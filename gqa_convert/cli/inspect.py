@@ -13,7 +13,6 @@ from .options import (
     Revision,
     Seed,
     Source,
-    option,
 )
 
 if TYPE_CHECKING:
@@ -25,17 +24,10 @@ def inspect(
     calibration: Calibration = None,
     calibration_tokens: CalibrationTokens = None,
     candidates: Candidates = None,
-    max_loss_increase: Annotated[
-        float | None,
-        option(
-            "--max-loss-increase NATS",
-            "Recommend the smallest N that adds at most this loss, in nats per token.",
-            min=0,
-        ),
-    ] = None,
+    max_loss_increase: Annotated[float | None, {"min": 0}] = None,
     kv_budget: Budget = None,
     device: Device = None,
-    encoder: Annotated[bool, option("--encoder", "Also inspect the encoder's self-attention.")] = False,
+    encoder: bool = False,
     revision: Revision = None,
     seed: Seed = 0,
     as_json: Json = False,
@@ -52,6 +44,10 @@ def inspect(
       gqa-convert inspect ./Llama-2-7b --calibration text.txt
       gqa-convert inspect ./Llama-2-7b --calibration text.txt --candidates 4,8,16 --max-loss-increase 0.5
       gqa-convert inspect ./Llama-2-7b --calibration text.txt --kv-budget 50%
+
+    Args:
+        --max-loss-increase NATS: Recommend the smallest N that adds at most this loss, in nats per token.
+        --encoder: Also inspect the encoder's self-attention.
     """
     from gqa_convert.measuring.sensitivity.inspection import inspect_checkpoint
 
@@ -79,10 +75,10 @@ def inspect(
 
 
 def _show(result: "Inspection") -> None:
-    from gqa_convert.measuring.evaluation.table import filled_columns, number
+    from gqa_convert.measuring.evaluation.table import filled, number
 
     from .console.screen import print_note, stdout_console, tokens_text
-    from .console.tables import show_columns
+    from .console.tables import show_table
 
     console = stdout_console()
     about = f"{result.model_type}, {result.kv_heads} K/V heads in {len(result.layers)} attention layers"
@@ -93,22 +89,19 @@ def _show(result: "Inspection") -> None:
         row |= {f"K{error.groups}": f"{error.keys:.2f}" for error in layer.errors}
         row |= {f"V{error.groups}": f"{error.values:.2f}" for error in layer.errors}
         rows.append(row)
-    title = "Relative error of keys (K) and values (V) merged into N heads by the closed form"
-    show_columns(filled_columns(rows), title=title)
+    show_table(rows, "Relative error of keys (K) and values (V) merged into N heads by the closed form")
     if result.loss is None or result.calibration is None:
         console.print("Weights alone predict no loss and recommend no N: name text with --calibration.")
         return
     if result.calibration["warning"]:
         print_note(result.calibration["warning"])
     source = f"{number(result.loss.source, '.4f')}, on {tokens_text(result.loss.tokens)} held-out tokens"
-    rows = [{"N": str(each.groups), "loss added": number(each.increase, "+.4f")} for each in result.loss.by_groups]
     title = f"Loss in nats per token above the source's {source}: closed form, an upper bound of what fit loses"
-    show_columns(filled_columns(rows), title=title)
+    rows = [{"N": str(each.groups), "loss added": number(each.increase, "+.4f")} for each in result.loss.by_groups]
+    show_table(filled(rows), title)
     advice = result.recommendation
     if advice is not None:
-        mark = "recommended"
-        if advice.groups is None:
-            mark = "no N fits"
+        mark = "no N fits" if advice.groups is None else "recommended"
         console.print(f"{mark}  {advice.reason}")
         if advice.command:
             console.print(f"next  {advice.command}")

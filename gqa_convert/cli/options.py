@@ -1,10 +1,10 @@
 """Options that several commands share, and the parsers of their values."""
 
+import re
 import sys
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
@@ -12,6 +12,8 @@ from gqa_convert.errors import OptionError
 
 if TYPE_CHECKING:
     from gqa_convert.measuring.sensitivity.kv_budget import KVBudget
+
+_ENTRY = re.compile(r"^    (\S.*?)( \(hidden\))?: (.*(?:\n {8}.*)*)", re.MULTILINE)
 
 
 def token_count(text: str) -> int:
@@ -87,21 +89,31 @@ def interpreter(pair: str) -> tuple[str, str]:
 
 
 def option(shown: str, text: str, **more: Any) -> Any:
-    """Declare an option as `--help` shows it: its names, and what stands for its value if it takes one."""
-    names = shown.split()
-    metavar = None
+    """Declare an option or an argument as `--help` shows it: its names, and what stands for its value if it takes one."""
+    names, metavar = shown.split(), None
     if not names[-1].startswith("-"):
         metavar = names.pop()
+    if not names:
+        return typer.Argument(metavar=metavar, help=text)
     return typer.Option(*names, metavar=metavar, help=text, **more)
 
 
-hidden_option = partial(option, hidden=True)
-"""Declares an option that `--help` leaves out and `--help-all` shows."""
+def declare(function: Any, entries: str) -> None:
+    """Declare the options and arguments of a command that the docstring describes, in the order of its parameters. Those
+    that several commands share are declared in this file.
 
-
-def argument(metavar: str, text: str) -> Any:
-    """Declare an argument as `--help` shows it."""
-    return typer.Argument(metavar=metavar, help=text)
+    Args:
+        function: of the command. The type of a parameter may be annotated with more keywords for typer.
+        entries: a line for each, such as `--tokens T: Most tokens.`; `--help-all` alone shows those that are `(hidden)`.
+    """
+    hints = function.__annotations__
+    kinds = {}
+    for name, hint in hints.items():
+        kind, more = get_args(hint) if hasattr(hint, "__metadata__") else (hint, {})
+        if isinstance(more, dict) and name != "return":
+            kinds[name] = kind, more
+    for (name, (kind, more)), (shown, hidden, text) in zip(kinds.items(), _ENTRY.findall(entries), strict=True):
+        hints[name] = Annotated[kind, option(shown, " ".join(text.split()), hidden=bool(hidden), **more)]
 
 
 def refuse(options: Mapping[str, Any], reason: str) -> None:
@@ -124,8 +136,11 @@ def command_line() -> list[str]:
     return ["gqa-convert", *sys.argv[1:]]
 
 
-Source = Annotated[str, argument("SOURCE", "Checkpoint folder or Hub id.")]
-Converted = Annotated[Path, argument("OUT", "Folder of the converted checkpoint.")]
+TokenCount = Annotated[Any, {"parser": token_count}]
+TokenCounts = Annotated[Any, {"parser": token_counts}]
+Positive = Annotated[int | None, {"min": 1}]
+Source = Annotated[str, option("SOURCE", "Checkpoint folder or Hub id.")]
+Converted = Annotated[Path, option("OUT", "Folder of the converted checkpoint.")]
 Budget = Annotated[
     Any,
     option(
@@ -150,7 +165,7 @@ Calibration = Annotated[
     ),
 ]
 CalibrationTokens = Annotated[
-    int | None,
+    Any,
     option(
         "--calibration-tokens T",
         "Tokens of calibration text, such as 100k. Default: 24.6k, fewer for a hidden_size below 50, and 8 per unit of hidden_size above 3,072.",
@@ -162,7 +177,9 @@ Device = Annotated[
     option("--device NAME", "Where models run: cpu, cuda or cuda:1. Default: a GPU if there is one."),
 ]
 Revision = Annotated[str | None, option("--revision REV", "Branch, tag or commit on the Hub. Default: main.")]
-Seed = Annotated[int, hidden_option("--seed S", "Seed for the sample of calibration text and the order of batches.")]
+Seed = Annotated[
+    int, option("--seed S", "Seed for the sample of calibration text and the order of batches.", hidden=True)
+]
 Overwrite = Annotated[bool, option("--overwrite", "Replace an earlier result in OUT once the new one is complete.")]
 Interpreters = Annotated[
     list[Any] | None,
@@ -173,4 +190,4 @@ Interpreters = Annotated[
     ),
 ]
 Json = Annotated[bool, option("--json", "Print the result as one JSON object.")]
-Quiet = Annotated[bool, hidden_option("--quiet -q", "Print errors only, and the JSON object with --json.")]
+Quiet = Annotated[bool, option("--quiet -q", "Print errors only, and the JSON object with --json.", hidden=True)]

@@ -2,11 +2,11 @@
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 from gqa_convert.checkpoint.byte_sizes import size
 
-from .options import Json, Quiet, argument, option
+from .options import Json, Quiet
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -15,29 +15,14 @@ if TYPE_CHECKING:
 
 
 def publish(
-    out: Annotated[Path, argument("OUT", "Folder written by convert or uptrain.")],
-    repo_id: Annotated[str, option("--repo-id ORG/NAME", "Repository on the Hub; created if it does not exist.")],
-    private: Annotated[bool, option("--private", "Create the repository as private.")] = False,
-    dry_run: Annotated[
-        bool,
-        option("--dry-run", "Write OUT/README.md and list the files to upload, without network access."),
-    ] = False,
-    results: Annotated[
-        list[Path] | None,
-        option("--results -r FILE", "JSON of evaluate, benchmark or lm_eval for the card; repeatable."),
-    ] = None,
-    base_model: Annotated[
-        str | None,
-        option("--base-model ORG/NAME", "Source model on the Hub. Default: the one that the conversion recorded."),
-    ] = None,
-    licence: Annotated[
-        str | None,
-        option("--license ID", "Licence of the result. Default: that in the README.md of the source."),
-    ] = None,
-    overwrite_card: Annotated[
-        bool,
-        option("--overwrite-card", "Rename a README.md that publish did not write, and write the card."),
-    ] = False,
+    out: Path,
+    repo_id: str,
+    private: bool = False,
+    dry_run: bool = False,
+    results: list[Path] | None = None,
+    base_model: str | None = None,
+    licence: str | None = None,
+    overwrite_card: bool = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -52,6 +37,16 @@ def publish(
       gqa-convert publish ./Llama-2-7b-gqa8 --repo-id me/Llama-2-7b-gqa8 --dry-run
       gqa-convert publish ./Llama-2-7b-gqa8 --repo-id me/Llama-2-7b-gqa8 --private --results evaluation.json
       gqa-convert publish ./gqa8 --repo-id me/gqa8 --base-model org/model --license apache-2.0
+
+    Args:
+        OUT: Folder written by convert or uptrain.
+        --repo-id ORG/NAME: Repository on the Hub; created if it does not exist.
+        --private: Create the repository as private.
+        --dry-run: Write OUT/README.md and list the files to upload, without network access.
+        --results -r FILE: JSON of evaluate, benchmark or lm_eval for the card; repeatable.
+        --base-model ORG/NAME: Source model on the Hub. Default: the one that the conversion recorded.
+        --license ID: Licence of the result. Default: that in the README.md of the source.
+        --overwrite-card: Rename a README.md that publish did not write, and write the card.
     """
     from huggingface_hub.utils import disable_progress_bars
 

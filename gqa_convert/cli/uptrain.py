@@ -1,12 +1,13 @@
 """`gqa-convert uptrain`."""
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .options import Json, Quiet, argument, byte_count, command_line, option, refuse
+from .options import Json, Quiet, byte_count, command_line, refuse
 
 if TYPE_CHECKING:
     from gqa_convert.training.estimate import Hardware
@@ -39,28 +40,12 @@ def _hardware(text: str) -> "Hardware":
 
 
 def uptrain(
-    recipe: Annotated[Path, argument("RECIPE.yaml", "Recipe file: the model, the text and the budget.")],
-    overrides: Annotated[list[str] | None, argument("KEY=VALUE", "Values that replace keys of the recipe.")] = None,
-    dry_run: Annotated[
-        bool,
-        option("--dry-run", "Estimate memory and hours of the run; train nothing."),
-    ] = False,
-    hardware: Annotated[
-        Any,
-        option(
-            "--hardware NxGPU",
-            "With --dry-run: GPUs by their type or their memory, such as 8xh100 or 4x24GB. Default: as many as the launcher has processes, of no known type.",
-            parser=_hardware,
-        ),
-    ] = None,
-    tokenize_only: Annotated[
-        bool,
-        option("--tokenize-only", "Tokenise the text ahead of the run, so that no GPU waits for it; train nothing."),
-    ] = False,
-    schema: Annotated[
-        bool,
-        option("--schema", "Print the JSON schema of recipes, for editors.", callback=_print_schema, is_eager=True),
-    ] = False,
+    recipe: Path,
+    overrides: list[str] | None = None,
+    dry_run: bool = False,
+    hardware: Annotated[Any, {"parser": _hardware}] = None,
+    tokenize_only: bool = False,
+    schema: Annotated[bool, {"callback": _print_schema, "is_eager": True}] = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -77,18 +62,26 @@ def uptrain(
       gqa-convert uptrain recipe.yaml tokens=500M learning_rate=1e-4
       gqa-convert uptrain recipe.yaml --dry-run --hardware 8xh100
       accelerate launch --config_file recipes/accelerate/multi_gpu.yaml -m gqa_convert uptrain recipe.yaml
+
+    Args:
+        RECIPE.yaml: Recipe file: the model, the text and the budget.
+        KEY=VALUE: Values that replace keys of the recipe.
+        --dry-run: Estimate memory and hours of the run; train nothing.
+        --hardware NxGPU: With --dry-run: GPUs by their type or their memory, such as 8xh100 or 4x24GB. Default: as many
+            as the launcher has processes, of no known type.
+        --tokenize-only: Tokenise the text ahead of the run, so that no GPU waits for it; train nothing.
+        --schema: Print the JSON schema of recipes, for editors.
     """
     del schema  # printed before anything else
     if not dry_run:
         refuse({"--hardware": hardware}, "describes GPUs for the estimate of --dry-run")
     from .console.progress import ProgressScreen
     from .console.screen import print_json
-    from .console.training import TrainingScreen, show_estimate, show_tokenized, show_training
+    from .console.training import show_estimate, show_step, show_tokenized, show_training
 
     result: Any
     show: Any
-    with ProgressScreen(quiet=quiet) as progress:
-        screen = TrainingScreen(progress)
+    with ProgressScreen(quiet=quiet) as screen:
         if dry_run:
             from gqa_convert.training.estimate import estimate
 
@@ -106,7 +99,7 @@ def uptrain(
                 recipe,
                 overrides or [],
                 on_message=screen.say,
-                on_step=screen.step,
+                on_step=partial(show_step, screen),
                 on_tokenize=screen.show,
                 command=command_line(),
             )

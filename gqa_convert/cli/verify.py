@@ -1,20 +1,15 @@
 """`gqa-convert verify`."""
 
-from typing import Annotated
-
 import typer
 
-from .options import Converted, Json, Quiet, Revision, option
+from .options import Converted, Json, Quiet, Revision
 
 
 def verify(
     out: Converted,
-    source: Annotated[
-        str,
-        option("--source SOURCE", "Checkpoint that OUT was converted from: a folder or a Hub id."),
-    ],
+    source: str,
     revision: Revision = None,
-    logits: Annotated[bool, option("--logits/--no-logits", "Load both models and compare their outputs.")] = True,
+    logits: bool = True,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -30,6 +25,10 @@ def verify(
 
       gqa-convert verify ./gqa8 --source ./Llama-2-7b
       gqa-convert verify ./gqa4 --source ./Llama-2-70b --no-logits
+
+    Args:
+        --source SOURCE: Checkpoint that OUT was converted from: a folder or a Hub id.
+        --logits/--no-logits: Load both models and compare their outputs.
     """
     from gqa_convert.verify import verify_checkpoint
 

@@ -61,10 +61,9 @@ class Retrieval(_Stored):
     written_difference_standard_error: Number = None
 
 
-class Difference(_Stored):
-    """How much more a model loses than another on the same text; nats per token and bits per byte."""
+class _Losses(_Stored):
+    """Nats per token and bits per byte, null where not measured or not finite."""
 
-    to: str
     loss: Number = None
     loss_standard_error: Number = None
     bits_per_byte: Number = None
@@ -75,21 +74,24 @@ class Difference(_Stored):
     key_loss_standard_error: Number = None
 
 
-class ModelScores(_Stored):
-    """One model of an evaluation; losses and divergences in nats per token, null where not measured or not finite."""
+class Difference(_Losses):
+    """How much more a model loses than another on the same text."""
 
+    to: str
+
+
+class _Model(_Stored):
     model: str
     revision: str | None = None
     fingerprint: str | None = None
     kv_bytes_per_token: Number = None
     dtype: str | None = None
-    loss: Number = None
-    loss_standard_error: Number = None
+
+
+class ModelScores(_Losses, _Model):  # in this order, a file states the model before its losses
+    """One model of an evaluation; losses and divergences in nats per token, null where not measured or not finite."""
+
     perplexity: Number = None
-    bits_per_byte: Number = None
-    bits_per_byte_standard_error: Number = None
-    word_error_rate: Number = None
-    word_error_rate_standard_error: Number = None
     tokens: int = 0
     bytes: int | None = None
     scored_nan: int = 0
@@ -98,8 +100,6 @@ class ModelScores(_Stored):
     kl_standard_error: Number = None
     top1_agreement: Number = None
     key_tokens: int | None = None
-    key_loss: Number = None
-    key_loss_standard_error: Number = None
     key_kl: Number = None
     key_kl_standard_error: Number = None
     retrieval: Retrieval | None = None

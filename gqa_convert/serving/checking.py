@@ -2,22 +2,27 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from os.path import commonprefix
 from pathlib import Path
+
+import numpy as np
 
 from gqa_convert.checkpoint.paths import local_path
 from gqa_convert.checkpoint.results import Result
 from gqa_convert.checkpoint.strict_json import JsonObject
-from gqa_convert.errors import MissingExtraError, OptionError, SourceNotFoundError
+from gqa_convert.errors import MissingExtraError, SourceNotFoundError
 from gqa_convert.families.layerwise import is_decilm
 from gqa_convert.families.loading import TASKS, auto_class, check_language_model, read_config
 from gqa_convert.families.table import FAMILIES
 from gqa_convert.measuring import Progress, no_progress
 
-from .comparing import compare
-from .engines import ENGINES, Engine, find_interpreter
+from .engines import ENGINES, engine_named, find_interpreter
 from .reference import NEEDS_HEAD, ask_transformers
 from .request import NEW_TOKENS, Request
 from .worker import FAILED, OK, SKIPPED, UNSUPPORTED, Outcome, ask
+
+TOLERANCE = 1e-3
+"""Difference of logits that is allowed, as a share of the spread between the reference's highest and lowest logit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,10 +43,10 @@ class ServingReport(Result):
     out: str
     model_type: str | None
     transformers: str
-    prompts: tuple[int, ...] = ()
+    prompts: tuple[int, ...]
     new_tokens: int = NEW_TOKENS
-    clients: tuple[JsonObject, ...] = ()
-    passed: bool = False
+    clients: tuple[JsonObject, ...]
+    passed: bool
 
 
 def check_serving(
@@ -51,7 +56,6 @@ def check_serving(
     pythons: Mapping[str, str] | None = None,
     minutes: float = 60.0,
     progress: Progress = no_progress,
-    engines: Mapping[str, Engine] = ENGINES,
 ) -> ServingReport:
     """Compare serving engines with transformers on a checkpoint, all in float32.
 
@@ -61,7 +65,6 @@ def check_serving(
         pythons: Python interpreters by engine name; the engines named here are run too.
         minutes: time limit for each engine.
         progress: called with the name of a stage, the steps done and the number of steps.
-        engines: all that there are, by name.
 
     Raises:
         OptionError: a name is unknown.
@@ -74,7 +77,7 @@ def check_serving(
     pythons = pythons or {}
     named = [*names, *pythons]
     for name in named:
-        check_name(name, engines)
+        engine_named(name)
     out = local_path(out)
     config = read_config(out)
     if not config:
@@ -84,24 +87,24 @@ def check_serving(
     request: Request | None = None
     reference = Outcome(OK)
     clients: list[JsonObject] = []
-    chosen = [name for name in engines if not names or name in named]
+    chosen = [name for name in ENGINES if not names or name in named]
     for name in chosen:
         progress("running", len(clients), len(chosen))
         clients.append({"client": name, "version": None, "status": UNSUPPORTED, "detail": reason})
         if reason:
             continue
         try:
-            python, version = find_interpreter(engines[name], pythons.get(name))
+            python, version = find_interpreter(name, pythons.get(name))
         except MissingExtraError as problem:
             clients[-1] |= {"status": SKIPPED, "detail": str(problem)}
             continue
         if request is None:
             prompts, reference = ask_transformers(out)
             request = _request(out, config, prompts, reference)
-        outcome = ask(python, engines[name].module, request, minutes * 60)
+        outcome = ask(python, ENGINES[name].module, request, minutes * 60)
         clients[-1] |= {"version": version, "status": outcome.status, "detail": outcome.detail}
         if outcome.status == OK:
-            clients[-1] |= _verdict(compare(reference, outcome, request.prompts))
+            clients[-1] |= compare(reference, outcome, request.prompts)
     states = [client["status"] for client in clients]
     missing = [client for client in clients if client["status"] == SKIPPED and client["client"] in named]
     return ServingReport(
@@ -112,16 +115,6 @@ def check_serving(
         clients=tuple(clients),
         passed=OK in states and FAILED not in states and not missing,
     )
-
-
-def check_name(name: str, engines: Mapping[str, Engine]) -> None:
-    """Refuse the name of an engine that there is not.
-
-    Raises:
-        OptionError: there is none of this name.
-    """
-    if name not in engines:
-        raise OptionError(f"there is no engine {name!r}: choose from {', '.join(engines)}")
 
 
 def why_unsupported(folder: Path, config: JsonObject) -> str:
@@ -167,10 +160,55 @@ def _request(out: Path, config: JsonObject, prompts: list[list[int]], reference:
     )
 
 
-def _verdict(comparison: JsonObject) -> JsonObject:
-    """A comparison, with the status and a sentence for it."""
-    if comparison["problems"]:
-        return comparison | {"status": FAILED, "detail": "; ".join(comparison["problems"])}
-    equal = f"{comparison['tokens']} tokens equal, {comparison['ties']} ties"
-    difference, allowed = comparison["largest_difference"], comparison["allowed"]
-    return comparison | {"detail": f"{equal}, logits within {difference:.1e} ({allowed:.1e} allowed)"}
+def compare(reference: Outcome, found: Outcome, prompts: list[list[int]]) -> JsonObject:
+    """Compare two answers. A different token counts as a tie if transformers' logits of both are within the tolerance,
+    and ends the comparison of its prompt.
+
+    Args:
+        reference: of transformers, with tokens and logits.
+        found: of the engine.
+        prompts: of both.
+
+    Returns:
+        The client's `status` and `detail`, `problems` in words (empty if the engine is right), `largest_difference` of the
+        logits (None if they are not finite), the difference that is `allowed`, the number of `compared_logits`, of equal
+        `tokens`, and of `ties`.
+    """
+    allowed = TOLERANCE * max(float(np.ptp(each)) for each in reference.logits)
+    problems = []
+    equal = ties = compared = 0
+    differences = [0.0]
+    if len(found.tokens) != len(prompts):
+        problems.append(f"answered {len(found.tokens)} of {len(prompts)} prompts")
+    answers = zip(prompts, reference.tokens, found.tokens, reference.logits, found.logits, strict=False)
+    for prompt, ours, theirs, rows, their_rows in answers:
+        same = len(commonprefix([ours, theirs]))  # noqa: RUF071 - of lists
+        equal += same
+        if same < NEW_TOKENS:
+            other = theirs[same] if same < len(theirs) else -1
+            if 0 <= other < rows.shape[1] and rows[same, ours[same]] - rows[same, other] <= allowed:
+                ties += 1
+            else:
+                problems.append(f"prompt of {len(prompt)} tokens: new token {same + 1} is not {ours[same]}")
+        padded = their_rows[:, : rows.shape[1]]  # engines may pad the vocabulary
+        if padded.shape != rows.shape:
+            problems.append(f"gave logits of shape {list(their_rows.shape)} for {list(rows.shape)}")
+            continue
+        differences.append(np.abs(padded.astype(np.float64) - rows).max())
+        compared += rows.size
+    largest = float(np.max(differences))  # NaN stays
+    if not np.isfinite(largest):
+        problems.append("logits that are not finite")
+    elif largest > allowed:
+        problems.append(f"logits differ by up to {largest:.3g}, {allowed:.3g} is allowed")
+    right = f"{equal} tokens equal, {ties} ties, logits within {largest:.1e} ({allowed:.1e} allowed)"
+    return {
+        "status": FAILED if problems else OK,
+        "detail": "; ".join(problems) or right,
+        "problems": problems,
+        "largest_difference": largest if np.isfinite(largest) else None,
+        "allowed": allowed,
+        "compared_logits": compared,
+        "tokens": equal,
+        "ties": ties,
+    }

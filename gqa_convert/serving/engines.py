@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from gqa_convert.checkpoint.paths import local_path
-from gqa_convert.errors import MissingExtraError
+from gqa_convert.errors import MissingExtraError, OptionError
 
 from .process import run
 
@@ -44,17 +44,29 @@ ENGINES = {
 """The engines by the name that `--engine` accepts."""
 
 
-def find_interpreter(engine: Engine, asked: str | None) -> tuple[str, str]:
+def engine_named(name: str) -> Engine:
+    """The engine of this name.
+
+    Raises:
+        OptionError: there is none.
+    """
+    if name not in ENGINES:
+        raise OptionError(f"there is no engine {name!r}: choose from {', '.join(ENGINES)}")
+    return ENGINES[name]
+
+
+def find_interpreter(name: str, asked: str | None) -> tuple[str, str]:
     """The interpreter to use, and the version of the engine in it.
 
     Args:
-        engine: to look for.
+        name: of the engine.
         asked: the interpreter that the user named; None for this one.
 
     Raises:
+        OptionError: there is no such engine.
         MissingExtraError: the engine is not installed, or there is no such interpreter.
     """
-    python = sys.executable
+    python, engine = sys.executable, engine_named(name)
     if asked is not None:
         found = shutil.which(local_path(asked)) or shutil.which(asked)
         if found is None:

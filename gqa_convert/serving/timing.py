@@ -1,6 +1,6 @@
 """Times an engine on models: tokens per second at a batch and a number of tokens in the K/V cache."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 
@@ -15,8 +15,8 @@ from gqa_convert.measuring.latency.models import stated_dtype
 from gqa_convert.measuring.latency.run import CONTEXT, BenchmarkOptions
 from gqa_convert.measuring.results import BenchmarkFile, TimedCell
 
-from .checking import check_name, has_our_code, why_unsupported
-from .engines import ENGINES, Engine, find_interpreter
+from .checking import has_our_code, why_unsupported
+from .engines import ENGINES, find_interpreter
 from .request import Request
 from .worker import OK, Outcome, ask
 
@@ -28,11 +28,9 @@ def time_engine(
     name: str,
     models: Sequence[str | Path],
     options: BenchmarkOptions,
-    *,
     python: str | None = None,
     command: list[str] | None = None,
     progress: Progress = no_progress,
-    engines: Mapping[str, Engine] = ENGINES,
 ) -> BenchmarkFile:
     """Time an engine on models, one after the other, each in a process of its own.
 
@@ -46,7 +44,6 @@ def time_engine(
         python: the interpreter that has the engine; None for this one.
         command: the command line, for the record.
         progress: called with the name of a stage, the steps done and the number of steps.
-        engines: all that there are, by name.
 
     Raises:
         OptionError: there is no such engine.
@@ -54,8 +51,7 @@ def time_engine(
         UnsupportedFamilyError: it can't load one of the models.
         WorkerError: it failed on a model.
     """
-    check_name(name, engines)
-    python, version = find_interpreter(engines[name], python)
+    python, version = find_interpreter(name, python)
     settings = list(product(options.batch, options.context or [CONTEXT]))
     plans = [make_plan(_open(model), 1) for model in models]
     source = plans[0].checkpoint
@@ -76,7 +72,7 @@ def time_engine(
             new_tokens=options.new_tokens,
             repetitions=options.repetitions,
         )
-        outcome = ask(python, engines[name].module, request, _SECONDS)
+        outcome = ask(python, ENGINES[name].module, request, _SECONDS)
         if outcome.status != OK:
             raise WorkerError(f"the engine did not run {checkpoint.source_id} ({outcome.status}): {outcome.detail}")
         head["machine"]["device"] = outcome.device

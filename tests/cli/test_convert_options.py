@@ -74,6 +74,9 @@ def test_mistakes(tmp_path: Path) -> None:
             ["--kl-steps 5", "more text"],
         ),
         (["-n", "3", "-c", str(tmp_path / "none.txt")], ["none.txt"]),
+        (["-n", "2", "-c", "t.txt", "--device", "cuda:99"], ["--device is cuda:99, and"]),
+        (["-n", "2", "-c", "t.txt", "--device", "cpu,cpu"], ["--device 'cpu,cpu' is neither the CPU nor a GPU"]),
+        (["-n", "2", "-c", "t.txt", "--device", "meta"], ["--device 'meta' is neither the CPU nor a GPU"]),
         (
             ["-n", "3", "-c", __file__, "--calibration-tokens", "0"],
             ["--calibration-tokens", "'0' is not a number of tokens"],
@@ -93,18 +96,3 @@ def test_plan_says_it() -> None:
     assert as_json["estimate"]["work"] == "factor on 4,096 tokens"
     fields = {"work", "layers", "memory_bytes", "disk_bytes", "rewritten_bytes", "tokens", "device"}
     assert set(as_json["estimate"]) == fields
-
-
-@pytest.mark.parametrize(
-    ("command", "device", "words"),
-    [
-        (("convert", MODEL, "--groups", "2", "{out}"), "cuda:99", "--device is cuda:99, and"),
-        (("inspect", MODEL), "cpu,cpu", "--device 'cpu,cpu' is neither the CPU nor a GPU"),
-        (("inspect", MODEL), "meta", "--device 'meta' is neither the CPU nor a GPU"),
-    ],
-    ids=str,
-)
-def test_devices_that_are_not_there(command: tuple[str, ...], device: str, words: str, tmp_path: Path) -> None:
-    arguments = [str(part).format(out=tmp_path / "out") for part in command]
-    assert_mistake(run(*arguments, "--calibration", "t.txt", "--device", device), words)
-    assert not list(tmp_path.iterdir())

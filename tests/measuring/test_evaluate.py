@@ -13,21 +13,24 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokeni
 from gqa_convert.data.documents import Piece
 from gqa_convert.data.sources import Source
 from gqa_convert.errors import DataError
-from gqa_convert.measuring.evaluation.examples import span_material
+from gqa_convert.measuring.evaluation import forward
+from gqa_convert.measuring.evaluation.examples import span_material, text_material
+from gqa_convert.measuring.evaluation.forward import Scored, score
 from gqa_convert.measuring.evaluation.run import EvaluationOptions, evaluate
 from tests.helpers.data_helpers import demo_tokenizer
 from tests.helpers.evaluate_models import POSITIONS, bart, causal, constant, t5, write_rows
+from tests.helpers.largest import LargestWith
+from tests.helpers.tiny import make_config, make_model
 
 TEXT = "def mean(values):\n    return sum(values) / len(values)  # ein Mittelwert: naïve, 中文, 🙂\n"
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two causal models, and texts: one short, one of several windows, and rows of different lengths."""
+    """Two causal models, and texts: one of several windows, and rows of different lengths."""
     folder = tmp_path_factory.mktemp("evaluate")
     causal(folder / "one")
     causal(folder / "two", seed=1)
-    (folder / "short.txt").write_text(TEXT[:60], encoding="utf-8")
     (folder / "long.txt").write_text(TEXT * 4, encoding="utf-8")
     write_rows(
         folder / "rows.jsonl", [{"text": (TEXT * 3)[: 9 + 37 * number]} for number in range(6)] + [{"text": "a"}]
@@ -57,18 +60,6 @@ def whole_loss(model: Any, ids: list[int]) -> float:
     return float(model(input_ids=torch.tensor([ids]), labels=torch.tensor([ids])).loss)
 
 
-def test_a_text_of_one_window_has_transformers_own_loss(home: Path) -> None:
-    ids = tokens_of(TEXT[:60])
-    assert len(ids) < POSITIONS
-    (result,) = run(home, "one", data="short.txt")["results"]
-    assert result["loss"] == pytest.approx(whole_loss(model_of(home / "one"), ids), rel=1e-6)
-    assert result["perplexity"] == pytest.approx(math.exp(result["loss"]))
-    assert (result["tokens"], result["bytes"]) == (len(ids) - 1, 60)
-    assert result["bits_per_byte"] == pytest.approx(result["loss"] * (len(ids) - 1) / 60 / math.log(2))
-    assert result["scored_nan"] == 0
-    assert result["difference"] is result["kl"] is result["loss_standard_error"] is None
-
-
 @pytest.mark.parametrize("context", [7, POSITIONS])
 def test_windows_against_a_loop_over_tokens(home: Path, context: int) -> None:
     """Each token by itself: the window is the first that reaches it."""
@@ -80,9 +71,13 @@ def test_windows_against_a_loop_over_tokens(home: Path, context: int) -> None:
             logits = model(input_ids=torch.tensor([read])).logits[0, -1].double()
         total -= float(logits.log_softmax(-1)[ids[place]])
     report = run(home, "one", data="long.txt", window=context, batch=3)
-    assert report["results"][0]["loss"] == pytest.approx(total / (len(ids) - 1), rel=1e-5)
-    assert report["context"] == context
-    assert report["results"][0]["bytes"] == len((TEXT * 4).encode())
+    (result,) = report["results"]
+    assert result["loss"] == pytest.approx(total / (len(ids) - 1), rel=1e-5)
+    assert result["perplexity"] == pytest.approx(math.exp(result["loss"]))
+    assert (report["context"], result["tokens"], result["scored_nan"]) == (context, len(ids) - 1, 0)
+    assert result["bytes"] == len((TEXT * 4).encode())
+    assert result["bits_per_byte"] == pytest.approx(total / result["bytes"] / math.log(2), rel=1e-5)
+    assert result["difference"] is result["kl"] is result["loss_standard_error"] is None
 
 
 def test_documents_of_different_lengths_in_padded_batches(home: Path) -> None:
@@ -134,8 +129,9 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
         run(tmp_path, "small", data="text.txt")
 
 
-def test_divergence_and_differences_from_a_reference(home: Path) -> None:
-    """Written out in float64 over the logits of each document."""
+def test_divergence_and_differences_from_a_reference(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Written out in float64 over the logits of each document, which are made a few rows at a time."""
+    monkeypatch.setattr(forward, "_ROWS", 5)
     report = run(home, "two", "one", data="rows.jsonl", reference="one", batch=2)
     result, same = report["results"]
     models = [model_of(home / name).double() for name in ("one", "two")]
@@ -161,17 +157,8 @@ def test_divergence_and_differences_from_a_reference(home: Path) -> None:
         sums = np.array([block[:, column].sum() for block in blocks])
         rest = sums - everything[:, column].mean() * sizes
         assert error == pytest.approx(math.sqrt(count / (count - 1) * (rest**2).sum()) / sizes.sum(), rel=1e-4)
-    assert (
-        same["kl"],
-        same["top1_agreement"],
-        same["difference"]["loss"],
-        same["difference"]["loss_standard_error"],
-    ) == (
-        0,
-        1,
-        0,
-        0,
-    )
+    own = same["difference"]
+    assert [same["kl"], same["top1_agreement"], own["loss"], own["loss_standard_error"]] == [0, 1, 0, 0]
     assert report["reference"]["loss"] == same["loss"]
     assert result["loss"] - same["loss"] == pytest.approx(result["difference"]["loss"])
 
@@ -248,3 +235,29 @@ def test_pairs_have_transformers_own_loss(tmp_path: Path, kind: Any, batch: int)
     assert (result["tokens"], result["bytes"]) == (count, sum(len(row["b"]) for row in rows))
     assert report["objective"] == "pairs"
     assert result["kv_bytes_per_token"] == {t5: 4 * 2 * 8 * 4, bart: 3 * 2 * 8 * 4}[kind]  # of the decoder's own layers
+
+
+def test_logits_are_made_of_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model(make_config("gemma2", final_logit_softcapping=2.0, vocab_size=2048))
+    monkeypatch.setattr(forward, "_ROWS", 5)
+    with LargestWith(2048, model.config.hidden_size) as largest:
+        score(Scored(model, text_material([Piece(TEXT * 4)], demo_tokenizer(), window=32)), 2)
+    assert largest.rows == 5
+
+
+@pytest.mark.parametrize("window", [5, 1, 100])
+def test_every_token_but_the_first_of_a_document_is_scored_once(window: int) -> None:
+    tokenizer = demo_tokenizer()
+    tokenizer.bos_token = None
+    pieces = [Piece(TEXT), Piece("x"), Piece("def", last=False), Piece(TEXT)]
+    made = text_material(pieces, tokenizer, window=window)
+    documents = [tokenizer(text)["input_ids"] for text in (TEXT, "x")]
+    documents.append(tokenizer("def")["input_ids"] + tokenizer(TEXT)["input_ids"])
+    targets = [token for example in sorted(made.examples, key=lambda each: each.blocks[0]) for token in example.targets]
+    assert targets == [token for document in documents for token in document[1:]]
+    assert len(made.blocks) == len(targets)
+    for example in made.examples:
+        assert len(example.read) == len(example.targets) <= window
+        assert example.read[1:].tolist() == example.targets[:-1].tolist()
+    lengths = [len(example.read) for example in made.examples]
+    assert lengths == sorted(lengths, reverse=True)

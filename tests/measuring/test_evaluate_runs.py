@@ -1,4 +1,4 @@
-"""`evaluate` as a user meets it: mistakes, losses that are no numbers, and files of results."""
+"""`evaluate` as a user meets it: mistakes, losses that are no numbers, questions, and files of results."""
 
 import json
 from pathlib import Path
@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from gqa_convert.data.hub import HubDataset
+from gqa_convert.measuring.results import load_evaluation
 from tests.helpers.data_helpers import demo_tokenizer
 from tests.helpers.evaluate_models import POSITIONS, bart, causal, command_line, t5, write_rows
 
@@ -25,6 +26,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     causal(folder / "untold")
     for file in ("tokenizer.json", "tokenizer_config.json"):
         (folder / "untold" / file).unlink()
+    causal(folder / "long", max_position_embeddings=600)
+    causal(folder / "other", seed=1, max_position_embeddings=600)
     t5(folder / "t5")
     bart(folder / "bart")
     (folder / "text.txt").write_text(TEXT * 5)
@@ -99,6 +102,12 @@ def test_results_are_overwritten_only_when_asked(ask: Any, tmp_path: Path) -> No
             "rows.jsonl line 2: 'b' is empty, expected text",
         ),
         (("t5", "--data", "text.txt", "--source-field", "a", "--target-field", "b"), "plain text, which has no fields"),
+        (("one", "--retrieval", "--questions", "0"), "'--questions': '0' should be greater"),
+        (("one", "--retrieval", "--lengths", "20,1k"), "--lengths names 1000, and one has positions for 48 tokens"),
+        (("t5", "--retrieval"), "--retrieval asks causal models, and t5 is an encoder-decoder"),
+        (("one", "--data", "text.txt", "--questions", "4"), "belongs to --retrieval"),
+        (("one", "--retrieval", "--plot", "losses.png"), "--html and --plot draw losses"),
+        (("one",), "or ask for facts with --retrieval"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
 )
@@ -160,3 +169,37 @@ def test_the_commit_of_a_hub_dataset_is_recorded(ask: Any, monkeypatch: pytest.M
     assert code == 0, err
     data = json.loads(out)["data"]
     assert (data["source"], data["revision"]) == ("org/some", "a" * 40)
+
+
+def test_models_are_asked_and_compared_with_the_first(ask: Any, tmp_path: Path) -> None:
+    file = tmp_path / "asked.json"
+    options = ("--retrieval", "--lengths", "520", "--questions", 3, "--data", "text.txt", "--output", file)
+    code, out, err = ask("long", "other", *options, "--json")
+    assert code == 0, err
+    results = json.loads(out)
+    assert results == json.loads(file.read_text())
+    assert load_evaluation(file).as_json() == results
+    assert results["questions"] == {"lengths": [520], "questions": 3, "seed": 0}
+    one, two = (each["retrieval"] for each in results["results"])
+    cells = [(each["kind"], each["length"], each["questions"]) for each in two["found"]]
+    assert cells[:4] == [(None, None, 16), (None, 520, 16), ("needles", None, 4), ("needles", 520, 4)]
+    assert len(cells) == 10
+    assert one["found"][0]["difference"] is None
+    assert two["found"][0]["difference"] == two["found"][0]["found"] - one["found"][0]["found"]
+    assert two["written_difference"] == pytest.approx(two["written_loss"] - one["written_loss"])
+    assert two["written_loss"] > one["written_loss"], "random models expect their own text more than another's"
+    assert results["results"][1]["kl"] > 0, "the first model is the reference"
+    assert results["results"][1]["key_tokens"] == 0, "windows are shorter than two short contexts"
+
+
+def test_questions_alone_need_no_text(ask: Any) -> None:
+    code, out, err = ask("long", "--retrieval", "--questions", 1, "--seed", 7, "--json")
+    assert code == 0, err
+    results = json.loads(out)
+    assert results["questions"] == {"lengths": [512], "questions": 1, "seed": 7}
+    assert results["data"] is None
+    code, out, err = ask("long", "--retrieval", "--questions", 1)
+    own = f"{results['results'][0]['retrieval']['written_loss']:.4f}"
+    assert own not in out, "another seed"
+    assert "Exact answers in percent in texts of 512 tokens, 1 questions of each kind" in out
+    assert "loss" not in out

@@ -11,7 +11,6 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.run import convert_checkpoint
-from gqa_convert.families.loading import headless_class
 from gqa_convert.verify import verify_checkpoint
 from tests.helpers.own_files import SIZES
 from tests.helpers.tiny import make_config, randomise
@@ -85,19 +84,3 @@ def test_faults_of_headless_checkpoints_are_found(tmp_path: Path, auto: str) -> 
     assert {"untouched tensors", "hidden states"} <= set(failed(verify_checkpoint(out, source)))
     edit(out, down, lambda _: None)
     assert {"tensor names", "untouched tensors", "loads"} <= set(failed(verify_checkpoint(out, source)))
-
-
-@pytest.mark.parametrize(
-    ("architecture", "auto"),
-    [
-        ("LlamaModel", LAYERS),
-        ("Qwen2ForTokenClassification", TAGGER),
-        ("GQAFalconForQuestionAnswering", READER),
-        ("LlamaForCausalLM", None),
-        ("GQAGPT2LMHeadModel", None),
-        ("WhisperForConditionalGeneration", None),
-        ("Unheard", None),
-    ],
-)
-def test_the_class_without_a_head(architecture: str, auto: str | None) -> None:
-    assert headless_class({"architectures": [architecture]}) == auto

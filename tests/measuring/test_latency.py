@@ -6,9 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors.numpy import load_file, save_file
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from gqa_convert import convert_checkpoint
 from gqa_convert.checkpoint.fingerprint import fingerprint
@@ -16,14 +14,13 @@ from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.errors import GQAConvertError, GroupsError, OptionError
 from gqa_convert.families.loading import load_model
 from gqa_convert.measuring.latency.decoding import Decoder
-from gqa_convert.measuring.latency.models import open_model
+from gqa_convert.measuring.latency.models import make_models, open_model, plan_versions
 from gqa_convert.measuring.latency.run import BenchmarkOptions, benchmark_model
-from gqa_convert.measuring.latency.versions import make_models, plan_versions
 from gqa_convert.measuring.results import load_result
 from tests.helpers.checkpoints import HEADS, WIDTH, write_llama
 from tests.helpers.command_line import assert_mistake, run
-from tests.helpers.own_files import SIZES
-from tests.helpers.tiny import make_config
+from tests.helpers.own_files import SIZES, make_source
+from tests.helpers.tiny import make_checkpoint
 
 QUICK = ("--context", "6", "--repetitions", "1", "--device", "cpu")
 
@@ -31,20 +28,6 @@ QUICK = ("--context", "6", "--repetitions", "1", "--device", "cpu")
 def options(**changes: Any) -> BenchmarkOptions:
     quick = {"candidates": (3, 4, 12), "context": (7,), "device": "cpu", "repetitions": 1}
     return BenchmarkOptions(**(quick | changes))
-
-
-def write_model(folder: Path, model_type: str, **changes: Any) -> Path:
-    """12 query heads, a head width that is not width / heads where the family has a key for it."""
-    made = CONFIG_MAPPING[model_type](**SIZES[model_type]) if model_type in SIZES else make_config(model_type)
-    for name, value in changes.items():
-        setattr(made, name, value)
-    model = transformers.AutoModelForCausalLM
-    if made.is_encoder_decoder:
-        model = transformers.AutoModelForSeq2SeqLM
-    if model_type == "whisper":
-        model = transformers.AutoModelForSpeechSeq2Seq
-    model.from_config(made).save_pretrained(folder)
-    return folder
 
 
 def versions_of(folder: Path, candidates: tuple[int, ...]) -> list[Any]:
@@ -88,7 +71,7 @@ def test_the_result_of_a_sweep(llama: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("model_type", ["llama", "t5", "opt"])
 def test_versions_have_the_shapes_of_a_conversion(tmp_path: Path, model_type: str) -> None:
-    source = write_model(tmp_path / "source", model_type)
+    source = (make_source if model_type in SIZES else make_checkpoint)(model_type, tmp_path / "source")
     convert_checkpoint(str(source), str(tmp_path / "out"), 3, ConversionOptions(method="mean"))
     converted, missing = load_model(tmp_path / "out", torch.float32)
     assert not missing

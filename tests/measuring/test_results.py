@@ -1,15 +1,18 @@
-"""The files that `evaluate` and `benchmark` write, and the fingerprint by which results of a checkpoint are known."""
+"""The files that `evaluate` and `benchmark` write, and pages and plots of them: which results belong together."""
 
 import errno
 import json
 import os
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gqa_convert.checkpoint.machine import measurement
-from gqa_convert.errors import NoSpaceError, OutputError, ReportError
+from gqa_convert.errors import MissingExtraError, NoSpaceError, OptionError, OutputError, ReportError
+from gqa_convert.measuring.evaluation.page import check_drawings, draw, measured_texts
 from gqa_convert.measuring.results import (
     BenchmarkFile,
     EvaluationFile,
@@ -20,15 +23,18 @@ from gqa_convert.measuring.results import (
     write_file,
     write_result,
 )
+from tests.helpers.command_line import loaded_after
+from tests.helpers.evaluate_models import causal, command_line
 
 
-def evaluation(**scores: Any) -> EvaluationFile:
-    return EvaluationFile(
-        **measurement("evaluate", ["gqa-convert", "evaluate"]),
-        data=ScoredText(source="a.txt"),
-        objective="causal",
-        results=[ModelScores(model="m", tokens=7, **scores)],
-    )
+def scores(model: str, fingerprint: str | None = None, loss: float | None = 2.0, **more: Any) -> ModelScores:
+    known = {"tokens": 9, "kv_bytes_per_token": 4096, "bits_per_byte": 1.25} | more
+    return ModelScores(model=model, fingerprint=fingerprint, loss=loss, **known)
+
+
+def evaluation(*results: ModelScores, text: str = "a.txt", **more: Any) -> EvaluationFile:
+    known = {"objective": "causal", "context": 64, "data": ScoredText(source=text, sha256=text)} | more
+    return EvaluationFile(**measurement("evaluate", None), results=list(results), **known)
 
 
 def test_what_was_written_is_read_back(tmp_path: Path) -> None:
@@ -37,18 +43,18 @@ def test_what_was_written_is_read_back(tmp_path: Path) -> None:
         model="m",
         results=[TimedCell(groups=[4, 2], batch=1, context=64, kv_bytes=1920)],
     )
-    for name, value in (("a.json", evaluation(loss=2.5)), ("b.json", times)):
+    for name, value in (("a.json", evaluation(scores("m"))), ("b.json", times)):
         (tmp_path / name).write_text(json.dumps(value.as_json()))
         assert load_result(tmp_path / name) == value
-    write_result(tmp_path / "c.json", evaluation(loss=2.5))
+    write_result(tmp_path / "c.json", evaluation(scores("m")))
     written = json.loads((tmp_path / "c.json").read_text())
-    assert written == evaluation(loss=2.5).as_json()
+    assert written == evaluation(scores("m")).as_json()
     assert type(written["machine"]["memory_bytes"]) is int
     assert written["results"][0]["kl"] is None
 
 
 def changed(**keys: Any) -> bytes:
-    return json.dumps(evaluation(loss=2.5).as_json() | keys).encode()
+    return json.dumps(evaluation(scores("m")).as_json() | keys).encode()
 
 
 @pytest.mark.parametrize(
@@ -84,15 +90,15 @@ def test_files_of_others_are_kept(tmp_path: Path, overwrite: bool) -> None:
         file.write_bytes(mine)
         words = "results of evaluate" if overwrite else "exists already"
         with pytest.raises((OutputError, ReportError), match=words):
-            write_result(file, evaluation(), overwrite=overwrite)
+            write_result(file, evaluation(scores("m")), overwrite=overwrite)
         assert file.read_bytes() == mine
     file.write_bytes(changed())
     if overwrite:
-        write_result(file, evaluation(loss=1.0), overwrite=True)
+        write_result(file, evaluation(scores("m", loss=1.0)), overwrite=True)
         assert load_result(file).results[0].loss == 1.0  # type: ignore[union-attr]
     else:
         with pytest.raises(OutputError, match="with --overwrite"):
-            write_result(file, evaluation())
+            write_result(file, evaluation(scores("m")))
         assert file.read_bytes() == changed()
     assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
 
@@ -110,3 +116,87 @@ def test_a_disk_that_fails(
     with pytest.raises(expected, match=r"a\.png"):
         write_file(tmp_path / "a.png", b"another")
     assert {each.name: each.read_bytes() for each in tmp_path.iterdir()} == {"a.png": b"a picture"}
+
+
+@pytest.mark.parametrize(
+    ("other", "tables"),
+    [
+        ({}, 1),
+        ({"text": "b.txt"}, 2),
+        ({"context": 32}, 2),
+        ({"data": ScoredText(source="a.txt", sha256="other")}, 2),
+    ],
+)
+def test_a_table_for_each_text(other: dict[str, Any], tables: int) -> None:
+    texts = measured_texts([evaluation(scores("m", "1")), evaluation(scores("n", "2"), **other)])
+    assert [len(text.entries) for text in texts] == ([2] if tables == 1 else [1, 1])
+
+
+def test_a_page_is_drawn_again_but_no_file_of_others_is_replaced(tmp_path: Path) -> None:
+    page, picture = tmp_path / "a.html", tmp_path / "a.png"
+    draw([evaluation(scores("a", "1"))], page, picture)
+    assert check_drawings(page, picture, []) == []
+    for path in (page, picture):
+        path.write_text("mine")
+    for given in ((page, None), (None, picture)):
+        with pytest.raises(OutputError, match="gqa-convert did not draw it"):
+            check_drawings(*given, [])
+
+
+def test_mistakes_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(OptionError, match=r"--html .*a.txt: name a file that ends in one of .html"):
+        check_drawings(tmp_path / "a.txt", None, [])
+    with pytest.raises(OutputError, match="does not exist"):
+        check_drawings(None, tmp_path / "no" / "a.png", [])
+    times = BenchmarkFile(**measurement("benchmark", None), model="m", results=[])
+    (tmp_path / "times.json").write_text(json.dumps(times.as_json()))
+    with pytest.raises(ReportError, match=r"times\.json does not hold results of evaluate"):
+        check_drawings(tmp_path / "a.html", None, [tmp_path / "times.json"])
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(MissingExtraError, match=r"--html needs: pip install 'gqa-convert\[plot\]'"):
+        check_drawings(tmp_path / "a.html", None, [])
+
+
+def test_the_command_draws_its_models_and_earlier_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    causal(tmp_path / "one")
+    causal(tmp_path / "two", seed=1, num_key_value_heads=3)
+    (tmp_path / "text.txt").write_text("for number in range(10):\n    print(number)\n" * 9)
+
+    def ask(*arguments: object) -> tuple[int, str, str]:
+        return command_line(monkeypatch, capsys, *arguments)
+
+    capsys.readouterr()  # what transformers says about files
+    assert ask("one", "--data", "text.txt", "-o", "one.json", "-q") == (0, "", "")
+    (tmp_path / "one").rename(tmp_path / "moved")
+    code, _, err = ask("moved", "two", "--data", "text.txt", "--with", "one.json", "--html", "a.html", "-o", "two.json")
+    assert (code, err) == (0, "")
+    cells = re.findall(r"<t[dh][^>]*>([^<]*)<", (tmp_path / "a.html").read_text())
+    assert [each for each in cells if each in ("one", "moved", "two")] == ["one", "two"]
+    assert ask("--with", "one.json", "--with", "two.json", "--plot", "a.png", "--html", "b.html") == (0, "", "")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    assert re.findall(r"<t[dh][^>]*>([^<]*)<", (tmp_path / "b.html").read_text()) == cells
+    code, out, err = ask("--with", "one.json", "--html", "b.html", "--json")
+    assert (code, out, err) == (0, '{"html": "b.html", "plot": null}\n', "")
+    for arguments, words in (
+        (("--with", "one.json"), "--with names results to draw"),
+        (("--with", "none.json", "--html", "b.html"), "none.json does not exist"),
+        (("--with", "one.json", "--html", "b.html", "--data", "text.txt"), "name a MODEL and the text"),
+        (("two", "--html", "b.html"), "--data is missing"),
+    ):
+        code, out, err = ask(*arguments)
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert words in err
+
+
+def test_files_of_results_are_drawn_without_torch(tmp_path: Path) -> None:
+    write_result(tmp_path / "a.json", evaluation(scores("a", "1")))
+    code = (
+        "sys.argv[1:] = ['evaluate', '--with', sys.argv[1], '--html', sys.argv[2]]\nfrom gqa_convert.cli import app\n"
+    )
+    code += "app(standalone_mode=False)"
+    loaded = loaded_after(code, str(tmp_path / "a.json"), str(tmp_path / "a.html"))
+    assert (tmp_path / "a.html").is_file()
+    assert not loaded & {"torch", "transformers"}

@@ -12,9 +12,9 @@ from gqa_convert.data.audio_files import list_audio_files
 from gqa_convert.data.sources import Source
 from gqa_convert.data.speech import SpeechModel, cut_windows
 from gqa_convert.families.loading import load_model
+from gqa_convert.measuring.evaluation.comparison import word_errors
 from gqa_convert.measuring.evaluation.run import EvaluationOptions, evaluate
-from gqa_convert.measuring.evaluation.table import columns
-from gqa_convert.measuring.evaluation.word_errors import word_errors
+from gqa_convert.measuring.evaluation.table import rows
 from tests.helpers.speech import WINDOW_SECONDS, hearing_model, sound_folder, write_sound
 
 
@@ -61,4 +61,4 @@ def test_a_result_is_scored_beside_its_source(tmp_path: Path, source: Path) -> N
     assert scores.difference.word_error_rate == pytest.approx(
         scores.word_error_rate - (found.reference.word_error_rate or 0)
     )
-    assert "word errors" in columns(found.entries(), {str(source): "source", str(merged): "merged"})
+    assert "word errors" in rows(found.entries(), {str(source): "source", str(merged): "merged"})[0]

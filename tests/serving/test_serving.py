@@ -1,9 +1,12 @@
-"""check-serving finds what an engine computes wrongly. The engines here are fakes, or their packages are."""
+"""check-serving finds what an engine computes wrongly, and benchmark --engine times one. The engines here are fakes, or their
+packages are.
+"""
 
 import json
 import os
 import pickle
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +14,17 @@ import numpy as np
 import pytest
 
 from gqa_convert import convert_checkpoint
+from gqa_convert.checkpoint.fingerprint import fingerprint
 from gqa_convert.conversion.options import ConversionOptions
-from gqa_convert.errors import MissingExtraError
+from gqa_convert.errors import MissingExtraError, OptionError, UnsupportedFamilyError, WorkerError
+from gqa_convert.measuring.latency.run import BenchmarkOptions
+from gqa_convert.measuring.results import BenchmarkFile, load_result
 from gqa_convert.serving import checking
-from gqa_convert.serving.checking import check_serving, has_our_code
-from gqa_convert.serving.comparing import compare
+from gqa_convert.serving.checking import check_serving, compare, has_our_code
 from gqa_convert.serving.engines import ENGINES, Engine, find_interpreter
 from gqa_convert.serving.reference import make_prompts
 from gqa_convert.serving.request import NEW_TOKENS
+from gqa_convert.serving.timing import time_engine
 from gqa_convert.serving.worker import OK, Outcome
 from tests.helpers.checkpoints import VOCABULARY, write_llama
 from tests.helpers.command_line import assert_mistake, run
@@ -26,9 +32,25 @@ from tests.helpers.fake_engine import write_interpreter
 from tests.helpers.tiny import make_checkpoint
 from tests.helpers.verification import save_tokenizer
 
-ROOT = Path(__file__).resolve().parents[2]
-FAKE = Engine("tests.helpers.fake_engine", ("no-such-package-as-this", "numpy"), "luck")
-ABSENT = Engine("tests.helpers.fake_engine", ("no-such-package-as-this",), "luck")
+QUICK = ("--context", "6", "--new-tokens", "40", "--repetitions", "3")
+Engines = Callable[..., None]
+
+
+@pytest.fixture
+def engines(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engines]:
+    """Sets what engines do, and their names, each with the packages of which one must be installed."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    real = dict(ENGINES)
+
+    def install(mode: str, **packages: str) -> None:
+        monkeypatch.setenv("FAKE_MODE", mode)
+        ENGINES.clear()
+        for name, listed in packages.items():
+            ENGINES[name] = Engine("tests.helpers.fake_engine", tuple(listed.split()), "luck")
+
+    yield install
+    ENGINES.clear()
+    ENGINES.update(real)
 
 
 def random_answer(prompts: list[list[int]]) -> Outcome:
@@ -46,67 +68,47 @@ def out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     prompts = make_prompts(checking.read_config(folder))
     reference = random_answer(prompts)
     (tmp_path / "answer").write_bytes(pickle.dumps((reference.tokens, reference.logits)))
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("FAKE_ANSWER", str(tmp_path / "answer"))
     monkeypatch.setattr(checking, "ask_transformers", lambda _: (prompts, reference))
     return folder
 
 
-def verdict(out: Path, monkeypatch: pytest.MonkeyPatch, mode: str, **options: Any) -> tuple[str, str, bool]:
-    monkeypatch.setenv("FAKE_MODE", mode)
-    report = check_serving(out, engines={"fake": FAKE}, **options).as_json()
-    (entry,) = report["clients"]
-    return entry["status"], entry["detail"], report["passed"]
-
-
-@pytest.mark.parametrize("mode", ["right", "chatters"])
-def test_a_right_engine_passes(out: Path, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
-    status, detail, passed = verdict(out, monkeypatch, mode)
-    assert (status, passed) == ("ok", True)
-    assert detail.startswith("48 tokens equal, 0 ties, logits within 0.0e+00")
-
-
 @pytest.mark.parametrize(
-    ("mode", "words"),
+    ("mode", "status", "words"),
     [
-        ("token", "prompt of 40 tokens: new token 24 is not"),
-        ("stops", "new token 8 is not"),
-        ("logit", "logits differ by up to"),
-        ("nan", "logits that are not finite"),
-        ("fewer rows", "gave logits of shape"),
-        ("fewer prompts", "answered 1 of 2 prompts"),
-        ("raises", "RuntimeError: no tensor"),
-        ("dies", "ended with exit code -6"),
-        ("asks", "EOFError"),
+        ("right", "ok", "48 tokens equal, 0 ties, logits within 0.0e+00"),
+        ("chatters", "ok", "48 tokens equal, 0 ties, logits within 0.0e+00"),
+        ("token", "failed", "prompt of 40 tokens: new token 24 is not"),
+        ("stops", "failed", "new token 8 is not"),
+        ("logit", "failed", "logits differ by up to"),
+        ("nan", "failed", "logits that are not finite"),
+        ("fewer rows", "failed", "gave logits of shape"),
+        ("fewer prompts", "failed", "answered 1 of 2 prompts"),
+        ("raises", "failed", "RuntimeError: no tensor"),
+        ("dies", "failed", "ended with exit code -6"),
+        ("asks", "failed", "EOFError"),
+        ("hangs", "failed", "not done when its time was up"),
+        ("unsupported", "not supported", "no such architecture"),
+        ("absent", "skipped", "no converter"),
     ],
 )
-def test_a_wrong_engine_fails(out: Path, monkeypatch: pytest.MonkeyPatch, mode: str, words: str) -> None:
-    status, detail, passed = verdict(out, monkeypatch, mode)
-    assert (status, passed) == ("failed", False)
-    assert words in detail
-    assert "\n" not in detail
+def test_what_an_engine_does(out: Path, engines: Engines, mode: str, status: str, words: str) -> None:
+    engines(mode, fake="no-such-package-as-this numpy")
+    report = check_serving(out, minutes=0.03 if mode == "hangs" else 1.0)
+    (entry,) = report.clients
+    assert (entry["status"], report.passed) == (status, status == "ok")
+    assert words in entry["detail"]
+    assert "\n" not in entry["detail"]
 
 
-def test_an_engine_that_hangs_fails(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert verdict(out, monkeypatch, "hangs", minutes=0.03) == ("failed", "not done when its time was up", False)
-
-
-@pytest.mark.parametrize(("mode", "status"), [("unsupported", "not supported"), ("absent", "skipped")])
-def test_nothing_is_proven_where_no_engine_ran(
-    out: Path, monkeypatch: pytest.MonkeyPatch, mode: str, status: str
-) -> None:
-    assert verdict(out, monkeypatch, mode)[::2] == (status, False)
-
-
-def test_an_absent_engine_is_skipped_and_counts_if_it_was_named(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FAKE_MODE", "right")
-    engines = {"fake": FAKE, "absent": ABSENT}
-    report = check_serving(out, engines=engines).as_json()
+def test_an_absent_engine_is_skipped_and_counts_if_it_was_named(out: Path, engines: Engines) -> None:
+    engines("right", fake="numpy", absent="no-such-package-as-this")
+    report = check_serving(out).as_json()
     assert [entry["status"] for entry in report["clients"]] == ["ok", "skipped"]
     assert report["clients"][1]["detail"] == f"{sys.executable} has no no-such-package-as-this: luck"
     assert report["passed"]
-    assert [entry["client"] for entry in check_serving(out, ["absent"], engines=engines).clients] == ["absent"]
-    named = check_serving(out, ["fake"], pythons={"absent": sys.executable}, engines=engines)
+    assert [entry["client"] for entry in check_serving(out, ["absent"]).clients] == ["absent"]
+    named = check_serving(out, ["fake"], pythons={"absent": sys.executable})
     assert [entry["status"] for entry in named.clients] == ["ok", "skipped"]
     assert not named.passed
 
@@ -169,21 +171,22 @@ def test_the_adapters_compute_what_transformers_does(tmp_path: Path) -> None:
     assert "LLAMA_CPP" in entry["detail"]
 
 
-def test_a_named_interpreter_is_used_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_named_interpreter_is_used_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engines: Engines) -> None:
+    engines("right", fake="no-such-package-as-this numpy")
     with pytest.raises(MissingExtraError, match=r"there is no interpreter .*/python: name"):
-        find_interpreter(FAKE, str(tmp_path / "python"))
+        find_interpreter("fake", str(tmp_path / "python"))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
     for word in (sys.executable, os.path.relpath(sys.executable), Path(sys.executable).name):
-        python, version = find_interpreter(FAKE, word)
+        python, version = find_interpreter("fake", word)
         assert Path(python).is_absolute()
         assert version == np.__version__
     for word, code in (("mute", "true"), ("chatty", f'echo "Hello"; exec {sys.executable} "$@"')):
         (tmp_path / word).write_text(f"#!/bin/sh\n{code}\n")
         (tmp_path / word).chmod(0o755)
     with pytest.raises(MissingExtraError, match=r"mute has no no-such-package-as-this: luck"):
-        find_interpreter(FAKE, "./mute")
-    assert find_interpreter(FAKE, "./chatty")[1] == np.__version__
+        find_interpreter("fake", "./mute")
+    assert find_interpreter("fake", "./chatty")[1] == np.__version__
 
 
 def test_the_command(tmp_path: Path) -> None:
@@ -196,3 +199,83 @@ def test_the_command(tmp_path: Path) -> None:
     assert (skipped.returncode, "--python vllm=PATH" in skipped.stdout) == (1, True)
     assert_mistake(run("check-serving", folder, "--python", "vllm"), "--python", "'vllm' is not NAME=PATH")
     assert_mistake(run("check-serving", folder, "--engine", "tgi"), "'tgi'", "llama.cpp, vllm")
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> list[Path]:
+    """A source with 12 K/V heads, and a model with 3."""
+    counts = {"source": 12, "gqa3": 3}
+    return [make_checkpoint("llama", tmp_path / name, num_key_value_heads=heads) for name, heads in counts.items()]
+
+
+def options(**changes: Any) -> BenchmarkOptions:
+    return BenchmarkOptions(**({"context": (4,), "new_tokens": 5, "repetitions": 1} | changes))
+
+
+def test_the_times_of_the_models(models: list[Path], engines: Engines) -> None:
+    """The fake takes a millisecond for each K/V head, sequence, token of the context and new token."""
+    engines("times", fake="numpy")
+    result = time_engine("fake", models, options(batch=(1, 2), context=(4, 8), new_tokens=2))
+    assert [(cell.model, cell.groups, cell.batch, cell.context) for cell in result.results] == [
+        (str(model), heads, batch, context)
+        for model, heads in zip(models, (12, 3), strict=True)
+        for batch in (1, 2)
+        for context in (4, 8)
+    ]
+    for cell in result.results:
+        assert isinstance(cell.groups, int)
+        expected = cell.groups * cell.batch * cell.context
+        assert cell.decode_ms_per_token == pytest.approx(expected)
+        assert cell.prefill_ms == pytest.approx(expected)
+        assert cell.sample_ms == pytest.approx(cell.prefill_ms + 2 * cell.decode_ms_per_token)
+        assert cell.decode_tokens_per_second == pytest.approx(1e3 * cell.batch / cell.decode_ms_per_token)
+        assert cell.kv_bytes is None
+    assert [cell.fingerprint for cell in result.results[::4]] == [fingerprint(model) for model in models]
+    assert result.fingerprint == fingerprint(models[0])
+    assert (result.engine, result.kv_heads, result.attention) == ("fake", 12, None)
+
+
+def test_what_an_engine_can_not_time(models: list[Path], tmp_path: Path, engines: Engines) -> None:
+    def refused(mode: str, name: str, error: type[Exception], words: str, *models: Path) -> None:
+        engines(mode, fake="numpy", absent="no-such-package")
+        with pytest.raises(error, match=words):
+            time_engine(name, models, options())
+
+    own = write_llama(tmp_path / "own", config={"model_type": "gqa_opt"})
+    refused("times", "vllm", OptionError, "choose from fake, absent", *models)
+    refused("times", "fake", UnsupportedFamilyError, "modelling file", own)
+    refused("times", "absent", MissingExtraError, "has no no-such-package: luck", *models)
+    refused("instant", "fake", WorkerError, "raise --new-tokens", *models)
+    refused("raises", "fake", WorkerError, r"did not run .*source \(failed\): RuntimeError: no tensor", *models)
+
+
+def test_the_command_times_the_adapters(models: list[Path], tmp_path: Path) -> None:
+    """In another interpreter, whose packages have the engines' interfaces."""
+    python = write_interpreter(tmp_path / "python")
+    for model in models:
+        (model / "tokenizer.json").write_text("{}")
+    timed = ("benchmark", *models, "--engine", "vllm", "--python", f"vllm={python}", *QUICK)
+    told = run(*timed, "--batch", "1,2", "--dtype", "bfloat16", "--json")
+    assert told.returncode == 0, told.stderr
+    (tmp_path / "result.json").write_text(told.stdout)
+    result = load_result(tmp_path / "result.json")
+    assert isinstance(result, BenchmarkFile)
+    assert (result.engine, result.engine_version, result.dtype) == ("vllm", "9.9", "bfloat16")
+    assert [(cell.groups, cell.batch) for cell in result.results] == [(12, 1), (12, 2), (3, 1), (3, 2)]
+    timed = ("benchmark", models[1], "--engine", "llama.cpp", "--python", f"llama.cpp={python}", *QUICK)
+    shown = run(*timed, "--dtype", "bfloat16")
+    assert "llama.cpp 9.9" in shown.stdout, shown.stderr
+    assert str(models[1]) in "".join(shown.stdout.split())
+    assert "1.00x" in shown.stdout
+    refused = run(*timed, "--dtype", "bfloat16", "--batch", "2")
+    assert refused.returncode == 1
+    assert "one sequence at a time" in refused.stderr
+
+
+def test_mistakes_in_timing_take_one_line(models: list[Path]) -> None:
+    assert_mistake(run("benchmark", *models), "2 models", "--candidates")
+    assert_mistake(run("benchmark", models[0], "--engine", "tgi"), "'tgi'", "llama.cpp, vllm")
+    assert_mistake(run("benchmark", models[0], "--python", "vllm=x"), "--python belongs to --engine")
+    refused = run("benchmark", models[0], "--engine", "vllm", "--candidates", "3")
+    assert_mistake(refused, "--candidates does not go with --engine")
+    assert_mistake(run("benchmark", models[0], "--engine", "vllm"), "install vllm")

@@ -3,11 +3,11 @@
 from pathlib import Path
 
 from gqa_convert.checkpoint.byte_sizes import size
-from gqa_convert.measuring.evaluation.table import filled_columns, number
+from gqa_convert.measuring.evaluation.table import filled, number
 from gqa_convert.measuring.results import BenchmarkFile, TimedCell
 
 from .screen import print_note, stdout_console, tokens_text
-from .tables import show_columns
+from .tables import show_table
 
 
 def show_benchmark(result: BenchmarkFile) -> None:
@@ -20,12 +20,13 @@ def show_benchmark(result: BenchmarkFile) -> None:
     about = f"{result.model}: {result.model_type}, {_heads(result.kv_heads)} K/V heads, {result.dtype}; {engine}"
     machine = result.machine
     stdout_console().print(f"{about}; {machine.processor}, {machine.device}")
-    sources = {}
-    for cell in result.results:
-        if cell.fingerprint == result.fingerprint and cell.groups == result.kv_heads:
-            sources[cell.batch, cell.context] = cell.decode_ms_per_token
+    sources = {
+        (cell.batch, cell.context): cell.decode_ms_per_token
+        for cell in result.results
+        if (cell.fingerprint, cell.groups) == (result.fingerprint, result.kv_heads)
+    }
     rows = [_cells(cell, sources.get((cell.batch, cell.context))) for cell in result.results]
-    show_columns(filled_columns(rows))
+    show_table(filled(rows))
     if result.engine is None:
         print_note("versions without the model's weights have random keys and values, on which time does not depend")
 

@@ -1,11 +1,12 @@
 """The printed form of a plan."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from gqa_convert.checkpoint.byte_sizes import size
-from gqa_convert.checkpoint.provenance import BeforeAfter
+from gqa_convert.families.context_length import stated_encoder_positions, stated_positions
+from gqa_convert.families.engines import ENGINES, same_up_to
 
 from .screen import print_note, stdout_console, styled, tokens_text
 from .tables import show_table
@@ -35,19 +36,17 @@ def caches_at_context(plan: "Plan", context: int | None, batch: int) -> dict[str
         context: tokens of each sequence; None for as many as the model has positions for.
         batch: the number of sequences.
     """
-    from gqa_convert.families.context_length import stated_encoder_positions, stated_positions
-
     config = plan.checkpoint.config
     tokens = context or stated_positions(config) or _LONG_CONTEXT
-    caches = {"kv_cache": (tokens, plan.kv_cache_bytes(tokens=tokens))}
+    own, cross = plan.kv_cache_bytes(tokens=tokens), plan.kv_cache_bytes("cross")
+    caches = {"kv_cache": (tokens, own.before, own.after)}
     if not plan.family.reads_images_alone:  # the config does not count the tokens of an image
-        tokens, both = stated_encoder_positions(config) or _LONG_CONTEXT, plan.kv_cache_bytes("cross")
-        caches["cross_kv_cache"] = tokens, BeforeAfter(both.before * tokens, both.after * tokens)
+        tokens = stated_encoder_positions(config) or _LONG_CONTEXT
+        caches["cross_kv_cache"] = (tokens, tokens * cross.before, tokens * cross.after)
     found = {}
-    for name, (tokens, both) in caches.items():
-        if both.before:
-            sizes = {"before": batch * both.before, "after": batch * both.after}
-            found[name] = {"tokens": tokens, "batch": batch, **sizes}
+    for name, (tokens, before, after) in caches.items():
+        if before:
+            found[name] = {"tokens": tokens, "batch": batch, "before": batch * before, "after": batch * after}
     return found
 
 
@@ -67,9 +66,8 @@ def show_plan(plan: "Plan", needs: "Needs", caches: dict[str, Any], sound: dict[
     if plan.effective_method == "copy":
         console.print(f"No tensor changes: the source has {heads_after(plan)} K/V heads already.")
     else:
-        columns = ["layers", "tensor", "before", "after", "type", "method"]
-        show_table(columns, _changes(plan), title="Changes", justify="left")
-    show_table(["", "before", "after", "ratio"], _savings(plan, caches), title="Savings")
+        show_table(_changes(plan), title="Changes", justify="left")
+    show_table(_savings(plan, caches), title="Savings")
     for label, text in _facts(plan, needs):
         console.print(f"{label:<17} {text}")
     if sound:
@@ -89,21 +87,19 @@ def heads_before(plan: "Plan") -> str:
 
 
 def _span(counts: Sequence[int], to: str = " to ") -> str:
-    least, most = min(counts), max(counts)
-    if least == most:
-        return str(most)
-    return f"{least}{to}{most}"
+    return to.join(map(str, sorted({min(counts), max(counts)})))
 
 
-def _changes(plan: "Plan") -> list[list[str]]:
+def _changes(plan: "Plan") -> list[dict[str, str]]:
     """The rows of changed tensors; layers in which the same tensor changes in the same way share a row."""
     layers: dict[tuple[str, ...], set[int]] = {}
     for change in plan.changes:
         ((number, tensor),) = re.findall(r"^.*?\b(\d+)\.(.+)", change.name)
         after = change.entry
-        key = (tensor, str(list(change.before)), str(list(after.shape)), after.dtype, change.method)
-        layers.setdefault(key, set()).add(int(number))
-    return [[_ranges(numbers), *key] for key, numbers in layers.items()]
+        cells = (tensor, str(list(change.before)), str(list(after.shape)), after.dtype, change.method)
+        layers.setdefault(cells, set()).add(int(number))
+    columns = ("layers", "tensor", "before", "after", "type", "method")
+    return [dict(zip(columns, (_ranges(numbers), *cells), strict=True)) for cells, numbers in layers.items()]
 
 
 def _ranges(numbers: set[int]) -> str:
@@ -113,38 +109,34 @@ def _ranges(numbers: set[int]) -> str:
     return ", ".join(_span(ends, "-") for ends in zip(first, last, strict=True))
 
 
-def _savings(plan: "Plan", caches: dict[str, Any]) -> list[list[str]]:
+def _savings(plan: "Plan", caches: dict[str, Any]) -> list[dict[str, str]]:
     """The rows of parameters, weights and cache sizes before and after the conversion."""
-    before, after = plan.parameters_before, plan.parameters_after
     rows = [
-        ["parameters", f"{before:,}", f"{after:,}", f"{after / before:.3f}"],
-        _sizes("weights", plan.checkpoint.weight_bytes, plan.weight_bytes_after),
+        _saving("parameters", plan.parameters_before, plan.parameters_after, "{:,}".format),
+        _saving("weights", plan.checkpoint.weight_bytes, plan.weight_bytes_after),
     ]
     for key, both in plan.cache_bytes().items():
-        rows.append(_sizes(CACHES[key], both.before, both.after))
+        rows.append(_saving(CACHES[key], both.before, both.after))
     for key, cache in caches.items():
         name = "cross cache" if key == "cross_kv_cache" else "K/V cache"
         label = f"{name} at {tokens_text(cache['tokens'])} tokens, batch {cache['batch']}"
-        rows.append(_sizes(label, cache["before"], cache["after"]))
+        rows.append(_saving(label, cache["before"], cache["after"]))
     return rows
 
 
-def _sizes(label: str, before: int, after: int) -> list[str]:
-    return [label, size(before), size(after), f"{after / before:.3f}"]
+def _saving(label: str, before: int, after: int, text: Callable[[int], str] = size) -> dict[str, str]:
+    return {"": label, "before": text(before), "after": text(after), "ratio": f"{after / before:.3f}"}
 
 
 def _facts(plan: "Plan", needs: "Needs") -> Iterator[tuple[str, str]]:
     """Yield the labelled lines below the tables."""
-    from gqa_convert.families.engines import ENGINES
-
     if plan.rewritten_from:
-        folder = f"into a folder beside OUT, {size(needs.rewritten_bytes)} of disk"
-        where = folder if needs.rewritten_bytes else "while it is read"
+        where = "while it is read"
+        if needs.rewritten_bytes:
+            where = f"into a folder beside OUT, {size(needs.rewritten_bytes)} of disk"
         yield "rewritten first:", f"{plan.rewritten_from} as {plan.family.model_type}, {where}"
-    if plan.modeling:
-        yield "loads in:", MODELING.format(plan.modeling.file)
-    else:
-        yield "loads in:", ", ".join(f"{engine} {_loads(plan, engine)}" for engine in ENGINES)
+    loads = ", ".join(f"{engine} {_loads(plan, engine)}" for engine in ENGINES)
+    yield "loads in:", MODELING.format(plan.modeling.file) if plan.modeling else loads
     yield "tensor parallel:", ", ".join(map(str, plan.tensor_parallel_degrees()))
     memory, disk = needs.memory_bytes / 2**30, size(needs.disk_bytes)
     yield "needs:", f"about {memory:.1f} GiB of memory on {needs.device}, {disk} of disk ({needs.work})"
@@ -152,8 +144,6 @@ def _facts(plan: "Plan", needs: "Needs") -> Iterator[tuple[str, str]]:
 
 def _loads(plan: "Plan", engine: str) -> str:
     """Whether an engine loads the result, for a plan without a modelling file."""
-    from gqa_convert.families.engines import same_up_to
-
     if engine in plan.listed_in:
         return "untested (it lists the type)"
     if engine not in plan.loads_in:

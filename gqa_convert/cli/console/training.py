@@ -14,27 +14,17 @@ if TYPE_CHECKING:
     from gqa_convert.training.tokenize_only import TokenizedRecipe
 
 
-class TrainingScreen:
-    """Shows the progress of an uptraining run.
+def show_step(screen: ProgressScreen, metrics: "StepMetrics", steps: int) -> None:
+    """Show a step of an uptraining run that was logged."""
+    from gqa_convert.training.metrics import LM_LOSS
 
-    Args:
-        progress: where it is shown.
-    """
-
-    def __init__(self, progress: ProgressScreen) -> None:
-        self.say, self.show = progress.say, progress.show
-
-    def step(self, metrics: "StepMetrics", steps: int) -> None:
-        """Show a step that was logged."""
-        from gqa_convert.training.metrics import LM_LOSS
-
-        detail = f"step {metrics.step:,} of {steps:,}"
-        if not metrics.skipped:
-            detail += f"  {metrics.objective} {metrics.loss:.4f} nats per token"
-        detail += f"  {metrics.tokens_per_second:,.0f} tokens/s"
-        if metrics.evaluation_loss is not None:
-            self.say(f"step {metrics.step:,}: {LM_LOSS} on held-out text {metrics.evaluation_loss:.4f} nats per token")
-        self.show("uptraining", metrics.step, steps, detail)
+    detail = f"step {metrics.step:,} of {steps:,}"
+    if not metrics.skipped:
+        detail += f"  {metrics.objective} {metrics.loss:.4f} nats per token"
+    detail += f"  {metrics.tokens_per_second:,.0f} tokens/s"
+    if metrics.evaluation_loss is not None:
+        screen.say(f"step {metrics.step:,}: {LM_LOSS} on held-out text {metrics.evaluation_loss:.4f} nats per token")
+    screen.show("uptraining", metrics.step, steps, detail)
 
 
 def show_training(summary: "RunSummary") -> None:

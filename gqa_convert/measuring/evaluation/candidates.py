@@ -87,9 +87,9 @@ def common_objective(models: Sequence[Candidate], *, pairs: bool) -> str:
         OptionError: the models have no objective in common.
         DataError: a tokenizer marks the languages of texts, which pairs do not state.
     """
-    objective = _objective(models[0], pairs)
-    for model in models[1:]:
-        if (other := _objective(model, pairs)) != objective:
+    objective, *others = (_objective(model, pairs) for model in models)
+    for model, other in zip(models[1:], others, strict=True):
+        if other != objective:
             raise OptionError(
                 f"{model.name} can't be compared with {models[0].name}: one is scored on {other} and one on {objective}; "
                 "evaluate decoders, encoder-decoders and models that hear apart"
@@ -121,13 +121,28 @@ def common_window(models: Sequence[Candidate], objective: str, window: int | Non
     Raises:
         OptionError: a model has fewer positions.
     """
-    longest = SPAN_LENGTH if objective == SPANS else LONGEST
+    default = SPAN_LENGTH if objective == SPANS else LONGEST
+    return common_length(models, f"--window is {window}", window, default)
+
+
+def common_length(models: Sequence[Candidate], stated: str, length: int | None, default: int) -> int:
+    """A number of tokens for which all models have positions.
+
+    Args:
+        models: all of them.
+        stated: how the user stated it, for the message.
+        length: that the user stated.
+        default: the most if none is stated.
+
+    Raises:
+        OptionError: a model has fewer positions.
+    """
     for model in models:
-        positions = stated_positions(model.config) or max(longest, window or 0)
-        if (window or 0) > positions:
-            raise OptionError(f"--window is {window}, and {model.name} has positions for {positions} tokens: lower it")
-        longest = min(longest, positions)
-    return window or longest
+        positions = stated_positions(model.config) or length or default
+        if (length or 0) > positions:
+            raise OptionError(f"{stated}, and {model.name} has positions for {positions} tokens: lower it")
+        default = min(default, positions)
+    return length or default
 
 
 def load(candidate: Candidate, dtype: str, device: str) -> Any:

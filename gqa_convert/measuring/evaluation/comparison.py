@@ -7,17 +7,18 @@ two models is paired: block by block.
 """
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
+from gqa_convert.errors import MissingExtraError
 from gqa_convert.measuring.evaluation.candidates import Candidate
 from gqa_convert.measuring.evaluation.examples import Array, Doubles, Material
 from gqa_convert.measuring.evaluation.forward import Scores
-from gqa_convert.measuring.evaluation.word_errors import word_errors
 from gqa_convert.measuring.results import Difference
 
 
@@ -101,17 +102,17 @@ class Measured:
             found["word_error_rate"] = mean(*word_errors(*zip(*material.spoken, strict=True)))
         if self.not_finite:
             return found
-        tokens = np.ones_like(loss)
-        found["loss"] = self._mean(loss, tokens)
+        every = np.ones_like(loss)
+        values = {"loss": loss}
         if material.sizes is not None:
             found["bits_per_byte"] = self._mean(loss, material.sizes * math.log(2))
-        if self.is_key is not None:
-            found["key_loss"] = self._mean(loss * self.is_key, self.is_key)
-        if kl is None or agrees is None or not np.isfinite(kl).all():
-            return found
-        found |= {"kl": self._mean(kl, tokens), "top1_agreement": self._mean(agrees, tokens)}
-        if self.is_key is not None:
-            found["key_kl"] = self._mean(kl * self.is_key, self.is_key)
+        if kl is not None and agrees is not None and np.isfinite(kl).all():
+            values["kl"] = kl
+            found["top1_agreement"] = self._mean(agrees, every)
+        for name, each in values.items():
+            found[name] = self._mean(each, every)
+            if self.is_key is not None:
+                found[f"key_{name}"] = self._mean(each * self.is_key, self.is_key)
         return found
 
     def _mean(self, values: Array, sizes: Array) -> Mean:
@@ -126,35 +127,59 @@ def is_same_vocabulary(tokenizer: Any, other: Any) -> bool:
 
 def incomparable(candidate: Candidate, material: Material, other: Measured) -> str | None:
     """The reason why two models' predictions can't be compared token by token, None if they can."""
-    if is_same_vocabulary(candidate.tokenizer, other.candidate.tokenizer) and material.is_comparable(other.material):
+    if is_same_vocabulary(candidate.tokenizer, other.candidate.tokenizer) and material.tokens == other.material.tokens:
         return None
     return f"its tokens are not those of {other.candidate.name}"
 
 
-def difference(measured: Measured, other: Measured) -> Difference:
-    """How much more a model loses than another on the same text, with paired standard errors.
-
-    Nats per token are compared where both models have the same tokens; blocks are the same wherever bytes are counted.
-    """
-    theirs = other.means
-    found = {name: each.minus(theirs.get(name, UNDEFINED)) for name, each in measured.means.items()}
-    if measured.problem:
-        found.pop("loss", None)
-    return Difference(to=other.candidate.name, **with_errors(found))
-
-
 def model_scores(measured: Measured, other: Measured | None = None) -> dict[str, Any]:
-    """What a model's entry in the results states: its losses, and its differences from another model."""
-    material = measured.material
-    means = measured.means
+    """What a model's entry in the results states: its losses, and its differences from another model, with paired standard
+    errors. Nats per token are compared where both models have the same tokens; blocks are the same wherever bytes are counted.
+    """
+    material, means = measured.material, measured.means
     loss = means.get("loss", UNDEFINED).value
     problem = measured.problem and f"not compared token by token, since {measured.problem}"
+    difference = None
+    if other is not None:
+        gaps = {name: each.minus(other.means.get(name, UNDEFINED)) for name, each in means.items()}
+        if problem:
+            gaps.pop("loss", None)
+        difference = Difference(to=other.candidate.name, **with_errors(gaps))
     return with_errors(means) | {
         "perplexity": math.exp(loss) if loss is not None and loss < 700 else None,
         "tokens": len(material.blocks),
         "bytes": None if material.sizes is None else int(material.sizes.sum()),
         "scored_nan": measured.not_finite,
-        "difference": None if other is None else difference(measured, other),
+        "difference": difference,
         "key_tokens": None if measured.is_key is None else int(measured.is_key.sum()),
         "note": "; ".join(filter(None, [problem, material.note])) or None,
     }
+
+
+def _normalised(text: str) -> str:
+    """Lower case without punctuation, so that only words count."""
+    return " ".join(re.sub(r"[^\w\s']", " ", text.lower()).split())
+
+
+def word_errors(said: Sequence[str], heard: Sequence[str]) -> tuple[Doubles, Doubles]:
+    """The words of each sound, [m], that are wrong, missing or too many (Levenshtein distance), and those that are said.
+
+    Args:
+        said: the texts.
+        heard: what the model wrote.
+
+    Raises:
+        MissingExtraError: jiwer is not installed.
+    """
+    try:
+        import jiwer
+    except ImportError:
+        raise MissingExtraError(
+            "word errors need jiwer, which is not installed: pip install 'gqa-convert[audio]'"
+        ) from None
+    errors, words = [], []
+    for text, written in zip(map(_normalised, said), map(_normalised, heard), strict=True):
+        found = jiwer.process_words(text, written)
+        errors.append(found.substitutions + found.deletions + found.insertions)
+        words.append(len(text.split()))
+    return np.array(errors, np.float64), np.array(words, np.float64)

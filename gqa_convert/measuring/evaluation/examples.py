@@ -3,7 +3,7 @@
 Shape legend: n scored tokens of all examples, b examples of a batch, L positions of a row, r scored predictions of a batch.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -15,15 +15,13 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from gqa_convert.data.audio_files import AudioFile
-from gqa_convert.data.documents import Fields, Piece
+from gqa_convert.data.documents import Piece
 from gqa_convert.data.order import mix
 from gqa_convert.data.pairs import shortened
 from gqa_convert.data.span_corruption import SpanCorruption
 from gqa_convert.data.speech import Keeper, SpeechModel, cut_windows
-from gqa_convert.data.token_files import batched, ids_of
-from gqa_convert.data.tokenizing import TextEncoder
 from gqa_convert.errors import DataError
-from gqa_convert.measuring import no_progress
+from gqa_convert.measuring import StageProgress, no_progress
 
 BLOCK = 2048
 """The bytes in a block of text, the unit over which standard errors are computed."""
@@ -31,7 +29,6 @@ BLOCK = 2048
 Array = npt.NDArray[Any]
 Integers = npt.NDArray[np.int64]
 Doubles = npt.NDArray[np.float64]
-Progress = Callable[[int, int], None]
 
 
 class Example(NamedTuple):
@@ -99,15 +96,10 @@ class Material:
         sizes = [example.sizes for example in self.examples if example.sizes is not None]
         return np.concatenate(sizes) if sizes else None
 
-    def is_comparable(self, other: "Material") -> bool:
-        """Whether another material has the same tokens to predict, and for encoders to read."""
-        if len(self.examples) != len(other.examples):
-            return False
-        for ours, theirs in zip(self.examples, other.examples, strict=True):
-            sources: list[Any] = [each.encoder.get("input_ids") for each in (ours, theirs)]
-            if not (np.array_equal(ours.targets, theirs.targets) and np.array_equal(*sources)):
-                return False
-        return True
+    @cached_property
+    def tokens(self) -> list[tuple[list[int], list[int]]]:
+        """The tokens of each example that are predicted, and those that an encoder reads."""
+        return [(each.targets.tolist(), list(each.encoder.get("input_ids", ()))) for each in self.examples]
 
     def by_block(self, values: Array) -> Doubles:
         """Sums of the scored tokens' values in each block, in the order of the text: [block_count]."""
@@ -118,9 +110,9 @@ class Material:
         cut = []
         for example in self.examples:
             for first in range(0, len(example.read), context):
-                last = first + context
-                read = example.read[max(0, first - context) : last]
-                cut.append(Example(read, example.targets[first:last], example.blocks[first:last]))
+                scored = slice(first, first + context)
+                read = example.read[max(0, first - context) : scored.stop]
+                cut.append(Example(read, example.targets[scored], example.blocks[scored]))
         return Material(cut, self.block_count)
 
     def batches(self, size: int) -> Iterator[Batch]:
@@ -130,12 +122,12 @@ class Material:
             inputs = {name: _padded([example.encoder[name] for example in examples]) for name in examples[0].encoder}
             read = _padded([example.read for example in examples])
             inputs["decoder_input_ids" if inputs else "input_ids"] = read
-            rows = []
+            rows, targets = [], []
             for row, example in enumerate(examples):
                 end = row * read.shape[1] + len(example.read)
                 rows.append(np.arange(end - len(example.targets), end))
-            targets = np.concatenate([example.targets for example in examples])
-            yield Batch(inputs, torch.from_numpy(np.concatenate(rows)), torch.from_numpy(targets))
+                targets.append(example.targets)
+            yield Batch(inputs, torch.from_numpy(np.concatenate(rows)), torch.from_numpy(np.concatenate(targets)))
 
 
 def _longest_first(examples: Sequence[Example]) -> list[Example]:
@@ -149,7 +141,7 @@ def _padded(rows: Sequence[Any]) -> Tensor:
 
 
 def text_material(
-    pieces: Sequence[Piece], tokenizer: Any, *, window: int, progress: Progress = no_progress
+    pieces: Sequence[Piece], tokenizer: Any, *, window: int, progress: StageProgress = no_progress
 ) -> Material:
     """A text for a causal model. Each token of a document is predicted once, except the first: from the beginning of its
     window, or from the beginning-of-text token, if the tokenizer has one.
@@ -163,35 +155,26 @@ def text_material(
     Raises:
         DataError: the text has no token to predict.
     """
+    begin = np.array([] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id], np.int64)
+    beginning = begin, np.zeros_like(begin)
     examples: list[Example] = []
     first_block = 0
-    for ids, ends in _documents(pieces, tokenizer, progress):
-        sizes = np.diff(ends, prepend=0)
-        blocks = first_block + np.maximum(ends - 1, 0) // BLOCK
+    parts = [beginning]
+    for number, piece in enumerate(pieces, start=1):
+        parts.append(encode(tokenizer, piece.text))
+        progress(number, len(pieces))
+        if not piece.last:
+            continue
+        ids, sizes = map(np.concatenate, zip(*parts, strict=True))
+        blocks = first_block + np.maximum(sizes.cumsum() - 1, 0) // BLOCK
         for start in range(0, len(ids) - 1, window):
-            end = min(start + window, len(ids) - 1)
-            scored = slice(start + 1, end + 1)
-            examples.append(Example(ids[start:end], ids[scored], blocks[scored], sizes[scored]))
-        first_block += -(-int(ends[-1]) // BLOCK)
+            scored = slice(start + 1, start + 1 + window)
+            examples.append(Example(ids[start:-1][:window], ids[scored], blocks[scored], sizes[scored]))
+        first_block += -(-int(sizes.sum()) // BLOCK)
+        parts = [beginning]
     if not examples:
         raise DataError("the text has no token with a preceding one to be predicted from: name more text")
     return Material(_longest_first(examples), first_block)
-
-
-def _documents(pieces: Sequence[Piece], tokenizer: Any, progress: Progress) -> Iterator[tuple[Integers, Integers]]:
-    """The tokens of each document, and the bytes at which they end: [tokens] each."""
-    begin = np.array([] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id], np.int64)
-    ids, ends = [begin], [np.zeros_like(begin)]
-    nbytes = 0
-    for number, piece in enumerate(pieces, start=1):
-        tokens, until = encode(tokenizer, piece.text)
-        ids.append(tokens)
-        ends.append(until + nbytes)
-        nbytes += len(piece.text.encode())
-        progress(number, len(pieces))
-        if piece.last and nbytes:
-            yield np.concatenate(ids), np.concatenate(ends)
-            ids, ends, nbytes = ids[:1], ends[:1], 0
 
 
 def span_material(pieces: Sequence[Piece], tokenizer: Any, *, start: int, length: int, seed: int) -> Material:
@@ -214,8 +197,7 @@ def span_material(pieces: Sequence[Piece], tokenizer: Any, *, start: int, length
         raw = corruption.shape_for(length).raw
     except DataError as problem:  # in the words of a recipe
         raise DataError(str(problem).replace("sequence_length", "--window")) from None
-    encoder = TextEncoder(tokenizer, Fields(), closed=False)
-    ids = np.concatenate([ids_of(encoder.encode(some)) for some in batched(pieces)])
+    ids = np.concatenate([encode(tokenizer, piece.text)[0] for piece in pieces])
     count = len(ids) // raw
     if not count:
         raise DataError(
@@ -225,8 +207,8 @@ def span_material(pieces: Sequence[Piece], tokenizer: Any, *, start: int, length
     keys = [(mix(seed), number) for number in range(count)]
     made = corruption.batch(ids[: count * raw].reshape(count, raw), keys)
     examples = []
-    for number in range(count):
-        source, read, targets = (made[name][number] for name in ("input_ids", "decoder_input_ids", "labels"))
+    rows = zip(made["input_ids"], made["decoder_input_ids"], made["labels"], strict=True)
+    for number, (source, read, targets) in enumerate(rows):
         examples.append(Example(read, targets, np.full_like(targets, number), encoder={"input_ids": source}))
     return Material(examples, count)
 
@@ -237,7 +219,7 @@ def pair_material(
     *,
     start: int | None,
     length: int,
-    progress: Progress = no_progress,
+    progress: StageProgress = no_progress,
 ) -> Material:
     """Pairs of a source and a target, each with the special tokens of the tokenizer, which are scored too.
 
@@ -251,10 +233,9 @@ def pair_material(
     examples, truncated = [], 0
     for number, (source, target) in enumerate(pairs):
         read, _ = encode(tokenizer, source, add_special_tokens=True)
-        written, ends = encode(tokenizer, target, "text_target", add_special_tokens=True)
+        written, nbytes = encode(tokenizer, target, "text_target", add_special_tokens=True)
         truncated += max(len(read), len(written)) > length
-        read, targets = shortened(read, length), shortened(written, length)
-        sizes = shortened(np.diff(ends, prepend=0), length)
+        read, targets, sizes = (shortened(each, length) for each in (read, written, nbytes))
         begin = targets[-1] if start is None else start
         decoder = np.concatenate([[begin], targets[:-1]])
         encoder = {"input_ids": read, "attention_mask": np.ones_like(read)}
@@ -265,7 +246,7 @@ def pair_material(
 
 
 def speech_material(
-    speech: SpeechModel, files: Sequence[AudioFile], *, batch: int, tokens: int | None, progress: Progress
+    speech: SpeechModel, files: Sequence[AudioFile], *, batch: int, tokens: int | None, progress: StageProgress
 ) -> Material:
     """Sounds with their texts, on which the encoder runs once. Those without words and those longer than the encoder's
     window are left out, and counted.
@@ -314,7 +295,7 @@ def speech_material(
 def encode(
     tokenizer: Any, text: str, argument: str = "text", *, add_special_tokens: bool = False
 ) -> tuple[Integers, Integers]:
-    """A text's tokens, and the number of UTF-8 bytes at which each of them ends.
+    """A text's tokens, [n], and the UTF-8 bytes that each of them covers, [n], which add up to those of the text.
 
     If a tokenizer gives no offsets, its tokens are assumed to be equally long.
 
@@ -323,9 +304,6 @@ def encode(
         text: the text to encode.
         argument: of the tokenizer; `text_target` for a target of an encoder-decoder, which may have another language.
         add_special_tokens: add the tokenizer's special tokens.
-
-    Returns:
-        [n] and [n]; the last end is the length of the text.
     """
     fast = bool(tokenizer.is_fast)
     options = {"add_special_tokens": add_special_tokens, "return_offsets_mapping": fast, "verbose": False}
@@ -336,4 +314,5 @@ def encode(
     else:
         ends = len(text) * np.arange(1, len(ids) + 1) // max(1, len(ids))
     ends[-1:] = len(text)
-    return ids, np.cumsum([0, *map(len, map(str.encode, text))])[ends]
+    until = np.cumsum([0, *map(len, map(str.encode, text))])[ends]
+    return ids, np.diff(until, prepend=0)

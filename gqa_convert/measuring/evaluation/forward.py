@@ -4,7 +4,7 @@ Logits are the largest tensors: they are made and processed for some rows at a t
 sum over tokens in float64.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gqa_convert.losses.distillation import token_losses
 from gqa_convert.losses.output_layer import OutputLayer, without_output_layer
-from gqa_convert.measuring import no_progress
+from gqa_convert.measuring import StageProgress, no_progress
 from gqa_convert.measuring.evaluation.examples import Batch, Material
 
 _ROWS, _ROWS_ON_ACCELERATOR = 256, 512
@@ -47,9 +47,8 @@ class Scored(NamedTuple):
 def score(
     scored: Scored,
     batch: int,
-    *,
     reference: Scored | None = None,
-    progress: Callable[[int], None] = no_progress,
+    progress: StageProgress = no_progress,
 ) -> Scores:
     """Score tokens with a model.
 
@@ -58,20 +57,20 @@ def score(
         batch: examples at a time.
         reference: a model with the same tokens. If the two have logits for different numbers of tokens, the shared
             tokens are compared, and both distributions are conditioned on them.
-        progress: called after each batch with the number of tokens that it scored.
+        progress: called after each batch with the number of tokens that are scored, and that of all.
     """
-    device = scored.model.device
-    size = _ROWS if device.type == "cpu" else _ROWS_ON_ACCELERATOR
+    size = _ROWS if scored.model.device.type == "cpu" else _ROWS_ON_ACCELERATOR
     runs = [_passes(each, batch) for each in (scored, reference) if each is not None]
     found = []
+    done = 0
     with torch.inference_mode():
         for passes in zip(*runs, strict=True):
-            targets = passes[0].targets.to(device)
+            targets = passes[0].targets
             for first in range(0, len(targets), size):
                 rows = slice(first, first + size)
-                logits, *others = [each.logits(rows) for each in passes]
-                found.append(token_scores(logits, targets[rows], *others))
-            progress(len(targets))
+                found.append(_token_scores(targets[rows], *(each.logits(rows) for each in passes)))
+            done += len(targets)
+            progress(done, len(scored.material.blocks))
     return Scores(*(torch.cat(values).cpu().numpy() for values in zip(*found, strict=True)))
 
 
@@ -97,30 +96,28 @@ def _passes(scored: Scored, size: int) -> Iterator[_Pass]:
             if "encoder_outputs" in given:
                 given["encoder_outputs"] = (given["encoder_outputs"],)
             states = model(**given, use_cache=False).logits.flatten(0, 1)
-            yield _Pass(batch.targets, states[batch.rows.to(states.device)], layer)
+            yield _Pass(batch.targets.to(states.device), states[batch.rows.to(states.device)], layer)
 
 
 def _inputs(model: Any, batch: Batch) -> dict[str, Tensor]:
     """The inputs of a batch on the model's device; what its encoder made in the model's type."""
-    inputs = {name: tensor.to(model.device) for name, tensor in batch.inputs.items()}
-    return {name: tensor.to(model.dtype) if tensor.is_floating_point() else tensor for name, tensor in inputs.items()}
+    inputs = {}
+    for name, tensor in batch.inputs.items():
+        inputs[name] = tensor.to(model.device, model.dtype if tensor.is_floating_point() else tensor.dtype)
+    return inputs
 
 
-def token_scores(logits: Tensor, targets: Tensor, reference: Tensor | None = None) -> tuple[Tensor, ...]:
-    """Loss, divergence and agreement of predictions.
+def _token_scores(targets: Tensor, logits: Tensor, reference: Tensor | None = None) -> tuple[Tensor, ...]:
+    """Loss, divergence and agreement of predictions, [r] each, float32; the loss alone without a reference.
 
     Args:
-        logits: [r, V].
         targets: [r], the tokens to predict.
+        logits: [r, V].
         reference: [r, V'], logits of another model.
-
-    Returns:
-        [r] each, float32; the loss alone without a reference.
     """
-    reference = None if reference is None else reference.to(logits.device)
-    loss, kl = token_losses(logits, targets, reference)
     if reference is None:
-        return (loss,)
+        return token_losses(logits, targets)[:1]
+    reference = reference.to(logits.device)
     shared = min(logits.shape[-1], reference.shape[-1])
     agrees = logits[:, :shared].argmax(-1) == reference[:, :shared].argmax(-1)
-    return loss, kl, agrees.float()
+    return *token_losses(logits, targets, reference), agrees.float()

@@ -1,6 +1,6 @@
 """What a model makes of long contexts, beside its loss: answers, key tokens, and the text that it writes itself."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,15 +10,14 @@ import torch
 from gqa_convert.data.model_tokenizer import check_vocabulary
 from gqa_convert.data.order import mix
 from gqa_convert.errors import OptionError
-from gqa_convert.families.context_length import stated_positions
-from gqa_convert.measuring import no_progress
-from gqa_convert.measuring.evaluation.candidates import CAUSAL, Candidate
+from gqa_convert.measuring import StageProgress, no_progress
+from gqa_convert.measuring.evaluation.candidates import CAUSAL, Candidate, common_length
 from gqa_convert.measuring.evaluation.comparison import UNDEFINED, Mean, is_same_vocabulary, mean, with_errors
 from gqa_convert.measuring.evaluation.examples import Array, Example, Integers, Material
 from gqa_convert.measuring.evaluation.forward import Scored, score
 from gqa_convert.measuring.evaluation.retrieval import LENGTHS, QUESTIONS, Answer, ask, generating_with, share_found
 from gqa_convert.measuring.evaluation.retrieval_texts import KINDS, filler, text_beginnings
-from gqa_convert.measuring.results import Found, Retrieval
+from gqa_convert.measuring.results import AskedQuestions, Found, Retrieval
 
 SHORT_CONTEXT = 256
 """Tokens of the short context, without which key tokens are unlikely."""
@@ -47,26 +46,21 @@ class LongContexts:
     written_loss: Mean
 
 
-def chosen_lengths(models: Sequence[Candidate], objective: str, options: RetrievalOptions) -> list[int]:
-    """The lengths of the prompts, the same for all models.
+def asked_questions(models: Sequence[Candidate], objective: str, options: RetrievalOptions) -> AskedQuestions:
+    """The questions with the lengths of their prompts, the same for all models.
 
     Raises:
         OptionError: a model is not causal, or has fewer positions.
     """
     if objective != CAUSAL:
         raise OptionError(f"--retrieval asks causal models, and {models[0].name} is an encoder-decoder: leave it out")
-    longest = LENGTHS[-1] if options.lengths is None else max(options.lengths)
-    for model in models:
-        positions = stated_positions(model.config) or longest
-        if options.lengths is not None and positions < longest:
-            raise OptionError(
-                f"--lengths names {longest}, and {model.name} has positions for {positions} tokens: lower it"
-            )
-        longest = min(longest, positions)
-    return sorted(set(options.lengths or [length for length in LENGTHS if length <= longest] or [longest]))
+    stated = max(options.lengths or (), default=None)
+    longest = common_length(models, f"--lengths names {stated}", stated, LENGTHS[-1])
+    lengths = options.lengths or [length for length in LENGTHS if length <= longest] or [longest]
+    return AskedQuestions(lengths=sorted(set(lengths)), questions=options.questions, seed=options.seed)
 
 
-def key_tokens(scored: Scored, loss: Array, batch: int, progress: Callable[[int], None] = no_progress) -> Array:
+def key_tokens(scored: Scored, loss: Array, batch: int, progress: StageProgress = no_progress) -> Array:
     """Whether each token is one that a model predicts with the whole window and not with a short context: LongPPL's key
     tokens (Fang et al. 2024, arXiv 2410.23771), [n].
 
@@ -74,7 +68,7 @@ def key_tokens(scored: Scored, loss: Array, batch: int, progress: Callable[[int]
         scored: the model and its material.
         loss: of the tokens with the whole window, [n].
         batch: windows at a time.
-        progress: called after each batch with the number of tokens in it.
+        progress: as of `score`.
     """
     short = scored.material.with_short_context(SHORT_CONTEXT)
     gain = score(Scored(scored.model, short), batch, progress=progress).loss - loss
@@ -84,18 +78,17 @@ def key_tokens(scored: Scored, loss: Array, batch: int, progress: Callable[[int]
 def ask_about_long_contexts(
     candidate: Candidate,
     model: Any,
-    options: RetrievalOptions,
+    asked: AskedQuestions,
     reader: tuple[Candidate, Any],
-    *,
     batch: int,
-    progress: Callable[[int, int], None],
+    progress: StageProgress,
 ) -> LongContexts:
     """Ask a model, and let the first one read what it writes, if their tokens are the same.
 
     Args:
         candidate: the model.
         model: the same, loaded.
-        options: of which the lengths are known.
+        asked: the questions.
         reader: the first model.
         batch: texts at a time.
         progress: called with the texts of questions that are done, and their number.
@@ -103,13 +96,12 @@ def ask_about_long_contexts(
     Raises:
         DataError: the tokenizer does not belong to the model.
     """
-    tokenizer, seed = candidate.tokenizer, options.seed
+    tokenizer = candidate.tokenizer
     check_vocabulary(candidate.config, max(tokenizer(" ".join(filler()), verbose=False)["input_ids"]), candidate.folder)
-    lengths = options.lengths or LENGTHS
-    answers = ask(model, tokenizer, lengths, options.questions, seed, batch=batch, progress=progress)
+    answers = ask(model, tokenizer, asked.lengths, asked.questions, asked.seed, batch=batch, progress=progress)
     loss = UNDEFINED
     if is_same_vocabulary(tokenizer, reader[0].tokenizer):
-        loss = loss_of_rows(reader[1], write(model, tokenizer, seed), batch)
+        loss = loss_of_rows(reader[1], write(model, tokenizer, asked.seed), batch)
     return LongContexts(answers, loss)
 
 

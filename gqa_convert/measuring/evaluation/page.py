@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gqa_convert.errors import MissingExtraError, OptionError, OutputError
-from gqa_convert.measuring.evaluation.table import columns, notes, short_names, title
+from gqa_convert.measuring.evaluation.table import notes, rows, short_names, title
 from gqa_convert.measuring.results import EvaluationFile, ModelScores, check_folder, load_evaluation, write_file
 
 if TYPE_CHECKING:
@@ -21,11 +21,11 @@ DRAWN_BY = "drawn by gqa-convert"
 
 @dataclass(frozen=True)
 class MeasuredText:
-    """A text, what was measured on it, once for each model, the cells of its table by their headings, and notes."""
+    """A text, what was measured on it, once for each model, the rows of its table, and notes."""
 
     title: str
     entries: list[ModelScores]
-    columns: dict[str, list[str]]
+    rows: list[dict[str, str]]
     notes: list[str]
 
 
@@ -36,15 +36,15 @@ def check_drawings(html: Path | None, plot: Path | None, earlier: Sequence[Path]
         GQAConvertError: one of its subclasses for each mistake.
     """
     if html is not None:
-        check_picture(html, "--html", (".html",))
+        _check_drawing(html, "--html", (".html",))
     if plot is not None:
-        check_picture(plot, "--plot")
+        _check_drawing(plot, "--plot", FORMATS)
     if earlier and html is None and plot is None:
         raise OptionError("--with names results to draw: name a page with --html or a picture with --plot")
     return [load_evaluation(path) for path in earlier]
 
 
-def check_picture(path: Path, option: str, formats: tuple[str, ...] = FORMATS) -> None:
+def _check_drawing(path: Path, option: str, formats: tuple[str, ...]) -> None:
     """Refuse a picture, or a page with one, that could not be drawn, before the long work.
 
     Raises:
@@ -65,23 +65,8 @@ def check_picture(path: Path, option: str, formats: tuple[str, ...] = FORMATS) -
         ) from None
 
 
-def save_picture(figure: "Figure", path: Path) -> None:
-    """Write a matplotlib figure in the format of the file's suffix, marked as drawn by this program. The file appears
-    whole or not at all.
-
-    Raises:
-        NoSpaceError: the disk is full.
-        OutputError: the file can't be written.
-    """
-    kind = path.suffix[1:].lower()
-    mark = {"Software" if kind == "png" else "Creator": DRAWN_BY}
-    picture = io.BytesIO()
-    figure.savefig(picture, format=kind, dpi=150, metadata=mark)
-    write_file(path, picture.getvalue())
-
-
 def draw(files: Sequence[EvaluationFile], html: Path | None, plot: Path | None) -> None:
-    """Draw results as a page, a picture, or both.
+    """Draw results as a page, a picture in the format of its file's suffix, or both, marked as drawn by this program.
 
     Args:
         files: the results, at least one.
@@ -96,28 +81,33 @@ def draw(files: Sequence[EvaluationFile], html: Path | None, plot: Path | None) 
     texts = measured_texts(files)
     figure = _figure(texts)
     if plot is not None:
-        save_picture(figure, plot)
+        kind = plot.suffix[1:].lower()
+        picture = io.BytesIO()
+        figure.savefig(picture, format=kind, dpi=150, metadata={"Software" if kind == "png" else "Creator": DRAWN_BY})
+        write_file(plot, picture.getvalue())
     if html is not None:
         write_file(html, _page(texts, figure).encode())
 
 
 def measured_texts(files: Sequence[EvaluationFile]) -> list[MeasuredText]:
     """Results by the text that they were measured on. Entries with the same fingerprint belong to the same model."""
-    found: dict[object, MeasuredText] = {}
-    models: dict[object, dict[object, ModelScores]] = {}
+    texts: dict[object, list[EvaluationFile]] = {}
     for file in files:
-        if file.data is None:
-            continue
-        text = (file.data.sha256 or file.data, file.objective, file.context)
-        entries = models.setdefault(text, {})
+        if file.data is not None:
+            texts.setdefault((file.data.sha256 or file.data, file.objective, file.context), []).append(file)
+    return [_measured_text(each) for each in texts.values()]
+
+
+def _measured_text(files: Sequence[EvaluationFile]) -> MeasuredText:
+    models: dict[object, ModelScores] = {}
+    for file in files:
         for each in file.entries():
             model = (each.fingerprint or id(each), each.dtype)
-            if each.difference or model not in entries:
-                entries[model] = each
-        rows = list(entries.values())
-        names = short_names(rows)
-        found[text] = MeasuredText(title(file), rows, columns(rows, names), notes(rows, names))
-    return list(found.values())
+            if each.difference or model not in models:
+                models[model] = each
+    entries = list(models.values())
+    names = short_names(entries)
+    return MeasuredText(title(files[-1]), entries, rows(entries, names), notes(entries, names))
 
 
 def _figure(texts: Sequence[MeasuredText]) -> "Figure":
@@ -130,13 +120,13 @@ def _figure(texts: Sequence[MeasuredText]) -> "Figure":
     axes = figure.subplots()
     for text in texts:
         nbytes, values = [], []
-        for each, name in zip(text.entries, text.columns["model"], strict=True):
+        for each, row in zip(text.entries, text.rows, strict=True):
             value = each.loss if by_token else each.bits_per_byte
             if each.kv_bytes_per_token and value is not None:
                 nbytes.append(each.kv_bytes_per_token)
                 values.append(value)
                 place = (each.kv_bytes_per_token, value)
-                axes.annotate(name, place, (5, 5), textcoords="offset points", fontsize=8, parse_math=False)
+                axes.annotate(row["model"], place, (5, 5), textcoords="offset points", fontsize=8, parse_math=False)
         axes.plot(nbytes, values, "o", label="on " + text.title.replace("$", r"\$"))
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_locator(MaxNLocator(5))  # powers of 2 may all lie outside

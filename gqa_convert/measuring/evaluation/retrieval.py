@@ -1,7 +1,6 @@
 """What a causal model finds in long texts: it continues prompts greedily, and exact answers count.
 
-    from gqa_convert.measuring import no_progress
-from gqa_convert.measuring.evaluation.retrieval import ask, share_found
+    from gqa_convert.measuring.evaluation.retrieval import ask, share_found
 
     answers = ask(model, tokenizer, lengths=[512, 2048], questions=24)
     share_found(answers).value
@@ -11,7 +10,7 @@ Those of one text are alike, so standard errors are computed over texts.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gqa_convert.measuring import no_progress
+from gqa_convert.measuring import StageProgress, no_progress
 from gqa_convert.measuring.evaluation.comparison import Mean, mean
 from gqa_convert.measuring.evaluation.retrieval_texts import PER_TEXT, Question, RetrievalText, make_text
 
@@ -51,7 +50,7 @@ def ask(
     seed: int = 0,
     *,
     batch: int = 8,
-    progress: Callable[[int, int], None] = no_progress,
+    progress: StageProgress = no_progress,
 ) -> list[Answer]:
     """Ask a model questions about long texts. Models are asked the same questions in the same order.
 

@@ -70,13 +70,11 @@ class RetrievalText:
     """The questions of a text.
 
     Attributes:
-        length: tokens of each prompt with the room for its answer.
         questions: `PER_TEXT` of each kind.
         shared: how many first tokens all prompts share.
         room: tokens to generate.
     """
 
-    length: int
     questions: list[Question]
     shared: int
     room: int
@@ -127,31 +125,26 @@ def make_text(tokenizer: Any, length: int, number: int, seed: int) -> RetrievalT
     shares = [(place + chance.random()) / len(facts) for place in range(len(facts))]
     first = chance.randrange(len(filler()))
 
-    asked = [
-        (fact, share, ending, answer)
-        for fact, share in zip(facts, shares, strict=True)
-        for ending, answer in fact.asked
-    ]
-    longest = max(len(_encode(tokenizer, ending)) for *_, ending, _ in asked)
-    room = max(len(_encode(tokenizer, " " + answer)) for *_, answer in asked) + 1
-    begin = _beginning(tokenizer)
-    shared = begin + _fill(tokenizer, facts, shares, first, length - room - longest - len(begin))
+    asked = []
+    for fact, share in zip(facts, shares, strict=True):
+        for ending, answer in fact.asked:
+            asked.append((fact, share, _encode(tokenizer, ending), answer))
+    longest = max(len(ids) for _, _, ids, _ in asked)
+    room = 1 + max(len(_encode(tokenizer, f" {answer}")) for *_, answer in asked)
+    shared = _fill(tokenizer, facts, shares, first, length - room - longest)
 
-    apart = first + len(filler()) // 2
-    padding = _encode(tokenizer, " " + " ".join(_sentence(apart + place) for place in range(3)))
+    padding = _encode(tokenizer, f" {_prose(first + len(filler()) // 2, 3)}")
     questions = []
-    for fact, share, ending, answer in asked:
-        ids = _encode(tokenizer, ending)
+    for fact, share, ids, answer in asked:
         prompt = shared + padding[: longest - len(ids)] + ids
         questions.append(Question(fact.kind, length, number, fact.wording, share, prompt, answer))
-    return RetrievalText(length, questions, len(shared), room)
+    return RetrievalText(questions, len(shared), room)
 
 
 def text_beginnings(tokenizer: Any, count: int, size: int, seed: int) -> list[list[int]]:
     """The first tokens of so many texts of prose, of one size each."""
     starts = random.Random(seed).sample(range(len(filler())), count)
-    texts = [" ".join(_sentence(start + number) for number in range(size // 8)) for start in starts]
-    return [(_beginning(tokenizer) + _encode(tokenizer, text))[:size] for text in texts]
+    return [(_beginning(tokenizer) + _encode(tokenizer, _prose(start, size // 8)))[:size] for start in starts]
 
 
 def _beginning(tokenizer: Any) -> list[int]:
@@ -160,9 +153,8 @@ def _beginning(tokenizer: Any) -> list[int]:
 
 def _draw_facts(chance: random.Random, number: int) -> Iterator[_Facts]:
     """Facts of all kinds, of which none has a part in common with another."""
-    pools: dict[str, Iterator[Any]] = {}
-    for name, words in [*_WORDS.items(), ("number", range(10_000, 100_000))]:
-        pools[name] = iter(chance.sample(words, min(len(words), 100)))
+    drawable: dict[str, Sequence[Any]] = {**_WORDS, "number": range(10_000, 100_000)}
+    pools = {name: iter(chance.sample(words, min(len(words), 100))) for name, words in drawable.items()}
     for place, kind in enumerate(KINDS):
         wordings = WORDINGS[kind]
         for each in range(PER_TEXT):
@@ -170,8 +162,7 @@ def _draw_facts(chance: random.Random, number: int) -> Iterator[_Facts]:
             wording = wordings[chosen]
             lines, asked = wording.head.splitlines(), []
             for _ in range(wording.lines):
-                names = re.findall(r"{(\w+)}", wording.line)
-                drawn = {name: next(pools[name.rstrip("2345678")]) for name in names}
+                drawn = {name: next(pools[name.rstrip("2345678")]) for name in re.findall(r"{(\w+)}", wording.line)}
                 lines.append(wording.line.format(**drawn))
                 asked.append(("\n\n" + wording.ask.format(**drawn), wording.answer.format(**drawn)))
             asked = chance.sample(asked, min(PER_TEXT, wording.lines))
@@ -188,25 +179,26 @@ def _fill(tokenizer: Any, facts: Sequence[_Facts], shares: Sequence[float], firs
         facts: what to state, in order.
         shares: of the prose that stands before each.
         first: the sentence behind the prose.
-        size: tokens to return: the beginning of the first sentence is cut off.
+        size: tokens to return, the one that begins a text included: the beginning of the first sentence is cut off.
 
     Raises:
         OptionError: the facts take more tokens.
     """
-    sentences: list[str] = []
+    begin, sentences = _beginning(tokenizer), list[str]()
+    size -= len(begin)
     while len(ids := _encode(tokenizer, _assemble(facts, shares, sentences))) < size:
         few = max(1, (size - len(ids)) // _CHARACTERS.stop)  # so that only the first sentence is cut
-        begin = first - len(sentences)
-        sentences = [*map(_sentence, range(begin - few, begin)), *sentences]
+        before = first - len(sentences)
+        sentences = [*map(_sentence, range(before - few, before)), *sentences]
     if not sentences:
         raise OptionError("a length is too short for the questions, which need some 500 tokens: raise --lengths")
-    return ids[len(ids) - size :]
+    return begin + ids[len(ids) - size :]
 
 
 def _assemble(facts: Sequence[_Facts], shares: Sequence[float], sentences: Sequence[str]) -> str:
     """Prose with facts in it, of which none comes first; all but needles stand in paragraphs of their own."""
     parts = list(sentences)
-    for fact, share in reversed(list(zip(facts, shares, strict=True))):
+    for fact, share in zip(reversed(facts), reversed(shares), strict=True):
         text = fact.text if fact.kind == "needles" else f"\n\n{fact.text}\n\n"
         parts.insert(1 + int(share * len(sentences)), text)
     return re.sub(r" *\n\n\s*", "\n\n", " ".join(parts))
@@ -214,6 +206,10 @@ def _assemble(facts: Sequence[_Facts], shares: Sequence[float], sentences: Seque
 
 def _sentence(number: int) -> str:
     return filler()[number % len(filler())]
+
+
+def _prose(first: int, count: int) -> str:
+    return " ".join(map(_sentence, range(first, first + count)))
 
 
 def _encode(tokenizer: Any, text: str) -> list[int]:

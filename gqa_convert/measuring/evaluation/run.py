@@ -4,7 +4,7 @@ import gc
 import hashlib
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -34,7 +34,7 @@ from gqa_convert.measuring.evaluation.long_contexts import (
     LongContexts,
     RetrievalOptions,
     ask_about_long_contexts,
-    chosen_lengths,
+    asked_questions,
     key_tokens,
     retrieval,
 )
@@ -109,11 +109,11 @@ def evaluate(
         found = candidates.find_models(names, options.revision)
         objective = candidates.common_objective(found, pairs=data is not None and data.kind == "pairs")
         window = candidates.common_window(found, objective, options.window)
-        questions = None
+        asked = None
         if options.retrieval:
-            questions = replace(options.retrieval, lengths=chosen_lengths(found, objective, options.retrieval))
+            asked = asked_questions(found, objective, options.retrieval)
         text = None if data is None else _read(data, objective, found[0].tokenizer, options.tokens, progress)
-        evaluation = _Evaluation(replace(options, retrieval=questions), text, objective, window, device, progress)
+        evaluation = _Evaluation(options, asked, text, objective, window, device, progress)
         scores = []
         for candidate in found:
             gc.collect()  # the model before it
@@ -122,7 +122,7 @@ def evaluate(
     return EvaluationFile(
         **measurement("evaluate", command, device),
         data=None if data is None else _described(data, options, text),
-        questions=None if questions is None else AskedQuestions(**asdict(questions)),
+        questions=asked,
         objective=objective,
         context=None if data is None else window,
         reference=scores.pop(0) if options.reference else None,
@@ -145,7 +145,8 @@ class _Evaluation:
     """Measures models, one after the other, on a text and by questions.
 
     Attributes:
-        options: whose questions have lengths.
+        options: how text is scored.
+        questions: to ask, None for none.
         text: to score, None for none.
         objective: on which models are scored.
         window: tokens of a window or example.
@@ -155,6 +156,7 @@ class _Evaluation:
     """
 
     options: EvaluationOptions
+    questions: AskedQuestions | None
     text: Any
     objective: str
     window: int
@@ -175,19 +177,14 @@ class _Evaluation:
         if self.text is not None:
             subject.measured = self._score(candidate, model, first)
             found = model_scores(subject.measured, first.measured)
-        if self.options.retrieval:
-            subject.asked = ask_about_long_contexts(
-                candidate,
-                model,
-                self.options.retrieval,
-                (first.candidate, first.model),
-                batch=self.options.batch,
-                progress=partial(self.progress, f"asking {candidate.name}"),
-            )
+        if self.questions:
+            show = partial(self.progress, f"asking {candidate.name}")
+            reader = first.candidate, first.model
+            subject.asked = ask_about_long_contexts(candidate, model, self.questions, reader, self.options.batch, show)
             found["retrieval"] = retrieval(subject.asked, first.asked)
         if self.first is None:
             self.first = subject
-            if not (self.options.reference or self.options.retrieval):
+            if not (self.options.reference or self.questions):
                 subject.model = None  # whose distributions are not compared
         return ModelScores(
             model=candidate.name,
@@ -208,18 +205,11 @@ class _Evaluation:
             if not problem:
                 is_key = others.is_key
                 reference = None if first.model is None else Scored(first.model, others.material)
-        done = 0
-
-        def advance(count: int) -> None:
-            nonlocal done
-            done += count
-            self.progress(f"scoring {candidate.name}", done, len(material.blocks))
-
+        show = partial(self.progress, f"scoring {candidate.name}")
         scored, batch = Scored(model, material), self.options.batch
-        scores = score(scored, batch, reference=reference, progress=advance)
-        if self.options.retrieval and others is None:
-            done = 0
-            is_key = key_tokens(scored, scores.loss, batch, advance)
+        scores = score(scored, batch, reference, show)
+        if self.questions and others is None:
+            is_key = key_tokens(scored, scores.loss, batch, show)
         return Measured(candidate, material, scores, problem, is_key)
 
     def _material(self, candidate: Candidate, model: Any) -> Material:
@@ -259,5 +249,4 @@ def _described(data: Source, options: EvaluationOptions, text: Any) -> ScoredTex
     digest = hashlib.sha256()
     for part in text:
         digest.update(repr(tuple(part[:2])).encode())
-    read = asdict(data) | {"tokens_limit": options.tokens, "sha256": digest.hexdigest()}
-    return ScoredText.model_validate(read)
+    return ScoredText.model_validate(asdict(data) | {"tokens_limit": options.tokens, "sha256": digest.hexdigest()})

@@ -28,19 +28,19 @@ def short_names(entries: Sequence[ModelScores]) -> dict[str, str]:
     return short
 
 
-def columns(entries: Sequence[ModelScores], names: dict[str, str]) -> dict[str, list[str]]:
-    """The cells of each column by its heading, without the columns that have nothing in them. Beside a divergence, which
+def rows(entries: Sequence[ModelScores], names: dict[str, str]) -> list[dict[str, str]]:
+    """The cells of each row by their headings, without the columns that have nothing in them. Beside a divergence, which
     takes a terminal's width, the loss is shown in one form and without its error.
 
     Args:
         entries: a row each.
         names: what each model is called.
     """
-    rows = [{"model": names[each.model], **_cells(each)} for each in entries]
-    if any(row["KL"] for row in rows):
-        for row in rows:
+    found = [{"model": names[each.model], **_cells(each)} for each in entries]
+    if any(row["KL"] for row in found):
+        for row in found:
             row |= {"loss": row["loss"].partition(" ")[0], "perplexity": "", "bits/byte": ""}
-    return filled_columns(rows)
+    return filled(found)
 
 
 def _cells(scores: ModelScores) -> dict[str, str]:
@@ -58,10 +58,10 @@ def _cells(scores: ModelScores) -> dict[str, str]:
     }
 
 
-def filled_columns(rows: Sequence[dict[str, str]]) -> dict[str, list[str]]:
-    """Rows by heading as columns, without those that have nothing in them."""
-    columns = {heading: [row[heading] for row in rows] for heading in rows[0]}
-    return {heading: cells for heading, cells in columns.items() if any(cells)}
+def filled(rows: Sequence[dict[str, str]]) -> list[dict[str, str]]:
+    """Rows without the columns that have nothing in them."""
+    headings = [heading for heading in rows[0] if any(row[heading] for row in rows)]
+    return [{heading: row[heading] for heading in headings} for row in rows]
 
 
 def retrieval_title(asked: AskedQuestions) -> str:
@@ -70,8 +70,8 @@ def retrieval_title(asked: AskedQuestions) -> str:
     return f"Exact answers in percent in texts of {lengths} tokens, {asked.questions} questions of each kind at each length"
 
 
-def retrieval_columns(entries: Sequence[ModelScores], names: dict[str, str]) -> dict[str, list[str]]:
-    """The cells of each column by its heading: shares of exact answers in percent by kind and by length, and the loss of
+def retrieval_rows(entries: Sequence[ModelScores], names: dict[str, str]) -> list[dict[str, str]]:
+    """The cells of each row by their headings: shares of exact answers in percent by kind and by length, and the loss of
     the first model on what each model writes.
     """
     rows = []
@@ -86,7 +86,7 @@ def retrieval_columns(entries: Sequence[ModelScores], names: dict[str, str]) -> 
             elif part.kind is None or part.length is None:
                 row[part.kind or f"{part.length:,}"] = share
         rows.append({**row, "own text": _with_error(each.retrieval, "written_loss")})
-    return filled_columns(rows)
+    return filled(rows)
 
 
 def _difference(other: Difference | None) -> str:

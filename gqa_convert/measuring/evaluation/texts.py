@@ -1,22 +1,21 @@
 """Reads the text to score once, so that all models get the same text."""
 
-from collections.abc import Callable
 from typing import Any
 
 from gqa_convert.data.documents import PAIR_KEYS, Fields, Piece
 from gqa_convert.data.files import Files
 from gqa_convert.data.sources import Source, open_source
 from gqa_convert.errors import DataError
-from gqa_convert.measuring import no_progress
+from gqa_convert.measuring import StageProgress, no_progress
 from gqa_convert.measuring.evaluation.examples import encode
 
 STREAM_TOKENS = 1_000_000
 """The default number of tokens read from a Hub dataset, because some datasets never end."""
 
-Progress = Callable[[int, int], None]
 
-
-def read_pieces(source: Source, tokenizer: Any, tokens: int | None, progress: Progress = no_progress) -> list[Piece]:
+def read_pieces(
+    source: Source, tokenizer: Any, tokens: int | None, progress: StageProgress = no_progress
+) -> list[Piece]:
     """The text of a source, or the part from its beginning that has so many tokens.
 
     Args:
@@ -30,27 +29,26 @@ def read_pieces(source: Source, tokenizer: Any, tokens: int | None, progress: Pr
     """
     text = open_source(source)
     found: list[Piece] = []
-    count = 0
+    limit = tokens or STREAM_TOKENS
+    left = limit
     for piece in text.pieces(Fields((source.text_field,))):
         found.append(piece)
         if isinstance(text, Files) and tokens is None:
             progress(text.bytes_read, text.total_bytes)
             continue
-        limit = tokens or STREAM_TOKENS
-        _, ends = encode(tokenizer, piece.text)
-        left = limit - count
-        count += len(ends)
-        progress(min(count, limit), limit)
-        if count >= limit:
-            found[-1] = Piece(piece.text.encode()[: ends[left - 1]].decode())
+        _, sizes = encode(tokenizer, piece.text)
+        progress(min(limit, limit - left + len(sizes)), limit)
+        if len(sizes) >= left:
+            found[-1] = Piece(piece.text.encode()[: sizes[:left].sum()].decode())
             break
+        left -= len(sizes)
     if not found:
         raise DataError(f"{text.label} holds no text: name another source or --text-field")
     return found
 
 
 def read_pairs(
-    source: Source, fields: tuple[str, str], count: int | None, progress: Progress = no_progress
+    source: Source, fields: tuple[str, str], count: int | None, progress: StageProgress = no_progress
 ) -> list[tuple[str, str]]:
     """Pairs of texts: two fields of each row of JSON lines, Parquet files or a Hub dataset.
 

@@ -1,12 +1,16 @@
-"""Times every version of the model at one batch and context."""
+"""Times every version of the model at one batch and context. Versions take turns, so that a machine whose speed drifts
+favours none of them.
+"""
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from gqa_convert.families.loading import SOUND_POSITIONS
 from gqa_convert.measuring.latency.decoding import Decoder
-from gqa_convert.measuring.latency.timing import alternate, quartiles, timed
 from gqa_convert.measuring.results import TimedCell
 
 STEPS = 8
@@ -15,7 +19,7 @@ _PREFILLS = 3
 
 
 def measure_cells(models: Sequence[Any], cells: Sequence[TimedCell]) -> list[TimedCell]:
-    """Time all versions at one batch and context; they take turns.
+    """Time all versions at one batch and context.
 
     Args:
         models: of the versions.
@@ -28,10 +32,21 @@ def measure_cells(models: Sequence[Any], cells: Sequence[TimedCell]) -> list[Tim
     cell, device = cells[0], models[0].device
     repetitions = cell.repetitions or 1
     decoders = [Decoder(model, cell.batch, cell.context, cell.encoder_tokens) for model in models]
-    filled = alternate([partial(timed, each.prefill, device) for each in decoders], min(_PREFILLS, repetitions))
-    decoded = alternate([partial(_turn, each, device) for each in decoders], repetitions)
-    times = map(with_times, cells, filled, decoded)
-    return [_with_cache(*each) for each in zip(times, decoders, strict=True)]
+    filled = _alternate([partial(_timed, each.prefill, device) for each in decoders], min(_PREFILLS, repetitions))
+    decoded = _alternate([partial(_turn, each, device) for each in decoders], repetitions)
+    return [_with_cache(*each) for each in zip(map(with_times, cells, filled, decoded), decoders, strict=True)]
+
+
+def _alternate(turns: Sequence[Callable[[], float]], repetitions: int) -> list[list[float]]:
+    """What the calls of each version return in so many repetitions, each of which starts one version later, after a
+    warm-up.
+    """
+    measured: list[list[float]] = [[] for _ in turns]
+    for repetition in range(1 + repetitions):
+        for place in range(len(turns)):
+            number = (repetition - 1 + place) % len(turns)
+            measured[number].append(turns[number]())
+    return [found[1:] for found in measured]
 
 
 def _turn(decoder: Decoder, device: Any) -> float:
@@ -42,15 +57,32 @@ def _turn(decoder: Decoder, device: Any) -> float:
             decoder.step()
 
     decoder.step()  # the version before has left its own weights in the processor's caches
-    seconds = timed(walk, device)
+    seconds = _timed(walk, device)
     decoder.rewind()
     return seconds / STEPS
 
 
+def _timed(work: Callable[[], object], device: Any) -> float:
+    """The seconds that the work takes on a torch device."""
+    _wait(device)
+    began = time.perf_counter()
+    work()
+    _wait(device)
+    return time.perf_counter() - began
+
+
+def _wait(device: Any) -> None:
+    """Wait for a GPU, which works asynchronously."""
+    if device.type == "cuda":
+        import torch
+
+        torch.cuda.synchronize(device)
+
+
 def with_times(cell: TimedCell, prefills: Sequence[float], decodes: Sequence[float]) -> TimedCell:
     """The cell with the quartiles of the seconds of prefills, and of the decode steps of a token."""
-    low, middle, high = (1e3 * seconds for seconds in quartiles(decodes))
-    prefill = 1e3 * quartiles(prefills)[1]
+    low, middle, high = (1e3 * np.quantile(decodes, (0.25, 0.5, 0.75))).tolist()
+    prefill = 1e3 * float(np.median(prefills))
     times = {
         "decode_ms_per_token": middle,
         "decode_ms_low": low,

@@ -1,16 +1,20 @@
-"""The model that is timed, and versions of it with other numbers of K/V heads."""
+"""The model that is timed, and versions of it with other numbers of K/V heads, all in memory at once; weights that do not
+depend on the number are shared.
+"""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from gqa_convert.checkpoint.source import Checkpoint, open_local
 from gqa_convert.checkpoint.strict_json import JsonObject
-from gqa_convert.conversion.plan import make_plan
-from gqa_convert.errors import OptionError
-from gqa_convert.families.loading import auto_class, check_language_model, explained
+from gqa_convert.conversion.plan import Plan, make_plan, merging_counts, spread
+from gqa_convert.errors import GroupsError, OptionError
+from gqa_convert.families.layerwise import kv_heads_by_layer
+from gqa_convert.families.loading import auto_class, check_complete, check_language_model, explained, load_model
 from gqa_convert.families.table import family_of
 
-NEEDS_HEAD = "benchmark decodes with one; name the language model that the checkpoint was made from"
+_NEEDS_HEAD = "benchmark decodes with one; name the language model that the checkpoint was made from"
 """Advice for a checkpoint that was saved without its language-model head."""
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -27,7 +31,7 @@ def open_model(model: str | Path, revision: str | None) -> Checkpoint:
 
 
 def _check(checkpoint: Checkpoint) -> None:
-    check_language_model(checkpoint.source_id, checkpoint.config, NEEDS_HEAD)
+    check_language_model(checkpoint.source_id, checkpoint.config, _NEEDS_HEAD)
     make_plan(checkpoint, 1)
 
 
@@ -43,7 +47,81 @@ def stated_dtype(config: JsonObject, asked: str | None) -> str:
     return str(dtype)
 
 
-def build(config: JsonObject, name: str, dtype: str, attention: str, device: Any) -> Any:
+def plan_versions(checkpoint: Checkpoint, candidates: Sequence[int] | None) -> tuple[list[Plan], int | list[int]]:
+    """Plan a version for each number of K/V heads, rising. A model whose layers differ is its only version.
+
+    Args:
+        checkpoint: the model.
+        candidates: numbers of K/V heads; None for the model's own and its divisors, at most seven.
+
+    Returns:
+        The plans, and the model's own number of K/V heads or that of each layer.
+
+    Raises:
+        GroupsError: a number does not fit the heads.
+        GQAConvertError: the model can't be converted.
+    """
+    by_layer = kv_heads_by_layer(checkpoint.config, checkpoint.source_id)
+    if by_layer is None:
+        own = make_plan(checkpoint, 1).source_kv_heads
+        counts = sorted(set(candidates or spread(merging_counts(own), 7)))
+        try:
+            return [make_plan(checkpoint, count) for count in counts], own
+        except GroupsError as problem:
+            raise GroupsError(str(problem).replace("--groups", "--candidates")) from None
+    if candidates is not None:
+        raise OptionError(
+            f"--candidates: the layers of {checkpoint.source_id} differ in their K/V heads, and it is timed with these: "
+            "leave it out, or time the model that it was converted from"
+        )
+    plan = make_plan(checkpoint, by_layer)
+    return [plan], plan.stated_groups
+
+
+def make_models(
+    checkpoint: Checkpoint, plans: Sequence[Plan], own: int | list[int], dtype: str, device: Any
+) -> tuple[list[Any], str]:
+    """The models of the plans, and transformers' name of their attention function: this package's, where the model's class
+    takes it. The model with the own K/V heads has its weights.
+
+    Args:
+        checkpoint: the model that is timed.
+        plans: of its versions.
+        own: the model's K/V heads.
+        dtype: of the weights, such as `bfloat16`.
+        device: torch device.
+
+    Raises:
+        CorruptCheckpointError: the folder lacks weights, or transformers can't build a version.
+        NoLanguageModelError: it was saved without its language-model head.
+    """
+    import torch
+
+    from gqa_convert.attention import register
+    from gqa_convert.attention.support import why_unsupported
+
+    register()
+    name, folder, attention = checkpoint.source_id, checkpoint.folder, "eager"
+    assert folder is not None
+    with explained(name):
+        source, missing = load_model(folder, getattr(torch, dtype), attn_implementation=attention)
+    check_complete(name, folder, source, missing, _NEEDS_HEAD)
+    if why_unsupported(type(source), source.config) is None:
+        attention = "gqa"
+        source.set_attn_implementation(attention)
+    source = source.to(device)
+    weights = dict(source.named_parameters(remove_duplicate=False))
+    models = []
+    for plan in plans:
+        made = source
+        if plan.stated_groups != own:
+            made = _build(plan.config, name, dtype, attention, device)
+            _share(made, weights)
+        models.append(made.requires_grad_(False))
+    return models, attention
+
+
+def _build(config: JsonObject, name: str, dtype: str, attention: str, device: Any) -> Any:
     """An instance of the config's language model with uninitialised weights, in evaluation mode.
 
     Args:
@@ -73,3 +151,16 @@ def build(config: JsonObject, name: str, dtype: str, attention: str, device: Any
         model = auto.from_config(made, trust_remote_code=False, dtype=kind, attn_implementation=attention)
         model.tie_weights()
     return model.eval()
+
+
+def _share(model: Any, weights: dict[str, Any]) -> None:
+    """Share `weights` where name and shape agree, and fill the other parameters with small random numbers."""
+    import torch
+
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters(remove_duplicate=False)}
+    shared = {name: weight for name, weight in weights.items() if weight.shape == shapes.get(name)}
+    model.load_state_dict(shared, strict=False, assign=True)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name not in shared:
+                parameter.normal_(std=0.02)

@@ -16,8 +16,7 @@ from gqa_convert.errors import OptionError
 from gqa_convert.families.context_length import stated_positions
 from gqa_convert.measuring import Progress, no_progress
 from gqa_convert.measuring.latency.cells import STEPS, measure_cells
-from gqa_convert.measuring.latency.models import open_model, stated_dtype
-from gqa_convert.measuring.latency.versions import make_models, plan_versions
+from gqa_convert.measuring.latency.models import make_models, open_model, plan_versions, stated_dtype
 from gqa_convert.measuring.out_of_memory import memory_explained
 from gqa_convert.measuring.results import BenchmarkFile, TimedCell
 
@@ -25,7 +24,7 @@ CONTEXT: Final = 512
 """The default number of cached tokens."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class BenchmarkOptions:
     """How a model is timed. Named as the command line names them.
 
@@ -38,6 +37,7 @@ class BenchmarkOptions:
         repetitions: timed turns of each version.
         dtype: by default the checkpoint's.
         device: `cpu`, `cuda` or `cuda:1`; by default a GPU where there is one.
+        revision: branch, tag or commit on the Hub.
     """
 
     candidates: Sequence[int] | None = None
@@ -47,12 +47,11 @@ class BenchmarkOptions:
     repetitions: int = 8
     dtype: str | None = None
     device: str | None = None
+    revision: str | None = None
 
 
 def benchmark_model(
     model: str | Path,
-    *,
-    revision: str | None = None,
     options: BenchmarkOptions,
     command: list[str] | None = None,
     progress: Progress = no_progress,
@@ -64,7 +63,6 @@ def benchmark_model(
 
     Args:
         model: a local folder or a Hub id, timed with its weights at its own number of K/V heads.
-        revision: branch, tag or commit on the Hub.
         options: what is timed, how often and on what.
         command: the command line, for the record.
         progress: called with the name of a stage, the steps done and the number of steps.
@@ -78,7 +76,7 @@ def benchmark_model(
     """
     import torch
 
-    opened = open_model(model, revision)
+    opened = open_model(model, options.revision)
     dtype = stated_dtype(opened.config, options.dtype)
     device = torch.device(chosen_device(options.device))
     contexts = _contexts(options, stated_positions(opened.config))
@@ -87,14 +85,16 @@ def benchmark_model(
     with memory_explained(opened.source_id, "time fewer --candidates, or a smaller --batch or --context"):
         progress("building models", 0, 1)
         models, attention = make_models(opened, plans, own, dtype, device)
-        measured = _measure(plans, models, contexts, options, progress)
+        cells = _measure(plans, models, contexts, options, progress)
     assert opened.folder is not None
-    known: dict[str, Any] = {"fingerprint": fingerprint(opened.folder)}
-    cells = [cell.model_copy(update=known) if cell.groups == own else cell for cell in measured]
+    known = fingerprint(opened.folder)
+    for number, cell in enumerate(cells):
+        if cell.groups == own:
+            cells[number] = cell.model_copy(update={"fingerprint": known})
     return BenchmarkFile(
         **measurement("benchmark", command, str(device)),
         model=opened.source_id,
-        **known,
+        fingerprint=known,
         model_type=plans[0].family.model_type,
         dtype=dtype,
         heads=plans[0].heads,
@@ -106,13 +106,10 @@ def benchmark_model(
 
 
 def _contexts(options: BenchmarkOptions, positions: int | None) -> Sequence[int]:
-    if positions is None:
-        return options.context or [CONTEXT]
-    contexts = options.context or [min(CONTEXT, positions // 2)]
-    most = positions - 1 - STEPS
-    if max(contexts) > most:
+    contexts = options.context or [min(CONTEXT, (positions or 2 * CONTEXT) // 2)]
+    if positions is not None and max(contexts) >= positions - STEPS:
         raise OptionError(
-            f"--context {max(contexts)}: the model has {positions} positions, and decode steps follow: give at most {most}"
+            f"--context {max(contexts)}: the model has {positions} positions, and decode steps follow: give at most {positions - 1 - STEPS}"
         )
     return contexts
 
