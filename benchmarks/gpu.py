@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 import transformers
+from torch.utils.benchmark import Timer
 
 HERE = Path(__file__).parent.parent
 sys.path.insert(0, str(HERE))
@@ -145,30 +146,20 @@ def time_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) 
     sdpa = torch.nn.functional.scaled_dot_product_attention
     repeats = query.shape[1] // key.shape[1]
 
-    def by_gqa() -> Any:
-        return grouped_query_attention(query, key, value)
-
-    def by_sdpa() -> Any:
-        return sdpa(query, key, value, enable_gqa=True)
-
-    def by_repeating() -> Any:
-        return sdpa(query, key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1))
-
-    return {"gqa": milliseconds(by_gqa), "sdpa": milliseconds(by_sdpa), "repeated": milliseconds(by_repeating)}
+    calls: dict[str, Callable[[], object]] = {
+        "gqa": lambda: grouped_query_attention(query, key, value),
+        "sdpa": lambda: sdpa(query, key, value, enable_gqa=True),
+        "repeated": lambda: sdpa(query, key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)),
+    }
+    return {name: milliseconds(call) for name, call in calls.items()}
 
 
 def milliseconds(call: Callable[[], object]) -> float:
     """The least of five mean times of ten calls each, after a warm-up."""
-    means = []
+    timer = Timer("call()", globals={"call": call})
     with torch.inference_mode():
-        for _ in range(6):
-            began = time.perf_counter()
-            for _ in range(10):
-                call()
-            if DEVICE == "cuda":
-                torch.cuda.synchronize()
-            means.append(100 * (time.perf_counter() - began))
-    return round(min(means[1:]), 4)
+        means = [timer.timeit(10).mean for _ in range(6)]
+    return float(round(1000 * min(means[1:]), 4))
 
 
 def measure_decoding(settings: Settings) -> dict[str, Any]:

@@ -29,26 +29,18 @@ from torch.nn.functional import cross_entropy
 
 ROOT = Path(__file__).parents[1]
 TOKENIZER = ROOT / "gqa_convert" / "demo_checkpoint"
-SIZES = {
-    "demo": {"hidden_size": 192, "intermediate_size": 320, "num_hidden_layers": 5},
-    "14M": {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 6},
-    "110M": {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12},
-}
+LENGTH, MICRO_BATCH, ACCUMULATION = 256, 4, 2
+"""Tokens of a sample, samples of a forward pass, and forward passes of a step."""
 WARM_UP = 3
 """The steps of a run that do not count."""
 
 
-def make_model(folder: Path, size: str, length: int) -> None:
-    """Write a random Llama with 12 query heads and 3 K/V heads, and text for it."""
+def make_model(folder: Path) -> None:
+    """Write a random Llama of the bundled model's size with 12 query heads and 3 K/V heads, and text for it."""
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        **SIZES[size],
-        num_attention_heads=12,
-        num_key_value_heads=3,
-        vocab_size=2048,
-        max_position_embeddings=length,
-        tie_word_embeddings=True,
-    )
+    sizes = {"hidden_size": 192, "intermediate_size": 320, "num_hidden_layers": 5, "vocab_size": 2048}
+    heads = {"num_attention_heads": 12, "num_key_value_heads": 3}
+    config = transformers.LlamaConfig(**sizes, **heads, max_position_embeddings=LENGTH, tie_word_embeddings=True)
     transformers.LlamaForCausalLM(config).save_pretrained(folder / "model")
     transformers.AutoTokenizer.from_pretrained(TOKENIZER).save_pretrained(folder / "model")
     words = np.random.default_rng(0).integers(0, 10_000, 300_000)
@@ -62,8 +54,7 @@ def launched(command: list[str], arguments: argparse.Namespace, folder: Path) ->
     launcher = [sys.executable]
     if arguments.processes > 1:
         environment["OMP_NUM_THREADS"] = "1"
-        number = str(arguments.processes)
-        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", number]
+        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(arguments.processes)]
     done = subprocess.run([*launcher, *command], env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(done.stderr)
@@ -71,7 +62,7 @@ def launched(command: list[str], arguments: argparse.Namespace, folder: Path) ->
 
 def run_uptrain(arguments: argparse.Namespace, folder: Path, number: int) -> float:
     """Tokens per second of the command."""
-    tokens = arguments.length * arguments.micro_batch * arguments.accumulation * arguments.processes
+    tokens = LENGTH * MICRO_BATCH * ACCUMULATION * arguments.processes
     output = folder / f"run-{number}"
     recipe = {
         "model": str(folder / "model"),
@@ -79,9 +70,9 @@ def run_uptrain(arguments: argparse.Namespace, folder: Path, number: int) -> flo
         "output": str(output),
         "tokens": tokens * arguments.steps,
         "tokens_per_step": tokens,
-        "sequence_length": arguments.length,
-        "micro_batch_size": arguments.micro_batch,
-        "precision": arguments.precision,
+        "sequence_length": LENGTH,
+        "micro_batch_size": MICRO_BATCH,
+        "precision": "no",
         "save_every": 10**6,
     }
     path = folder / f"run-{number}.yaml"
@@ -94,9 +85,7 @@ def run_uptrain(arguments: argparse.Namespace, folder: Path, number: int) -> flo
 def run_bare(arguments: argparse.Namespace, folder: Path, number: int) -> float:
     """Tokens per second of the bare loop, which this script runs in other processes."""
     result = folder / f"bare-{number}.json"
-    names = ("length", "micro_batch", "accumulation", "steps", "precision")
-    options = [f"--{name.replace('_', '-')}={getattr(arguments, name)}" for name in names]
-    launched([__file__, "--bare", str(folder), "--output", str(result), *options], arguments, folder)
+    launched([__file__, *sys.argv[1:], "--bare", str(folder), "--output", str(result)], arguments, folder)
     return float(json.loads(result.read_text(encoding="utf-8")))
 
 
@@ -110,21 +99,20 @@ def bare_loop(arguments: argparse.Namespace) -> None:
         model = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     parameters = list(model.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=1e-4, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
-    ids = torch.randint(2, 2048, (arguments.micro_batch, arguments.length + 1))
+    ids = torch.randint(2, 2048, (MICRO_BATCH, LENGTH + 1))
     times = []
     for _ in range(arguments.steps):
         began = time.perf_counter()
-        for part in range(arguments.accumulation):
-            model.require_backward_grad_sync = part == arguments.accumulation - 1
-            with torch.autocast("cpu", torch.bfloat16, enabled=arguments.precision == "bf16"):
-                logits = model(input_ids=ids[:, :-1], use_cache=False).logits
+        for part in range(ACCUMULATION):
+            model.require_backward_grad_sync = part == ACCUMULATION - 1
+            logits = model(input_ids=ids[:, :-1], use_cache=False).logits
             loss = cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
-            (loss / arguments.accumulation).backward()
+            (loss / ACCUMULATION).backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         optimizer.zero_grad()
         times.append(time.perf_counter() - began)
-    tokens = arguments.length * arguments.micro_batch * arguments.accumulation * processes
+    tokens = LENGTH * MICRO_BATCH * ACCUMULATION * processes
     if os.environ.get("RANK", "0") == "0":
         arguments.output.write_text(json.dumps(tokens / statistics.median(times[WARM_UP:])), encoding="utf-8")
     if processes > 1:
@@ -136,13 +124,8 @@ def bare_loop(arguments: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--size", choices=SIZES, default="demo")
-    parser.add_argument("--length", type=int, default=256, help="tokens of a sample")
-    parser.add_argument("--micro-batch", type=int, default=4, help="samples of a forward pass")
-    parser.add_argument("--accumulation", type=int, default=2, help="forward passes of a step")
     parser.add_argument("--steps", type=int, default=30, help="of a run")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--precision", choices=("bf16", "no"), default="no")
     parser.add_argument("--output", type=Path, help="a JSON file")
     parser.add_argument("--bare", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -152,13 +135,20 @@ def main() -> None:
     rates: dict[str, list[float]] = {"uptrain": [], "bare": []}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        make_model(folder, arguments.size, arguments.length)
+        make_model(folder)
         for number in range(arguments.rounds):
             for name in ("uptrain", "bare") if number % 2 else ("bare", "uptrain"):
                 run = run_uptrain if name == "uptrain" else run_bare
                 rates[name].append(run(arguments, folder, number))
     ratios = [ours / bare for ours, bare in zip(rates["uptrain"], rates["bare"], strict=True)]
-    settings = {name: value for name, value in vars(arguments).items() if name not in ("output", "bare")}
+    shape = {
+        "size": "demo",
+        "length": LENGTH,
+        "micro_batch": MICRO_BATCH,
+        "accumulation": ACCUMULATION,
+        "precision": "no",
+    }
+    settings = {name: value for name, value in vars(arguments).items() if name not in ("output", "bare")} | shape
     found = {
         "tokens_per_second": {name: round(statistics.median(each)) for name, each in rates.items()},
         "uptrain_over_bare": [round(number, 4) for number in (statistics.median(ratios), min(ratios), max(ratios))],

@@ -26,7 +26,6 @@ sys.dont_write_bytecode = False
 EXPECTED_SKIPS = (
     "only root may mount file systems",
     "tmpfs can't be mounted here",
-    "there is no /dev/shm",
 )
 """How the reasons begin for which a machine may skip a test. `-ra` prints every skip; another reason is a failure."""
 

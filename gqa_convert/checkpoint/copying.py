@@ -98,7 +98,6 @@ class WrittenFile:
         self._opened = {self._cached, self._direct}
         self._progress = progress
         self._at = 0
-        self._can_share = True
 
     def __enter__(self) -> "WrittenFile":
         return self
@@ -113,7 +112,7 @@ class WrittenFile:
 
     def write(self, data: memoryview | bytes) -> None:
         """Append bytes."""
-        self._write(self._cached, memoryview(data))
+        self._write(memoryview(data), self._cached)
 
     def copy(self, source: SourceFile, start: int, nbytes: int) -> None:
         """Append a byte range of another file.
@@ -125,8 +124,6 @@ class WrittenFile:
             CorruptCheckpointError: the source ends too early, for example because it was truncated during the copy.
             OSError: writing failed.
         """
-        if start + nbytes > os.fstat(source.fd).st_size:
-            raise source.ended()
         end = start + nbytes
         if nbytes >= _SMALL and (start - self._at) % BLOCK == 0:
             first_block = start + -start % BLOCK
@@ -152,35 +149,29 @@ class WrittenFile:
             raise source.ended()
         for first in range(start, end, _STEP):
             try:
-                self._write_blocks(pages[first : min(first + _STEP, end)])
+                self._write(pages[first : min(first + _STEP, end)], self._direct)
             except OSError as problem:
                 # the kernel reads the pages, and answers so where the file has become shorter
                 raise source.ended() if problem.errno == errno.EFAULT else problem from None
 
-    def _write_blocks(self, view: memoryview) -> None:
-        at = self._at
-        try:
-            self._write(self._direct, view)
-        except OSError as problem:
-            if problem.errno not in _NOT_DIRECT:
-                raise
-            self._direct = self._cached
-            self._write(self._cached, view[self._at - at :])
-
     def _share_blocks(self, source: SourceFile, start: int, nbytes: int) -> bool:
         """Let the file share the source's blocks, if its filesystem can (XFS, btrfs, bcachefs)."""
-        if self._can_share:
-            try:
-                fcntl.ioctl(self._cached, _FICLONERANGE, struct.pack("=qQQQ", source.fd, start, nbytes, self._at))
-            except OSError:
-                self._can_share = False
-            else:
-                self._advance(nbytes)
-        return self._can_share
+        try:
+            fcntl.ioctl(self._cached, _FICLONERANGE, struct.pack("=qQQQ", source.fd, start, nbytes, self._at))
+        except OSError:
+            return False
+        self._advance(nbytes)
+        return True
 
-    def _write(self, descriptor: int, view: memoryview) -> None:
+    def _write(self, view: memoryview, descriptor: int) -> None:
         while view:
-            done = os.pwrite(descriptor, view, self._at)
+            try:
+                done = os.pwrite(descriptor, view, self._at)
+            except OSError as problem:
+                if descriptor == self._cached or problem.errno not in _NOT_DIRECT:
+                    raise
+                descriptor = self._direct = self._cached
+                continue
             view = view[done:]
             self._advance(done)
 

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Iterable
-from itertools import filterfalse
 from pathlib import Path
 from typing import NoReturn
 
@@ -29,32 +28,32 @@ class LocalFiles:
     """
 
     def __init__(self, folder: Path, name: str, commit: str | None = None, unreachable: str | None = None) -> None:
-        self._folder = folder
-        self.folder: Path | None = folder
+        self.folder = folder
         self.name = name
         self.commit = commit
         self.unreachable = unreachable
         self.sizes: dict[str, int] = {}
         links_out: list[str] = []
         for root, folders, names in os.walk(folder, onerror=_refuse):
-            here = Path(root)
             visible = sorted(name for name in folders if not name.startswith(".") and name != "__pycache__")
-            folders[:] = [name for name in visible if not (here / name).is_symlink()]
-            links_out += [f"{(here / name).relative_to(folder)}/" for name in visible if name not in folders]
-            for path in sorted(here / name for name in names if not name.startswith(".")):
-                name = path.relative_to(folder).as_posix()
-                may_lie_elsewhere = name == "config.json" or formats.is_weight_file(name)
-                if is_set_aside(name):
+            folders[:] = [name for name in visible if not Path(root, name).is_symlink()]
+            links = [Path(root, name) for name in visible if name not in folders]
+            links_out += [f"{path.relative_to(folder)}/" for path in links]
+            for path in sorted(Path(root, name) for name in names if not name.startswith(".")):
+                relative = path.relative_to(folder).as_posix()
+                if is_set_aside(relative):
                     continue
+                may_lie_elsewhere = relative == "config.json" or formats.is_weight_file(relative)
                 if not may_lie_elsewhere and leads_out(path, folder):
-                    links_out.append(name)
+                    links_out.append(relative)
                 elif path.is_file():
-                    self.sizes[name] = path.stat().st_size
+                    self.sizes[relative] = path.stat().st_size
                 elif path.is_symlink():
                     raise CorruptCheckpointError(f"{path} is a broken link: download or copy the checkpoint again")
         self.links_out = tuple(sorted(links_out))
-        for name in filterfalse(is_utf8, self.sizes):
-            raise CorruptCheckpointError(f"{folder} holds a file whose name is not UTF-8 ({name}): rename or remove it")
+        for name in self.sizes:
+            if any("\ud800" <= char <= "\udfff" for char in name):
+                raise CorruptCheckpointError(f"{folder} holds {name}, whose name is not UTF-8: rename or remove it")
 
     def read(self, name: str, start: int, length: int) -> bytes:
         """Return `length` bytes of a file from byte `start`.
@@ -62,13 +61,14 @@ class LocalFiles:
         Raises:
             CorruptCheckpointError: the file ends before, or cannot be read.
         """
+        path = self.folder / name
         try:
-            with (self._folder / name).open("rb") as file:
+            with path.open("rb") as file:
                 file.seek(start)
                 raw = file.read(length)
         except OSError as problem:
             _refuse(problem)
-        return checked_length(raw, start, length, str(self._folder / name))
+        return checked_length(raw, start, length, str(path))
 
     def download(self, leave_out: Iterable[str]) -> "LocalFiles":
         """Return the files in a local folder, without `leave_out` where they have to be downloaded."""
@@ -85,19 +85,8 @@ def checked_length(raw: bytes, start: int, length: int, where: str) -> bytes:
     return raw
 
 
-def is_utf8(name: str) -> bool:
-    """Return whether a name that Python read from the operating system is valid UTF-8 there."""
-    try:
-        name.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 def _refuse(problem: OSError) -> NoReturn:
-    raise CorruptCheckpointError(
-        f"{problem.filename} cannot be read ({problem.strerror}): check its permissions and the disk"
-    ) from None
+    raise CorruptCheckpointError(f"{problem.filename} cannot be read ({problem.strerror}): check the disk") from None
 
 
 def leads_out(path: Path, folder: Path) -> bool:

@@ -7,7 +7,7 @@ another without gaps. The library reads whole files; here it is given a header a
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,22 +41,13 @@ class TensorEntry:
     nbytes: int
 
     @classmethod
-    def planned(cls, dtype: str, shape: tuple[int, ...]) -> "TensorEntry":
-        """The entry of a tensor that has no place in a file yet."""
-        return cls(dtype, shape, 0, math.prod(shape) * DTYPE_BITS[dtype] // 8)
+    def planned(cls, dtype: str, shape: tuple[int, ...], start: int = 0) -> "TensorEntry":
+        """The entry of a tensor, which need not have a place in a file yet."""
+        return cls(dtype, shape, start, math.prod(shape) * DTYPE_BITS[dtype] // 8)
 
     @property
     def elements(self) -> int:
         return math.prod(self.shape)
-
-
-@dataclass(frozen=True, slots=True)
-class Header:
-    """A parsed header; `tensors` is in the order of their bytes in the file."""
-
-    tensors: dict[str, TensorEntry]
-    metadata: dict[str, str]
-    data_start: int
 
 
 def header_bytes(first_bytes: bytes, file_size: int) -> int:
@@ -70,7 +61,7 @@ def header_bytes(first_bytes: bytes, file_size: int) -> int:
     return min(LENGTH_BYTES + length, file_size) if length <= MAX_HEADER_BYTES else LENGTH_BYTES
 
 
-def parse_header(raw: bytes, file_size: int, where: str) -> Header:
+def parse_header(raw: bytes, file_size: int, where: str) -> tuple[dict[str, TensorEntry], dict[str, str]]:
     """Read a header by the safetensors library, so that a result holds what others see in the file.
 
     Args:
@@ -78,43 +69,41 @@ def parse_header(raw: bytes, file_size: int, where: str) -> Header:
         file_size: size of the whole file in bytes.
         where: the name of the file in error messages.
 
+    Returns:
+        The tensors by name, in the order of their bytes in the file, and the metadata.
+
     Raises:
         CorruptCheckpointError: the header is malformed, or its tensors do not tile the rest of the file exactly.
     """
+    tensors: dict[str, TensorEntry] = {}
+    start = len(raw)
     with os.fdopen(os.memfd_create("header"), "wb") as file:  # with a hole in place of the tensors
         file.write(raw)
         file.truncate(file_size)
         try:
             with safe_open(f"/proc/self/fd/{file.fileno()}", "np") as opened:
-                described = [(name, opened.get_slice(name)) for name in opened.offset_keys()]
                 metadata = opened.metadata() or {}
-                fields = [(name, field.get_dtype(), tuple(field.get_shape())) for name, field in described]
+                for name in opened.offset_keys():
+                    field = opened.get_slice(name)
+                    tensors[name] = TensorEntry.planned(field.get_dtype(), tuple(field.get_shape()), start)
+                    start += tensors[name].nbytes
         except SafetensorError as problem:
             detail = str(problem).removeprefix("Error while deserializing header: ")
             raise CorruptCheckpointError(
                 f"{where} is truncated, or has a damaged header ({detail}): download or copy the file again"
             ) from None
-    tensors = {}
-    start = data_start = len(raw)
-    for name, dtype, shape in fields:
-        nbytes = math.prod(shape) * DTYPE_BITS[dtype] // 8
-        tensors[name] = TensorEntry(dtype, shape, start, nbytes)
-        start += nbytes
     # the library gives tensors without numbers in any order
     ordered = sorted(tensors.items(), key=lambda item: (item[1].start, item[1].nbytes, item[0]))
-    return Header(dict(ordered), metadata, data_start)
+    return dict(ordered), metadata
 
 
 def build_header(
-    tensors: Iterable[tuple[str, str, tuple[int, ...], int]],
-    metadata: Mapping[str, str],
-    *,
-    data_start_modulo: tuple[int, int] = (0, 8),
+    tensors: Mapping[str, TensorEntry], metadata: Mapping[str, str], *, data_start_modulo: tuple[int, int] = (0, 8)
 ) -> bytes:
     """Return the 8 length bytes and the header of a new file whose tensors follow one another without gaps.
 
     Args:
-        tensors: name, dtype, shape and size in bytes of each tensor, in file order.
+        tensors: by name, in file order; wherever they lie in another file.
         metadata: the `__metadata__` map; omitted if empty.
         data_start_modulo: (remainder, modulus) that the offset of the first data byte must satisfy. The header is
             padded with spaces until it does. To share blocks, a filesystem needs the remainder of the source modulo
@@ -122,9 +111,10 @@ def build_header(
     """
     fields: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     offset = 0
-    for name, dtype, shape, nbytes in tensors:
-        fields[name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, offset + nbytes]}
-        offset += nbytes
+    for name, entry in tensors.items():
+        end = offset + entry.nbytes
+        fields[name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": [offset, end]}
+        offset = end
     raw = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
     remainder, modulus = data_start_modulo
     raw += b" " * ((remainder - LENGTH_BYTES - len(raw)) % modulus)

@@ -33,32 +33,27 @@ class HubFiles:
         self._revision = revision
 
     def read(self, name: str, start: int, length: int) -> bytes:
-        if length == 0:
-            return b""
-        try:
-            raw = self._read_range(name, start, length)
-        except Exception as problem:
-            raise _explained(self.name, problem) from None
-        return checked_length(raw, start, length, f"{self.name}/{name}")
-
-    def _read_range(self, name: str, start: int, length: int) -> bytes:
         from huggingface_hub import hf_hub_url
         from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_stream_backoff
 
+        if length == 0:
+            return b""
         url = hf_hub_url(self.name, name, revision=self.commit)
         headers = {**build_hf_headers(), "Range": f"bytes={start}-{start + length - 1}", "Accept-Encoding": "identity"}
-        with http_stream_backoff(
-            "GET", url, headers=headers, follow_redirects=True, timeout=_PATIENCE_SECONDS, max_retries=_RETRIES
-        ) as answer:
-            hf_raise_for_status(answer)
-            # a server may ignore the range and send the file from its start
-            skipped = 0 if answer.status_code == 206 else start
-            result = bytearray()
-            for chunk in answer.iter_bytes(1 << 16):
-                result += chunk
-                if len(result) >= skipped + length:
-                    break
-            return bytes(result[skipped : skipped + length])
+        limits = {"timeout": _PATIENCE_SECONDS, "max_retries": _RETRIES}
+        raw = bytearray()
+        try:
+            with http_stream_backoff("GET", url, headers=headers, follow_redirects=True, **limits) as answer:
+                hf_raise_for_status(answer)
+                # a server may ignore the range and send the file from its start
+                skipped = 0 if answer.status_code == 206 else start
+                for chunk in answer.iter_bytes(1 << 16):
+                    raw += chunk
+                    if len(raw) >= skipped + length:
+                        break
+        except Exception as problem:
+            raise _explained(self.name, problem) from None
+        return checked_length(bytes(raw[skipped : skipped + length]), start, length, f"{self.name}/{name}")
 
     def download(self, leave_out: Iterable[str]) -> LocalFiles:
         """Download all files but `leave_out` into the Hub's cache."""
@@ -126,33 +121,23 @@ def _cached_snapshot(repo_id: str, revision: str | None) -> Path | None:
 
 def _explained(repo_id: str, problem: Exception) -> SourceNotFoundError:
     """Turn an exception of the Hub's client into one line."""
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HfHubHTTPError,
-        HTTPError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
     if isinstance(problem, GatedRepoError):
-        text = f"{repo_id} is gated: accept its terms on the Hub and log in with `hf auth login`"
+        text = "is gated: accept its terms on the Hub and log in with `hf auth login`"
     elif isinstance(problem, RepositoryNotFoundError):
         text = (
-            f"{repo_id} is neither a local folder nor a Hub repository that you can access: check the name, or log in with "
+            "is neither a local folder nor a Hub repository that you can access: check the name, or log in with "
             "`hf auth login`"
         )
     elif isinstance(problem, RevisionNotFoundError):
-        text = f"{repo_id} has no such revision on the Hub: check --revision"
-    elif isinstance(problem, (ConnectionError, TimeoutError, HTTPError)) and not isinstance(problem, HfHubHTTPError):
-        text = (
-            f"{repo_id} is not a local folder, is not in the Hub's cache, and the Hub cannot be reached ({_detail(problem)}): "
-            "check the path or the network"
-        )
+        text = "has no such revision on the Hub: check --revision"
     else:
         text = (
-            f"the Hub did not provide {repo_id} ({_detail(problem)}): try again later, or log in with `hf auth login`"
+            f"is not a local folder, and the Hub did not provide it ({_detail(problem)}): check the path and the network, try "
+            "again later, or log in with `hf auth login`"
         )
-    return SourceNotFoundError(text)
+    return SourceNotFoundError(f"{repo_id} {text}")
 
 
 def _detail(problem: Exception) -> str:

@@ -9,12 +9,8 @@ from pathlib import Path
 _NEW_FILE_MODE = 0o644
 
 
-def try_lock(path: Path, *, create: bool = True) -> int | None:
-    """Lock a file without waiting.
-
-    Args:
-        path: of the lock file.
-        create: make the file where there is none.
+def try_lock(path: Path) -> int | None:
+    """Lock a file without waiting; it is made where there is none.
 
     Returns:
         An open descriptor that holds the lock until it is closed, or None if another holder has it.
@@ -24,7 +20,7 @@ def try_lock(path: Path, *, create: bool = True) -> int | None:
     """
     while True:
         # opened for writing, since network filesystems lock nothing else
-        handle = os.open(path, os.O_RDWR | (os.O_CREAT if create else 0), _NEW_FILE_MODE)
+        handle = os.open(path, os.O_RDWR | os.O_CREAT, _NEW_FILE_MODE)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             with contextlib.suppress(FileNotFoundError):

@@ -76,25 +76,21 @@ def available_memory(device: Any) -> int | None:
     if device.type != "cpu":
         return None
     free = [1024 * kibibytes for kibibytes in _numbers(_PROC / "meminfo", "MemAvailable:")]
-    if not free:
-        return None
-    return max(0, min([*free, *_left_by_limits()]))
+    return max(0, min([*free, *_left_by_limits()])) if free else None
 
 
 def _left_by_limits() -> Iterator[int]:
     """The bytes that each memory limit on this process leaves, of control groups of version 2 or 1."""
     for line in _lines(_PROC / "self" / "cgroup"):
         _, controllers, path = line.split(":", 2)
-        if controllers not in ("", "memory"):
+        if controllers not in _LIMIT_AND_USE:
             continue
-        root = _GROUPS / controllers
         limit, used = _LIMIT_AND_USE[controllers]
-        group = root / path.lstrip("/")
+        group = _GROUPS / controllers / path.lstrip("/")
         for folder in (group, *group.parents):
-            if folder.is_relative_to(root):
-                cached = sum(_numbers(folder / "memory.stat", "inactive_file"))
-                with suppress(OSError, ValueError):  # there is no such group here, or it has no limit
-                    yield int((folder / limit).read_text()) - int((folder / used).read_text()) + cached
+            cached = sum(_numbers(folder / "memory.stat", "inactive_file"))
+            with suppress(OSError, ValueError):  # there is no such group here, or it has no limit
+                yield int((folder / limit).read_text()) - int((folder / used).read_text()) + cached
 
 
 def measurement(kind: str, command: list[str] | None, device: str = "cpu") -> JsonObject:

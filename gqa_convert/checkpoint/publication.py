@@ -6,17 +6,15 @@ dead runs left, and never what belongs to a live one.
 """
 
 import ctypes
-import errno
 import os
 import re
 import secrets
 import shutil
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 
 from gqa_convert.checkpoint.atomic_files import sync
-from gqa_convert.checkpoint.files import is_utf8
 from gqa_convert.checkpoint.locks import try_lock
 from gqa_convert.checkpoint.ownership import foreign_files, some
 from gqa_convert.checkpoint.resource_errors import is_disk_full
@@ -35,8 +33,6 @@ def check_destination(out: Path, source: Path | None, *, overwrite: bool) -> Non
         OutputError: `out` holds a result (without `overwrite`) or files that this program did not write; it is a file,
             a link, a mount point or the current folder; it is the source, or one lies within the other.
     """
-    if not is_utf8(str(out)):
-        raise OutputError(f"the path {out} is not UTF-8, so that records cannot hold it: name another folder")
     if out.parts and _SCHEME.fullmatch(out.parts[0]) and not out.exists():
         raise OutputError(
             f"{out} is an address, and results are written to folders: name a folder, and upload it with the store's own client"
@@ -55,12 +51,8 @@ def check_destination(out: Path, source: Path | None, *, overwrite: bool) -> Non
 
 def _check_apart(out: Path, real: Path, source: Path) -> None:
     origin = source.resolve()
-    if real == origin:
-        raise OutputError(f"{out} is the source itself: name another folder")
-    if real.is_relative_to(origin):
-        raise OutputError(f"{out} lies inside the source {source}: name a folder outside it")
-    if origin.is_relative_to(real):
-        raise OutputError(f"{out} contains the source {source}: name another folder")
+    if real.is_relative_to(origin) or origin.is_relative_to(real):
+        raise OutputError(f"{out} is the source {source}, lies inside it or contains it: name another folder")
     if out.is_dir() and any(path.is_symlink() and path.resolve().is_relative_to(real) for path in source.rglob("*")):
         raise OutputError(f"{out} contains files that the source {source} links to: name another folder")
 
@@ -82,34 +74,30 @@ def _check_replaceable(out: Path, real: Path, overwrite: bool) -> None:
             )
 
 
-def sweep(parent: Path) -> list[Path]:
-    """Remove what dead runs left in a folder, as far as permissions allow, and return the removed folders."""
-    removed = []
+def sweep(parent: Path) -> None:
+    """Remove what dead runs left in a folder, as far as permissions allow.
+
+    If a run died before it published its own result, the earlier one gets its name back.
+    """
     for lock in sorted(parent.glob(".*.lock")):
         match = _LOCK.fullmatch(lock.name)
         if match is None:
             continue
+        folder, out = lock.with_suffix(""), parent / match["out"]
+        aside = _aside(folder)
         with suppress(OSError):  # there are no locks here, or the files belong to somebody else
-            handle = try_lock(lock, create=False)
+            handle = try_lock(lock)
             if handle is None:
                 continue  # a live run holds it
             try:
-                removed += _remove_leftovers(lock.with_suffix(""), parent / match["out"])
+                if aside.is_dir() and not out.exists():
+                    aside.rename(out)
+                for path in (folder, aside):
+                    if path.is_dir():
+                        shutil.rmtree(path)
                 lock.unlink()
             finally:
                 os.close(handle)
-    return removed
-
-
-def _remove_leftovers(folder: Path, out: Path) -> list[Path]:
-    """Remove a dead run's folders. If it died before it published its own result, the earlier one gets its name back."""
-    aside = _aside(folder)
-    if aside.is_dir() and not out.exists():
-        aside.rename(out)
-    removed = [path for path in (folder, aside) if path.is_dir()]
-    for path in removed:
-        shutil.rmtree(path)
-    return removed
 
 
 def _aside(folder: Path) -> Path:
@@ -118,71 +106,42 @@ def _aside(folder: Path) -> Path:
 
 
 class StagedFolder:
-    """A context manager that makes `path`, a new, locked, temporary sibling of `out`, after a sweep.
+    """A temporary sibling of a result, in which the result is made; `staged_folder` makes it.
 
-    Leaving the context without calling `publish` removes it. An OSError that leaves the context becomes a NoSpaceError
-    or an OutputError.
+    Attributes:
+        out: the result.
+        path: the sibling.
     """
 
     def __init__(self, out: Path) -> None:
         self.out = Path(os.path.realpath(out))
         self.path = self.out.with_name(f".{self.out.name}.gqa-convert-{secrets.token_hex(4)}")
-        self._lock = self.path.with_name(f"{self.path.name}.lock")
-        self._handle: int | None = None
-        self._new_parents = [parent for parent in self.out.parents if not parent.exists()]
-
-    def __enter__(self) -> "StagedFolder":
-        try:
-            self.out.parent.mkdir(parents=True, exist_ok=True)
-            sweep(self.out.parent)
-            with suppress(OSError):  # the filesystem has no locks; there, `sweep` removes nothing either
-                while self._handle is None:  # another process's sweep has it for a moment
-                    self._handle = try_lock(self._lock)
-            self.path.mkdir()
-        except BaseException as problem:
-            self.__exit__(type(problem), problem, None)
-            raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
-        with suppress(OSError):
-            self._lock.unlink()
-        with suppress(OSError):  # they hold the result
-            for parent in self._new_parents:
-                parent.rmdir()
-        if self._handle is not None:
-            os.close(self._handle)
-            self._handle = None
-        if isinstance(error, OSError):
-            raise _explained(error, self.out) from error
 
     def publish(self, *, overwrite: bool) -> None:
         """Give the folder its final name in one step. Its files must be synced already; folders are synced here.
 
         Raises:
             OutputError: another file or folder has appeared at `out`.
+            OSError: the same, at the last moment.
         """
         for root, _, _ in os.walk(self.path):
             sync(Path(root))
         check_destination(self.out, None, overwrite=overwrite)
         if self.out.exists() and any(self.out.iterdir()):
-            self._replace()
-            return
-        try:
+            earlier = self._replace()
+        else:
+            earlier = self.path
             self.path.rename(self.out)  # succeeds only if there is nothing, or an empty folder
+        try:
+            sync(self.out.parent)
         except OSError as problem:
-            if problem.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
-                raise
             raise OutputError(
-                f"{self.out} was created by another process during the run: name a new folder, or replace it with --overwrite"
+                f"{self.out} is complete, but the disk has not confirmed its name ({problem.strerror}): check the disk"
             ) from None
-        self._confirm()
+        shutil.rmtree(earlier, ignore_errors=True)
 
-    def _replace(self) -> None:
-        """Take the name of the earlier result and remove that, unless files have appeared in it since the check.
+    def _replace(self) -> Path:
+        """Take the name of the earlier result, unless files have appeared in it since the check; return its new path.
 
         Where the filesystem can, the two folders are exchanged in one step, so that `out` is complete at every moment.
         """
@@ -203,17 +162,38 @@ class StagedFolder:
             elif earlier.exists():
                 earlier.rename(self.out)
             raise
-        self._confirm()
-        shutil.rmtree(earlier, ignore_errors=True)
+        return earlier
 
-    def _confirm(self) -> None:
-        """Wait until the new name is on the disk."""
-        try:
-            sync(self.out.parent)
-        except OSError as problem:
-            raise OutputError(
-                f"{self.out} is complete, but the disk has not confirmed its name ({problem.strerror}): check the disk"
-            ) from None
+
+@contextmanager
+def staged_folder(out: Path) -> Iterator[StagedFolder]:
+    """A context with a new, locked, temporary sibling of `out`, after a sweep; it goes at the end unless it was published.
+
+    An OSError that leaves the context becomes a NoSpaceError or an OutputError.
+    """
+    staged = StagedFolder(out)
+    lock = staged.path.with_name(f"{staged.path.name}.lock")
+    handle = None
+    new_parents = [parent for parent in staged.out.parents if not parent.exists()]
+    try:
+        staged.out.parent.mkdir(parents=True, exist_ok=True)
+        sweep(staged.out.parent)
+        with suppress(OSError):  # the filesystem has no locks; there, `sweep` removes nothing either
+            while handle is None:  # another process's sweep has it for a moment
+                handle = try_lock(lock)
+        staged.path.mkdir()
+        yield staged
+    except OSError as problem:
+        raise _explained(problem, staged.out) from problem
+    finally:
+        shutil.rmtree(staged.path, ignore_errors=True)
+        with suppress(OSError):
+            lock.unlink()
+        with suppress(OSError):  # they hold the result
+            for parent in new_parents:
+                parent.rmdir()
+        if handle is not None:
+            os.close(handle)
 
 
 def _explained(problem: OSError, out: Path) -> GQAConvertError:

@@ -1,7 +1,6 @@
 """Quantised weights: how a checkpoint shows that it holds them, and how each kind is dequantised."""
 
 import re
-import shlex
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -55,22 +54,18 @@ def without_quantisation(config: Config) -> JsonObject:
     return result
 
 
-def refuse_quantised_config(config: Mapping[str, Any], source: str, where: str) -> None:
-    """Raise UnsupportedFormatError if the config, or a config inside it, describes quantised weights.
-
-    Args:
-        config: what config.json holds.
-        source: the checkpoint, as the user named it.
-        where: the config in messages.
-    """
+def refuse_quantised_config(config: Mapping[str, Any], source: str) -> None:
+    """Raise UnsupportedFormatError if the config of a checkpoint, or a config inside it, describes quantised weights."""
     method = quantisation_method(config)
     if method is None:
         return
     advice = _ORIGINAL
     if method in RESTORED:
-        command = shlex.join(["gqa-convert", "convert", source, "PLAIN", "--groups", "N"])
-        advice = f"`{command}` writes them dequantised in bfloat16, and with the source's own number of K/V heads it changes nothing else"
-    raise UnsupportedFormatError(f"{where} says that the weights are quantised ({method}): {advice}")
+        advice = (
+            f"`gqa-convert convert {source} PLAIN --groups N` writes them dequantised in bfloat16, and with the source's own number "
+            "of K/V heads it changes nothing else"
+        )
+    raise UnsupportedFormatError(f"{source}/config.json says that the weights are quantised ({method}): {advice}")
 
 
 def refuse_quantised_tensor(name: str, dtype: str, where: str) -> None:

@@ -5,6 +5,8 @@ from pathlib import Path
 
 from gqa_convert.errors import NoSpaceError
 
+_NO_MEMORY_SIGNS = ("out of memory", "can't allocate memory", "ALLOC_FAILED")
+"""In the messages of torch's RuntimeErrors."""
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _FULL_SIGNS = ("No space left", "quota exceeded", "File too large")
 """The same in the messages of libraries that report no errno (safetensors, torch's checkpoints)."""
@@ -15,11 +17,7 @@ def is_out_of_memory(problem: BaseException) -> bool:
     return (
         isinstance(problem, MemoryError)
         or type(problem).__name__ == "OutOfMemoryError"
-        or "can't allocate memory" in str(problem)
-        or (
-            isinstance(problem, RuntimeError)
-            and any(sign in str(problem) for sign in ("out of memory", "ALLOC_FAILED"))
-        )
+        or (isinstance(problem, RuntimeError) and any(sign in str(problem) for sign in _NO_MEMORY_SIGNS))
     )
 
 

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gqa_convert.checkpoint import foreign, formats, quantised
-from gqa_convert.checkpoint.files import LocalFiles, is_utf8
-from gqa_convert.checkpoint.headers import LENGTH_BYTES, Header, TensorEntry, header_bytes, parse_header
+from gqa_convert.checkpoint.files import LocalFiles
+from gqa_convert.checkpoint.headers import LENGTH_BYTES, TensorEntry, header_bytes, parse_header
 from gqa_convert.checkpoint.hub import CheckpointFiles, HubFiles, open_hub_files
-from gqa_convert.checkpoint.item_bytes import ITEM_BYTES
 from gqa_convert.checkpoint.ownership import some
 from gqa_convert.checkpoint.paths import expanded
 from gqa_convert.checkpoint.strict_json import JsonObject, parse_object
+from gqa_convert.checkpoint.torch_files import describe_tensors
 from gqa_convert.errors import (
     ConfigError,
     CorruptCheckpointError,
@@ -31,15 +31,12 @@ _MODULES = "modules.json"
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One weight file: its name, its size in bytes and its header.
-
-    `spilled` says that the file must be written out as plain bytes before byte ranges can be read.
-    """
+    """One weight file: its name, its size in bytes, and its tensors in the order of their bytes."""
 
     file: str
     size: int
-    header: Header
-    spilled: bool = False
+    tensors: dict[str, TensorEntry]
+    metadata: dict[str, str]
     modified_ns: int | None = None
     """Modification time of the local file in nanoseconds."""
 
@@ -118,7 +115,7 @@ class Checkpoint:
     def tensors(self) -> Iterator[tuple[int, str, TensorEntry]]:
         """Yield every tensor in file order as (shard number, name, entry)."""
         for number, shard in enumerate(self.shards):
-            for name, entry in shard.header.tensors.items():
+            for name, entry in shard.tensors.items():
                 yield number, name, entry
 
     @cached_property
@@ -129,19 +126,15 @@ class Checkpoint:
     @property
     def weight_bytes(self) -> int:
         """Of the tensors, in the types of a result."""
-        total = 0
-        for name, entry in self.entries.items():
-            dtype = self.result_dtypes.get(name)
-            total += entry.nbytes if dtype is None else entry.elements * ITEM_BYTES[dtype]
-        return total
+        entries = self.entries.items()
+        written = (
+            TensorEntry.planned(self.result_dtypes.get(name, entry.dtype), entry.shape) for name, entry in entries
+        )
+        return sum(entry.nbytes for entry in written)
 
 
 def open_checkpoint(
-    source: str | Path,
-    *,
-    revision: str | None = None,
-    download: bool = False,
-    quantised: bool = False,
+    source: str | Path, *, revision: str | None = None, download: bool = False, quantised: bool = False
 ) -> Checkpoint:
     """Open a local folder or a Hub repository.
 
@@ -159,25 +152,18 @@ def open_checkpoint(
         CorruptCheckpointError: a weight file or the index is missing, truncated or contradicts itself.
         UnsupportedFormatError: quantised weights, an adapter, a training checkpoint, a GGUF file or another foreign format.
     """
-    name, path = str(source), _local_path(source)
-    if path is not None and path.is_dir():
-        if revision is not None:
-            raise SourceNotFoundError(
-                f"{source} is a local folder, which has no revision {revision!r}: omit --revision"
-            )
+    try:
+        path = Path(source).expanduser()
+        is_folder, exists = path.is_dir(), path.exists()
+    except (OSError, RuntimeError) as problem:  # too long, no permission, no such user
+        raise SourceNotFoundError(f"{source} is not a usable path ({problem}): check it") from None
+    if is_folder and revision is not None:
+        raise SourceNotFoundError(f"{source} is a local folder, which has no revision {revision!r}: omit --revision")
+    if is_folder:
         return read_checkpoint(LocalFiles(path, expanded(source)), quantised=quantised)
-    if name.endswith(".gguf"):
-        raise UnsupportedFormatError(
-            f"{name} is a GGUF file: convert the Hugging Face checkpoint that it was made from"
-        )
-    if path is not None:
-        raise SourceNotFoundError(f"{name} is a file: name the folder that holds config.json and the weights")
-    if "://" in name:
-        raise SourceNotFoundError(
-            f"{name} is an address, and checkpoints are read from folders and the Hub: copy it to a folder with the "
-            "store's own client, or mount it"
-        )
-    return read_checkpoint(open_hub_files(name, revision), quantised=quantised, download=download)
+    if exists:
+        raise SourceNotFoundError(f"{source} is a file: name the folder that holds config.json and the weights")
+    return read_checkpoint(open_hub_files(str(source), revision), quantised=quantised, download=download)
 
 
 def download_checkpoint(opened: Checkpoint, revision: str | None) -> Checkpoint:
@@ -208,44 +194,30 @@ def open_local(source: str | Path, revision: str | None, check: Callable[[Checkp
     return download_checkpoint(opened, revision)
 
 
-def _local_path(source: str | Path) -> Path | None:
-    """Return the path that `source` names, or None if it does not exist."""
-    if not is_utf8(str(source)):
-        raise SourceNotFoundError(f"the path {source} is not UTF-8, so that records cannot hold it: rename the folder")
-    try:
-        path = Path(source).expanduser()
-        return path if path.exists() else None
-    except (OSError, RuntimeError, ValueError) as problem:  # too long, no permission, no such user, NUL byte
-        raise SourceNotFoundError(f"{source} is not a usable path ({problem}): check it") from None
-
-
 def read_checkpoint(files: CheckpointFiles, *, quantised: bool = False, download: bool = False) -> Checkpoint:
     """Read and check the config and all headers of the checkpoint in `files`; raises as `open_checkpoint` does."""
     if files.folder is not None:
         foreign.refuse_pointers(files)
-    config = _read_config(files, quantised)
+    foreign.refuse_adapter(files)
     chosen = formats.choose_weights(files.sizes, files.name)
-    named = config.get("transformers_weights")
-    if named is not None and named != chosen:
+    config = _read_config(files, quantised)
+    if config.get("transformers_weights") not in (None, chosen):
         raise UnsupportedFormatError(
-            f"{files.name}/{CONFIG} names {named!r} as its weights instead of {chosen}: save the model again with save_pretrained"
+            f"{files.name}/{CONFIG} names {config['transformers_weights']!r} as its weights instead of {chosen}: save the model "
+            "again with save_pretrained"
         )
     weight_map, metadata, names = None, None, [chosen]
-    if chosen in (formats.SAFETENSORS_INDEX, formats.TORCH_INDEX):
+    if chosen.endswith(".json"):
         weight_map, metadata = _read_index(files, chosen)
         names = sorted(set(weight_map.values()))
     left_behind = _unread_weights(files, {chosen, *names})
-    is_torch = chosen in (formats.TORCH_SINGLE, formats.TORCH_INDEX)
+    is_torch = names[0].endswith(".bin")
     if download or is_torch:
         files = files.download(left_behind)
-    if files.folder is None:
-        with ThreadPoolExecutor(8) as pool:  # network latency dominates
-            shards = list(pool.map(partial(_read_shard, files), names))
-    else:
-        shards = [_read_shard(files, name) for name in names]
+    with ThreadPoolExecutor(1 if is_torch else 8) as pool:  # of remote files, latency dominates
+        shards = list(pool.map(partial(_read_shard, files), names))
     _check_tensors(files.name, shards, weight_map, config)
     not_carried = {CONFIG, chosen, *names, *left_behind}
-    carried = tuple(name for name in files.sizes if name not in not_carried)
     return Checkpoint(
         source_id=files.name,
         revision=files.commit,
@@ -254,7 +226,7 @@ def read_checkpoint(files: CheckpointFiles, *, quantised: bool = False, download
         weights_format="torch" if is_torch else "safetensors",
         shards=tuple(shards),
         index_metadata=metadata,
-        carried=carried,
+        carried=tuple(name for name in files.sizes if name not in not_carried),
         left_behind=left_behind,
         sizes=dict(files.sizes),
         links_out=files.links_out,
@@ -263,13 +235,11 @@ def read_checkpoint(files: CheckpointFiles, *, quantised: bool = False, download
 
 
 def _read_config(files: CheckpointFiles, quantised_too: bool) -> JsonObject:
-    foreign.refuse_adapter(files)
     if CONFIG not in files.sizes:
-        formats.choose_weights(files.sizes, files.name)  # raises a more helpful error for foreign formats
         raise ConfigError(f"{files.name} has no config.json: name the folder that save_pretrained wrote")
     config = _read_json(files, CONFIG, ConfigError)
     if not quantised_too or quantised.quantisation_method(config) not in quantised.RESTORED:
-        quantised.refuse_quantised_config(config, files.name, f"{files.name}/{CONFIG}")
+        quantised.refuse_quantised_config(config, files.name)
     return config
 
 
@@ -280,23 +250,20 @@ def _read_json(files: CheckpointFiles, name: str, error: type[GQAConvertError]) 
 def _read_index(files: CheckpointFiles, name: str) -> tuple[dict[str, str], JsonObject]:
     """Return the file of each tensor, which is checked to be in the folder, and the index's metadata."""
     where = f"{files.name}/{name}"
-    suffix = ".safetensors" if name == formats.SAFETENSORS_INDEX else ".bin"
+    suffix = ".bin" if name == formats.TORCH_INDEX else ".safetensors"
     index = _read_json(files, name, CorruptCheckpointError)
     weight_map, metadata = index.get("weight_map"), index.get("metadata") or {}
     if not isinstance(weight_map, dict) or not weight_map or not isinstance(metadata, dict):
         raise CorruptCheckpointError(f"{where} has no weight_map: download or copy it again")
     for tensor, file in weight_map.items():
-        if not isinstance(file, str) or "/" in file or not file.endswith(suffix):
+        if "/" in str(file) or not str(file).endswith(suffix):
             raise CorruptCheckpointError(
                 f"{where} maps tensor {tensor!r} to {file!r}, which is not a {suffix} file in this folder: download the index again"
             )
-    named = sorted(set(weight_map.values()))
-    missing = [file for file in named if file not in files.sizes]
-    if missing:
-        others = f" (and {len(missing) - 1} more of its {len(named)} files)" if len(missing) > 1 else ""
-        raise CorruptCheckpointError(
-            f"{files.name}/{missing[0]} is missing, although {name} names it{others}: finish the download (`hf download` resumes), or copy it again"
-        )
+        if file not in files.sizes:
+            raise CorruptCheckpointError(
+                f"{files.name}/{file} is missing, although {name} names it: finish the download (`hf download` resumes), or copy it again"
+            )
     return weight_map, metadata
 
 
@@ -316,14 +283,11 @@ def _read_shard(files: CheckpointFiles, file: str) -> Shard:
     size = files.sizes[file]
     path = None if files.folder is None else files.folder / file
     modified_ns = path.stat().st_mtime_ns if path else None
-    if file.endswith(".safetensors"):
-        length = header_bytes(files.read(file, 0, min(size, LENGTH_BYTES)), size)
-        header = parse_header(files.read(file, 0, length), size, f"{files.name}/{file}")
-        return Shard(file, size, header, False, modified_ns)
-    assert path is not None
-    from gqa_convert.checkpoint.torch_files import read_torch_header
-
-    return Shard(file, size, *read_torch_header(path), modified_ns)
+    if path and file.endswith(".bin"):
+        return Shard(file, size, describe_tensors(path), {}, modified_ns)
+    length = header_bytes(files.read(file, 0, min(size, LENGTH_BYTES)), size)
+    tensors, metadata = parse_header(files.read(file, 0, length), size, f"{files.name}/{file}")
+    return Shard(file, size, tensors, metadata, modified_ns)
 
 
 def _check_tensors(source: str, shards: list[Shard], weight_map: dict[str, str] | None, config: JsonObject) -> None:
@@ -333,10 +297,11 @@ def _check_tensors(source: str, shards: list[Shard], weight_map: dict[str, str] 
     described = quantised.quantisation_method(config) is not None
     file_of: dict[str, str] = {}
     for shard in shards:
-        for name, entry in shard.header.tensors.items():
-            formats.refuse_wrapped_tensor(name, f"{source}/{shard.file}")
+        where = f"{source}/{shard.file}"
+        for name, entry in shard.tensors.items():
+            formats.refuse_wrapped_tensor(name, where)
             if not described:
-                quantised.refuse_quantised_tensor(name, entry.dtype, f"{source}/{shard.file}")
+                quantised.refuse_quantised_tensor(name, entry.dtype, where)
             if name in file_of:
                 raise CorruptCheckpointError(
                     f"{source} holds tensor {name!r} twice, in {file_of[name]} and {shard.file}: remove one"

@@ -23,11 +23,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> JsonObject:
     return found
 
 
-def parse_object(
-    raw: bytes,
-    where: str,
-    error: type[GQAConvertError] = CorruptCheckpointError,
-) -> JsonObject:
+def parse_object(raw: bytes, where: str, error: type[GQAConvertError] = CorruptCheckpointError) -> JsonObject:
     """Parse the JSON object in `raw`.
 
     Args:
@@ -43,7 +39,5 @@ def parse_object(
     except (ValueError, RecursionError) as problem:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
         raise error(f"{where} is not valid JSON ({problem}): download or copy the file again") from None
     if not isinstance(value, dict):
-        raise error(
-            f"{where} holds a JSON {type(value).__name__} instead of an object: download or copy the file again"
-        )
+        raise error(f"{where} holds a JSON {type(value).__name__} instead of an object: copy the file again")
     return value

@@ -15,7 +15,7 @@ from gqa_convert.checkpoint.provenance import (
     CalibrationRecord,
     earlier_record,
 )
-from gqa_convert.checkpoint.publication import StagedFolder, check_destination
+from gqa_convert.checkpoint.publication import check_destination, staged_folder
 from gqa_convert.checkpoint.results import Result
 from gqa_convert.checkpoint.source import download_checkpoint, open_checkpoint
 from gqa_convert.checkpoint.strict_json import JsonObject
@@ -110,7 +110,7 @@ def convert_checkpoint(
         if plan.checkpoint.recipes and calibration.has_data and plan.merge_method.merges_layers:
             rewritten = stack.enter_context(rewritten_folder(plan.checkpoint, folder, on_layer))
             plan = replace(plan, checkpoint=rewritten)
-        staged = stack.enter_context(StagedFolder(folder))
+        staged = stack.enter_context(staged_folder(folder))
         merged = prepare_layers(plan, folder, calibration, stack, on_layer)
         errors = write_weights(plan, staged.path, merged.tensors, progress)
         if merged.errors is not None:

@@ -2,15 +2,14 @@
 
 import math
 import shutil
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
 from safetensors import safe_open
 
 from gqa_convert.checkpoint.copying import BLOCK, LARGE, WrittenFile
-from gqa_convert.checkpoint.dtypes import DTYPES
+from gqa_convert.checkpoint.dtypes import DTYPES, STORED
 from gqa_convert.checkpoint.headers import TensorEntry, build_header
 from gqa_convert.checkpoint.source_files import SourceFiles
 from gqa_convert.conversion.plan import Plan, TensorChange
@@ -41,12 +40,10 @@ def write_weights(plan: Plan, folder: Path, merged: Mapping[str, Path], progress
         NonFiniteError: a tensor that is merged holds NaN or Inf.
         CorruptCheckpointError: a source file changed during the conversion.
     """
-    spilled = sum(shard.size for shard in plan.checkpoint.stored.shards if shard.spilled)
-    check_room("the result", plan.disk_bytes + spilled, folder)
+    check_room("the result", plan.disk_bytes, folder)
     errors: dict[str, float] = {}
     touched = plan.regrouped.keys() | merged.keys()
-    with ExitStack() as stack:
-        sources = SourceFiles(plan.checkpoint, folder, stack)
+    with SourceFiles(plan.checkpoint) as sources:
 
         def computed(name: str) -> Array | None:
             if name in merged:
@@ -63,7 +60,7 @@ def write_weights(plan: Plan, folder: Path, merged: Mapping[str, Path], progress
                 with WrittenFile(path, source.size, progress) as out:
                     out.copy(source, 0, source.size)
             else:
-                write_file(path, [*plan.tensors(file)], file.metadata, sources, progress, computed)
+                write_file(path, dict(plan.tensors(file)), file.metadata, sources, progress, computed)
         sources.check_unchanged()
     return errors
 
@@ -88,7 +85,7 @@ def check_room(what: str, needed: int, folder: Path) -> None:
 
 def write_file(
     path: Path,
-    tensors: Sequence[tuple[str, TensorEntry]],
+    tensors: Mapping[str, TensorEntry],
     metadata: Mapping[str, str],
     sources: SourceFiles,
     progress: Progress,
@@ -98,23 +95,22 @@ def write_file(
 
     Args:
         path: which does not exist.
-        tensors: the names, types and shapes of its tensors.
+        tensors: the types and shapes of its tensors by name.
         metadata: of the file.
         sources: the files of the source, which hold the others.
         progress: called with every number of bytes written.
         computed: makes the array that takes the place of the source's tensor of a name; None for any other.
     """
-    nbytes = sum(entry.nbytes for _, entry in tensors)
+    nbytes = sum(entry.nbytes for entry in tensors.values())
     alignment = (0, 8)
     if nbytes >= LARGE:
         # whole blocks can be copied where tensors begin at the same place of a block as in the source
-        located = sources.locate(tensors[0][0])
+        located = sources.locate(next(iter(tensors)))
         alignment = (located[1].start % BLOCK if located else 0, BLOCK)
-    described = [(name, entry.dtype, entry.shape, entry.nbytes) for name, entry in tensors]
-    header = build_header(described, {"format": "pt"} | dict(metadata), data_start_modulo=alignment)
+    header = build_header(tensors, {"format": "pt"} | dict(metadata), data_start_modulo=alignment)
     with WrittenFile(path, len(header) + nbytes, progress) as out:
         out.write(header)
-        for name, entry in tensors:
+        for name, entry in tensors.items():
             array = computed(name)
             if array is None:
                 located = sources.locate(name)
@@ -155,7 +151,7 @@ def _rounded(array: Array, name: str, dtype: str) -> Array:
     Raises:
         NonFiniteError: a number is too large for it.
     """
-    if array.dtype == DTYPES[dtype]:
+    if array.dtype == STORED[dtype]:
         return array
     with np.errstate(over="ignore"):
         rounded = array.astype(DTYPES[dtype])

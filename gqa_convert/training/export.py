@@ -12,7 +12,7 @@ import torch
 from gqa_convert.checkpoint.atomic_files import sync
 from gqa_convert.checkpoint.ownership import WRITTEN, hash_files, list_written
 from gqa_convert.checkpoint.provenance import PROVENANCE, earlier_record
-from gqa_convert.checkpoint.publication import StagedFolder
+from gqa_convert.checkpoint.publication import staged_folder
 from gqa_convert.checkpoint.source import Checkpoint
 from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.training.checkpoints import StateDict
@@ -32,7 +32,7 @@ def export_model(model: Any, state: StateDict, source: Checkpoint, out: Path, re
         record: the entries that training adds to the provenance.
     """
     assert source.folder is not None
-    with StagedFolder(out) as staged:
+    with staged_folder(out) as staged:
         model.save_pretrained(staged.path, state_dict=_in_first_type(model, state, source), max_shard_size=_SHARD)
         for path in staged.path.iterdir():
             if not path.name.startswith("model"):

@@ -1,8 +1,6 @@
 """A link in a checkpoint's folder that leads out of it may show any file of the machine, and is not followed."""
 
-import os
 import shutil
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,50 +12,26 @@ from gqa_convert.hub.publishing import publish
 from gqa_convert.verify import verify_checkpoint
 from tests.helpers.checkpoints import by_mean, write_llama
 from tests.helpers.command_line import run
-from tests.helpers.uptrain_runs import student_home
 
 SECRET = "-----BEGIN OPENSSH PRIVATE KEY-----"
 
 
-def absolute(folder: Path, outside: Path) -> str:
-    (folder / "notes.txt").symlink_to((outside / "key").absolute())
-    return "notes.txt"
+LINKS = {
+    "absolute": ("notes.txt", {"notes.txt": "{outside}/key"}),
+    "relative": ("notes.txt", {"notes.txt": "../outside/key"}),
+    "to a link that leads out": ("more.txt, notes.txt", {"notes.txt": "more.txt", "more.txt": "{outside}/key"}),
+    "to a folder": ("notes/", {"notes": "{outside}"}),
+    "through a link to a folder": ("notes.txt, notes/", {"notes": "{outside}", "notes.txt": "notes/key"}),
+    "to a hidden file": ("notes.txt", {"notes.txt": ".git/config"}),
+}
+"""The links that are named, and where each link of a case leads."""
 
 
-def relative(folder: Path, outside: Path) -> str:
-    (folder / "notes.txt").symlink_to(os.path.relpath(outside / "key", folder))
-    return "notes.txt"
-
-
-def chained(folder: Path, outside: Path) -> str:
-    """A link to a link in the folder, which leads out."""
-    (folder / "notes.txt").symlink_to("more.txt")
-    (folder / "more.txt").symlink_to(outside / "key")
-    return "more.txt, notes.txt"
-
-
-def link_to_folder(folder: Path, outside: Path) -> str:
-    (folder / "notes").symlink_to(outside, target_is_directory=True)
-    return "notes/"
-
-
-def through_folder(folder: Path, outside: Path) -> str:
-    """A link that names a file in a linked folder."""
-    (folder / "notes").symlink_to(outside, target_is_directory=True)
-    (folder / "notes.txt").symlink_to("notes/key")
-    return "notes.txt, notes/"
-
-
-def to_hidden_file(folder: Path, outside: Path) -> str:
-    """As git keeps the address of a repository, with a password."""
-    (folder / ".git").mkdir()
-    shutil.copyfile(outside / "key", folder / ".git" / "config")
-    (folder / "notes.txt").symlink_to(".git/config")
-    return "notes.txt"
-
-
-LINKS = [absolute, relative, chained, link_to_folder, through_folder, to_hidden_file]
-Link = Callable[[Path, Path], str]
+def link(case: str, folder: Path, outside: Path) -> str:
+    names, links = LINKS[case]
+    for name, target in links.items():
+        (folder / name).symlink_to(target.format(outside=outside.absolute()))
+    return names
 
 
 @pytest.fixture
@@ -70,22 +44,20 @@ def outside(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    return write_llama(tmp_path / "source")
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    with student_home(tmp_path_factory.mktemp("home")) as folder:
-        yield folder
+    """With the address of a repository, and a password in it, as git keeps it."""
+    folder = write_llama(tmp_path / "source")
+    (folder / ".git").mkdir()
+    (folder / ".git" / "config").write_text(SECRET)
+    return folder
 
 
 def holds_secret(folder: Path) -> list[str]:
     return [str(path) for path in folder.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
 
 
-@pytest.mark.parametrize("link", LINKS)
-def test_convert_leaves_the_link_out_and_names_it(link: Link, source: Path, outside: Path, tmp_path: Path) -> None:
-    names = link(source, outside)
+@pytest.mark.parametrize("case", LINKS)
+def test_convert_leaves_the_link_out_and_names_it(case: str, source: Path, outside: Path, tmp_path: Path) -> None:
+    names = link(case, source, outside)
     done = run("convert", source, tmp_path / "out", "--groups", "3", "--method", "mean")
     assert done.returncode == 0, done.stderr
     assert f"links to folders and links that lead out of the folder are not copied: {names}" in " ".join(
@@ -97,13 +69,13 @@ def test_convert_leaves_the_link_out_and_names_it(link: Link, source: Path, outs
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "LICENSE", "gqa_extra.py"])
-@pytest.mark.parametrize("link", [absolute, relative, chained])
+@pytest.mark.parametrize("case", ["absolute", "relative", "to a link that leads out"])
 def test_publish_does_not_send_what_a_link_shows(
-    link: Link, name: str, source: Path, outside: Path, tmp_path: Path
+    case: str, name: str, source: Path, outside: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
     by_mean(source, out, 3)
-    link(out, outside)
+    link(case, out, outside)
     (out / name).unlink(missing_ok=True)
     (out / "notes.txt").rename(out / name)
     sent = publish(out, PublishOptions("me/gqa-3"), dry_run=True)

@@ -6,11 +6,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from safetensors.numpy import save_file
-from safetensors.torch import save_file as save_torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from gqa_convert.checkpoint import files, quantised
@@ -156,14 +154,10 @@ class TestIndex:
         with refused(CorruptCheckpointError, f"{SECOND} ends at byte {keep} instead of "):
             read_checkpoint(listed)
 
-    def test_a_header_that_lies(self, sharded: Path) -> None:
-        raw = (sharded / SECOND).read_bytes()
-        (sharded / SECOND).write_bytes(raw.replace(b"[60,96]", b"[61,96]", 1).replace(b"[56,60]", b"[57,60]", 1))
-        refuses(sharded, CorruptCheckpointError, SECOND, "invalid shape, data type, or offset")
-
     def test_a_tensor_in_two_shards(self, sharded: Path) -> None:
         first, second, _ = split(list(llama_arrays()), 3)
-        save_file({name: llama_arrays()[name] for name in [first[0], *second]}, sharded / SECOND)
+        arrays = llama_arrays()
+        save_file({name: torch.from_numpy(arrays[name]) for name in [first[0], *second]}, sharded / SECOND)
         refuses(sharded, CorruptCheckpointError, first[0], "twice", FIRST, SECOND)
 
     def test_a_promise_that_is_not_kept(self, sharded: Path) -> None:
@@ -258,25 +252,22 @@ class TestTensors:
     @pytest.mark.parametrize(
         ("name", "dtype"),
         [
-            ("self_attn.k_proj.qweight", np.int32),
-            ("self_attn.k_proj.SCB", np.float32),
-            ("self_attn.k_proj.weight_scale", np.float32),
-            ("self_attn.k_proj.weight_scale_inv", np.float32),
-            ("self_attn.k_proj.weight", np.uint8),
-            ("mlp.up_proj.weight", np.int8),
-            ("mlp.down_proj_blocks", np.uint8),
-            ("self_attn.k_proj.g_idx", np.int32),
-            ("mlp.weight.quant_state.bitsandbytes__nf4", np.uint8),
+            ("self_attn.k_proj.qweight", "int32"),
+            ("self_attn.k_proj.SCB", "float32"),
+            ("self_attn.k_proj.weight_scale", "float32"),
+            ("self_attn.k_proj.weight_scale_inv", "float32"),
+            ("self_attn.k_proj.weight", "uint8"),
+            ("self_attn.k_proj.weight", "float8_e4m3fn"),
+            ("mlp.up_proj.weight", "int8"),
+            ("mlp.down_proj_blocks", "uint8"),
+            ("self_attn.k_proj.g_idx", "int32"),
+            ("mlp.weight.quant_state.bitsandbytes__nf4", "uint8"),
         ],
     )
-    def test_quantised(self, single: Path, name: str, dtype: Any) -> None:
+    def test_quantised(self, single: Path, name: str, dtype: str) -> None:
         full = f"model.layers.0.{name}"
-        save_file(llama_arrays() | {full: np.ones((96, 60), dtype)}, single / "model.safetensors")
+        save_file({full: torch.ones(96, 60).to(getattr(torch, dtype))}, single / "model.safetensors")
         refuses(single, UnsupportedFormatError, full, "quantised")
-
-    def test_fp8_weights(self, single: Path) -> None:
-        save_torch({"a.weight": torch.ones(4, 4).to(torch.float8_e4m3fn)}, single / "model.safetensors")
-        refuses(single, UnsupportedFormatError, "F8_E4M3")
 
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 9976576152\n"
@@ -288,17 +279,8 @@ TORCH_INDEX = json.dumps({"metadata": {}, "weight_map": {f"t{number}": file for 
 FORMAT, NOT_FOUND, CORRUPT = UnsupportedFormatError, SourceNotFoundError, CorruptCheckpointError
 
 REFUSED: dict[str, tuple[dict[str, str], type[GQAConvertError], str]] = {
-    "a LoRA adapter": (
-        ADAPTER | {"tokenizer.json": "{}"},
-        FORMAT,
-        "holds an adapter (adapter_config.json)",
-    ),
-    "an adapter beside its base": (
-        WHOLE | {"model.safetensors": "{}"} | ADAPTER,
-        FORMAT,
-        "holds an adapter (",
-    ),
-    "an adapter without its config": (WHOLE | {"adapter_model.bin": "{}"}, FORMAT, "(found adapter_model.bin)"),
+    "a LoRA adapter": (ADAPTER | {"tokenizer.json": "{}"}, FORMAT, "holds an adapter (adapter_config.json)"),
+    "an adapter beside its base": (WHOLE | {"model.safetensors": "{}"} | ADAPTER, FORMAT, "holds an adapter ("),
     "a training checkpoint in parts": (
         WHOLE | {"checkpoint/__0_0.distcp": "", "checkpoint/.metadata": ""},
         FORMAT,
@@ -322,17 +304,22 @@ REFUSED: dict[str, tuple[dict[str, str], type[GQAConvertError], str]] = {
     "a trainer's folder": (
         {"checkpoint-500/model.safetensors": "{}", "checkpoint-1000/pytorch_model.bin": "{}"},
         NOT_FOUND,
-        "name a subfolder with weights, such as checkpoint-500 (2 found)",
+        "name a subfolder that does, such as checkpoint-500",
     ),
     "Git LFS pointers": (
         WHOLE | {"pytorch_model.bin": POINTER},
         CORRUPT,
         "pytorch_model.bin is only a Git LFS pointer",
     ),
+    "a Git LFS pointer to a tokenizer": (
+        WHOLE | {"model.safetensors": "{}", "tokenizer.model": POINTER},
+        CORRUPT,
+        "tokenizer.model is only a Git LFS pointer",
+    ),
     "missing shards": (
         WHOLE | {"pytorch_model.bin.index.json": TORCH_INDEX, SHARDS[1]: "{}"},
         CORRUPT,
-        f"{SHARDS[0]} is missing, although pytorch_model.bin.index.json names it (and 1 more of its 3 files)",
+        f"{SHARDS[0]} is missing, although pytorch_model.bin.index.json names it",
     ),
     "an index of .bin files that leaves the folder": (
         WHOLE | {"pytorch_model.bin.index.json": TORCH_INDEX.replace("pytorch_model-", "../")},
@@ -356,14 +343,8 @@ def test_folders_without_a_checkpoint_to_convert(name: str, tmp_path: Path) -> N
 
 
 class TestPaths:
-    def test_a_tokenizer_that_is_a_git_lfs_pointer(self, single: Path) -> None:
-        (single / "tokenizer.model").write_text(POINTER)
-        refuses(single, CorruptCheckpointError, "tokenizer.model is only a Git LFS pointer")
-
-    def test_a_gguf_file(self, single: Path) -> None:
-        (single / "model-Q4_K_M.gguf").write_bytes(b"GGUF")
-        for source in (single / "model-Q4_K_M.gguf", "org/model-GGUF/model-Q8_0.gguf"):
-            refuses(source, UnsupportedFormatError, "is a GGUF file", "convert the Hugging Face checkpoint")
+    def test_a_file(self, single: Path) -> None:
+        refuses(single / "model.safetensors", SourceNotFoundError, "is a file: name the folder that holds config.json")
 
     @pytest.mark.parametrize("target", ["nowhere", "model.safetensors"])
     def test_a_link_to_nothing(self, single: Path, target: str) -> None:
@@ -372,7 +353,8 @@ class TestPaths:
         refuses(single, CorruptCheckpointError, "broken link")
 
     @pytest.mark.parametrize(
-        "path", ["~nobody-of-this-name/model", "x" * 5000, "a\0b", "/nowhere/at/all", "./nowhere", "a/b/c", "ä b"]
+        "path",
+        ["~nobody-of-this-name/model", "x" * 5000, "a\0b", "/nowhere/at/all", "./nowhere", "a/b/c", "ä b", "s3://a/b"],
     )
     def test_paths_to_nothing(self, path: str) -> None:
         with pytest.raises(SourceNotFoundError):

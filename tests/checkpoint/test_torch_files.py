@@ -2,7 +2,7 @@
 
 import collections
 import os
-from contextlib import ExitStack
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import save_file
 
 from gqa_convert.checkpoint.source import open_checkpoint
-from gqa_convert.checkpoint.source_files import SourceFiles
+from gqa_convert.conversion.options import ConversionOptions
+from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import CorruptCheckpointError, GQAConvertError, UnsupportedFormatError
 from tests.helpers.checkpoints import (
     by_mean,
@@ -84,19 +85,15 @@ class TestRead:
         state["lm_head.weight"] = state["model.embed_tokens.weight"]
         norms = torch.stack([state["model.norm.weight"], state["model.layers.0.input_layernorm.weight"]])
         state["model.norm.weight"], state["model.layers.0.input_layernorm.weight"] = norms[0], norms[1]
-        source = write_bin(tmp_path / "bin", state)
-        assert not open_checkpoint(source).shards[0].spilled
-        check_conversion(source, state)
+        check_conversion(write_bin(tmp_path / "bin", state), state)
 
     @pytest.mark.parametrize("kind", ["transposed", "expanded"])
-    def test_tensors_in_another_order_are_spilled(self, tmp_path: Path, kind: str) -> None:
+    def test_tensors_whose_numbers_lie_in_another_order(self, tmp_path: Path, kind: str) -> None:
         state = llama_state()
         name = "model.layers.1.self_attn.k_proj.weight"
         state[name] = state[name].T.contiguous().T if kind == "transposed" else state[name][:1].expand(96, -1)
         assert not state[name].is_contiguous()
-        source = write_bin(tmp_path / "bin", state)
-        assert open_checkpoint(source).shards[0].spilled
-        check_conversion(source, state)
+        check_conversion(write_bin(tmp_path / "bin", state), state)
 
     @pytest.mark.parametrize("options", [{}, OLD])
     def test_types_and_empty_tensors(self, tmp_path: Path, options: dict[str, Any]) -> None:
@@ -108,21 +105,24 @@ class TestRead:
             "positions": torch.arange(5),
             "double": torch.ones(1, dtype=torch.float64),
         }
-        source = write_bin(tmp_path / "bin", state, **options)
-        assert open_checkpoint(source).shards[0].spilled == bool(options)
+        check_conversion(write_bin(tmp_path / "bin", state, **options), state)
+
+    def test_a_compressed_file(self, tmp_path: Path) -> None:
+        state = llama_state()
+        source = write_bin(tmp_path / "bin", state)
+        with zipfile.ZipFile(source / SINGLE) as plain:
+            records = {record: plain.read(record) for record in plain.namelist()}
+        with zipfile.ZipFile(source / SINGLE, "w", zipfile.ZIP_DEFLATED) as compressed:
+            for name, content in records.items():
+                compressed.writestr(name, content)
         check_conversion(source, state)
 
-    def test_what_a_killed_run_left_in_its_folder_is_replaced(self, tmp_path: Path) -> None:
-        """The folder of merged layers stays for the next run, which continues in it."""
-        checkpoint = open_checkpoint(write_bin(tmp_path / "old", llama_state(), **OLD))
-        read = []
-        for left in (b"", b"x" * 10**6):
-            (tmp_path / ".spilled-0").write_bytes(left)
-            with ExitStack() as stack:
-                assert SourceFiles(checkpoint, tmp_path, stack)[0]
-                read.append((tmp_path / ".spilled-0").read_bytes())
-            assert not (tmp_path / ".spilled-0").exists()
-        assert read[0] == read[1]
+    def test_a_file_that_changes_meanwhile(self, tmp_path: Path) -> None:
+        source = write_bin(tmp_path / "bin", llama_state())
+        options = ConversionOptions(method="mean")
+        with refused(CorruptCheckpointError, SINGLE, "changed"):
+            convert_checkpoint(source, tmp_path / "out", 4, options, progress=lambda _: os.utime(source / SINGLE))
+        assert not (tmp_path / "out").exists()
 
     def test_safetensors_go_first(self, tmp_path: Path) -> None:
         source = write_llama(tmp_path / "both")
@@ -187,13 +187,13 @@ class TestRefuse:
         ("state", "words"),
         [
             ([torch.ones(1)], "holds a list"),
-            (torch.ones(1), "Tensor instead of a map"),
+            (torch.ones(1), "Tensor, no map"),
             ({"model": {"x": torch.ones(1)}}, "'model' (dict)"),
             ({"x": torch.ones(1), "step": 3}, "'step' (int)"),
-            ({3: torch.ones(1)}, "3 (a tensor)"),
+            ({3: torch.ones(1)}, "3 (torch.float32"),
             ({"x": torch.ones(2, 2).to_sparse()}, "torch.sparse_coo"),
             ({"__metadata__": torch.ones(1)}, "'__metadata__'"),
-            ({"a\nb": torch.ones(1)}, "'a\\nb' (a tensor)"),
+            ({"a\nb": torch.ones(1)}, "'a\\nb' (torch.float32"),
             ({"x.weight": torch.ones(2).to(torch.float8_e4m3fn)}, "quantised"),
             ({"x": torch.ones(2, dtype=torch.complex128)}, "torch.complex128"),
         ],

@@ -26,7 +26,8 @@ from gqa_convert.errors import ConfigError, GroupsError, UnsupportedFamilyError
 from gqa_convert.families.engines import ENGINES
 from gqa_convert.families.geometry import AttentionFinder
 from gqa_convert.families.table import COMPOSITES, FAMILIES, REFUSALS, find_family
-from tests.helpers.native import CASES, MASK, REPRESENTATIVE, TOKENS, distance, load, logits
+from tests.helpers.elsewhere import logits
+from tests.helpers.native import CASES, MASK, REPRESENTATIVE, TOKENS, distance, load
 from tests.helpers.tiny import HEADS, make_checkpoint, merge_in_place
 
 NEW_TOKENS = 4

@@ -9,27 +9,7 @@ from torch import Tensor
 from torch.nn.functional import embedding, linear, rms_norm, scaled_dot_product_attention, silu
 
 HEADS, GROUPS, WIDTH, HIDDEN, INNER, LAYERS, VOCAB = 12, 6, 16, 40, 24, 3, 50
-
-CONFIG: dict[str, Any] = {
-    "model_type": "chatglm",
-    "architectures": ["ChatGLMModel"],
-    "hidden_size": HIDDEN,
-    "num_attention_heads": HEADS,
-    "kv_channels": WIDTH,
-    "num_layers": LAYERS,
-    "multi_query_attention": True,
-    "multi_query_group_num": GROUPS,
-    "add_qkv_bias": True,
-    "rmsnorm": True,
-    "padded_vocab_size": VOCAB,
-    "ffn_hidden_size": INNER,
-    "layernorm_epsilon": 1e-5,
-    "torch_dtype": "float32",
-    "auto_map": {
-        "AutoConfig": "configuration_chatglm.ChatGLMConfig",
-        "AutoModel": "modeling_chatglm.ChatGLMForConditionalGeneration",
-    },
-}
+CONFIG: dict[str, Any] = json.loads(Path(__file__).with_name("chatglm.json").read_text())
 
 
 def write_source(folder: Path) -> dict[str, Tensor]:

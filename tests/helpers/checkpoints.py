@@ -19,37 +19,20 @@ from gqa_convert.errors import GQAConvertError
 
 HEADS, WIDTH, HIDDEN, INNER, VOCABULARY = 12, 8, 60, 56, 24
 
-CONFIG: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": HIDDEN,
-    "intermediate_size": INNER,
-    "num_hidden_layers": 2,
-    "num_attention_heads": HEADS,
-    "num_key_value_heads": HEADS,
-    "head_dim": WIDTH,
-    "vocab_size": VOCABULARY,
-    "max_position_embeddings": 64,
-    "rope_theta": 5000.0,
-    "rms_norm_eps": 1e-05,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "torch_dtype": "float32",
-    "attention_bias": False,
-}
+CONFIG: dict[str, Any] = json.loads(Path(__file__).with_name("llama_config.json").read_text())
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 
 
-def llama_arrays(layers: int = 2, hidden: int = HIDDEN, heads: int = HEADS, seed: int = 0) -> Arrays:
+def llama_arrays(layers: int = 2, hidden: int = HIDDEN, seed: int = 0) -> Arrays:
     """Return the tensors of a Llama model in float32."""
     random = np.random.default_rng(seed)
     shapes = {"model.embed_tokens.weight": (VOCABULARY, hidden)}
     for layer in range(layers):
         stem = f"model.layers.{layer}"
-        shapes |= {f"{stem}.self_attn.{name}_proj.weight": (heads * WIDTH, hidden) for name in "qkv"}
+        shapes |= {f"{stem}.self_attn.{name}_proj.weight": (HEADS * WIDTH, hidden) for name in "qkv"}
         shapes |= {
-            f"{stem}.self_attn.o_proj.weight": (hidden, heads * WIDTH),
+            f"{stem}.self_attn.o_proj.weight": (hidden, HEADS * WIDTH),
             f"{stem}.mlp.down_proj.weight": (hidden, INNER),
         }
         shapes |= {f"{stem}.mlp.{name}_proj.weight": (INNER, hidden) for name in ("gate", "up")}

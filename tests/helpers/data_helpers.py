@@ -23,13 +23,18 @@ def demo_tokenizer() -> Any:
     return AutoTokenizer.from_pretrained(DEMO)
 
 
+def word_tokenizer(names: list[str], **special: str | None) -> Any:
+    """A tokenizer of words between spaces, whose tokens are numbered as the names are."""
+    tokenizer = Tokenizer(models.WordLevel({name: number for number, name in enumerate(names)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", **special)
+
+
 def span_tokenizer(sentinels: int = 100, eos: str | None = "</s>") -> Any:
     """Words w0, w1, ... and sentinels as T5 has them, the first one last; the word w0 is the token 3."""
     names = ["<pad>", "</s>", "<unk>", *(f"w{number}" for number in range(WORDS)), "[NLU]", "[NLG]", "[S2S]"]
     names += [f"<extra_id_{number}>" for number in reversed(range(sentinels))]
-    tokenizer = Tokenizer(models.WordLevel({name: number for number, name in enumerate(names)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=eos, pad_token="<pad>", unk_token="<unk>")
+    return word_tokenizer(names, eos_token=eos, pad_token="<pad>")
 
 
 def array_tokens(tokens: npt.ArrayLike, *, is_stream: bool = False, complete: bool = True) -> TokenSource:

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import yaml
 
 LENGTH = 16
 VOCABULARY = 96
@@ -12,40 +13,8 @@ KINDS = {"single": 1, "ddp": 2, "fsdp": 2}
 """The processes of each way to share a model."""
 SHARDING = {"single": "auto", "ddp": "replicate", "fsdp": "full"}
 
-CASES: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "micro batches of 2": {"micro_batch_size": 2},
-    "micro batches of 4": {"micro_batch_size": 4},
-    "one sample": {"tokens_per_step": LENGTH},
-    "no clipping": {"gradient_clipping": None},
-    "checkpointing": {"gradient_checkpointing": True},
-    "adafactor": {"optimizer": "adafactor", "gradient_clipping": None, "learning_rate": 1e-2},
-    "teacher": {"teacher": "t", "distillation_weight": 0.5},
-    "gpt2": {"model": "gpt2"},
-    "t5": {"model": "t5"},
-    "t5 with adafactor": {"model": "t5", "optimizer": "adafactor", "gradient_clipping": None, "learning_rate": 1e-2},
-    "bf16": {"precision": "bf16"},
-    "lora": {"lora": {"rank": 4}},
-}
-
-
-SHARED = [(kind, case) for kind in ("ddp", "fsdp") for case in CASES]
-"""The kinds and cases that are compared with a single process."""
-ADAPTED: dict[str, dict[str, Any]] = {"exact": {}, "rounded": {"precision": "bf16"}}
-"""The runs with adapters that load, train, save, restore and merge; with fixed weights in bfloat16 if rounded."""
-
-BASE: dict[str, Any] = {
-    "model": "m",
-    "output": "o",
-    "data": "d",
-    "tokens": 1000,
-    "tokens_per_step": 5 * LENGTH,
-    "gradient_clipping": 0.5,
-    "precision": "no",
-    "learning_rate": 1e-3,
-    "schedule": "constant",
-}
-"""The recipe that the cases change."""
+_STATED: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+BASE, CASES, ADAPTED, MODELS = (_STATED[name] for name in ("base", "cases", "adapted", "models"))
 
 
 class RaggedSamples:
@@ -68,17 +37,6 @@ class RaggedSamples:
         return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
 
-MODELS: dict[str, dict[str, Any]] = {
-    "gpt2": {"n_embd": 24, "n_head": 4, "n_layer": 2, "n_positions": 32}
-    | {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
-    "t5": {"d_model": 24, "d_kv": 6, "d_ff": 40, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0},
-    "llama": {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 6}
-    | {"num_key_value_heads": 3, "head_dim": 4, "max_position_embeddings": 32}
-    | {"tie_word_embeddings": True, "initializer_range": 0.1},
-}
-"""The sizes of small models."""
-
-
 def small_model(kind: str, seed: int = 0) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
@@ -99,9 +57,8 @@ def run_cases(target: str) -> None:
             layout = {"sharding": SHARDING[kind]}
             found: dict[str, Any] = {}
             for name, keys in CASES.items():
-                if (kind, name) in SHARED or kind == "single":
-                    steps = take_steps(accelerator, keys | layout)
-                    found |= {f"{name}/{key}": value for key, value in steps.items()}
+                steps = take_steps(accelerator, keys | layout)
+                found |= {f"{name}/{key}": value for key, value in steps.items()}
             if kind in ("single", "fsdp"):
                 for name, keys in ADAPTED.items():
                     tensors = adapt(accelerator, Path(f"{target}-{kind}-{name}"), keys | layout)
@@ -154,7 +111,7 @@ def adapt(accelerator: Any, folder: Path, keys: dict[str, Any]) -> dict[str, Any
     return found | {"types": np.array(sorted(types))}
 
 
-def take_steps(accelerator: Any, keys: dict[str, Any], steps: int = 2) -> dict[str, Any]:
+def take_steps(accelerator: Any, keys: dict[str, Any]) -> dict[str, Any]:
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
     from gqa_convert.training import sharding
@@ -188,16 +145,8 @@ def take_steps(accelerator: Any, keys: dict[str, Any], steps: int = 2) -> dict[s
                 found[f"gradient {name}"] = _whole(parameter.grad)
 
     optimizer.register_step_pre_hook(note)
-    trainer = Trainer(
-        recipe,
-        placed,
-        optimizer,
-        RaggedSamples(kind == "t5"),
-        accelerator,
-        steps=steps,
-        teacher=teacher,
-        progress=Progress(),
-    )
+    options: dict[str, Any] = {"steps": 2, "teacher": teacher, "progress": Progress()}
+    trainer = Trainer(recipe, placed, optimizer, RaggedSamples(kind == "t5"), accelerator, **options)
     results = list(trainer.run(lambda: False))
     for name in ("loss", "gradient_norm"):
         found[name] = np.array([getattr(result, name) for result in results])

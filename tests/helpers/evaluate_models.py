@@ -30,9 +30,9 @@ def causal(
     return folder
 
 
-def t5(folder: Path, *, seed: int = 0) -> Path:
+def t5(folder: Path) -> Path:
     sizes = {"d_model": 24, "d_kv": 8, "num_layers": 1, "num_decoder_layers": 1, "num_heads": 4}
-    return seq2seq.model(folder, "t5", span_tokenizer(), seed=seed, **sizes)
+    return seq2seq.model(folder, "t5", span_tokenizer(), **sizes)
 
 
 def bart(folder: Path) -> Path:

@@ -28,17 +28,15 @@ EXACT = 1e-4
 Batches = Sequence[dict[str, Tensor]]
 
 
-def batches_for(
-    model: Any, *, rows: int = 2, length: int = 40, count: int = 4, seed: int = 0
-) -> list[dict[str, Tensor]]:
-    generator = torch.Generator().manual_seed(seed)
+def batches_for(model: Any, *, count: int = 4) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(0)
 
     def text(tokens: int) -> Tensor:
-        return torch.randint(3, VOCAB, (rows, tokens), generator=generator)
+        return torch.randint(3, VOCAB, (2, tokens), generator=generator)
 
     if model.config.is_encoder_decoder:
-        return [{"input_ids": text(length), "decoder_input_ids": text(length - 7)} for _ in range(count)]
-    return [{"input_ids": text(length)} for _ in range(count)]
+        return [{"input_ids": text(40), "decoder_input_ids": text(33)} for _ in range(count)]
+    return [{"input_ids": text(40)} for _ in range(count)]
 
 
 def plan_of(source: Path, groups: int = 3, *, method: str = "fit", **options: Any) -> Plan:
@@ -88,13 +86,12 @@ def fitted(
     *,
     batches: Batches | None = None,
     fresh: Batches = (),
-    method: str = "fit",
     steps: int = 8,
     kl_steps: int = 0,
     **options: Any,
 ) -> tuple[list[LayerRecord], int, Divergence]:
     """Convert a checkpoint that has no tokenizer, as `fit` does; the first batch is held out too."""
-    plan = plan_of(source, groups, method=method, **options)
+    plan = plan_of(source, groups, **options)
     batches = batches or batches_for(open_model(source))
     held_out = (fresh or batches)[:1]
     out.mkdir()

@@ -19,39 +19,6 @@ from tests.helpers import elsewhere, native, own_files, tiny
 from tests.helpers.native import NATIVE
 from tests.helpers.tiny import HEADS
 
-CASES: dict[str, tuple[str, dict[str, Any]]] = (
-    {name: case for name, case in native.CASES.items() if name != "gemma4_text"}  # its heads have two widths
-    | own_files.CASES
-    | {
-        "olmo, clipped": ("olmo", {"clip_qkv": 0.5}),
-        "llama4, no key norm": ("llama4_text", {"use_qk_norm": False}),
-        "phi3, partly rotary": ("phi3", {"partial_rotary_factor": 0.5}),
-        "gpt_neox, half turns": (
-            "gpt_neox",
-            {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}},
-        ),
-        "gpt_neox, serial, all turns": (
-            "gpt_neox",
-            {
-                "use_parallel_residual": False,
-                "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 1.0},
-            },
-        ),
-        "lfm3, no gate": ("lfm3", {"use_attention_gate": False}),
-    }
-)
-"""Model type and config values."""
-
-SOURCE_HEADS = {"falcon, 7B": 1, "falcon, 40B": 6, "falcon, 40B with 4": 4}
-
-SOME = (
-    *native.REPRESENTATIVE,
-    *("llama, biases", "nemotron", "phi", "glm", "cohere2", "bitnet", "nanochat", "gemma3n_text", "recurrent_gemma"),
-    *("phi3, partly rotary", "olmo, clipped", "zamba2", "t5", "bart", "whisper", "opt", "gpt2, cross-attention"),
-    *("gpt_neo", "gpt_neox, half turns", "bloom", "falcon", "falcon, 40B", "falcon, RW", "mpt", "mpt, clipped"),
-)
-"""Cases that differ in the layout of heads, in their rotary dimensions or in what can be folded."""
-
 
 def names(text: str) -> frozenset[str]:
     return frozenset(text.split())
@@ -61,7 +28,16 @@ _FACTS = yaml.safe_load(Path(__file__).with_name("folding_facts.yaml").read_text
 NORMED, GATED, VALUES_NORMED, OUTPUT_NORMED, KEEPS_ORDER, BIASED = (
     names(_FACTS[name]) for name in ("NORMED", "GATED", "VALUES_NORMED", "OUTPUT_NORMED", "KEEPS_ORDER", "BIASED")
 )
-NORMED_IF, KEEPS_ORDER_IF, FUSED = (_FACTS[name] for name in ("NORMED_IF", "KEEPS_ORDER_IF", "FUSED"))
+NORMED_IF, KEEPS_ORDER_IF, FUSED, ROLES = (_FACTS[name] for name in ("NORMED_IF", "KEEPS_ORDER_IF", "FUSED", "ROLES"))
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = native.CASES | own_files.CASES
+CASES |= {name: (name.partition(",")[0], values) for name, values in _FACTS["variants"].items()}
+CASES.pop("gemma4_text")  # its heads have two widths
+"""Model type and config values."""
+
+SOURCE_HEADS: dict[str, int] = _FACTS["source_heads"]
+SOME = (*native.REPRESENTATIVE, *_FACTS["some"])
+"""Cases that differ in the layout of heads, in their rotary dimensions or in what can be folded."""
 
 ATTENTION = names(
     "self_attn attn mixer temporal_block attention self_attention crossattention SelfAttention EncDecAttention encoder_attn"
@@ -72,16 +48,6 @@ Parts = dict[tuple[str, str], list[Tensor]]
 
 EXACT = 2e-5
 """How far equal models may lie apart in float32, as a share of the logits' spread."""
-
-ROLES = {
-    "q_proj": "query",
-    "q": "query",
-    "q_attn": "query",
-    "k_proj": "key",
-    "k": "key",
-    "v_proj": "value",
-    "v": "value",
-}
 
 
 @dataclass
@@ -109,8 +75,7 @@ class Case:
         self.values_blocked = self.clipped or kind in GATED | VALUES_NORMED | OUTPUT_NORMED
 
     def logits(self, model: nn.Module | None = None) -> Tensor:
-        run = native.logits if self.model_type in NATIVE else elsewhere.logits
-        return run(model or self.model)
+        return elsewhere.logits(model or self.model)
 
     def save(self, folder: Path) -> Path:
         self.model.save_pretrained(folder)
@@ -252,14 +217,9 @@ class Maps:
 
 
 @torch.no_grad()
-def tie(case: Case, groups: int, *, anyway: str = "", layout: str = "") -> Case:
-    """Make the K/V heads of each group images of its first one, by every map that the family's attention can absorb.
-
-    Args:
-        case: whose model is changed.
-        groups: of neighbouring heads.
-        anyway: `key` or `value`: by such maps even where something stands in the way; else heads are equal there.
-        layout: of rotary pairs, if not the family's.
+def tie(case: Case, groups: int) -> Case:
+    """Make the K/V heads of each group of neighbours images of its first one, by every map that the family's attention can
+    absorb; equal where something stands in the way.
     """
     maps = Maps()
     blocked = {"key": case.keys_blocked, "value": case.values_blocked}
@@ -271,12 +231,12 @@ def tie(case: Case, groups: int, *, anyway: str = "", layout: str = "") -> Case:
             for head in range(case.kv_heads):
                 if head % size == 0:
                     continue
-                if blocked[role] and role != anyway:
+                if blocked[role]:
                     chosen = torch.eye(width, dtype=torch.float64)
                 elif role == "value":
                     chosen = maps.any(width)
                 else:
-                    chosen = maps.turning(width, case.rotated(), layout or FAMILIES[case.model_type].rotary)
+                    chosen = maps.turning(width, case.rotated(), FAMILIES[case.model_type].rotary)
                 for views in kinds:
                     views[head].copy_(chosen @ views[head - head % size].double())
     for gains in key_gains(case, case.model, case.kv_heads):

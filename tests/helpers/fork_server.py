@@ -16,27 +16,7 @@ from typing import Any
 from unittest import mock
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(
-    [
-        "accelerate",
-        "peft",
-        "rich.progress",
-        "rich.table",
-        "safetensors.torch",
-        "torch.distributed.checkpoint",
-        "torch.distributed.fsdp",
-        "transformers.generation.utils",
-        "transformers.models.auto.modeling_auto",
-        "transformers.models.auto.tokenization_auto",
-        "transformers.models.gpt2.modeling_gpt2",
-        "transformers.models.llama.modeling_llama",
-        "transformers.models.t5.modeling_t5",
-        "gqa_convert.cli.uptrain",
-        "gqa_convert.training.uptrain",
-        "tests.helpers.ranks",
-        "tests.helpers.distributed_steps",
-    ]
-)
+CONTEXT.set_forkserver_preload(Path(__file__).with_suffix(".txt").read_text().split())
 
 _OF_THE_HUB = ("HF_", "HUGGINGFACE_", "TRANSFORMERS_")
 _AT_IMPORT = (*_OF_THE_HUB, "TORCH_", "PYTHON", "OMP_", "MALLOC_", "HOME", "PATH", "TMPDIR")

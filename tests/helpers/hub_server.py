@@ -30,13 +30,11 @@ class HubServer:
 
     Args:
         repos: id -> branch -> folder.
-        ranges: whether range requests are honoured.
         together: where as many range requests wait for one another before they are answered.
         moves_to: the branch whose commit is the main branch's from the second question for the main branch on.
     """
 
     repos: dict[str, dict[str, Path]]
-    ranges: bool = True
     together: threading.Barrier | None = None
     moves_to: str | None = None
     asked: bool = False
@@ -99,46 +97,31 @@ class HubServer:
             repo, revision, file = match.groups()
             kind = "resolve"
         else:
-            return self._send(request, 404, b"", {"X-Error-Code": "EntryNotFound"})
+            return self._refuse(request, 404, "EntryNotFound")
         if repo == GATED and kind == "resolve":
-            return self._send(
-                request, 403, b"", {"X-Error-Code": "GatedRepo", "X-Error-Message": "Access is restricted"}
-            )
+            return self._refuse(request, 403, "GatedRepo")
         if repo == BROKEN:
             return self._send(request, 500, b"")
         if repo not in self.repos:
-            return self._send(
-                request, 401, b"", {"X-Error-Code": "RepoNotFound", "X-Error-Message": "Repository not found"}
-            )
+            return self._refuse(request, 401, "RepoNotFound")
         commits = {self.commit(repo, branch): branch for branch in self.repos[repo]}
         branch = commits.get(revision or "", revision or "main")
         if branch not in self.repos[repo]:
-            return self._send(request, 404, b"", {"X-Error-Code": "RevisionNotFound"})
+            return self._refuse(request, 404, "RevisionNotFound")
         if self.moves_to is not None and (revision or "main") == "main":
             branch = self.moves_to if self.asked else branch
             self.asked = True
-        folder = self.repos[repo][branch]
+        folder, commit = self.repos[repo][branch], self.commit(repo, branch)
         if kind == "resolve":
-            return self._resolve(request, folder, file, self.commit(repo, branch))
-        names = sorted(entry.relative_to(folder).as_posix() for entry in folder.rglob("*") if entry.is_file())
+            return self._resolve(request, folder, file, commit)
+        files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+        sizes = {name: {"size": path.stat().st_size} for name, path in files.items()}
         if kind == "tree":
-            listing: Any = [
-                {"type": "file", "path": name, "size": (folder / name).stat().st_size, "oid": self._etag(folder / name)}
-                for name in names
-            ]
-        else:
-            sizes = "blobs" in parse_qs(url.query)
-            siblings = [
-                {"rfilename": name} | ({"size": (folder / name).stat().st_size} if sizes else {}) for name in names
-            ]
-            listing = {
-                "id": repo,
-                "modelId": repo,
-                "sha": self.commit(repo, branch),
-                "siblings": siblings,
-                "private": False,
-            }
-        return self._send(request, 200, json.dumps(listing).encode(), {"Content-Type": "application/json"})
+            entries = [{"type": "file", "path": name, "oid": self._etag(files[name])} | sizes[name] for name in files]
+            return self._json(request, entries)
+        with_sizes = "blobs" in parse_qs(url.query)
+        siblings = [{"rfilename": name} | (sizes[name] if with_sizes else {}) for name in files]
+        return self._json(request, described(repo, commit, siblings, private=False))
 
     def receive(self, request: BaseHTTPRequestHandler, body: bytes) -> None:
         """Answer a request with a body; the stand-in in `hub_uploads.py` accepts one."""
@@ -148,7 +131,7 @@ class HubServer:
     def _resolve(self, request: BaseHTTPRequestHandler, folder: Path, file: str, commit: str) -> None:
         path = folder / file
         if not path.is_file():
-            return self._send(request, 404, b"", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": commit})
+            return self._refuse(request, 404, "EntryNotFound", commit)
         headers = {"X-Repo-Commit": commit, "ETag": f'"{self._etag(path)}"'}
         if path.suffix in (".safetensors", ".bin"):  # large files lie elsewhere
             linked = {
@@ -162,7 +145,7 @@ class HubServer:
     def _send_file(self, request: BaseHTTPRequestHandler, name: str, headers: dict[str, str] | None = None) -> None:
         raw = Path("/", name).read_bytes()
         asked = re.fullmatch(r"bytes=(\d+)-(\d*)", request.headers.get("Range") or "")
-        if not asked or not self.ranges:
+        if not asked:
             return self._send(request, 200, raw, headers or {})
         if self.together is not None:
             self.together.wait()  # an error closes the connection
@@ -170,6 +153,12 @@ class HubServer:
         part = raw[first : last + 1]
         span = {"Content-Range": f"bytes {first}-{first + len(part) - 1}/{len(raw)}"}
         return self._send(request, 206, part, (headers or {}) | span)
+
+    def _refuse(self, request: BaseHTTPRequestHandler, status: int, code: str, commit: str = "") -> None:
+        self._send(request, status, b"", {"X-Error-Code": code, "X-Error-Message": code, "X-Repo-Commit": commit})
+
+    def _json(self, request: BaseHTTPRequestHandler, value: Any, status: int = 200) -> None:
+        self._send(request, status, json.dumps(value).encode(), {"Content-Type": "application/json"})
 
     def _send(
         self, request: BaseHTTPRequestHandler, status: int, body: bytes, headers: dict[str, str] | None = None
@@ -191,3 +180,8 @@ class HubServer:
     @staticmethod
     def _etag(path: Path) -> str:
         return hashlib.sha1(path.read_bytes()).hexdigest()
+
+
+def described(repo: str, commit: str, siblings: list[dict[str, Any]], *, private: bool) -> dict[str, Any]:
+    """What the Hub says of a repository at a commit."""
+    return {"id": repo, "modelId": repo, "sha": commit, "siblings": siblings, "private": private}

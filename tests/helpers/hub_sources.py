@@ -8,9 +8,11 @@ where the repository duplicates them, in the repository's type.
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
+import yaml
 from huggingface_hub import save_torch_state_dict
 
 from tests.helpers.tiny import randomise
@@ -29,13 +31,13 @@ class HubSource:
     """The auto class that its weights are made with."""
     prefix: str = ""
     """What transformers puts in front of its names and the repository does not."""
-    buffers: Tensors = field(default_factory=dict)
-    """The stale buffers of each of its two layers, by names with `#` for the layer."""
+    buffers: dict[str, list[Any]] = field(default_factory=dict)
+    """The stale buffers of each of its two layers, by names with `#` for the layer; see `buffer`."""
     duplicated: dict[str, str] = field(default_factory=dict)
     """Names in the files by the name under which the same tensor stands there too."""
     left_out: str = ""
     """A name that the files lack, because transformers ties it."""
-    files: tuple[str, ...] = ("safetensors",)
+    files: str = "safetensors"
     """`safetensors`, `bin`, or `old bin` for the format before torch 1.6; all but the last in shards where there is
     `sharded` too.
     """
@@ -45,17 +47,22 @@ class HubSource:
     """Whether fit is tried on it."""
 
 
+_STATED = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+HUB_SOURCES = {name: HubSource(**stated) for name, stated in _STATED.items()}
+"""By the repository that each one imitates."""
+
+
 def write_hub_source(name: str, folder: Path) -> Path:
     """Write a repository's folder."""
-    source, tensors = HUB_SOURCES[name], hub_tensors(name)
+    tensors, files = hub_tensors(name), HUB_SOURCES[name].files.split(", ")
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(CONFIGS[name], indent=2) + "\n")
-    shard = "20KB" if "sharded" in source.files else "1GB"
-    if "old bin" in source.files:
+    shard = "20KB" if "sharded" in files else "1GB"
+    if "old bin" in files:
         torch.save(tensors, folder / "pytorch_model.bin", _use_new_zipfile_serialization=False)
-    if "bin" in source.files:
+    if "bin" in files:
         save_torch_state_dict(tensors, folder, safe_serialization=False, max_shard_size=shard)
-    if "safetensors" in source.files:  # which refuses tensors that share memory
+    if "safetensors" in files:  # which refuses tensors that share memory
         save_torch_state_dict({key: each.clone() for key, each in tensors.items()}, folder, max_shard_size=shard)
     return folder
 
@@ -73,71 +80,15 @@ def hub_tensors(name: str) -> Tensors:
     made.pop(source.left_out, None)
     made = {key.removeprefix(source.prefix): tensor for key, tensor in made.items()}
     for layer in ("0", "1"):
-        made |= {key.replace("#", layer): tensor.clone() for key, tensor in source.buffers.items()}
+        made |= {key.replace("#", layer): buffer(*stated) for key, stated in source.buffers.items()}
     return made
 
 
-def _causal_mask(dtype: torch.dtype) -> torch.Tensor:
-    return torch.ones(64, 64).tril().view(1, 1, 64, 64).to(dtype)
-
-
-def _speeds(width: int) -> torch.Tensor:
-    return 10000.0 ** -(torch.arange(0, width, 2) / width)
-
-
-_SELF = "decoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
-_CROSS = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
-_SEQ2SEQ = "AutoModelForSeq2SeqLM"
-
-HUB_SOURCES: dict[str, HubSource] = {
-    "meta-llama/Llama-2-7b-hf": HubSource(
-        buffers={"model.layers.#.self_attn.rotary_emb.inv_freq": _speeds(8)},
-        files=("bin", "safetensors"),
-        fit=True,
-    ),
-    "EleutherAI/pythia-1b": HubSource(
-        buffers={
-            "gpt_neox.layers.#.attention.bias": _causal_mask(torch.uint8),
-            "gpt_neox.layers.#.attention.masked_bias": torch.tensor(-1e9).half(),
-            "gpt_neox.layers.#.attention.rotary_emb.inv_freq": _speeds(2).half(),
-        },
-        files=("bin", "safetensors", "sharded"),
-        type_of_copy="phi",
-        fit=True,
-    ),
-    "EleutherAI/gpt-j-6b": HubSource(
-        buffers={
-            "transformer.h.#.attn.bias": _causal_mask(torch.uint8),
-            "transformer.h.#.attn.masked_bias": torch.tensor(-1e9),
-        },
-        files=("bin",),
-        type_of_copy="phi",
-    ),
-    "Helsinki-NLP/opus-mt-en-de": HubSource(
-        _SEQ2SEQ,
-        duplicated={f"model.{part}.embed_tokens.weight": "model.shared.weight" for part in ("encoder", "decoder")},
-        left_out="lm_head.weight",
-        files=("old bin",),
-        type_of_copy="gqa_marian",
-    ),
-    "t5-small": HubSource(
-        _SEQ2SEQ,
-        duplicated={f"{part}.embed_tokens.weight": "shared.weight" for part in ("encoder", "decoder")}
-        | {_CROSS: _SELF},
-        files=("bin",),
-        type_of_copy="gqa_t5",
-    ),
-    "facebook/opt-350m": HubSource(files=("bin",), type_of_copy="gqa_opt", fit=True),
-    "openai-community/gpt2": HubSource(
-        prefix="transformer.",
-        buffers={"h.#.attn.bias": _causal_mask(torch.float32)},
-        left_out="lm_head.weight",
-        type_of_copy="gqa_gpt2",
-        fit=True,
-    ),
-    "mosaicml/mpt-7b": HubSource(left_out="lm_head.weight", files=("bin", "sharded"), type_of_copy="gqa_mpt", fit=True),
-    "openai/whisper-tiny": HubSource(
-        "AutoModelForSpeechSeq2Seq", left_out="proj_out.weight", type_of_copy="gqa_whisper"
-    ),
-}
-"""By the repository that each one imitates."""
+def buffer(kind: str, dtype: str = "float32", width: int = 0) -> torch.Tensor:
+    """A stale buffer: a causal mask, the rotary speeds of heads of a width, or a very small number."""
+    made = torch.tensor(-1e9)
+    if kind == "causal mask":
+        made = torch.ones(64, 64).tril().view(1, 1, 64, 64)
+    if kind == "speeds":
+        made = 10000.0 ** -(torch.arange(0, width, 2) / width)
+    return made.to(getattr(torch, dtype))

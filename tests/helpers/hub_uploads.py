@@ -13,7 +13,7 @@ from http.server import BaseHTTPRequestHandler
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
-from tests.helpers.hub_server import HubServer
+from tests.helpers.hub_server import HubServer, described
 
 Files = dict[str, bytes]
 SIGNATURE = "X-Amz-Signature=0123abcd"
@@ -60,28 +60,21 @@ class UploadHub(HubServer):
                     return True
         return False
 
-    def _json(self, request: BaseHTTPRequestHandler, value: Any, status: int = 200) -> None:
-        self._send(request, status, json.dumps(value).encode(), {"Content-Type": "application/json"})
-
     def answer(self, request: BaseHTTPRequestHandler) -> None:
         path = unquote(urlsplit(request.path).path)
         if self._fails(request):
             return self._send(request, 400, b"")
         match = re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/revision/(.+))?", path)
         if match is None or match[1] not in self.branches:
-            return self._send(
-                request, 404, b"", {"X-Error-Code": "RepoNotFound", "X-Error-Message": "Repository not found"}
-            )
+            return self._refuse(request, 404, "RepoNotFound")
         repo, revision = match[1], match[2] or "main"
         branch = self.commits[revision][1] if revision in self.commits else revision
         if branch not in self.branches[repo]:
-            return self._send(request, 404, b"", {"X-Error-Code": "RevisionNotFound"})
+            return self._refuse(request, 404, "RevisionNotFound")
         siblings = [self._sibling(name, raw) for name, raw in sorted(self.branches[repo][branch].items())]
-        sha = hashlib.sha1(f"{repo}@{branch}".encode()).hexdigest()
-        self.commits[sha] = (repo, branch)
-        return self._json(
-            request, {"id": repo, "modelId": repo, "sha": sha, "siblings": siblings, "private": self.private[repo]}
-        )
+        commit = self.commit(repo, branch)
+        self.commits[commit] = (repo, branch)
+        return self._json(request, described(repo, commit, siblings, private=self.private[repo]))
 
     def _sibling(self, name: str, raw: bytes) -> dict[str, Any]:
         raw = raw + b"!" if name == self.damage else raw
@@ -97,15 +90,16 @@ class UploadHub(HubServer):
     def receive(self, request: BaseHTTPRequestHandler, body: bytes) -> None:
         url = urlsplit(request.path)
         path = unquote(url.path)
+        name = path.rsplit("/", 1)[-1]
         if request.command == "PUT":
             with self.lock:
-                self.puts.append(path.rsplit("/", 1)[-1])
+                self.puts.append(name)
         if self._fails(request):
             return self._send(request, 400, b"")
         if request.command == "PUT":
             time.sleep(self.slow)
-            assert hashlib.sha256(body).hexdigest() == path.rsplit("/", 1)[-1]
-            self.stored[path.rsplit("/", 1)[-1]] = body
+            assert hashlib.sha256(body).hexdigest() == name
+            self.stored[name] = body
             return self._send(request, 200, b"")
         if path == "/api/validate-yaml":
             wrong = "license: nonsense" in json.loads(body)["content"]
@@ -114,9 +108,8 @@ class UploadHub(HubServer):
         if path == "/api/repos/create":
             return self._create(request, json.loads(body))
         if match := re.fullmatch(r"/([^/]+/[^/]+)\.git/info/lfs/objects/batch", path):
-            return self._json(
-                request, {"transfer": "basic", "objects": [self._action(each) for each in json.loads(body)["objects"]]}
-            )
+            actions = [self._action(each) for each in json.loads(body)["objects"]]
+            return self._json(request, {"transfer": "basic", "objects": actions})
         match = re.fullmatch(r"/api/models/([^/]+/[^/]+)/(branch|preupload|commit)/(.+)", path)
         assert match is not None, path
         repo, verb, branch = match.groups()
@@ -127,9 +120,8 @@ class UploadHub(HubServer):
             return self._json(request, {})
         if verb == "preupload":
             there = self.branches[repo][branch]
-            return self._json(
-                request, {"files": [self._mode(each["path"], there) for each in json.loads(body)["files"]]}
-            )
+            modes = [self._mode(each["path"], there) for each in json.loads(body)["files"]]
+            return self._json(request, {"files": modes})
         return self._commit(request, repo, branch, body, pull_request="create_pr" in parse_qs(url.query))
 
     def _create(self, request: BaseHTTPRequestHandler, wanted: dict[str, Any]) -> None:
@@ -138,11 +130,8 @@ class UploadHub(HubServer):
             return self._send(request, 403, b"", {"X-Error-Message": "You don't have the rights"})
         if repo in self.branches:
             return self._json(request, {"error": "exists", "url": f"{self.url}/{repo}"}, 409)
-        self.add(
-            repo,
-            {".gitattributes": b"*.safetensors filter=lfs\n"},
-            private="private" in (wanted.get("visibility"), wanted.get("private") and "private"),
-        )
+        private = wanted.get("visibility") == "private" or bool(wanted.get("private"))
+        self.add(repo, {".gitattributes": b"*.safetensors filter=lfs\n"}, private=private)
         return self._json(request, {"url": f"{self.url}/{repo}", "name": repo})
 
     def _action(self, wanted: dict[str, Any]) -> dict[str, Any]:
@@ -152,11 +141,8 @@ class UploadHub(HubServer):
         return found | {"actions": {"upload": {"href": f"{self.url}/lfs/{wanted['oid']}?{SIGNATURE}", "header": {}}}}
 
     def _mode(self, path: str, there: Files) -> dict[str, Any]:
-        found: dict[str, Any] = {
-            "path": path,
-            "uploadMode": "lfs" if self._is_large(path) else "regular",
-            "shouldIgnore": False,
-        }
+        mode = "lfs" if self._is_large(path) else "regular"
+        found: dict[str, Any] = {"path": path, "uploadMode": mode, "shouldIgnore": False}
         if path in there:
             raw = there[path]
             found["oid"] = hashlib.sha256(raw).hexdigest() if self._is_large(path) else blob_id(raw)
@@ -177,9 +163,9 @@ class UploadHub(HubServer):
                 assert item["key"] == "header", item  # nothing is ever deleted
         target = "refs/pr/1" if pull_request else branch
         self.branches[repo][target] = files
-        oid = hashlib.sha1(f"{repo}@{target}".encode()).hexdigest()
+        oid = self.commit(repo, target)
         self.commits[oid] = (repo, target)
         said = {"success": True, "commitUrl": f"{self.url}/{repo}/commit/{oid}", "commitOid": oid}
-        return self._json(
-            request, said | ({"pullRequestUrl": f"{self.url}/{repo}/discussions/1"} if pull_request else {})
-        )
+        if pull_request:
+            said["pullRequestUrl"] = f"{self.url}/{repo}/discussions/1"
+        return self._json(request, said)

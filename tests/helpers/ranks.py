@@ -77,9 +77,9 @@ class Job:
             if process.is_alive():
                 os.kill(process.pid or 0, number)
 
-    def wait_for(self, path: Path, *, filled: bool = False, seconds: float = 60) -> None:
+    def wait_for(self, path: Path, *, filled: bool = False) -> None:
         """Until a file or folder exists, and the file has content if asked for."""
-        until = time.monotonic() + seconds
+        until = time.monotonic() + 60
         while not path.exists() or (filled and not path.stat().st_size):
             if time.monotonic() > until or not any(process.is_alive() for process in self.processes):
                 self.kill()

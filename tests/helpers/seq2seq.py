@@ -3,49 +3,41 @@ models, and pairs.
 """
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast
+from tokenizers import processors
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from tests.helpers.data_helpers import word_tokenizer
 from tests.helpers.own_files import SIZES, make_source
 
 BOS, PAD, EOS, UNK, MASK = range(5)
 WORDS = 40
 
 
-def bart_tokenizer(*, framed: bool = True) -> Any:
+def bart_tokenizer() -> Any:
     """Words w0, w1, ... from the token 5 on, `<s>` and `</s>` around a text as BART writes them."""
     names = ["<s>", "<pad>", "</s>", "<unk>", "<mask>", *(f"w{number}" for number in range(WORDS))]
-    tokenizer = Tokenizer(models.WordLevel({name: number for number, name in enumerate(names)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    if framed:
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single="<s> $A </s>", special_tokens=[("<s>", BOS), ("</s>", EOS)]
-        )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>", unk_token="<unk>"
-    )
+    tokenizer = word_tokenizer(names, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
+    frame = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", BOS), ("</s>", EOS)])
+    tokenizer.backend_tokenizer.post_processor = frame
+    return tokenizer
 
 
 def words(random: np.random.Generator, count: int) -> str:
     return " ".join(f"w{number}" for number in random.integers(0, WORDS, count))
 
 
-def write_pairs(
-    path: Path, count: int, *, longest: int = 12, names: Sequence[str] = ("a", "b"), seed: int = 0
-) -> list[tuple[str, str]]:
+def write_pairs(path: Path, count: int, *, longest: int = 12, seed: int = 0) -> list[tuple[str, str]]:
     """Write pairs whose target is the source backwards, as JSON lines."""
     random = np.random.default_rng(seed)
     pairs = []
     for _ in range(count):
         source = words(random, int(random.integers(1, longest)))
         pairs.append((source, " ".join(reversed(source.split()))))
-    path.write_text("".join(json.dumps(dict(zip(names, pair, strict=True))) + "\n" for pair in pairs), encoding="utf-8")
+    path.write_text("".join(json.dumps(dict(zip("ab", pair, strict=True))) + "\n" for pair in pairs), encoding="utf-8")
     return pairs
 
 

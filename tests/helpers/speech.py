@@ -15,20 +15,13 @@ RATE = 16_000
 WINDOW_SECONDS = 2
 
 
-def hearing_model(folder: Path, *, extractor: bool = True) -> Path:
+def hearing_model(folder: Path) -> Path:
     """A tiny Whisper with windows of two seconds and the bundled tokenizer; 12 decoder heads."""
     tokenizer = demo_tokenizer()
-    positions = 50 * WINDOW_SECONDS
-    make_source(
-        "whisper",
-        folder,
-        vocab_size=len(tokenizer),
-        max_source_positions=positions,
-        eos_token_id=tokenizer.eos_token_id,
-    )
+    sizes = {"vocab_size": len(tokenizer), "max_source_positions": 50 * WINDOW_SECONDS}
+    make_source("whisper", folder, eos_token_id=tokenizer.eos_token_id, **sizes)
     tokenizer.save_pretrained(folder)
-    if extractor:
-        WhisperFeatureExtractor(feature_size=8, chunk_length=WINDOW_SECONDS).save_pretrained(folder)
+    WhisperFeatureExtractor(feature_size=8, chunk_length=WINDOW_SECONDS).save_pretrained(folder)
     return folder
 
 

@@ -37,14 +37,7 @@ def make_config(model_type: str, *, kv_heads: int = HEADS, **overrides: Any) -> 
     values = {key: value for key, value in _SIZES["all"].items() if key in known}
     values |= copy.deepcopy(_SIZES["types"].get(model_type, {}))
     if model_type == "dbrx":
-        values |= {
-            "d_model": 96,
-            "n_heads": HEADS,
-            "n_layers": 2,
-            "max_seq_len": 64,
-            "ffn_config": {"ffn_hidden_size": 40, "moe_num_experts": 2, "moe_top_k": 2, "hidden_size": 96},
-            "attn_config": {"kv_n_heads": kv_heads, "rope_theta": 10000.0, "clip_qkv": 8.0},
-        }
+        values["attn_config"]["kv_n_heads"] = kv_heads
     else:
         values["num_key_value_heads"] = kv_heads
     return cls(**(values | overrides))

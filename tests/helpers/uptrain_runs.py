@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import sys
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -104,13 +103,8 @@ def leftovers(output: Path) -> list[str]:
     return sorted(str(path.relative_to(output)) for path in hidden)
 
 
-def in_child(action: Callable[[], Any], *, after: Callable[[int], None] = lambda pid: None) -> tuple[int, str]:
-    """Its exit status (negative for a signal) and the error's message, of an action in a fork of this process.
-
-    Args:
-        action: what the child does.
-        after: called with the child's id.
-    """
+def in_child(action: Callable[[], Any]) -> tuple[int, str]:
+    """Its exit status (negative for a signal) and the error's message, of an action in a fork of this process."""
     torch.set_num_threads(1)  # threads of kernels do not survive a fork
     read, write = os.pipe()
     with warnings.catch_warnings():
@@ -120,7 +114,6 @@ def in_child(action: Callable[[], Any], *, after: Callable[[int], None] = lambda
         os.close(read)
         _act(action, write)
     os.close(write)
-    after(pid)
     with os.fdopen(read, "rb") as pipe:
         message = pipe.read().decode()
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), message
@@ -163,10 +156,3 @@ class AtFileEvent:
 
 def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "nothing happened"
-        time.sleep(0.01)

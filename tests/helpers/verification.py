@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedTokenizerFast
 
 from gqa_convert.verify import VerificationReport
+from tests.helpers.data_helpers import word_tokenizer
 
 Damage = Callable[[Path, Path], object]
 """Changes OUT, given OUT and SOURCE."""
@@ -21,12 +21,7 @@ Made = Callable[..., tuple[Path, Path]]
 
 def save_tokenizer(folder: Path) -> None:
     """Save a tokenizer of words w0 to w46."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    words = {f"w{number}": number for number in range(47)} | {"<unk>": 47}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>").save_pretrained(folder)
+    word_tokenizer([*(f"w{number}" for number in range(47)), "<unk>"]).save_pretrained(folder)
 
 
 def save_byte_pairs(folder: Path, **stated: Any) -> None:

@@ -11,21 +11,6 @@ import yaml
 from tests.helpers.own_files import make_source
 from tests.helpers.verification import edit_json, save_tokenizer
 
-# 12 query heads to 3 or 4 groups: no two counts coincide
-SIZES: dict[str, Any] = {
-    "vocab_size": 48,
-    "hidden_size": 96,
-    "intermediate_size": 40,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 12,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "tie_word_embeddings": False,
-}
-
 
 @dataclass(frozen=True)
 class Source:
@@ -44,6 +29,7 @@ def _source(stated: dict[str, Any]) -> Source:
 
 
 _STATED = yaml.safe_load(Path(__file__).with_name("verify_sources.yaml").read_text())
+SIZES: dict[str, Any] = _STATED.pop("sizes")
 SOURCES = {name: _source(stated) for name, stated in _STATED.items()}
 
 

@@ -12,27 +12,14 @@ from transformers import AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 HEADS, HEAD_DIM = 12, 8
-IMAGE, _VISION_START = 127, 125
-_IMAGE_SIZE = 16
+IMAGE = 127
 
-_TEXT: dict[str, Any] = {
-    "hidden_size": 96,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": HEADS,
-    "num_key_value_heads": HEADS,
-    "head_dim": HEAD_DIM,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 _SPECS = yaml.safe_load(Path(__file__).with_name("wrappers.yaml").read_text())
+_TEXT: dict[str, Any] = _SPECS.pop("text")
 WRAPPER_TYPES = tuple(_SPECS)
-_IMAGE_TOKENS = dict.fromkeys(
-    ("aya_vision", "cohere2_vision", "got_ocr2", "idefics3", "mllama", "smolvlm"), 1
-) | dict.fromkeys(("llava_next", "llava_next_video", "llava_onevision"), 10)
-"""Tokens of the image, where they are not 4."""
+_INPUTS: dict[str, Any] = {"start": [], "tokens": 4, "pixels": "pixel_values", "shape": [1, 3, 16, 16], "marks": None}
+_INPUTS |= {"given": {}, "ones": {}}
+"""The inputs of most types."""
 
 
 def make_wrapper(model_type: str, folder: Path, *, flat: bool = False, vocabulary: int = 128) -> Path:
@@ -75,46 +62,17 @@ def load_wrapper(folder: Path) -> nn.Module:
 @functools.cache
 def image_inputs(model_type: str) -> dict[str, torch.Tensor]:
     """Tokens around an image, and the image."""
-    generator = torch.Generator().manual_seed(1)
-    qwen = model_type.startswith("qwen")
-    image = [IMAGE] * _IMAGE_TOKENS.get(model_type, 4)
-    ids = torch.tensor([[3, 4, 5, *([_VISION_START] if qwen else []), *image, 9, 10, 11, 12]])
+    stated = _INPUTS | _SPECS[model_type].get("inputs", {})
+    ids = torch.tensor([[3, 4, 5, *stated["start"], *[IMAGE] * stated["tokens"], 9, 10, 11, 12]])
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    if qwen:
-        pixels = torch.randn(16, 3 * 2 * 4 * 4, generator=generator)
-        return inputs | {
-            "pixel_values": pixels,
-            "image_grid_thw": torch.tensor([[1, 4, 4]]),
-            "mm_token_type_ids": (ids == IMAGE).long(),
-        }
-    if model_type == "lfm2_vl":
-        return inputs | {
-            "pixel_values": torch.randn(1, 16, 48, generator=generator),
-            "spatial_shapes": torch.tensor([[4, 4]]),
-            "pixel_attention_mask": torch.ones(1, 16, dtype=torch.long),
-        }
+    inputs[stated["pixels"]] = torch.randn(stated["shape"], generator=torch.Generator().manual_seed(1))
+    inputs |= {name: torch.tensor(value) for name, value in stated["given"].items()}
+    inputs |= {name: torch.ones(shape, dtype=torch.long) for name, shape in stated["ones"].items()}
+    if stated["marks"]:
+        inputs[stated["marks"]] = (ids == IMAGE).long()
     if model_type == "gemma4":
         places = torch.stack(torch.meshgrid(torch.arange(6), torch.arange(6), indexing="xy"), -1)
-        return inputs | {
-            "pixel_values": torch.randn(1, 36, 48, generator=generator),
-            "image_position_ids": places.reshape(1, 36, 2),
-            "mm_token_type_ids": (ids == IMAGE).long(),
-        }
-    if model_type == "mllama":
-        return inputs | {
-            "pixel_values": torch.randn(1, 1, 1, 3, _IMAGE_SIZE, _IMAGE_SIZE, generator=generator),
-            "aspect_ratio_ids": torch.tensor([[1]]),
-            "aspect_ratio_mask": torch.ones(1, 1, 1, dtype=torch.long),
-        }
-    size = 64 if model_type == "got_ocr2" else _IMAGE_SIZE
-    patches = {"llava_next": (2,), "llava_next_video": (2,), "llava_onevision": (2,)}
-    patches |= {"idefics2": (1,), "idefics3": (1,), "smolvlm": (1,)}
-    pixels = torch.randn(1, *patches.get(model_type, ()), 3, size, size, generator=generator)
-    inputs["pixel_values_images" if model_type == "video_llava" else "pixel_values"] = pixels
-    if model_type in ("llava_next", "llava_next_video", "llava_onevision", "mistral3"):
-        inputs["image_sizes"] = torch.tensor([[_IMAGE_SIZE, _IMAGE_SIZE]])
-    if model_type in ("gemma3", "paligemma"):
-        inputs["token_type_ids"] = (ids == IMAGE).long()
+        inputs["image_position_ids"] = places.reshape(1, 36, 2)
     return inputs
 
 

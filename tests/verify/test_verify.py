@@ -420,7 +420,7 @@ def test_another_tokenizer_is_found(made: Made, tmp_path: Path) -> None:
     good, source = made("mpt", 4)
     out = shutil.copytree(good, tmp_path / "out")
     path = out / "tokenizer.json"
-    path.write_text(path.read_text().replace('"Whitespace"', '"WhitespaceSplit"'))
+    path.write_text(path.read_text().replace('"WhitespaceSplit"', '"Whitespace"'))
     assert set(failed(verify_checkpoint(out, source))) == {"copied files", "tokenizer"}
 
 

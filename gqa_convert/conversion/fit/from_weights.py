@@ -22,7 +22,7 @@ def merge_layers(plan: Plan, store: LayerStore, on_progress: OnProgress) -> None
     Raises:
         NonFiniteError: a tensor holds NaN or Inf.
     """
-    with open_layers(plan, store.path) as read_layer:
+    with open_layers(plan) as read_layer:
         for number, (layer, groups) in enumerate(plan.merged_layers):
             record = store.layer(number)
             if record is None:

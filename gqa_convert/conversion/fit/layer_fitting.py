@@ -51,7 +51,7 @@ def fit_layers(
         on_progress(FitProgress(MERGING_LAYERS, done, len(numbers), f"layer {done + 1}: {stage}"))
 
     with ExitStack() as stack:
-        read_layer = stack.enter_context(open_layers(plan, store.path))
+        read_layer = stack.enter_context(open_layers(plan))
         walk = LayerWalk(model, batches, list(numbers), plan.family.output, options.precision)
         source, student = walk.streams(2)
         for layer in walk.layers:

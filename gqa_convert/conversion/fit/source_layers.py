@@ -1,10 +1,8 @@
 """Reads the attention layers of the source, one at a time."""
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import numpy as np
 
@@ -30,13 +28,8 @@ ReadLayer = Callable[[AttentionLayer], SourceLayer]
 
 
 @contextmanager
-def open_layers(plan: Plan, work: Path | None = None) -> Iterator[ReadLayer]:
-    """Open the weight files of a plan's source; yields what reads one layer.
-
-    Args:
-        plan: of a local checkpoint.
-        work: an existing folder for temporary files; None for the system's.
-    """
+def open_layers(plan: Plan) -> Iterator[ReadLayer]:
+    """Open the weight files of a plan's source, a local checkpoint; yields what reads one layer."""
     finder = attention_of(plan)
 
     def read(layer: AttentionLayer) -> SourceLayer:
@@ -49,9 +42,7 @@ def open_layers(plan: Plan, work: Path | None = None) -> Iterator[ReadLayer]:
                 )
         return SourceLayer(layout, tensors, plan.limits[layer.module])
 
-    with ExitStack() as stack:
-        folder = stack.enter_context(TemporaryDirectory(prefix="gqa-layers-", dir=work))
-        files = SourceFiles(plan.checkpoint, Path(folder), stack)
+    with SourceFiles(plan.checkpoint) as files:
         yield read
 
 

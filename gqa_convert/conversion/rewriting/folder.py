@@ -1,12 +1,12 @@
 """Writes a source in another form into a folder, for what reads it with transformers."""
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 from gqa_convert.checkpoint.atomic_files import write_json
-from gqa_convert.checkpoint.publication import StagedFolder
+from gqa_convert.checkpoint.publication import staged_folder
 from gqa_convert.checkpoint.source import CONFIG, Checkpoint, open_checkpoint
 from gqa_convert.checkpoint.source_files import SourceFiles
 from gqa_convert.conversion.fit.progress import REWRITING, FitProgress, OnProgress
@@ -25,7 +25,7 @@ def rewritten_folder(
         out: a folder on the disk that has room.
         on_progress: as `write_rewritten` calls it.
     """
-    with StagedFolder(out) as scratch:
+    with staged_folder(out) as scratch:
         yield write_rewritten(checkpoint, scratch.path / "source", on_progress)
 
 
@@ -57,15 +57,13 @@ def write_rewritten(
         done += nbytes
         on_progress(FitProgress(REWRITING, min(done, total), total))
 
-    with ExitStack() as stack:
-        sources = SourceFiles(checkpoint, folder, stack)
+    with SourceFiles(checkpoint) as sources:
         for shard in checkpoint.shards:
-            header = shard.header
-            write_file(folder / shard.file, [*header.tensors.items()], header.metadata, sources, advance)
+            write_file(folder / shard.file, shard.tensors, shard.metadata, sources, advance)
         sources.check_unchanged()
     copy_files(checkpoint, folder)
     write_json(folder / CONFIG, checkpoint.config)
-    files = {shard.file: shard.header.tensors.keys() for shard in checkpoint.shards}
+    files = {shard.file: shard.tensors.keys() for shard in checkpoint.shards}
     write_index(folder, files, checkpoint.index_metadata or {})
     written = open_checkpoint(folder)
     return replace(

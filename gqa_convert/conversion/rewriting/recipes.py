@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from gqa_convert.checkpoint.headers import Header, TensorEntry
+from gqa_convert.checkpoint.headers import TensorEntry
 from gqa_convert.checkpoint.source import Checkpoint, Recipe, Shard
 from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.conversion.plan.files import safetensors_name
@@ -56,7 +56,7 @@ class OtherForm:
         shards = []
         for shard, entries in zip(self._source.shards, self._files, strict=True):
             if entries:
-                shards.append(Shard(safetensors_name(shard.file), 0, Header(entries, shard.header.metadata, 0)))
+                shards.append(Shard(safetensors_name(shard.file), 0, entries, shard.metadata))
         return replace(
             self._source,
             config=config,
