@@ -33,7 +33,7 @@ def keys_table(declared: Any) -> str:
     for name, field in fields_of(declared).items():
         default = "required"
         if not field.is_required():
-            default = "none" if field.default in (None, ()) else shown(field.default)
+            default = "none" if field.default in (None, []) else shown(field.default)
             if isinstance(field.default, float):
                 default = f"{field.default:g}"
         choices = find_choices(schema["properties"][name])

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from gqa_convert.checkpoint.strict_json import Config
+from gqa_convert.data.encoders import end_of_text
 from gqa_convert.data.span_corruption import has_sentinels
-from gqa_convert.data.tokenizing import end_of_text
 from gqa_convert.families.table import FAMILIES
 
 

@@ -1,7 +1,6 @@
 """Documents, and the fields of a row that hold one: a text, a conversation, or a pair of texts."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from gqa_convert.errors import DataError
@@ -31,8 +30,7 @@ class Piece(NamedTuple):
     where: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Fields:
+class Fields(NamedTuple):
     """The fields of a row that hold a document.
 
     Attributes:
@@ -45,11 +43,6 @@ class Fields:
     names: tuple[str, ...] = ("text",)
     holds: Literal["text", "pair", "messages", "prompt"] = "text"
 
-    @property
-    def is_chat(self) -> bool:
-        """Whether documents are conversations."""
-        return self.holds in ("messages", "prompt")
-
     def read(self, row: Row, where: str) -> Any:
         """The document of a row: a text, empty where it is null; two of them; or the messages of a conversation in the
         form that chat templates read, none if they are null or one side is empty.
@@ -61,13 +54,10 @@ class Fields:
             return _messages(row, self.names[0], where)
         keys = "`text_field`" if self.holds == "text" else PAIR_KEYS
         texts = tuple(_text(row, name, where, keys) for name in self.names)
-        if self.holds == "pair":
-            return texts
-        if self.holds == "text":
-            return texts[0]
-        roles = ("user", "assistant")
-        turns = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]
-        return turns if all(texts) else []
+        if self.holds == "prompt":
+            turns = zip(("user", "assistant"), texts, strict=True)
+            return [{"role": role, "content": text} for role, text in turns] if all(texts) else []
+        return texts if self.holds == "pair" else texts[0]
 
 
 def _value(row: Row, field: str, where: str, advice: str) -> Any:

@@ -3,22 +3,23 @@
 import difflib
 import json
 import re
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 from gqa_convert.checkpoint.paths import expanded
 from gqa_convert.data.scalars import counted, exact, shown
 
-Change = Literal["never", "budget", "bookkeeping", "execution", "recorded"]
-"""When a resumed run may have another value: never; if the budget does not shrink; always, since the trained weights do
-not depend on the key; always, since only rounding, memory and speed depend on it; or always, with a record of the change
-and its step."""
+T = TypeVar("T")
 
 CONFIG = ConfigDict(extra="forbid")
 """Of all dataclasses of keys: unknown keys are mistakes."""
 _GREATEST = 10**18
+_OTHER_NAMES: dict[str, str] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+"""Our keys by what other programs call them."""
 
 
 def _read_count(value: Any) -> int:
@@ -53,27 +54,32 @@ PathText = Annotated[Text, AfterValidator(expanded)]
 """A path, in which `~` is the home folder, or a Hub id."""
 
 
-def key(
-    help: str,  # noqa: A002  # as argparse and typer call it
-    *,
-    default: Any = ...,
-    aliases: tuple[str, ...] = (),
-    change: Change = "never",
-    **bounds: Any,
-) -> Any:
-    """A field of a dataclass of keys.
-
-    Args:
-        help: what it means.
-        default: its value where a recipe leaves it out.
-        aliases: what other programs call it, to suggest the name.
-        change: when a resumed run may have another value.
-        bounds: `gt`, `ge`, `lt` and `le` of a number.
+def declared_in(file: Path) -> Callable[[type[T]], type[T]]:
+    """A decorator that gives the fields of a class what a TOML file states in the section of the class: for each its
+    `help`, whether it is `required` or else its `default` (None if there is none), bounds (`gt`, `ge`, `lt`, `le`), and when
+    a resumed run may `change` it: never, if nothing is stated; if the `budget` does not shrink; always, since the trained
+    weights do not depend on it (`bookkeeping`) or only rounding, memory and speed do (`execution`); or always, with a record
+    of the change and its step (`recorded`).
     """
-    notes: dict[str, Any] = {"change": change}
-    if aliases:
-        notes["aliases"] = list(aliases)
-    return Field(default, description=help, json_schema_extra=notes, **bounds)
+    stated = tomllib.loads(file.read_text(encoding="utf-8"))
+
+    def complete(owner: type[T]) -> type[T]:
+        for name, notes in stated[owner.__name__].items():
+            default = notes.pop("default", None)
+            setattr(
+                owner,
+                name,
+                Field(
+                    ... if notes.pop("required", False) else default,
+                    description=notes.pop("help"),
+                    json_schema_extra={"change": notes.pop("change", "never")},
+                    validate_default=True,
+                    **notes,
+                ),
+            )
+        return owner
+
+    return complete
 
 
 def fields_of(declared: Any) -> dict[str, Any]:
@@ -96,33 +102,29 @@ def read_keys(declared: Any, values: Any, nested: Mapping[str, Any], owner: str 
     try:
         return TypeAdapter(declared).validate_python(values)
     except ValidationError as problem:
-        lines, misspelt = [], set()
-        mistakes = problem.errors(include_url=False)
-        for error in sorted(mistakes, key=lambda error: error["type"] == "missing"):
+        lines = []
+        for error in sorted(problem.errors(include_url=False), key=lambda error: error["type"] == "missing"):
             *outer, name = error["loc"]
-            above = _path(outer, values, owner)
+            above = _path(outer, owner)
             holder = nested.get(str(outer[0]), declared) if outer else declared
             if error["type"] == "unexpected_keyword_argument":
-                misspelt.add((above, _nearest(name, holder)))
                 subject = f"{above} has an unknown key" if above else "unknown key"
                 lines.append(f"{subject} {name!r}: {suggestion(name, holder)}")
-            elif error["type"] != "missing":
-                lines.append(f"{_path(error['loc'], values, owner)} is {_explained(error)}")
-            elif (above, name) not in misspelt:
+            elif error["type"] == "missing":
                 meaning = re.split(r"[:;.(]", fields_of(holder)[str(name)].description)[0].strip()
                 lines.append(f"{above or 'the recipe'} has no key {name!r}: give {meaning[0].lower()}{meaning[1:]}")
+            else:
+                lines.append(f"{_path(error['loc'], owner)} is {_explained(error)}")
         raise ValueError("\n".join(dict.fromkeys(" ".join(line.split()) for line in lines))) from None
 
 
-def _path(location: Sequence[int | str], values: Any, path: str) -> str:
-    """The path of a key, in which an item of a list has a number; a value that stands alone for a list has none."""
+def _path(location: Sequence[int | str], path: str) -> str:
+    """The path of a key, in which an item of a list has a number."""
     for place in location:
-        if isinstance(place, str):
-            path += f".{place}" if path else place
-            values = values.get(place) if isinstance(values, Mapping) else values
-        elif isinstance(values, list | tuple):
+        if isinstance(place, int):
             path += f"[{place}]"
-            values = values[place]
+        else:
+            path += f".{place}" if path else place
     return path
 
 
@@ -137,18 +139,10 @@ def _explained(error: Any) -> str:
 
 
 def suggestion(name: object, declared: Any) -> str:
-    """Advice about an unknown key: the nearest known one, or all of them."""
-    near = _nearest(name, declared)
-    return f"did you mean {near!r}?" if near else f"the keys are {', '.join(fields_of(declared))}"
-
-
-def _nearest(name: object, declared: Any) -> str | None:
-    """The key that is meant, as other programs call it or misspelt."""
-    bare = str(name).lower().strip().lstrip("-").replace("-", "_")
-    for known, each in fields_of(declared).items():
-        if bare in each.json_schema_extra.get("aliases", ()):
-            return known
-    return next(iter(difflib.get_close_matches(bare, fields_of(declared), 1)), None)
+    """Advice about an unknown key: the nearest known one, as other programs call it or misspelt, or all of them."""
+    bare, known = str(name).lower().strip().lstrip("-").replace("-", "_"), fields_of(declared)
+    near = [_OTHER_NAMES[bare]] if _OTHER_NAMES.get(bare) in known else difflib.get_close_matches(bare, known, 1)
+    return f"did you mean {near[0]!r}?" if near else f"the keys are {', '.join(known)}"
 
 
 def schema_text(declared: Any) -> str:

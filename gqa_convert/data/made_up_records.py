@@ -7,17 +7,15 @@ this kind of reading first, and calibration text of other kinds hardly asks for 
 """
 
 import json
-import random
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from random import Random
+from typing import Any
 
-_WORDS: dict[str, str] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-_BEGINNINGS, _MIDDLES, _ENDS = (_WORDS[name].split() for name in ("beginnings", "middles", "ends"))
-"""Of made-up names."""
-_SUBJECTS, _COLOURS, _THINGS = (_WORDS[name].split() for name in ("subjects", "colours", "things"))
-
+_WORDS: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+_LETTERS = "ABCDEFGHJKLMNPQRSTUVWXYZ"
 _SHORTEST = 300
 """Characters of a document, unless less is asked for."""
 _FEWEST = 3
@@ -25,55 +23,140 @@ _FEWEST = 3
 _ASKED = 12
 """The most facts that one asks for."""
 
-
-class _Field(NamedTuple):
-    """What is stated of a subject: its name, and how a value is drawn."""
-
-    name: str
-    draw: Callable[[random.Random], str]
+Lines = list[str]
 
 
-def _digits(chance: random.Random) -> str:
-    return str(chance.randrange(10 ** chance.choice((2, 3, 4, 5, 6))))
+def _one_of(chance: Random, *lists: str) -> Lines:
+    """One word of each list."""
+    return [chance.choice(_WORDS[name].split()) for name in lists]
 
 
-def _code(chance: random.Random) -> str:
-    letters = "".join(chance.choice("ABCDEFGHJKLMNPQRSTUVWXYZ") for _ in range(chance.choice((2, 3))))
-    return f"{letters}-{chance.randrange(10, 1000)}"
+_VALUES: dict[str, Callable[[Random], str]] = {
+    "digits": lambda chance: str(chance.randrange(10 ** chance.choice((2, 3, 4, 5, 6)))),
+    "code": lambda chance: (
+        "".join(chance.choice(_LETTERS) for _ in range(chance.choice((2, 3)))) + f"-{chance.randrange(10, 1000)}"
+    ),
+    "day": lambda chance: f"{chance.randrange(1950, 2030)}-{chance.randrange(1, 13):02}-{chance.randrange(1, 29):02}",
+    "hexadecimal": lambda chance: f"{chance.randrange(16**6):06x}",
+    "price": lambda chance: f"{chance.randrange(1, 900)}.{chance.randrange(100):02}",
+    "name": lambda chance: "".join(_one_of(chance, "beginnings", "middles", "ends")),
+    "word": lambda chance: " ".join(_one_of(chance, "colours", "things")),
+}
+"""How values are drawn, by their kind."""
+_FIELDS = [(name, _VALUES[kind]) for kind, names in _WORDS["fields"].items() for name in names.split()]
 
 
-def _day(chance: random.Random) -> str:
-    return f"{chance.randrange(1950, 2030)}-{chance.randrange(1, 13):02}-{chance.randrange(1, 29):02}"
+@dataclass
+class _Records:
+    """Records, and the ways to write them down in lines.
+
+    Attributes:
+        chance: what details are drawn by.
+        subject: what the records are about.
+        fields: the fields of each record, by its key.
+    """
+
+    chance: Random
+    subject: str
+    fields: dict[str, dict[str, str]]
+
+    def _rows(self) -> list[dict[str, str]]:
+        """The records with their keys as the first field."""
+        return [{self.subject: key} | fields for key, fields in self.fields.items()]
+
+    def _table(self, separator: str, edge: str = "") -> Lines:
+        rows = self._rows()
+        return [f"{edge}{separator.join(cells)}{edge[::-1]}" for cells in (rows[0], *(row.values() for row in rows))]
+
+    def commas(self) -> Lines:
+        return self._table(",")
+
+    def tabs(self) -> Lines:
+        return self._table("\t")
+
+    def bars(self) -> Lines:
+        return self._table(" | ", "| ")
+
+    def json_lines(self) -> Lines:
+        return [json.dumps(row) for row in self._rows()]
+
+    def json_object(self) -> Lines:
+        found: dict[str, Any] = dict(self.fields)
+        for key, fields in self.fields.items():
+            if len(fields) == 1:
+                (found[key],) = fields.values()
+        return json.dumps(found, indent=2).splitlines()
+
+    def settings(self) -> Lines:
+        between = self.chance.choice((" = ", "=", ": "))
+        lines = []
+        for key, fields in self.fields.items():
+            lines += [f"[{key}]", *(f"{name}{between}{value}" for name, value in fields.items()), ""]
+        return lines
+
+    def list_items(self) -> Lines:
+        mark = self.chance.choice(("- ", "* ", "", "> "))
+        between = self.chance.choice((": ", " -> ", " is ", " | "))
+        return [f"{mark}{key}{between}{', '.join(fields.values())}" for key, fields in self.fields.items()]
+
+    def assignments(self) -> Lines:
+        lines = [f"{self.subject}s = {{}}"]
+        for key, fields in self.fields.items():
+            first, *others = values = tuple(fields.values())
+            lines.append(f"{self.subject}s[{key!r}] = {values if others else first!r}")
+        return lines
+
+    def log(self) -> Lines:
+        lines, second = [], self.chance.randrange(40_000)
+        for row in self._rows():
+            second += self.chance.randrange(1, 500)
+            clock = f"{second // 3600:02}:{second // 60 % 60:02}:{second % 60:02}"
+            lines.append(f"{clock} INFO " + " ".join(f"{name}={value}" for name, value in row.items()))
+        return lines
+
+    def _facts(self, key: str, pattern: str) -> Lines:
+        """The fields of a record, each in the words of a pattern."""
+        stated = self.fields[key].items()
+        return [pattern.format(subject=self.subject, key=key, field=name, value=value) for name, value in stated]
+
+    def sentences(self) -> Lines:
+        pattern = self.chance.choice(_WORDS["sentences"])
+        return [line for key in self.fields for line in self._facts(key, pattern)]
+
+    def _questions(self, pattern: str) -> Lines:
+        return [self.chance.choice(self._facts(key, pattern)) for key in self.fields]
+
+    def questions(self) -> Lines:
+        return self._questions(self.chance.choice(_WORDS["questions"]))
+
+    def backwards(self) -> Lines:
+        """Which key has a value."""
+        return self._questions("The {subject} whose {field} is {value}: {key}")
 
 
-def _hexadecimal(chance: random.Random) -> str:
-    return f"{chance.randrange(16**6):06x}"
-
-
-def _price(chance: random.Random) -> str:
-    return f"{chance.randrange(1, 900)}.{chance.randrange(100):02}"
-
-
-def _name(chance: random.Random) -> str:
-    return chance.choice(_BEGINNINGS) + chance.choice(_MIDDLES) + chance.choice(_ENDS)
-
-
-def _word(chance: random.Random) -> str:
-    return f"{chance.choice(_COLOURS)} {chance.choice(_THINGS)}"
-
-
-_FIELDS = (
-    *(_Field(name, _digits) for name in ("number", "balance", "height", "port", "score", "weight")),
-    *(_Field(name, _code) for name in ("code", "badge", "ticket", "version")),
-    *(_Field(name, _day) for name in ("date", "birthday", "deadline")),
-    *(_Field(name, _hexadecimal) for name in ("hash", "key", "token")),
-    *(_Field(name, _price) for name in ("price", "cost", "rate")),
-    *(_Field(name, _name) for name in ("owner", "manager", "home", "neighbour")),
-    *(_Field(name, _word) for name in ("sign", "gift", "symbol", "password")),
+_WAYS_TO_STATE = (
+    _Records.commas,
+    _Records.tabs,
+    _Records.bars,
+    _Records.json_lines,
+    _Records.json_object,
+    _Records.settings,
+    _Records.list_items,
+    _Records.assignments,
+    _Records.log,
+    _Records.sentences,
+    _Records.sentences,
 )
-
-Row = dict[str, str]
-"""The fields of a record by name; the first one is its key."""
+_WAYS_TO_ASK = (
+    _Records.questions,
+    _Records.questions,
+    _Records.backwards,
+    _Records.list_items,
+    _Records.json_lines,
+    _Records.sentences,
+    _Records.assignments,
+    _Records.commas,
+)
 
 
 def made_up_records(seed: int, characters: int, filler: Sequence[str] = ()) -> Iterator[str]:
@@ -84,159 +167,30 @@ def made_up_records(seed: int, characters: int, filler: Sequence[str] = ()) -> I
         characters: of the longest document, roughly; short ones are as frequent as long ones.
         filler: paragraphs of other text, among which the facts of half of the documents are scattered.
     """
-    chance = random.Random(seed)
+    chance = Random(seed)
     while True:
         size = _SHORTEST * max(1.0, characters / _SHORTEST) ** chance.random()
         yield _document(chance, round(size), filler)
 
 
-def _document(chance: random.Random, characters: int, filler: Sequence[str]) -> str:
-    subject = chance.choice(_SUBJECTS)
+def _document(chance: Random, characters: int, filler: Sequence[str]) -> str:
+    records = _Records(chance, _one_of(chance, "subjects")[0], {})
     fields = chance.sample(_FIELDS, chance.choice((1, 1, 2, 3)))
     state, ask = chance.choice(_WAYS_TO_STATE), chance.choice(_WAYS_TO_ASK)
     share = chance.uniform(0.1, 0.6) if filler and chance.random() < 0.5 else 0.0
-    draw_key = chance.choice((_name, _name, _code, _word))
-    rows: dict[str, Row] = {}
+    draw_key = _VALUES[chance.choice(("name", "name", "code", "word"))]
     size = 0.0
-    while len(rows) < _FEWEST or size < characters:
+    while len(records.fields) < _FEWEST or size < characters:
         key = draw_key(chance)
-        rows[key] = {subject: key} | {field.name: field.draw(chance) for field in fields}
-        size += sum(len(name) + len(value) + 6 for name, value in rows[key].items())
+        records.fields[key] = {name: draw(chance) for name, draw in fields}
+        stated = {records.subject: key} | records.fields[key]
+        size += sum(len(name) + len(value) + 6 for name, value in stated.items())
         size += share * len(filler[0]) if share else 0.0
-    stated = _scattered(chance, state(chance, list(rows.values())), filler, share)
-    asked = chance.sample(list(rows.values()), min(len(rows), chance.randrange(1, _ASKED + 1)))
-    return "\n".join([*stated, "", *ask(chance, asked)]) + "\n"
-
-
-def _scattered(chance: random.Random, lines: list[str], filler: Sequence[str], share: float) -> list[str]:
-    """The lines in their order, with paragraphs behind a share of them."""
-    mixed = []
-    for line in lines:
-        mixed.append(line)
+    lines = []
+    for line in state(records):
+        lines.append(line)
         if chance.random() < share:
-            mixed.append(chance.choice(filler))
-    return mixed
-
-
-def _table(separator: str, edge: str = "") -> Callable[[random.Random, list[Row]], list[str]]:
-    def stated(chance: random.Random, rows: list[Row]) -> list[str]:  # noqa: ARG001
-        every = [list(rows[0]), *(list(row.values()) for row in rows)]
-        return [f"{edge}{separator.join(cells)}{edge[::-1]}" for cells in every]
-
-    return stated
-
-
-def _json_lines(chance: random.Random, rows: list[Row]) -> list[str]:  # noqa: ARG001
-    return [json.dumps(row) for row in rows]
-
-
-def _json_object(chance: random.Random, rows: list[Row]) -> list[str]:  # noqa: ARG001
-    found = {}
-    for row in rows:
-        key, *values = row.values()
-        found[key] = values[0] if len(values) == 1 else dict(list(row.items())[1:])
-    return json.dumps(found, indent=2).splitlines()
-
-
-def _settings(chance: random.Random, rows: list[Row]) -> list[str]:
-    between = chance.choice((" = ", "=", ": "))
-    lines = []
-    for row in rows:
-        (_, key), *rest = row.items()
-        lines += [f"[{key}]", *(f"{name}{between}{value}" for name, value in rest), ""]
-    return lines
-
-
-def _list_items(chance: random.Random, rows: list[Row]) -> list[str]:
-    mark = chance.choice(("- ", "* ", "", "> "))
-    between = chance.choice((": ", " -> ", " is ", " | "))
-    lines = []
-    for row in rows:
-        key, *values = row.values()
-        lines.append(f"{mark}{key}{between}{', '.join(values)}")
-    return lines
-
-
-def _assignments(chance: random.Random, rows: list[Row]) -> list[str]:  # noqa: ARG001
-    subject = next(iter(rows[0]))
-    lines = [f"{subject}s = {{}}"]
-    for row in rows:
-        key, *values = row.values()
-        lines.append(f"{subject}s[{key!r}] = {values[0] if len(values) == 1 else tuple(values)!r}")
-    return lines
-
-
-def _log(chance: random.Random, rows: list[Row]) -> list[str]:
-    lines, second = [], chance.randrange(40_000)
-    for row in rows:
-        second += chance.randrange(1, 500)
-        clock = f"{second // 3600:02}:{second // 60 % 60:02}:{second % 60:02}"
-        lines.append(f"{clock} INFO " + " ".join(f"{name}={value}" for name, value in row.items()))
-    return lines
-
-
-_SENTENCES = (
-    "The {field} of {key} is {value}.",
-    "{key} has the {field} {value}.",
-    "Note that {key}'s {field} was set to {value}.",
-    "For {key}, the {field} to use is {value}.",
-    "As everybody here knows, {value} is the {field} of {key}.",
-    "Somebody wrote down {value} as the {field} of the {subject} {key}.",
-)
-
-
-def _sentences(chance: random.Random, rows: list[Row]) -> list[str]:
-    pattern = chance.choice(_SENTENCES)
-    lines = []
-    for row in rows:
-        (subject, key), *rest = row.items()
-        for field, value in rest:
-            lines.append(pattern.format(subject=subject, key=key, field=field, value=value))
-    return lines
-
-
-_QUESTIONS = (
-    ("What is the {field} of {key}?", "{value}"),
-    ("Question: which {field} does {key} have?", "Answer: {value}"),
-    ("Q: {key}, {field}?", "A: {value}"),
-    ("Look up the {field} of the {subject} {key}.", "It is {value}."),
-    (">>> {field}({key!r})", "{value!r}"),
-    ("User: Please tell me the {field} of {key}.", "Assistant: The {field} of {key} is {value}."),
-)
-
-
-def _questions(chance: random.Random, rows: list[Row]) -> list[str]:
-    question, answer = chance.choice(_QUESTIONS)
-    lines = []
-    for row in rows:
-        (subject, key), *rest = row.items()
-        field, value = chance.choice(rest)
-        facts = {"subject": subject, "key": key, "field": field, "value": value}
-        lines += [question.format(**facts), answer.format(**facts)]
-    return lines
-
-
-def _backwards(chance: random.Random, rows: list[Row]) -> list[str]:
-    """Which key has a value."""
-    lines = []
-    for row in rows:
-        (subject, key), *rest = row.items()
-        field, value = chance.choice(rest)
-        lines.append(f"The {subject} whose {field} is {value}: {key}")
-    return lines
-
-
-_WAYS_TO_STATE = (
-    _table(","),
-    _table("\t"),
-    _table(" | ", "| "),
-    _json_lines,
-    _json_object,
-    _settings,
-    _list_items,
-    _assignments,
-    _log,
-    _sentences,
-    _sentences,
-)
-_WAYS_TO_ASK = (_questions, _questions, _backwards, _list_items, _json_lines, _sentences, _assignments, _table(","))
+            lines.append(chance.choice(filler))
+    asked = min(len(records.fields), chance.randrange(1, _ASKED + 1))
+    records.fields = dict(chance.sample(list(records.fields.items()), asked))
+    return "\n".join([*lines, "", *ask(records)]) + "\n"

@@ -4,10 +4,9 @@ An objective is one entry of `OBJECTIVES` and one class in a file of its own, wh
 docs/developing.md says what belongs to a new one.
 """
 
-from dataclasses import dataclass
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from gqa_convert.data.sources import SourceKind
 from gqa_convert.errors import DataError
@@ -18,8 +17,7 @@ if TYPE_CHECKING:  # recipes are read without numpy
 ModelKind = Literal["a decoder-only model", "an encoder-decoder", "a model that hears"]
 
 
-@dataclass(frozen=True, slots=True)
-class SampleSettings:
+class SampleSettings(NamedTuple):
     """What determines the samples of a model, beside the data and the seed.
 
     Attributes:
@@ -36,7 +34,7 @@ class SampleSettings:
     length: int
     decoder_start: int | None = None
     starts_with_last: bool = False
-    folder: Path | None = None
+    folder: Path = Path()
 
     def __str__(self) -> str:
         """What tells the samples from others, without the tokenizer, which the tokens depend on."""
@@ -57,8 +55,7 @@ class SampleSettings:
         return int(start)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Objective:
+class Objective(NamedTuple):
     """One training objective.
 
     Attributes:

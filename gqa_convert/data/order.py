@@ -3,6 +3,7 @@ of NumPy.
 """
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from fractions import Fraction
 from functools import lru_cache
@@ -67,48 +68,41 @@ class Mixture:
 
     def __init__(self, weights: Sequence[float]) -> None:
         self.parts = _whole_parts([Fraction(str(weight)) for weight in weights])
-        self.period = sum(self.parts)
-        self._source, self._rank = _spread(self.parts)
+        self._order = _spread(self.parts)
 
     def locate(self, index: int) -> tuple[int, int]:
         """The source of a sample, and the number of earlier samples from that source."""
-        turns, place = divmod(index, self.period)
-        source = int(self._source[place])
-        return source, turns * self.parts[source] + int(self._rank[place])
+        turns, place = divmod(index, len(self._order))
+        source, turn = self._order[place]
+        return source, turns * self.parts[source] + turn
 
     def counts(self, count: int) -> list[int]:
         """The number of samples of each source among the first `count`."""
-        turns, rest = divmod(count, self.period)
-        found = np.bincount(self._source[:rest], minlength=len(self.parts))
-        return [turns * part + int(more) for part, more in zip(self.parts, found, strict=True)]
+        turns, rest = divmod(count, len(self._order))
+        more = Counter(source for source, _ in self._order[:rest])
+        return [turns * part + more[source] for source, part in enumerate(self.parts)]
 
 
 def _whole_parts(weights: list[Fraction]) -> list[int]:
     """The smallest whole numbers in the proportion of the weights, with a bounded sum."""
-    total = sum(weights, Fraction(0))
-    shares = [weight / total for weight in weights]
+    shares = [weight / sum(weights) for weight in weights]
     period = min(math.lcm(*(share.denominator for share in shares)), _LONGEST_PERIOD)
     parts = [max(1, round(share * period)) for share in shares]
-    common = math.gcd(*parts)
-    return [part // common for part in parts]
+    return [part // math.gcd(*parts) for part in parts]
 
 
-def _spread(parts: list[int]) -> tuple[Integers, Integers]:
+def _spread(parts: list[int]) -> list[tuple[int, int]]:
     """One period of the order: the source at each position, and the number of earlier positions with that source.
 
     Turn m of a source with share w is released at position floor(m / w) and due before ceil((m + 1) / w). Choosing the
     earliest deadline first meets all deadlines, as in the scheduling of periodic unit tasks on one processor, which
     bounds the error by one.
     """
-    period = sum(parts)
-    source, rank = np.zeros(period, np.int64), np.zeros(period, np.int64)
-    turns = [0] * len(parts)
-    deadlines = [-(-period // part) for part in parts]
-    releases = [0] * len(parts)
+    period, turns = sum(parts), [0] * len(parts)
+    order = []
     for place in range(period):
-        chosen = min((number for number in range(len(parts)) if releases[number] <= place), key=deadlines.__getitem__)
-        source[place], rank[place] = chosen, turns[chosen]
+        released = [each for each, part in enumerate(parts) if turns[each] * period // part <= place]
+        chosen = min(released, key=lambda each: -(-(turns[each] + 1) * period // parts[each]))
+        order.append((chosen, turns[chosen]))
         turns[chosen] += 1
-        releases[chosen] = turns[chosen] * period // parts[chosen]
-        deadlines[chosen] = -(-(turns[chosen] + 1) * period // parts[chosen])
-    return source, rank
+    return order

@@ -10,15 +10,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gqa_convert.checkpoint.strict_json import Config
 from gqa_convert.data.documents import PAIR_KEYS, Fields, Piece
+from gqa_convert.data.encoders import tokenizer_state
 from gqa_convert.data.labels import IGNORED
 from gqa_convert.data.objectives import SampleSettings
 from gqa_convert.data.order import Integers, mix, permuted
 from gqa_convert.data.sampler import Batch, Keys, Places, Sampler, Shapes, Shares
 from gqa_convert.data.sources import Source, TextSource
 from gqa_convert.data.token_files import Encoder, Marked, TokenSource, ids_of, packed
-from gqa_convert.data.tokenizing import tokenizer_state
 from gqa_convert.errors import DataError
 
 
@@ -55,17 +54,13 @@ class PairEncoder:
         pairs = [piece.text for piece in pieces if all(piece.text)]
         parts: list[list[int]] = []
         if pairs:
-            sources = self._ids(text=[source for source, _ in pairs])
-            targets = self._ids(text_target=[target for _, target in pairs])
-            for source, target in zip(sources, targets, strict=True):
+            sources, targets = map(list, zip(*pairs, strict=True))
+            found = self._tokenizer(text=sources, text_target=targets, return_attention_mask=False, verbose=False)
+            for source, target in zip(found["input_ids"], found["labels"], strict=True):
                 closed = target if target[-1:] == self._end else target + self._end
                 if source and closed:
                     parts += [source, closed]
         return packed(parts, [True] * len(parts))
-
-    def _ids(self, **texts: list[str]) -> list[list[int]]:
-        found = self._tokenizer(**texts, return_attention_mask=False, verbose=False)
-        return found["input_ids"]  # type: ignore[no-any-return]
 
 
 def padded(rows: Sequence[Integers], value: int) -> Integers:
@@ -185,6 +180,6 @@ class PairSampler(DocumentSampler):
         mask = padded([np.ones_like(source) for source in sources], 0)
         return batch if mask.all() else batch | {"attention_mask": mask}
 
-    def shapes(self, config: Config) -> Shapes:  # noqa: ARG002
+    def shapes(self) -> Shapes:
         """See `Sampler.shapes`: texts are taken to be as long as they may be."""
         return {"input_ids": (self.settings.length,), "decoder_input_ids": (self.settings.length,)}

@@ -14,7 +14,6 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from gqa_convert.checkpoint.strict_json import Config
 from gqa_convert.data.objectives import SampleSettings
 from gqa_convert.data.order import mix, permuted
 from gqa_convert.data.sources import Source, TextSource, open_source
@@ -111,12 +110,9 @@ class Sampler(ABC):
         """
 
     @abstractmethod
-    def shapes(self, config: Config) -> Shapes:
+    def shapes(self) -> Shapes:
         """The shape of each of a model's inputs in the longest sample, for the estimate of memory; names with `ids` hold
         tokens, others numbers.
-
-        Args:
-            config: the model's config.json.
         """
 
 
@@ -170,7 +166,7 @@ class BlockSampler(Sampler):
         before = permuted(place, blocks, mix(key, epoch, 2)) * self.length
         return Block((mix(key, epoch, 1) + before) % tokens.size, before)
 
-    def shapes(self, config: Config) -> Shapes:  # noqa: ARG002
+    def shapes(self) -> Shapes:
         """See `Sampler.shapes`."""
         tokens = TokenSource(np.zeros(self.shortest, np.uint32))
         batch = self.batch([(tokens, Block(0, 0))], [(0, 0)])

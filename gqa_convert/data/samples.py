@@ -1,16 +1,14 @@
 """Training samples by number, independent of the number of processes."""
 
 import hashlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Sequence
 
 from gqa_convert.data.hub import default_cache
 from gqa_convert.data.objectives import SampleSettings, make_sampler
 from gqa_convert.data.order import Mixture, mix
 from gqa_convert.data.sampler import Batch, Sampler
 from gqa_convert.data.sources import Source
-from gqa_convert.data.token_files import OnTokenize, TokenSource, open_tokens, tokenize
+from gqa_convert.data.token_files import OnTokenize, TokenSource, tokenize
 from gqa_convert.errors import DataError
 
 
@@ -82,90 +80,53 @@ def _fingerprint(sampler: Sampler, seed: int, sources: Sequence[tuple[TokenSourc
     return hashlib.sha256("\n".join([str(sampler.settings), str(seed), *stated]).encode()).hexdigest()
 
 
-@dataclass(frozen=True, slots=True)
-class TokenCache:
-    """Where tokens are kept, and who makes them.
-
-    Attributes:
-        folder: of the token files.
-        is_local_main: whether this is the one process of this machine that writes there.
-        wait: a barrier of the processes of this machine; called exactly once, also before an error is raised.
-        progress: called with the source, what is tokenised and the total.
-    """
-
-    folder: Path = field(default_factory=default_cache)
-    is_local_main: bool = True
-    wait: Callable[[], None] = lambda: None
-    progress: OnTokenize = lambda label, done, total: None
-
-
 def open_samples(
-    sources: Sequence[Source],
-    settings: SampleSettings,
-    cache: TokenCache,
-    *,
-    seed: int = 0,
-    tokens: int | None = None,
+    sources: Sequence[Source], settings: SampleSettings, progress: OnTokenize, *, tokens: int, seed: int
 ) -> Samples:
-    """Open training samples. The local main process tokenises what is not cached while the others wait: files and pairs
-    wholly, and streams as far as a run needs them.
+    """Open training samples. What the cache lacks is tokenised: files and pairs wholly, and streams as far as a run needs
+    them.
 
     Args:
         sources: at least one.
         settings: of the samples.
-        cache: of the tokens.
+        progress: called with the source, what is tokenised and the total.
+        tokens: how many tokens of text are trained on.
         seed: determines the order and the corruption.
-        tokens: how many tokens of text are trained on; None if streams are to be read to their ends.
 
     Raises:
         DataError: the text can't be found or read, is too short, or does not fit the tokenizer; or the cache can't be
             written.
     """
     sampler = make_sampler(settings)
-    weights = [source.weight for source in sources]
-    needed: list[int | None] = [None] * len(sources)
-    if tokens is not None:
-        counts = Mixture(weights).counts(int(tokens // sampler.raw_tokens) + 1)
-        needed = [sampler.tokens_for(count) for count in counts]
-    opened = _open(sources, sampler, cache, needed)
-    return Samples(list(zip(opened, weights, strict=True)), sampler, seed)
+    counts = Mixture([source.weight for source in sources]).counts(int(tokens // sampler.raw_tokens) + 1)
+    opened = []
+    for source, count in zip(sources, counts, strict=True):
+        opened.append((_tokens(source, sampler, sampler.tokens_for(count), progress), source.weight))
+    return Samples(opened, sampler, seed)
 
 
 def evaluation_blocks(
-    sources: Sequence[Source], settings: SampleSettings, cache: TokenCache, *, tokens: int
+    sources: Sequence[Source], settings: SampleSettings, progress: OnTokenize, *, tokens: int
 ) -> EvaluationBlocks:
     """Open consecutive blocks of the first `tokens` tokens of the data, divided among the sources by weight. The other
     arguments are those of `open_samples`.
     """
     sampler = make_sampler(settings)
-    total, shortest = sum(source.weight for source in sources), sampler.shortest
-    limits = [max(shortest, round(tokens * source.weight / total)) for source in sources]
-    reads_all = sampler.tokens_for(1) is None
-    needed = [None if reads_all else limit + shortest for limit in limits]
-    opened = _open(sources, sampler, cache, needed)
-    return EvaluationBlocks(list(zip(opened, limits, strict=True)), sampler)
+    total, reads_all = sum(source.weight for source in sources), sampler.tokens_for(1) is None
+    opened = []
+    for source in sources:
+        limit = max(sampler.shortest, round(tokens * source.weight / total))
+        needed = None if reads_all else limit + sampler.shortest
+        opened.append((_tokens(source, sampler, needed, progress), limit))
+    return EvaluationBlocks(opened, sampler)
 
 
-def _open(
-    sources: Sequence[Source], sampler: Sampler, cache: TokenCache, needed: Sequence[int | None]
-) -> list[TokenSource]:
-    """The tokens of each source, as many as needed."""
-    if not cache.is_local_main:
-        cache.wait()
-    try:
-        return [_tokens(source, sampler, cache, count) for source, count in zip(sources, needed, strict=True)]
-    finally:
-        if cache.is_local_main:
-            cache.wait()
-
-
-def _tokens(source: Source, sampler: Sampler, cache: TokenCache, needed: int | None) -> TokenSource:
+def _tokens(source: Source, sampler: Sampler, needed: int | None, progress: OnTokenize) -> TokenSource:
+    """The tokens of a source, as many as needed if it is a stream."""
     text = sampler.open(source)
     encoder = sampler.encoder(source, text)
-    if not cache.is_local_main:
-        return open_tokens(text, encoder, cache.folder)
-    least = None if needed is None or not text.is_stream else max(needed, sampler.shortest)
-    tokens = tokenize(text, encoder, cache.folder, needed=least, progress=cache.progress)
+    least = max(needed, sampler.shortest) if needed is not None and text.is_stream else None
+    tokens = tokenize(text, encoder, default_cache(), needed=least, progress=progress)
     if tokens.size < sampler.shortest:
         raise DataError(
             f"{text.label} has {tokens.size} tokens, fewer than one sample of {sampler.shortest}: add text, or make sequence_length smaller"

@@ -14,7 +14,7 @@ from gqa_convert.checkpoint.paths import local_path
 from gqa_convert.data.documents import LossOn
 from gqa_convert.data.files import SUFFIXES, Files, kind_of
 from gqa_convert.data.hub import HubDataset, commit_of
-from gqa_convert.data.keys import CONFIG, PathText, Real, Text, Tokens, Whole, fields_of, key, read_keys
+from gqa_convert.data.keys import CONFIG, PathText, Real, Text, Tokens, Whole, declared_in, fields_of, read_keys
 from gqa_convert.data.stdlib_text import source_files
 from gqa_convert.errors import DataError
 
@@ -22,8 +22,6 @@ STDLIB = "python-stdlib"
 HELD_OUT = "python-stdlib:held-out"
 SELF = "self"
 """The text that a model writes itself."""
-OWN_TOKENS = 1_000_000
-"""How many tokens a model writes by default."""
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _HUB_KEYS = ("split", "name", "revision")
 
@@ -42,53 +40,25 @@ KINDS: Final[dict[SourceKind, str]] = {
 
 
 @dataclass(frozen=True, config=CONFIG)
+@declared_in(Path(__file__).with_suffix(".toml"))
 class Source:
-    """Where text comes from, as a recipe states it."""
+    """Where text comes from, as a recipe states it; `sources.toml` says what the keys mean."""
 
-    source: PathText = key(
-        "A file, a folder, a pattern with `*`, the id of a Hub dataset, or `python-stdlib` (the sources of this Python; "
-        "`python-stdlib:held-out` is the held-out part), or `self` for [text of the source itself](#text-of-the-model-itself).",
-        aliases=("path",),
-    )
-    weight: Real = key("The share of the samples, relative to the weights of the other sources.", default=1.0, gt=0)
-    text_field: Text = key(
-        "The field or column that holds the text, in JSON lines, JSON arrays, Parquet files and Hub datasets.",
-        default="text",
-        aliases=("column",),
-    )
-    split: Text = key("The split of a Hub dataset.", default="train")
-    name: Text | None = key("The configuration of a Hub dataset.", default=None, aliases=("dataset_config", "subset"))
-    revision: Text | None = key("The branch, tag or commit of a Hub dataset.", default=None)
-    source_field: Text | None = key(
-        "For pairs of texts: the field of what the encoder reads. `translation.en` is the entry `en` of the field "
-        "`translation`.",
-        default=None,
-        aliases=("source_column", "input_field"),
-    )
-    target_field: Text | None = key(
-        "For pairs of texts: the field of what the decoder learns to write.",
-        default=None,
-        aliases=("target_column", "label_field"),
-    )
-    format: Literal["auto", "text", "chat"] = key(
-        "`text` is running text, `chat` conversations; see [conversations](#conversations). `auto` is `chat` for files "
-        "whose first row has `messages_field` and no `text_field`.",
-        default="auto",
-    )
-    messages_field: Text = key(
-        "For conversations: the field of the list of messages, which have `role` and `content`, or `from` and `value`.",
-        default="messages",
-        aliases=("conversations", "messages_column"),
-    )
-    loss_on: LossOn = key(
-        "For conversations: the tokens that are learned, those of the assistant or all.", default="assistant"
-    )
-    tokens: Tokens = key("For `self`: how many tokens the source generates.", default=OWN_TOKENS, ge=1)
-    temperature: Real = key("For `self`: the temperature of the sampling.", default=1.0, gt=0, le=100)
-    seed: Whole = key("For `self`: the seed of the sampling.", default=0, ge=0, le=2**32 - 1)
-    language: Text | None = key(
-        "For speech: the language in which a model of several languages is to write, such as `en`.", default=None
-    )
+    source: PathText
+    weight: Real
+    text_field: Text
+    split: Text
+    name: Text | None
+    revision: Text | None
+    source_field: Text | None
+    target_field: Text | None
+    format: Literal["auto", "text", "chat"]
+    messages_field: Text
+    loss_on: LossOn
+    tokens: Tokens
+    temperature: Real
+    seed: Whole
+    language: Text | None
 
     @property
     def is_self(self) -> bool:

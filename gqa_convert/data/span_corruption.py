@@ -12,13 +12,12 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from gqa_convert.data.encoders import text_encoder
+from gqa_convert.data.encoders import end_of_text, text_encoder
 from gqa_convert.data.objectives import SampleSettings
 from gqa_convert.data.order import Integers
 from gqa_convert.data.sampler import Batch, Block, BlockSampler, Keys, Places
 from gqa_convert.data.sources import Source, TextSource
 from gqa_convert.data.token_files import Encoder, TokenSource
-from gqa_convert.data.tokenizing import end_of_text
 from gqa_convert.errors import DataError
 
 Flags = npt.NDArray[np.bool_]
@@ -41,11 +40,6 @@ class Shape(NamedTuple):
     noise: int
     spans: int
 
-    @property
-    def input_length(self) -> int:
-        """The tokens of the encoder's input: the rest of the text, a sentinel for each span, and end-of-text."""
-        return self.raw - self.noise + self.spans + 1
-
 
 def shape_of(raw: int) -> Shape:
     """The shape of a block of `raw` tokens of text, at least 2."""
@@ -63,7 +57,8 @@ def shape_for(length: int) -> Shape:
     if length < _SHORTEST_INPUT:
         raise DataError(f"sequence_length is {length}, and span corruption needs {_SHORTEST_INPUT}: make it larger")
     shapes = (shape_of(raw) for raw in range(2 * length, 1, -1))
-    return next(shape for shape in shapes if shape.input_length == length)
+    # the input is the rest of the text, a sentinel for each span, and end-of-text
+    return next(shape for shape in shapes if shape.raw - shape.noise + shape.spans + 1 == length)
 
 
 def sentinel_ids(tokenizer: Any) -> Integers:

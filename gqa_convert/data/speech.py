@@ -54,6 +54,8 @@ class SpeechModel:
         folder: its checkpoint.
 
     Attributes:
+        rate: of the sound, in samples per second.
+        window_samples: the samples of a window, which the encoder always reads whole.
         notes: sentences on what the checkpoint lacks.
     """
 
@@ -61,12 +63,7 @@ class SpeechModel:
         self.model = model
         self.tokenizer = load_tokenizer(folder)
         self._extractor, self.notes = feature_extractor(folder, model.config.to_dict())
-        self.rate: int = self._extractor.sampling_rate
-
-    @property
-    def window_samples(self) -> int:
-        """The samples of a window, which the encoder always reads whole."""
-        return int(self._extractor.n_samples)
+        self.rate, self.window_samples = int(self._extractor.sampling_rate), int(self._extractor.n_samples)
 
     def features(self, windows: Sequence[Window]) -> Tensor:
         """The encoder's input, [windows, mel bins, frames], float32."""

@@ -15,6 +15,7 @@ from gqa_convert.checkpoint.strict_json import Config
 from gqa_convert.data.audio_files import list_audio_files, read_audio, seconds_of
 from gqa_convert.data.decoder_start import generation_config
 from gqa_convert.data.documents import Fields, Piece
+from gqa_convert.data.encoders import tokenizer_state
 from gqa_convert.data.files import Files
 from gqa_convert.data.labels import IGNORED
 from gqa_convert.data.objectives import SampleSettings
@@ -22,7 +23,6 @@ from gqa_convert.data.pairs import DocumentSampler, padded
 from gqa_convert.data.sampler import Batch, Keys, Places, Shapes
 from gqa_convert.data.sources import Source, TextSource
 from gqa_convert.data.token_files import UNLEARNED, Encoder, Marked, ids_of, packed
-from gqa_convert.data.tokenizing import tokenizer_state
 from gqa_convert.errors import DataError
 from gqa_convert.families.loading import SOUND_POSITIONS
 
@@ -130,7 +130,6 @@ class SpokenTextEncoder:
     fields = None
 
     def __init__(self, settings: SampleSettings, language: str | None, longest_seconds: float) -> None:
-        assert settings.folder is not None
         self._tokenizer, self._longest = settings.tokenizer, longest_seconds
         self._prompt = decoder_prompt(settings.folder, settings.first_token, language)
         self.key = ["speech", tokenizer_state(settings.tokenizer), self._prompt, longest_seconds]
@@ -161,7 +160,6 @@ class SpeechSampler(DocumentSampler):
     noun = "texts"
 
     def __init__(self, settings: SampleSettings) -> None:
-        assert settings.folder is not None
         super().__init__(settings)
         config = json.loads((settings.folder / "config.json").read_text(encoding="utf-8"))
         self._extractor, self.notes = feature_extractor(settings.folder, config)
@@ -197,7 +195,8 @@ class SpeechSampler(DocumentSampler):
             "labels": padded(labels, IGNORED),
         }
 
-    def shapes(self, config: Config) -> Shapes:
+    def shapes(self) -> Shapes:
         """See `Sampler.shapes`."""
-        frames = self._extractor.n_samples // self._extractor.hop_length
-        return {"input_features": (int(config["num_mel_bins"]), frames), "decoder_input_ids": (self.settings.length,)}
+        extractor = self._extractor
+        sound = extractor.feature_size, extractor.n_samples // extractor.hop_length
+        return {"input_features": sound, "decoder_input_ids": (self.settings.length,)}

@@ -7,7 +7,8 @@ begins a user's message, so that the model asks itself, and then answers (Xu et 
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -45,7 +46,7 @@ _MARKS: Final = ("<<question>>", "<<answer>>")
 _NEEDS_HEAD: Final = "text is sampled from its predictions; name the language model that the checkpoint was made from"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class OwnText:
     """Text of a checkpoint's own.
 
@@ -73,7 +74,8 @@ def own_text(
     conversations: bool = False,
     progress: OnTokenize = lambda label, done, total: None,
 ) -> OwnText:
-    """The text that a checkpoint writes, generated unless the cache has it; a call that was stopped is continued.
+    """The text that a checkpoint writes, generated unless the cache has it; a call that was stopped is continued. If
+    several processes call this at once, one generates and the others wait.
 
     The file is found again by the checkpoint's files, the number of tokens, the seed and the temperature.
 
@@ -88,62 +90,54 @@ def own_text(
         progress: called with a label, the tokens that are generated and their number.
 
     Raises:
-        OptionError: the model is an encoder-decoder, or a number is out of range.
+        OptionError: the model is an encoder-decoder.
         DataError: the tokenizer has no token to begin with, or no chat template.
         OutputError: the file can't be written.
         StoppedError: a signal asked to stop; finished batches are kept.
     """
-    if tokens < 1:
-        raise OptionError(f"tokens is {tokens}: it must be at least 1")
     checkpoint = open_checkpoint(str(model), download=True)
+    assert checkpoint.folder is not None
+    files = [
+        [str(path), path.stat().st_size, path.stat().st_mtime_ns]
+        for path in sorted(checkpoint.folder.iterdir())
+        if path.is_file()
+    ]
     settings = {"length": LENGTH, "batch": BATCH, "temperature": temperature, "seed": seed, "tokens": tokens}
-    key = json.dumps([_files_of(checkpoint), settings, conversations], sort_keys=True)
+    key = json.dumps([files, settings, conversations], sort_keys=True)
     file = cache / f"own-text-{hashlib.sha256(key.encode()).hexdigest()[:32]}.jsonl"
-    name = local_path(checkpoint.source_id).name
-    kind = "conversations" if conversations else "text"
+    name, kind = local_path(checkpoint.source_id).name, "conversations" if conversations else "text"
     label = f"{name}'s own {kind} (at least {tokens:,} tokens at temperature {temperature:g}, seed {seed})"
     if not file.is_file():
-        _write(
-            checkpoint.source_id,
-            file,
-            lambda: _Writer(checkpoint, chosen_device(device), temperature, conversations=conversations),
-            tokens=tokens,
-            seed=seed,
-            progress=progress,
-        )
+        with _explained(checkpoint.source_id, file):
+            cache.mkdir(parents=True, exist_ok=True)
+            with wait_for_lock(file.with_suffix(".lock")):
+                if not file.is_file():
+                    with loading.explained(checkpoint.source_id), loading.no_bars():
+                        writer = _Writer(checkpoint, chosen_device(device), temperature, conversations=conversations)
+                    _write(writer, file, tokens, seed, progress)
     return OwnText(file, label)
 
 
-def _files_of(checkpoint: Checkpoint) -> list[Any]:
-    """What tells a checkpoint from others."""
-    assert checkpoint.folder is not None
-    files = [path for path in sorted(checkpoint.folder.iterdir()) if path.is_file()]
-    return [[str(path), path.stat().st_size, path.stat().st_mtime_ns] for path in files]
-
-
-def _write(
-    name: str, file: Path, open_writer: "Callable[[], _Writer]", *, tokens: int, seed: int, progress: OnTokenize
-) -> None:
+def _write(writer: "_Writer", file: Path, tokens: int, seed: int, progress: OnTokenize) -> None:
     """Generate the file. Batch b is a function of the settings and b alone, so that a run that was interrupted continues
-    after its last finished batch and ends with the same file. If several processes call this at once, one generates and
-    the others wait.
+    after its last finished batch and ends with the same file.
     """
     unfinished = file.with_suffix(".unfinished")
+    batches = json.loads(unfinished.read_bytes()) if unfinished.is_file() else []
+    while (done := sum(batch["tokens"] for batch in batches)) < tokens:
+        batches.append(writer.batch(mix(seed, len(batches))))
+        write_whole(unfinished, json.dumps(batches).encode())
+        progress(GENERATING, min(done + batches[-1]["tokens"], tokens), tokens)
+    rows = [json.dumps(row, ensure_ascii=False) + "\n" for batch in batches for row in batch["rows"]]
+    write_whole(file, "".join(rows).encode())
+    unfinished.unlink(missing_ok=True)
+
+
+@contextmanager
+def _explained(name: str, file: Path) -> Iterator[None]:
+    """The errors of generating a file, each as one line."""
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with wait_for_lock(file.with_suffix(".lock")):
-            if file.is_file():
-                return
-            batches = json.loads(unfinished.read_bytes()) if unfinished.is_file() else []
-            with loading.explained(name), loading.no_bars():
-                writer = open_writer()
-            while (done := sum(batch["tokens"] for batch in batches)) < tokens:
-                batches.append(writer.batch(mix(seed, len(batches))))
-                write_whole(unfinished, json.dumps(batches).encode())
-                progress(GENERATING, min(done + batches[-1]["tokens"], tokens), tokens)
-            rows = [json.dumps(row, ensure_ascii=False) + "\n" for batch in batches for row in batch["rows"]]
-            write_whole(file, "".join(rows).encode())
-            unfinished.unlink(missing_ok=True)
+        yield
     except InterruptedRunError as stopped:
         reason = str(stopped).split(":")[0]
         raise StoppedError(f"{reason}: finished batches are kept, run the same command again to resume") from None
@@ -239,11 +233,11 @@ class _Writer:
         mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left").to(device)
         with torch.inference_mode():
             made = self._model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=most)
-        return [self._until_end(row) for row in made[:, width:].tolist()]
-
-    def _until_end(self, tokens: list[int]) -> list[int]:
-        end = next((at + 1 for at, token in enumerate(tokens) if token in self._ends), len(tokens))
-        return tokens[:end]
+        texts = []
+        for tokens in made[:, width:].tolist():
+            end = next((at + 1 for at, token in enumerate(tokens) if token in self._ends), len(tokens))
+            texts.append(tokens[:end])
+        return texts
 
 
 def has_chat_template(tokenizer: Any) -> bool:
@@ -253,12 +247,10 @@ def has_chat_template(tokenizer: Any) -> bool:
 
 def _chat_turns(tokenizer: Any) -> tuple[list[int], list[int]] | None:
     """The tokens before a user's first message, and those between it and the answer; None without a template for that."""
-    if not getattr(tokenizer, "chat_template", None):
-        return None
     messages = [{"role": "user", "content": _MARKS[0]}, {"role": "assistant", "content": _MARKS[1]}]
     try:
         text = str(tokenizer.apply_chat_template(messages, tokenize=False))
-    except Exception:  # a template may refuse anything in its own words
+    except Exception:  # there is none, or it refuses anything in its own words
         return None
     opening, first, rest = text.partition(_MARKS[0])
     between, second, _ = rest.partition(_MARKS[1])

@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import chain
@@ -66,8 +67,7 @@ def packed(parts: Sequence[Sequence[int]], ends: Sequence[bool]) -> Marked:
     [tokens].
     """
     flat = np.fromiter(chain.from_iterable(parts), np.uint32, sum(map(len, parts)))
-    stops = np.cumsum([len(part) for part in parts], dtype=np.int64)
-    last = stops[np.array(ends, bool)] - 1
+    last = np.cumsum([len(part) for part in parts], dtype=np.int64)[np.array(ends, bool)] - 1
     flat[last[last >= 0]] |= LAST
     return flat
 
@@ -93,6 +93,11 @@ class _Record:
     def suffices(self, needed: int | None) -> bool:
         """Whether there are so many tokens, or None for all of the source."""
         return self.complete or (needed is not None and self.tokens >= needed)
+
+    def write(self, path: Path) -> "_Record":
+        """Replace the record beside a token file."""
+        write_whole(path.with_suffix(".json"), json.dumps(asdict(self)).encode())
+        return self
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,44 +173,29 @@ def tokenize(
         DataError: the text can't be read or is empty, or the cache can't be written.
         NoSpaceError: its disk is full.
     """
-    path = _path(text, encoder, cache)
+    identity = [_FORMAT, text.identity(), repr(encoder.fields), encoder.key]
+    path = cache / f"{hashlib.sha256(json.dumps(identity, default=str).encode()).hexdigest()}.tokens"
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with wait_for_lock(path.with_suffix(".lock")) as locked:
-            record = _read_record(path) or _Record()
-            if not record.suffices(needed):
-                if not locked:
-                    raise DataError(
-                        f"the file system of the token cache {cache} has no locks: set XDG_CACHE_HOME to a folder on a local disk"
-                    )
-                for written in _appended(text, encoder, path, record):
-                    if isinstance(text, Files):
-                        progress(text.label, text.bytes_read, text.total_bytes)
-                    elif needed is not None:
-                        progress(text.label, min(written.tokens, needed), needed)
-                    if written.suffices(needed):
-                        break
+            record = _read_record(path)
+            if not (locked or record.suffices(needed)):
+                raise DataError(
+                    f"the file system of the token cache {cache} has no locks: set XDG_CACHE_HOME to a folder on a local disk"
+                )
+            appended = _appended(text, encoder, path, record)
+            while not record.suffices(needed):
+                record = next(appended)
+                if isinstance(text, Files):
+                    progress(text.label, text.bytes_read, text.total_bytes)
+                elif needed is not None:
+                    progress(text.label, min(record.tokens, needed), needed)
     except OSError as problem:
         if is_disk_full(problem):
             raise no_space(cache, "continues (or set XDG_CACHE_HOME to another disk)") from None
         raise DataError(
             f"the token cache {cache} can't be used ({problem.strerror or problem}): set XDG_CACHE_HOME to a folder on a local disk"
         ) from None
-    return open_tokens(text, encoder, cache)
-
-
-def open_tokens(text: TextSource, encoder: Encoder, cache: Path) -> TokenSource:
-    """The tokens of a source that another process has tokenised.
-
-    Raises:
-        DataError: there are none.
-    """
-    path = _path(text, encoder, cache)
-    record = _read_record(path)
-    if record is None:
-        raise DataError(
-            f"{text.label} was not tokenised into {cache} by the first process of this machine: see its message"
-        )
     return TokenSource(
         np.asarray(np.memmap(path, "<u4", "r", shape=(record.tokens,))),
         label=text.label,
@@ -215,11 +205,6 @@ def open_tokens(text: TextSource, encoder: Encoder, cache: Path) -> TokenSource:
         text=text,
         fingerprint=path.stem if text.is_stream else record.digest,
     )
-
-
-def _path(text: TextSource, encoder: Encoder, cache: Path) -> Path:
-    identity = [_FORMAT, text.identity(), repr(encoder.fields), encoder.key]
-    return cache / f"{hashlib.sha256(json.dumps(identity, default=str).encode()).hexdigest()}.tokens"
 
 
 def _appended(text: TextSource, encoder: Encoder, path: Path, record: _Record) -> Iterator[_Record]:
@@ -241,15 +226,12 @@ def _appended(text: TextSource, encoder: Encoder, path: Path, record: _Record) -
                 digest=hashlib.sha256(record.digest.encode() + data).hexdigest(),
                 position=text.position(),
             )
-            _write_record(path, record)
-            yield record
+            yield record.write(path)
     if not record.tokens:
         path.unlink()
         path.with_suffix(".json").unlink(missing_ok=True)
         raise DataError(f"{text.label} holds no text: name another source, or other fields")
-    record = replace(record, complete=True, position=None)
-    _write_record(path, record)
-    yield record
+    yield replace(record, complete=True, position=None).write(path)
 
 
 def batched(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
@@ -266,16 +248,10 @@ def batched(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
         yield batch
 
 
-def _read_record(path: Path) -> _Record | None:
-    """What counts of a token file; None if there is nothing, or the files are damaged."""
-    try:
+def _read_record(path: Path) -> _Record:
+    """What counts of a token file; nothing if there is none, or the files are damaged."""
+    with suppress(OSError, ValueError, TypeError):
         record = _Record(**json.loads(path.with_suffix(".json").read_bytes()))
         if 0 < record.tokens * LAST.itemsize <= path.stat().st_size:
             return record
-    except (OSError, ValueError, TypeError):
-        pass
-    return None
-
-
-def _write_record(path: Path, record: _Record) -> None:
-    write_whole(path.with_suffix(".json"), json.dumps(asdict(record)).encode())
+    return _Record()

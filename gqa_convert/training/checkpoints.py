@@ -8,7 +8,8 @@ size.
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,39 +33,34 @@ StateDict = dict[str, Any]
 
 @dataclass
 class Progress:
-    """The progress of a run; everything else follows from the recipe and the step."""
-
-    step: int = 0
-    """Optimizer steps taken or skipped."""
-    tokens: int = 0
-    skipped: int = 0
-    """Steps without an update because a loss or a gradient was not finite."""
-    skipped_in_a_row: int = 0
-    evaluations: dict[str, float] = field(default_factory=dict)
-    """Losses on the evaluation data: that at the `start`, that of the `source`, and the `last` one."""
-    evaluated_on: str = ""
-    """The fingerprint of the evaluation data."""
-    changes: list[str] = field(default_factory=list)
-    """Changes of the recipe during the run."""
-    run_id: str = ""
-    """What trackers know the run by."""
-
-
-@dataclass(kw_only=True)
-class RunRecord:
-    """What `run.json` holds beside the size of every file.
+    """The progress of a run, which `run.json` holds beside the size of every file; everything else follows from the
+    recipe and the step.
 
     Attributes:
-        progress: the progress of the run.
+        step: optimizer steps taken or skipped.
+        tokens: of text.
+        skipped: steps without an update because a loss or a gradient was not finite.
+        skipped_in_a_row: the last ones.
+        evaluations: losses on the evaluation data: that at the `start`, that of the `source`, and the `last` one.
+        evaluated_on: the fingerprint of the evaluation data.
+        changes: changes of the recipe during the run.
+        run_id: what trackers know the run by.
         recipe: the resolved recipe, which is compared when the run resumes.
-        processes: the number of processes that wrote the checkpoint.
         samples: the fingerprint of the training data, which is compared too.
+        processes: the number of processes that wrote the checkpoint.
     """
 
-    progress: Progress
-    recipe: JsonObject
-    processes: int
-    samples: str
+    step: int = 0
+    tokens: int = 0
+    skipped: int = 0
+    skipped_in_a_row: int = 0
+    evaluations: dict[str, float] = field(default_factory=dict)
+    evaluated_on: str = ""
+    changes: list[str] = field(default_factory=list)
+    run_id: str = ""
+    recipe: JsonObject = field(default_factory=dict)
+    samples: str = ""
+    processes: int = 1
 
 
 class Checkpoints:
@@ -84,10 +80,9 @@ class Checkpoints:
 
     def _all(self) -> list[Path]:
         """The checkpoints, newest first."""
-        found = [path for path in self.folder.glob("step-*") if path.name.removeprefix("step-").isdecimal()]
-        return sorted(found, key=_step, reverse=True)
+        return sorted(self.folder.glob("step-*"), key=_place, reverse=True)
 
-    def whole(self, say: Callable[[str], None] = lambda _: None) -> list[RunRecord]:
+    def whole(self, say: Callable[[str], None] = lambda _: None) -> list[Progress]:
         """The records of the checkpoints that have one and all files in the sizes that it states, newest first.
 
         Args:
@@ -101,7 +96,7 @@ class Checkpoints:
                 say(f"{path} is damaged ({problem}) and is passed over")
         return records
 
-    def newest(self, say: Callable[[str], None] = lambda _: None) -> RunRecord | None:
+    def newest(self, say: Callable[[str], None] = lambda _: None) -> Progress | None:
         """The record of the newest checkpoint that is whole; None if there is no checkpoint.
 
         Args:
@@ -115,7 +110,7 @@ class Checkpoints:
             raise ResumeError(f"every checkpoint in {self.folder} is damaged: remove the folder to start over")
         return records[0] if records else None
 
-    def save(self, state: StateDict, record: RunRecord) -> None:
+    def save(self, state: StateDict, record: Progress) -> None:
         """Write a checkpoint, publish it, and remove those that need not be kept. Every process calls this.
 
         While steps are being skipped nothing is removed, because an earlier checkpoint may be needed to recover.
@@ -128,9 +123,8 @@ class Checkpoints:
             NoSpaceError: the disk is full; older checkpoints are intact.
         """
         import torch.distributed.checkpoint as dcp
-        from torch.distributed.checkpoint.api import CheckpointException  # not a subclass of Exception
 
-        final = self.path(record.progress.step)
+        final = self.path(record.step)
         work = self.folder / f"{_UNFINISHED}{final.name}"
         try:
             with together():
@@ -139,18 +133,18 @@ class Checkpoints:
                     work.mkdir(parents=True)
             # dcp.async_save holds a second copy of the state (0.63 GB more for 0.64 GB) and blocks a CPU as long, 2.0 s
             # for 2.2; an error of one process is raised on all
-            dcp.save(state, checkpoint_id=work, no_dist=record.processes == 1, process_group=waiting_group())
+            with _first_failure():
+                dcp.save(state, checkpoint_id=work, no_dist=record.processes == 1, process_group=waiting_group())
             with together():
                 if self._main:
                     self._publish(work, final, record)
-        except (Exception, CheckpointException) as raised:
+        except Exception as problem:
             shutil.rmtree(work, ignore_errors=True)
-            cause = _cause(raised)
-            if any(each is not None and is_disk_full(each) for each in (cause, cause.__cause__, cause.__context__)):
+            if is_disk_full(problem) or is_disk_full(problem.__cause__ or problem):
                 raise no_space(self.folder, "resumes from the last checkpoint") from None
-            raise cause from None
+            raise
 
-    def _publish(self, work: Path, final: Path, record: RunRecord) -> None:
+    def _publish(self, work: Path, final: Path, record: Progress) -> None:
         """Complete a written checkpoint and give it its name."""
         files = {path.name: _size(path) for path in work.iterdir()}
         (work / _RECORD).write_text(json.dumps(asdict(record) | {"files": files}, indent=2) + "\n")
@@ -160,7 +154,7 @@ class Checkpoints:
         shutil.rmtree(final, ignore_errors=True)  # a damaged one
         work.rename(final)
         sync(self.folder)
-        if not record.progress.skipped_in_a_row:
+        if not record.skipped_in_a_row:
             self.prune()
 
     def load(self, step: int, state: StateDict, processes: int) -> None:
@@ -170,14 +164,13 @@ class Checkpoints:
             ResumeError: the checkpoint is damaged.
         """
         import torch.distributed.checkpoint as dcp
-        from torch.distributed.checkpoint.api import CheckpointException  # not a subclass of Exception
 
         try:
-            dcp.load(state, checkpoint_id=self.path(step), no_dist=processes == 1, process_group=waiting_group())
-        except (Exception, CheckpointException) as raised:
-            problem = _cause(raised)
-            if isinstance(problem, GQAConvertError):  # a second Ctrl-C
-                raise problem from None
+            with _first_failure():
+                dcp.load(state, checkpoint_id=self.path(step), no_dist=processes == 1, process_group=waiting_group())
+        except GQAConvertError:  # a second Ctrl-C
+            raise
+        except Exception as problem:
             first = next((line for line in str(problem).splitlines() if line.strip()), "")
             raise ResumeError(
                 f"{self.path(step)} cannot be loaded ({type(problem).__name__}: {first[:200]}): remove it to resume from the checkpoint before it"
@@ -187,7 +180,7 @@ class Checkpoints:
         """Remove the checkpoints before the newest whole ones that are kept; one process calls this."""
         kept = self.whole()[: self._kept]
         for path in self._all():
-            if kept and _step(path) < kept[-1].progress.step:
+            if kept and _place(path) < _place(self.path(kept[-1].step)):
                 shutil.rmtree(path, ignore_errors=True)  # what is left of one is not whole
 
     def sweep(self) -> None:
@@ -196,11 +189,12 @@ class Checkpoints:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _step(path: Path) -> int:
-    return int(path.name.removeprefix("step-"))
+def _place(path: Path) -> tuple[int, str]:
+    """What checkpoints are sorted by; their numbers have six digits or more."""
+    return len(path.name), path.name
 
 
-def _read(path: Path) -> RunRecord:
+def _read(path: Path) -> Progress:
     """The record of a checkpoint, whose files are checked to exist with their sizes.
 
     Raises:
@@ -210,13 +204,19 @@ def _read(path: Path) -> RunRecord:
     for name, size in content.pop("files").items():
         if (found := _size(path / name)) != size:
             raise ValueError(f"{path / name} has {found} bytes, expected {size}")
-    return RunRecord(**content | {"progress": Progress(**content["progress"])})
+    return Progress(**content)
 
 
-def _cause(problem: BaseException) -> BaseException:
-    """The error of the first process that failed."""
-    failures = getattr(problem, "failures", None)
-    return next(iter(failures.values()))[0] if failures else problem
+@contextmanager
+def _first_failure() -> Iterator[None]:
+    """Raise the error of the first process that failed in place of torch's summary, which is no Exception."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        yield
+    except CheckpointException as raised:
+        error, _ = next(iter(raised.failures.values()))
+        raise error from error.__cause__ or error.__context__
 
 
 def _size(path: Path) -> int:

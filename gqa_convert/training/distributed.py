@@ -175,11 +175,6 @@ def gathered(value: Any) -> list[Any]:
     return found
 
 
-def wait() -> None:
-    """Wait until all processes have arrived, without a time limit; raises an error if one of them has ended."""
-    gathered(None)
-
-
 def summed(accelerator: Any, numbers: list[float]) -> list[float]:
     """The sum of each number over all processes, in float64."""
     import torch

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ from gqa_convert.families.loading import model_of_config, no_bars
 from gqa_convert.losses.distillation import positions_at_once
 from gqa_convert.training.lora import check_lora, target_modules
 from gqa_convert.training.models import recompute, turn_dropout_off
-from gqa_convert.training.opening import naming_conversion, sample_settings
+from gqa_convert.training.opening import sample_settings
 from gqa_convert.training.recipe import Lora, Recipe
 from gqa_convert.training.recipe_files import read_recipe
 from gqa_convert.training.sharding import layers, number_of_shards
@@ -45,8 +45,7 @@ GPUS: dict[str, tuple[int, int]] = tomllib.loads(Path(__file__).with_name("gpus.
 """Dense bfloat16 teraflops and gigabytes of GPUs."""
 
 
-@dataclass(frozen=True, slots=True)
-class Hardware:
+class Hardware(NamedTuple):
     """The GPUs that a run is estimated for: their number, and of each the name, the memory in bytes and the peak in
     bfloat16 operations per second, as far as they are known.
     """
@@ -128,13 +127,13 @@ def estimate(path: str | Path, overrides: Sequence[str], hardware: Hardware) -> 
     recipe = read_recipe(path, overrides)
     shards = number_of_shards(recipe.sharding, hardware.gpus)
     check_lora(recipe.lora, sharded=shards > 1)
-    with no_bars(), naming_conversion(path, recipe.model):
+    with no_bars():
         student = open_checkpoint(recipe.model, download=True)
         teacher = None if recipe.teacher is None else open_checkpoint(recipe.teacher)
         sampler = make_sampler(sample_settings(recipe, student))
     # texts of different lengths are taken to be as long as they may be
     tokens_per_sample = Fraction(sampler.raw_tokens)
-    shapes = {name: (recipe.micro_batch_size, *shape) for name, shape in sampler.shapes(student.config).items()}
+    shapes = {name: (recipe.micro_batch_size, *shape) for name, shape in sampler.shapes().items()}
     try:
         memory, parameters, flops = _costs(recipe, student, teacher, shapes, shards)
     except GQAConvertError:
@@ -199,10 +198,8 @@ def _costs(
             flops, saved = _pass(model, shapes, in_bf16)
             saved += max(0, one_layer - loss)
         fixed_size = 4.0
-        if lora is not None and lora.quantize is not None:
-            fixed_size = _NF4
-        elif lora is not None:
-            fixed_size = size
+        if lora is not None:
+            fixed_size = _NF4 if lora.quantize else size
         memory = {
             "weights": (fixed_size * (count - learning) + 4 * learning) / shards,
             "gradients": 4 * learning / shards,

@@ -61,11 +61,8 @@ def loading_options(recipe: Recipe) -> dict[str, Any]:
     return {"dtype": dtype, "quantization_config": quantization}
 
 
-def add_adapters(model: nn.Module, lora: Lora) -> list[str]:
+def add_adapters(model: nn.Module, lora: Lora) -> None:
     """Fix the model's parameters, and add float32 adapters that change nothing yet.
-
-    Returns:
-        The names of the modules with adapters.
 
     Raises:
         RecipeError: no module can have an adapter.
@@ -88,7 +85,6 @@ def add_adapters(model: nn.Module, lora: Lora) -> list[str]:
         parameter.requires_grad_(is_adapter)
         if is_adapter:
             parameter.data = parameter.data.float()
-    return targets
 
 
 def target_modules(model: Any) -> list[str]:

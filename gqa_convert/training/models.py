@@ -1,5 +1,6 @@
-"""Loads the models of a run and places them on devices; the student may be replicated or sharded."""
+"""Loads the models of a run and places them on devices; they may be replicated or sharded."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -8,14 +9,13 @@ import torch
 from torch import Tensor
 
 from gqa_convert.data.sampler import Batch
-from gqa_convert.families.loading import check_complete, explained
+from gqa_convert.families.loading import check_complete, explained, read_config
 from gqa_convert.losses.output_layer import remove_output_layer
 from gqa_convert.training import sharding
 from gqa_convert.training.distributed import together
 from gqa_convert.training.lora import add_adapters, loading_options
 from gqa_convert.training.opening import NEEDS_HEAD
 from gqa_convert.training.recipe import Recipe
-from gqa_convert.training.teacher import load_teacher
 
 
 def load_student(recipe: Recipe, folder: Path, *, sharded: bool = False) -> Any:
@@ -56,11 +56,38 @@ def place_student(model: Any, accelerator: Any, *, sharded: bool, bf16: bool) ->
     return sharding.replicate(model, accelerator.device)
 
 
-def load_frozen(folder: Path, device: torch.device, *, sharded: bool) -> Any:
-    """Load a teacher or a source, whose parameters are fixed. Every process calls this."""
-    with together(), explained(str(folder)):
-        model = load_teacher(folder, device.type, by_first=sharded)
-    return sharding.shard(model, device, bf16=False) if sharded else model.to(device)
+def load_frozen(folder: Path, device_type: str, *, sharded: bool = False) -> Any:
+    """A teacher or a source on the CPU, in evaluation mode and without gradients.
+
+    It has its checkpoint's dtype, but for a GPU bfloat16 instead of float32, whose products take several times as long.
+
+    Raises:
+        CorruptCheckpointError: transformers can't load it, or it lacks parameters.
+        NoLanguageModelError: it was saved without its language-model head.
+    """
+    config = read_config(folder)
+    in_float32 = (config.get("dtype") or config.get("torch_dtype") or "float32") == "float32"
+    dtype = torch.bfloat16 if in_float32 and device_type == "cuda" else "auto"
+    advice = "distillation needs a teacher with a language-model head; name one"
+    with explained(str(folder)):
+        model, missing = sharding.load(folder, dtype, by_first=sharded)
+        check_complete(str(folder), folder, model, missing, advice)
+    return model.requires_grad_(False)
+
+
+def teacher_logits(teacher: Any, inputs: Mapping[str, Tensor]) -> Tensor:
+    """The teacher's logits [b, L, V], or its states [b, L, d] if its output layer was removed.
+
+    Autocasting, which may be active for the student, is disabled: the teacher computes in its own dtype.
+
+    Args:
+        teacher: the model from `load_frozen`.
+        inputs: those of the student's forward pass.
+    """
+    inputs = {name: each.to(teacher.dtype) if each.is_floating_point() else each for name, each in inputs.items()}
+    with torch.no_grad(), torch.autocast(teacher.device.type, enabled=False):
+        logits: Tensor = teacher(**inputs, use_cache=False).logits
+        return logits
 
 
 def remove_output(model: Any, sample: Batch) -> bool:

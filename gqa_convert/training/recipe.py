@@ -5,25 +5,25 @@ Everything that can be refused without loading a model or a text is refused here
 
 import dataclasses
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, TypeAdapter, WithJsonSchema
+from pydantic import AfterValidator, BeforeValidator, WithJsonSchema
 from pydantic.dataclasses import dataclass
 
+from gqa_convert.checkpoint.results import plain
 from gqa_convert.data.keys import (
     CONFIG,
-    Change,
     Flag,
     PathText,
     Real,
     Text,
     Tokens,
     Whole,
+    declared_in,
     fields_of,
-    key,
     read_keys,
 )
 from gqa_convert.data.objectives import OBJECTIVES
@@ -31,9 +31,6 @@ from gqa_convert.data.scalars import shown
 from gqa_convert.data.sources import KINDS, Source, SourceKind, Sources, pinned
 from gqa_convert.errors import RecipeError
 
-Schedule = Literal["constant", "cosine", "wsd"]
-OptimizerName = Literal["adamw", "adafactor"]
-Precision = Literal["bf16", "no"]
 Sharding = Literal["auto", "replicate", "full"]
 Tracker = Literal["aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb"]
 """The experiment trackers that accelerate supports."""
@@ -59,25 +56,20 @@ Trackers = Annotated[
 """One tracker or a list of them."""
 
 
+_declared = declared_in(Path(__file__).with_suffix(".toml"))
+
+
 @dataclass(frozen=True, kw_only=True, config=CONFIG)
+@_declared
 class Lora:
     """The recipe's key `lora`: low-rank adapters (Hu et al. 2021) on every linear layer but the output layer of a model
     whose own weights stay fixed.
     """
 
-    rank: Whole = key("The rank of each adapter.", default=64, ge=1, le=2**16, aliases=("r", "lora_r"))
-    alpha: Real | None = key(
-        "The adapters' output is scaled by `alpha / rank`. The default is the rank.",
-        default=None,
-        gt=0,
-        aliases=("lora_alpha",),
-    )
-    dropout: Real = key("The dropout of the adapters' input.", default=0.0, ge=0, lt=1, aliases=("lora_dropout",))
-    quantize: Literal["nf4"] | None = key(
-        "`nf4` keeps the fixed weights in 4 bits (QLoRA, Dettmers et al. 2023); needs bitsandbytes.",
-        default=None,
-        aliases=("load_in_4bit", "quantization"),
-    )
+    rank: Whole
+    alpha: Real | None
+    dropout: Real
+    quantize: Literal["nf4"] | None
 
     @property
     def scale(self) -> float:
@@ -90,141 +82,46 @@ class Lora:
 
 
 @dataclass(frozen=True, kw_only=True, config=CONFIG)
+@_declared
 class Recipe:
-    """The settings of an uptraining run. `read_recipe` and `make_recipe` create and validate recipes."""
+    """The settings of an uptraining run; `recipe.toml` says what the keys mean. `read_recipe` and `make_recipe` create and
+    validate recipes.
+    """
 
-    model: PathText = key("The converted checkpoint: a folder or a Hub id.", aliases=("source",))
-    output: PathText = key(
-        "The folder of the run: its checkpoints, its log and the trained model.",
-        change="bookkeeping",
-        aliases=("output_dir", "out"),
-    )
-    data: Sources = key(
-        "The training text; see [sources of text](#sources-of-text).",
-        aliases=("dataset", "datasets"),
-    )
-    objective: ObjectiveName = key("What the model learns to predict; see [objectives](#objectives).", default="auto")
-    sequence_length: Tokens | None = key(
-        "The length of a sample, which each [objective](#objectives) defines. The default is the model's context, up to "
-        "2048, and up to 512 for encoder-decoders.",
-        default=None,
-        ge=2,
-        le=2**24,
-        aliases=("max_length", "max_seq_length", "block_size"),
-    )
-    micro_batch_size: Whole = key(
-        "Samples per process and forward pass. It changes memory and speed, not the meaning of the result.",
-        default=1,
-        ge=1,
-        le=2**20,
-        change="execution",
-    )
-    tokens: Tokens | None = key(
-        "The training budget.",
-        default=None,
-        ge=1,
-        change="budget",
-        aliases=("max_steps", "steps", "num_train_epochs", "epochs"),
-    )
-    alpha: Real | None = key(
-        "The training budget as a share of `pretraining_tokens`.", default=None, gt=0, le=1, change="budget"
-    )
-    pretraining_tokens: Tokens | None = key(
-        "How many tokens the source was pretrained on.", default=None, ge=1, change="budget"
-    )
-    tokens_per_step: Tokens = key(
-        "The batch of one optimizer step over all processes, rounded to whole samples.",
-        default=65536,
-        ge=1,
-        aliases=("batch_size", "gradient_accumulation_steps"),
-    )
-    learning_rate: Real = key("The peak learning rate.", default=2e-4, gt=0, le=1, change="recorded", aliases=("lr",))
-    warmup_steps: Whole | None = key(
-        "The length of the linear warm-up. The default is 2% of all steps, at most 1000.",
-        default=None,
-        ge=0,
-        aliases=("warmup",),
-    )
-    schedule: Schedule = key(
-        "The learning rate after the warm-up; see [schedules](#schedules).",
-        default="cosine",
-        aliases=("lr_scheduler_type",),
-    )
-    final_learning_rate: Real = key(
-        "The share of `learning_rate` that `cosine` and `wsd` end at.", default=0.1, ge=0, le=1
-    )
-    decay_share: Real = key("The share of the steps in which `wsd` decays.", default=0.2, gt=0, le=1)
-    optimizer: OptimizerName = key("The optimizer; see [optimizers](#optimizers).", default="adamw")
-    weight_decay: Real = key("Decoupled weight decay, of matrices only.", default=0.0, ge=0, le=10)
-    gradient_clipping: Real | None = key(
-        "The largest norm of all gradients together; `null` for none.",
-        default=1.0,
-        gt=0,
-        change="recorded",
-        aliases=("max_grad_norm",),
-    )
-    precision: Precision = key(
-        "`bf16` computes in bfloat16; weights and optimizer states are float32 in any case.",
-        default="bf16",
-        change="recorded",
-        aliases=("mixed_precision",),
-    )
-    gradient_checkpointing: Flag = key(
-        "Recompute activations in the backward pass: less memory, a third more time.", default=False, change="execution"
-    )
-    sharding: Sharding = key(
-        "How the processes share the model; see [sharding](#sharding). `auto` is what the launcher's configuration asks "
-        "for.",
-        default="auto",
-        change="execution",
-        aliases=("fsdp", "sharding_strategy"),
-    )
-    lora: Lora | None = key(
-        "Train low-rank adapters instead of the weights; see [adapters](#adapters).",
-        default=None,
-        aliases=("peft", "adapter", "qlora"),
-    )
-    seed: Whole = key("The seed of the order of samples, of corruption and of dropout.", default=0, ge=0, le=2**32 - 1)
-    save_every: Whole = key("The interval between checkpoints.", default=500, ge=1, change="bookkeeping")
-    keep_checkpoints: Whole = key(
-        "How many of the newest checkpoints are kept.",
-        default=2,
-        ge=1,
-        change="bookkeeping",
-        aliases=("save_total_limit",),
-    )
-    evaluate_every: Whole | None = key(
-        "The interval between evaluations; by default only at the start and at the end.",
-        default=None,
-        ge=1,
-        change="bookkeeping",
-    )
-    evaluation_data: Sources | None = key("Held-out text to evaluate on.", default=None, change="bookkeeping")
-    evaluation_tokens: Tokens = key(
-        "How much of the held-out text is used.", default=131072, ge=1, change="bookkeeping"
-    )
-    z_loss: Real = key(
-        "The weight of log(Z)^2 in the loss, where Z is the normaliser of the softmax. T5 was pretrained with 1e-4.",
-        default=0.0,
-        ge=0,
-        le=1,
-    )
-    teacher: PathText | None = key("The source checkpoint, to distil from: a folder or a Hub id.", default=None)
-    distillation_weight: Real | None = key(
-        "The weight of the match with the teacher; the language-model loss has the rest of 1. The default is 1.0 with a "
-        "teacher.",
-        default=None,
-        ge=0,
-        le=1,
-    )
-    trackers: Trackers = key(
-        "Experiment trackers of accelerate to report to, besides the log file.",
-        default=(),
-        change="bookkeeping",
-        aliases=("report_to",),
-    )
-    tracker_project: Text = key("The project of the trackers.", default="gqa-convert", change="bookkeeping")
-    log_every: Whole = key("The interval between lines of the log.", default=1, ge=1, change="bookkeeping")
+    model: PathText
+    output: PathText
+    data: Sources
+    objective: ObjectiveName
+    sequence_length: Tokens | None
+    micro_batch_size: Whole
+    tokens: Tokens | None
+    alpha: Real | None
+    pretraining_tokens: Tokens | None
+    tokens_per_step: Tokens
+    learning_rate: Real
+    warmup_steps: Whole | None
+    schedule: Literal["constant", "cosine", "wsd"]
+    final_learning_rate: Real
+    decay_share: Real
+    optimizer: Literal["adamw", "adafactor"]
+    weight_decay: Real
+    gradient_clipping: Real | None
+    precision: Literal["bf16", "no"]
+    gradient_checkpointing: Flag
+    sharding: Sharding
+    lora: Lora | None
+    seed: Whole
+    save_every: Whole
+    keep_checkpoints: Whole
+    evaluate_every: Whole | None
+    evaluation_data: Sources | None
+    evaluation_tokens: Tokens
+    z_loss: Real
+    teacher: PathText | None
+    distillation_weight: Real | None
+    trackers: Trackers
+    tracker_project: Text
+    log_every: Whole
 
     @property
     def budget_tokens(self) -> int:
@@ -268,27 +165,23 @@ class Recipe:
 
     def resolved(self) -> dict[str, Any]:
         """All keys as plain data, including defaults; `make_recipe` restores the recipe from it."""
-        plain: dict[str, Any] = TypeAdapter(Recipe).dump_python(self, mode="json")
-        return plain
+        return plain(self)  # type: ignore[no-any-return]
 
-    def differences(self, other: "Recipe", *, free: Collection[str], may_grow: bool = True) -> list[str]:
+    def differences(self, other: "Recipe", *kinds: str) -> list[str]:
         """The keys in which another recipe differs.
 
         Args:
             other: the recipe to resume with.
-            free: keys that may differ in any way.
-            may_grow: whether the budget may differ, unless it shrinks.
+            kinds: when the keys may `change`, see `declared_in`; others are not compared.
 
         Returns:
             A phrase for each such key, such as "seed was 0 and is now 1".
         """
         found = []
-        for name in KEYS:
+        for name, key in fields_of(Recipe).items():
             before, after = getattr(self, name), getattr(other, name)
-            if before != after and name not in free and not (may_grow and name in BUDGET):
+            if before != after and key.json_schema_extra["change"] in kinds:
                 found.append(f"{name} was {_brief(before)} and is now {_brief(after)}")
-        if may_grow and other.budget_tokens < self.budget_tokens:
-            found.append(f"the budget was {self.budget_tokens} tokens and is now {other.budget_tokens}")
         return found
 
 
@@ -301,19 +194,6 @@ def _brief(value: Any) -> str:
 
 NESTED = {"data": Source, "evaluation_data": Source, "lora": Lora}
 """The keys that hold mappings with keys of their own."""
-KEYS = tuple(fields_of(Recipe))
-
-
-def _that_change(*when: Change) -> frozenset[str]:
-    return frozenset(name for name, each in fields_of(Recipe).items() if each.json_schema_extra["change"] in when)
-
-
-BUDGET = _that_change("budget")
-"""The keys that state how long training lasts."""
-RECORDED = _that_change("recorded")
-"""The keys that help a run that has diverged; a change is recorded with its step."""
-CHANGEABLE = RECORDED | _that_change("bookkeeping", "execution")
-"""The keys that a resumed run may change."""
 
 
 def make_recipe(values: Mapping[str, Any]) -> Recipe:
@@ -326,73 +206,63 @@ def make_recipe(values: Mapping[str, Any]) -> Recipe:
         recipe: Recipe = read_keys(Recipe, dict(values), NESTED)
     except ValueError as problem:
         raise RecipeError(str(problem)) from None
-    mistakes = [*_budget_mistakes(recipe), *_folder_mistakes(recipe), *_source_mistakes(recipe)]
-    if recipe.evaluate_every is not None and recipe.evaluation_data is None:
-        mistakes.append(
-            f"evaluate_every is {recipe.evaluate_every} and there is no evaluation_data: name text to evaluate on"
-        )
-    if recipe.teacher is None and recipe.distillation_weight is not None:
-        mistakes.append(
-            "distillation_weight is given without a teacher: name the source checkpoint as teacher, or remove distillation_weight"
-        )
-    if mistakes:
+    if mistakes := [*_mistakes(recipe), *_source_mistakes(recipe)]:
         raise RecipeError("\n".join(mistakes))
     if recipe.teacher is not None and recipe.distillation_weight is None:
         recipe = dataclasses.replace(recipe, distillation_weight=1.0)
     return recipe
 
 
-def _budget_mistakes(recipe: Recipe) -> Iterator[str]:
+def _mistakes(recipe: Recipe) -> Iterator[str]:
+    """Keys that contradict one another."""
     stated = [name for name in ("tokens", "alpha", "pretraining_tokens") if getattr(recipe, name) is not None]
     if stated not in (["tokens"], ["alpha", "pretraining_tokens"]):
         yield f"the budget is stated by {' and '.join(stated) or 'no key'}: give tokens alone (such as 2B), or alpha with pretraining_tokens"
-        return
-    if recipe.sequence_length is not None and recipe.tokens_per_step < recipe.sequence_length:
-        yield (
-            f"tokens_per_step is {recipe.tokens_per_step} and sequence_length is {recipe.sequence_length}: "
-            "a step must hold at least one sequence"
-        )
-    if recipe.budget_tokens < recipe.tokens_per_step:
+    elif recipe.budget_tokens < recipe.tokens_per_step:
         yield (
             f"the budget is {recipe.budget_tokens} tokens and tokens_per_step is {recipe.tokens_per_step}: "
             "raise the budget or lower tokens_per_step"
         )
-
-
-def _folder_mistakes(recipe: Recipe) -> Iterator[str]:
+    if recipe.tokens_per_step < (recipe.sequence_length or 0):
+        yield (
+            f"tokens_per_step is {recipe.tokens_per_step} and sequence_length is {recipe.sequence_length}: "
+            "a step must hold at least one sequence"
+        )
     output = Path(os.path.realpath(recipe.output))
     if output.is_file():
         yield f"output {recipe.output} is a file: name a folder"
-    for name, stated in (("model", recipe.model), ("teacher", recipe.teacher)):
-        folder = Path(os.path.realpath(stated or recipe.model))
+    for name, named in (("model", recipe.model), ("teacher", recipe.teacher)):
+        folder = Path(os.path.realpath(named or recipe.model))
         nested = output.is_relative_to(folder) or folder.is_relative_to(output)
         if folder == output or (nested and folder.is_dir()):
-            yield f"output {recipe.output} and {name} {stated} are the same folder or nested: name a separate folder for output"
+            yield f"output {recipe.output} and {name} {named} are the same folder or nested: name a separate folder for output"
     if recipe.teacher is not None and Path(recipe.teacher) == Path(recipe.model):
         yield (
             f"teacher and model are both {recipe.model}: the teacher is the checkpoint that the model was converted from"
         )
+    if recipe.evaluate_every is not None and recipe.evaluation_data is None:
+        yield f"evaluate_every is {recipe.evaluate_every} and there is no evaluation_data: name text to evaluate on"
+    if recipe.teacher is None and recipe.distillation_weight is not None:
+        yield "distillation_weight is given without a teacher: name the source checkpoint as teacher, or remove distillation_weight"
 
 
 def _source_mistakes(recipe: Recipe) -> Iterator[str]:
     """Sources whose keys contradict one another, the other sources or the objective."""
-    named: dict[str, Source] = {}
-    for key_name, sources in (("data", recipe.data), ("evaluation_data", recipe.evaluation_data or ())):
-        for number, source in enumerate(sources):
-            named[key_name if len(sources) == 1 else f"{key_name}[{number}]"] = source
     first = recipe.data[0].kind
     reads: tuple[SourceKind, ...] = ("pairs",) if first == "pairs" else ("text", "chat")
     reason = f"data holds {KINDS[first]}"
     if recipe.objective != "auto":
         reads, reason = OBJECTIVES[recipe.objective].reads, f"objective is {recipe.objective}"
-    for name, source in named.items():
-        for mistake in _contradictions(source):
-            yield f"{name} {mistake}"
-        if source.is_self and name.startswith("evaluation_data"):
-            yield f"{name} is self, text that the source writes: name real text, on which a loss means something"
-        if source.kind not in reads:
-            wanted = " or ".join(KINDS[kind] for kind in reads)
-            yield f"{reason}, and {name} holds {KINDS[source.kind]}: name {wanted}, or change objective"
+    for key, sources in (("data", recipe.data), ("evaluation_data", recipe.evaluation_data or ())):
+        for number, source in enumerate(sources):
+            name = f"{key}[{number}]"
+            for mistake in _contradictions(source):
+                yield f"{name} {mistake}"
+            if source.is_self and key == "evaluation_data":
+                yield f"{name} is self, text that the source writes: name real text, on which a loss means something"
+            if source.kind not in reads:
+                wanted = " or ".join(KINDS[kind] for kind in reads)
+                yield f"{reason}, and {name} holds {KINDS[source.kind]}: name {wanted}, or change objective"
 
 
 def _contradictions(source: Source) -> Iterator[str]:

@@ -13,9 +13,9 @@ from typing import Any
 import yaml
 
 from gqa_convert.checkpoint.paths import local_path
-from gqa_convert.data.keys import suggestion
+from gqa_convert.data.keys import fields_of, suggestion
 from gqa_convert.errors import RecipeError
-from gqa_convert.training.recipe import KEYS, Recipe, make_recipe
+from gqa_convert.training.recipe import Recipe, make_recipe
 
 
 class _Loader(yaml.SafeLoader):
@@ -94,21 +94,7 @@ def _read_overrides(overrides: Iterable[str]) -> dict[str, Any]:
         name = name.strip()
         if not sign:
             raise RecipeError(f"the override {override!r} has no value: write it as key=value")
-        if name not in KEYS:
+        if name not in fields_of(Recipe):
             raise RecipeError(f"the override {override!r} has an unknown key {name!r}: {suggestion(name, Recipe)}")
         values[name] = _load(text, f"the override {override!r}")
     return values
-
-
-def conversion_command(path: str | os.PathLike[str], model: str) -> str | None:
-    """The command in the comments of a recipe that makes its converted model; None if they have none.
-
-    Args:
-        path: the path of the recipe, which `read_recipe` accepts.
-        model: the folder that the command must name.
-    """
-    for line in local_path(path).read_text(encoding="utf-8-sig").splitlines():
-        found = re.match(r"#\s+convert\s+(\S.*)", line)
-        if found and model in found[1].split():
-            return found[1]
-    return None

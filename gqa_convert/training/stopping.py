@@ -4,7 +4,6 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType, TracebackType
 from typing import Any
 
 from gqa_convert.errors import GQAConvertError, InterruptedRunError, StoppedError
@@ -33,9 +32,7 @@ class StopRequests:
             self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         if self._stopped is not None and isinstance(error, Exception) and not isinstance(error, GQAConvertError):
@@ -53,8 +50,7 @@ class StopRequests:
     def __bool__(self) -> bool:
         return bool(self.names)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        del frame
+    def _note(self, number: int, _: Any) -> None:
         name = signal.Signals(number).name
         again = name == "SIGINT" and name in self.names
         self.names.append(name)

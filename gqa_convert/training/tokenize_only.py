@@ -5,12 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gqa_convert.checkpoint.results import Result
-from gqa_convert.data.samples import TokenCache
+from gqa_convert.data.hub import default_cache
 from gqa_convert.data.token_files import OnTokenize
 from gqa_convert.errors import InterruptedRunError, StoppedError
 from gqa_convert.training.opening import open_recipe
 from gqa_convert.training.recipe_files import read_recipe
-from gqa_convert.training.run_text import open_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,19 +67,18 @@ def tokenize_recipe(
         StoppedError: a signal asked to stop; what is ready is kept.
     """
     recipe = read_recipe(path, overrides)
-    cache = TokenCache(progress=on_tokenize)
     try:
-        text = open_text(recipe, open_recipe(recipe), cache, known={})
+        opened = open_recipe(recipe, {}, on_tokenize)
     except InterruptedRunError as stopped:
         reason = str(stopped).split(":")[0]
         raise StoppedError(f"{reason}: what is ready is kept, run the same command again to resume") from None
-    samples, sources = text.samples, []
-    for stated, tokens in zip(text.recipe.data, samples.sources, strict=True):
+    samples, sources = opened.samples, []
+    for stated, tokens in zip(opened.recipe.data, samples.sources, strict=True):
         count = samples.sampler.count(tokens)
         sources.append(TokenizedSource(stated.source, stated.revision, tokens.size, count, tokens.complete))
     steps = recipe.steps(samples.tokens_per_sample)
     return TokenizedRecipe(
-        cache=str(cache.folder),
+        cache=str(default_cache()),
         sources=tuple(sources),
         steps=steps,
         samples=steps * recipe.samples_per_step(samples.tokens_per_sample),

@@ -8,6 +8,7 @@ averages over batches, not over labels.
 import math
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,49 +26,43 @@ from gqa_convert.training import sharding
 from gqa_convert.training.checkpoints import Progress
 from gqa_convert.training.distributed import summed
 from gqa_convert.training.metrics import StepMetrics
-from gqa_convert.training.models import on_device
+from gqa_convert.training.models import on_device, teacher_logits
+from gqa_convert.training.optimizers import learning_rate
 from gqa_convert.training.recipe import Recipe
-from gqa_convert.training.schedules import learning_rate
-from gqa_convert.training.teacher import teacher_logits
 
 
+@dataclass
 class Trainer:
     """Takes the optimizer steps of a run.
 
-    Args:
+    Attributes:
         recipe: the settings.
         model: the model or its wrapper for several processes, in training mode.
         optimizer: the optimizer of its trained parameters.
         samples: the training data.
         accelerator: accelerate's Accelerator.
         steps: the number of steps in the whole run.
-        teacher: the model to distil from.
+        teacher: the model to distil from; None for none.
         progress: the progress of the run, which is kept up to date.
-
-    Attributes:
         problem: the error of reading text, if that ended the run.
     """
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        model: Any,
-        optimizer: torch.optim.Optimizer,
-        samples: Samples,
-        accelerator: Any,
-        *,
-        steps: int,
-        teacher: Any,
-        progress: Progress,
-    ) -> None:
-        self.recipe, self.model, self.optimizer, self.samples = recipe, model, optimizer, samples
-        self.accelerator, self.steps, self.teacher, self.progress = accelerator, steps, teacher, progress
-        self.problem: Exception | None = None
-        self.samples_per_step = recipe.samples_per_step(samples.tokens_per_sample)
-        self.tokens_per_step = float(self.samples_per_step * samples.tokens_per_sample)
-        self._weight = 0.0 if teacher is None else recipe.distillation_weight or 0.0
-        self._trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        self._autocast = recipe.precision == "bf16" and not sharding.is_sharded(model)
+    recipe: Recipe
+    model: Any
+    optimizer: torch.optim.Optimizer
+    samples: Samples
+    accelerator: Any
+    steps: int
+    teacher: Any
+    progress: Progress
+    problem: Exception | None = None
+
+    def __post_init__(self) -> None:
+        self.samples_per_step = self.recipe.samples_per_step(self.samples.tokens_per_sample)
+        self.tokens_per_step = float(self.samples_per_step * self.samples.tokens_per_sample)
+        self._weight = self.recipe.distillation_weight or 0.0
+        self._trained = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        self._autocast = self.recipe.precision == "bf16" and not sharding.is_sharded(self.model)
 
     def run(self, stop: Callable[[], bool]) -> Iterator[StepMetrics]:
         """Take the remaining steps one by one. The generator ends early, between two steps, if `stop` returns true or
@@ -107,23 +102,23 @@ class Trainer:
 
     def _step(self, step: int, batches: list[Batch], count: float) -> StepMetrics:
         """One optimizer step on a process's batches, which hold `count` labels on all processes together."""
-        torch.manual_seed(mix(self.recipe.seed, step, self.accelerator.process_index))  # dropout of adapters
+        accelerator, progress = self.accelerator, self.progress
+        torch.manual_seed(mix(self.recipe.seed, step, accelerator.process_index))  # dropout of adapters
         rate = learning_rate(self.recipe, step, self.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         # read once at the end, so that the GPU is not synchronised in between
-        parts = torch.zeros(3, dtype=torch.float64, device=self.accelerator.device)
+        parts = torch.zeros(3, dtype=torch.float64, device=accelerator.device)
         for number, batch in enumerate(batches):
             sharding.set_gradient_sync(self.model, number == len(batches) - 1)
             loss, found = self.losses(batch)
             # turns the mean over processes, which DDP and FSDP compute, into the sum over all tokens divided by their
             # number
-            self.accelerator.backward(loss * (self.accelerator.num_processes / count))
+            accelerator.backward(loss * (accelerator.num_processes / count))
             parts += found
-        limit = self.recipe.gradient_clipping
-        norm = self.accelerator.clip_grad_norm_(self._trained, math.inf if limit is None else limit)
+        norm = accelerator.clip_grad_norm_(self._trained, self.recipe.gradient_clipping or math.inf)
         norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
-        total, lm, kl = (value / count for value in summed(self.accelerator, parts.tolist()))
+        total, lm, kl = (value / count for value in summed(accelerator, parts.tolist()))
         finite = math.isfinite(total) and math.isfinite(norm)
         if finite:
             for parameter in self._trained:  # one that nothing used too, so that its moments exist from the start
@@ -131,7 +126,6 @@ class Trainer:
                     parameter.grad = torch.zeros_like(parameter)
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        progress = self.progress
         progress.step = step
         progress.tokens = int(step * self.samples_per_step * self.samples.tokens_per_sample)
         progress.skipped += not finite
@@ -149,17 +143,12 @@ class Trainer:
 
     def losses(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """The loss of a micro-batch, summed over its tokens; and its parts [loss, lm, kl] without gradient."""
-        inputs, labels = on_device(batch, self.model)
         labelled = labelled_positions(batch["labels"])
-        with self._precision():
-            output = self.model(**inputs, use_cache=False).logits
-        theirs = teacher_logits(self.teacher, inputs) if self._weight > 0 else None
         found = self._loss(
             self.model,
-            output,
-            labels,
-            theirs,
-            labelled=None if labelled is None else torch.from_numpy(labelled).to(labels.device),
+            batch,
+            self.teacher if self._weight > 0 else None,
+            labelled=None if labelled is None else torch.from_numpy(labelled).to(self.accelerator.device),
             weight=self._weight,
             z_loss=self.recipe.z_loss,
         )
@@ -167,17 +156,14 @@ class Trainer:
             sharding.reshard(self.teacher)
         return found.sum, torch.stack([found.sum, found.lm, found.kl]).detach().double()
 
-    def _precision(self) -> torch.autocast:
-        return torch.autocast(self.accelerator.device.type, torch.bfloat16, enabled=self._autocast)
-
-    def _loss(
-        self, model: Any, output: Tensor, labels: Tensor, theirs: Tensor | None = None, **terms: Any
-    ) -> CombinedLoss:
-        """The loss of what a model and the teacher returned: logits, or states if their output layers were removed."""
-        layer = removed_output_layer(sharding.unwrapped(model))
-        their_layer = None if theirs is None else removed_output_layer(self.teacher)
-        with self._precision():
-            return combined_loss(output, labels, theirs, layer=layer, teacher_layer=their_layer, **terms)
+    def _loss(self, model: Any, batch: Batch, teacher: Any = None, **terms: Any) -> CombinedLoss:
+        """The loss of a batch, by what the models return: logits, or states if their output layers were removed."""
+        inputs, labels = on_device(batch, model)
+        with torch.autocast(self.accelerator.device.type, torch.bfloat16, enabled=self._autocast):
+            output = model(**inputs, use_cache=False).logits
+            if teacher is not None:
+                terms |= {"teacher": teacher_logits(teacher, inputs), "teacher_layer": removed_output_layer(teacher)}
+            return combined_loss(output, labels, layer=removed_output_layer(sharding.unwrapped(model)), **terms)
 
     def evaluate(self, model: Any, blocks: EvaluationBlocks) -> float:
         """The mean loss in nats per token over held-out text, which the processes share, in the precision of training."""
@@ -188,12 +174,11 @@ class Trainer:
         model.eval()
         total, count = 0.0, 0.0
         # every process runs the same number of forward passes, because those of a sharded model are collective
-        for at in range(0, len(starts), processes):
-            start = starts[min(at + rank, len(starts) - 1)]
-            inputs, labels = on_device(blocks.batch(range(start, min(start + size, len(blocks)))), model)
-            with torch.no_grad(), self._precision():
-                found = self._loss(model, model(**inputs, use_cache=False).logits, labels)
-            if at + rank < len(starts):
+        for at in range(rank, rank + len(starts), processes):
+            start = starts[min(at, len(starts) - 1)]
+            with torch.no_grad():
+                found = self._loss(model, blocks.batch(range(start, min(start + size, len(blocks)))))
+            if at < len(starts):
                 total += float(found.sum)
                 count += float(found.count)
         model.train(was_training)

@@ -10,10 +10,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from gqa_convert.data.encoders import tokenizer_state
 from gqa_convert.data.hub import HubDataset
 from gqa_convert.data.pairs import shortened
 from gqa_convert.data.samples import Samples
-from gqa_convert.data.tokenizing import tokenizer_state
 from tests.helpers.data_helpers import evaluation_blocks, open_samples
 from tests.helpers.seq2seq import BOS, EOS, MASK, bart_tokenizer, write_pairs
 

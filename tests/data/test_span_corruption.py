@@ -120,16 +120,6 @@ def test_samples_do_not_depend_on_how_they_are_asked_for(indices: list[int]) -> 
         assert all((alone[name][0] == rows[row]).all() for name, rows in together.items())
 
 
-@pytest.mark.parametrize("blocks", [1, 14])
-def test_a_stream_gives_the_same_samples_as_what_became_of_it(blocks: int) -> None:
-    words, sampler = random_words(9000), sampler_for(48)
-    sampler.window_blocks = blocks
-    known = array_tokens(words[: sampler.tokens_for(100)], is_stream=True, complete=False)
-    part, whole = (Samples([(tokens, 1.0)], sampler, 3) for tokens in (known, array_tokens(words, is_stream=True)))
-    for index in range(100):
-        assert (part.batch([index])["input_ids"] == whole.batch([index])["input_ids"]).all()
-
-
 def test_evaluation_uses_whole_blocks_in_order() -> None:
     words = np.arange(1000, 3000)
     sampler = sampler_for(48)

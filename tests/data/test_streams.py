@@ -117,7 +117,7 @@ def test_datasets_streams_and_goes_on(tmp_path: Path, monkeypatch: pytest.Monkey
         samples = opened(tmp_path / "cache", tokens * LENGTH)
         found = samples.batch(range(tokens))["input_ids"].ravel().tolist()
         assert found == expected_tokens()[: tokens * LENGTH]
-        (record,) = (tmp_path / "cache").glob("*.json")
+        (record,) = (tmp_path / "cache").rglob("*.json")
         pieces, (row, state) = (json.loads(record.read_text())[name] for name in ("pieces", "position"))
         assert row == pieces
         assert state is not None

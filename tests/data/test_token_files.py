@@ -15,10 +15,10 @@ import pytest
 
 from gqa_convert.data import files, token_files
 from gqa_convert.data.documents import Fields, Piece
+from gqa_convert.data.encoders import TextEncoder
 from gqa_convert.data.files import Files
 from gqa_convert.data.samples import Samples
 from gqa_convert.data.token_files import TokenSource, tokenize
-from gqa_convert.data.tokenizing import TextEncoder
 from gqa_convert.errors import DataError, NoSpaceError
 from tests.helpers.data_helpers import EOS, demo_tokenizer, open_samples, span_tokenizer
 
@@ -195,14 +195,3 @@ def test_of_two_at_once_one_tokenises(tmp_path: Path) -> None:
         said.append(lines)
     assert said[0][-1] == said[1][-1]
     assert sorted(len(lines) for lines in said) == [1, 1 + 4]  # one of them has tokenised the batches, and the end
-
-
-def test_the_other_processes_wait_and_read(paths: list[Path], tmp_path: Path) -> None:
-    cache = tmp_path / "cache"
-    with pytest.raises(DataError, match="first process of this machine"):
-        opened(paths[0], cache, is_local_main=False)
-    assert not cache.exists()
-    main: list[Samples] = []
-    other = opened(paths[0], cache, is_local_main=False, wait=lambda: main.append(opened(paths[0], cache)))
-    assert other.fingerprint == main[0].fingerprint
-    assert (other.batch([7, 2])["input_ids"] == main[0].batch([7, 2])["input_ids"]).all()

@@ -5,13 +5,14 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import gqa_convert
 from gqa_convert.data import samples
 from gqa_convert.data.objectives import SampleSettings
-from gqa_convert.data.sources import Source, as_source
+from gqa_convert.data.sources import as_source
 from gqa_convert.data.token_files import LAST, TokenSource
 
 DEMO = Path(gqa_convert.__file__).parent / "demo_checkpoint"
@@ -44,28 +45,25 @@ def array_tokens(tokens: npt.ArrayLike, *, is_stream: bool = False, complete: bo
     return TokenSource(marked, is_stream=is_stream, complete=complete)
 
 
-_CACHE = ("is_local_main", "wait", "progress")
 _OWN = ("seed", "tokens")
 
 
 def open_samples(sources: Any, tokenizer: Any, **given: Any) -> samples.Samples:
     """Samples, by the names of all settings in one call."""
-    return samples.open_samples(_sources(sources), *_settings(tokenizer, given), **given)
+    return _opened(samples.open_samples, sources, tokenizer, {"seed": 0, "tokens": 10**9} | given)
 
 
 def evaluation_blocks(sources: Any, tokenizer: Any, **given: Any) -> samples.EvaluationBlocks:
     """Blocks, by the names of all settings in one call."""
-    return samples.evaluation_blocks(_sources(sources), *_settings(tokenizer, given), **given)
+    return _opened(samples.evaluation_blocks, sources, tokenizer, given)
 
 
-def _sources(given: Any) -> list[Source]:
-    return [as_source(source) for source in ([given] if isinstance(given, str) else given)]
-
-
-def _settings(tokenizer: Any, given: dict[str, Any]) -> tuple[SampleSettings, samples.TokenCache]:
-    """The settings of samples and the cache, which are taken out of what is given."""
-    cache = {name: given.pop(name) for name in _CACHE if name in given}
-    if "cache" in given:
-        cache["folder"] = given.pop("cache")
-    rest = {name: given.pop(name) for name in list(given) if name not in _OWN}
-    return SampleSettings(tokenizer, length=rest.pop("sequence_length"), **rest), samples.TokenCache(**cache)
+def _opened(call: Any, sources: Any, tokenizer: Any, given: dict[str, Any]) -> Any:
+    named = [as_source(source) for source in ([sources] if isinstance(sources, str) else sources)]
+    own = {name: given.pop(name) for name in _OWN if name in given}
+    progress = given.pop("progress", lambda *_: None)
+    with pytest.MonkeyPatch.context() as patch:
+        if "cache" in given:
+            patch.setenv("XDG_CACHE_HOME", str(given.pop("cache")))
+        settings = SampleSettings(tokenizer, length=given.pop("sequence_length"), **given)
+        return call(named, settings, progress, **own)

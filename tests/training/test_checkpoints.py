@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gqa_convert.training.checkpoints import Checkpoints, Progress, RunRecord
+from gqa_convert.training.checkpoints import Checkpoints, Progress
 
 
 @pytest.fixture
@@ -15,8 +15,7 @@ def checkpoints(tmp_path: Path) -> Checkpoints:
 
 def save(checkpoints: Checkpoints, *steps: int, number: float = 0.0) -> None:
     for step in steps:
-        record = RunRecord(progress=Progress(step=step), recipe={}, processes=1, samples="s")
-        checkpoints.save({"w": torch.full((2,), number)}, record)
+        checkpoints.save({"w": torch.full((2,), number)}, Progress(step=step))
         assert checkpoints.path(step).exists()
 
 
@@ -24,7 +23,7 @@ def test_the_newest_whole_ones_are_kept(checkpoints: Checkpoints) -> None:
     save(checkpoints, 1, 2, 3)
     next(checkpoints.path(3).glob("*.distcp")).unlink()
     save(checkpoints, 5)
-    assert [record.progress.step for record in checkpoints.whole()] == [5, 2]
+    assert [record.step for record in checkpoints.whole()] == [5, 2]
     save(checkpoints, 6)
     assert sorted(path.name for path in checkpoints.folder.iterdir()) == ["step-000005", "step-000006"]
 
@@ -36,7 +35,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_written_anew(checkpoints: Check
     said: list[str] = []
     newest = checkpoints.newest(said.append)
     assert newest is not None
-    assert (newest.progress.step, len(said)) == (3, 1)
+    assert (newest.step, len(said)) == (3, 1)
     save(checkpoints, 4, number=2.0)
     read = {"w": torch.zeros(2)}
     checkpoints.load(4, read, 1)

@@ -11,18 +11,12 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gqa_convert.data.keys import fields_of
 from gqa_convert.data.objectives import OBJECTIVES
 from gqa_convert.data.sources import Source
-from gqa_convert.errors import RecipeError, SourceNotFoundError
-from gqa_convert.training.recipe import (
-    CHANGEABLE,
-    KEYS,
-    RECORDED,
-    Recipe,
-    make_recipe,
-)
+from gqa_convert.errors import RecipeError
+from gqa_convert.training.recipe import Recipe, make_recipe
 from gqa_convert.training.recipe_files import read_recipe
-from gqa_convert.training.uptrain import uptrain_checkpoint
 from tests.helpers.documents import ROOT, SHIPPED_RECIPES
 
 BASE: dict[str, Any] = {"model": "m", "output": "o", "data": "d", "tokens": "10M"}
@@ -93,7 +87,7 @@ BADKEYS = {
     "tokens_per_step: 20M": "the budget is 10000000 tokens and tokens_per_step is 20000000: raise the budget or lower tokens_per_step",
     "evaluate_every: 5": "evaluate_every is 5 and there is no evaluation_data",
     "evaluation_data: []": "evaluation_data is []: it is an empty list",
-    "objective: pairs": "objective is pairs, and data holds running text: name pairs of texts (source_field and target_field), or",
+    "objective: pairs": "objective is pairs, and data[0] holds running text: name pairs of texts (source_field and target_field), or",
     "teacher: ./m": "teacher and model are both m",
     "teacher: ''": "teacher is empty: it must be text",
 }
@@ -106,13 +100,13 @@ def test_bad_keys(lines: str, tmp_path: Path) -> None:
 
 BAD_DATA = {
     "[]": "data is []: it is an empty list: name at least one file",
-    "null": "data.source is null: it must be text",
+    "null": "data[0].source is null: it must be text",
     "[a, {source: b, wieght: 2}]": "data[1] has an unknown key 'wieght': did you mean 'weight'?",
-    "{path: b}": "data has an unknown key 'path': did you mean 'source'?",
+    "{path: b}": "data[0] has an unknown key 'path': did you mean 'source'?",
     "[{source: b, weight: 0}]": "data[0].weight is 0.0: it must be greater than 0",
-    "{source: b, source_field: x}": "data names only one of source_field and target_field: give both, or neither",
+    "{source: b, source_field: x}": "data[0] names only one of source_field and target_field: give both, or neither",
     "[a, {source: b, target_field: x}]": "data[1] names only one of source_field and target_field: give both, or neither",
-    "{source: b, source_field: x, target_field: y, text_field: z}": "data has text_field, which belongs to running text: remove text_field",
+    "{source: b, source_field: x, target_field: y, text_field: z}": "data[0] has text_field, which belongs to running text: remove text_field",
     "[a, {source: b, source_field: x, target_field: y}]": "data holds running text, and data[1] holds pairs of texts (source_field and target_field): name running text or",
 }
 
@@ -214,7 +208,7 @@ def test_warmup() -> None:
 def test_resolved_recipes_make_themselves(path: Path) -> None:
     recipe = read_recipe(path)
     resolved = recipe.resolved()
-    assert list(resolved) == list(KEYS)
+    assert list(resolved) == list(fields_of(Recipe))
     assert make_recipe(resolved) == recipe
     assert make_recipe(json.loads(json.dumps(resolved))) == recipe
     assert make_recipe(yaml.safe_load(yaml.safe_dump(resolved))) == recipe
@@ -222,34 +216,23 @@ def test_resolved_recipes_make_themselves(path: Path) -> None:
 
 def test_differences() -> None:
     recipe = make(seed=1)
-    assert recipe.differences(make(seed=2, objective="causal"), free=CHANGEABLE) == [
+    assert recipe.differences(make(seed=2, objective="causal"), "never") == [
         "objective was auto and is now causal",
         "seed was 1 and is now 2",
     ]
     same = {"save_every": 7, "trackers": ["wandb"], "output": "elsewhere", "evaluation_data": "e", "sharding": "full"}
-    assert recipe.differences(make(seed=1, **same), free=CHANGEABLE) == []
-    assert recipe.differences(make(seed=1, gradient_clipping=None), free=CHANGEABLE - RECORDED) == [
-        "gradient_clipping was 1.0 and is now null"
+    assert recipe.differences(make(seed=1, **same, gradient_clipping=None, tokens="20M"), "never") == []
+    assert recipe.differences(make(seed=1, **same, gradient_clipping=None, tokens="20M"), "recorded", "budget") == [
+        "tokens was 10000000 and is now 20000000",
+        "gradient_clipping was 1.0 and is now null",
     ]
     other = make(seed=1, data=["d", {"source": "e", "weight": 2}])
-    assert recipe.differences(other, free=()) == [
+    assert recipe.differences(other, "never") == [
         "data was [{'source': 'd'}] and is now [{'source': 'd'}, {'source': 'e', 'weight': 2.0}]"
     ]
 
 
-# The recipes that are shipped, and the page about them
-
-
-def test_a_missing_converted_model_is_made_by_the_headers_command(tmp_path: Path) -> None:
-    command = f"gqa-convert convert ./source {tmp_path}/missing --groups 4"
-    text = f"# convert    {command}\nmodel: {tmp_path}/missing\noutput: {tmp_path}/run\ndata: d\ntokens: 10M\n"
-    with pytest.raises(SourceNotFoundError) as caught:
-        uptrain_checkpoint(write(tmp_path, text), [])
-    assert str(caught.value) == f"the converted model {tmp_path}/missing does not exist: make it with {command}"
-    with pytest.raises(SourceNotFoundError, match="other") as caught:
-        uptrain_checkpoint(tmp_path / "recipe.yaml", [f"model={tmp_path}/other"])
-    assert "make it with" not in str(caught.value)
-    assert [path.name for path in tmp_path.iterdir()] == ["recipe.yaml"]
+# The page about recipes
 
 
 def test_the_page_has_every_key_as_it_is_declared() -> None:

@@ -1,4 +1,4 @@
-"""Text that is tokenised ahead of a run, which then finds it."""
+"""Text that is tokenised ahead of a run, which then finds it; and the commits of Hub datasets, which a run keeps."""
 
 import itertools
 import json
@@ -12,13 +12,13 @@ import pytest
 
 from gqa_convert.data import sampler, token_files
 from gqa_convert.data.documents import Piece
+from gqa_convert.data.encoders import TextEncoder
 from gqa_convert.data.hub import HubDataset
-from gqa_convert.data.tokenizing import TextEncoder
 from gqa_convert.errors import InterruptedRunError, StoppedError
 from gqa_convert.training.tokenize_only import tokenize_recipe
 from gqa_convert.training.uptrain import uptrain_checkpoint
 from tests.helpers.command_line import run as run_command
-from tests.helpers.uptrain_runs import make_student, recipe
+from tests.helpers.uptrain_runs import make_student, recipe, run
 
 
 @pytest.fixture(scope="module")
@@ -114,3 +114,55 @@ def test_the_command(home: Path, tmp_path: Path) -> None:
     wrong = run_command("uptrain", path, "objective=span_corruption", "--tokenize-only")
     assert (wrong.returncode, wrong.stdout) == (2, "")
     assert wrong.stderr.startswith("gqa-convert: objective is span_corruption")
+
+
+OLD, NEW = "a" * 40, "b" * 40
+
+
+class Hub:
+    """A Hub on which a dataset's `main` moves and that may be unreachable; `commit` is then None."""
+
+    commit: str | None = OLD
+
+    def dataset_info(self, *_: Any, **__: Any) -> Any:
+        if self.commit is None:
+            raise ConnectionError("no route to host")
+        return type("Answer", (), {"sha": self.commit})
+
+    @staticmethod
+    def rows(text: HubDataset) -> list[dict[str, str]]:
+        """Other documents at another commit."""
+        return [{"text": f"{text.commit[0]} = {number}\n" * 20} for number in range(60)]
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Hub:
+    hub = Hub()
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", hub.dataset_info)
+    monkeypatch.setattr(HubDataset, "open_rows", hub.rows)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return hub
+
+
+@pytest.mark.parametrize("moved", [NEW, None])
+def test_a_run_resumes_on_the_commit_that_it_began_with(
+    home: Path, hub: Hub, tmp_path: Path, moved: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If the dataset has a new commit, and if the Hub can't be reached, even where the cache is empty. The card prints the
+    revisions of the recipe in the model's record.
+    """
+    output = tmp_path / "run"
+    run(home, output, data="org/some", tokens=128)
+    hub.commit = moved
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
+    summary = run(home, output, data="org/some", tokens=256)
+    assert (summary["steps"], summary["changes"]) == (4, ["from step 3: tokens was 128 and is now 256"])
+    record = json.loads((output / "model" / "gqa_conversion.json").read_text())
+    assert record["uptraining"][-1]["recipe"]["data"][0]["revision"] == OLD
+
+
+def test_evaluation_data_keep_their_commit(home: Path, hub: Hub, tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"data": str(home / "text.txt"), "evaluation_data": "org/some", "evaluation_tokens": 200}
+    first = run(home, tmp_path / "run", tokens=128, **keys)
+    hub.commit = NEW
+    assert run(home, tmp_path / "run", tokens=256, **keys)["evaluation"]["start"] == first["evaluation"]["start"]

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import accelerate.tracking
 import numpy as np
 import pytest
 import torch
@@ -18,9 +19,12 @@ from gqa_convert import convert_checkpoint
 from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.errors import CorruptCheckpointError, DeviceMemoryError, MissingExtraError, RecipeError
 from gqa_convert.families.loading import load_model
+from gqa_convert.losses import distillation
+from gqa_convert.training import models
 from gqa_convert.training.trainer import Trainer
 from tests.helpers import seq2seq
 from tests.helpers.data_helpers import open_samples, span_tokenizer
+from tests.helpers.largest import LargestWith
 from tests.helpers.uptrain_runs import DEMO, STEPS, in_float32, leftovers, losses, metrics, run, student_home, weights
 
 
@@ -135,22 +139,6 @@ def test_the_loss_is_that_of_transformers(home: Path, tmp_path: Path) -> None:
     assert losses(tmp_path / "run") == [pytest.approx(expected, rel=1e-5)]
 
 
-def test_micro_batches_do_not_matter(home: Path, tmp_path: Path) -> None:
-    """A short last one (5 = 2 + 2 + 1 = 4 + 1) counts by its tokens; the last block of an epoch overlaps the first one,
-    and learns less.
-    """
-    text = tmp_path / "short.txt"
-    text.write_text((home / "text.txt").read_text()[:500])
-    keys = {"data": str(text), "tokens_per_step": 160, "tokens": 480, "learning_rate": 1e-4}
-    expected: list[float] = []
-    for size in (1, 2, 4):
-        output = tmp_path / f"micro-{size}"
-        run(home, output, **keys, micro_batch_size=size)
-        expected = expected or losses(output)
-        assert losses(output) == pytest.approx(expected, rel=2e-5)
-    assert len(expected) == 3
-
-
 def test_a_student_that_is_its_teacher_learns_nothing(home: Path, tmp_path: Path) -> None:
     student = shutil.copytree(home / "student", tmp_path / "student")
     in_float32(student)
@@ -230,3 +218,45 @@ def test_mistakes_are_found_before_anything_is_trained(
     monkeypatch.setattr(Trainer, "losses", full)
     with pytest.raises(DeviceMemoryError, match="out of memory: lower micro_batch_size"):
         run(home, tmp_path / "run")
+
+
+def test_steps_are_those_of_whole_logits(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In training and in evaluation, of the student and of the teacher, no logits of a whole micro-batch are made."""
+    keys: dict[str, Any] = {"tokens": 2 * 64, "micro_batch_size": 2, "evaluation_data": str(home / "other.txt")}
+    keys |= {"teacher": str(DEMO), "distillation_weight": 0.6, "evaluate_every": 1, "z_loss": 1e-3}
+    monkeypatch.setattr(distillation, "_POSITIONS", 24)
+    with LargestWith(2048, 192) as largest:
+        run(home, tmp_path / "parts", **keys)
+    assert largest.rows == 24  # of the bundled model's logits
+    monkeypatch.setattr(models, "remove_output_layer", lambda model, inputs: False)
+    run(home, tmp_path / "whole", **keys)
+    for found, expected in zip(metrics(tmp_path / "parts"), metrics(tmp_path / "whole"), strict=True):
+        assert found == pytest.approx(expected, rel=1e-4)
+
+
+class Remembering(accelerate.tracking.GeneralTracker):
+    """A tracker of accelerate's that keeps what it receives."""
+
+    name = "tensorboard"
+    requires_logging_directory = True
+    tracker = None
+    seen: list[tuple[int, dict[str, Any]]] = []  # noqa: RUF012
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        super().__init__()
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        pass
+
+    def log(self, values: dict[str, Any], step: int, **_: Any) -> None:
+        self.seen.append((step, values))
+
+
+def test_the_numbers_of_a_step_reach_a_tracker(home: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr("gqa_convert.training.opening.importlib.util.find_spec", lambda name: object())
+    monkeypatch.setattr("accelerate.accelerator.filter_trackers", lambda names, *_: names)
+    monkeypatch.setitem(accelerate.tracking.LOGGER_TYPE_TO_CLASS, "tensorboard", Remembering)
+    run(home, tmp_path / "run", trackers=["tensorboard"], tokens=128)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert Remembering.seen == [(line.pop("step"), line) for line in lines]
+    assert [step for step, _ in Remembering.seen] == [1, 2]

@@ -1,18 +1,22 @@
-"""Runs that are killed, stopped, changed or finished, and the same command again."""
+"""Runs that are killed, stopped, changed or finished, on disks that are full, and the same command again."""
 
 import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gqa_convert.errors import DivergedError, ResumeError, StoppedError
-from gqa_convert.training.metrics import RunLog
+from gqa_convert.errors import DataError, DivergedError, NoSpaceError, OutputError, ResumeError, StoppedError
+from gqa_convert.training.distributed import taking_part
+from gqa_convert.training.metrics import RunLog, StepMetrics
 from gqa_convert.training.run import Run
+from gqa_convert.training.stopping import StopRequests
 from gqa_convert.training.uptrain import uptrain_checkpoint
 from tests.helpers.uptrain_runs import (
     STEPS,
@@ -22,6 +26,7 @@ from tests.helpers.uptrain_runs import (
     leftovers,
     losses,
     metrics,
+    recipe,
     run,
     student_home,
     weights,
@@ -239,7 +244,7 @@ def test_divergence_ends_a_run_that_can_go_on_otherwise(
     output = tmp_path / "run"
     keys = {"tokens": 12 * 64, "keep_checkpoints": 1}
     with pytest.raises(
-        DivergedError, match=r"5 consecutive steps up to step 8 .* is intact: run again with a lower learning_rate"
+        DivergedError, match=r"5 consecutive steps up to step 8 .*: run again with a lower learning_rate"
     ):
         run(home, output, **keys)
     saved = sorted(path.name for path in (output / "checkpoints").iterdir())
@@ -255,7 +260,6 @@ def test_text_that_fails_on_the_way_costs_no_step(
     home: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from gqa_convert.data.samples import Samples
-    from gqa_convert.errors import DataError
 
     original = Samples.batch
 
@@ -273,3 +277,92 @@ def test_text_that_fails_on_the_way_costs_no_step(
     run(home, output)
     assert losses(output) == losses(whole)
     assert weights(output) == weights(whole)
+
+
+def stopped_and_turned_into(error: Exception | None) -> None:
+    with StopRequests():
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+        except StoppedError as stopped:
+            raise error or stopped from None
+
+
+def test_a_signal_is_an_error_at_once() -> None:
+    """Also if the code that it interrupts makes another error of it, unless that has a line of its own."""
+    with pytest.raises(StoppedError, match="SIGINT between two stages"):
+        stopped_and_turned_into(None)
+    with pytest.raises(StoppedError, match="SIGINT between two stages"):
+        stopped_and_turned_into(ImportError("torch is half there"))
+    with pytest.raises(DataError):
+        stopped_and_turned_into(DataError("no text"))
+
+
+def test_leaving_does_not_import_torch_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)  # to import it is an error now
+    with pytest.raises(StoppedError, match="early"), taking_part():
+        raise StoppedError("early")
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A small file system of its own."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("only root may mount file systems")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def remount(disk: Path, options: str) -> None:
+    subprocess.run(["mount", "-o", f"remount,{options}", str(disk)], check=True)
+
+
+CHECKPOINT = 27
+"""MB of a checkpoint, and a little more than its."""
+
+
+@pytest.mark.parametrize(
+    ("size", "saved"),
+    [(1, []), (CHECKPOINT // 2, []), (CHECKPOINT * 3 // 2, [2]), (CHECKPOINT * 5 // 2, [2, 4])],
+)
+def test_a_full_disk_leaves_what_is_there(home: Path, whole: Path, disk: Path, size: int, saved: list[int]) -> None:
+    remount(disk, f"size={size}m")
+    output = disk / "run"
+    with pytest.raises(NoSpaceError, match="is full: make room and run the same command again"):
+        run(home, output)
+    assert [int(path.name[-6:]) for path in sorted((output / "checkpoints").glob("*"))] == saved
+    assert leftovers(output) == []
+    remount(disk, "size=200m")
+    run(home, output)
+    assert metrics(output) == metrics(whole)
+    assert weights(output) == weights(whole)
+
+
+def test_a_disk_that_fills_up_at_the_end(home: Path, whole: Path, disk: Path) -> None:
+    """The last checkpoint is there, the model has no room."""
+    remount(disk, "size=200m")
+    output = disk / "run"
+    keys = {"keep_checkpoints": 1, "save_every": 100}
+    filler = disk / "filler"
+
+    def fill(metrics: StepMetrics, _: int) -> None:
+        if metrics.step == 6:
+            filler.write_bytes(bytes((200 - CHECKPOINT - 3) << 20))
+
+    with pytest.raises(NoSpaceError):
+        uptrain_checkpoint(recipe(home, output, **keys), [], on_step=fill)
+    assert [path.name for path in (output / "checkpoints").iterdir()] == ["step-000006"]
+    assert not (output / "model").exists()
+    assert leftovers(output) == []
+    filler.unlink()
+    run(home, output, **keys)
+    assert weights(output) == weights(whole)
+
+
+def test_an_output_that_cannot_be_written(home: Path, disk: Path) -> None:
+    path = recipe(home, disk / "run")
+    remount(disk, "ro")
+    with pytest.raises(OutputError, match=r"can't be used .*Read-only file system"):
+        uptrain_checkpoint(path, [])

@@ -1,4 +1,4 @@
-"""The teacher: how it is loaded and asked, and whether it speaks of the student's tokens."""
+"""The models of a run: dropout is off, and the teacher is asked only and speaks of the student's tokens."""
 
 import json
 from pathlib import Path
@@ -10,8 +10,10 @@ import transformers
 from tokenizers import Tokenizer, models
 
 from gqa_convert.errors import RecipeError
-from gqa_convert.training.teacher import check_vocabularies, load_teacher, teacher_logits
+from gqa_convert.training.models import load_frozen, teacher_logits, turn_dropout_off
+from gqa_convert.training.opening import check_vocabularies
 from tests.helpers.distributed_steps import small_model
+from tests.helpers.own_files import make_source_model
 
 IDS = torch.arange(24).view(2, 12)
 
@@ -27,7 +29,7 @@ IDS = torch.arange(24).view(2, 12)
 def test_the_teacher_is_loaded_to_be_asked_only(stored: Any, device: str, dtype: Any, tmp_path: Path) -> None:
     """In its own type, but for a GPU in bfloat16 instead of float32, whatever the student is autocast to."""
     small_model("llama").to(stored).save_pretrained(tmp_path)
-    teacher = load_teacher(tmp_path, device)
+    teacher = load_frozen(tmp_path, device)
     assert not teacher.training
     assert not any(each.requires_grad for each in teacher.parameters())
     with torch.autocast("cpu", torch.float16):
@@ -72,3 +74,24 @@ def test_a_teacher_without_a_tokenizer_has_its_size_compared(tmp_path: Path) -> 
     for file in bare.glob("tokenizer*"):
         file.unlink()
     check_vocabularies(student, bare)
+
+
+RATES = {
+    "t5": ("dropout_rate",),
+    "gpt2": ("resid_pdrop", "embd_pdrop", "attn_pdrop"),
+    "bart": ("dropout", "attention_dropout", "activation_dropout"),
+}
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("kind", RATES)
+def test_a_model_in_training_mode_computes_what_it_does_in_evaluation(kind: str, implementation: str) -> None:
+    model = make_source_model(kind, **dict.fromkeys(RATES[kind], 0.1))
+    model.set_attn_implementation(implementation)
+    ids = torch.randint(3, 32, (2, 8))
+    inputs = {"input_ids": ids} | ({} if kind == "gpt2" else {"decoder_input_ids": ids})
+    expected = model.eval()(**inputs).logits
+    model.train()
+    assert not torch.equal(model(**inputs).logits, expected)
+    turn_dropout_off(model)
+    assert torch.equal(model(**inputs).logits, expected)
