@@ -146,3 +146,9 @@ class UploadError(GQAConvertError):
     """The Hub was unreachable, refused the upload, or holds other content than what was sent."""
 
     exit_code = 1
+
+
+def first_line(problem: BaseException) -> str:
+    """The first line of any library's exception, with its class."""
+    lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
+    return f"{type(problem).__name__}: {lines[0] if lines else repr(problem)}"[:400]

@@ -39,7 +39,7 @@ def convert_source(
     from .console.progress import ProgressScreen
 
     def prove(folder: Path) -> None:
-        from gqa_convert.verify.proof import prover  # imports torch, which no listed type needs here
+        from gqa_convert.verify.run import prover  # imports torch, which no listed type needs here
 
         prover(source, options.revision)(folder)
 

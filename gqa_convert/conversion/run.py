@@ -79,7 +79,7 @@ def convert_checkpoint(
         groups: K/V heads per layer in the result, or those of each attention layer in the order of the layers.
         options: the method, its calibration text, and more.
         prove: called with the finished folder of a source whose model type is on no list, before `out` appears; what it
-            raises stops the conversion. Such a source is refused without it. `gqa_convert.verify.proof` makes one.
+            raises stops the conversion. Such a source is refused without it. `gqa_convert.verify.run.prover` makes one.
         on_plan: called with the plan before anything is written.
         on_layer: called as a method that works on whole layers proceeds, from the rewriting of the source on.
         progress: called with every number of weight bytes written.

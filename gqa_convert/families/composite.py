@@ -2,7 +2,7 @@
 
 import copy
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 from gqa_convert.checkpoint.strict_json import Config, JsonObject
 from gqa_convert.errors import UnsupportedFamilyError
@@ -50,6 +50,14 @@ def decoder_config(config: Config) -> JsonObject:
         inside = stated.get("model_type") if section else None
         stated["model_type"] = inside or COMPOSITES[config["model_type"]]
     return {**record_of(stated).defaults, **stated}
+
+
+def config_value(config: Config, dotted: str) -> Any:
+    """The value at a dotted key, or None."""
+    value: Any = config
+    for key in dotted.split("."):
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
 
 
 def composite_family(model_type: str, decoder: Family) -> Family:

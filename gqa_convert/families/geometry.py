@@ -3,15 +3,13 @@
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from gqa_convert.checkpoint.headers import TensorEntry
 from gqa_convert.checkpoint.item_bytes import ITEM_BYTES
 from gqa_convert.checkpoint.source import Checkpoint
-from gqa_convert.checkpoint.strict_json import Config
 from gqa_convert.errors import ConfigError, OptionError, UnsupportedFamilyError, UnsupportedFormatError
 from gqa_convert.families import layouts
-from gqa_convert.families.composite import decoder_config, decoder_section
+from gqa_convert.families.composite import config_value, decoder_config, decoder_section
 from gqa_convert.families.family import AttentionKind as AttentionKind
 from gqa_convert.families.family import Family
 from gqa_convert.families.layerwise import kv_heads_by_layer
@@ -41,14 +39,6 @@ class AttentionLayer:
     def number(self) -> int:
         """The layer's number among those of its place, by the name of its module."""
         return _number(self.module)
-
-
-def config_value(config: Config, dotted: str) -> Any:
-    """The value at a dotted key, or None."""
-    value: Any = config
-    for key in dotted.split("."):
-        value = value.get(key) if isinstance(value, dict) else None
-    return value
 
 
 class AttentionFinder:
@@ -94,8 +84,7 @@ class AttentionFinder:
         self.kv_heads = max(self._by_layer) if self._by_layer else self._kv_heads()
         """The K/V heads of a layer outside an encoder; where layers differ, of the one with the most."""
         if not family.listed:
-            shapes = {name: entry.shape for name, entry in self.entries.items()}
-            self.family = with_key_norm(family, shapes, self.kv_heads)
+            self.family = with_key_norm(family, self.entries, self.kv_heads)
         self.layers = tuple(self._layer(module, kinds[module]) for module in (kinds if encoder else decoder))
 
     def _attention_kinds(self) -> dict[str, AttentionKind]:
@@ -115,17 +104,15 @@ class AttentionFinder:
     # Counts of heads
 
     def _query_heads(self, key: str) -> int:
-        return self._count(key if config_value(self.config, key) is not None else "num_attention_heads")
+        stated = config_value(self.config, key) is not None
+        return self._count(key if stated else "num_attention_heads", 0)
 
-    def _count(self, key: str, divided: int | None = None) -> int:
-        """A number of heads that the config states, which must divide `divided` query heads."""
+    def _count(self, key: str, heads: int) -> int:
+        """A number of heads that the config states, which must divide `heads` query heads unless that is 0."""
         value = config_value(self.config, key)
-        if type(value) is not int or value < 1:
-            raise ConfigError(f"{self.where} has {key} = {value!r} where a count belongs: repair the config")
-        if divided is not None and divided % value:
-            raise ConfigError(
-                f"{self.where} has {key} = {value!r}, which does not divide {divided} query heads: repair the config"
-            )
+        if type(value) is not int or value < 1 or heads % value:
+            expected = f"a divisor of {heads} query heads" if heads else "a count"
+            raise ConfigError(f"{self.where} has {key} = {value!r} where {expected} belongs: repair the config")
         return value
 
     def _kv_heads(self) -> int:
@@ -190,21 +177,19 @@ class AttentionFinder:
             raise ConfigError(
                 f"{module} has heads of {key_head_dim} rows, and {self.where} states {family.head_dim_key} = {stated}: {_APART}"
             )
-        names = [f"{module}.{part}.weight" for part in ([family.fused] if family.fused else [family.key, family.value])]
-        for name in names:
-            self._shape(name)
-        dtype = self.dtype(names[0])
-        if dtype not in ITEM_BYTES or self.dtype(names[-1]) != dtype:
+        projections = [family.fused] if family.fused else [family.key, family.value]
+        names = [f"{module}.{part}.weight" for part in projections]
+        dtypes = {self.dtype(name) for name in names if self._shape(name)}
+        if len(dtypes) > 1 or not dtypes <= ITEM_BYTES.keys():
             raise UnsupportedFormatError(
-                f"{names[0]} has type {dtype}, and {names[-1]} {self.dtype(names[-1])}: save the model in one float type"
+                f"{' and '.join(names)} have type {' and '.join(sorted(dtypes))}: save the model in one float type"
             )
-        layer = AttentionLayer(module, heads, kv_heads, key_head_dim, value_head_dim, dtype, attention_kind)
+        layer = AttentionLayer(module, heads, kv_heads, key_head_dim, value_head_dim, dtypes.pop(), attention_kind)
         for name, sections in self._divisions(layer):
-            if self._shape(name)[0] != sum(section.rows for section in sections):
+            rows = self._shape(name)[0]
+            if rows != sum(section.rows for section in sections):
                 words = ", ".join(f"{each.heads} {each.role} heads of {each.head_rows} rows" for each in sections)
-                raise ConfigError(
-                    f"{name} has {self._shape(name)[0]} rows, which contradicts {words} ({self.where}): {_APART}"
-                )
+                raise ConfigError(f"{name} has {rows} rows, which contradicts {words} ({self.where}): {_APART}")
         return layer
 
     def dtype(self, name: str) -> str:

@@ -5,13 +5,16 @@ of a section is a run of consecutive rows; layouts differ only in where the runs
 K/V heads, c head_dim, d hidden size. A projection is [rows, d] (Conv1D stores its transpose), its bias [rows].
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-Role = Literal["query", "gate", "key", "value", "key_norm", "output"]
+Role = Literal["query", "gate", "key", "value", "key_norm"]
+_ROLES: tuple[Role, ...] = get_args(Role)
+"""In the order in which a converted tensor holds them."""
 
 FusedLayout = Literal["blocks", "grouped", "quarters"]
 """Order of a fused projection's rows.
@@ -47,20 +50,29 @@ class Section:
 Sections = tuple[Section, ...]
 
 
+def _in_order(heads: Iterable[tuple[Role, int]]) -> Sections:
+    """The layout of heads that follow one another, each of a role and with a number of rows."""
+    head_rows: dict[Role, int] = {}
+    starts: dict[Role, list[int]] = {}
+    first = 0
+    for role, rows in heads:
+        head_rows[role] = rows
+        starts.setdefault(role, []).append(first)
+        first += rows
+    return tuple(Section(role, head_rows[role], tuple(starts[role])) for role in sorted(starts, key=_ROLES.index))
+
+
 def separate(role: Role, heads: int, head_rows: int) -> Sections:
     """The layout of a separate projection: [heads * head_rows, d]."""
-    return (Section(role, head_rows, tuple(range(0, heads * head_rows, head_rows))),)
+    return _in_order([(role, head_rows)] * heads)
 
 
 def queries(heads: int, head_rows: int, outputs: int) -> Sections:
     """The layout of the queries' own projection: [heads * head_rows * outputs, d], where each head's gate, if there are
     more outputs than one, follows it.
     """
-    starts = range(0, heads * head_rows * outputs, head_rows * outputs)
-    query = Section("query", head_rows, tuple(starts))
-    if outputs == 1:
-        return (query,)
-    return query, Section("gate", head_rows * (outputs - 1), tuple(start + head_rows for start in starts))
+    one: list[tuple[Role, int]] = [("query", head_rows), ("gate", head_rows * (outputs - 1))]
+    return _in_order(one[:outputs] * heads)
 
 
 def fused(layout: FusedLayout, heads: int, kv_heads: int, head_dim: int) -> Sections:
@@ -74,10 +86,9 @@ def fused(layout: FusedLayout, heads: int, kv_heads: int, head_dim: int) -> Sect
     """
     repeats = {"blocks": 1, "grouped": kv_heads, "quarters": 4}[layout]
     counts: dict[Role, int] = {"query": heads, "key": kv_heads, "value": kv_heads}
-    order: tuple[Role, ...] = ("query", "value", "key") if layout == "quarters" else ("query", "key", "value")
-    roles = [role for role in order for _ in range(counts[role] // repeats)] * repeats
-    starts = {role: tuple(number * head_dim for number, other in enumerate(roles) if other == role) for role in counts}
-    return tuple(Section(role, head_dim, found) for role, found in starts.items() if found)
+    if layout == "quarters":
+        counts = {"query": heads, "value": kv_heads, "key": kv_heads}
+    return _in_order([(role, head_dim) for role in counts for _ in range(counts[role] // repeats)] * repeats)
 
 
 def regrouped(sections: Sections, groups: int) -> Sections:
@@ -90,29 +101,15 @@ def regrouped(sections: Sections, groups: int) -> Sections:
     """
     if all(section.heads == groups for section in sections if section.merged):
         return sections
-    found: list[Section] = []
-    first = 0
+    heads: list[tuple[Role, int]] = []
     for section in sections:
-        end = first + (groups if section.merged else section.heads) * section.head_rows
-        found.append(Section(section.role, section.head_rows, tuple(range(first, end, section.head_rows))))
-        first = end
-    return tuple(found)
+        heads += [(section.role, section.head_rows)] * (groups if section.merged else section.heads)
+    return _in_order(heads)
 
 
 def split(array: "npt.NDArray[Any]", sections: Sections) -> "list[npt.NDArray[Any]]":
-    """Each section's heads, [heads, head_rows, ...], from an array [rows, ...]: a view where they follow one another, else
-    a copy.
-    """
-    import numpy as np  # plans, which need none of this, do without
-
-    found = []
-    for section in sections:
-        first, end = section.starts[0], section.starts[-1] + section.head_rows
-        if end - first == section.rows:
-            found.append(array[first:end].reshape(section.heads, section.head_rows, *array.shape[1:]))
-        else:
-            found.append(np.stack([array[start : start + section.head_rows] for start in section.starts]))
-    return found
+    """Each section's heads, [heads, head_rows, ...], from an array [rows, ...]."""
+    return [array[_row_numbers(section)] for section in sections]
 
 
 def join(heads: "list[npt.NDArray[Any]]", sections: Sections) -> "npt.NDArray[Any]":
@@ -121,6 +118,12 @@ def join(heads: "list[npt.NDArray[Any]]", sections: Sections) -> "npt.NDArray[An
 
     array = np.empty((sum(section.rows for section in sections), *heads[0].shape[2:]), heads[0].dtype)
     for section, own in zip(sections, heads, strict=True):
-        for start, head in zip(section.starts, own, strict=True):
-            array[start : start + section.head_rows] = head
+        array[_row_numbers(section)] = own
     return array
+
+
+def _row_numbers(section: Section) -> "npt.NDArray[Any]":
+    """[heads, head_rows]"""
+    import numpy as np  # plans, which need none of this, do without
+
+    return np.add.outer(section.starts, np.arange(section.head_rows))

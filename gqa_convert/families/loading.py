@@ -14,7 +14,7 @@ from typing import Any
 
 from gqa_convert.checkpoint.resource_errors import is_out_of_memory
 from gqa_convert.checkpoint.strict_json import Config, JsonObject
-from gqa_convert.errors import CorruptCheckpointError, GQAConvertError, NoLanguageModelError
+from gqa_convert.errors import CorruptCheckpointError, GQAConvertError, NoLanguageModelError, first_line
 from gqa_convert.families.composite import is_composite
 from gqa_convert.families.records import record_of
 from gqa_convert.families.table import check_per_layer_config
@@ -68,11 +68,16 @@ def no_warnings() -> Iterator[None]:
 
 def read_config(folder: Path) -> JsonObject:
     """What config.json holds; an empty dict if it can't be read, which transformers reports when it loads."""
+    return read_object(folder / "config.json")
+
+
+def read_object(path: Path) -> JsonObject:
+    """The JSON object in a file; empty if it can't be read."""
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        value = json.loads(path.read_bytes())
     except (OSError, ValueError):
         return {}
-    return config if isinstance(config, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
 # What a config.json says about a model's class
@@ -162,13 +167,12 @@ def check_language_model(name: str, config: Config, advice: str) -> None:
         raise _no_language_model(name, config, advice)
 
 
-def check_complete(name: str, folder: Path, model: Any, missing: list[str], advice: str) -> None:
+def check_complete(name: str, folder: Path, missing: list[str], advice: str) -> None:
     """Refuse a loaded model some of whose parameters the checkpoint does not hold.
 
     Args:
         name: of the checkpoint, for the message.
         folder: where it is.
-        model: as `load_model` returns it.
         missing: the names that `load_model` returns.
         advice: what needs a language-model head, and what to do without one.
 
@@ -178,11 +182,8 @@ def check_complete(name: str, folder: Path, model: Any, missing: list[str], advi
     """
     if not missing:
         return
-    config, head = read_config(folder), model.get_output_embeddings()
-    modules = [each for each, module in model.named_modules() if module is head]
-    in_head = {f"{each}.{kind}" for each in modules for kind in ("weight", "bias")}
-    stated = _stated_class(config)
-    if headless_class(config) is not None or (in_head.issuperset(missing) and stated not in TASKS):
+    config = read_config(folder)
+    if headless_class(config) is not None:
         raise _no_language_model(name, config, advice)
     raise CorruptCheckpointError(
         f"{name} has no fitting tensor for {missing[0]} ({len(missing)} in all): convert or fetch it again"
@@ -190,9 +191,9 @@ def check_complete(name: str, folder: Path, model: Any, missing: list[str], advi
 
 
 def _no_language_model(name: str, config: Config, advice: str) -> NoLanguageModelError:
-    stated = _architectures(config)
-    saved = f"was saved as {stated[0]}, which" if stated else "was saved without its class and"
-    return NoLanguageModelError(f"{name} {saved} has no language-model head: {advice}")
+    return NoLanguageModelError(
+        f"{name} was saved as {_architectures(config)[0]}, which has no language-model head: {advice}"
+    )
 
 
 # Loading
@@ -212,9 +213,8 @@ def explained(name: str) -> Iterator[None]:
     except Exception as problem:
         if is_out_of_memory(problem):
             raise
-        first = next((line.strip() for line in str(problem).splitlines() if line.strip()), "")
         raise CorruptCheckpointError(
-            f"{name} can't be loaded by transformers ({type(problem).__name__}: {first[:300]}): check its files"
+            f"{name} can't be loaded by transformers ({first_line(problem)}): check its files"
         ) from problem
 
 

@@ -2,7 +2,7 @@
 
 import json
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -95,20 +95,21 @@ def unlisted(model_type: str) -> Family:
     )
 
 
-def with_key_norm(family: Family, shapes: Mapping[str, Sequence[int]], kv_heads: int) -> Family:
+def with_key_norm(family: Family, tensors: Mapping[str, Any], kv_heads: int) -> Family:
     """The record of a type that stands in no table, with the norm of keys that the shapes of its gains tell.
 
     Args:
         family: its record so far.
-        shapes: the shapes of the checkpoint's tensors.
+        tensors: the checkpoint's tensors, or entries with their shapes.
         kv_heads: K/V heads of a layer.
     """
-    for name, shape in shapes.items():
+    for name, gains in tensors.items():
         module, _, part = name.removesuffix(".weight").rpartition(".")
-        rows = shapes.get(f"{module}.{family.key}.weight", (0,))[0]
-        if rows and part.startswith(("k_", "key_")) and part.endswith("norm"):
+        keys = tensors.get(f"{module}.{family.key}.weight")
+        if keys is not None and part.startswith(("k_", "key_")) and part.endswith("norm"):
+            rows = keys.shape[0]
             kinds: Any = {(kv_heads, rows // kv_heads): "per_head", (rows,): "full"} if kv_heads > 1 else {}
-            return replace(family, key_norm=kinds.get(tuple(shape), "shared"), key_norm_name=part)
+            return replace(family, key_norm=kinds.get(tuple(gains.shape), "shared"), key_norm_name=part)
     return family
 
 

@@ -13,7 +13,7 @@ from gqa_convert.hub.readme import check_replaceable, read_readme, sign, stated_
 from gqa_convert.merging.methods import METHODS
 
 if TYPE_CHECKING:
-    from huggingface_hub import EvalResult, ModelCard
+    from huggingface_hub import EvalResult
 
 _TEMPLATE = Path(__file__).with_name("card.md.jinja")
 _TASKS = {
@@ -30,14 +30,14 @@ _METRICS = {
 }
 
 
-def make_card(model: Converted, options: PublishOptions) -> tuple["ModelCard", list[str]]:
-    """The card, and warnings for the publisher.
+def make_card(model: Converted, options: PublishOptions) -> tuple[str, list[str]]:
+    """The text of the card, and warnings for the publisher.
 
     Raises:
         PublishError: the folder has a README.md that must not be replaced.
         ReportError: a file of results can't be read.
     """
-    from huggingface_hub import ModelCard, ModelCardData
+    from huggingface_hub import ModelCardData
 
     readme = read_readme(model.folder)
     if not options.overwrite_card:
@@ -56,9 +56,9 @@ def make_card(model: Converted, options: PublishOptions) -> tuple["ModelCard", l
     tags = ["gqa-convert", "multi-query-attention" if model.record.groups == 1 else "grouped-query-attention"]
     if model.trainings:
         tags.append("uptrained")
+    texts = [text for training in model.trainings for text in training.recipe.get("data", [])]
     task = _TASKS.get(model.auto_class)
     results = _eval_results(measured, task or "text-generation")
-    texts = [text for training in model.trainings for text in training.recipe.get("data", [])]
     front = ModelCardData(
         base_model=base_id,
         base_model_relation="finetune" if base_id else None,
@@ -82,7 +82,7 @@ def make_card(model: Converted, options: PublishOptions) -> tuple["ModelCard", l
         "methods": METHODS,
     }
     text = sign(f"---\n{front}\n---\n", render(_TEMPLATE, context), stated)
-    return ModelCard(text, ignore_metadata_errors=True), [*warnings, *measured.warnings]
+    return text, [*warnings, *measured.warnings]
 
 
 def is_hub_dataset(text: Mapping[str, Any]) -> bool:

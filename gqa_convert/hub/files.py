@@ -1,14 +1,13 @@
 """The files of an upload: their hashes, secrets in them, and what has changed since they were written."""
 
-import hashlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gqa_convert.checkpoint import ownership
 from gqa_convert.checkpoint.formats import is_weight_file
-from gqa_convert.checkpoint.ownership import some
 from gqa_convert.errors import PublishError
 from gqa_convert.hub.converted import Converted
 
@@ -44,13 +43,10 @@ def hash_file(folder: Path, name: str, token: str | None) -> HashedFile:
     from huggingface_hub.utils.sha import git_hash
 
     path = folder / name
-    with path.open("rb") as file:
-        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-    size = path.stat().st_size
-    content = path.read_bytes() if size <= _SMALL_BYTES else b""
+    content = path.read_bytes() if path.stat().st_size <= _SMALL_BYTES else b""
     if not is_weight_file(name):
         refuse_token(str(path), content, token)
-    return HashedFile(name, size, sha256, git_hash(content))
+    return HashedFile(name, **ownership.hash_file(path), git_blob=git_hash(content))
 
 
 def refuse_token(where: str, content: bytes, token: str | None) -> None:
@@ -80,10 +76,10 @@ def find_changes(model: Converted, files: Sequence[HashedFile]) -> list[str]:
             changed.append(file.path)
     warnings = []
     if changed:
-        warnings.append(f"changed since the conversion: {some(changed)}")
+        warnings.append(f"changed since the conversion: {ownership.some(changed)}")
     if unknown:
         warnings.append(
-            f"{some(unknown)}: their hashes were not recorded, so changes since then would go unnoticed: check with "
-            f"gqa-convert verify {model.folder} --source SOURCE"
+            f"{ownership.some(unknown)}: their hashes were not recorded, so changes since then would go unnoticed: check "
+            f"with gqa-convert verify {model.folder} --source SOURCE"
         )
     return warnings

@@ -62,10 +62,10 @@ class TaskFile(BaseModel):
         """The figures of all tasks."""
         found = []
         for task, metrics in self.results.items():
-            numbers = {name: value for name, value in metrics.items() if isinstance(value, float)}
-            for name, value in numbers.items():
-                if "," in name and "_stderr," not in name:
-                    found.append(Figure(task, name, value, numbers.get(name.replace(",", "_stderr,"))))
+            for name, value in metrics.items():
+                error = metrics.get(name.replace(",", "_stderr,"))
+                if "," in name and "_stderr," not in name and isinstance(value, float):
+                    found.append(Figure(task, name, value, error if isinstance(error, float) else None))
         return found
 
 
@@ -74,37 +74,24 @@ class Measured:
     """The results of a checkpoint, in the order in which they were given.
 
     Attributes:
-        model: the checkpoint.
         scored: by the text and how it was scored, in words.
         asked: evaluations with questions about long texts.
         warnings: on files that are left out.
     """
 
-    model: Converted
     scored: dict[str, Scored] = field(default_factory=dict)
     asked: list[Scored] = field(default_factory=list)
     timed: list[Timed] = field(default_factory=list)
     tasks: list[TaskFile] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
-    def add(self, file: EvaluationFile | BenchmarkFile | TaskFile, repo_id: str) -> bool:
-        """Keep a file if it measured the checkpoint, and return whether it did."""
-        if isinstance(file, EvaluationFile):
-            return self._add_evaluation(file)
-        if isinstance(file, BenchmarkFile):
-            return self._add_benchmark(file)
-        folder = local_path(file.model_name)
-        belongs = file.model_name == repo_id or (folder.is_dir() and fingerprint(folder) == self.model.fingerprint)
-        if belongs:
-            self.tasks.append(file)
-        return belongs
-
-    def _add_evaluation(self, file: EvaluationFile) -> bool:
+    def add_evaluation(self, file: EvaluationFile, model: Converted) -> bool:
+        """Keep an evaluation if it measured the checkpoint, and return whether it did; of several on one text, the newest."""
         scores = {score.fingerprint: score for score in file.entries()}
-        ours = scores.get(self.model.fingerprint)
+        ours = scores.get(model.fingerprint)
         if ours is None:
             return False
-        scored = Scored(file, ours, scores.get(self.model.first.source.fingerprint))
+        scored = Scored(file, ours, scores.get(model.first.source.fingerprint))
         if ours.retrieval:
             self.asked.append(scored)
         if file.data is not None:
@@ -117,11 +104,15 @@ class Measured:
                 self.scored[text] = scored
         return True
 
-    def _add_benchmark(self, file: BenchmarkFile) -> bool:
-        ours, source = self.model.record.groups, self.model.first.source_kv_heads
-        known = (self.model.fingerprint, self.model.first.source.fingerprint)
-        timed = [cell for cell in file.results if (cell.fingerprint or file.fingerprint) in known]
-        cells = [cell for cell in timed if cell.groups in (ours, source)]
+    def add_benchmark(self, file: BenchmarkFile, model: Converted) -> bool:
+        """Keep a benchmark if it timed the checkpoint's K/V heads, and return whether it did."""
+        ours, source = model.record.groups, model.first.source_kv_heads
+        known = (model.fingerprint, model.first.source.fingerprint)
+        cells = [
+            cell
+            for cell in file.results
+            if cell.groups in (ours, source) and (cell.fingerprint or file.fingerprint) in known
+        ]
         before = {(cell.batch, cell.context): cell.decode_ms_per_token for cell in cells if cell.groups == source}
         speedups = []
         for cell in cells:
@@ -133,25 +124,33 @@ class Measured:
             self.timed.append(Timed(file, cells, speedups))
         return belongs
 
+    def add_tasks(self, file: TaskFile, model: Converted, repo_id: str) -> bool:
+        """Keep the results of tasks if they are the checkpoint's, and return whether they are."""
+        folder = local_path(file.model_name)
+        belongs = file.model_name == repo_id or (folder.is_dir() and fingerprint(folder) == model.fingerprint)
+        if belongs:
+            self.tasks.append(file)
+        return belongs
+
 
 def read_measured(paths: Sequence[Path], model: Converted, repo_id: str) -> Measured:
-    """Read files of results, and keep those of a checkpoint; of several evaluations on one text, the newest.
+    """Read files of results, and keep those of a checkpoint.
 
     Raises:
         ReportError: a file can't be read, or holds no results.
     """
-    measured = Measured(model)
+    measured = Measured()
     for path in map(local_path, paths):
-        if not measured.add(_read_tasks(path) or load_result(path), repo_id):
+        try:
+            belongs = measured.add_tasks(TaskFile.model_validate_json(path.read_bytes()), model, repo_id)
+        except (OSError, ValidationError):  # no file of lm-eval
+            file = load_result(path)
+            if isinstance(file, EvaluationFile):
+                belongs = measured.add_evaluation(file, model)
+            else:
+                belongs = measured.add_benchmark(file, model)
+        if not belongs:
             measured.warnings.append(
                 f"{path} is left out: it measured other models than {model.folder} as it is now; measure again"
             )
     return measured
-
-
-def _read_tasks(path: Path) -> TaskFile | None:
-    """The content of a file of lm-eval, None for any other file."""
-    try:
-        return TaskFile.model_validate_json(path.read_bytes())
-    except (OSError, ValidationError):
-        return None

@@ -70,7 +70,7 @@ def publish(
     model = open_converted(local_path(out))
     card, warnings = make_card(model, options)
     token = get_token()
-    refuse_token("the model card", card.content.encode(), token)
+    refuse_token("the model card", card.encode(), token)
     repository = None if dry_run else Repository(options, token)
     private = repository.read() if repository else options.private or None
     if repository is not None:
@@ -80,7 +80,7 @@ def publish(
         files.append(hash_file(model.folder, name, token))
         on_progress("hashing", len(files), len(model.files))
     warnings += find_changes(model, files)
-    written = write_card(model, card.content)
+    written = write_card(model, card)
     files.append(hash_file(model.folder, CARD, token))
     publication = Publication(
         repo_id=options.repo_id,

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gqa_convert.families.geometry import AttentionFinder, AttentionLayer, config_value
+from gqa_convert.families.composite import config_value
+from gqa_convert.families.geometry import AttentionFinder, AttentionLayer
 from gqa_convert.families.rotary import rotary_pairs
 from gqa_convert.merging.attention_heads import LayerLayout
 from gqa_convert.merging.factorisation import Array

@@ -40,7 +40,7 @@ def ask_transformers(folder: Path) -> tuple[list[list[int]], Outcome]:
 
     with explained(str(folder)), torch.inference_mode():
         model, missing = load_model(folder, torch.float32, attn_implementation="eager")
-        check_complete(str(folder), folder, model, missing, NEEDS_HEAD)
+        check_complete(str(folder), folder, missing, NEEDS_HEAD)
         prompts = make_prompts(model.config.get_text_config().to_dict())
         # the checkpoint's own generation config could stop at a token or penalise repetition
         model.generation_config = GenerationConfig(max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0)

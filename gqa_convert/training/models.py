@@ -29,7 +29,7 @@ def load_student(recipe: Recipe, folder: Path, *, sharded: bool = False) -> Any:
     with explained(recipe.model):
         options = {"dtype": torch.float32} if recipe.lora is None else loading_options(recipe)
         model, missing = sharding.load(folder, **options, by_first=sharded)
-    check_complete(recipe.model, folder, model, missing, NEEDS_HEAD)
+    check_complete(recipe.model, folder, missing, NEEDS_HEAD)
     if recipe.gradient_checkpointing:
         recompute(model)
     turn_dropout_off(model)
@@ -71,7 +71,7 @@ def load_frozen(folder: Path, device_type: str, *, sharded: bool = False) -> Any
     advice = "distillation needs a teacher with a language-model head; name one"
     with explained(str(folder)):
         model, missing = sharding.load(folder, dtype, by_first=sharded)
-        check_complete(str(folder), folder, model, missing, advice)
+        check_complete(str(folder), folder, missing, advice)
     return model.requires_grad_(False)
 
 

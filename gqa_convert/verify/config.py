@@ -40,31 +40,27 @@ def check_config(result: Result) -> str:
 
 
 def _expected_config(result: Result) -> dict[str, Any]:
-    original, family, modeling = result.inputs.config, result.inputs.family, result.modeling
-    groups, counts = result.geometry.groups, tuple(result.geometry.counts)
-    if modeling is None:
-        added = legacy_config_keys(original)
-    else:
-        added = _modelling_keys(modeling, original)
-    if isinstance(groups, list) and family.reads_per_layer_config and not family.is_composite:
+    inputs, family, modeling = result.inputs, result.inputs.family, result.modeling
+    original, groups, counts = inputs.config, result.geometry.groups, tuple(result.geometry.counts)
+    added = _modelling_keys(modeling, original) if modeling else legacy_config_keys(original)
+    if isinstance(groups, list) and family.reads_per_layer_config:
         return restate_by_kind(original, counts) | added
-    if modeling is not None and modeling in family.layerwise:
+    if modeling and modeling in family.layerwise:
         return restate(modeling, original, counts) | added
-    expected = copy.deepcopy(original)
     changes = {"multi_query_attention": True, "multi_query_group_num": groups}
-    if modeling is not None or family.modeling is None:  # the stock class of another type does not know these keys
+    if modeling or not family.modeling:  # the stock class of another type does not know these keys
         changes |= dict.fromkeys(family.kv_heads_keys, groups)
         if result.encoder:
             changes[family.encoder_kv_heads_key] = groups
         if family.one_kv_head_key:
             changes[family.one_kv_head_key] = groups == 1
-    section = expected
+    expected = section = copy.deepcopy(original)
     if family.is_composite:
         if isinstance(original.get(SECTION), dict):
             section = expected[SECTION]
             # the numbers stand beside the decoder's config only where SOURCE repeats them
             expected |= {key: groups for key in family.kv_heads_keys if key in expected}
-        for key, value in legacy_config_keys(result.inputs.decoder_config).items():
+        for key, value in legacy_config_keys(inputs.decoder_config).items():
             section.setdefault(key, value)
     for dotted, value in changes.items():
         *parents, last = dotted.split(".")

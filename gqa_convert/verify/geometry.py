@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from gqa_convert.errors import ConfigError
+from gqa_convert.families.composite import config_value
 from gqa_convert.families.family import Family
 from gqa_convert.verify.report import Failure
 
@@ -23,12 +24,11 @@ Role = Literal["query", "gate", "key", "value", "key_norm", "output", "output_bi
 MERGED: tuple[Role, ...] = ("key", "value", "key_norm")
 """The roles whose heads a conversion merges."""
 Shape = tuple[int, ...]
-Shapes = Mapping[str, Shape]
 Tensors = Mapping[str, Tensor]
 Heads = dict[Role, Tensor]
 """By role, the heads [heads, width, ...], or the numbers of their rows [heads, width]."""
 Counts = dict[Role, int]
-"""By role, the number of heads, in the order in which they lie."""
+"""By role, the number of heads."""
 
 
 @dataclass(frozen=True)
@@ -47,36 +47,23 @@ class HeadTensor:
 
     def shape_after(self, shape: Shape) -> Shape:
         """The shape in OUT of a tensor that has `shape` in SOURCE."""
-        if len(self.names) > 1:
-            return shape
-        return *shape[: self.axis], sum(rows.numel() for rows in self.after.values()), *shape[self.axis + 1 :]
+        rows = sum(each.numel() for each in self.after.values()) // len(self.names_after)
+        return *shape[: self.axis], rows, *shape[self.axis + 1 :]
 
     def read(self, tensors: Tensors, *, converted: bool) -> Heads:
-        """The heads in SOURCE's tensors, or in OUT's: views where they follow one another."""
+        """The heads in SOURCE's tensors, or in OUT's."""
         names, rows = (self.names_after, self.after) if converted else (self.names, self.before)
-        upright = _joined(tensors, names).movedim(self.axis, 0)
-        return {role: _heads_in(upright, each) for role, each in rows.items()}
+        upright = torch.cat([tensors[name].detach() for name in names]).movedim(self.axis, 0)
+        return {role: upright[each] for role, each in rows.items()}
 
     def replace(self, tensors: Tensors, heads: Heads) -> dict[str, Tensor]:
         """Copies of SOURCE's tensors with other heads of some roles; none where there are no heads."""
         if not heads:
             return {}
-        whole = _joined(tensors, self.names).clone()
+        whole = torch.cat([tensors[name].detach() for name in self.names])
         for role, each in heads.items():
             whole.movedim(self.axis, 0)[self.before[role]] = each.to(whole.dtype)
         return dict(zip(self.names, whole.chunk(len(self.names)), strict=True))
-
-
-def _joined(tensors: Tensors, names: tuple[str, ...]) -> Tensor:
-    found = [tensors[name].detach() for name in names]
-    return found[0] if len(found) == 1 else torch.cat(found)
-
-
-def _heads_in(upright: Tensor, rows: Tensor) -> Tensor:
-    first, count = int(rows[0, 0]), rows.numel()
-    if torch.equal(rows.flatten(), torch.arange(first, first + count)):
-        return upright[first : first + count].unflatten(0, tuple(rows.shape))
-    return upright[rows]
 
 
 @dataclass(frozen=True)
@@ -113,11 +100,6 @@ class Geometry:
         return sorted((module for module in self.modules if module.kind == "decoder"), key=lambda module: module.number)
 
     @property
-    def heads(self) -> int:
-        """Query heads of the decoder."""
-        return self.decoder[0].heads
-
-    @property
     def counts(self) -> list[int]:
         """K/V heads of OUT in each layer of the decoder."""
         return [module.after for module in self.decoder]
@@ -137,15 +119,12 @@ class Geometry:
         """The modules with fewer K/V heads in OUT than in SOURCE."""
         return [module for module in self.modules if module.after < module.before]
 
-    def change(self) -> str:
-        """The K/V heads before and after, as "12 -> 3" or, where layers differ, "12 -> 1 to 4"."""
-        return f"{span_of([module.before for module in self.decoder])} -> {span_of(self.counts)}"
-
     def describe(self) -> str:
         """Heads and layers in one line."""
         kinds = Counter(module.kind for module in self.modules)
         modules = ", ".join(f"{count} modules of {kind} attention" for kind, count in kinds.items())
-        return f"{self.heads} query heads, {self.change()} K/V heads in {modules}"
+        before = span_of([module.before for module in self.decoder])
+        return f"{self.decoder[0].heads} query heads, {before} -> {span_of(self.counts)} K/V heads in {modules}"
 
 
 def span_of(counts: list[int]) -> str:
@@ -153,13 +132,15 @@ def span_of(counts: list[int]) -> str:
     return f"{min(counts)} to {max(counts)}" if len(set(counts)) > 1 else str(counts[0])
 
 
-def read_geometry(family: Family, config: dict[str, Any], source: Shapes, out: Shapes, *, may_differ: bool) -> Geometry:
+def read_geometry(
+    family: Family, config: dict[str, Any], source: Tensors, out: Tensors, *, may_differ: bool
+) -> Geometry:
     """The heads of SOURCE and OUT.
 
     Args:
         family: SOURCE's family.
         config: of SOURCE's decoder.
-        source: the shapes of SOURCE's tensors, or of its model's parameters.
+        source: SOURCE's tensors, or its model's parameters.
         out: the same of OUT.
         may_differ: whether the layers of OUT may differ in their numbers of K/V heads.
 
@@ -175,135 +156,121 @@ def read_geometry(family: Family, config: dict[str, Any], source: Shapes, out: S
             f"SOURCE is not a {family.model_type} checkpoint: it has no attention modules, check its config"
         )
     groups = decoder[0].after
-    others = [module for module in decoder if module.after != groups]
-    if others and not may_differ:
-        raise Failure(
-            f"{others[0].name} has {others[0].after} K/V heads, but {decoder[0].name} has {groups}: all layers "
-            f"of this {family.model_type} have one number"
-        )
-    encoder = _encoder_converted([module for module in modules if module.kind == "encoder"], groups)
-    return Geometry([module for module in modules if module.kind != "encoder" or encoder], encoder)
-
-
-def _encoder_converted(modules: list[Module], groups: int) -> bool | None:
-    """Whether the modules of an encoder, if there are any, were converted; None if that is open."""
-    if not modules:
-        return False
-    before, after = modules[0].before, modules[0].after
-    for module in modules:
-        if module.after != after or after not in (before, groups):
+    for module in decoder:
+        if module.after != groups and not may_differ:
             raise Failure(
-                f"{module.name} has {module.after} K/V heads ({before} in SOURCE), but the decoder has {groups}"
+                f"{module.name} has {module.after} K/V heads, but {decoder[0].name} has {groups}: all layers "
+                f"of this {family.model_type} have one number"
             )
-    if before != after:
-        return True
-    return None if before == groups else False
+    encoder = [module for module in modules if module.kind == "encoder"]
+    for module in encoder:
+        if module.after != encoder[0].after or module.after not in (module.before, groups):
+            raise Failure(
+                f"{module.name} has {module.after} K/V heads ({module.before} in SOURCE), but the decoder has {groups}"
+            )
+    if any(module.before != module.after for module in encoder):
+        return Geometry(modules, True)
+    is_open = bool(encoder) and encoder[0].before == groups
+    return Geometry([module for module in modules if module.kind != "encoder"], None if is_open else False)
 
 
-def _find_modules(family: Family, source: Shapes) -> dict[str, Kind]:
+def _find_modules(family: Family, source: Tensors) -> dict[str, Kind]:
     """The attention modules among the names of tensors, in their order, each with its kind."""
-    projections = (family.fused,) if family.fused else (family.key, family.value)
+    projection = f".{family.fused or family.value}.weight"
     found: dict[str, Kind] = {}
     for name in source:
-        module, _, tensor = name.rpartition(".")
-        module, _, projection = module.rpartition(".")
-        attention = [end for end in family.attention if f".{module}".endswith(f".{end}")]
-        if tensor != "weight" or projection not in projections or not attention or not family.owns(module):
+        module = name.removesuffix(projection)
+        if module == name or not _is_called(module, family.attention) or not family.owns(module):
             continue
-        found[module] = "cross" if attention[0] in family.cross_attention else "decoder"
+        found[module] = "cross" if _is_called(module, family.cross_attention) else "decoder"
         if family.encoder in module.split("."):
             found[module] = "encoder"
     return found
 
 
-def config_value(config: dict[str, Any], dotted: str) -> Any:
-    """The value at a dotted key, or None."""
-    value: Any = config
-    for key in dotted.split("."):
-        value = value.get(key) if isinstance(value, dict) else None
-    return value
+def _is_called(module: str, names: tuple[str, ...]) -> bool:
+    """Whether a module's path ends in one of these names, which may have dots."""
+    return any(f".{module}".endswith(f".{name}") for name in names)
 
 
-def _read_module(name: str, kind: Kind, family: Family, config: dict[str, Any], source: Shapes, out: Shapes) -> Module:
+def _read_module(
+    name: str, kind: Kind, family: Family, config: dict[str, Any], source: Tensors, out: Tensors
+) -> Module:
     key = (family.encoder_heads_key or family.heads_key) if kind == "encoder" else family.heads_key
     heads = config_value(config, key) or config["num_attention_heads"]
     projection = f"{name}.{family.fused or family.value}.weight"
-    if projection not in source:
-        projection = f"{name}.{family.key}.weight"  # keys that serve as values too
-    width = source[f"{name}.{family.output}.weight"][0 if family.transposed else 1] // heads
+    axis = int(family.transposed)
+    width = source[f"{name}.{family.output}.weight"].shape[1 - axis] // heads
     queries = heads * width if family.fused and kind != "cross" else 0
     of_both = 2 * width if family.fused else width
-
-    def count(shape: Shape) -> int:
-        """The K/V heads in the projection; 0 where it does not consist of heads."""
-        heads, rest = divmod(shape[-1 if family.transposed else 0] - queries, of_both)
-        return 0 if rest else max(heads, 0)
-
-    shapes = source[projection], out.get(projection, (0, 0))
-    before, after = map(count, shapes)
-    if not before or heads % before:
+    shapes = [list(tensors[projection].shape) if projection in tensors else [0, 0] for tensors in (source, out)]
+    (before, rest), (after, rest_after) = (divmod(shape[axis] - queries, of_both) for shape in shapes)
+    if rest or before < 1 or heads % before:
         raise ConfigError(
-            f"{projection} of SOURCE has shape {list(shapes[0])}, which does not suit {heads} query heads of {width} rows: "
+            f"{projection} of SOURCE has shape {shapes[0]}, which does not suit {heads} query heads of {width} rows: "
             "copy SOURCE again, or repair its config"
         )
-    if not after or (before % after and (after % before or heads % after)):
+    if rest_after or after < 1 or (before % after and (after % before or heads % after)):
         raise Failure(
-            f"{projection} is {list(shapes[1])} in OUT and {list(shapes[0])} in SOURCE: {before} K/V heads cannot be "
-            "grouped or repeated to that shape"
+            f"{projection} is {shapes[1]} in OUT and {shapes[0]} in SOURCE: {before} K/V heads cannot be grouped or "
+            "repeated to that shape"
         )
     return Module(name, kind, heads, before, after, _head_tensors(name, kind, family, heads, before, after, source))
 
 
 def _head_tensors(
-    module: str, kind: Kind, family: Family, heads: int, before: int, after: int, source: Shapes
+    module: str, kind: Kind, family: Family, heads: int, before: int, after: int, source: Tensors
 ) -> list[HeadTensor]:
     """The tensors of a module that hold heads. In OUT, what is merged lies in one block."""
-    queries: Counts = {"query": heads}
-    parts: dict[str, Counts] = {family.key: {"key": before}, family.value: {"value": before}}
+    parts: dict[str, tuple[Role, ...]] = {
+        family.key: ("key",),
+        family.value: ("value",),
+        family.query: ("query", "gate") if family.query_outputs > 1 else ("query",),
+        family.key_norm_name: ("key_norm",),
+        family.output: ("output",),
+    }
     blocks = {family.query: heads}  # a head's gate follows its queries
     if family.fused:
-        parts = {family.fused: {"key": before, "value": before}}
-    if family.fused and kind != "cross":
-        parts[family.fused] = queries | parts[family.fused]
-        blocks[family.fused] = before if family.fused_layout == "grouped" else 1
-    else:
-        parts[family.query] = queries | ({"gate": heads} if family.query_outputs > 1 else {})
-    if family.key_norm in ("full", "per_head", "per_head_list"):
-        parts[family.key_norm_name] = {"key_norm": before}
-    parts[family.output] = {"output": heads}
+        parts[family.fused] = ("key", "value") if kind == "cross" else ("query", "key", "value")
+        if family.fused_layout == "grouped" and kind != "cross":
+            blocks[family.fused] = before
+    if family.key_norm in ("none", "shared"):
+        del parts[family.key_norm_name]
     found = []
     for ending in ("weight", "bias"):
-        for part, counts in parts.items():
+        for part, roles in parts.items():
             names = [f"{module}.{part}.{ending}"]
-            if part == family.key_norm_name and family.key_norm == "per_head_list":
+            if roles == ("key_norm",) and family.key_norm == "per_head_list":
                 names = [f"{module}.{part}.{head}.{ending}" for head in range(before)]
             if names[0] not in source:
                 continue
-            if part == family.output and ending == "bias":
-                counts = {"output_bias": 1}
-            shape = source[names[0]]
-            axis = int(len(shape) == 2 and family.transposed != (part == family.output))
-            rows = rows_after = _rows(counts, blocks.get(part, 1), len(names) * shape[axis])
-            if before != after and any(role in MERGED for role in counts):
-                width = next(iter(rows.values())).shape[1]
-                counts = {role: after if role in MERGED else count for role, count in counts.items()}
-                rows_after = _rows(counts, 1, sum(counts.values()) * width)
+            if roles == ("output",) and ending == "bias":
+                roles = ("output_bias",)
+            shape = source[names[0]].shape
+            axis = int(len(shape) == 2 and family.transposed != (roles == ("output",)))
+            counts, counts_after = (_counts(roles, heads, kv_heads) for kv_heads in (before, after))
+            width, rest = divmod(len(names) * shape[axis], sum(counts.values()))
+            if rest:
+                raise ConfigError(f"{names[0]} of SOURCE has shape {list(shape)} for {counts}: repair the config")
+            rows = _rows(counts, width, blocks.get(part, 1))
+            rows_after = rows if counts == counts_after else _rows(counts_after, width, 1)
             names_after = names[:after] if len(names) > 1 else names
             found.append(HeadTensor(tuple(names), tuple(names_after), axis, rows, rows_after))
     return found
 
 
-def _rows(counts: Counts, blocks: int, length: int) -> Heads:
-    """The rows of heads that lie in equal blocks, each of which holds a share of every role's heads, role after role.
+def _counts(roles: tuple[Role, ...], heads: int, kv_heads: int) -> Counts:
+    """The numbers of heads of roles. The bias of the output belongs to no head."""
+    of_role = {"output_bias": 1} | dict.fromkeys(MERGED, kv_heads)
+    return {role: of_role.get(role, heads) for role in roles}
+
+
+def _rows(counts: Counts, width: int, blocks: int) -> Heads:
+    """The rows of heads of a width that lie in equal blocks, each of which holds a share of every role's heads, role after
+    role.
 
     The rows are derived as the models derive them: by reshaping a row of numbers.
-
-    Raises:
-        ConfigError: the rows are not those of so many heads.
     """
-    total = sum(counts.values())
-    if length % total:
-        raise ConfigError(f"a tensor of SOURCE has {length} rows for {total} heads: repair its config")
     shares = [count // blocks for count in counts.values()]
-    parts = torch.arange(length).reshape(blocks, sum(shares), -1).split(shares, 1)
+    parts = torch.arange(blocks * sum(shares) * width).reshape(blocks, sum(shares), width).split(shares, 1)
     return {role: part.flatten(0, 1) for role, part in zip(counts, parts, strict=True)}

@@ -13,13 +13,13 @@ from gqa_convert.checkpoint.quantised import quantisation_method
 from gqa_convert.checkpoint.source import Checkpoint, open_checkpoint
 from gqa_convert.conversion.rewriting.folder import rewritten_folder
 from gqa_convert.conversion.rewriting.planning import needs_rewriting, plan_rewriting
-from gqa_convert.errors import CorruptCheckpointError, SourceNotFoundError
+from gqa_convert.errors import CorruptCheckpointError, SourceNotFoundError, first_line
 from gqa_convert.families.composite import decoder_config
 from gqa_convert.families.family import Family, Modeling
+from gqa_convert.families.loading import read_config
 from gqa_convert.families.records import with_key_norm
 from gqa_convert.families.table import REWRITTEN, family_of
-from gqa_convert.verify.report import first_line
-from gqa_convert.verify.weights import CONFIG, Weights, readable_object
+from gqa_convert.verify.weights import Weights
 
 Progress = Callable[[str, int, int], None]
 """Called with a stage (tensors or logits), the amount done and the total: bytes or steps."""
@@ -51,11 +51,6 @@ class Inputs:
     def decoder_config(self) -> dict[str, Any]:
         """The config of SOURCE's decoder, which in a composite model is nested in `config`."""
         return decoder_config(self.config)
-
-    @property
-    def numbers(self) -> int:
-        """About how many numbers a model has."""
-        return sum(tensor.numel() for tensor in self.source.tensors.values())
 
     @property
     def modeling(self) -> Modeling | None:
@@ -105,7 +100,7 @@ def read_inputs(
     if not out.is_dir():
         raise SourceNotFoundError(f"{out} is not a folder: name the converted checkpoint")
     checkpoint = converted = open_checkpoint(source, revision=revision, download=True, quantised=True)
-    out_config = readable_object(out / CONFIG)
+    out_config = read_config(out)
     with ExitStack() as stack:
         if needs_rewriting(checkpoint.config, out_config.get("model_type")):
             planned = plan_rewriting(checkpoint, native=True)
@@ -117,7 +112,7 @@ def read_inputs(
         if converted is not checkpoint:
             original = _open_source(checkpoint)
         if not family.listed:
-            family = with_key_norm(family, weights.shapes, converted.config["num_key_value_heads"])
+            family = with_key_norm(family, weights.tensors, converted.config["num_key_value_heads"])
         yield Inputs(out, out_config, weights, converted.config, family, original, checkpoint.config)
 
 

@@ -3,14 +3,16 @@
 transformers loads OUT, then SOURCE. Of the code in checkpoints, only modelling files that equal this package's own run.
 """
 
-import math
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import kl_div
 
+from gqa_convert.errors import first_line
 from gqa_convert.families import loading
 from gqa_convert.families.family import Modeling
 from gqa_convert.verify import heads
@@ -18,7 +20,7 @@ from gqa_convert.verify.geometry import Tensors, read_geometry, span_of
 from gqa_convert.verify.inputs import Progress
 from gqa_convert.verify.optimum import read_orders
 from gqa_convert.verify.probe import STEPS, Probe
-from gqa_convert.verify.report import Failure, VerificationReport, first_line
+from gqa_convert.verify.report import Failure, VerificationReport
 from gqa_convert.verify.result import FITTED, Result
 
 FLOAT32_LIMIT = 3_000_000_000
@@ -30,8 +32,6 @@ upward, no method can do better.
 MODULE_LIMIT = 1.25
 """How many times mean pooling's error the error of a module may be. Short fits of tiny models have 0.5 to 1.11 in their worst
 module, because one module makes up for others; an output that has nothing to do with SOURCE's has 1.4 or more."""
-_BLOCK = 256
-"""Tokens whose divergence is computed at a time."""
 
 
 class ModelChecks:
@@ -43,36 +43,36 @@ class ModelChecks:
 
     def __init__(self, result: Result) -> None:
         self.result, self.inputs = result, result.inputs
+        numbers = sum(tensor.numel() for tensor in self.inputs.source.tensors.values())
+        self.dtype: Any = torch.float32 if numbers <= FLOAT32_LIMIT else "auto"
+        self.has_cross = any(module.kind == "cross" for module in result.geometry.modules)
 
     def load_out(self) -> str:
         """Load OUT and run it."""
         import transformers
 
-        loaded = load_model(self.inputs.out, self.inputs.numbers, self.result.modeling)
+        modeling = self.result.modeling
+        loaded = load_model(self.inputs.out, self.dtype, modeling)
         model = loaded.model
-        cross = any(module.kind == "cross" for module in self.result.geometry.modules)
-        self.probe = Probe(model, cross=cross)
+        self.probe = Probe(model, cross=self.has_cross)
         self.has_head = loaded.has_language_model
         self.outputs = "logits" if self.has_head else "hidden states"
         self.output, self.decoding = self.probe.output(model), self.probe.decode(model)
         self.attention = heads.attention_parameters(model, self.inputs.family)
-        own = " of its own modelling file" if self.result.modeling else ""
+        own = " of its own modelling file" if modeling else ""
         dtype = str(model.dtype).removeprefix("torch.")
         return f"{loaded.class_name}{own} in {dtype}, transformers {transformers.__version__}"
 
     def load_source(self) -> str:
         """Load SOURCE and find its heads in memory, where names may differ from those in files."""
         inputs = self.inputs
-        loaded = load_model(inputs.source.folder, inputs.numbers, None)
+        loaded = load_model(inputs.source.folder, self.dtype)
         self.source = loaded.model
-        shapes = [
-            {name: tuple(parameter.shape) for name, parameter in parameters}
-            for parameters in (self.source.named_parameters(), self.attention.items())
-        ]
-        self.geometry = read_geometry(inputs.family, inputs.decoder_config, *shapes, may_differ=True)
+        parameters = dict(self.source.named_parameters())
+        self.geometry = read_geometry(inputs.family, inputs.decoder_config, parameters, self.attention, may_differ=True)
         self.rewritten = self.expected = self.probe.output(self.source)
         if inputs.source.result_dtypes:  # a rewritten SOURCE holds tensors in a wider type than OUT
-            for name, parameter in self.source.named_parameters():
+            for name, parameter in parameters.items():
                 dtype = inputs.source.result_dtypes.get(name, parameter.dtype)
                 parameter.data = parameter.data.to(dtype).to(parameter.dtype)
             self.expected = self.probe.output(self.source)
@@ -83,8 +83,8 @@ class ModelChecks:
         """SOURCE with OUT's heads computes what OUT computes."""
         if not self.repeated and self.result.geometry.merged:
             raise Failure("the loaded SOURCE has no parameters with K/V heads")
-        found = self._outputs(self.repeated)
         with heads.replaced(self.source, self.repeated):
+            found = self.probe.output(self.source)
             self.source_decoding = self.probe.decode(self.source)
         return self._judge(self.output, found, f"{len(self.repeated)} parameters of SOURCE replaced")
 
@@ -135,7 +135,7 @@ class ModelChecks:
         if self.inputs.why_not_loaded:
             return f"not compared: {self.inputs.why_not_loaded}"
         del self.source
-        original = load_model(self.inputs.original.folder, self.inputs.numbers, None).model
+        original = load_model(self.inputs.original.folder, self.dtype).model
         what = f"the rewritten source against SOURCE, a {self.inputs.original_config['model_type']}"
         return self._judge(self.rewritten, self.probe.output(original), what)
 
@@ -145,18 +145,17 @@ class ModelChecks:
         """
         geometry = self.result.geometry
         counts = {"self": geometry.counts}
-        if any(module.kind == "cross" for module in geometry.modules) and not self.inputs.family.reads_images_alone:
+        if self.has_cross and not self.inputs.family.reads_images_alone:
             counts["cross"] = [module.after for module in geometry.modules if module.kind == "cross"]
         found = []
         for kind, each in counts.items():
             ours, theirs = (decoding.caches.get(kind, []) for decoding in (self.decoding, self.source_decoding))
-            if len(set(each)) == 1:  # some layers may keep no keys
-                each = each[:1] * len(theirs)
             wanted = theirs
             if geometry.changed:
+                by_layer = each[:1] * len(theirs) if len(set(each)) == 1 else each  # some layers may keep no keys
                 wanted = [
                     tuple((rows, count, *rest) for rows, _, *rest in shapes)
-                    for count, shapes in zip(each, theirs, strict=True)
+                    for count, shapes in zip(by_layer, theirs, strict=True)
                 ]
             if not ours or ours != wanted:
                 raise Failure(f"{kind}-attention caches shapes {ours}, expected {wanted} {self.decoding.problem}")
@@ -204,18 +203,17 @@ def check_models(report: VerificationReport, result: Result, progress: Progress)
         report.check("rewritten source", checks.same_as_original)
 
 
-def load_model(folder: Path, numbers: int, code: Modeling | None) -> loading.AnyModel:
-    """A model on the CPU in evaluation mode, in float32 unless it is too large.
+def load_model(folder: Path, dtype: Any, code: Modeling | None = None) -> loading.AnyModel:
+    """A model on the CPU in evaluation mode.
 
     Args:
         folder: the checkpoint.
-        numbers: about how many it has.
+        dtype: a torch type, or "auto" for the checkpoint's own.
         code: the modelling files in it that may run.
 
     Raises:
         Failure: transformers cannot load it, or finds no tensor for one of its parameters.
     """
-    dtype = torch.float32 if numbers <= FLOAT32_LIMIT else "auto"
     with tempfile.TemporaryDirectory() as root:
         loaded = folder
         if code is not None:
@@ -244,8 +242,5 @@ def _link_with_code(out: Path, code: Modeling, folder: Path) -> None:
 
 def divergence(source: Tensor, other: Tensor) -> float:
     """KL(source || other) of two sets of logits [rows, length, vocabulary], in nats per token."""
-    total = 0.0
-    for block in zip(source.flatten(0, 1).split(_BLOCK), other.flatten(0, 1).split(_BLOCK), strict=True):
-        expected, found = (torch.log_softmax(logits.double(), -1) for logits in block)
-        total += float((expected.exp() * (expected - found)).sum())
-    return float(total / math.prod(source.shape[:-1]))
+    expected, found = (torch.log_softmax(logits.double().flatten(0, 1), -1) for logits in (source, other))
+    return float(kl_div(found, expected, reduction="batchmean", log_target=True))

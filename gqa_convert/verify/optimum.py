@@ -12,7 +12,7 @@ pairs.
 
 import math
 from collections.abc import Collection
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,17 +37,6 @@ complex row; its products are those of one frequency, in a leading axis.
 """
 
 
-class Loss(NamedTuple):
-    """Squares of products."""
-
-    lost: float
-    """|source - merged|^2."""
-    total: float
-    """|source|^2."""
-    rounding: float = 0.0
-    """The part of `lost` that rounding may have made."""
-
-
 def check_functions(result: Result) -> str:
     """For a method that changes queries and outputs: the errors that OUT claims are possible and of SOURCE's modules, and
     for `factor` they are those of the tensors, and no shared head could lose less.
@@ -63,7 +52,7 @@ def check_functions(result: Result) -> str:
             raise Failure(f"{PROVENANCE} has no merge_error for {name}")
         if result.method != FITTED:
             for part, losses in module_losses(result, modules[name], orders.get(name), roles).items():
-                check_error(f"{name}.{part}", errors[f"{name}.{part}"], relative_error(losses), allowance(losses))
+                check_error(f"{name}.{part}", errors[f"{name}.{part}"], *relative_error(losses))
     if result.method == FITTED:
         return f"recorded for {len(result.foldable)} attention modules; the models show what they are worth"
     return f"no shared head of {len(result.foldable)} attention modules could lose less"
@@ -83,10 +72,8 @@ def read_orders(claims: dict[str, Any], geometry: Geometry) -> dict[str, list[in
     return orders
 
 
-def module_losses(
-    result: Result, module: Module, order: list[int] | None, free: Collection[Role]
-) -> dict[str, list[Loss]]:
-    """What a module's `keys` and `values` lose, group by group.
+def module_losses(result: Result, module: Module, order: list[int] | None, free: Collection[Role]) -> dict[str, Tensor]:
+    """What a module's `keys` and `values` lose, as `compare_products` returns it, over all groups.
 
     Args:
         result: OUT.
@@ -99,41 +86,33 @@ def module_losses(
     """
     theirs = _read_heads(module, result.inputs.source.tensors, converted=False)
     ours = _read_heads(module, result.weights.tensors, converted=True)
-    pairs = torch.empty(2, 0, dtype=torch.long)
-    if module.kind != "cross":
-        head_dim = theirs["key"].shape[1]
-        pairs = torch.from_numpy(rotary_pairs(result.inputs.family, result.inputs.decoder_config, head_dim))
+    pairs = rotary_pairs(result.inputs.family, result.inputs.decoder_config, theirs["key"].shape[1])
+    if module.kind == "cross":
+        pairs = pairs[:, :0]
     if order is not None:
         theirs = {role: heads.unflatten(0, (module.before, -1))[order].flatten(0, 1) for role, heads in theirs.items()}
     limits = max((torch.finfo(heads.dtype) for heads in ours.values()), key=lambda each: each.eps)
-    losses: dict[str, list[Loss]] = {"keys": [], "values": []}
+    losses = {part: torch.zeros(3, dtype=torch.float64) for part in ("keys", "values")}
     for group in range(module.after):
         source, shared = (
             group_products(
                 {role: each.unflatten(0, (module.after, -1))[group] for role, each in heads.items()},
                 module.before // module.after,
-                pairs,
+                torch.from_numpy(pairs),
             )
             for heads in (theirs, ours)
         )
-        for part, role in (("keys", "key"), ("values", "value")):
+        for part, loss in losses.items():
+            what = f"{module.name}: {part} of group {group}" if part.removesuffix("s") in free else ""
             for old, new in zip(source[part], shared[part], strict=True):
-                losses[part].append(products_loss(old, new, limits))
-                if role in free:
-                    _check_shared(old, new, limits, f"{module.name}: {part} of group {group}")
+                loss += compare_products(old, new, limits, what)
     return losses
 
 
-def relative_error(losses: list[Loss]) -> float:
-    """|source - merged| / |source| of several products."""
-    total = sum(loss.total for loss in losses)
-    return math.sqrt(max(sum(loss.lost for loss in losses), 0.0) / total) if total else 0.0
-
-
-def allowance(losses: list[Loss]) -> float:
-    """How far rounding may have moved the relative error."""
-    total = sum(loss.total for loss in losses)
-    return SLACK * math.sqrt(sum(loss.rounding for loss in losses) / (total or 1.0)) + _EXACT
+def relative_error(losses: Tensor) -> tuple[float, float]:
+    """|source - merged| / |source| of what `compare_products` returns, and how far rounding may have moved it."""
+    lost, total, rounding = losses.tolist()
+    return math.sqrt(max(lost, 0.0) / (total or 1.0)), SLACK * math.sqrt(rounding / (total or 1.0)) + _EXACT
 
 
 def _read_heads(module: Module, tensors: Tensors, *, converted: bool) -> Heads:
@@ -173,32 +152,8 @@ def group_products(heads: Heads, size: int, pairs: Tensor) -> dict[str, list[Pro
     return {"keys": scores, "values": [(outputs.mT.flatten(1, 2), values)]}
 
 
-def products_loss(source: Products, shared: Products, limits: torch.finfo) -> Loss:
-    """What the heads of a group lose by sharing one, in a checkpoint of a type with these limits."""
-    (left, right), (shared_left, shared_right) = source, shared
-    total = _products_square(left.mH @ left, right @ right.mH)
-    merged = _products_square(shared_left.mH @ shared_left, shared_right @ shared_right.mH)
-    both = _products_square(left.mH @ shared_left, shared_right @ right.mH)
-    return Loss(total + merged - 2 * both, total, _rounding(shared, limits))
-
-
-def _rounding(shared: Products, limits: torch.finfo) -> float:
-    """The square of what rounding the rows of both factors does to their products."""
-    left, right = shared
-    # roundings of subnormal numbers are those of the smallest normal one
-    rows = right.abs().square().sum(-1) + right.shape[-1] * limits.tiny**2
-    columns = left.abs().square().sum(-2) + left.shape[-2] * limits.tiny**2
-    unit: float = limits.eps / 2
-    return 2 * unit * unit * float((rows * columns).sum())
-
-
-def _products_square(lefts: Tensor, rights: Tensor) -> float:
-    """The sum of <L R, L' R'> over the heads, from [..., m, c, c] L^H L' and R' R^H, without the products themselves."""
-    return float((lefts * rights.mT).sum().real)
-
-
-def _check_shared(source: Products, merged: Products, limits: torch.finfo, what: str) -> None:
-    """Check that no head could lose less in place of those of a group.
+def compare_products(source: Products, shared: Products, limits: torch.finfo, what: str = "") -> Tensor:
+    """What the heads of a group lose by sharing one; where `what` names them, no other head may lose less.
 
     The rows of the shared head must span the leading right singular vectors of all heads stacked (Eckart and Young 1936),
     of keys each as strong as its queries read it, of values as they are; and what reads them must be what reads the heads
@@ -206,33 +161,41 @@ def _check_shared(source: Products, merged: Products, limits: torch.finfo, what:
 
     Args:
         source: the products of SOURCE's heads.
-        merged: those of the shared head.
+        shared: those of the shared head.
         limits: of the checkpoint's type.
-        what: the heads in words.
+        what: `keys` or `values` and their group, if the method may make anything of them.
+
+    Returns:
+        [3]: |source - merged|^2, |source|^2, and the part of the first that rounding may have made.
 
     Raises:
         Failure: another shared head would lose less.
     """
-    (left, right), (shared_left, shared_right) = source, merged
+    (left, right), (shared_left, shared_right) = source, shared
     basis = torch.linalg.qr(shared_right.mH).Q  # [..., 1, e, c]
-    heads = right
-    if "keys" in what:
-        heads = torch.linalg.qr(left).R @ right  # R with R^H R = left^H left, [..., m, c, c]
-    stacked = heads.flatten(-3, -2)
-    squares = torch.linalg.eigvalsh(stacked @ stacked.mH).clamp(min=0)
-    best = float(squares[..., : -right.shape[-2]].sum())
-    whole = _square(heads)
-    unseen = whole - _square(heads @ basis)
-    norms = shared_right.abs().square().sum(-1)
-    relative = (norms + shared_right.shape[-1] * limits.tiny**2) / norms.clamp(min=1e-300)
-    turn = (limits.eps / 2) ** 2 * float(relative.max())
-    if not unseen <= best + (SLACK**2 * turn + 1e-10) * whole:
-        share, least = (math.sqrt(max(each, 0.0) / (whole or 1.0)) for each in (unseen, best))
-        raise Failure(f"{what} lose {share:.4f}, the least possible is {least:.4f}")
+    read = torch.linalg.qr(left).R @ right  # [..., m, c, e], heads as strong as what reads them
     kept = left @ (right @ basis)
     moved = _square(kept - shared_left @ (shared_right @ basis))
-    if not math.sqrt(moved) <= SLACK * math.sqrt(_rounding(merged, limits)) + _EXACT * math.sqrt(_square(kept)):
-        raise Failure(f"{what}: what reads them is not what reads SOURCE's heads, projected on the shared head")
+    # roundings of subnormal numbers are those of the smallest normal one
+    rows = shared_right.abs().square().sum(-1) + shared_right.shape[-1] * limits.tiny**2
+    columns = shared_left.abs().square().sum(-2) + shared_left.shape[-2] * limits.tiny**2
+    unit = limits.eps / 2
+    rounding = 2 * unit**2 * float((rows * columns).sum())
+    if what:
+        heads = read if "keys" in what else right
+        stacked = heads.flatten(-3, -2)
+        squares = torch.linalg.eigvalsh(stacked @ stacked.mH).clamp(min=0)
+        best = float(squares[..., : -right.shape[-2]].sum())
+        whole = _square(heads)
+        unseen = whole - _square(heads @ basis)
+        turn = unit**2 * float((rows / shared_right.abs().square().sum(-1).clamp(min=1e-300)).max())
+        if not unseen <= best + (SLACK**2 * turn + 1e-10) * whole:
+            share, least = (math.sqrt(max(each, 0.0) / (whole or 1.0)) for each in (unseen, best))
+            raise Failure(f"{what} lose {share:.4f}, the least possible is {least:.4f}")
+        if not math.sqrt(moved) <= SLACK * math.sqrt(rounding) + _EXACT * math.sqrt(_square(kept)):
+            raise Failure(f"{what}: what reads them is not what reads SOURCE's heads, projected on the shared head")
+    total = _square(read)
+    return torch.tensor([total - _square(kept) + moved, total, rounding], dtype=torch.float64)
 
 
 def _square(tensor: Tensor) -> float:

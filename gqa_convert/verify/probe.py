@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gqa_convert.verify.report import first_line
+from gqa_convert.errors import first_line
 
 TOLERANCE = 1e-4
 """The tolerance in float32 for the largest difference of two outputs, relative to the outputs' standard deviation."""

@@ -49,7 +49,7 @@ def check_provenance(result: Result, errors: dict[str, float] | None) -> str:
         compare_json(f"{PROVENANCE}: merge_error", dict.fromkeys(claims["merge_error"]), dict.fromkeys(errors))
         for name, error in errors.items():
             check_error(name, claims["merge_error"][name], error, 0.01 * error)
-    return f"{method}, {geometry.change()} K/V heads"
+    return f"as the files show, method {method}"
 
 
 def check_error(name: str, claimed: float, shown: float, allowance: float) -> None:
@@ -78,9 +78,9 @@ def _cache_bytes(result: Result, kind: Kind) -> dict[str, int] | None:
     before = after = 0
     for module in result.geometry.modules:
         for tensor in module.tensors if module.kind == kind else ():
-            widths = [tensor.before[role].shape[1] for role in ("key", "value") if role in tensor.before]
             if tensor.names[0].endswith(".weight"):
-                nbytes = sum(widths) * result.inputs.source.result_dtype(tensor.names[0]).itemsize
-                before += module.before * nbytes
-                after += module.after * nbytes
+                itemsize = result.inputs.source.result_dtype(tensor.names[0]).itemsize
+                width = sum(rows.shape[1] for role, rows in tensor.before.items() if role in ("key", "value"))
+                before += module.before * width * itemsize
+                after += module.after * width * itemsize
     return {"before": before, "after": after} if before else None

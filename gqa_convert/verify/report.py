@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
-from gqa_convert.errors import ConfigError, CorruptCheckpointError
+from gqa_convert.errors import ConfigError, CorruptCheckpointError, first_line
 
 Found = TypeVar("Found")
 
@@ -36,44 +36,32 @@ class VerificationReport:
         """Whether at least one check ran and all of them hold."""
         return bool(self.checks) and all(check.passed for check in self.checks)
 
-    def check(self, name: str, function: Callable[[], str]) -> bool:
+    def check(self, name: str, function: Callable[..., str], *args: Any) -> bool:
         """Run a check and return whether it holds.
 
         Args:
             name: of the check.
             function: returns what it looked at, or raises. On a damaged OUT any library may raise anything. Only SOURCE
                 raises CorruptCheckpointError and ConfigError, and these reach the caller.
+            args: its arguments.
         """
-        return self.find(name, lambda: (True, function())) is not None
+        return self.find(name, lambda: (True, function(*args))) is not None
 
-    def find(self, name: str, function: Callable[[], tuple[Found, str]]) -> Found | None:
+    def find(self, name: str, function: Callable[..., tuple[Found, str]], *args: Any) -> Found | None:
         """The same for a check that hands something on: what `function` returns in front of what it looked at; None if
         the check fails.
         """
         try:
-            found, detail = function()
+            found, detail = function(*args)
         except (CorruptCheckpointError, ConfigError):
             raise
         except Exception as problem:
-            self.checks.append(
-                Check(name, False, str(problem) if isinstance(problem, Failure) else first_line(problem))
-            )
+            detail = str(problem) if isinstance(problem, Failure) else first_line(problem)
+            self.checks.append(Check(name, False, detail))
             return None
         self.checks.append(Check(name, True, detail))
         return found
 
     def summary(self) -> dict[str, Any]:
         """The report as plain data for `--json`."""
-        return {
-            "out": self.out,
-            "source": self.source,
-            "passed": self.passed,
-            "checks": [asdict(check) for check in self.checks],
-        }
-
-
-def first_line(problem: BaseException) -> str:
-    """The first line of any library's exception, with its class."""
-    lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
-    text = lines[0] if lines else repr(problem)
-    return f"{type(problem).__name__}: {text}"[:400]
+        return asdict(self) | {"passed": self.passed}

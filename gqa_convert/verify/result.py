@@ -4,8 +4,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final
 
+from gqa_convert.families.composite import config_value
 from gqa_convert.families.family import Modeling
-from gqa_convert.verify.geometry import Geometry, Role, config_value, read_geometry
+from gqa_convert.verify.geometry import Geometry, Role, read_geometry
 from gqa_convert.verify.inputs import Inputs
 from gqa_convert.verify.weights import Weights
 
@@ -69,15 +70,15 @@ class Result:
         family, config = self.inputs.family, self.inputs.decoder_config
         clipped = config_value(config, "clip_qkv") or config_value(config, "attn_config.clip_qkv")
         normed = family.gainless_key_norm is not None and config.get(*family.gainless_key_norm)
-        free = every - {"output_bias"}
-        if clipped or normed or family.key_constraint:
-            free -= {"query", "key"}
-        if clipped or family.value_constraint:
-            free -= {"value", "output"}
-        found = dict.fromkeys(names, free)
-        for name in names if family.key_norm != "none" else ():
-            if any(tensor.startswith(f"{name}.{family.key_norm_name}.") for tensor in self.inputs.source.tensors):
-                found[name] = free - {"query", "key"}
+        found: dict[str, set[Role]] = {}
+        for name in names:
+            gains = f"{name}.{family.key_norm_name}."
+            has_gains = family.key_norm != "none" and any(each.startswith(gains) for each in self.inputs.source.tensors)
+            found[name] = set()
+            if not (clipped or normed or has_gains or family.key_constraint):
+                found[name] |= {"query", "key"}
+            if not (clipped or family.value_constraint):
+                found[name] |= {"value", "output"}
         return found
 
 
@@ -90,8 +91,8 @@ def read_result(inputs: Inputs, weights: Weights, claims: dict[str, Any]) -> tup
     """
     family, modeling = inputs.family, inputs.modeling
     may_differ = modeling in family.layerwise or family.reads_per_layer_config
-    shapes = inputs.source.shapes, weights.shapes
-    geometry = read_geometry(family, inputs.decoder_config, *shapes, may_differ=may_differ)
+    tensors = inputs.source.tensors, weights.tensors
+    geometry = read_geometry(family, inputs.decoder_config, *tensors, may_differ=may_differ)
     if modeling is family.modeling and not geometry.changed and not family.is_converted:
         modeling = None  # stock classes load it
     return Result(inputs, weights, geometry, claims, modeling), geometry.describe()

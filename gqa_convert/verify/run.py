@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
-
+from gqa_convert.errors import UnsupportedFamilyError
+from gqa_convert.families.loading import read_object
 from gqa_convert.verify.config import check_config, check_modelling_file
 from gqa_convert.verify.files import check_copied, check_hashes, check_index, open_result
 from gqa_convert.verify.inputs import Inputs, Progress, read_inputs
@@ -15,7 +15,7 @@ from gqa_convert.verify.report import Check, VerificationReport
 from gqa_convert.verify.result import Result, read_result
 from gqa_convert.verify.tensors import TensorChecks
 from gqa_convert.verify.tokenizers import check_tokenizer
-from gqa_convert.verify.weights import PROVENANCE, readable_object
+from gqa_convert.verify.weights import PROVENANCE
 
 
 def verify_checkpoint(
@@ -61,53 +61,69 @@ def _check_stored(report: VerificationReport, inputs: Inputs, progress: Progress
     Returns:
         OUT; None if it is too damaged to run, or its modelling files are not the package's own.
     """
-    claims = readable_object(inputs.out / PROVENANCE)
-    weights = report.find("files", lambda: open_result(inputs.out, inputs.source))
-    result, modeling, is_own_code = None, inputs.modeling, True
+    claims = read_object(inputs.out / PROVENANCE)
+    weights = report.find("files", open_result, inputs.out, inputs.source)
+    result = None
     if weights is not None:
-        result = report.find("heads", lambda: read_result(inputs, weights, claims))
+        result = report.find("heads", read_result, inputs, weights, claims)
     if result is not None:
-        modeling = result.modeling
         _check_contents(report, result, progress)
-        if modeling is not None:
-            is_own_code = report.check("modelling file", lambda: check_modelling_file(inputs, modeling))
-    report.check("copied files", lambda: check_copied(inputs, modeling))
+    modeling = result.modeling if result else inputs.modeling
+    runnable = result
+    if result and modeling and not report.check("modelling file", check_modelling_file, inputs, modeling):
+        runnable = None
+    report.check("copied files", check_copied, inputs, modeling)
     if claims:
-        required = result is not None and result.folds
-        report.check("hashes", lambda: check_hashes(inputs.out, claims, required=required))
-    return result if is_own_code else None
+        report.check("hashes", check_hashes, inputs.out, claims, result)
+    return runnable
 
 
 def _check_contents(report: VerificationReport, result: Result, progress: Progress) -> None:
     """Check tensors, index, config and record."""
     tensors = TensorChecks(result, progress)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # memory is the limit, and more threads only wait for it
-    try:
-        report.check("tensor names", tensors.names)
-        report.check("untouched tensors", tensors.untouched)
-        merged = report.check("merged tensors", tensors.merged)
-    finally:
-        torch.set_num_threads(threads)
+    report.check("tensor names", tensors.names)
+    report.check("untouched tensors", tensors.untouched)
+    merged = report.check("merged tensors", tensors.merged)
     if result.foldable:
-        report.check("attention functions", lambda: check_functions(result))
-    report.check("index", lambda: check_index(result.weights, result.inputs.source))
-    report.check("config", lambda: check_config(result))
-    errors = tensors.errors if merged and not result.foldable else None
-    report.check("provenance", lambda: check_provenance(result, errors))
+        report.check("attention functions", check_functions, result)
+    report.check("index", check_index, result.weights, result.inputs.source)
+    report.check("config", check_config, result)
+    report.check("provenance", check_provenance, result, tensors.errors if merged and not result.foldable else None)
 
 
 def _check_computed(report: VerificationReport, inputs: Inputs, result: Result | None, progress: Progress) -> None:
     """Check what the tokenizer and the models do."""
     if not inputs.has_class:
         why = f"transformers has no class of type {inputs.family.model_type}"
-        report.check("behaviour", lambda: f"not run: {why}, and code in checkpoints is never executed")
+        detail = f"not run: {why}, and code in checkpoints is never executed"
+        report.checks.append(Check("behaviour", True, detail))
         return
     is_other_type = inputs.out_config.get("model_type") != inputs.original_config.get("model_type")
     if is_other_type and not inputs.why_not_loaded:
-        report.check("tokenizer", lambda: check_tokenizer(inputs))
+        report.check("tokenizer", check_tokenizer, inputs)
     if result is None:
         why = "OUT's files or heads did not pass their checks, and code other than the package's is not executed"
         report.checks.append(Check("loads", False, f"not run: {why}"))
         return
     check_models(report, result, progress)
+
+
+def prover(source: str | Path, revision: str | None = None) -> Callable[[Path], None]:
+    """What `convert_checkpoint` takes as `prove`: the proof of a result whose model type is on no list, before the result
+    appears.
+
+    Args:
+        source: the folder or the Hub id of the source.
+        revision: branch, tag or commit on the Hub.
+    """
+
+    def prove(folder: Path) -> None:
+        report = verify_checkpoint(folder, source, revision=revision)
+        for check in report.checks:
+            if not check.passed:
+                raise UnsupportedFamilyError(
+                    f"{source} has a model type that is on no list, and its result failed the proof ({check.name}: "
+                    f"{check.detail}): nothing is written; docs/developing.md says how to add the type"
+                )
+
+    return prove

@@ -2,9 +2,10 @@
 
 from typing import Any
 
+from gqa_convert.errors import first_line
 from gqa_convert.families.loading import load_tokenizer
 from gqa_convert.verify.inputs import Inputs
-from gqa_convert.verify.report import Failure, first_line
+from gqa_convert.verify.report import Failure
 
 _SAMPLE = "Grouped-query attention:\tw1 w2, 12 heads\n  in 3 groups. Größe, 数, <s></s>"
 _FIRST = 1000

@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from gqa_convert.verify.report import first_line
+from gqa_convert.errors import first_line
 
 CONFIG = "config.json"
 PROVENANCE = "gqa_conversion.json"
@@ -18,15 +18,6 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PREFERENCE = (SINGLE, INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
 """The order in which transformers looks for weights."""
-
-
-def readable_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; empty if it cannot be read, so that what it should hold is found missing."""
-    try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 class Weights:
@@ -70,11 +61,6 @@ class Weights:
                 raise ValueError(f"{folder} holds tensor {min(twice)} twice, once in {file}")
             self.tensors |= found
             self.file_of |= dict.fromkeys(found, file)
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of all tensors."""
-        return {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
 
     def result_dtype(self, name: str) -> torch.dtype:
         """The type of a tensor of SOURCE in OUT."""

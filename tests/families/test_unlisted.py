@@ -12,7 +12,7 @@ from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import GQAConvertError, UnsupportedFamilyError
 from gqa_convert.families.loading import load_model
 from gqa_convert.families.records import ALL, FAMILIES, REFUSALS
-from gqa_convert.verify.proof import prover
+from gqa_convert.verify.run import prover
 from tests.helpers.checkpoints import digests
 from tests.helpers.tiny import make_checkpoint
 from tests.helpers.verification import edit_json

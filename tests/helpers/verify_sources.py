@@ -22,6 +22,8 @@ class Source:
     shards: str = "50GB"
     native: bool | None = None
     """Whether conversions are rewritten (True) or have a modelling file (False)."""
+    good: list[str] = field(default_factory=list)
+    """Conversions that must be proven, such as "3 mean" or "4 first encoder"."""
 
 
 def _source(stated: dict[str, Any]) -> Source:

@@ -23,63 +23,24 @@ from tests.helpers.verification import Made, claim, details, edit, edit_json, fa
 from tests.helpers.verify_sources import SOURCES
 
 MEAN = ConversionOptions(method="mean")
-ENCODER = {"encoder": True}
-OWN_COUNT = ("t5", "bart", "gpt2", "gpt_neox")
+OWN_COUNT = ("t5", "bart", "gpt2", "gpt_neo")
 """Sources at whose own count of twelve stock classes load the result."""
-
-GOOD: list[tuple[str, int, str, dict[str, Any]]] = [
-    ("llama", 3, "mean", {}),
-    ("llama", 4, "first", {}),
-    ("llama", 4, "factor", {}),
-    ("llama, float32", 3, "factor", {}),
-    ("llama, one file", 1, "factor", {}),
-    ("llama, 4 heads", 2, "factor", {}),
-    ("llama, 4 heads", 12, "mean", {}),
-    ("qwen2", 3, "fit", {}),
-    ("phi3", 4, "factor", {}),
-    ("phi3", 3, "first", {}),
-    ("olmo2", 3, "factor", {}),
-    ("cohere", 3, "factor", {}),
-    ("stablelm", 4, "first", {}),
-    ("neox", 3, "factor", {}),
-    ("neox", 3, "fit", {}),
-    ("neox, half", 4, "factor", {}),
-    ("neox, tied", 3, "mean", {}),
-    ("serial", 3, "factor", {}),
-    ("serial, half", 3, "mean", {}),
-    ("gptj, half", 3, "factor", {}),
-    ("codegen", 3, "mean", {}),
-    ("gpt2 as gpt_bigcode", 1, "factor", {}),
-    ("gpt2 as gpt_bigcode, half", 1, "mean", {}),
-    ("t5", 3, "factor", {}),
-    ("t5", 4, "mean", ENCODER),
-    ("switch", 3, "mean", ENCODER),
-    ("bart", 4, "first", ENCODER),
-    ("bart, decoder alone", 3, "mean", {}),
-    ("whisper", 3, "mean", ENCODER),
-    ("opt", 3, "mean", {}),
-    ("gpt2", 3, "factor", {}),
-    ("gpt2, cross", 4, "factor", {}),
-    ("gpt_neo", 4, "mean", {}),
-    ("gpt_neox", 4, "factor", {}),
-    ("bloom", 6, "first", {}),
-    ("mpt", 4, "mean", {}),
-    ("falcon", 3, "factor", {}),
-    ("falcon, 7B", 4, "mean", {}),
-    ("falcon, 40B", 2, "mean", {}),
-    *((name, 12, "mean", {}) for name in OWN_COUNT),
-]
-"""Source, K/V heads, method and options."""
 
 FAST = {"llama", "phi3", "stablelm", "neox", "gpt2 as gpt_bigcode", "t5", "gpt2, cross", "falcon, 40B", "qwen2"}
 
 
 @pytest.mark.parametrize(
-    ("name", "groups", "method", "options"),
-    [pytest.param(*row, marks=[] if row[0] in FAST else [pytest.mark.slow]) for row in GOOD],
+    ("name", "stated"),
+    [
+        pytest.param(name, stated, marks=[] if name in FAST else [pytest.mark.slow])
+        for name, source in SOURCES.items()
+        for stated in source.good
+    ],
 )
-def test_good_conversions_pass(made: Made, name: str, groups: int, method: str, options: dict[str, Any]) -> None:
-    out, source = made(name, groups, method, **options)
+def test_good_conversions_pass(made: Made, name: str, stated: str) -> None:
+    count, method, *encoder = stated.split()
+    groups = int(count)
+    out, source = made(name, groups, method, **({"encoder": True} if encoder else {}))
     report = verify_checkpoint(out, source)
     assert failed(report) == {}
     assert report.passed
@@ -93,7 +54,7 @@ def test_good_conversions_pass(made: Made, name: str, groups: int, method: str, 
     assert ("cross-attention" in found["cache heads"]) == name.startswith(
         ("t5", "switch", "bart", "whisper", "gpt2, c")
     )
-    assert ("encoder attention" in found["heads"]) == bool(options)
+    assert ("encoder attention" in found["heads"]) == bool(encoder)
     assert ("attention functions" in found) == (method in ("factor", "fit"))
     assert ("module outputs" in found) == (method == "fit")
     if method == "factor":

@@ -57,7 +57,7 @@ def open_model(folder: Path, *, device: str = "cpu") -> Any:
             folder, torch.float32, device_map="auto", max_memory=memory, offload_folder=scratch.name
         )
         weakref.finalize(model, scratch.cleanup)
-    check_complete(str(folder), folder, model, missing, _HEAD)
+    check_complete(str(folder), folder, missing, _HEAD)
     model.register_forward_pre_hook(_take_encoder_outputs, with_kwargs=True)
     return model.requires_grad_(False)
 

@@ -7,7 +7,8 @@ from collections import defaultdict
 
 from gqa_convert.checkpoint.source import Checkpoint
 from gqa_convert.errors import ConfigError
-from gqa_convert.families.geometry import AttentionFinder, config_value
+from gqa_convert.families.composite import config_value
+from gqa_convert.families.geometry import AttentionFinder
 
 
 def check_layers(checkpoint: Checkpoint, finder: AttentionFinder) -> None:

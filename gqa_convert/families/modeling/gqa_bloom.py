@@ -4,8 +4,6 @@ This file is part of gqa-convert. It is copied, with gqa_common.py, into every c
 that transformers loads the checkpoint without gqa-convert.
 """
 
-from typing import Any
-
 from transformers.models.bloom.modeling_bloom import dropout_add
 
 from .gqa_common import FusedAttention, attend, class_maker
@@ -16,19 +14,16 @@ class GroupedBloomAttention(FusedAttention):
 
     is_causal = True
 
-    def forward(
-        self: Any, hidden_states: Any, residual: Any, alibi: Any, attention_mask: Any, layer_past: Any = None, **_: Any
-    ) -> tuple[Any, Any]:
+    def forward(self, hidden_states, residual, alibi, attention_mask, layer_past=None, **_):
         query, key, value = self.split(self.query_key_value(hidden_states))
-        if layer_past is not None:
-            key, value = layer_past.update(key, value, self.layer_idx)
         batch, heads, length, _ = query.shape
         options = {
             "position_bias": alibi.view(batch, heads, 1, -1).expand(-1, -1, length, -1),
             "scaling": self.inv_norm_factor,
-            "dropout": self.attention_dropout.p if self.training else 0.0,
         }
-        output, weights = attend(self, query, key, value, attention_mask, **options)
+        output, weights = attend(
+            self, query, key, value, attention_mask, self.attention_dropout.p, layer_past, **options
+        )
         return dropout_add(self.dense(output), residual, self.hidden_dropout, self.training), weights
 
 

@@ -6,14 +6,13 @@ transformers' own code, made with the number of K/V heads of that layer.
 """
 
 import copy
-from typing import Any
 
 from huggingface_hub.dataclasses import strict
 
 from .gqa_common import class_maker, regroup_layers
 
 
-def config_class(stock: Any) -> Any:
+def config_class(stock):
     """The config class of a model type with a number of K/V heads for each layer.
 
     config.json has them as the list `num_key_value_heads`, and again as `multi_query_group_num`. In the object the
@@ -27,7 +26,7 @@ def config_class(stock: Any) -> Any:
         num_key_value_heads: int | list[int] | None = None
         multi_query_group_num: int | list[int] | None = None
 
-        def __post_init__(self, **options: Any) -> None:
+        def __post_init__(self, **options):
             heads, layers = self.num_attention_heads, self.num_hidden_layers
             stated = heads if self.num_key_value_heads is None else self.num_key_value_heads
             by_layer = stated if isinstance(stated, list) else [stated] * layers
@@ -38,15 +37,14 @@ def config_class(stock: Any) -> Any:
             self.num_key_value_heads, self.multi_query_group_num = max(by_layer), list(by_layer)
             super().__post_init__(**options)
 
-        def to_dict(self) -> dict[str, Any]:
+        def to_dict(self):
             """The content of config.json."""
-            content: dict[str, Any] = super().to_dict()
-            return content | {"num_key_value_heads": copy.copy(self.multi_query_group_num)}
+            return super().to_dict() | {"num_key_value_heads": copy.copy(self.multi_query_group_num)}
 
     return Config
 
 
-def regroup(model: Any, config: Any) -> None:
+def regroup(model, config):
     """Give each layer the number of K/V heads that the config states for it."""
     regroup_layers(model, config.multi_query_group_num)
 

@@ -14,9 +14,8 @@ Shape legend: B batch, L queries, S keys, H query heads, N K/V heads, c head_dim
 import copy
 import functools
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import FunctionType
-from typing import Any
 
 import torch
 import transformers
@@ -31,18 +30,7 @@ PREFIX = "GQA"
 # Attention
 
 
-def eager_attention(
-    module: Any,
-    query: Any,
-    key: Any,
-    value: Any,
-    mask: Any,
-    *,
-    scaling: float,
-    dropout: float = 0.0,
-    position_bias: Any = None,
-    **_options: Any,
-) -> tuple[Any, Any]:
+def eager_attention(module, query, key, value, mask, scaling, dropout=0.0, position_bias=None, **_options):
     """Attention whose scores [B, H, L, S] are added to a bias and a mask that broadcast to them, with a softmax in
     float32.
     """
@@ -56,7 +44,7 @@ def eager_attention(
     return (weights @ value).transpose(1, 2), weights
 
 
-def sdpa(module: Any, query: Any, key: Any, value: Any, mask: Any, **options: Any) -> tuple[Any, Any]:
+def sdpa(module, query, key, value, mask, **options):
     """transformers' sdpa function. For a single query, it reads keys and values once for all query heads that share them
     only where there is a mask, so that a CPU gets one: with 16 query and 2 K/V heads, a step of a BART that reads 4,000
     tokens in bfloat16 takes 25 ms instead of 86, and 125 with 16 K/V heads.
@@ -64,34 +52,38 @@ def sdpa(module: Any, query: Any, key: Any, value: Any, mask: Any, **options: An
     decodes_on_cpu = query.shape[2] == 1 and query.device.type == "cpu" and not torch.compiler.is_compiling()
     if mask is None and decodes_on_cpu and options.get("cache") is None:
         mask = torch.ones(1, 1, 1, key.shape[2], dtype=torch.bool)
-    output, weights = sdpa_attention_forward(module, query, key, value, mask, **options)
-    return output, weights
+    return sdpa_attention_forward(module, query, key, value, mask, **options)
 
 
 ATTENTION_FUNCTIONS = AttentionInterface()
 ATTENTION_FUNCTIONS["sdpa"] = sdpa
 
 
-def attend(module: Any, query: Any, key: Any, value: Any, mask: Any, **options: Any) -> tuple[Any, Any]:
+def attend(module, query, key, value, mask, dropout, past=None, **options):
     """Attention through the function that the config names.
 
     Args:
         module: the attention module.
         query: [B, H, L, c].
-        key: [B, N, S, c].
-        value: [B, N, S, c].
+        key: [B, N, S, c], without those in the cache.
+        value: [B, N, S, c], likewise.
         mask: None, or broadcasting to [B, H, L, S].
+        dropout: probability in training.
+        past: the cache, to which keys and values are added first.
         options: further arguments of the function.
 
     Returns:
         The output [B, L, H * c] and, from eager attention, the attention weights [B, H, L, S].
     """
+    if past is not None:
+        key, value = past.update(key, value, module.layer_idx)
+    options["dropout"] = dropout if module.training else 0.0
     function = ATTENTION_FUNCTIONS.get_interface(module.config._attn_implementation, eager_attention)
     output, weights = function(module, query, key, value, mask, **options)
     return output.flatten(2), weights
 
 
-def split_heads(states: Any, head_dim: int) -> Any:
+def split_heads(states, head_dim):
     """[B, L, heads * c] -> [B, heads, L, c]."""
     return states.unflatten(-1, (-1, head_dim)).transpose(1, 2)
 
@@ -102,7 +94,7 @@ class GroupedAttention:
     projections: tuple[str, ...] = ("k_proj", "v_proj")
     heads_name = "num_heads"
 
-    def regroup(self: Any, groups: int) -> None:
+    def regroup(self, groups):
         """Make the projections of keys and values smaller.
 
         Args:
@@ -120,7 +112,7 @@ class FusedAttention(GroupedAttention):
 
     projections = ("query_key_value",)
 
-    def regroup(self: Any, groups: int) -> None:
+    def regroup(self, groups):
         self.num_key_value_groups = groups
         (name,) = self.projections
         stock = getattr(self, name)
@@ -128,13 +120,13 @@ class FusedAttention(GroupedAttention):
         self.widths = [hidden_size, hidden_size // groups, hidden_size // groups]
         setattr(self, name, type(stock)(hidden_size, sum(self.widths), bias=stock.bias is not None))
 
-    def split(self: Any, states: Any) -> list[Any]:
+    def split(self, states):
         """Queries, keys and values [B, heads, L, c] from the projected states [B, L, (H + 2 N) * c]."""
         head_dim = self.widths[0] // getattr(self, self.heads_name)
         return [split_heads(part, head_dim) for part in states.split(self.widths, dim=-1)]
 
 
-def grouped_forward(forward: Any) -> Any:
+def grouped_forward(forward):
     """The forward function of a stock attention class with the attention functions of this file.
 
     It is the same compiled code, with two names of its module bound anew. Without the module's own name, torch.compile
@@ -151,24 +143,24 @@ def grouped_forward(forward: Any) -> Any:
 
 
 @functools.cache
-def attention_class(stock: Any, grouped: type) -> Any:
+def attention_class(stock, grouped):
     """The class of an attention module of type `stock` with `grouped` added."""
-    made: Any = type(PREFIX + stock.__name__, (grouped, stock), {})
+    made = type(PREFIX + stock.__name__, (grouped, stock), {})
     if made.forward is stock.forward:
         made.forward = grouped_forward(stock.forward)
     globals()[made.__name__] = made  # where pickle looks for it
     return made
 
 
-def query_heads_per_kv_head(module: Any, config: Any) -> int:
+def query_heads_per_kv_head(module, config):
     """How many query heads share a K/V head in an attention module.
 
     Raises:
         ValueError: the config's number of K/V heads does not divide the number of query heads.
     """
-    heads: int = getattr(module, module.heads_name)
+    heads = getattr(module, module.heads_name)
     of_encoder = not getattr(module, "is_decoder", True)
-    stated: int | None = config.encoder_num_key_value_heads if of_encoder else config.num_key_value_heads
+    stated = config.encoder_num_key_value_heads if of_encoder else config.num_key_value_heads
     if stated and heads % stated:
         raise ValueError(f"{stated} K/V heads do not divide {heads} query heads")
     return heads // (stated or heads)
@@ -185,11 +177,11 @@ class GroupedModel:
     """Whether the stock constructors accept eager attention alone."""
 
     @classmethod
-    def _can_set_attn_implementation(cls: Any) -> bool:
+    def _can_set_attn_implementation(cls):
         """transformers' own class decides, unless its attention is replaced by one that asks for the configured function."""
         return bool(cls.eager_constructor or cls.__bases__[-1]._can_set_attn_implementation())
 
-    def __init__(self: Any, config: Any) -> None:
+    def __init__(self, config):
         requested = config._attn_implementation
         if self.eager_constructor:
             config._attn_implementation = "eager"
@@ -199,10 +191,10 @@ class GroupedModel:
             config._attn_implementation = self._check_and_adjust_attn_implementation(requested, is_init_check=True)
         self.post_init()
 
-    def regroup(self: Any, config: Any) -> None:
+    def regroup(self, config):
         """Give the attention modules, which are known by the names of their classes, fewer K/V heads."""
         for module in list(self.modules()):
-            stock: Any = type(module)
+            stock = type(module)
             grouped = self.attention.get(stock.__name__)
             if grouped is not None:
                 module.__class__ = attention_class(stock, grouped)
@@ -210,7 +202,7 @@ class GroupedModel:
                 module.regroup(query_heads_per_kv_head(module, config))
 
 
-def regroup_layers(model: Any, counts: list[int]) -> None:
+def regroup_layers(model, counts):
     """Give the attention of each layer a number of K/V heads, where transformers' class takes it from the config.
 
     Args:
@@ -227,7 +219,7 @@ def regroup_layers(model: Any, counts: list[int]) -> None:
                 setattr(parent, name, made)
 
 
-def config_class(stock: Any) -> Any:
+def config_class(stock):
     """The config class of a model type with fewer K/V heads."""
 
     @strict
@@ -244,9 +236,7 @@ def config_class(stock: Any) -> Any:
     return Config
 
 
-def class_maker(
-    module: str, make_config: Callable[[Any], Any] = config_class, **of_models: Any
-) -> Callable[[str], Any]:
+def class_maker(module, make_config=config_class, **of_models):
     """The `__getattr__` of a modelling file.
 
     Args:
@@ -255,8 +245,8 @@ def class_maker(
         of_models: attributes of its model classes.
     """
 
-    def make(name: str) -> Any:
-        stock: Any = getattr(transformers, name.removeprefix(PREFIX), None) if name.startswith(PREFIX) else None
+    def make(name):
+        stock = getattr(transformers, name.removeprefix(PREFIX), None) if name.startswith(PREFIX) else None
         bases = stock.__mro__ if isinstance(stock, type) else ()
         if PreTrainedConfig in bases:
             made = make_config(stock)

@@ -17,7 +17,7 @@ from .gqa_common import GroupedModel, regroup_layers
 class Section(dict):  # type: ignore[type-arg]
     """A dictionary whose values are attributes too, as engines read `block_configs`."""
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         try:
             return self[name]
         except KeyError:
@@ -33,7 +33,7 @@ class DeciLMConfig(LlamaConfig):
     model_type = "nemotron-nas"
     block_configs: list[Any] | None = None
 
-    def __post_init__(self, **options: Any) -> None:
+    def __post_init__(self, **options):
         self.block_configs = [
             Section({name: Section(section) for name, section in block.items()}) for block in self.block_configs or []
         ]
@@ -43,7 +43,7 @@ class DeciLMConfig(LlamaConfig):
 class GroupedLlama(GroupedModel):
     """What is added to transformers' Llama."""
 
-    def regroup(self: Any, config: Any) -> None:
+    def regroup(self, config):
         heads = config.num_attention_heads
         regroup_layers(self, [heads // block.attention.n_heads_in_group for block in config.block_configs])
         for layer in self.base_model.layers:

@@ -5,8 +5,6 @@ that transformers loads the checkpoint without gqa-convert. `multi_query`, `new_
 of the config say nothing about K/V heads here: `num_key_value_heads` does.
 """
 
-from typing import Any
-
 from transformers.models.falcon.modeling_falcon import apply_rotary_pos_emb
 
 from .gqa_common import FusedAttention, attend, class_maker
@@ -16,28 +14,27 @@ class GroupedFalconAttention(FusedAttention):
     """Falcon's attention with N K/V heads, also in the cache."""
 
     def forward(
-        self: Any,
-        hidden_states: Any,
-        alibi: Any,
-        attention_mask: Any,
-        position_ids: Any = None,
-        layer_past: Any = None,
-        position_embeddings: Any = None,
-        **_options: Any,
-    ) -> tuple[Any, Any]:
+        self,
+        hidden_states,
+        alibi,
+        attention_mask,
+        position_ids=None,
+        layer_past=None,
+        position_embeddings=None,
+        **_options,
+    ):
         kind = self.config._attn_implementation
         query, key, value = self.split(self.query_key_value(hidden_states))
         options = {"scaling": self.inv_norm_factor, "position_ids": position_ids}
-        options["dropout"] = self.attention_dropout.p if self.training else 0.0
         if alibi is None:
             query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
         elif kind == "eager":  # ALiBi is scaled with the scores; sdpa has it in the mask
             options["position_bias"] = alibi.view(len(query), self.num_heads, 1, -1) * self.inv_norm_factor
         elif kind != "sdpa":
             raise ValueError(f"Falcon with ALiBi runs with eager or sdpa attention, not {kind}")
-        if layer_past is not None:
-            key, value = layer_past.update(key, value, self.layer_idx)
-        output, weights = attend(self, query, key, value, attention_mask, **options)
+        output, weights = attend(
+            self, query, key, value, attention_mask, self.attention_dropout.p, layer_past, **options
+        )
         return self.dense(output), weights
 
 

@@ -4,8 +4,6 @@ This file is part of gqa-convert. It is copied, with gqa_common.py, into every c
 that transformers loads the checkpoint without gqa-convert.
 """
 
-from typing import Any
-
 from transformers.pytorch_utils import Conv1D
 
 from .gqa_common import GroupedAttention, class_maker
@@ -14,18 +12,17 @@ from .gqa_common import GroupedAttention, class_maker
 class GroupedGPT2Attention(GroupedAttention):
     """GPT-2's attention: `c_attn` is [q | k | v], or [k | v] beside `q_attn` where it reads an encoder's output."""
 
-    def regroup(self: Any, groups: int) -> None:
+    def regroup(self, groups):
         self.num_key_value_groups = groups
         width = self.embed_dim // groups
         widths = [width, width] if self.is_cross_attention else [self.embed_dim, width, width]
         self.split_size = widths  # of the parts that the forward takes from c_attn
         self.c_attn = Conv1D(sum(widths), self.embed_dim)
 
-    def _upcast_and_reordered_attn(self: Any, query: Any, key: Any, value: Any, mask: Any = None) -> tuple[Any, Any]:
+    def _upcast_and_reordered_attn(self, query, key, value, mask=None):
         groups = self.num_key_value_groups
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-        output, weights = super()._upcast_and_reordered_attn(query, key, value, mask)
-        return output, weights
+        return super()._upcast_and_reordered_attn(query, key, value, mask)
 
 
 __getattr__ = class_maker(__name__, attention={"GPT2Attention": GroupedGPT2Attention})

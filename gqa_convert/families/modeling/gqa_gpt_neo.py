@@ -4,8 +4,6 @@ This file is part of gqa-convert. It is copied, with gqa_common.py, into every c
 that transformers loads the checkpoint without gqa-convert.
 """
 
-from typing import Any
-
 from transformers import PreTrainedModel
 
 from .gqa_common import GroupedAttention, class_maker, split_heads
@@ -14,24 +12,21 @@ from .gqa_common import GroupedAttention, class_maker, split_heads
 class GroupedGPTNeoAttention(GroupedAttention):
     """GPT-Neo's attention, whose functions of transformers' class take other numbers of heads here."""
 
-    def _split_heads(self: Any, tensor: Any, _num_heads: int, head_dim: int) -> Any:
+    def _split_heads(self, tensor, _num_heads, head_dim):
         return split_heads(tensor, head_dim)
 
-    def _attn(self: Any, query: Any, key: Any, value: Any, mask: Any = None) -> tuple[Any, Any]:
+    def _attn(self, query, key, value, mask=None):
         groups = self.num_key_value_groups
-        output, weights = super()._attn(
-            query, key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1), mask
-        )
-        return output, weights
+        return super()._attn(query, key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1), mask)
 
 
-def eager_only(model: Any, implementation: Any, **options: Any) -> str:
+def eager_only(model, implementation, **options):
     """The attention function of a model.
 
     Raises:
         ValueError: another one than eager is asked for, which the class would ignore.
     """
-    found: str = PreTrainedModel._check_and_adjust_attn_implementation(model, implementation, **options)
+    found = PreTrainedModel._check_and_adjust_attn_implementation(model, implementation, **options)
     if found != "eager":
         raise ValueError(f"GPT-Neo runs with eager attention, not {found}")
     return found

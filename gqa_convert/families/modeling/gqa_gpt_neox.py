@@ -4,8 +4,6 @@ This file is part of gqa-convert. It is copied, with gqa_common.py, into every c
 that transformers loads the checkpoint without gqa-convert.
 """
 
-from typing import Any
-
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb
 
@@ -14,25 +12,22 @@ from .gqa_common import FusedAttention, attend, class_maker
 
 class GroupedGPTNeoXAttention(FusedAttention):
     @property
-    def num_heads(self: Any) -> int:
+    def num_heads(self):
         """Query heads."""
         return int(self.config.num_attention_heads)
 
     def forward(
-        self: Any,
-        hidden_states: Any,
-        attention_mask: Any,
-        layer_past: Any = None,
-        position_embeddings: Any = None,
-        **options: Any,
-    ) -> tuple[Any, Any]:
+        self,
+        hidden_states,
+        attention_mask,
+        layer_past=None,
+        position_embeddings=None,
+        **options,
+    ):
         query, key, value = self.split(self.query_key_value(hidden_states))
         query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
-        if layer_past is not None:
-            key, value = layer_past.update(key, value, self.layer_idx)
-        dropout = self.attention_dropout if self.training else 0.0
-        options |= {"scaling": self.scaling, "dropout": dropout}
-        output, weights = attend(self, query, key, value, attention_mask, **options)
+        options["scaling"] = self.scaling
+        output, weights = attend(self, query, key, value, attention_mask, self.attention_dropout, layer_past, **options)
         return self.dense(output), weights
 
 

@@ -4,8 +4,6 @@ This file is part of gqa-convert. It is copied, with gqa_common.py, into every c
 that transformers loads the checkpoint without gqa-convert.
 """
 
-from typing import Any
-
 import torch
 
 from .gqa_common import FusedAttention, attend, class_maker
@@ -18,13 +16,13 @@ class GroupedMptAttention(FusedAttention):
     heads_name = "n_heads"
 
     def forward(
-        self: Any,
-        hidden_states: Any,
-        position_bias: Any,
-        past_key_values: Any = None,
-        attention_mask: Any = None,
-        **_options: Any,
-    ) -> tuple[Any, Any]:
+        self,
+        hidden_states,
+        position_bias,
+        past_key_values=None,
+        attention_mask=None,
+        **_options,
+    ):
         states = self.Wqkv(hidden_states)
         if self.clip_qkv:
             states = states.clamp(min=-self.clip_qkv, max=self.clip_qkv)
@@ -34,8 +32,8 @@ class GroupedMptAttention(FusedAttention):
         bias = position_bias[None, :, :, -key.shape[2] :]  # ALiBi [H, 1, longest] counts back from its end
         if attention_mask is not None:
             bias = torch.where(attention_mask, torch.finfo(query.dtype).min, bias)
-        options = {"position_bias": bias, "scaling": self.softmax_scale, "dropout": self.attn_dropout_p}
-        output, weights = attend(self, query, key, value, None, **options)
+        options = {"position_bias": bias, "scaling": self.softmax_scale}
+        output, weights = attend(self, query, key, value, None, self.attn_dropout_p, **options)
         return self.out_proj(output), weights
 
 

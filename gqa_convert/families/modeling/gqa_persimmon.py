@@ -4,15 +4,13 @@ This file is part of gqa-convert. It is copied, with gqa_common.py, into every c
 that transformers loads the checkpoint without gqa-convert.
 """
 
-from typing import Any
-
 from .gqa_common import FusedAttention, class_maker
 
 
 class GroupedPersimmonAttention(FusedAttention):
     """Persimmon's attention, whose forward takes heads [B, L, heads, c] from the fused projection."""
 
-    def _split_heads(self: Any, fused_qkv: Any) -> list[Any]:
+    def _split_heads(self, fused_qkv):
         return [part.transpose(1, 2) for part in self.split(fused_qkv)]
 
 

@@ -5,7 +5,6 @@ families, so that transformers loads the checkpoint without gqa-convert.
 """
 
 import functools
-from typing import Any
 
 from .gqa_common import GroupedAttention, class_maker, grouped_forward
 
@@ -16,7 +15,7 @@ class GroupedT5Attention(GroupedAttention):
 
 
 @functools.cache
-def t5_forward() -> Any:
+def t5_forward():
     """The forward function of T5's attention."""
     from transformers.models.t5.modeling_t5 import T5Attention
 
@@ -29,13 +28,13 @@ class GroupedUMT5Attention(GroupedT5Attention):
     gradient_checkpointing = False
 
     def forward(
-        self: Any,
-        hidden_states: Any,
-        encoder_hidden_states: Any = None,
-        past_key_values: Any = None,
-        attention_mask: Any = None,
-        **options: Any,
-    ) -> tuple[Any, Any]:
+        self,
+        hidden_states,
+        encoder_hidden_states=None,
+        past_key_values=None,
+        attention_mask=None,
+        **options,
+    ):
         given = hidden_states, attention_mask, encoder_hidden_states, None, past_key_values
         output, _, weights = t5_forward()(self, *given, **options)
         return output, weights

@@ -4,24 +4,22 @@ This file is part of gqa-convert. It is copied, with gqa_common.py, into every c
 that transformers loads the checkpoint without gqa-convert.
 """
 
-from typing import Any
-
 from .gqa_common import GroupedAttention, class_maker, config_class
 
 
 class GroupedWhisperAttention(GroupedAttention):
-    def regroup(self: Any, groups: int) -> None:
+    def regroup(self, groups):
         super().regroup(groups)
         self.num_heads //= groups  # the forward counts the heads of keys and values by it
 
 
-def whisper_config(stock: Any) -> Any:
+def whisper_config(stock):
     """The config class, whose objects have Whisper's own model type, as generate() and the pipeline for speech
     recognition ask whether this is Whisper. What is saved is the class's model type.
     """
 
     class Config(config_class(stock)):
-        def __post_init__(self, **options: Any) -> None:
+        def __post_init__(self, **options):
             super().__post_init__(**options)
             self.model_type = stock.model_type
 

@@ -161,5 +161,5 @@ def load(candidate: Candidate, dtype: str, device: str) -> Any:
         dtype = "float32"
     with loading.explained(candidate.name):
         model, missing = loading.load_model(candidate.folder, dtype)
-        loading.check_complete(candidate.name, candidate.folder, model, missing, _HEAD)
+        loading.check_complete(candidate.name, candidate.folder, missing, _HEAD)
         return model.requires_grad_(False).to(device)

@@ -105,7 +105,7 @@ def make_models(
     assert folder is not None
     with explained(name):
         source, missing = load_model(folder, getattr(torch, dtype), attn_implementation=attention)
-    check_complete(name, folder, source, missing, _NEEDS_HEAD)
+    check_complete(name, folder, missing, _NEEDS_HEAD)
     if why_unsupported(type(source), source.config) is None:
         attention = "gqa"
         source.set_attn_implementation(attention)
