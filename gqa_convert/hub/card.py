@@ -4,12 +4,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gqa_convert.checkpoint.signed_card import CARD
+from gqa_convert.errors import PublishError
 from gqa_convert.hub.converted import Converted
 from gqa_convert.hub.licenses import find_license, reminders
 from gqa_convert.hub.markup import one_line, render
 from gqa_convert.hub.measured import Measured, read_measured
 from gqa_convert.hub.options import HUB_ID, PublishOptions
-from gqa_convert.hub.readme import check_replaceable, read_readme, sign, stated_by_source
+from gqa_convert.hub.readme import is_users, read_readme, sign, stated_by_source
 from gqa_convert.merging.methods import METHODS
 
 if TYPE_CHECKING:
@@ -40,8 +42,10 @@ def make_card(model: Converted, options: PublishOptions) -> tuple[str, list[str]
     from huggingface_hub import ModelCardData
 
     readme = read_readme(model.folder)
-    if not options.overwrite_card:
-        check_replaceable(model, readme)
+    if readme is not None and is_users(model, readme) and not options.overwrite_card:
+        raise PublishError(
+            f"{model.folder / CARD} was written or edited by you: move it away, or rename it with --overwrite-card"
+        )
     stated = stated_by_source(model, readme)
     chosen = find_license(stated, options.license)
     warnings = reminders(chosen, options.name)

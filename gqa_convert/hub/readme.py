@@ -38,18 +38,6 @@ def is_users(model: Converted, text: str) -> bool:
     return not is_our_card(text) and not _came_with_source(model, text)
 
 
-def check_replaceable(model: Converted, text: str | None) -> None:
-    """Refuse to replace a README of the user's.
-
-    Raises:
-        PublishError: a user wrote or edited it.
-    """
-    if text is not None and is_users(model, text):
-        raise PublishError(
-            f"{model.folder / CARD} was written or edited by you: move it away, or rename it with --overwrite-card"
-        )
-
-
 def _came_with_source(model: Converted, text: str) -> bool:
     written = model.record.written.get(CARD)
     return written is not None and written.sha256 == hashlib.sha256(text.encode()).hexdigest()

@@ -53,8 +53,9 @@ class HeadTensor:
     def read(self, tensors: Tensors, *, converted: bool) -> Heads:
         """The heads in SOURCE's tensors, or in OUT's."""
         names, rows = (self.names_after, self.after) if converted else (self.names, self.before)
-        upright = torch.cat([tensors[name].detach() for name in names]).movedim(self.axis, 0)
-        return {role: upright[each] for role, each in rows.items()}
+        found = [tensors[name].detach() for name in names]
+        whole = found[0] if len(found) == 1 else torch.cat(found)
+        return {role: whole.movedim(self.axis, 0)[each] for role, each in rows.items()}
 
     def replace(self, tensors: Tensors, heads: Heads) -> dict[str, Tensor]:
         """Copies of SOURCE's tensors with other heads of some roles; none where there are no heads."""

@@ -43,11 +43,6 @@ class Inputs:
     original_config: dict[str, Any]
 
     @property
-    def is_rewritten(self) -> bool:
-        """Whether SOURCE is rewritten before it is converted."""
-        return self.original is not self.source
-
-    @property
     def decoder_config(self) -> dict[str, Any]:
         """The config of SOURCE's decoder, which in a composite model is nested in `config`."""
         return decoder_config(self.config)

@@ -27,17 +27,10 @@ VERIFIED = ("llava", "idefics2", "qwen2_vl", "gemma3", "mllama")
 """Names in the files of transformers 4, of transformers 5, without a prefix, with a norm of keys, and cross-attention."""
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Makes a tiny model of a type, once."""
-    made: dict[str, Path] = {}
-
-    def make(model_type: str) -> Path:
-        if model_type not in made:
-            made[model_type] = make_wrapper(model_type, tmp_path_factory.mktemp(model_type) / "source")
-        return made[model_type]
-
-    return make
+@pytest.fixture
+def source(once: Callable[..., Path]) -> Callable[[str], Path]:
+    """A tiny model of a type."""
+    return lambda model_type: once(make_wrapper, model_type)
 
 
 @pytest.mark.parametrize("model_type", WRAPPER_TYPES)

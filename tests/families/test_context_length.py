@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from gqa_convert.families.context_length import LONGEST, block_length, stated_positions
-from gqa_convert.families.windows import has_window, window_of
+from gqa_convert.families.windows import window_of
 from tests.helpers.own_files import make_source_model
 
 
@@ -41,24 +41,10 @@ def test_what_a_config_states(config: dict[str, Any], stated: int | None, block:
     assert (stated_positions(config), block_length(config)) == (stated, block)
 
 
-@pytest.mark.parametrize(
-    ("config", "windowed"),
-    [
-        ({}, False),
-        ({"sliding_window": None}, False),
-        ({"sliding_window": 4096}, True),
-        ({"sliding_window": 4096, "use_sliding_window": False}, False),
-        ({"sliding_window": 4096, "layer_types": ["full_attention"]}, False),
-        ({"sliding_window": 4096, "layer_types": ["full_attention", "sliding_attention"]}, True),
-    ],
-)
-def test_windows(config: dict[str, Any], windowed: bool) -> None:
-    assert has_window(config) is windowed
+WINDOWED = ["mistral", "qwen2", "gemma2", "gemma3_text", "cohere2", "olmo3", "gpt_oss", "phi3"]
 
 
-@pytest.mark.parametrize(
-    "model_type", ["mistral", "qwen2", "gemma2", "gemma3_text", "cohere2", "olmo3", "gpt_oss", "phi3"]
-)
+@pytest.mark.parametrize("model_type", WINDOWED)
 def test_windows_by_layer_are_those_of_transformers(model_type: str) -> None:
     """With the list of kinds of layers that newer configs have, and without it where older configs have none."""
     from transformers import CONFIG_MAPPING

@@ -22,26 +22,17 @@ from tests.helpers.native import distance
 from tests.helpers.tiny import HEADS, make_checkpoint
 from tests.helpers.verification import failed
 
-SIZES: dict[str, Any] = {"head_dim": 8, "intermediate_size": 256, "num_hidden_layers": 4, "sliding_window": None}
+SIZES: dict[str, Any] = {"head_dim": 8, "intermediate_size": 256, "num_hidden_layers": 4}
 COUNTS = [12, 4, 3, 1]
-CONFIG: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 96,
-    "num_attention_heads": HEADS,
-    "intermediate_size": 256,
-}
-
-
-def sizes(model_type: str) -> dict[str, Any]:
-    """A checkpoint that can become a DeciLM."""
-    return {key: value for key, value in SIZES.items() if model_type != "llama" or key != "sliding_window"}
+CONFIG: dict[str, Any] = {"hidden_size": 96, "num_attention_heads": HEADS, "intermediate_size": 256}
 
 
 @pytest.mark.parametrize("model_type", DECILM_SOURCES)
 def test_it_computes_what_the_stock_class_computes_with_the_heads_repeated(
     model_type: str, elsewhere: Elsewhere, tmp_path: Path
 ) -> None:
-    source, out = make_checkpoint(model_type, tmp_path / "source", **sizes(model_type)), tmp_path / "out"
+    options = SIZES | ({} if model_type == "llama" else {"sliding_window": None})
+    source, out = make_checkpoint(model_type, tmp_path / "source", **options), tmp_path / "out"
     convert_checkpoint(source, out, COUNTS, ConversionOptions(method="factor"))
     found = elsewhere.measure(folder=str(out), auto="AutoModelForCausalLM", ways=list(WAYS), saved=True, thorough=True)
     assert not isinstance(found, str), found

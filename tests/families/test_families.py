@@ -25,7 +25,7 @@ from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import ConfigError, GroupsError, UnsupportedFamilyError
 from gqa_convert.families.engines import ENGINES
 from gqa_convert.families.geometry import AttentionFinder
-from gqa_convert.families.table import COMPOSITES, FAMILIES, REFUSALS, find_family
+from gqa_convert.families.table import COMPOSITES, FAMILIES, REFUSALS, REWRITTEN, find_family
 from tests.helpers.elsewhere import logits
 from tests.helpers.native import CASES, MASK, REPRESENTATIVE, TOKENS, distance, load
 from tests.helpers.tiny import HEADS, make_checkpoint, merge_in_place
@@ -53,21 +53,10 @@ def greedy(model: nn.Module, *, use_cache: bool) -> tuple[list[list[int]], set[i
     return out.sequences[:, TOKENS.shape[1] :].tolist(), {key.shape[1] for key in keys if key.dim() == 4}
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Makes a tiny checkpoint of a case, once."""
-    made: dict[str, Path] = {}
-
-    def make(case: str, **options: Any) -> Path:
-        model_type, overrides = CASES[case]
-        key = repr((case, options))
-        if key not in made:
-            made[key] = make_checkpoint(
-                model_type, tmp_path_factory.mktemp(model_type) / "source", **overrides, **options
-            )
-        return made[key]
-
-    return make
+@pytest.fixture
+def source(once: Callable[..., Path]) -> Callable[..., Path]:
+    """A tiny checkpoint of a case."""
+    return lambda case, **options: once(make_checkpoint, CASES[case][0], **CASES[case][1], **options)
 
 
 def converted(folder: Path, groups: int) -> Path:
@@ -146,6 +135,7 @@ def test_every_model_type_is_known() -> None:
         ("no_such_type", "unknown"),
         ("gpt_bigcode", "one K/V head or as many as query heads, and nothing between"),
         ("", "names no model_type"),
+        *((name, f"gqa-convert convert SOURCE PLAIN.*{stock}") for name, stock in REWRITTEN.items()),
         (None, "names no model_type"),
     ],
 )

@@ -4,7 +4,6 @@ once each K/V head is replaced by its group's mean.
 
 import json
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,15 +19,8 @@ from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.families.family import MODELING
 from gqa_convert.families.table import FAMILIES, Modeling
-from tests.helpers.elsewhere import (
-    WAYS,
-    Elsewhere,
-    attentions,
-    first_output,
-    logits,
-    measure,
-    measure_training,
-)
+from tests.helpers.command_line import run_python
+from tests.helpers.elsewhere import WAYS, Elsewhere, attentions, first_output, logits, measure, measure_training
 from tests.helpers.folding_cases import SOURCE_HEADS, Case, pool
 from tests.helpers.hub_server import HubServer
 from tests.helpers.native import distance
@@ -73,9 +65,8 @@ class Row:
 
     def stock(self, source: Path, auto: str | None = None, **options: Any) -> nn.Module:
         """The source with merged heads."""
-        model = pool(
-            Case(self.model_type, load_stock(source, self.model_type, auto, **options), self.heads), self.groups
-        )
+        model = load_stock(source, self.model_type, auto, **options)
+        model = pool(Case(self.model_type, model, self.heads), self.groups)
         if self.encoder:
             heads = model.config.num_attention_heads
             pool(Case(self.model_type, model, heads, heads, encoder=True), self.groups)
@@ -96,18 +87,10 @@ ROWS = [
 ]
 
 
-@pytest.fixture(scope="session")
-def sources(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Makes the tiny checkpoint of a case, once."""
-    made: dict[str, Path] = {}
-
-    def make(case: str) -> Path:
-        model_type, changes = CASES[case]
-        if case not in made:
-            made[case] = make_source(model_type, tmp_path_factory.mktemp(model_type) / "source", **changes)
-        return made[case]
-
-    return make
+@pytest.fixture
+def sources(once: Callable[..., Path]) -> Callable[[str], Path]:
+    """The tiny checkpoint of a case."""
+    return lambda case: once(make_source, CASES[case][0], **CASES[case][1])
 
 
 def converted(source: Path, groups: int, **options: Any) -> Path:
@@ -147,16 +130,8 @@ def test_a_result_trains_and_is_saved_as_its_source(
     """The same in every way to generate and with eager attention; attention weights, gradients, and saving again."""
     source = sources(row.case)
     folder = converted(source, row.groups, **({"encoder": True} if row.encoder else {}))
-    found = whole(
-        elsewhere.measure(
-            folder=str(folder),
-            auto=auto_class(row.model_type),
-            ways=list(WAYS),
-            saved=True,
-            thorough=True,
-            compiled=row.case in ("t5", "gpt2"),
-        )
-    )
+    asked = {"folder": str(folder), "auto": auto_class(row.model_type), "ways": list(WAYS)}
+    found = whole(elsewhere.measure(**asked, saved=True, thorough=True, compiled=row.case in ("t5", "gpt2")))
     check_loading(row, source, folder, found)
     stock = row.stock(source)
     eager = row.stock(source, attn_implementation="eager")
@@ -281,14 +256,9 @@ def test_it_loads_from_a_hub(model_type: str, sources: Callable[[str], Path], tm
     """transformers downloads both files."""
     folder = converted(sources(model_type), 3)
     with HubServer({"org/result": {"main": folder}}) as hub:
-        done = subprocess.run(
-            [sys.executable, "-c", FROM_HUB, auto_class(model_type), hub.commit("org/result", "main")],
-            env={"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "OMP_NUM_THREADS": "1"},
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        environment = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "OMP_NUM_THREADS": "1"}
+        words = auto_class(model_type), hub.commit("org/result", "main")
+        done = run_python("-c", FROM_HUB, *words, environment=environment)
         assert done.returncode == 0, done.stderr[-2000:]
         assert all(hub.sent(file.name) for file in modeling_of(model_type).files)
     assert "transformers_modules.org.result." in done.stdout
@@ -302,14 +272,9 @@ transformers.AutoModelForSeq2SeqLM.from_pretrained(sys.argv[1], trust_remote_cod
 
 
 def test_a_module_that_transformers_lacks_breaks_no_other(sources: Callable[[str], Path], tmp_path: Path) -> None:
+    environment = {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     for model_type, code in (("bart", 0), ("marian", 1)):
-        done = subprocess.run(
-            [sys.executable, "-c", WITHOUT_MARIAN, str(converted(sources(model_type), 3))],
-            env={"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        done = run_python("-c", WITHOUT_MARIAN, converted(sources(model_type), 3), environment=environment)
         assert done.returncode == code, done.stderr[-2000:]
 
 

@@ -83,17 +83,10 @@ def card(out: Path, repo_id: str = REPO, **options: Any) -> tuple[str, dict[str,
 
 
 def uptrained(out: Path, **changes: Any) -> None:
-    recipe = make_recipe(
-        {
-            "model": "out",
-            "output": "runs/up",
-            "tokens": 65536,
-            "teacher": "org/model",
-            "distillation_weight": 0.75,
-            "learning_rate": 3e-4,
-            "data": [{"source": "org/corpus", "name": "en"}, {"source": "texts/extra"}],
-        }
-    ).resolved()
+    stated: dict[str, Any] = {"model": "out", "output": "runs/up", "tokens": 65536, "learning_rate": 3e-4}
+    stated |= {"teacher": "org/model", "distillation_weight": 0.75}
+    stated["data"] = [{"source": "org/corpus", "name": "en"}, {"source": "texts/extra"}]
+    recipe = make_recipe(stated).resolved()
     training = measurement("uptrain", ["gqa-convert", "uptrain", "recipe.yaml"]) | {
         "processes": 1,
         "tokens": 65536,

@@ -9,13 +9,8 @@ from gqa_convert.hub.markup import Markdown, code, fenced, in_words, render, she
 
 
 def test_significant_digits() -> None:
-    assert [significant(value) for value in (None, 3.2949974, 0.24512, 12.0, 2e-7)] == [
-        "",
-        "3.295",
-        "0.2451",
-        "12",
-        "2e-07",
-    ]
+    numbers = (None, 3.2949974, 0.24512, 12.0, 2e-7)
+    assert [significant(number) for number in numbers] == ["", "3.295", "0.2451", "12", "2e-07"]
     assert significant(3.0755, 0.1568) == "3.075 ± 0.16"
     assert [significant(2.5, error) for error in (None, 0.0)] == ["2.5", "2.5"]
 

@@ -40,7 +40,7 @@ FILES, CONFIG, CLAIMS, NAMES = {"files"}, {"config"}, {"provenance"}, {"tensor n
 CODE, CARRIED, HASHES = {"modelling file"}, {"copied files"}, {"hashes"}
 
 STEM, FIRST = "model.layers.1.self_attn", "model.layers.0.self_attn"
-KEY, NORM = f"{STEM}.k_proj.weight", "model.norm.weight"
+QUERY, KEY, NORM = f"{STEM}.q_proj.weight", f"{STEM}.k_proj.weight", "model.norm.weight"
 NEOX = "gpt_neox.layers.1.attention.query_key_value.weight"
 GPT2 = "transformer.h.0.attn"
 GPTJ = "transformer.h.1.attn"
@@ -191,6 +191,7 @@ def turned(*pairs_shape: int) -> Damage:
 
 LLAMA, FACTORED, SMALL = ("llama", 3), ("llama, float32", 3, "factor"), ("qwen2", 3, "factor")
 BIASED, CONV1D, FUSED, CROSSED = ("neox", 3, "factor"), ("gpt2", 3, "factor"), ("gpt_neox", 4), ("gpt2, cross", 4)
+GROUPED, ENCODED, NEO = ("llama, 4 heads", 2, "factor"), ("bart", 4, "encoder"), ("gpt_neo", 4)
 VALUES, OTHER = f"{STEM}.values", "model.layers.7.self_attn"
 BYTES = {"before": 1, "after": 1}
 CROSS_BYTES = {"before": 1536, "after": 1536}
@@ -198,9 +199,8 @@ CROSS_BYTES = {"before": 1536, "after": 1536}
 DAMAGE: dict[str, tuple[tuple[Any, ...], Damage, set[str]]] = {
     # one bit, anywhere
     "a bit of an embedding": (LLAMA, change("model.embed_tokens.weight", flip(5)), UNTOUCHED),
-    "a bit of a query": (LLAMA, change(f"{STEM}.q_proj.weight", flip(70)), UNTOUCHED),
+    "a bit of a query": (LLAMA, change(QUERY, flip(70)), UNTOUCHED),
     "a bit of a key": (LLAMA, change(KEY, flip(8)), MERGED),
-    "a bit of a norm": (LLAMA, change(NORM, flip(95)), UNTOUCHED),
     "a bit of a key bias": (("qwen2", 3, "first"), change(f"{STEM}.k_proj.bias", flip(4)), MERGED),
     "a bit of a shared norm": (("olmo2", 3), change(f"{STEM}.k_norm.weight", flip(9)), MERGED),
     "a bit of a head's norm": (("cohere", 3, "first"), change(f"{STEM}.k_norm.weight", flip(2)), MERGED),
@@ -220,12 +220,8 @@ DAMAGE: dict[str, tuple[tuple[Any, ...], Damage, set[str]]] = {
     "bias not merged": (("opt", 4), lambda out, s: edit(out, OPT, lambda _: tensor_of(s, OPT)), MERGED),
     "bias missing": (("opt", 4), remove(OPT), NAMES | MERGED),
     "encoder left alone, changed": (("bart", 4), change(f"{BART}.k_proj.weight", flip(95)), UNTOUCHED),
-    "encoder converted, changed": (("bart", 4, "encoder"), change(f"{BART}.k_proj.bias", flip(0)), MERGED),
-    "encoder of another count": (
-        ("bart", 4, "encoder"),
-        change(f"{BART}.v_proj.weight", lambda t: t[:24].clone()),
-        {"heads"},
-    ),
+    "encoder converted, changed": (ENCODED, change(f"{BART}.k_proj.bias", flip(0)), MERGED),
+    "encoder of another count": (ENCODED, change(f"{BART}.v_proj.weight", lambda t: t[:24].clone()), {"heads"}),
     # rewritten sources
     "gain not in the queries": (("neox", 3), without_gain, UNTOUCHED),
     "folded bias off": (("neox", 3), nudge(SIGNED, 1e-5), UNTOUCHED),
@@ -271,15 +267,11 @@ DAMAGE: dict[str, tuple[tuple[Any, ...], Damage, set[str]]] = {
     "stock type": (("t5", 4), config(model_type="t5"), CONFIG),
     "stock class": (("t5", 4), config(architectures=["T5ForConditionalGeneration"]), CONFIG),
     "no auto_map": (("t5", 4), without("auto_map"), CONFIG | CODE),
-    "another class": (
-        ("gpt_neo", 4),
-        inside("config.json", "auto_map", AutoModelForCausalLM="evil.Model"),
-        CONFIG | CODE,
-    ),
-    "a tokenizer's code": (("gpt_neo", 4), inside("config.json", "auto_map", AutoTokenizer="evil.Tokenizer"), CONFIG),
+    "another class": (NEO, inside("config.json", "auto_map", AutoModelForCausalLM="evil.Model"), CONFIG | CODE),
+    "a tokenizer's code": (NEO, inside("config.json", "auto_map", AutoTokenizer="evil.Tokenizer"), CONFIG),
     "no tokenizer class": (("mpt", 4), without("tokenizer_class"), CONFIG),
     "encoder's count in the config": (("bart", 4), config(encoder_num_key_value_heads=4), CONFIG),
-    "encoder's count missing": (("bart", 4, "encoder"), without("encoder_num_key_value_heads"), CONFIG),
+    "encoder's count missing": (ENCODED, without("encoder_num_key_value_heads"), CONFIG),
     # what is claimed
     "claims other groups": (LLAMA, claims(groups=4), CLAIMS),
     "claims other heads": (LLAMA, claims(source_kv_heads=6), CLAIMS),
@@ -292,7 +284,7 @@ DAMAGE: dict[str, tuple[tuple[Any, ...], Damage, set[str]]] = {
     "claims an unknown method": (LLAMA, claims(method="magic"), MERGED),
     "claims nothing": (LLAMA, delete("gqa_conversion.json"), CLAIMS | MERGED),
     "encoder said to be converted": (("bart", 4), claims(encoder=True), CLAIMS),
-    "encoder said to be left alone": (("bart", 4, "encoder"), claims(encoder=False), CLAIMS),
+    "encoder said to be left alone": (ENCODED, claims(encoder=False), CLAIMS),
     "cross-attention's heads": (("t5", 4), claims(cross_kv_bytes_per_encoder_token=CROSS_BYTES), CLAIMS),
     "no cross-attention cache": (("t5", 4), claims(cross_kv_bytes_per_encoder_token=None), CLAIMS),
     "a cross-attention cache": (("gpt2", 4), claims(cross_kv_bytes_per_encoder_token=CROSS_BYTES), CLAIMS),
@@ -302,16 +294,12 @@ DAMAGE: dict[str, tuple[tuple[Any, ...], Damage, set[str]]] = {
     "hashes of another file": (SMALL, claims(result={"files": {"other": {"sha256": "0"}}}), HASHES),
     # functions of attention
     "two keys exchanged": (FACTORED, exchange(KEY, 0, 1, WIDTH), FUNCTIONS),
-    "a query's sign": (FACTORED, scale(f"{STEM}.q_proj.weight", -1, 0, WIDTH), FUNCTIONS),
+    "a query's sign": (FACTORED, scale(QUERY, -1, 0, WIDTH), FUNCTIONS),
     "an output row nudged": (FACTORED, nudge(f"{STEM}.o_proj.weight", 0.02), FUNCTIONS),
     "the mean": (FACTORED, mean_of_all, FUNCTIONS),
     "wrong rotary pairs": (FACTORED, turned(WIDTH // 2, 2), FUNCTIONS),
-    "NaN in a query": (FACTORED, filled(f"{STEM}.q_proj.weight", math.nan), MERGED | FUNCTIONS),
-    "another shape": (
-        FACTORED,
-        change(f"{STEM}.q_proj.weight", lambda t: t[:-WIDTH].clone()),
-        MERGED | FUNCTIONS | {"index"},
-    ),
+    "NaN in a query": (FACTORED, filled(QUERY, math.nan), MERGED | FUNCTIONS),
+    "another shape": (FACTORED, change(QUERY, lambda t: t[:-WIDTH].clone()), MERGED | FUNCTIONS | {"index"}),
     "another type of an output": (FACTORED, change(f"{STEM}.o_proj.weight", torch.Tensor.double), MERGED | {"index"}),
     "an MLP changed": (FACTORED, nudge("model.layers.0.mlp.down_proj.weight", 0.02), UNTOUCHED),
     "a key bias forgotten": (SMALL, filled(f"{FIRST}.k_proj.bias", 0), FUNCTIONS),
@@ -324,11 +312,7 @@ DAMAGE: dict[str, tuple[tuple[Any, ...], Damage, set[str]]] = {
     "fused heads left as they lay": (("gpt_neox", 4, "factor"), exchange(NEOX, 1, 12, 8), FUNCTIONS),
     "cross-attention's outputs exchanged": (("t5", 3, "factor"), exchange(f"{T5}.o.weight", 0, 4, 16, 1), FUNCTIONS),
     "falcon's fused values scaled": (("falcon", 3, "factor"), scale(FALCON, 1.05, 15 * 8, 18 * 8), FUNCTIONS),
-    "a group of GQA exchanged": (
-        ("llama, 4 heads", 2, "factor"),
-        exchange(f"{FIRST}.q_proj.weight", 0, 3, 8),
-        FUNCTIONS,
-    ),
+    "a group of GQA exchanged": (GROUPED, exchange(f"{FIRST}.q_proj.weight", 0, 3, 8), FUNCTIONS),
     "bf16, a tenth": (("llama", 4, "factor"), scale(f"{FIRST}.v_proj.weight", 1.1, 0, 8), FUNCTIONS),
     "rewritten, outputs exchanged": (BIASED, exchange(f"{FIRST}.dense.weight", 0, 1, 8, 1), FUNCTIONS),
     "no errors claimed": (FACTORED, claims(merge_error=None), FUNCTIONS),
