@@ -12,16 +12,18 @@ from gqa_convert.checkpoint.strict_json import JsonObject
 
 
 @contextlib.contextmanager
-def atomic_file(path: Path) -> Iterator[BinaryIO]:
+def atomic_file(path: Path, temporary: Path | None = None) -> Iterator[BinaryIO]:
     """A context that yields a file to write; `path` is replaced when the context ends without an error.
 
     Args:
-        path: of the result; until then the file is `.NAME.new` beside it.
+        path: of the result.
+        temporary: the name until then, in the same folder; by default `.NAME.new`. Processes that write the same file
+            at the same time need different names.
 
     Raises:
         OSError: the file can't be written; `path` keeps its content, and the temporary file is removed.
     """
-    temporary = path.with_name(f".{path.name}.new")
+    temporary = temporary or path.with_name(f".{path.name}.new")
     try:
         with temporary.open("wb") as file:
             yield file

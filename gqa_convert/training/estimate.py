@@ -32,7 +32,7 @@ from gqa_convert.training.lora import check_lora, target_modules
 from gqa_convert.training.models import recompute, turn_dropout_off
 from gqa_convert.training.opening import sample_settings
 from gqa_convert.training.recipe import Lora, Recipe
-from gqa_convert.training.recipe_files import read_recipe
+from gqa_convert.training.recipe_files import naming_conversion, read_recipe
 from gqa_convert.training.sharding import layers, number_of_shards
 
 _Shapes = Mapping[str, tuple[int, ...]]
@@ -127,7 +127,7 @@ def estimate(path: str | Path, overrides: Sequence[str], hardware: Hardware) -> 
     recipe = read_recipe(path, overrides)
     shards = number_of_shards(recipe.sharding, hardware.gpus)
     check_lora(recipe.lora, sharded=shards > 1)
-    with no_bars():
+    with no_bars(), naming_conversion(path, recipe.model):
         student = open_checkpoint(recipe.model, download=True)
         teacher = None if recipe.teacher is None else open_checkpoint(recipe.teacher)
         sampler = make_sampler(sample_settings(recipe, student))

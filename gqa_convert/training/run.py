@@ -251,10 +251,7 @@ class Run:
                 if metrics.skipped:
                     self.say(f"step {step}: the loss or a gradient is not finite; no update")
                 if progress.skipped_in_a_row >= _LONGEST_STREAK:
-                    raise DivergedError(
-                        f"{_LONGEST_STREAK} consecutive steps up to step {step} had a loss or a gradient that is not finite: run again with a lower "
-                        "learning_rate, a lower gradient_clipping or precision=no"
-                    )
+                    raise self._diverged()
                 if last or step % recipe.save_every == 0:
                     self._save(log)
                     saved = step
@@ -271,6 +268,14 @@ class Run:
         progress.recipe, progress.samples = opened.recipe.resolved(), opened.samples.fingerprint
         progress.processes = self.accelerator.num_processes
         self.checkpoints.save(state_of(self.trainer.model, self.trainer.optimizer), progress)
+
+    def _diverged(self) -> DivergedError:
+        whole = self.checkpoints.whole()
+        where = f"{self.checkpoints.path(whole[0].step)} is intact" if whole else "there is no checkpoint yet"
+        return DivergedError(
+            f"{_LONGEST_STREAK} consecutive steps up to step {self.progress.step} had a loss or a gradient that is not finite; {where}: run "
+            "again with a lower learning_rate, a lower gradient_clipping or precision=no"
+        )
 
     def _stop(self) -> None:
         """End an incomplete run on all processes, with the reason of the first process that has one."""

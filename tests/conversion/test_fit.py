@@ -24,7 +24,7 @@ from gqa_convert.conversion.fit.optimizer import RelativeAdam
 from gqa_convert.conversion.fit.statistics import DAMPING, Regression, best_strength, damped_moment
 from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions
 from gqa_convert.conversion.run import convert_checkpoint
-from gqa_convert.errors import OptionError
+from gqa_convert.errors import NonFiniteError, OptionError
 from gqa_convert.families.geometry import AttentionFinder
 from gqa_convert.families.table import FAMILIES
 from gqa_convert.merging.attention_heads import LayerLayout
@@ -267,6 +267,15 @@ def test_gates_beside_queries_stay_as_they_are(tmp_path: Path) -> None:
         )
         assert torch.equal(gates, new_gates)
         assert not torch.equal(queries, new_queries)
+
+
+def test_numbers_that_are_none_are_named(tmp_path: Path) -> None:
+    case = folded.build("llama")
+    with torch.no_grad():
+        case.model.model.layers[1].self_attn.o_proj.weight[0, 0] = float("nan")
+    source = case.save(tmp_path / "source")
+    with pytest.raises(NonFiniteError, match=r"layers\.1\.self_attn\.o_proj\.weight"):
+        fitted(source, tmp_path / "out")
 
 
 def test_a_type_without_classes_can_be_factored_only(text: Path, tmp_path: Path) -> None:

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from gqa_convert.data.keys import fields_of
 from gqa_convert.data.objectives import OBJECTIVES
 from gqa_convert.data.sources import Source
-from gqa_convert.errors import RecipeError
+from gqa_convert.errors import RecipeError, SourceNotFoundError
 from gqa_convert.training.recipe import Recipe, make_recipe
 from gqa_convert.training.recipe_files import read_recipe
+from gqa_convert.training.uptrain import uptrain_checkpoint
 from tests.helpers.documents import ROOT, SHIPPED_RECIPES
 
 BASE: dict[str, Any] = {"model": "m", "output": "o", "data": "d", "tokens": "10M"}
@@ -233,6 +234,18 @@ def test_differences() -> None:
 
 
 # The page about recipes
+
+
+def test_a_missing_converted_model_is_made_by_the_headers_command(tmp_path: Path) -> None:
+    command = f"gqa-convert convert ./source {tmp_path}/missing --groups 4"
+    text = f"# convert    {command}\nmodel: {tmp_path}/missing\noutput: {tmp_path}/run\ndata: d\ntokens: 10M\n"
+    with pytest.raises(SourceNotFoundError) as caught:
+        uptrain_checkpoint(write(tmp_path, text), [])
+    assert str(caught.value) == f"the converted model {tmp_path}/missing does not exist: make it with {command}"
+    with pytest.raises(SourceNotFoundError, match="other") as caught:
+        uptrain_checkpoint(tmp_path / "recipe.yaml", [f"model={tmp_path}/other"])
+    assert "make it with" not in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["recipe.yaml"]
 
 
 def test_the_page_has_every_key_as_it_is_declared() -> None:

@@ -139,6 +139,22 @@ def test_the_loss_is_that_of_transformers(home: Path, tmp_path: Path) -> None:
     assert losses(tmp_path / "run") == [pytest.approx(expected, rel=1e-5)]
 
 
+def test_micro_batches_do_not_matter(home: Path, tmp_path: Path) -> None:
+    """A short last one (5 = 2 + 2 + 1 = 4 + 1) counts by its tokens; the last block of an epoch overlaps the first one,
+    and learns less.
+    """
+    text = tmp_path / "short.txt"
+    text.write_text((home / "text.txt").read_text()[:500])
+    keys = {"data": str(text), "tokens_per_step": 160, "tokens": 480, "learning_rate": 1e-4}
+    expected: list[float] = []
+    for size in (1, 2, 4):
+        output = tmp_path / f"micro-{size}"
+        run(home, output, **keys, micro_batch_size=size)
+        expected = expected or losses(output)
+        assert losses(output) == pytest.approx(expected, rel=2e-5)
+    assert len(expected) == 3
+
+
 def test_a_student_that_is_its_teacher_learns_nothing(home: Path, tmp_path: Path) -> None:
     student = shutil.copytree(home / "student", tmp_path / "student")
     in_float32(student)

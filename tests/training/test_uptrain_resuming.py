@@ -244,7 +244,7 @@ def test_divergence_ends_a_run_that_can_go_on_otherwise(
     output = tmp_path / "run"
     keys = {"tokens": 12 * 64, "keep_checkpoints": 1}
     with pytest.raises(
-        DivergedError, match=r"5 consecutive steps up to step 8 .*: run again with a lower learning_rate"
+        DivergedError, match=r"5 consecutive steps up to step 8 .* is intact: run again with a lower learning_rate"
     ):
         run(home, output, **keys)
     saved = sorted(path.name for path in (output / "checkpoints").iterdir())
