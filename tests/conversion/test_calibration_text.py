@@ -124,6 +124,13 @@ def test_a_text_is_used_whole_where_it_is_short(tmp_path: Path, monkeypatch: pyt
     assert f"{len(tokens)} tokens of {tmp_path / 'a.jsonl'}: 10 blocks of up to 12" in made.description
 
 
+def test_a_last_token_alone_is_no_block(tmp_path: Path) -> None:
+    model, path = model_of(tmp_path / "model", CAUSAL), written(tmp_path / "a.jsonl", documents(19))
+    assert len(stream_of(documents(19))) == 3 * 37 + 1
+    made = calibration_batches(model, path, 10**6, seed=3, sequence_length=37)
+    assert [len(row) for row in rows_of(made)] == [37, 37, 37]
+
+
 def test_blocks_come_from_all_over_the_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibration_text, "BATCH_TOKENS", 64)
     model, found = model_of(tmp_path / "model", CAUSAL), documents(503)

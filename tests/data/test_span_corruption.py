@@ -129,6 +129,8 @@ def test_evaluation_uses_whole_blocks_in_order() -> None:
     found = [token for inputs, targets in rows for token in put_together(inputs, targets)]
     assert found == words[: len(found)].tolist()
     assert 500 - sampler.shortest < len(found) <= 500
+    whole = array_tokens(words[: 3 * sampler.length])
+    assert len(EvaluationBlocks([(whole, 10**6)], sampler)) == 3
 
 
 def test_missing_sentinels() -> None:

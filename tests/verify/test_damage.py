@@ -252,6 +252,11 @@ DAMAGE: dict[str, tuple[tuple[Any, ...], Damage, set[str]]] = {
     "index is no JSON": (LLAMA, write("model.safetensors.index.json", "{"), FILES),
     "wrong total": (LLAMA, inside("model.safetensors.index.json", "metadata", total_size=12), {"index"}),
     "changed tokenizer": (LLAMA, lambda out, _: edit_json(out / "tokenizer.json", version="2"), CARRIED),
+    "changed setting of the tokenizer": (
+        LLAMA,
+        lambda out, _: edit_json(out / "tokenizer_config.json", model_max_length=7),
+        CARRIED,
+    ),
     "missing template": (LLAMA, delete("chat_template.jinja"), CARRIED),
     "new code": (LLAMA, write("modeling.py", "x"), CARRIED),
     "no modelling file": (("mpt", 4), delete("gqa_mpt.py"), CODE),

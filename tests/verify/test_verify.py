@@ -385,6 +385,15 @@ def test_another_tokenizer_is_found(made: Made, tmp_path: Path) -> None:
     assert set(failed(verify_checkpoint(out, source))) == {"copied files", "tokenizer"}
 
 
+def test_a_tokenizer_may_have_the_former_name_of_its_class_and_nothing_else(made: Made, tmp_path: Path) -> None:
+    good, source = (shutil.copytree(each, tmp_path / each.name) for each in made("llama", 3))
+    edit_json(source / "tokenizer_config.json", tokenizer_class="TokenizersBackend")
+    edit_json(good / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")
+    assert "copied files" not in failed(verify_checkpoint(good, source, logits=False))
+    edit_json(good / "tokenizer_config.json", model_max_length=7)
+    assert "copied files" in failed(verify_checkpoint(good, source, logits=False))
+
+
 def test_the_tokenizer_of_a_whisper_is_found_by_its_class(tmp_path: Path) -> None:
     """SOURCE names none, so that transformers chooses by the model type, which is another in OUT."""
     source, out = make_source("whisper", tmp_path / "source"), tmp_path / "out"
