@@ -70,7 +70,13 @@ def test_bytes_of_weights_gradients_and_moments_are_those_of_tensors(
     for name, size in sizes.items():
         assert alone[name] == size
         assert shared[name] == size / 2
-    assert "gathered layers" in shared.keys() - alone.keys()
+    layers = [sum(each.numel() for each in layer.parameters()) for layer in model.model.layers]
+    outside = sum(each.numel() for each in model.parameters()) - sum(layers)
+    held, reduced = 2 * max(layers) + outside, max(layers) + outside  # weights, and gradients before and after a sum
+    in_bf16 = estimate(path, ["precision=bf16"], Hardware(2)).memory
+    assert "gathered layers" not in alone
+    assert shared["gathered layers"] == 4 * held + 8 * reduced
+    assert in_bf16["gathered layers"] == 2 * held + 6 * reduced
 
 
 KNOWN = json.loads(Path(__file__).with_name("recipe_models.json").read_text(encoding="utf-8"))
