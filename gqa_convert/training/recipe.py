@@ -4,7 +4,6 @@ Everything that can be refused without loading a model or a text is refused here
 """
 
 import dataclasses
-import json
 import os
 from collections.abc import Iterator, Mapping
 from fractions import Fraction
@@ -14,6 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, WithJsonSchema
 from pydantic.dataclasses import dataclass
 
+from gqa_convert.checkpoint.results import plain
 from gqa_convert.data.keys import (
     CONFIG,
     Flag,
@@ -165,8 +165,7 @@ class Recipe:
 
     def resolved(self) -> dict[str, Any]:
         """All keys as plain data, including defaults; `make_recipe` restores the recipe from it."""
-        plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))  # with lists, as files have them
-        return plain
+        return plain(self)  # type: ignore[no-any-return]
 
     def differences(self, other: "Recipe", *kinds: str) -> list[str]:
         """The keys in which another recipe differs.
