@@ -7,6 +7,7 @@ the time of a copy.
 
 import errno
 import fcntl
+import io
 import mmap
 import os
 import struct
@@ -34,25 +35,10 @@ _NOT_DIRECT = (errno.EINVAL, errno.EFAULT, errno.EOPNOTSUPP, errno.ENOTBLK)
 Progress = Callable[[int], None]
 
 
-class SourceFile:
-    """A file whose byte ranges are read, as a context that closes it.
+class SourceFile(io.FileIO):
+    """A file whose byte ranges are read."""
 
-    Args:
-        path: the file.
-    """
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = path
-        self.fd = os.open(path, os.O_RDONLY)
-        self.size = os.fstat(self.fd).st_size
-
-    def __enter__(self) -> "SourceFile":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self.fd)
-
-    def read_into(self, view: memoryview, start: int) -> None:
+    def fill(self, view: memoryview, start: int) -> None:
         """Fill `view` with the bytes from `start`.
 
         Raises:
@@ -60,10 +46,10 @@ class SourceFile:
         """
         while view:
             try:
-                done = os.preadv(self.fd, [view], start)
+                done = os.preadv(self.fileno(), [view], start)
             except OSError as problem:
                 raise CorruptCheckpointError(
-                    f"{self.path} cannot be read ({problem.strerror}): check the disk, or copy the file again"
+                    f"{self.name} cannot be read ({problem.strerror}): check the disk, or copy the file again"
                 ) from None
             if done == 0:
                 raise self.ended()
@@ -72,7 +58,7 @@ class SourceFile:
     def ended(self) -> CorruptCheckpointError:
         """The error for a file that is shorter than its header says."""
         return CorruptCheckpointError(
-            f"{self.path} became shorter while it was being read: copy it again, and do not write to it during a conversion"
+            f"{self.name} became shorter while it was being read: copy it again, and do not write to it during a conversion"
         )
 
 
@@ -136,7 +122,7 @@ class WrittenFile:
     def _copy_cached(self, source: SourceFile, start: int, end: int) -> None:
         while start < end:
             step = memoryview(bytearray(min(_SMALL, end - start)))
-            source.read_into(step, start)
+            source.fill(step, start)
             self.write(step)
             start += len(step)
 
@@ -144,7 +130,7 @@ class WrittenFile:
         """Append whole blocks."""
         if self._share_blocks(source, start, end - start):
             return
-        pages = memoryview(mmap.mmap(source.fd, 0, prot=mmap.PROT_READ))
+        pages = memoryview(mmap.mmap(source.fileno(), 0, prot=mmap.PROT_READ))
         if len(pages) < end:
             raise source.ended()
         for first in range(start, end, _STEP):
@@ -157,7 +143,7 @@ class WrittenFile:
     def _share_blocks(self, source: SourceFile, start: int, nbytes: int) -> bool:
         """Let the file share the source's blocks, if its filesystem can (XFS, btrfs, bcachefs)."""
         try:
-            fcntl.ioctl(self._cached, _FICLONERANGE, struct.pack("=qQQQ", source.fd, start, nbytes, self._at))
+            fcntl.ioctl(self._cached, _FICLONERANGE, struct.pack("=qQQQ", source.fileno(), start, nbytes, self._at))
         except OSError:
             return False
         self._advance(nbytes)

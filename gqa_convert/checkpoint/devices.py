@@ -1,5 +1,6 @@
 """The device of a computation: the user's choice, or a GPU if there is one."""
 
+import re
 from pathlib import Path
 
 from gqa_convert.errors import OptionError
@@ -24,18 +25,15 @@ def chosen_device(asked: str | None) -> str:
     """
     if asked == "cpu":
         return asked
+    if asked is not None and not re.fullmatch(r"(cpu|cuda)(:0|:[1-9][0-9]*)?", asked):
+        raise OptionError(f"--device {asked!r} is neither the CPU nor a GPU: write it like cpu, cuda or cuda:1")
     import torch
 
     if asked is None:
         return "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        place = torch.device(asked)
-    except RuntimeError:
-        place = None
-    if place is None or place.type not in ("cpu", "cuda"):
-        raise OptionError(f"--device {asked!r} is neither the CPU nor a GPU: write it like cpu, cuda or cuda:1")
+    kind, _, number = asked.partition(":")
     count = torch.cuda.device_count()
-    if place.type == "cuda" and (place.index or 0) >= count:
+    if kind == "cuda" and int(number or 0) >= count:
         raise OptionError(
             f"--device is {asked}, and torch finds {count} GPUs here, counted from 0: name one of them, use --device cpu, or "
             "install torch for the GPU"

@@ -1,11 +1,9 @@
-"""The numpy dtypes of tensors that can be merged, and of those that can be read."""
+"""The numpy dtypes of tensors that can be read."""
 
 from typing import Any, Final
 
 import ml_dtypes
 import numpy as np
-
-from gqa_convert.checkpoint.item_bytes import ITEM_BYTES
 
 _REALS: dict[str, Any] = {"F16": "f2", "F32": "f4", "F64": "f8", "C64": "c8", "BOOL": "?"}
 _INTEGERS = {"I8": "i1", "I16": "i2", "I32": "i4", "I64": "i8", "U8": "u1", "U16": "u2", "U32": "u4", "U64": "u8"}
@@ -15,9 +13,6 @@ STORED: Final[dict[str, np.dtype[Any]]] = {
     name: np.dtype(dtype) for name, dtype in (_REALS | _INTEGERS | _OTHERS).items()
 }
 """NumPy dtype by safetensors name, of tensors that can be read."""
-
-DTYPES: Final = {name: STORED[name] for name in ITEM_BYTES}
-"""The same of tensors that can be merged."""
 
 TORCH: Final = {f"torch.{dtype.name}": name for name, dtype in STORED.items()}
 """Safetensors name by the name of torch's type, of tensors that can be read."""

@@ -1,7 +1,6 @@
-"""The files of a checkpoint in a local folder; `hub.HubFiles` has the same methods."""
+"""The files of a checkpoint in a local folder; `hub.HubFiles` is read in the same way."""
 
 import os
-from collections.abc import Iterable
 from pathlib import Path
 from typing import NoReturn
 
@@ -37,8 +36,7 @@ class LocalFiles:
         for root, folders, names in os.walk(folder, onerror=_refuse):
             visible = sorted(name for name in folders if not name.startswith(".") and name != "__pycache__")
             folders[:] = [name for name in visible if not Path(root, name).is_symlink()]
-            links = [Path(root, name) for name in visible if name not in folders]
-            links_out += [f"{path.relative_to(folder)}/" for path in links]
+            links_out += [f"{Path(root, name).relative_to(folder)}/" for name in visible if name not in folders]
             for path in sorted(Path(root, name) for name in names if not name.startswith(".")):
                 relative = path.relative_to(folder).as_posix()
                 if is_set_aside(relative):
@@ -69,11 +67,6 @@ class LocalFiles:
         except OSError as problem:
             _refuse(problem)
         return checked_length(raw, start, length, str(path))
-
-    def download(self, leave_out: Iterable[str]) -> "LocalFiles":
-        """Return the files in a local folder, without `leave_out` where they have to be downloaded."""
-        del leave_out
-        return self
 
 
 def checked_length(raw: bytes, start: int, length: int, where: str) -> bytes:

@@ -24,6 +24,8 @@ converted weights.
 """
 _WEIGHT_FOLDERS = re.compile(r"(original|onnx|coreml|openvino|metal|global_step[^/]*)/")
 
+_ADAPTER = "adapter_config.json"
+
 _WRAPPED = re.compile(
     r"^base_model\.model\.|\.(base_layer|lora_[AB]|lora_embedding_[AB]|modules_to_save)\.|^module\."
     r"|(^|\.)(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
@@ -73,6 +75,17 @@ def choose_weights(files: Iterable[str], where: str) -> str:
     raise SourceNotFoundError(
         f"{where} holds no weights that transformers loads by default (none of {', '.join(PREFERENCE)}): name the folder that save_pretrained wrote, or finish the download"
     )
+
+
+def refuse_adapter(files: Iterable[str], where: str) -> None:
+    """Raise UnsupportedFormatError if a folder holds an adapter. Beside a whole model, transformers with peft would load
+    the adapter's base model instead.
+    """
+    if _ADAPTER in files:
+        raise UnsupportedFormatError(
+            f"{where} holds an adapter ({_ADAPTER}): merge it into its base model (peft's merge_and_unload), save that with its tokenizer, "
+            "and convert it; or, to convert a model without it, move adapter_* to another folder"
+        )
 
 
 def refuse_wrapped_tensor(name: str, where: str) -> None:

@@ -7,6 +7,7 @@ another without gaps. The library reads whole files; here it is given a header a
 import json
 import math
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,15 +21,13 @@ MAX_HEADER_BYTES = 100_000_000
 
 LENGTH_BYTES = 8
 
-DTYPE_BITS: Mapping[str, int] = {
-    **dict.fromkeys(("F4",), 4),
-    **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
-    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
-    **dict.fromkeys(("I16", "U16", "F16", "BF16"), 16),
-    **dict.fromkeys(("I32", "U32", "F32"), 32),
-    **dict.fromkeys(("I64", "U64", "F64", "C64"), 64),
-}
-"""Bits per element by safetensors dtype."""
+ITEM_BYTES: Mapping[str, int] = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8}
+"""Bytes of a number, by the safetensors dtypes of tensors that can be merged."""
+
+
+def bits_per_element(dtype: str) -> int:
+    """The first number in the name of a safetensors dtype, such as BF16, F8_E4M3 or I64; 8 for BOOL."""
+    return 8 if dtype == "BOOL" else int(re.findall("[0-9]+", dtype)[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +42,7 @@ class TensorEntry:
     @classmethod
     def planned(cls, dtype: str, shape: tuple[int, ...], start: int = 0) -> "TensorEntry":
         """The entry of a tensor, which need not have a place in a file yet."""
-        return cls(dtype, shape, start, math.prod(shape) * DTYPE_BITS[dtype] // 8)
+        return cls(dtype, shape, start, math.prod(shape) * bits_per_element(dtype) // 8)
 
     @property
     def elements(self) -> int:

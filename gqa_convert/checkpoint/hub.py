@@ -1,9 +1,9 @@
 """Checkpoints on the Hugging Face Hub: headers through range requests, or a full download through the Hub's cache."""
 
 import glob
-import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from gqa_convert.checkpoint.files import LocalFiles, checked_length
 from gqa_convert.errors import SourceNotFoundError
@@ -13,7 +13,7 @@ _RETRIES = 2
 
 
 class HubFiles:
-    """The files of a Hub repository at one commit, read by range requests. The methods are those of `LocalFiles`.
+    """The files of a Hub repository at one commit, read by range requests. They are read as `LocalFiles` are.
 
     Args:
         name: the repository's id.
@@ -58,21 +58,21 @@ class HubFiles:
     def download(self, leave_out: Iterable[str]) -> LocalFiles:
         """Download all files but `leave_out` into the Hub's cache."""
         from huggingface_hub import hf_hub_download, snapshot_download
-        from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+        from huggingface_hub.utils import tqdm
 
-        silence = not sys.stderr.isatty() and not are_progress_bars_disabled()
-        if silence:
-            disable_progress_bars()
+        class TerminalBars(tqdm):  # type: ignore[misc]
+            def __init__(self, *args: Any, **options: Any) -> None:
+                super().__init__(*args, **options | {"disable": None})  # nothing where stderr is no terminal
+
+        patterns = [glob.escape(name) for name in leave_out] or None
         try:
-            patterns = [glob.escape(name) for name in leave_out] or None
-            folder = snapshot_download(self.name, revision=self.commit, ignore_patterns=patterns)
+            folder = snapshot_download(
+                self.name, revision=self.commit, ignore_patterns=patterns, tqdm_class=TerminalBars
+            )
             # by this the cache knows what the revision stands for, for runs without a network
             hf_hub_download(self.name, "config.json", revision=self._revision)
         except Exception as problem:
             raise _explained(self.name, problem) from None
-        finally:
-            if silence:
-                enable_progress_bars()
         return LocalFiles(Path(folder), self.name, self.commit)
 
 
@@ -86,15 +86,8 @@ def open_hub_files(repo_id: str, revision: str | None) -> CheckpointFiles:
         SourceNotFoundError: there is no such repository, revision or access, or no network and no cached snapshot.
     """
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-    from huggingface_hub.utils import validate_repo_id
+    from huggingface_hub.errors import HfHubHTTPError
 
-    try:
-        validate_repo_id(repo_id)
-    except HFValidationError:
-        raise SourceNotFoundError(
-            f"{repo_id} is neither a local folder nor a Hub id of the form org/name: check the path"
-        ) from None
     try:
         info = HfApi().model_info(repo_id, revision=revision, files_metadata=True, timeout=_PATIENCE_SECONDS)
     except Exception as problem:
@@ -121,9 +114,11 @@ def _cached_snapshot(repo_id: str, revision: str | None) -> Path | None:
 
 def _explained(repo_id: str, problem: Exception) -> SourceNotFoundError:
     """Turn an exception of the Hub's client into one line."""
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+    from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 
-    if isinstance(problem, GatedRepoError):
+    if isinstance(problem, HFValidationError):
+        text = "is neither a local folder nor a Hub id of the form org/name: check the path"
+    elif isinstance(problem, GatedRepoError):
         text = "is gated: accept its terms on the Hub and log in with `hf auth login`"
     elif isinstance(problem, RepositoryNotFoundError):
         text = (

@@ -6,8 +6,6 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-_NEW_FILE_MODE = 0o644
-
 
 def try_lock(path: Path) -> int | None:
     """Lock a file without waiting; it is made where there is none.
@@ -20,19 +18,17 @@ def try_lock(path: Path) -> int | None:
     """
     while True:
         # opened for writing, since network filesystems lock nothing else
-        handle = os.open(path, os.O_RDWR | os.O_CREAT, _NEW_FILE_MODE)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            with contextlib.suppress(FileNotFoundError):
+        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        with contextlib.ExitStack() as stack:
+            stack.callback(os.close, handle)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return None
+            with contextlib.suppress(FileNotFoundError):  # its last holder has removed the file meanwhile
                 if path.stat().st_ino == os.fstat(handle).st_ino:
+                    stack.pop_all()
                     return handle
-        except BlockingIOError:
-            os.close(handle)
-            return None
-        except OSError:
-            os.close(handle)
-            raise
-        os.close(handle)  # its last holder has removed the file meanwhile
 
 
 @contextlib.contextmanager
@@ -42,12 +38,9 @@ def wait_for_lock(path: Path) -> Iterator[bool]:
     Yields:
         Whether the lock is held; some filesystems have no locks.
     """
-    handle = os.open(path, os.O_RDWR | os.O_CREAT, _NEW_FILE_MODE)
-    held = False
-    try:
+    with path.open("ab") as file:
+        held = False
         with contextlib.suppress(OSError):
-            fcntl.flock(handle, fcntl.LOCK_EX)
+            fcntl.flock(file, fcntl.LOCK_EX)
             held = True
         yield held
-    finally:
-        os.close(handle)

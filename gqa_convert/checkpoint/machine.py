@@ -73,8 +73,6 @@ def available_memory(device: Any) -> int | None:
 
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0] + kept)
-    if device.type != "cpu":
-        return None
     free = [1024 * kibibytes for kibibytes in _numbers(_PROC / "meminfo", "MemAvailable:")]
     return max(0, min([*free, *_left_by_limits()])) if free else None
 

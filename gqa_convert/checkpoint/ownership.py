@@ -102,12 +102,7 @@ def _read_listed(folder: Path) -> Entries:
 
 def _is_of_record(path: Path, name: str) -> bool:
     """Return whether a file is the record, or a model card of `publish`, which is written after the record."""
-    if name != CARD:
-        return name == RECORD
-    try:
-        return is_our_card(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
+    return name == RECORD or (name == CARD and is_our_card(path.read_text("utf-8", "surrogateescape")))
 
 
 def _is_unchanged(path: Path, known: Mapping[str, Any]) -> bool:

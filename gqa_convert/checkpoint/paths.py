@@ -11,10 +11,7 @@ def local_path(given: str | os.PathLike[str]) -> Path:
 
     As in a shell, `~name` stays unchanged if there is no such user.
     """
-    try:
-        return Path(given).expanduser()
-    except RuntimeError:
-        return Path(given)
+    return Path(expanded(given))
 
 
 def expanded(name: str | os.PathLike[str]) -> str:
@@ -22,8 +19,7 @@ def expanded(name: str | os.PathLike[str]) -> str:
 
     This is what the user wrote, with `~` expanded because it means another folder for other users.
     """
-    text = str(name)
-    return str(local_path(text)) if text.startswith("~") else text
+    return os.path.expanduser(name)  # noqa: PTH111 - Path's own raises an error where there is no such user
 
 
 def cache_folder() -> Path:

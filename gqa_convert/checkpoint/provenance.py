@@ -3,9 +3,10 @@
 `conversion.provenance` writes it. `verify` reads the file by itself, since it must not trust what wrote it.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from gqa_convert.checkpoint.ownership import RECORD
+from gqa_convert.checkpoint.results import Result
 from gqa_convert.checkpoint.source import Checkpoint
 from gqa_convert.checkpoint.strict_json import JsonObject, parse_object
 
@@ -33,7 +34,7 @@ class Divergence:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CalibrationRecord:
+class CalibrationRecord(Result):
     """The calibration text that a method measured on, and what it did with it."""
 
     text: str
@@ -53,9 +54,6 @@ class CalibrationRecord:
     def inputs(self) -> JsonObject:
         """What the merged layers depend on."""
         return {key: value for key, value in self.as_json().items() if key not in ("kl_steps", "kl")}
-
-    def as_json(self) -> JsonObject:
-        return asdict(self)
 
 
 def earlier_record(checkpoint: Checkpoint) -> JsonObject | None:

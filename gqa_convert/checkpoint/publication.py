@@ -210,9 +210,7 @@ def _explained(problem: OSError, out: Path) -> GQAConvertError:
 
 
 def _exchange(first: Path, second: Path) -> bool:
-    """Exchange the names of two folders in one step; returns whether the system and the filesystem can."""
-    rename = getattr(ctypes.CDLL(None), "renameat2", None)
-    if rename is None:
-        return False
+    """Exchange the names of two folders in one step; returns whether the filesystem can."""
+    rename = ctypes.CDLL(None).renameat2
     done: int = rename(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE)
     return done == 0

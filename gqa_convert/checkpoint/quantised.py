@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final
 
-from gqa_convert.checkpoint.headers import DTYPE_BITS
+from gqa_convert.checkpoint.headers import bits_per_element
 from gqa_convert.checkpoint.strict_json import Config, JsonObject
 from gqa_convert.errors import UnsupportedFormatError
 
@@ -16,7 +16,6 @@ _TENSORS = re.compile(
     r"|quant_map|quant_state\.[\w.]+|weight_format|codebooks)$"
 )
 _BYTES = re.compile(r"(weight|_blocks|_scales)$")
-_DTYPES = frozenset(dtype for dtype, bits in DTYPE_BITS.items() if bits <= 8) - {"BOOL"}
 
 _ORIGINAL = "convert the unquantised checkpoint that it was made from"
 
@@ -45,11 +44,9 @@ def without_quantisation(config: Config) -> JsonObject:
     """A config of the dequantised weights: the source's, edited."""
     result: JsonObject = {}
     for key, value in config.items():
-        if key in ("quantization_config", "compression_config"):
-            continue
         if key in ("dtype", "torch_dtype"):
             result[key] = "bfloat16"
-        else:
+        elif key not in ("quantization_config", "compression_config"):
             result[key] = without_quantisation(value) if isinstance(value, dict) else value
     return result
 
@@ -70,7 +67,8 @@ def refuse_quantised_config(config: Mapping[str, Any], source: str) -> None:
 
 def refuse_quantised_tensor(name: str, dtype: str, where: str) -> None:
     """Raise UnsupportedFormatError if a tensor's name or dtype marks quantised weights that no config describes."""
-    if _TENSORS.search(name) or (dtype in _DTYPES and _BYTES.search(name)):
+    is_byte = dtype != "BOOL" and bits_per_element(dtype) <= 8
+    if _TENSORS.search(name) or (is_byte and _BYTES.search(name)):
         raise UnsupportedFormatError(
             f"{where} holds quantised weights (tensor {name}, type {dtype}), which config.json does not describe: {_ORIGINAL}"
         )

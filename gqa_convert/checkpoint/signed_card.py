@@ -31,5 +31,5 @@ def signed(front: str, stated: str, body: str) -> str:
         stated: what the source's front matter states, as JSON on one line.
         body: the text below the front matter.
     """
-    digest = hashlib.sha256(f"{front}{stated}{body}".encode()).hexdigest()
+    digest = hashlib.sha256(f"{front}{stated}{body}".encode("utf-8", "surrogateescape")).hexdigest()
     return f"{front}<!-- written by gqa-convert publish from a source that states {stated}, sha256 {digest} -->\n{body}"

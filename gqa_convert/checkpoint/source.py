@@ -5,11 +5,12 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from fnmatch import fnmatch
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
-from gqa_convert.checkpoint import foreign, formats, quantised
+from gqa_convert.checkpoint import formats, quantised
 from gqa_convert.checkpoint.files import LocalFiles
 from gqa_convert.checkpoint.headers import LENGTH_BYTES, TensorEntry, header_bytes, parse_header
 from gqa_convert.checkpoint.hub import CheckpointFiles, HubFiles, open_hub_files
@@ -17,16 +18,15 @@ from gqa_convert.checkpoint.ownership import some
 from gqa_convert.checkpoint.paths import expanded
 from gqa_convert.checkpoint.strict_json import JsonObject, parse_object
 from gqa_convert.checkpoint.torch_files import describe_tensors
-from gqa_convert.errors import (
-    ConfigError,
-    CorruptCheckpointError,
-    GQAConvertError,
-    SourceNotFoundError,
-    UnsupportedFormatError,
-)
+from gqa_convert.errors import ConfigError, CorruptCheckpointError, SourceNotFoundError, UnsupportedFormatError
 
 CONFIG = "config.json"
 _MODULES = "modules.json"
+_LFS_POINTER = b"version https://git-lfs"
+_POINTER_BYTES = 1024
+"""Git LFS pointers are shorter than this."""
+_READ = ["*.json", "model*.safetensors", "pytorch_model*.bin", "*.model", "*.spm", "*.tiktoken", "vocab*", "merges.txt"]
+"""Files whose content a conversion or transformers reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,11 +126,10 @@ class Checkpoint:
     @property
     def weight_bytes(self) -> int:
         """Of the tensors, in the types of a result."""
-        entries = self.entries.items()
-        written = (
-            TensorEntry.planned(self.result_dtypes.get(name, entry.dtype), entry.shape) for name, entry in entries
+        return sum(
+            TensorEntry.planned(self.result_dtypes.get(name, entry.dtype), entry.shape).nbytes
+            for name, entry in self.entries.items()
         )
-        return sum(entry.nbytes for entry in written)
 
 
 def open_checkpoint(
@@ -197,8 +196,8 @@ def open_local(source: str | Path, revision: str | None, check: Callable[[Checkp
 def read_checkpoint(files: CheckpointFiles, *, quantised: bool = False, download: bool = False) -> Checkpoint:
     """Read and check the config and all headers of the checkpoint in `files`; raises as `open_checkpoint` does."""
     if files.folder is not None:
-        foreign.refuse_pointers(files)
-    foreign.refuse_adapter(files)
+        _refuse_pointers(files)
+    formats.refuse_adapter(files.sizes, files.name)
     chosen = formats.choose_weights(files.sizes, files.name)
     config = _read_config(files, quantised)
     if config.get("transformers_weights") not in (None, chosen):
@@ -212,7 +211,7 @@ def read_checkpoint(files: CheckpointFiles, *, quantised: bool = False, download
         names = sorted(set(weight_map.values()))
     left_behind = _unread_weights(files, {chosen, *names})
     is_torch = names[0].endswith(".bin")
-    if download or is_torch:
+    if isinstance(files, HubFiles) and (download or is_torch):
         files = files.download(left_behind)
     with ThreadPoolExecutor(1 if is_torch else 8) as pool:  # of remote files, latency dominates
         shards = list(pool.map(partial(_read_shard, files), names))
@@ -234,24 +233,31 @@ def read_checkpoint(files: CheckpointFiles, *, quantised: bool = False, download
     )
 
 
+def _refuse_pointers(files: CheckpointFiles) -> None:
+    """Refuse a folder in which a file that programs read is only Git LFS's pointer to its content."""
+    for name, size in files.sizes.items():
+        is_read = "/" not in name and any(fnmatch(name, pattern) for pattern in _READ)
+        if is_read and size < _POINTER_BYTES and files.read(name, 0, size).startswith(_LFS_POINTER):
+            raise CorruptCheckpointError(
+                f"{files.name}/{name} is only a Git LFS pointer to its content: fetch the files with `git lfs pull`, or download "
+                "the repository with `hf download`"
+            )
+
+
 def _read_config(files: CheckpointFiles, quantised_too: bool) -> JsonObject:
     if CONFIG not in files.sizes:
         raise ConfigError(f"{files.name} has no config.json: name the folder that save_pretrained wrote")
-    config = _read_json(files, CONFIG, ConfigError)
+    config = parse_object(files.read(CONFIG, 0, files.sizes[CONFIG]), f"{files.name}/{CONFIG}", ConfigError)
     if not quantised_too or quantised.quantisation_method(config) not in quantised.RESTORED:
         quantised.refuse_quantised_config(config, files.name)
     return config
-
-
-def _read_json(files: CheckpointFiles, name: str, error: type[GQAConvertError]) -> JsonObject:
-    return parse_object(files.read(name, 0, files.sizes[name]), f"{files.name}/{name}", error)
 
 
 def _read_index(files: CheckpointFiles, name: str) -> tuple[dict[str, str], JsonObject]:
     """Return the file of each tensor, which is checked to be in the folder, and the index's metadata."""
     where = f"{files.name}/{name}"
     suffix = ".bin" if name == formats.TORCH_INDEX else ".safetensors"
-    index = _read_json(files, name, CorruptCheckpointError)
+    index = parse_object(files.read(name, 0, files.sizes[name]), where)
     weight_map, metadata = index.get("weight_map"), index.get("metadata") or {}
     if not isinstance(weight_map, dict) or not weight_map or not isinstance(metadata, dict):
         raise CorruptCheckpointError(f"{where} has no weight_map: download or copy it again")

@@ -10,7 +10,7 @@ import numpy as np
 from gqa_convert.checkpoint.copying import SourceFile
 from gqa_convert.checkpoint.dtypes import STORED
 from gqa_convert.checkpoint.headers import TensorEntry
-from gqa_convert.checkpoint.source import Checkpoint
+from gqa_convert.checkpoint.source import Checkpoint, Recipe
 from gqa_convert.checkpoint.torch_files import bytes_of, load_tensors
 from gqa_convert.errors import CorruptCheckpointError, NonFiniteError
 
@@ -42,10 +42,10 @@ class SourceFiles(ExitStack):
         """The file that holds a tensor's bytes, and its entry in the header; None for one that torch reads, or that is
         computed.
         """
-        recipe = self._checkpoint.recipes.get(name)
-        if self._stored.weights_format == "torch" or (recipe and recipe.compute):
+        recipe = self._checkpoint.recipes.get(name, Recipe((name,), None))
+        if self._stored.weights_format == "torch" or recipe.compute:
             return None
-        number, entry = self._entries[recipe.sources[0] if recipe else name]
+        number, entry = self._entries[recipe.sources[0]]
         return self[number], entry
 
     def read(self, name: str) -> Any:
@@ -54,9 +54,7 @@ class SourceFiles(ExitStack):
         Raises:
             NonFiniteError: it is computed, and holds NaN or Inf.
         """
-        recipe = self._checkpoint.recipes.get(name)
-        if recipe is None:
-            return self._read_stored(name)
+        recipe = self._checkpoint.recipes.get(name, Recipe((name,), None))
         if recipe.compute is None:
             return self._read_stored(recipe.sources[0])
         dtype = STORED[self._checkpoint.entries[name].dtype]
@@ -72,7 +70,7 @@ class SourceFiles(ExitStack):
         file = self[number]
         if isinstance(file, SourceFile):
             block = np.empty(entry.nbytes, np.uint8)
-            file.read_into(block.data, entry.start)
+            file.fill(block.data, entry.start)
         else:
             block = bytes_of(file[name])
         return block.view(STORED[entry.dtype]).reshape(entry.shape)

@@ -9,7 +9,7 @@ import numpy as np
 from safetensors import safe_open
 
 from gqa_convert.checkpoint.copying import BLOCK, LARGE, WrittenFile
-from gqa_convert.checkpoint.dtypes import DTYPES, STORED
+from gqa_convert.checkpoint.dtypes import STORED
 from gqa_convert.checkpoint.headers import TensorEntry, build_header
 from gqa_convert.checkpoint.source_files import SourceFiles
 from gqa_convert.conversion.plan import Plan, TensorChange
@@ -57,8 +57,9 @@ def write_weights(plan: Plan, folder: Path, merged: Mapping[str, Path], progress
             path = folder / file.file
             if file.shard is not None and touched.isdisjoint(file.names):
                 source = sources[file.shard]
-                with WrittenFile(path, source.size, progress) as out:
-                    out.copy(source, 0, source.size)
+                size = plan.checkpoint.stored.shards[file.shard].size
+                with WrittenFile(path, size, progress) as out:
+                    out.copy(source, 0, size)
             else:
                 write_file(path, dict(plan.tensors(file)), file.metadata, sources, progress, computed)
         sources.check_unchanged()
@@ -136,7 +137,7 @@ def _regroup(change: TensorChange, sources: SourceFiles, pooling: Pooling | None
             heads[number] = heads[number].repeat(groups // section.heads, axis=0)
             continue
         assert pooling is not None, f"{change.name} belongs to a layer that is not merged yet"
-        dtype = DTYPES[change.entry.dtype]
+        dtype = STORED[change.entry.dtype]
         heads[number], error, norm = pool_groups(heads[number], groups, pooling, dtype, change.name)
         squared_error += error
         squared_norm += norm
@@ -154,7 +155,7 @@ def _rounded(array: Array, name: str, dtype: str) -> Array:
     if array.dtype == STORED[dtype]:
         return array
     with np.errstate(over="ignore"):
-        rounded = array.astype(DTYPES[dtype])
+        rounded = array.astype(STORED[dtype])
     if np.isfinite(array).all() and not np.isfinite(rounded).all():
         raise NonFiniteError(
             f"tensor {name} would hold numbers too large for {dtype}: save the model as bfloat16 or float32 first"

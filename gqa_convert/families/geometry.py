@@ -4,8 +4,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from gqa_convert.checkpoint.headers import TensorEntry
-from gqa_convert.checkpoint.item_bytes import ITEM_BYTES
+from gqa_convert.checkpoint.headers import ITEM_BYTES, TensorEntry
 from gqa_convert.checkpoint.source import Checkpoint
 from gqa_convert.errors import ConfigError, OptionError, UnsupportedFamilyError, UnsupportedFormatError
 from gqa_convert.families import layouts

@@ -20,10 +20,8 @@ from gqa_convert.verify.report import Failure
 from gqa_convert.verify.result import Result
 from gqa_convert.verify.weights import CONFIG, INDEX, PROVENANCE, SINGLE, Weights
 
-_LEFTOVERS = (".spilled-*", ".share-probe")
-"""Files of a conversion that has not ended."""
 _WEIGHTS = (
-    *("*.safetensors", "*.safetensors.index.json", "*.safetensors.index.*.json", *_LEFTOVERS),
+    *("*.safetensors", "*.safetensors.index.json", "*.safetensors.index.*.json"),
     *("*.bin", "*.bin.index.json", "*.bin.index.*.json", "*.pt", "*.pth", "*.ckpt", "*.ckpt.*", "*.h5", "*.msgpack"),
     *("*.gguf", "*.onnx", "*.onnx_data", "*.ot", "*.tflite", "*.distcp", "*.npz", "*.nemo", "*.mlmodel"),
 )
@@ -41,10 +39,7 @@ def open_result(folder: Path, source: Weights) -> tuple[Weights, str]:
     modules = _module_folders(source.folder)
     for name in _list_files(folder):
         if _is_weights(name, modules) and name not in (*out.files, out.chosen):
-            raise Failure(
-                f"{name} lies beside the weights in {out.chosen}: software may load it instead, or a conversion has not "
-                "ended"
-            )
+            raise Failure(f"{name} lies beside the weights in {out.chosen}: software may load it instead")
     if out.index is not None:
         compare_json(INDEX, out.index["weight_map"], out.file_of)
     # a SOURCE of safetensors files of which some do not state their format may have been made without it
@@ -125,13 +120,11 @@ def file_sha256(path: Path) -> str:
 
 
 def _list_files(folder: Path) -> Iterator[str]:
-    """The paths of all files relative to the folder, except hidden files and Python's caches. Files of an unfinished
-    conversion are listed although they are hidden.
-    """
+    """The paths of all files relative to the folder, except hidden files and Python's caches."""
     for path in folder.rglob("*"):
         name = path.relative_to(folder)
         hidden = any(part.startswith(".") or part == "__pycache__" for part in name.parts)
-        if path.is_file() and (not hidden or _matches(path.name, _LEFTOVERS)):
+        if path.is_file() and not hidden:
             yield name.as_posix()
 
 

@@ -40,20 +40,9 @@ def convert(url: str, cache: Path, source: str, *arguments: Path | str, words: s
         "HF_HUB_OFFLINE": "0",
         "NO_PROXY": "*",
     }
-    command = [
-        "-m",
-        "gqa_convert",
-        "convert",
-        source,
-        *arguments,
-        "--groups",
-        "4",
-        "--method",
-        "mean",
-        "--json",
-        "--quiet",
-    ]
-    result = run_python(*command, environment=dict(os.environ) | settings | env, timeout=600)
+    command = ["-m", "gqa_convert", "convert", source, *arguments]
+    by_mean_in_json = ["--groups", "4", "--method", "mean", "--json", "--quiet"]
+    result = run_python(*command, *by_mean_in_json, environment=dict(os.environ) | settings | env, timeout=600)
     assert "it/s" not in result.stderr  # no progress bars where there is no terminal
     answer = json.loads(result.stdout)
     assert result.returncode == answer.get("exit_code", 0) == (2 if words else 0)

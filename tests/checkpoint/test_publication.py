@@ -21,13 +21,7 @@ from gqa_convert.checkpoint.publication import staged_folder, sweep
 from gqa_convert.conversion import run as convert
 from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.run import convert_checkpoint
-from gqa_convert.errors import (
-    CorruptCheckpointError,
-    GQAConvertError,
-    InterruptedRunError,
-    NoSpaceError,
-    OutputError,
-)
+from gqa_convert.errors import CorruptCheckpointError, GQAConvertError, InterruptedRunError, NoSpaceError, OutputError
 from tests.helpers.checkpoints import by_mean, digests, llama_arrays, refused, write_llama
 from tests.helpers.uptrain_runs import AtFileEvent, die, in_child
 

@@ -6,7 +6,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from gqa_convert.checkpoint.dtypes import DTYPES
+from gqa_convert.checkpoint.dtypes import STORED
+from gqa_convert.checkpoint.headers import ITEM_BYTES
 from gqa_convert.errors import NonFiniteError
 from gqa_convert.merging import pooling
 from gqa_convert.merging.methods import Pooling
@@ -18,10 +19,10 @@ def merged(heads: np.ndarray, method: Pooling = "mean") -> np.ndarray:
     return pool_groups(heads, 1, method, heads.dtype, "x")[0][0]
 
 
-@pytest.mark.parametrize("name", sorted(DTYPES))
+@pytest.mark.parametrize("name", sorted(ITEM_BYTES))
 @pytest.mark.parametrize("heads", [3, 12])
 def test_the_mean_is_the_exact_mean_to_within_a_rounding(name: str, heads: int) -> None:
-    dtype = DTYPES[name]
+    dtype = STORED[name]
     blocks = np.random.default_rng(heads).standard_normal((heads, 50)).astype(dtype)
     ours = merged(blocks)
     assert ours.dtype == dtype
@@ -37,7 +38,7 @@ def test_float32_sums_are_kept_in_float64_and_those_of_halves_in_float32() -> No
     heads = np.array([[1e8], [1.0], [-1e8], [1.0]], np.float32)
     assert merged(heads)[0] == np.float32(0.5)
     assert merged(np.full((4, 3), 65504, np.float16)).tolist() == [65504.0] * 3, "halves near their largest"
-    assert pool_groups(heads[:2], 1, "mean", DTYPES["BF16"], "x")[0].dtype == DTYPES["BF16"]
+    assert pool_groups(heads[:2], 1, "mean", STORED["BF16"], "x")[0].dtype == STORED["BF16"]
 
 
 def test_contiguous_heads_share_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,7 +63,7 @@ def test_first_takes_head_zero_and_reports_its_error() -> None:
 
 @pytest.mark.parametrize(("bad", "method", "name"), [(np.nan, "mean", "BF16"), (-np.inf, "first", "F32")])
 def test_numbers_that_are_none_are_refused(bad: float, method: Pooling, name: str) -> None:
-    heads = np.full((3, 5), 1e20, DTYPES[name])
+    heads = np.full((3, 5), 1e20, STORED[name])
     assert np.isfinite(merged(heads, method).astype(float)).all(), "large numbers are no infinities"
     heads[2, 4] = bad
     with pytest.raises(NonFiniteError, match="tensor x"):

@@ -244,7 +244,6 @@ DAMAGE: dict[str, tuple[tuple[Any, ...], Damage, set[str]]] = {
     "not finite": (LLAMA, change(KEY, lambda t: t * torch.nan), MERGED),
     "stale weights": (LLAMA, write("pytorch_model.bin", b"x"), FILES),
     "stale weights in a folder": (LLAMA, write("onnx/model.onnx", b"x"), FILES),
-    "leftover": (LLAMA, write(".share-probe", b"x"), FILES),
     "truncated shard": (LLAMA, truncate, FILES),
     "missing shard": (LLAMA, delete("model-00003*"), FILES),
     "no weights": (LLAMA, delete("*.safetensors*"), FILES),

@@ -18,7 +18,7 @@ from typing import Final
 import torch
 
 from gqa_convert._version import __version__
-from gqa_convert.checkpoint.item_bytes import ITEM_BYTES
+from gqa_convert.checkpoint.headers import ITEM_BYTES
 from gqa_convert.checkpoint.paths import local_path
 from gqa_convert.checkpoint.publication import check_destination
 from gqa_convert.checkpoint.source import Checkpoint, open_local
