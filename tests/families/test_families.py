@@ -27,8 +27,9 @@ from gqa_convert.families.engines import ENGINES
 from gqa_convert.families.geometry import AttentionFinder
 from gqa_convert.families.table import COMPOSITES, FAMILIES, REFUSALS, REWRITTEN, find_family
 from tests.helpers.elsewhere import logits
+from tests.helpers.folding_cases import Case, pool
 from tests.helpers.native import CASES, MASK, REPRESENTATIVE, TOKENS, distance, load
-from tests.helpers.tiny import HEADS, make_checkpoint, merge_in_place
+from tests.helpers.tiny import HEADS, make_checkpoint
 
 NEW_TOKENS = 4
 
@@ -77,10 +78,10 @@ CONVERSIONS = [
 def test_result_is_the_source_with_merged_heads(
     case: str, kv_heads: int, groups: int, source: Callable[..., Path]
 ) -> None:
-    family = FAMILIES[CASES[case][0]]
+    model_type = CASES[case][0]
     folder = source(case, **({} if kv_heads == HEADS else {"kv_heads": kv_heads}))
     model = load(folder)
-    oracle = merge_in_place(copy.deepcopy(model), family, kv_heads, groups)
+    oracle = pool(Case(model_type, copy.deepcopy(model), kv_heads), groups)
     result = load(converted(folder, groups))
     plan = make_plan(open_checkpoint(folder), groups)
     before, less = (sum(parameter.numel() for parameter in each.parameters()) for each in (model, result))
@@ -94,7 +95,7 @@ def test_result_is_the_source_with_merged_heads(
     assert tokens == greedy(oracle, use_cache=True)[0]
     assert tokens == greedy(result, use_cache=False)[0]
     if groups > 1:
-        strided = merge_in_place(model, family, kv_heads, groups, strided=True)
+        strided = pool(Case(model_type, model, kv_heads), groups, strided=True)
         assert distance(logits(strided), after) > 0.01, "heads that stand apart, instead of neighbours, are not noticed"
 
 

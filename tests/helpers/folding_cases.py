@@ -106,10 +106,19 @@ class Case:
         return kind in KEEPS_ORDER or bool(kind in KEEPS_ORDER_IF and getattr(self.model.config, KEEPS_ORDER_IF[kind]))
 
     def parts(self, model: nn.Module, kv_heads: int, *, blocks: bool = False) -> dict[str, Parts]:
-        """The projections of every attention module; `blocks` where a fused one is [q | k | v]."""
+        """The projections of every attention module, and gains of keys that each head has for itself; `blocks` where a fused
+        projection is [q | k | v].
+        """
         blocks = blocks or self.blocks
         found: dict[str, Parts] = {}
+        family = FAMILIES[self.model_type]
         for name, parameter in model.named_parameters():
+            module, has_gains, kind = name.partition(f".{family.key_norm_name}.")
+            if has_gains and family.key_norm not in ("none", "shared"):
+                one_each = family.key_norm == "per_head_list"
+                views = [parameter.data] if one_each else list(parameter.data.unflatten(0, (kv_heads, -1)))
+                found.setdefault(module, {}).setdefault(("gain", "weight"), []).extend(views)
+                continue
             *modules, projection, kind = name.split(".")
             if not modules or modules[-1] not in ATTENTION or ("encoder" in modules) != self.encoder:
                 continue
@@ -119,7 +128,7 @@ class Case:
                 role = ROLES[projection]
                 rows = rows.movedim(-1, 0) if projection == "q_attn" else rows
                 own[role, kind] = list(rows.unflatten(0, (self.heads if role == "query" else kv_heads, -1)))
-            elif self.model_type in FUSED and projection == FAMILIES[self.model_type].fused:
+            elif self.model_type in FUSED and projection == family.fused:
                 rows = rows.movedim(-1, 0) if self.model_type == "gpt2" else rows
                 heads = 0 if modules[-1] == "crossattention" else self.heads
                 for role, views in cut(rows, heads, kv_heads, "blocks" if blocks else FUSED[self.model_type]).items():
@@ -222,15 +231,15 @@ def tie(case: Case, groups: int) -> Case:
     absorb; equal where something stands in the way.
     """
     maps = Maps()
-    blocked = {"key": case.keys_blocked, "value": case.values_blocked}
+    blocked = {"key": case.keys_blocked, "value": case.values_blocked, "gain": True}
     size = case.kv_heads // groups
     for own in case.parts(case.model, case.kv_heads).values():
-        for role in ("key", "value"):
+        for role in blocked:
             kinds = [views for (part, _), views in own.items() if part == role]
-            width = len(kinds[0][0])
             for head in range(case.kv_heads):
-                if head % size == 0:
+                if head % size == 0 or not kinds:
                     continue
+                width = len(kinds[0][0])
                 if blocked[role]:
                     chosen = torch.eye(width, dtype=torch.float64)
                 elif role == "value":
@@ -239,17 +248,7 @@ def tie(case: Case, groups: int) -> Case:
                     chosen = maps.turning(width, case.rotated(), FAMILIES[case.model_type].rotary)
                 for views in kinds:
                     views[head].copy_(chosen @ views[head - head % size].double())
-    for gains in key_gains(case, case.model, case.kv_heads):
-        gains.copy_(gains[::size].repeat_interleave(size, dim=0))
     return case
-
-
-def key_gains(case: Case, model: nn.Module, kv_heads: int) -> list[Tensor]:
-    """Views [K/V heads, ...] of the gains that each head has for itself."""
-    family = FAMILIES[case.model_type]
-    if case.model_type not in NATIVE or family.key_norm in ("none", "shared"):
-        return []
-    return [view for name, view in tiny.kv_views(model, family, kv_heads) if f".{family.key_norm_name}." in f"{name}."]
 
 
 @torch.no_grad()
@@ -264,8 +263,6 @@ def placed(case: Case, result: nn.Module, groups: int) -> nn.Module:
         for part, views in own.items():
             for head, view in enumerate(views):
                 view.copy_(theirs[module][part][head * len(theirs[module][part]) // len(views)])
-    for mine, other in zip(key_gains(case, case.model, case.kv_heads), key_gains(case, result, groups), strict=True):
-        mine.copy_(other.repeat_interleave(case.kv_heads // groups, dim=0))
     return case.model
 
 

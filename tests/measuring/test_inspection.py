@@ -26,7 +26,8 @@ from gqa_convert.merging.reconstruction_error import reconstruction_errors
 from tests.helpers.checkpoints import llama_arrays, write_llama
 from tests.helpers.command_line import assert_mistake, run
 from tests.helpers.data_helpers import span_tokenizer
-from tests.helpers.tiny import make_checkpoint, randomise
+from tests.helpers.folding_cases import build, pool
+from tests.helpers.tiny import randomise
 
 LENGTH = 64
 TOKENS = 40 * LENGTH
@@ -47,7 +48,7 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     better.
     """
     folder = tmp_path_factory.mktemp("inspect") / "planted"
-    make_checkpoint("llama", folder, tied=3)
+    pool(build("llama"), 3).save_pretrained(folder)  # type: ignore[operator]
     span_tokenizer(0).save_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     generator = torch.Generator().manual_seed(3)

@@ -97,7 +97,7 @@ def test_result_is_the_source_with_its_numbers(name: str, tmp_path: Path) -> Non
                 assert torch.equal(found, before) == case.keys_blocked
             else:
                 mean = before.double().unflatten(0, (3, -1)).mean(1).float()
-                blocked = case.keys_blocked if role == "key" else case.values_blocked
+                blocked = case.values_blocked if role == "value" else case.keys_blocked
                 assert torch.allclose(found, mean, rtol=1e-6, atol=1e-7) == blocked
     found = case.logits(result)
     assert distance(found, case.logits()) > 0.01
