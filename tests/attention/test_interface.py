@@ -3,6 +3,7 @@
 import copy
 import inspect
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -41,10 +42,8 @@ itself.
 
 TRANSFORMERS_FAILS = {
     "minimax": {"static", "static, padded"},  # has a cache class of its own
-    "gqa_bloom": {
-        "4-D mask",
-        "static, padded",
-    },  # makes ALiBi from the mask, which must have two dimensions and be as long as the cache
+    # makes ALiBi from the mask, which must have two dimensions and be as long as the cache
+    "gqa_bloom": {"4-D mask", "static, padded"},
 }
 """What eager attention of transformers raises errors for."""
 
@@ -54,9 +53,8 @@ LEFT, RIGHT = ONES.clone(), ONES.clone()
 LEFT[1, :6] = 0
 RIGHT[1, -6:] = 0
 STEPS = [9, 1, 1, 6, 1, 1, 2]  # the first step reaches beyond the padding on the left
-NAMES = [
-    name for name, family in FAMILIES.items() if family.modeling is None and name != "chatglm"
-]  # which transformers has no class of
+# transformers has no class of chatglm
+NAMES = [name for name, family in FAMILIES.items() if family.modeling is None and name != "chatglm"]
 NAMES += [prefix + name for name in CASES for prefix in ("", "gqa_")]
 
 CHANGED: dict[str, tuple[str, dict[str, Any]]] = {
@@ -124,9 +122,9 @@ def reason(name: str) -> str | None:
     return REFUSED.get(name) or (None if name in CHANGED else REFUSED.get(name.split(",")[0]))
 
 
-def in_steps(model: Any, tokens: Tensor, cache: Any, mask: Tensor | None) -> Tensor:
+def in_steps(model: Any, tokens: Tensor, new_cache: Callable[[Any], Any], mask: Tensor | None) -> Tensor:
     """Logits of tokens that are given a few at a time."""
-    outputs, done = [], 0
+    cache, outputs, done = new_cache(model.config), [], 0
     for size in STEPS:
         end = done + size
         options: dict[str, Any] = {} if mask is None else {"attention_mask": mask[:, :end]}
@@ -139,11 +137,15 @@ def in_steps(model: Any, tokens: Tensor, cache: Any, mask: Tensor | None) -> Ten
     return torch.cat(outputs, 1)
 
 
+def logits_of(**given: Any) -> Callable[[Any], Tensor]:
+    """Of one forward pass."""
+    return lambda model: model(**given).logits
+
+
 def causal_cases(config: Any) -> Iterator[Case]:
     tokens = torch.randint(3, VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(3))
-    yield "no mask", lambda model: model(tokens).logits, ONES
-    yield "left", lambda model: model(tokens, attention_mask=LEFT).logits, LEFT
-    yield "right", lambda model: model(tokens, attention_mask=RIGHT).logits, RIGHT
+    for name, mask, real in (("no mask", None, ONES), ("left", LEFT, LEFT), ("right", RIGHT, RIGHT)):
+        yield name, logits_of(input_ids=tokens, attention_mask=mask), real
     documents = torch.tensor([[0] * 8 + [1] * 13, [0] * 15 + [1] * 6])
     seen = (documents[:, None, :, None] == documents[:, None, None, :]).tril()
     added = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
@@ -162,31 +164,26 @@ def causal_cases(config: Any) -> Iterator[Case]:
 
     yield "4-D mask", under_4d_mask, ONES
     if placed:
-        yield "packed", lambda model: model(tokens, **placed).logits, ONES
+        yield "packed", logits_of(input_ids=tokens, **placed), ONES
     if getattr(config, "add_cross_attention", False):
         states = torch.randn(2, LENGTH, config.hidden_size, generator=torch.Generator().manual_seed(4))
         for mask in (LEFT, RIGHT):
-            yield (
-                "cross-attention",
-                lambda model, mask=mask: (
-                    model(tokens, encoder_hidden_states=states, encoder_attention_mask=mask).logits
-                ),
-                ONES,
-            )
+            encoded = {"encoder_hidden_states": states, "encoder_attention_mask": mask}
+            yield "cross-attention", logits_of(input_ids=tokens, **encoded), ONES
     for mask in (None, LEFT, RIGHT):
         real = ONES if mask is None else mask
-        yield "dynamic", lambda model, mask=mask: in_steps(model, tokens, growing(model.config), mask), real
-        fixed = "static" if mask is None else "static, padded"
-        yield (
-            fixed,
-            lambda model, mask=mask: in_steps(model, tokens, StaticCache(config=model.config, max_cache_len=30), mask),
-            real,
-        )
+        for name, cache in (("dynamic", growing), ("static" if mask is None else "static, padded", fixed)):
+            yield name, partial(in_steps, tokens=tokens, new_cache=cache, mask=mask), real
 
 
 def growing(config: Any) -> Any:
     """A dynamic cache; None for a model that must make its own."""
     return None if config.model_type == "minimax" else DynamicCache(config=config)
+
+
+def fixed(config: Any) -> Any:
+    """A static cache."""
+    return StaticCache(config=config.get_text_config(decoder=True), max_cache_len=30)
 
 
 def encoder_decoder_cases(config: Any) -> Iterator[Case]:
@@ -199,34 +196,20 @@ def encoder_decoder_cases(config: Any) -> Iterator[Case]:
     masks = (None,) if sound else (None, LEFT, RIGHT)
     for mask in masks:
         given = encoded | {"attention_mask": mask}
-        yield "encoder", lambda model, given=given: model(**given, decoder_input_ids=target).logits, ONES
-        for static in (False, True):
-            yield (
-                "cache",
-                lambda model, given=given, static=static: decoded_in_steps(model, given, target, static),
-                ONES,
-            )
+        yield "encoder", logits_of(**given, decoder_input_ids=target), ONES
+        for own in (growing, fixed):
+            yield "cache", partial(decoded_in_steps, given=given, target=target, own=own), ONES
     for mask in (LEFT, RIGHT):
         given = encoded | {"attention_mask": masks[-1], "decoder_attention_mask": mask}
-        yield "decoder", lambda model, given=given: model(**given, decoder_input_ids=target).logits, mask
+        yield "decoder", logits_of(**given, decoder_input_ids=target), mask
 
 
-def decoded_in_steps(model: Any, given: dict[str, Any], target: Tensor, static: bool) -> Tensor:
-    encoder_outputs, mask = model.get_encoder()(**given), given["attention_mask"]
-    own = StaticCache(config=model.config.get_text_config(decoder=True), max_cache_len=30) if static else DynamicCache()
-    cache, outputs, done = EncoderDecoderCache(own, DynamicCache()), [], 0
-    for size in STEPS:
-        part = target[:, done : done + size]
-        output = model(
-            encoder_outputs=encoder_outputs,
-            attention_mask=mask,
-            decoder_input_ids=part,
-            past_key_values=cache,
-            use_cache=True,
-        )
-        outputs.append(output.logits)
-        done += size
-    return torch.cat(outputs, 1)
+def decoded_in_steps(model: Any, given: dict[str, Any], target: Tensor, own: Callable[[Any], Any]) -> Tensor:
+    encoded = {"encoder_outputs": model.get_encoder()(**given), "attention_mask": given["attention_mask"]}
+    cache = EncoderDecoderCache(own(model.config), DynamicCache())
+    parts = target.split(STEPS, 1)
+    outputs = [model(**encoded, decoder_input_ids=part, past_key_values=cache, use_cache=True) for part in parts]
+    return torch.cat([output.logits for output in outputs], 1)
 
 
 @pytest.mark.parametrize("name", slow_but(USUAL, [name for name in NAMES if not reason(name)]))

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
 
 from gqa_convert.attention import GroupedQueryAttention, KVCache, Rotary
 from gqa_convert.errors import OptionError
@@ -24,17 +25,14 @@ def test_another_memory_of_the_same_shape_is_refused(
     mode: Callable[[], torch.inference_mode], batch_first: bool
 ) -> None:
     with mode():
-        layer, cache, queries, memory = (
-            cross(batch_first=batch_first),
-            KVCache(),
-            numbers(3, 3, EMBED_DIM),
-            numbers(3, 3, EMBED_DIM),
-        )
+        layer, cache = cross(batch_first=batch_first), KVCache()
+        queries, memory = numbers(3, 3, EMBED_DIM), numbers(3, 3, EMBED_DIM)
         expected = layer(queries, memory)
         torch.testing.assert_close(layer(queries, memory, cache=cache), expected)
         one_number_off = memory.clone()
         one_number_off[2, 1, 5] += 1
-        for other in (numbers(3, 3, EMBED_DIM), one_number_off, memory.flip(0), memory.transpose(0, 1), memory.float()):
+        others = [numbers(3, 3, EMBED_DIM), one_number_off, memory.flip(0), memory.transpose(0, 1)]
+        for other in (*others, memory.float(), memory[:, :2], memory[:2]):
             with pytest.raises(OptionError, match="another memory"):
                 layer(queries, other, cache=cache)
         # the refusals leave the cache as it was
@@ -58,13 +56,14 @@ def test_a_memory_that_was_written_to_is_refused(mode: Callable[[], torch.infere
 @pytest.mark.parametrize("mode", MODES)
 def test_the_same_memory_is_accepted_in_any_form_and_may_be_left_out(mode: Callable[[], torch.inference_mode]) -> None:
     with mode():
-        layer, cache, memory = cross(), KVCache(), numbers(2, 7, EMBED_DIM)
-        layer(numbers(2, 1, EMBED_DIM), memory, cache=cache)
-        for same in (memory, memory[:], memory.detach(), memory.clone(), None):
+        layer, cache, memory = cross(kdim=10, vdim=14), KVCache(), (numbers(2, 7, 10), numbers(2, 7, 14))
+        layer(numbers(2, 1, EMBED_DIM), *memory, cache=cache)
+        assert (cache.keys.shape, cache.values.shape) == ((2, 2, 7, 4), (2, 2, 7, 4))
+        for same in (lambda x: x, lambda x: x[:], Tensor.detach, Tensor.clone, lambda _: None):
             queries = numbers(2, 1, EMBED_DIM)
-            torch.testing.assert_close(layer(queries, same, cache=cache), layer(queries, memory))
+            torch.testing.assert_close(layer(queries, *map(same, memory), cache=cache), layer(queries, *memory))
         queries = numbers(2, 1, EMBED_DIM)
-        torch.testing.assert_close(layer(queries, memory, cache=copy.deepcopy(cache)), layer(queries, memory))
+        torch.testing.assert_close(layer(queries, *memory, cache=copy.deepcopy(cache)), layer(queries, *memory))
 
 
 @torch.no_grad()
