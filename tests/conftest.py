@@ -3,7 +3,9 @@
 import gc
 import os
 import sys
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -71,3 +73,17 @@ def modeling_files_registered() -> None:
     from gqa_convert.families import modeling  # imports torch
 
     modeling.register_modeling()
+
+
+@pytest.fixture(scope="session")
+def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Makes a tiny checkpoint of a type, or of another name, by a function, once with the same options; treat it as read-only."""
+    made: dict[str, Path] = {}
+
+    def make(function: Callable[..., Path], kind: str, **options: Any) -> Path:
+        key = repr((function.__name__, kind, options))
+        if key not in made:
+            made[key] = function(kind, tmp_path_factory.mktemp("once") / "source", **options)
+        return made[key]
+
+    return make

@@ -1,12 +1,11 @@
 """Fixtures of the tests that convert with the command."""
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.data_helpers import DEMO
+from tests.helpers.data_helpers import demo_tokenizer
 from tests.helpers.tiny import make_config, make_model
 
 
@@ -24,6 +23,5 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("small") / "source"
     config = make_config("llama", vocab_size=2048, num_hidden_layers=3, max_position_embeddings=128)
     make_model(config).save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(DEMO / name, folder / name)
+    demo_tokenizer().save_pretrained(folder)
     return folder

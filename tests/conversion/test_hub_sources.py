@@ -18,24 +18,11 @@ from tests.helpers.verification import failed
 pytestmark = pytest.mark.usefixtures("modeling_files_registered")
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Writes a repository's folder, once."""
-    made: dict[str, Path] = {}
-
-    def make(name: str) -> Path:
-        if name not in made:
-            made[name] = write_hub_source(name, tmp_path_factory.mktemp("hub") / "source")
-        return made[name]
-
-    return make
-
-
 @pytest.mark.parametrize("name", HUB_SOURCES)
 def test_the_result_computes_what_the_source_computes_with_repeated_heads(
-    name: str, folder: Callable[[str], Path], tmp_path: Path
+    name: str, once: Callable[..., Path], tmp_path: Path
 ) -> None:
-    source, row, out = folder(name), HUB_SOURCES[name], tmp_path / "out"
+    source, row, out = once(write_hub_source, name), HUB_SOURCES[name], tmp_path / "out"
     convert_checkpoint(source, out, 3, ConversionOptions(method="mean"))
     config = json.loads((out / "config.json").read_text())
     assert config["model_type"] == (row.type_of_copy or CONFIGS[name]["model_type"])
@@ -44,7 +31,7 @@ def test_the_result_computes_what_the_source_computes_with_repeated_heads(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, source in HUB_SOURCES.items() if source.fit])
-def test_two_steps_of_fit(name: str, folder: Callable[[str], Path], tmp_path: Path) -> None:
+def test_two_steps_of_fit(name: str, once: Callable[..., Path], tmp_path: Path) -> None:
     out = tmp_path / "out"
-    fitted(folder(name), out, 3, steps=2, max_shard_size=1_000_000)
+    fitted(once(write_hub_source, name), out, 3, steps=2, max_shard_size=1_000_000)
     assert load_any_model(out, torch.float32).missing == []

@@ -37,11 +37,6 @@ def _llama(path: Path, *, kv_heads: int = HEADS, positions: int = 2048) -> None:
     causal(path, **sizes, kv_heads=kv_heads, max_position_embeddings=positions)
 
 
-def _llama3(path: Path) -> None:
-    """Grouped-query already, as Llama 3.1 8B is."""
-    _llama(path, kv_heads=8, positions=64)
-
-
 def _t5(path: Path) -> None:
     sizes = {"d_model": 32, "d_kv": 4, "num_layers": 1, "num_decoder_layers": 1, "num_heads": HEADS}
     seq2seq.model(path, "t5", span_tokenizer(), **sizes)
@@ -63,7 +58,7 @@ def _t5_config(path: Path) -> None:
 FILES: dict[str, Callable[[Path], object]] = {
     "Llama-2-7b": _llama,
     "meta-llama/Llama-2-7b-hf": _llama,
-    "meta-llama/Llama-3.1-8B": _llama3,
+    "meta-llama/Llama-3.1-8B": lambda path: _llama(path, kv_heads=8, positions=64),  # grouped-query already, as that is
     "SOURCE": _llama,
     "MODEL": _llama,
     "flan-t5-xl": _t5,

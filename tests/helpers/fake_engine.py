@@ -6,6 +6,7 @@ import os
 import pickle
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,14 @@ LOGITS: dict[str, Any] = {
     "nan": lambda rows: rows.__setitem__((0, 0), float("nan")),
 }
 
+BEGINS: dict[str, Callable[[], object]] = {
+    "dies": os.abort,
+    "exits": lambda: os._exit(0),
+    "hangs": lambda: time.sleep(600),
+    "asks": lambda: input("Do you trust this checkpoint? "),
+    "chatters": lambda: print('{"status": "failed"}'),
+}
+REFUSALS = {"unsupported": NotSupportedError("no such architecture"), "absent": AbsentError("no converter")}
 
 PACKAGES = Path(__file__).parent / "engine_packages"
 """Packages with the names and the interfaces of the engines', and a converter of llama.cpp."""
@@ -45,20 +54,10 @@ class Adapter:
             time.perf_counter = lambda: self._now  # of this process alone, so that nothing else on the machine counts
         if self._mode == "raises":
             raise RuntimeError(f"no tensor\nfits {request.folder}")
-        if self._mode == "dies":
-            os.abort()
-        if self._mode == "exits":
-            os._exit(0)
-        if self._mode == "hangs":
-            time.sleep(600)
-        if self._mode == "asks":
-            input("Do you trust this checkpoint? ")
-        if self._mode == "chatters":
-            print('{"status": "failed"}')
-        if self._mode == "unsupported":
-            raise NotSupportedError("no such architecture")
-        if self._mode == "absent":
-            raise AbsentError("no converter")
+        if self._mode in REFUSALS:
+            raise REFUSALS[self._mode]
+        if self._mode in BEGINS:
+            BEGINS[self._mode]()
         if not request.timings:
             self._tokens, self._logits = pickle.loads(Path(os.environ["FAKE_ANSWER"]).read_bytes())
 

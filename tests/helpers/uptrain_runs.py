@@ -51,9 +51,8 @@ def make_student(folder: Path) -> Path:
 def in_float32(folder: Path) -> None:
     """Store a checkpoint in float32, so that merging adapters and asking a teacher round nothing."""
     tensors = load_file(folder / "model.safetensors")
-    save_file(
-        {name: each.float() for name, each in tensors.items()}, folder / "model.safetensors", metadata={"format": "pt"}
-    )
+    wide = {name: each.float() for name, each in tensors.items()}
+    save_file(wide, folder / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"dtype": "float32"}))
 

@@ -42,15 +42,10 @@ def make_wrapper(model_type: str, folder: Path, *, flat: bool = False, vocabular
             parameter.copy_(0.2 * noise) if parameter.dim() > 1 else parameter.add_(0.1 * noise)
     model.save_pretrained(folder)
     if flat:
-        flatten(folder)
+        path = folder / "config.json"
+        stated = json.loads(path.read_text())
+        path.write_text(json.dumps(stated.pop("text_config") | stated))
     return folder
-
-
-def flatten(folder: Path) -> None:
-    """Rewrite a config so that the decoder's keys stand beside those of the wrapper."""
-    path = folder / "config.json"
-    config = json.loads(path.read_text())
-    path.write_text(json.dumps(config.pop("text_config") | config))
 
 
 def load_wrapper(folder: Path) -> nn.Module:
