@@ -13,45 +13,21 @@ from gqa_convert.conversion.fit.attention_calls import parts_of
 from gqa_convert.conversion.fit.layer_walk import LayerWalk
 from gqa_convert.conversion.fit.merged_attention import replaced
 from gqa_convert.families.table import FAMILIES
-from tests.helpers import native, own_files
-from tests.helpers.folding_cases import build
+from tests.helpers import elsewhere, native, own_files
+from tests.helpers.folding_cases import Case, build
 from tests.helpers.native import distance
 from tests.helpers.selection import slow_but
 
-ATTENTION = re.compile(
-    r"\b(self_attn|encoder_attn|attn|attention|self_attention|SelfAttention|EncDecAttention|mixer|temporal_block)$"
-)
 OTHER = re.compile("relative|bias|norm|rotary|gate|conv|A_log|dt_|D$|experts|router")
 
 
 def batches_for(model: Any) -> list[dict[str, Tensor]]:
-    """Two batches of different lengths, the first with padding."""
-    generator = torch.Generator().manual_seed(1)
-    batches = []
-    for length in (11, 8):
-        ids = torch.randint(3, 60, (2, length), generator=generator)
-        if hasattr(model.config, "num_mel_bins"):
-            shape = (2, model.config.num_mel_bins, 2 * model.config.max_source_positions)
-            batches.append({"input_features": torch.randn(shape, generator=generator), "decoder_input_ids": ids})
-            continue
-        batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-        if length == 11:
-            batch["attention_mask"][1, :3] = 0
-        if model.config.is_encoder_decoder:
-            batch["decoder_input_ids"] = torch.randint(3, 60, (2, length - 4), generator=generator)
-        batches.append(batch)
-    return batches
-
-
-def attention_of(model: Any, output: str, *, encoder: bool = False) -> list[str]:
-    """The attention modules, with the name of the projection inside them."""
-    found = []
-    for name, module in model.named_modules():
-        if ATTENTION.search(name) and (encoder or "encoder" not in name.split(".")):
-            inside = dict(module.named_modules())
-            if output in inside:
-                found.append(name)
-    return found
+    """Two batches of different lengths with padding."""
+    given, _ = elsewhere.batch(model)
+    shorter = {
+        name: tensor if name == "input_features" else tensor[:, :-1].contiguous() for name, tensor in given.items()
+    }
+    return [given, shorter]
 
 
 def changed(module: nn.Module, seed: int) -> dict[str, Tensor]:
@@ -88,7 +64,10 @@ def check(case: str, *, encoder: bool = False) -> None:
     model = built.model.requires_grad_(False)
     batches = batches_for(model)
     output = FAMILIES[built.model_type].output
-    names = attention_of(model, output, encoder=encoder)
+    names = list(built.parts(model, built.kv_heads))
+    if encoder:
+        heads = model.config.num_attention_heads
+        names += Case(built.model_type, model, heads, heads, encoder=True).parts(model, heads)
     changes = {name: changed(model.get_submodule(name), seed) for seed, name in enumerate(names)}
     changed_model = copy.deepcopy(model)
     for name, parameters in changes.items():
@@ -157,10 +136,9 @@ PLACES = {
 def test_the_residual_stream_is_found(case: str) -> None:
     """Behind attention or a parallel MLP; a norm between attention and the sum leaves the contribution itself."""
     options = {"residual_multiplier": 0.5} if case == "granite" else {}
-    model = build(case, **options).model.requires_grad_(False)
-    output = FAMILIES[case].output
-    names = attention_of(model, output)
-    walk = LayerWalk(model, batches_for(model), names, output)
+    built = build(case, **options)
+    model, names = built.model.requires_grad_(False), list(built.parts(built.model, built.kv_heads))
+    walk = LayerWalk(model, batches_for(model), names, FAMILIES[case].output)
     found = walk.places[names[0]]
     assert found.module == f"{walk.layers[0].name}.{PLACES[case]}".rstrip(".")
     assert found.factor == pytest.approx(0.5 if case == "granite" else 1.0)
