@@ -18,6 +18,8 @@ from gqa_convert.data.token_files import LAST, TokenSource
 DEMO = Path(gqa_convert.__file__).parent / "demo_checkpoint"
 WORDS = 500
 PAD, EOS = 0, 1
+SENTINELS = range(WORDS + 6, WORDS + 106)
+"""Of `span_tokenizer`."""
 
 
 def demo_tokenizer() -> Any:
@@ -36,6 +38,20 @@ def span_tokenizer(sentinels: int = 100, eos: str | None = "</s>") -> Any:
     names = ["<pad>", "</s>", "<unk>", *(f"w{number}" for number in range(WORDS)), "[NLU]", "[NLG]", "[S2S]"]
     names += [f"<extra_id_{number}>" for number in reversed(range(sentinels))]
     return word_tokenizer(names, eos_token=eos, pad_token="<pad>")
+
+
+def restored(inputs: list[int], targets: list[int]) -> list[int]:
+    """The text of `span_tokenizer` that T5's span corruption took apart."""
+    assert inputs[-1] == targets[-1] == EOS
+    spans: dict[int, list[int]] = {}
+    for token in targets[:-1]:
+        if token in SENTINELS:
+            spans[token] = []
+        else:
+            spans[[*spans][-1]].append(token)
+    text = [token for each in inputs[:-1] for token in (spans.pop(each) if each in SENTINELS else [each])]
+    assert not spans
+    return text
 
 
 def array_tokens(tokens: npt.ArrayLike, *, is_stream: bool = False, complete: bool = True) -> TokenSource:

@@ -17,7 +17,7 @@ from gqa_convert.measuring.evaluation import forward
 from gqa_convert.measuring.evaluation.examples import span_material, text_material
 from gqa_convert.measuring.evaluation.forward import Scored, score
 from gqa_convert.measuring.evaluation.run import EvaluationOptions, evaluate
-from tests.helpers.data_helpers import demo_tokenizer
+from tests.helpers.data_helpers import demo_tokenizer, restored
 from tests.helpers.evaluate_models import POSITIONS, bart, causal, constant, t5, write_rows
 from tests.helpers.largest import LargestWith
 from tests.helpers.tiny import make_config, make_model
@@ -55,11 +55,6 @@ def model_of(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder).eval()
 
 
-@torch.no_grad()
-def whole_loss(model: Any, ids: list[int]) -> float:
-    return float(model(input_ids=torch.tensor([ids]), labels=torch.tensor([ids])).loss)
-
-
 @pytest.mark.parametrize("context", [7, POSITIONS])
 def test_windows_against_a_loop_over_tokens(home: Path, context: int) -> None:
     """Each token by itself: the window is the first that reaches it."""
@@ -78,21 +73,6 @@ def test_windows_against_a_loop_over_tokens(home: Path, context: int) -> None:
     assert result["bytes"] == len((TEXT * 4).encode())
     assert result["bits_per_byte"] == pytest.approx(total / result["bytes"] / math.log(2), rel=1e-5)
     assert result["difference"] is result["kl"] is result["loss_standard_error"] is None
-
-
-def test_documents_of_different_lengths_in_padded_batches(home: Path) -> None:
-    model = model_of(home / "one")
-    total, count, nbytes = 0.0, 0, 0
-    for line in (home / "rows.jsonl").read_text().splitlines():
-        text = json.loads(line)["text"]
-        ids = tokens_of(text)
-        for start in range(0, len(ids) - 1, POSITIONS):
-            part = ids[start : start + POSITIONS + 1]
-            total, count = total + whole_loss(model, part) * (len(part) - 1), count + len(part) - 1
-        nbytes += len(text.encode())
-    (result,) = run(home, "one", data="rows.jsonl", batch=3)["results"]
-    assert result["loss"] == pytest.approx(total / count, rel=1e-5)
-    assert (result["tokens"], result["bytes"]) == (count, nbytes)
 
 
 def test_bits_per_byte_do_not_depend_on_the_tokenizer(tmp_path: Path) -> None:
@@ -130,14 +110,17 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_divergence_and_differences_from_a_reference(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Written out in float64 over the logits of each document, which are made a few rows at a time."""
+    """Written out in float64 over the logits of each document, of different lengths in padded batches, which are made a few
+    rows at a time.
+    """
     monkeypatch.setattr(forward, "_ROWS", 5)
     report = run(home, "two", "one", data="rows.jsonl", reference="one", batch=2)
     result, same = report["results"]
     models = [model_of(home / name).double() for name in ("one", "two")]
     blocks = []
-    for line in (home / "rows.jsonl").read_text().splitlines():
-        ids, rows = tokens_of(json.loads(line)["text"]), []
+    texts = [json.loads(line)["text"] for line in (home / "rows.jsonl").read_text().splitlines()]
+    for text in texts:
+        ids, rows = tokens_of(text), []
         for start in range(0, len(ids) - 1, POSITIONS):
             part = torch.tensor([ids[start : start + POSITIONS + 1]])
             with torch.no_grad():
@@ -145,9 +128,12 @@ def test_divergence_and_differences_from_a_reference(home: Path, monkeypatch: py
             wanted = part[0, 1:, None]
             gap = (theirs - ours).gather(1, wanted)[:, 0]
             kl = (theirs.exp() * (theirs - ours)).sum(-1)
-            rows.append(torch.stack([gap, kl, (theirs.argmax(-1) == ours.argmax(-1)).double()], dim=1))
+            agreement = (theirs.argmax(-1) == ours.argmax(-1)).double()
+            rows.append(torch.stack([gap, kl, agreement, -ours.gather(1, wanted)[:, 0]], dim=1))
         blocks.append(torch.cat(rows).numpy())
     everything, sizes = np.concatenate(blocks), np.array([len(block) for block in blocks])
+    assert result["loss"] == pytest.approx(everything[:, 3].mean(), rel=1e-5)
+    assert (result["tokens"], result["bytes"]) == (len(everything), sum(len(text.encode()) for text in texts))
     assert result["kl"] == pytest.approx(everything[:, 1].mean(), rel=1e-4)
     assert result["top1_agreement"] == pytest.approx(everything[:, 2].mean())
     assert result["difference"]["loss"] == pytest.approx(everything[:, 0].mean(), rel=1e-4)
@@ -184,32 +170,20 @@ def test_span_corruption_has_transformers_own_loss(tmp_path: Path) -> None:
     model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "t5").eval()
     made = span_material([Piece(" ".join(words))], tokenizer, start=0, length=40, seed=0)
     total = 0.0
-    restored: dict[int, list[str]] = {}
+    places: dict[int, list[str]] = {}
     for number, batch in enumerate(made.batches(1)):
         read, labels = batch.inputs["input_ids"], batch.targets[None]
         assert read.shape[1] == 40
         with torch.no_grad():
             total += float(model(input_ids=read, labels=labels).loss) * labels.numel()
-        restored[number] = _filled_in(
-            tokenizer.convert_ids_to_tokens(read[0]), tokenizer.convert_ids_to_tokens(labels[0])
-        )
+        places[number] = tokenizer.convert_ids_to_tokens(restored(read[0].tolist(), labels[0].tolist()))
     (result,) = report["results"]
     assert result["loss"] == pytest.approx(total / len(made.blocks), rel=1e-5)
     assert (report["objective"], result["bytes"], result["bits_per_byte"]) == ("spans", None, None)
     assert result["tokens"] == len(made.blocks)
-    text = [word for place in sorted(restored) for word in restored[place]]
+    text = [word for place in sorted(places) for word in places[place]]
     assert text == words[: len(text)]
     assert len(text) > 300
-
-
-def _filled_in(read: list[str], written: list[str]) -> list[str]:
-    spans: dict[str, list[str]] = {}
-    for token in written[:-1]:
-        if token.startswith("<extra"):
-            spans[token] = []
-        else:
-            spans[list(spans)[-1]].append(token)
-    return [word for token in read[:-1] for word in spans.get(token, [token])]
 
 
 @pytest.mark.parametrize(("kind", "batch"), [(t5, 4), (bart, 1)])
