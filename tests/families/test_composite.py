@@ -7,7 +7,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import gqa_convert
 from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.conversion.fit.defaults import plan_conversion
 from gqa_convert.conversion.fit.model_loading import find_modules
@@ -18,11 +17,12 @@ from gqa_convert.errors import OptionError, UnsupportedFamilyError
 from gqa_convert.families.loading import load_model, outline_model
 from gqa_convert.families.table import COMPOSITES, FAMILIES, INNER, family_of, find_family
 from gqa_convert.verify import verify_checkpoint
+from tests.helpers.checkpoints import refused
+from tests.helpers.data_helpers import demo_tokenizer
 from tests.helpers.verification import failed
 from tests.helpers.wrappers import WRAPPER_TYPES, image_inputs, load_wrapper, make_wrapper, merge_decoder_heads
 
 GROUPS = 3
-DEMO = Path(gqa_convert.__file__).parent / "demo_checkpoint"
 VERIFIED = ("llava", "idefics2", "qwen2_vl", "gemma3", "mllama")
 """Names in the files of transformers 4, of transformers 5, without a prefix, with a norm of keys, and cross-attention."""
 
@@ -74,9 +74,8 @@ def test_the_table_of_composites_is_complete() -> None:
     ("decoder", "reason"), [("opt", "modelling file"), ("mamba", "no attention"), ("no_such_type", "unknown")]
 )
 def test_a_decoder_that_cannot_be_converted_is_refused(decoder: str, reason: str) -> None:
-    with pytest.raises(UnsupportedFamilyError, match=f"llava.*{reason}") as caught:
+    with refused(UnsupportedFamilyError, "llava", reason):
         family_of({"model_type": "llava", "text_config": {"model_type": decoder}})
-    assert "\n" not in str(caught.value)
     with pytest.raises(UnsupportedFamilyError, match="wraps a decoder"):
         find_family("llava")
 
@@ -93,8 +92,7 @@ def test_the_layer_walk_finds_the_decoder(source: Callable[[str], Path]) -> None
 @pytest.mark.parametrize("model_type", ["llava", "qwen2_vl"])
 def test_methods_that_read_text_convert_the_decoder(model_type: str, tmp_path: Path) -> None:
     folder, out = make_wrapper(model_type, tmp_path / "source", vocabulary=2048), tmp_path / "out"
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / name).write_bytes((DEMO / name).read_bytes())
+    demo_tokenizer().save_pretrained(folder)
     text = tmp_path / "text.txt"
     text.write_text("Grouped-query attention has fewer key and value heads than query heads. " * 60)
     fitting = CalibrationOptions(source=text, tokens=256, sequence_length=64, steps=2, kl_steps=0)

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from torch import nn
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
@@ -26,32 +25,10 @@ from gqa_convert.errors import ConfigError, GroupsError, UnsupportedFamilyError
 from gqa_convert.families.engines import ENGINES
 from gqa_convert.families.geometry import AttentionFinder
 from gqa_convert.families.table import COMPOSITES, FAMILIES, REFUSALS, REWRITTEN, find_family
-from tests.helpers.elsewhere import logits
-from tests.helpers.folding_cases import Case, pool
-from tests.helpers.native import CASES, MASK, REPRESENTATIVE, TOKENS, distance, load
+from tests.helpers.elsewhere import cached_heads, generated, logits
+from tests.helpers.folding_cases import EXACT, Case, pool
+from tests.helpers.native import CASES, REPRESENTATIVE, distance, load
 from tests.helpers.tiny import HEADS, make_checkpoint
-
-NEW_TOKENS = 4
-
-ROUNDING = 2e-5
-"""How far equal models may lie apart in float32, as a share of the logits' spread."""
-
-
-def greedy(model: nn.Module, *, use_cache: bool) -> tuple[list[list[int]], set[int]]:
-    """The next tokens, and the numbers of K/V heads that the cache then holds."""
-    out = model.generate(
-        input_ids=TOKENS,
-        attention_mask=MASK,
-        do_sample=False,
-        max_new_tokens=NEW_TOKENS,
-        min_new_tokens=NEW_TOKENS,
-        use_cache=use_cache,
-        return_dict_in_generate=True,
-        pad_token_id=0,
-    )
-    layers = out.past_key_values.layers if use_cache else []
-    keys = [key for layer in layers if (key := getattr(layer, "keys", None)) is not None]
-    return out.sequences[:, TOKENS.shape[1] :].tolist(), {key.shape[1] for key in keys if key.dim() == 4}
 
 
 @pytest.fixture
@@ -88,12 +65,10 @@ def test_result_is_the_source_with_merged_heads(
     assert plan.parameters_before - plan.parameters_after == before - less
     assert plan.kv_cache_bytes().after * kv_heads == plan.kv_cache_bytes().before * groups
     after = logits(result)
-    assert distance(after, logits(oracle)) < ROUNDING
+    assert distance(after, logits(oracle)) < EXACT
     assert distance(after, logits(model)) > 0.01
-    tokens, cached = greedy(result, use_cache=True)
-    assert cached == {groups}
-    assert tokens == greedy(oracle, use_cache=True)[0]
-    assert tokens == greedy(result, use_cache=False)[0]
+    assert cached_heads(result) == {"self": [groups]}
+    assert generated(result) == generated(oracle) == generated(result, use_cache=False)
     if groups > 1:
         strided = pool(Case(model_type, model, kv_heads), groups, strided=True)
         assert distance(logits(strided), after) > 0.01, "heads that stand apart, instead of neighbours, are not noticed"
@@ -108,8 +83,8 @@ def test_repeated_heads_change_nothing(case: str, before: int, after: int, sourc
             converted(folder, after)
         return
     result = load(converted(folder, after))
-    assert distance(logits(result), logits(load(folder))) < ROUNDING
-    assert greedy(result, use_cache=True)[1] == {after}
+    assert distance(logits(result), logits(load(folder))) < EXACT
+    assert cached_heads(result) == {"self": [after]}
 
 
 def test_every_model_type_is_known() -> None:
@@ -183,7 +158,7 @@ def test_a_plan_tells_what_loads_the_result(
         ("q_proj", (193, 96), "contradicts 12 query heads of 16 rows"),
         ("k_proj", (5, 96), "contradicts 12 key heads of 16 rows"),
         ("v_proj", (0, 96), "is damaged"),
-        ("v_proj", None, "is missing"),
+        *((f"{part}_proj", None, f"{part}_proj.* is missing") for part in "qkvo"),
     ],
 )
 def test_a_tensor_that_does_not_fit_is_named(

@@ -13,8 +13,8 @@ from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.families.legacy_config_keys import legacy_config_keys
 from gqa_convert.families.table import FAMILIES
 from gqa_convert.verify import verify_checkpoint
-from tests.helpers.own_files import make_source_model
-from tests.helpers.tiny import HEADS, make_checkpoint, make_config
+from tests.helpers.own_files import make_source
+from tests.helpers.tiny import HEADS, make_config
 from tests.helpers.verification import failed
 
 
@@ -106,10 +106,7 @@ def test_types_with_keys_of_their_own(model_type: str, tmp_path: Path) -> None:
     keys = set(words.split())
     family = FAMILIES[model_type]
     source, out = tmp_path / "source", tmp_path / "out"
-    if family.native:
-        make_checkpoint(model_type, source, **values)
-    else:
-        make_source_model(model_type, **values).save_pretrained(source)
+    make_source(model_type, source, **values)
     convert_checkpoint(source, out, 3 if family.native else HEADS, ConversionOptions(method="mean"))
     stated = AutoConfig.from_pretrained(source).rope_parameters
     assert AutoConfig.from_pretrained(out).rope_parameters.items() >= stated.items()

@@ -21,7 +21,7 @@ from gqa_convert.families.family import MODELING
 from gqa_convert.families.table import FAMILIES, Modeling
 from tests.helpers.command_line import run_python
 from tests.helpers.elsewhere import WAYS, Elsewhere, attentions, first_output, logits, measure, measure_training
-from tests.helpers.folding_cases import SOURCE_HEADS, Case, pool
+from tests.helpers.folding_cases import EXACT, SOURCE_HEADS, Case, pool
 from tests.helpers.hub_server import HubServer
 from tests.helpers.native import distance
 from tests.helpers.own_files import CASES, auto_class, load_stock, make_source
@@ -30,8 +30,6 @@ from tests.helpers.tiny import HEADS
 FILES = sorted(MODELING.glob("gqa_*.py"))
 OWN = {name: family for name, family in FAMILIES.items() if family.modeling and not family.is_converted}
 
-ROUNDING = 2e-5
-"""How far equal models may lie apart in float32, as a share of the logits' spread."""
 STOCK_STATIC_CACHE_FAILS = ("falcon, RW",)
 
 
@@ -116,8 +114,8 @@ def test_a_result_is_its_source_with_merged_heads(
 
 def check_results(row: Row, found: dict[str, Any], stock: nn.Module, ways: list[str]) -> None:
     expected = measure(stock, ways)
-    assert distance(whole(found["logits"]), whole(expected["logits"])) < ROUNDING
-    assert distance(whole(found["logits in parts"]), whole(expected["logits in parts"])) < ROUNDING
+    assert distance(whole(found["logits"]), whole(expected["logits"])) < EXACT
+    assert distance(whole(found["logits in parts"]), whole(expected["logits in parts"])) < EXACT
     assert whole(found["heads"]) == {key: [row.groups] for key in whole(expected["heads"])}
     check_tokens(row, found["tokens"], expected["tokens"])
 
@@ -146,7 +144,7 @@ def test_a_result_trains_and_is_saved_as_its_source(
     assert nn.functional.cosine_similarity(half.float().flatten(), found["logits"].flatten(), dim=0) > 0.98
     assert torch.equal(whole(found["device map"]), found["logits"])
     if "compiled" in found:
-        assert distance(whole(found["compiled"]), found["logits"]) < ROUNDING
+        assert distance(whole(found["compiled"]), found["logits"]) < EXACT
 
 
 def check_loading(row: Row, source: Path, folder: Path, found: dict[str, Any]) -> None:
@@ -197,7 +195,7 @@ def check_attentions(found: dict[str, torch.Tensor], expected: dict[str, torch.T
     assert found.keys() == expected.keys()
     for kind, weights in expected.items():
         assert found[kind].shape == weights.shape
-        assert (found[kind] - weights).abs().max() < ROUNDING
+        assert (found[kind] - weights).abs().max() < EXACT
 
 
 def check_gradients(row: Row, found: dict[str, dict[str, Any]], expected: dict[str, torch.Tensor]) -> None:
@@ -239,7 +237,7 @@ def test_every_auto_class_loads_it(model_type: str, sources: Callable[[str], Pat
         _, info = getattr(transformers, auto).from_pretrained(source, output_loading_info=True)
         assert found["missing"] == sorted(info["missing_keys"]), auto
         assert found["unexpected"] == sorted(info["unexpected_keys"]), auto
-        assert distance(found["output"], first_output(model, found["missing"])) < ROUNDING, auto
+        assert distance(found["output"], first_output(model, found["missing"])) < EXACT, auto
 
 
 FROM_HUB = """

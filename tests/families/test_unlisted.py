@@ -13,7 +13,7 @@ from gqa_convert.errors import GQAConvertError, UnsupportedFamilyError
 from gqa_convert.families.loading import load_model
 from gqa_convert.families.records import ALL, FAMILIES, REFUSALS
 from gqa_convert.verify.run import prover
-from tests.helpers.checkpoints import digests
+from tests.helpers.checkpoints import digests, refused
 from tests.helpers.tiny import make_checkpoint
 from tests.helpers.verification import edit_json
 
@@ -82,9 +82,8 @@ def test_a_result_without_a_proof_does_not_appear(tmp_path: Path, monkeypatch: p
         edit_json(folder / "config.json", rms_norm_eps=0.5)
         prover(source)(folder)
 
-    with pytest.raises(UnsupportedFamilyError, match="failed the proof") as caught:
+    with refused(UnsupportedFamilyError, "failed the proof"):
         convert_checkpoint(source, tmp_path / "out", 3, ConversionOptions(method="mean"), prove=lie)
-    assert "\n" not in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
@@ -101,6 +100,5 @@ def test_values_for_each_layer_are_never_ignored(tmp_path: Path) -> None:
     layers = {"1": {"num_key_value_heads": 3}}
     edit_json(folder / "config.json", per_layer_config=layers, allow_global_per_layer_attribute_access=True)
     for read in (lambda: make_plan(open_checkpoint(folder), 3), lambda: load_model(folder, "auto")):
-        with pytest.raises(UnsupportedFamilyError, match="per_layer_config") as caught:
+        with refused(UnsupportedFamilyError, "per_layer_config"):
             read()
-        assert "\n" not in str(caught.value)

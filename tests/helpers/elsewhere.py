@@ -36,20 +36,16 @@ NEW_TOKENS = 4
 
 def batch(model: nn.Module) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """Arguments of a forward pass over a batch with padding, and the mask of the tokens whose logits count."""
-    config = model.config
+    config, generator = model.config, torch.Generator().manual_seed(1)
     if not config.is_encoder_decoder:
         given = {"input_ids": PADDED, "attention_mask": PADDED_MASK}
         if getattr(config, "add_cross_attention", False):
-            given["encoder_hidden_states"] = torch.randn(
-                2, 9, config.hidden_size, generator=torch.Generator().manual_seed(1)
-            )
+            given["encoder_hidden_states"] = torch.randn(2, 9, config.hidden_size, generator=generator)
             given["encoder_attention_mask"] = ENCODED_MASK
         return given, PADDED_MASK.bool()
     decoded = {"decoder_input_ids": DECODED, "decoder_attention_mask": DECODED_MASK}
     if hasattr(config, "num_mel_bins"):
-        sound = torch.randn(
-            2, config.num_mel_bins, 2 * config.max_source_positions, generator=torch.Generator().manual_seed(1)
-        )
+        sound = torch.randn(2, config.num_mel_bins, 2 * config.max_source_positions, generator=generator)
         return {"input_features": sound} | decoded, DECODED_MASK.bool()
     return {"input_ids": ENCODED, "attention_mask": ENCODED_MASK} | decoded, DECODED_MASK.bool()
 
@@ -58,10 +54,8 @@ def batch(model: nn.Module) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
 def logits(model: nn.Module) -> torch.Tensor:
     """Return the logits of the batch, except at padding."""
     given, mask = batch(model)
-    floating = {
-        name: tensor.to(model.dtype) if tensor.is_floating_point() else tensor for name, tensor in given.items()
-    }
-    return model(**floating, use_cache=False).logits[mask]
+    given |= {name: tensor.to(model.dtype) for name, tensor in given.items() if tensor.is_floating_point()}
+    return model(**given, use_cache=False).logits[mask]
 
 
 @torch.no_grad()
@@ -108,13 +102,11 @@ def cached_heads(model: nn.Module) -> dict[str, list[int]]:
     caches = {"self": cache}
     if isinstance(cache, EncoderDecoderCache):
         caches = {"self": cache.self_attention_cache, "cross": cache.cross_attention_cache}
-    held = {
-        kind: [states for layer in each.layers for states in (layer.keys, layer.values)]
-        for kind, each in caches.items()
-    }
-    return {
-        kind: sorted({states.shape[1] for states in tensors if states is not None}) for kind, tensors in held.items()
-    }
+    found = {}
+    for kind, each in caches.items():
+        held = [getattr(layer, name, None) for layer in each.layers for name in ("keys", "values")]
+        found[kind] = sorted({states.shape[1] for states in held if states is not None and states.dim() == 4})
+    return found
 
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -190,9 +182,8 @@ def measure(model: nn.Module, ways: list[str]) -> dict[str, Any]:
 def measure_training(model: nn.Module) -> dict[str, Any]:
     """Return the gradients without and with gradient checkpointing."""
     plain = gradients(model)
-    name = (
-        "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
-    )  # older releases know the second only
+    # older releases know the second only
+    name = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
     getattr(model, f"{name}_checkpointing_enable")()
     again = gradients(model)
     getattr(model, f"{name}_checkpointing_disable")()
@@ -241,9 +232,8 @@ def measure_folder(request: dict[str, Any]) -> dict[str, Any]:
     model, info = load(output_loading_info=True)
     model.eval()
     result = measure(model, request["ways"])
-    result["info"] = {
-        key: sorted(map(str, info[key])) for key in ("missing_keys", "unexpected_keys", "mismatched_keys")
-    }
+    kinds = ("missing_keys", "unexpected_keys", "mismatched_keys")
+    result["info"] = {kind: sorted(map(str, info[kind])) for kind in kinds}
     result["class"] = f"{type(model).__module__}.{type(model).__qualname__}"
     result["file"] = sys.modules[type(model).__module__].__file__
     if request.get("saved"):

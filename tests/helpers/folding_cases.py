@@ -67,9 +67,8 @@ class Case:
 
     def __post_init__(self) -> None:
         kind, config = self.model_type, self.model.config
-        self.clipped = bool(
-            getattr(config, "clip_qkv", None) or getattr(getattr(config, "attn_config", None), "clip_qkv", None)
-        )
+        stated = (config, getattr(config, "attn_config", None))
+        self.clipped = any(getattr(each, "clip_qkv", None) for each in stated)
         normed = kind in NORMED or (kind in NORMED_IF and getattr(config, NORMED_IF[kind]))
         self.keys_blocked = self.clipped or normed
         self.values_blocked = self.clipped or kind in GATED | VALUES_NORMED | OUTPUT_NORMED
@@ -145,11 +144,8 @@ def cut(rows: Tensor, heads: int, kv_heads: int, layout: str) -> dict[str, list[
         return {"query": views[:heads], "key": views[heads : heads + kv_heads], "value": views[heads + kv_heads :]}
     if layout == "grouped":
         cells = rows.unflatten(0, (kv_heads, heads // kv_heads + 2, -1))
-        return {
-            "query": [view for cell in cells for view in cell[:-2]],
-            "key": list(cells[:, -2]),
-            "value": list(cells[:, -1]),
-        }
+        queries = [view for cell in cells for view in cell[:-2]]
+        return {"query": queries, "key": list(cells[:, -2]), "value": list(cells[:, -1])}
     cells = rows.unflatten(0, (4, 3, heads // 4, -1))
     return {
         role: [view for cell in cells[:, kind] for view in cell] for kind, role in enumerate(("query", "value", "key"))
@@ -159,15 +155,11 @@ def cut(rows: Tensor, heads: int, kv_heads: int, layout: str) -> dict[str, list[
 def build(case: str, *, kv_heads: int = HEADS, **changes: Any) -> Case:
     """Return a random source for a case."""
     model_type, overrides = CASES[case]
+    values = overrides | changes
     if model_type in NATIVE:
-        return Case(
-            model_type,
-            tiny.make_model(tiny.make_config(model_type, kv_heads=kv_heads, **overrides | changes)),
-            kv_heads,
-        )
-    return Case(
-        model_type, own_files.make_source_model(model_type, **overrides | changes), SOURCE_HEADS.get(case, HEADS)
-    )
+        config = tiny.make_config(model_type, kv_heads=kv_heads, **values)
+        return Case(model_type, tiny.make_model(config), kv_heads)
+    return Case(model_type, own_files.make_source_model(model_type, **values), SOURCE_HEADS.get(case, HEADS))
 
 
 @torch.no_grad()

@@ -12,8 +12,6 @@ from gqa_convert.families.table import FAMILIES
 
 TOKENS = torch.tensor([[0, 0, 7, 33, 12, 50, 9], [5, 21, 60, 3, 44, 18, 27]])
 
-MASK = torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1]])
-
 _STATED = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 OPTIONS = {name: (name.partition(",")[0], values) for name, values in _STATED["options"].items()}
 """Variants of a family that concern K/V heads: model type and config values."""
@@ -26,10 +24,9 @@ REPRESENTATIVE = tuple(_STATED["representative"])
 
 
 def load(folder: Path) -> nn.Module:
-    """Load a model in float32, and assert that the folder has every parameter."""
+    """Load a model in float32, and assert that the folder has every parameter and no other."""
     model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
-    assert not info["missing_keys"]
-    assert not info["mismatched_keys"]
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     return model.eval()
 
 

@@ -13,7 +13,7 @@ import yaml
 from torch import nn
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from tests.helpers.tiny import randomise
+from tests.helpers.tiny import make_config, make_model, randomise
 
 _STATED = yaml.safe_load(Path(__file__).with_name("own_files.yaml").read_text())
 SIZES: dict[str, dict[str, Any]] = _STATED["sizes"]
@@ -29,21 +29,20 @@ def auto_class(model_type: str) -> str:
     """Name of transformers' auto class for language modelling."""
     if model_type == "whisper":
         return "AutoModelForSpeechSeq2Seq"
-    return (
-        "AutoModelForSeq2SeqLM"
-        if "encoder_layers" in SIZES[model_type] or "d_kv" in SIZES[model_type]
-        else "AutoModelForCausalLM"
-    )
+    has_encoder = SIZES.get(model_type, {}).keys() & {"encoder_layers", "d_kv"}
+    return "AutoModelForSeq2SeqLM" if has_encoder else "AutoModelForCausalLM"
 
 
 def make_source_model(model_type: str, *, seed: int = 0, **changes: Any) -> nn.Module:
     """A stock model with random weights, biases and gains, in float32.
 
     Args:
-        model_type: a key of `SIZES`.
+        model_type: a key of `SIZES`, or a type that keeps its class.
         seed: of the weights.
         changes: config values besides or instead of those in `SIZES`.
     """
+    if model_type not in SIZES:
+        return make_model(make_config(model_type, **changes), seed=seed)
     config = CONFIG_MAPPING[model_type](**copy.deepcopy(SIZES[model_type] | changes))
     model = getattr(transformers, auto_class(model_type)).from_config(config, dtype=torch.float32).eval()
     fixed = [(parameter, parameter.detach().clone()) for parameter in model.parameters() if not parameter.requires_grad]
@@ -69,7 +68,7 @@ def make_source(
     """Save a tiny random stock model, in the names that transformers writes.
 
     Args:
-        model_type: a key of `SIZES`.
+        model_type: a key of `SIZES`, or a type that keeps its class.
         folder: where to.
         dtype: of the weights.
         seed: of the weights.
@@ -85,8 +84,5 @@ def make_source(
 
 def load_stock(folder: Path, model_type: str, auto: str | None = None, **options: Any) -> nn.Module:
     """Load a source with transformers' own class."""
-    return (
-        getattr(transformers, auto or auto_class(model_type))
-        .from_pretrained(folder, **({"dtype": torch.float32} | options))
-        .eval()
-    )
+    stock = getattr(transformers, auto or auto_class(model_type))
+    return stock.from_pretrained(folder, **({"dtype": torch.float32} | options)).eval()

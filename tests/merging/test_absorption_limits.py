@@ -12,7 +12,7 @@ from gqa_convert.families.geometry import AttentionFinder
 from gqa_convert.families.rotary import rotary_pairs
 from gqa_convert.families.table import FAMILIES
 from gqa_convert.merging.absorption_limits import find_absorption_limits
-from tests.helpers.checkpoints import llama_arrays, write_llama
+from tests.helpers.checkpoints import llama_arrays, refused, write_llama
 
 
 @pytest.mark.parametrize(
@@ -59,6 +59,5 @@ def test_rotary_dimensions(model_type: str, config: dict[str, Any], rotated: int
     [("gptj", {"rotary_dim": 5}), ("gptj", {"rotary_dim": "6"}), ("phi3", {"partial_rotary_factor": -0.5})],
 )
 def test_rotary_dimensions_that_make_no_pairs(model_type: str, config: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="repair it") as caught:
+    with refused(ConfigError, "repair it"):
         rotary_pairs(FAMILIES[model_type], config, 16)
-    assert "\n" not in str(caught.value)

@@ -36,8 +36,6 @@ def test_the_arithmetic_of_every_method_is_there() -> None:
     pooled = [method for method in CHOICES if method.pooling]
     assert POOLINGS.keys() == {method.pooling for method in pooled}, "POOLINGS in merging/pooling.py lacks some"
     assert {method.text for method in pooled} == {"never"}, "the writer pools without text: merge whole layers"
-    merged = {method.name for method in CHOICES if method.merges_layers}
-    assert merged == {"factor", "fit"}, "merge_layer makes the same of all of them: let it choose by the method"
 
 
 @pytest.mark.parametrize("method", CHOICES, ids=lambda method: method.name)
