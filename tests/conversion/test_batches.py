@@ -59,11 +59,8 @@ def test_ready_batches_are_divided() -> None:
     assert divide_batches(endless(), 45).digest == found.digest != divide_batches(endless(), 35).digest
     for count, held_out in ((1, 0), (2, 1), (8, 1), (20, 2)):
         few = divide_batches(itertools.islice(endless(), count), 1000, held_out=100, fresh=3)
-        assert (len(few.batches), len(few.held_out), few.tokens) == (
-            count - held_out,
-            held_out,
-            10 * (count - held_out),
-        )
+        kept = count - held_out
+        assert (len(few.batches), len(few.held_out), few.tokens) == (kept, held_out, 10 * kept)
     assert not divide_batches(itertools.islice(endless(), 8), 1000).held_out
 
 
@@ -97,11 +94,10 @@ def sounds(folder: Path) -> tuple[Path, list[dict[str, torch.Tensor]]]:
 @pytest.mark.parametrize("kind", ["whisper", "llava", "qwen2_vl", "mllama"])
 def test_models_that_hear_or_see_are_fitted(kind: str, tmp_path: Path) -> None:
     """Qwen2-VL's images have no row for each sequence; what mllama sees, text alone cannot show it."""
-    source, batches = (
-        sounds(tmp_path / "source")
-        if kind == "whisper"
-        else (make_wrapper(kind, tmp_path / "source"), image_batches(kind, 14))
-    )
+    if kind == "whisper":
+        source, batches = sounds(tmp_path / "source")
+    else:
+        source, batches = make_wrapper(kind, tmp_path / "source"), image_batches(kind, 14)
     learned = [*batches[:8], *batches[-1:] * 6]  # random weights have learned nothing that other batches would share
     options = CalibrationOptions(batches=learned, tokens=160, steps=4, kl_steps=8, device="cpu")
     result = convert_checkpoint(source, tmp_path / "out", 3, ConversionOptions(calibration=options))

@@ -73,21 +73,14 @@ class Case:
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     model_type: str = request.param
     folder = tmp_path_factory.mktemp(model_type) / "source"
-    if model_type in own_files.SIZES:
-        own_files.make_source(model_type, folder, **CASES[model_type])
-    else:
-        make_checkpoint(model_type, folder, shards="50GB", **CASES[model_type])
+    own_files.make_source(model_type, folder, **CASES[model_type])
     return Case(model_type, json.loads((folder / "config.json").read_bytes()), load_file(folder / "model.safetensors"))
 
 
 def is_missed(folder: Path, model_type: str, *, head: bool) -> bool:
     """Whether transformers lacks a tensor, which it fills with fresh numbers."""
-    auto = "AutoModel"
-    if head:
-        auto = own_files.auto_class(model_type) if model_type in own_files.SIZES else "AutoModelForCausalLM"
-    _, info = getattr(transformers, auto).from_pretrained(
-        folder, output_loading_info=True, ignore_mismatched_sizes=True
-    )
+    auto = getattr(transformers, own_files.auto_class(model_type) if head else "AutoModel")
+    _, info = auto.from_pretrained(folder, output_loading_info=True, ignore_mismatched_sizes=True)
     return bool(info["missing_keys"])
 
 

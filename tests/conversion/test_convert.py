@@ -20,7 +20,7 @@ from tests.helpers.checkpoints import (
     HIDDEN,
     WIDTH,
     llama_arrays,
-    read_weights,
+    refused,
     same_weights,
     write_config,
     write_llama,
@@ -43,17 +43,6 @@ def test_at_the_sources_own_count_files_are_equal_byte_for_byte(source: Path, tm
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config == CONFIG | {"multi_query_attention": True, "multi_query_group_num": HEADS}
     assert list(config)[: len(CONFIG)] == list(CONFIG), "the source's own order is kept"
-
-
-@pytest.mark.parametrize("groups", [1, 3, 4])
-def test_the_mean_of_contiguous_heads(source: Path, tmp_path: Path, groups: int) -> None:
-    result = convert_checkpoint(source, tmp_path / "out", groups, MEAN)
-    before, after = read_weights(source)[KEY], read_weights(tmp_path / "out")[KEY]
-    heads = before.astype(np.float64).reshape(groups, HEADS // groups, WIDTH, HIDDEN)
-    assert np.array_equal(after, heads.mean(1).astype(np.float32).reshape(groups * WIDTH, HIDDEN))
-    repeated = np.repeat(after.reshape(groups, 1, WIDTH, HIDDEN), HEADS // groups, axis=1).reshape(before.shape)
-    error = np.linalg.norm(before.astype(float) - repeated) / np.linalg.norm(before.astype(float))
-    assert result.merge_error[KEY] == pytest.approx(error, rel=1e-9)
 
 
 def test_tied_heads_merge_without_loss_and_repeat_back(tmp_path: Path) -> None:
@@ -101,9 +90,8 @@ def test_nan_and_inf_are_refused_and_leave_nothing(tmp_path: Path, method: str, 
     arrays, name = llama_arrays(), KEY.replace("k_proj", f"{projection}_proj")
     arrays[name][-1, -1] = bad
     source = write_llama(tmp_path / "source", arrays=arrays)
-    with pytest.raises(NonFiniteError, match=name) as caught:
+    with refused(NonFiniteError, name):
         convert_checkpoint(source, tmp_path / "out", 3, ConversionOptions(method=method))
-    assert "\n" not in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
     convert_checkpoint(source, tmp_path / "out", HEADS, MEAN)  # nothing is merged, so that nothing spreads
 
@@ -139,13 +127,7 @@ def test_shapes_that_contradict_the_config(source: Path, change: dict) -> None:
         make_plan(open_checkpoint(source), 1)
 
 
-def test_tensors_that_are_missing_or_of_a_type_that_cannot_be_merged(tmp_path: Path) -> None:
-    for projection in ("k_proj", "v_proj", "o_proj"):
-        arrays = llama_arrays()
-        del arrays[KEY.replace("k_proj", projection)]
-        source = write_llama(tmp_path / projection, arrays=arrays)
-        with pytest.raises(ConfigError, match=projection):
-            make_plan(open_checkpoint(source), 4)
+def test_tensors_of_a_type_that_cannot_be_merged(tmp_path: Path) -> None:
     arrays = llama_arrays() | {KEY: llama_arrays()[KEY].astype(np.int32)}
     source = write_llama(tmp_path / "integers", arrays=arrays)
     with pytest.raises(UnsupportedFormatError, match="I32"):

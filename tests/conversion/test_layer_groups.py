@@ -1,6 +1,5 @@
 """Different numbers of K/V heads in different layers: what is merged where, what is refused, and what verify proves."""
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from gqa_convert.families.records import DECILM as MODEL_TYPE
 from gqa_convert.verify import verify_checkpoint
 from tests.helpers.checkpoints import read_weights
 from tests.helpers.command_line import assert_mistake, run
-from tests.helpers.data_helpers import DEMO
+from tests.helpers.data_helpers import demo_tokenizer
 from tests.helpers.tiny import HEADS, make_checkpoint
 from tests.helpers.verification import edit_json, failed
 
@@ -33,8 +32,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_checkpoint(
         "llama", folder, head_dim=8, intermediate_size=256, num_hidden_layers=4, vocab_size=2048, shards="1MB"
     )
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(DEMO / name, folder / name)
+    demo_tokenizer().save_pretrained(folder)
     return folder
 
 

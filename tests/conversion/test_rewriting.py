@@ -15,7 +15,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from gqa_convert import convert_checkpoint, verify_checkpoint
 from gqa_convert.checkpoint.source import Checkpoint, open_checkpoint
@@ -33,7 +32,7 @@ from tests.helpers.folding_cases import Case, pool
 from tests.helpers.native import distance
 from tests.helpers.own_files import SIZES, make_source_model
 from tests.helpers.quantised_sources import BLOCK, write_fp8, write_mxfp4
-from tests.helpers.remote_types import FIRST_FALCONS, REFERENCES, VOCABULARY, Reference, write_first_falcon
+from tests.helpers.remote_types import FIRST_FALCONS, REFERENCES, VOCABULARY, write_first_falcon
 from tests.helpers.selection import slow_but
 from tests.helpers.tiny import HEADS
 from tests.helpers.verification import failed
@@ -143,12 +142,6 @@ def with_config(name: str, **fields: Any) -> dict[str, Any]:
     return {"model_type": model_type} | SIZES[model_type] | changes | fields
 
 
-def planned(config: dict[str, Any], groups: int, native: bool | None = True) -> Checkpoint:
-    """The form of a source without tensors, which every config here is refused before."""
-    checkpoint = Checkpoint("here", None, None, config, "safetensors", (), None, (), (), {})
-    return plan_rewriting(checkpoint, groups, native=native)
-
-
 @pytest.mark.parametrize(
     ("config", "groups", "reason"),
     [
@@ -168,9 +161,12 @@ def planned(config: dict[str, Any], groups: int, native: bool | None = True) -> 
     ],
 )
 def test_no_stock_class(config: dict[str, Any], groups: int, reason: str) -> None:
+    source = Checkpoint(
+        "here", None, None, config, "safetensors", (), None, (), (), {}
+    )  # refused before tensors matter
     with pytest.raises(OptionError, match=reason):
-        planned(config, groups)
-    assert not planned(config, groups, None).recipes
+        plan_rewriting(source, groups, native=True)
+    assert not plan_rewriting(source, groups).recipes
 
 
 def test_rotary_factor_survives_rounding() -> None:
@@ -239,25 +235,18 @@ def test_a_fit_that_was_interrupted_goes_on(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------------------------------------
 
 
-def save(case: str, folder: Path, **config: Any) -> tuple[Reference, Path]:
-    reference = REFERENCES[case]()
-    source = reference.save(folder, **config)
-    if case == "baichuan, second version":
-        code = "class NormHead(nn.Module): ...\nraise SystemExit('must not run')\n"
-        (source / "modeling_baichuan.py").write_text(code)
-    return reference, source
-
-
 def logits(folder: Path) -> Tensor:
-    model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
-    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     with torch.no_grad():
-        return model.eval()(IDS[None]).logits[0]
+        return native.load(folder)(IDS[None]).logits[0]  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("case", REFERENCES)
 def test_types_with_their_own_code(case: str, tmp_path: Path) -> None:
-    reference, source = save(case, tmp_path / "source")
+    reference = REFERENCES[case]()
+    source = reference.save(tmp_path / "source")
+    if case == "baichuan, second version":
+        code = "class NormHead(nn.Module): ...\nraise SystemExit('must not run')\n"
+        (source / "modeling_baichuan.py").write_text(code)
     written = rewritten(source, tmp_path / "stock")
     wanted = reference(IDS)
     error = (logits(tmp_path / "stock").double() - wanted).norm() / wanted.norm()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, T5Config
+from transformers import AutoModelForCausalLM
 
 from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.conversion.fit.calibration_text import calibration_batches
@@ -27,7 +27,6 @@ from tests.helpers.checkpoints import llama_arrays, write_llama
 from tests.helpers.command_line import assert_mistake, run
 from tests.helpers.data_helpers import span_tokenizer
 from tests.helpers.folding_cases import build, pool
-from tests.helpers.tiny import randomise
 
 LENGTH = 64
 TOKENS = 40 * LENGTH
@@ -79,18 +78,10 @@ def blocks_of(planted: tuple[Path, Path]) -> tuple[Tensor, Tensor]:
 
 def moments_of(model: Any, blocks: Tensor) -> list[Array]:
     """E[x x^T] of each attention layer's input and a 1 behind it, damped by 1% of the mean of its diagonal."""
-    seen: list[Tensor] = []
-    hooks = [
-        layer.self_attn.register_forward_pre_hook(
-            lambda _, __, kwargs: seen.append(kwargs["hidden_states"]), with_kwargs=True
-        )
-        for layer in model.model.layers
-    ]
-    with torch.inference_mode():
-        model(input_ids=blocks)
-    for hook in hooks:
-        hook.remove()
     found = []
+    with torch.inference_mode():
+        stream = model(input_ids=blocks, output_hidden_states=True).hidden_states[:-1]
+        seen = [layer.input_layernorm(states) for layer, states in zip(model.model.layers, stream, strict=True)]
     for states in seen:
         rows = states.flatten(0, 1).double().numpy()
         moment = rows.T @ rows / len(rows)
@@ -138,11 +129,8 @@ def test_errors_and_losses_are_those_of_a_model_with_merged_weights(
         for layer, moment, inspection in zip(finder.layers, moments, inspected["layers"], strict=True):
             parts = LayerLayout(finder, layer)
             tensors = {name: state[name].numpy() for name in parts.names}
-            limits, both, heads = (
-                find_absorption_limits(finder, layer),
-                Moments(moment, moment),
-                parts.split_heads(tensors),
-            )
+            limits, heads = find_absorption_limits(finder, layer), parts.split_heads(tensors)
+            both = Moments(moment, moment)
             merged = merge_layer(heads, groups, limits, both)
             (error,) = [each for each in inspection["errors"] if each["groups"] == groups]
             expected = reconstruction_errors(heads, merged, limits, both)
@@ -157,17 +145,7 @@ def test_errors_and_losses_are_those_of_a_model_with_merged_weights(
 
 
 def test_t5_is_inspected_in_self_and_cross_attention(tmp_path: Path) -> None:
-    sizes = {"d_model": 24, "d_kv": 4, "d_ff": 40, "num_layers": 2, "num_heads": 12, "vocab_size": 620}
-    config = T5Config(**sizes, decoder_start_token_id=0, dropout_rate=0.0, relative_attention_num_buckets=8)
-    torch.manual_seed(0)
-    model = AutoModelForSeq2SeqLM.from_config(config).eval()
-    randomise(model)
-    with torch.no_grad():
-        for block in model.decoder.block:
-            for attention in (block.layer[0].SelfAttention, block.layer[1].EncDecAttention):
-                for projection in (attention.k, attention.v):
-                    rows = projection.weight.unflatten(0, (4, 3, 4))
-                    rows.copy_(rows[:, :1].expand_as(rows).clone())
+    model = pool(build("t5", vocab_size=620), 4)
     model.save_pretrained(tmp_path / "t5")
     span_tokenizer().save_pretrained(tmp_path / "t5")
     text = tmp_path / "text.txt"
@@ -196,11 +174,9 @@ def test_recommendations() -> None:
         6,
         "N = 6 adds at most 0.2 nats per token by the closed form (+0.200), and fit loses less",
     )
-    groups, reason = recommend_within_loss(losses, 0.09)
-    assert groups is None
-    assert (
-        reason
-        == "none of N = 2, 4, 6, 12 adds at most 0.09 nats per token by the closed form: allow more with --max-loss-increase"
+    assert recommend_within_loss(losses, 0.09) == (
+        None,
+        "none of N = 2, 4, 6, 12 adds at most 0.09 nats per token by the closed form: allow more with --max-loss-increase",
     )
     assert recommend_within_loss(losses[1:2], 0.1)[0] is None
 

@@ -19,8 +19,7 @@ from gqa_convert.measuring.latency.run import BenchmarkOptions, benchmark_model
 from gqa_convert.measuring.results import load_result
 from tests.helpers.checkpoints import HEADS, WIDTH, write_llama
 from tests.helpers.command_line import assert_mistake, run
-from tests.helpers.own_files import SIZES, make_source
-from tests.helpers.tiny import make_checkpoint
+from tests.helpers.own_files import make_source
 
 QUICK = ("--context", "6", "--repetitions", "1", "--device", "cpu")
 
@@ -71,7 +70,7 @@ def test_the_result_of_a_sweep(llama: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("model_type", ["llama", "t5", "opt"])
 def test_versions_have_the_shapes_of_a_conversion(tmp_path: Path, model_type: str) -> None:
-    source = (make_source if model_type in SIZES else make_checkpoint)(model_type, tmp_path / "source")
+    source = make_source(model_type, tmp_path / "source")
     convert_checkpoint(str(source), str(tmp_path / "out"), 3, ConversionOptions(method="mean"))
     converted, missing = load_model(tmp_path / "out", torch.float32)
     assert not missing

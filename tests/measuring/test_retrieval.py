@@ -114,10 +114,8 @@ def test_a_model_that_copies_finds_what_it_sees() -> None:
     found = {kind: share_found([each for each in answers if each.kind == kind]).value for kind in KINDS}
     assert all(share is not None and share > 0.9 for share in found.values()), found
     near = ask(Copying(250), tokenizer, [600], questions=6)
-    shares = [share_found([each for each in near if (each.depth > 0.5) == far]).value for far in (True, False)]
-    assert shares[0] is not None
-    assert shares[1] is not None
-    assert shares[0] > shares[1] + 0.5, shares
+    late, early = (share_found([each for each in near if (each.depth > 0.5) == end]).value for end in (True, False))
+    assert (late or 0.0) > (early or 0.0) + 0.5
 
 
 @pytest.mark.parametrize(
