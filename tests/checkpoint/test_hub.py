@@ -149,9 +149,11 @@ def test_without_network_the_cache_serves(hub: HubServer, tmp_path: Path) -> Non
         assert result["revision"] == hub.commit("org/model", "main")
         assert digests(tmp_path / f"out{number}") == digests(tmp_path / "online")
         assert f"those of commit {result['revision']} in its cache" in result["warnings"][-1]
+        assert time.monotonic() - started < 60
+        started = time.monotonic()
         words = "is not a local folder, and the Hub did not provide it"
         convert(url, tmp_path / "empty", "org/model", PLAN, words=words, **env)
-        assert time.monotonic() - started < 120
+        assert time.monotonic() - started < 60
     next(cache.rglob("snapshots/*/model-00002*")).unlink()
     words = "model-00002-of-00003.safetensors is missing"
     convert(hub.url, cache, "org/model", PLAN, words=words, HF_HUB_OFFLINE="1")
