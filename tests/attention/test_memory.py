@@ -35,6 +35,8 @@ def test_another_memory_of_the_same_shape_is_refused(
         for other in (*others, memory.float(), memory[:, :2], memory[:2]):
             with pytest.raises(OptionError, match="another memory"):
                 layer(queries, other, cache=cache)
+        with pytest.raises(OptionError, match="another memory"):
+            layer(queries, memory, numbers(3, 3, EMBED_DIM), cache=cache)  # of the values alone
         # the refusals leave the cache as it was
         torch.testing.assert_close(layer(queries, memory, cache=cache), expected)
 
