@@ -7,10 +7,10 @@ from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
-from gqa_convert.conversion.rewriting.stock_form import DECODERS
+from gqa_convert.conversion.rewriting.stock_config import STOCK_TYPES
 from gqa_convert.families.engines import ENGINES
 from gqa_convert.families.records import DECILM_SOURCES, record_of
-from gqa_convert.families.table import COMPOSITES, FAMILIES, REWRITTEN
+from gqa_convert.families.table import COMPOSITES, FAMILIES
 
 DOCUMENT = Path(__file__).with_name("supported-models.md")
 
@@ -28,7 +28,6 @@ Look for the `model_type` of your `config.json`, or ask `gqa-convert convert SOU
 | [rewritten as a stock type](#rewritten-as-a-stock-type) | has another type | transformers, and the engines named there |
 | one [with a modelling file](#modelling-file) | is a `gqa_...` and carries two Python files | transformers 5, `trust_remote_code=True` |
 | `chatglm` (ChatGLM2 and later) | keeps the code in the checkpoint, which gqa-convert never runs | transformers, `trust_remote_code=True`; vLLM and llama.cpp list it |
-| [rewritten first](#rewritten-first) | is the stock type named there | as that type |
 | [refused](#refused) | does not exist | |
 | on no list | keeps its type | transformers |
 
@@ -58,7 +57,7 @@ Tested with an image and the decoder in brackets; another native decoder is acce
 
 ## Rewritten as a stock type
 
-A stock class computes the same and counts K/V heads. `--no-native` keeps the source's type, except GPT-J's and CodeGen's.
+A stock class computes the same and counts K/V heads. `--no-native` keeps the source's type.
 
 | type | becomes | where | vLLM | llama.cpp |
 |---|---|---|---|---|
@@ -78,12 +77,6 @@ gpt_neo runs with eager attention only.
 [A number of K/V heads for each layer](methods.md#a-number-for-each-layer) is possible in {count} types. The result carries `gqa_by_layer.py`, and only transformers runs it. {decilm} become a DeciLM (`nemotron-nas`) where they can, which vLLM and llama.cpp [run](serving-and-publishing.md#which-engines-load-which-types).
 
 {listed}
-
-## Rewritten first
-
-These load by code in the checkpoint, which gqa-convert does not run. With the source's own number of K/V heads, the result is the rewritten source. A Qwen is the same up to `seq_length` tokens.
-
-{restated}
 
 ## Refused
 
@@ -116,7 +109,7 @@ def document() -> str:
     own = [name for name, family in FAMILIES.items() if family.modeling and not family.is_converted]
     listed = sorted(family.stock_type for family in FAMILIES.values() if family.kv_heads == "listed")
     wide = sorted(name for name, family in FAMILIES.items() if "llama.cpp" in family.beyond_window_in)
-    stock = [f"| {form.model_type} | {form.stock} | {form.condition} | {engines(form.stock)} |" for form in DECODERS]
+    stock = [f"| {form.model_type} | {form.stock} | {form.condition} | {engines(form.stock)} |" for form in STOCK_TYPES]
     return PAGE.format(
         native=rows(dict(sorted(native.items(), key=lambda item: (-item[0].count("yes"), -len(item[1]))))),
         wide=", ".join(wide),
@@ -127,7 +120,6 @@ def document() -> str:
         count=len(listed),
         decilm=", ".join(DECILM_SOURCES),
         listed=", ".join(listed),
-        restated=pairs(REWRITTEN.items()),
     )
 
 

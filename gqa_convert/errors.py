@@ -42,10 +42,6 @@ class UnsupportedFamilyError(GQAConvertError):
     """The model type is unknown, or its attention cannot hold fewer K/V heads."""
 
 
-class RemoteCodeError(UnsupportedFamilyError):
-    """The model type loads by the code in its checkpoint, which `convert` rewrites for a stock class."""
-
-
 class UnsupportedFormatError(GQAConvertError):
     """The weights are quantised, an adapter, a training checkpoint, or in a foreign format."""
 

@@ -1,15 +1,11 @@
-"""Quantised weights: how a checkpoint shows that it holds them, and how each kind is dequantised."""
+"""Quantised weights, which are refused: how a checkpoint shows that it holds them."""
 
 import re
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any
 
 from gqa_convert.checkpoint.headers import bits_per_element
-from gqa_convert.checkpoint.strict_json import Config, JsonObject
 from gqa_convert.errors import UnsupportedFormatError
-
-RESTORED: Final = frozenset({"fp8", "mxfp4"})
-"""Quantisation methods that `gqa-convert convert` dequantises."""
 
 _TENSORS = re.compile(
     r"\.(qweight|qzeros|scales|g_idx|SCB|weight_scale|weight_scale_inv|weight_scale_2|input_scale|weight_packed|absmax"
@@ -17,18 +13,18 @@ _TENSORS = re.compile(
 )
 _BYTES = re.compile(r"(weight|_blocks|_scales)$")
 
-_ORIGINAL = "convert the unquantised checkpoint that it was made from"
+_ORIGINAL = "convert the unquantised checkpoint that it was made from, or one that transformers has dequantised"
 
 
 def quantisation_method(config: Mapping[str, Any]) -> str | None:
     """The method by which a config, or a config inside it, says that the weights are quantised; None if none does."""
-    described = described_quantisation(config)
+    described = _described_quantisation(config)
     if isinstance(described, Mapping):
         described = described.get("quant_method", "unnamed method")
     return None if described is None else str(described)
 
 
-def described_quantisation(config: Mapping[str, Any]) -> Any:
+def _described_quantisation(config: Mapping[str, Any]) -> Any:
     """What a config, or a config inside it, says of the quantisation; None if it says nothing."""
     for key in ("quantization_config", "compression_config"):
         if config.get(key) is not None:
@@ -36,19 +32,8 @@ def described_quantisation(config: Mapping[str, Any]) -> Any:
     mlx = config.get("quantization")
     if isinstance(mlx, Mapping) and "bits" in mlx:
         return mlx
-    inner = (described_quantisation(value) for value in config.values() if isinstance(value, Mapping))
+    inner = (_described_quantisation(value) for value in config.values() if isinstance(value, Mapping))
     return next((described for described in inner if described is not None), None)
-
-
-def without_quantisation(config: Config) -> JsonObject:
-    """A config of the dequantised weights: the source's, edited."""
-    result: JsonObject = {}
-    for key, value in config.items():
-        if key in ("dtype", "torch_dtype"):
-            result[key] = "bfloat16"
-        elif key not in ("quantization_config", "compression_config"):
-            result[key] = without_quantisation(value) if isinstance(value, dict) else value
-    return result
 
 
 def refuse_quantised_config(config: Mapping[str, Any], source: str) -> None:
@@ -56,13 +41,7 @@ def refuse_quantised_config(config: Mapping[str, Any], source: str) -> None:
     method = quantisation_method(config)
     if method is None:
         return
-    advice = _ORIGINAL
-    if method in RESTORED:
-        advice = (
-            f"`gqa-convert convert {source} PLAIN --groups N` writes them dequantised in bfloat16, and with the source's own number "
-            "of K/V heads it changes nothing else"
-        )
-    raise UnsupportedFormatError(f"{source}/config.json says that the weights are quantised ({method}): {advice}")
+    raise UnsupportedFormatError(f"{source}/config.json says that the weights are quantised ({method}): {_ORIGINAL}")
 
 
 def refuse_quantised_tensor(name: str, dtype: str, where: str) -> None:

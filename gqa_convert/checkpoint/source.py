@@ -132,9 +132,7 @@ class Checkpoint:
         )
 
 
-def open_checkpoint(
-    source: str | Path, *, revision: str | None = None, download: bool = False, quantised: bool = False
-) -> Checkpoint:
+def open_checkpoint(source: str | Path, *, revision: str | None = None, download: bool = False) -> Checkpoint:
     """Open a local folder or a Hub repository.
 
     Args:
@@ -143,7 +141,6 @@ def open_checkpoint(
         download: download the whole checkpoint into the Hub's cache, so that `folder` is set. Otherwise only the config,
             the index and the tensor headers of a remote checkpoint are read, through range requests; `.bin` files have no
             headers that could be read first, and are downloaded in any case.
-        quantised: accept weights that are quantised by one of `quantised.RESTORED`.
 
     Raises:
         SourceNotFoundError: there is no such folder or repository, or it holds no checkpoint.
@@ -159,10 +156,10 @@ def open_checkpoint(
     if is_folder and revision is not None:
         raise SourceNotFoundError(f"{source} is a local folder, which has no revision {revision!r}: omit --revision")
     if is_folder:
-        return read_checkpoint(LocalFiles(path, expanded(source)), quantised=quantised)
+        return read_checkpoint(LocalFiles(path, expanded(source)))
     if exists:
         raise SourceNotFoundError(f"{source} is a file: name the folder that holds config.json and the weights")
-    return read_checkpoint(open_hub_files(str(source), revision), quantised=quantised, download=download)
+    return read_checkpoint(open_hub_files(str(source), revision), download=download)
 
 
 def download_checkpoint(opened: Checkpoint, revision: str | None) -> Checkpoint:
@@ -176,7 +173,7 @@ def download_checkpoint(opened: Checkpoint, revision: str | None) -> Checkpoint:
         return opened
     assert opened.revision is not None
     files = HubFiles(opened.source_id, revision, opened.revision, opened.sizes)
-    return read_checkpoint(files, quantised=True, download=True)
+    return read_checkpoint(files, download=True)
 
 
 def open_local(source: str | Path, revision: str | None, check: Callable[[Checkpoint], Any]) -> Checkpoint:
@@ -193,13 +190,13 @@ def open_local(source: str | Path, revision: str | None, check: Callable[[Checkp
     return download_checkpoint(opened, revision)
 
 
-def read_checkpoint(files: CheckpointFiles, *, quantised: bool = False, download: bool = False) -> Checkpoint:
+def read_checkpoint(files: CheckpointFiles, *, download: bool = False) -> Checkpoint:
     """Read and check the config and all headers of the checkpoint in `files`; raises as `open_checkpoint` does."""
     if files.folder is not None:
         _refuse_pointers(files)
     formats.refuse_adapter(files.sizes, files.name)
     chosen = formats.choose_weights(files.sizes, files.name)
-    config = _read_config(files, quantised)
+    config = _read_config(files)
     if config.get("transformers_weights") not in (None, chosen):
         raise UnsupportedFormatError(
             f"{files.name}/{CONFIG} names {config['transformers_weights']!r} as its weights instead of {chosen}: save the model "
@@ -215,7 +212,7 @@ def read_checkpoint(files: CheckpointFiles, *, quantised: bool = False, download
         files = files.download(left_behind)
     with ThreadPoolExecutor(1 if is_torch else 8) as pool:  # of remote files, latency dominates
         shards = list(pool.map(partial(_read_shard, files), names))
-    _check_tensors(files.name, shards, weight_map, config)
+    _check_tensors(files.name, shards, weight_map)
     not_carried = {CONFIG, chosen, *names, *left_behind}
     return Checkpoint(
         source_id=files.name,
@@ -244,12 +241,11 @@ def _refuse_pointers(files: CheckpointFiles) -> None:
             )
 
 
-def _read_config(files: CheckpointFiles, quantised_too: bool) -> JsonObject:
+def _read_config(files: CheckpointFiles) -> JsonObject:
     if CONFIG not in files.sizes:
         raise ConfigError(f"{files.name} has no config.json: name the folder that save_pretrained wrote")
     config = parse_object(files.read(CONFIG, 0, files.sizes[CONFIG]), f"{files.name}/{CONFIG}", ConfigError)
-    if not quantised_too or quantised.quantisation_method(config) not in quantised.RESTORED:
-        quantised.refuse_quantised_config(config, files.name)
+    quantised.refuse_quantised_config(config, files.name)
     return config
 
 
@@ -296,18 +292,14 @@ def _read_shard(files: CheckpointFiles, file: str) -> Shard:
     return Shard(file, size, tensors, metadata, modified_ns)
 
 
-def _check_tensors(source: str, shards: list[Shard], weight_map: dict[str, str] | None, config: JsonObject) -> None:
-    """Check that every tensor occurs once, in the file that the index names, and is not wrapped; nor quantised, unless the
-    config says so.
-    """
-    described = quantised.quantisation_method(config) is not None
+def _check_tensors(source: str, shards: list[Shard], weight_map: dict[str, str] | None) -> None:
+    """Check that every tensor occurs once, in the file that the index names, and is neither wrapped nor quantised."""
     file_of: dict[str, str] = {}
     for shard in shards:
         where = f"{source}/{shard.file}"
         for name, entry in shard.tensors.items():
             formats.refuse_wrapped_tensor(name, where)
-            if not described:
-                quantised.refuse_quantised_tensor(name, entry.dtype, where)
+            quantised.refuse_quantised_tensor(name, entry.dtype, where)
             if name in file_of:
                 raise CorruptCheckpointError(
                     f"{source} holds tensor {name!r} twice, in {file_of[name]} and {shard.file}: remove one"

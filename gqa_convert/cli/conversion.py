@@ -65,7 +65,7 @@ def plan_source(
     from gqa_convert.conversion.fit.defaults import plan_conversion
     from gqa_convert.conversion.rewriting.planning import plan_rewriting
 
-    checkpoint = open_checkpoint(source, revision=options.revision, quantised=True)
+    checkpoint = open_checkpoint(source, revision=options.revision)
     return plan_conversion(plan_rewriting(checkpoint, groups, native=options.native), groups, options)
 
 

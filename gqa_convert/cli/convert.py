@@ -89,9 +89,7 @@ def convert(
     and loses more. Method mean (the GQA paper's) copies from disk to disk and usually needs uptraining afterwards.
 
     With --kv-budget, each layer's cost is measured on the text, and the layers that lose least are merged most. Of a T5,
-    the decoder is converted, and the encoder only with --encoder. A source that loads by the code in its checkpoint
-    (the first Qwen, Baichuan, InternLM ...) or has FP8 weights is rewritten first, in a folder beside OUT that goes
-    afterwards. docs/converting.md describes all options.
+    the decoder is converted, and the encoder only with --encoder. docs/converting.md describes all options.
 
       gqa-convert convert ./Llama-2-7b ./gqa8 --groups 8 --calibration text.txt
       gqa-convert convert org/model ./half --kv-budget 50% --calibration text.txt

@@ -73,8 +73,7 @@ def convert_checkpoint(
     """Convert a checkpoint to grouped-query attention.
 
     Args:
-        source: a local folder or a Hub id. One that loads by the code in its checkpoint, or whose weights are quantised
-            in a way that can be undone, is rewritten first.
+        source: a local folder or a Hub id.
         out: the folder to make.
         groups: K/V heads per layer in the result, or those of each attention layer in the order of the layers.
         options: the method, its calibration text, and more.
@@ -92,7 +91,7 @@ def convert_checkpoint(
     """
 
     folder = local_path(out)
-    opened = open_checkpoint(source, revision=options.revision, quantised=True)
+    opened = open_checkpoint(source, revision=options.revision)
     form = plan_rewriting(opened, groups, native=options.native)
     plan, calibration = plan_conversion(form, groups, options)
     check_destination(folder, opened.folder, overwrite=options.overwrite)

@@ -202,9 +202,6 @@ class Family:
     """Engines that attend to more than the type's sliding window."""
     native: bool = True
     """Whether transformers' own classes hold fewer K/V heads than query heads."""
-    becomes: str | None = None
-    """The stock type that every source of the type is rewritten as, since neither a class nor a modelling file holds
-    fewer K/V heads of the type itself."""
     modeling: Modeling | None = None
     """The modelling file that the result needs; None where stock classes hold fewer K/V heads."""
     layerwise: tuple[Modeling, ...] = ()

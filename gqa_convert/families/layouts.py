@@ -16,11 +16,11 @@ Role = Literal["query", "gate", "key", "value", "key_norm"]
 _ROLES: tuple[Role, ...] = get_args(Role)
 """In the order in which a converted tensor holds them."""
 
-FusedLayout = Literal["blocks", "grouped", "quarters"]
+FusedLayout = Literal["blocks", "grouped"]
 """Order of a fused projection's rows.
 
 blocks: [q | k | v], one block of all heads for each. grouped: for each K/V head its query heads, its key and its value;
-with K = H that is [q, k, v] per head. quarters: four times [q | v | k], each with a quarter of the heads (CodeGen).
+with K = H that is [q, k, v] per head.
 """
 
 
@@ -84,10 +84,8 @@ def fused(layout: FusedLayout, heads: int, kv_heads: int, head_dim: int) -> Sect
         kv_heads: K.
         head_dim: c.
     """
-    repeats = {"blocks": 1, "grouped": kv_heads, "quarters": 4}[layout]
+    repeats = kv_heads if layout == "grouped" else 1
     counts: dict[Role, int] = {"query": heads, "key": kv_heads, "value": kv_heads}
-    if layout == "quarters":
-        counts = {"query": heads, "value": kv_heads, "key": kv_heads}
     return _in_order([(role, head_dim) for role in counts for _ in range(counts[role] // repeats)] * repeats)
 
 

@@ -49,8 +49,8 @@ def _record(model_type: str, row: JsonObject) -> Family:
     fields = {key: _frozen(value) for key, value in row.items() if key not in _NOT_FIELDS}
     fields |= {key: frozenset(row.get(key, "").split()) for key in _ENGINE_KEYS}
     fields["legacy"] = LegacyConfigKeys(**{key: _frozen(value) for key, value in row.get("legacy", {}).items()})
-    fields["native"] = not row.keys() & {"modeling", "becomes", "own_code"}
-    if row.keys() & {"modeling", "becomes"}:
+    fields["native"] = not row.keys() & {"modeling", "own_code"}
+    if "modeling" in row:
         fields.setdefault("kv_heads", "heads")
     return Family(model_type=model_type, **fields)
 
@@ -128,10 +128,6 @@ INNER: Final = {name: ALL[name] for name in COMPOSITES.values() if "AutoModelFor
 
 FAMILIES: Final = {name: family for name, family in ALL.items() if name not in INNER and not family.one_kv_head_key}
 """Every model type that can be converted, with those of results that have a modelling file."""
-
-REWRITTEN: Final[dict[str, str]] = _FACTS["rewritten"]
-"""Model types that load only by the code in their checkpoints, and the stock type that computes the same;
-`gqa-convert convert` rewrites the one as the other first."""
 
 REFUSALS: Final = {name: reason for reason, names in _FACTS["refused"].items() for name in names.split()}
 """Model types that are known and not converted, with the end of the sentence "model type X can't be converted: ..."."""

@@ -1,17 +1,16 @@
 """The search for a record. Other packages read the records of model types from here."""
 
 from gqa_convert.checkpoint.strict_json import Config
-from gqa_convert.errors import RemoteCodeError, UnsupportedFamilyError
+from gqa_convert.errors import UnsupportedFamilyError
 from gqa_convert.families.composite import composite_family, decoder_config, is_composite
 from gqa_convert.families.family import Family, Modeling
-from gqa_convert.families.records import ALL, COMPOSITES, FAMILIES, INNER, REFUSALS, REWRITTEN, record_of, unlisted
+from gqa_convert.families.records import ALL, COMPOSITES, FAMILIES, INNER, REFUSALS, record_of, unlisted
 
 __all__ = [
     "COMPOSITES",
     "FAMILIES",
     "INNER",
     "REFUSALS",
-    "REWRITTEN",
     "Family",
     "Modeling",
     "check_per_layer_config",
@@ -48,7 +47,7 @@ def family_of(config: Config) -> Family:
     one_kv_head_key = record_of(config).one_kv_head_key
     if one_kv_head_key and config.get(one_kv_head_key) is False:
         return record_of(config)
-    is_known = any(model_type in table for table in (ALL, REFUSALS, REWRITTEN))
+    is_known = any(model_type in table for table in (ALL, REFUSALS))
     if isinstance(model_type, str) and not is_known and type(stated) is int:
         return unlisted(model_type)
     return find_family(model_type)
@@ -88,12 +87,6 @@ def find_family(model_type: object) -> Family:
         )
     if model_type in REFUSALS:
         raise UnsupportedFamilyError(f"model type {model_type} can't be converted: {REFUSALS[model_type]}")
-    if model_type in REWRITTEN:
-        raise RemoteCodeError(
-            f"model type {model_type} loads only by the code in its checkpoint: `gqa-convert convert SOURCE PLAIN --groups N` "
-            f"rewrites it as a {REWRITTEN[model_type]}, which computes the same, and with SOURCE's own number of K/V heads "
-            "changes nothing else"
-        )
     raise UnsupportedFamilyError(
         f"model type {model_type!r} is unknown: docs/supported-models.md lists the {len(FAMILIES)} that can be converted, and "
         "docs/developing.md says how to add one"

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from gqa_convert.checkpoint.paths import local_path
-from gqa_convert.checkpoint.quantised import quantisation_method
 from gqa_convert.checkpoint.source import Checkpoint, open_checkpoint
 from gqa_convert.conversion.rewriting.folder import rewritten_folder
 from gqa_convert.conversion.rewriting.planning import needs_rewriting, plan_rewriting
@@ -18,7 +17,7 @@ from gqa_convert.families.composite import decoder_config
 from gqa_convert.families.family import Family, Modeling
 from gqa_convert.families.loading import read_config
 from gqa_convert.families.records import with_key_norm
-from gqa_convert.families.table import REWRITTEN, family_of
+from gqa_convert.families.table import family_of
 from gqa_convert.verify.weights import Weights
 
 Progress = Callable[[str, int, int], None]
@@ -60,16 +59,6 @@ class Inputs:
         """Whether transformers has a class for the type. Some types exist only as code in checkpoints."""
         return self.family.native or self.family.modeling is not None
 
-    @property
-    def why_not_loaded(self) -> str:
-        """Why SOURCE as the user named it cannot be loaded; empty if it can."""
-        if quantisation_method(self.original_config) is not None:
-            return "the weights of SOURCE are quantised"
-        model_type = self.original_config.get("model_type")
-        if model_type in REWRITTEN:
-            return f"transformers has no class of type {model_type}, and code in checkpoints is never executed"
-        return ""
-
 
 @contextmanager
 def read_inputs(
@@ -94,7 +83,7 @@ def read_inputs(
     out = local_path(out)
     if not out.is_dir():
         raise SourceNotFoundError(f"{out} is not a folder: name the converted checkpoint")
-    checkpoint = converted = open_checkpoint(source, revision=revision, download=True, quantised=True)
+    checkpoint = converted = open_checkpoint(source, revision=revision, download=True)
     out_config = read_config(out)
     with ExitStack() as stack:
         if needs_rewriting(checkpoint.config, out_config.get("model_type")):

@@ -98,8 +98,7 @@ def _check_computed(report: VerificationReport, inputs: Inputs, result: Result |
         detail = f"not run: {why}, and code in checkpoints is never executed"
         report.checks.append(Check("behaviour", True, detail))
         return
-    is_other_type = inputs.out_config.get("model_type") != inputs.original_config.get("model_type")
-    if is_other_type and not inputs.why_not_loaded:
+    if inputs.out_config.get("model_type") != inputs.original_config.get("model_type"):
         report.check("tokenizer", check_tokenizer, inputs)
     if result is None:
         why = "OUT's files or heads did not pass their checks, and code other than the package's is not executed"

@@ -12,7 +12,7 @@ import transformers
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
-    CodeGenConfig,
+    BloomConfig,
     DynamicCache,
     EncoderDecoderCache,
     PreTrainedModel,
@@ -30,7 +30,7 @@ from tests.helpers.selection import slow_but
 from tests.helpers.tiny import VOCAB, make_config, randomise
 
 REFUSED = {
-    **dict.fromkeys(("bloom", "codegen", "falcon", "gpt_neo", "gptj", "mpt"), "has custom attention code"),
+    **dict.fromkeys(("bloom", "falcon", "gpt_neo", "mpt"), "has custom attention code"),
     **dict.fromkeys(("gqa_gpt_neo", "gqa_mpt"), "has custom attention code"),
     **dict.fromkeys(("gemma2", "vaultgemma"), "attn_logit_softcapping is 50.0"),
     **dict.fromkeys(("gpt_oss", "granite_swa", "granitemoe_swa", "flint"), "attention sinks"),
@@ -240,7 +240,7 @@ def test_what_would_differ_is_refused(name: str) -> None:
     register()
     config, auto = configured(name)
     tokens = torch.ones(1, 5, dtype=torch.int64, device="meta")
-    own = name.split(",")[0] in ("falcon", "gpt_neo", "gptj", "gqa_gpt_neo")
+    own = name.split(",")[0] in ("falcon", "gpt_neo", "gqa_gpt_neo")
     with torch.device("meta"), pytest.raises((KeyError, ValueError) if own else UnsupportedAttentionError) as caught:
         getattr(transformers, auto).from_config(config, attn_implementation="gqa").eval()(tokens)
     why = why_unsupported(getattr(transformers, auto)._model_mapping[type(config)], config)
@@ -266,12 +266,12 @@ def test_transformers_own_classes_are_as_they_were() -> None:
 
 def test_a_name_written_into_a_config_is_refused_in_the_first_forward_pass() -> None:
     register()
-    model = AutoModelForCausalLM.from_config(CodeGenConfig(**SIZES["codegen"]))
+    model = AutoModelForCausalLM.from_config(BloomConfig(**SIZES["bloom"]))
     model.set_attn_implementation("gqa")
     assert model.config._attn_implementation == "eager"  # transformers warns, and leaves it
     model.config._attn_implementation = "gqa"
     for _ in range(2):
-        with pytest.raises(UnsupportedAttentionError, match="CodeGenModel"):
+        with pytest.raises(UnsupportedAttentionError, match="BloomModel"):
             model(torch.ones(1, 5, dtype=torch.int64))
 
 

@@ -292,7 +292,7 @@ REFUSED: dict[str, tuple[dict[str, str], type[GQAConvertError], str]] = {
         FORMAT,
         "its subfolder model/",
     ),
-    "FP8": (FP8, FORMAT, "PLAIN --groups N` writes them dequantised in bfloat16"),
+    "FP8": (FP8, FORMAT, "or one that transformers has dequantised"),
     "GGUF": (WHOLE | {"model-Q4_K_M.gguf": "{}"}, FORMAT, "only weights for other programs"),
     "original/ of Llama": (
         {"original/consolidated.00.pth": "{}", "original/params.json": "{}"},

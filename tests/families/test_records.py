@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-from gqa_convert.conversion.rewriting.stock_form import DECODERS, REMOTE_CODE
+from gqa_convert.conversion.rewriting.stock_config import STOCK_TYPES
 from gqa_convert.families.family import LegacyConfigKeys
-from gqa_convert.families.records import ALL, COMPOSITES, FAMILIES, INNER, REFUSALS, REWRITTEN
+from gqa_convert.families.records import ALL, COMPOSITES, FAMILIES, INNER, REFUSALS
 from tests.helpers import folding_cases as cases
 from tests.helpers import own_files
 from tests.helpers.selection import slow_but
@@ -64,17 +64,11 @@ def test_results_with_a_modelling_file() -> None:
 
 
 def test_no_type_stands_in_two_tables() -> None:
-    tables = [ALL.keys() - {"gpt_bigcode"}, COMPOSITES.keys(), REFUSALS.keys(), REWRITTEN.keys()]
+    tables = [ALL.keys() - {"gpt_bigcode"}, COMPOSITES.keys(), REFUSALS.keys()]
     assert sum(map(len, tables)) == len(set().union(*tables))
     assert not INNER.keys() & FAMILIES.keys()
 
 
-def test_the_tables_of_rewritten_types_agree() -> None:
-    assert {name: form.stock for name, form in REMOTE_CODE.items()} == REWRITTEN
-    assert set(REWRITTEN.values()) <= set(FAMILIES)
-    for form in DECODERS:
-        family = FAMILIES[form.model_type]
-        assert form.fused_layout == (family.fused_layout if family.fused else None)
-        assert form.interleaved == (family.rotary == "interleaved")
-        assert form.transposed == family.transposed
-        assert family.modeling or family.becomes == form.stock
+def test_a_rewritten_type_has_a_modelling_file_too() -> None:
+    for form in STOCK_TYPES:
+        assert FAMILIES[form.model_type].modeling

@@ -88,8 +88,6 @@ class Case:
     def rotated(self) -> int:
         """Return the number of rotary dimensions of a head."""
         config = self.model.config
-        if self.model_type in ("gptj", "codegen"):
-            return int(config.rotary_dim)
         if getattr(config, "alibi", False):
             return 0
         found = [buffer for name, buffer in self.model.named_buffers() if name.endswith("inv_freq")]

@@ -19,10 +19,7 @@ _STATED = yaml.safe_load(Path(__file__).with_name("own_files.yaml").read_text())
 SIZES: dict[str, dict[str, Any]] = _STATED["sizes"]
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {name: tuple(case) for name, case in _STATED["variants"].items()}
 
-ALWAYS_REWRITTEN = ("gptj", "codegen")
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    model_type: (model_type, {}) for model_type in SIZES if model_type not in ALWAYS_REWRITTEN
-} | VARIANTS
+CASES: dict[str, tuple[str, dict[str, Any]]] = {model_type: (model_type, {}) for model_type in SIZES} | VARIANTS
 
 
 def auto_class(model_type: str) -> str:

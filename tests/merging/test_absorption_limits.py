@@ -35,8 +35,7 @@ def test_unknown_tensors_keep_heads_in_order(tail: str, keeps: bool, tmp_path: P
         ("gqa_gpt_neox", {"rope_parameters": {"partial_rotary_factor": 0.5}, "rotary_pct": 0.25}, 8),
         ("minimax_m2", {"rotary_dim": 4}, 4),
         ("minimax_m2", {"rotary_dim": 4, "partial_rotary_factor": 0.5}, 8),
-        ("gptj", {"rotary_dim": 6}, 6),
-        ("codegen", {"rotary_dim": None}, 16),
+        ("minimax_m2", {"rotary_dim": None}, 16),
         ("falcon", {"alibi": True}, 0),
         ("zamba2", {}, 0),
         ("zamba2", {"use_mem_rope": True}, 16),
@@ -56,7 +55,7 @@ def test_rotary_dimensions(model_type: str, config: dict[str, Any], rotated: int
 
 @pytest.mark.parametrize(
     ("model_type", "config"),
-    [("gptj", {"rotary_dim": 5}), ("gptj", {"rotary_dim": "6"}), ("phi3", {"partial_rotary_factor": -0.5})],
+    [("minimax_m2", {"rotary_dim": 5}), ("minimax_m2", {"rotary_dim": "6"}), ("phi3", {"partial_rotary_factor": -0.5})],
 )
 def test_rotary_dimensions_that_make_no_pairs(model_type: str, config: dict[str, Any]) -> None:
     with refused(ConfigError, "repair it"):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gqa_convert.families.table import FAMILIES, REWRITTEN
+from gqa_convert.families.table import FAMILIES
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -35,7 +35,6 @@ def test_the_number_of_families() -> None:
         f"{len(native)} causal-LM types",
         f"{len(native) - 1} other types",
         f"{len(own)} types without one",
-        f"{len(REWRITTEN)} older types with custom code",
     ):
         assert words in README, f"README.md states another number of types: it must say '{words}'"
 

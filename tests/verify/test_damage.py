@@ -233,7 +233,7 @@ DAMAGE: dict[str, tuple[tuple[Any, ...], Damage, set[str]]] = {
     "SOURCE's type": (("neox", 3), config(model_type="gpt_neox"), {"heads"}),
     "multi-query": (("gpt2 as gpt_bigcode", 1), config(multi_query=False), CONFIG),
     "another route claimed": (("neox", 3), claims(route="own file"), CLAIMS),
-    "another source claimed": (("gptj", 3), claims(source={"model_type": "phi"}), CLAIMS),
+    "another source claimed": (("neox", 3), claims(source={"model_type": "phi"}), CLAIMS),
     # tensors and files
     "missing tensor": (LLAMA, remove(NORM), FILES),
     "extra tensor": (LLAMA, add("model.more.weight"), FILES),

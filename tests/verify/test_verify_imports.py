@@ -9,7 +9,6 @@ SHARED = {
     "errors": "exceptions",
     "checkpoint.paths": "paths that a user names",
     "checkpoint.source": "the download of a source from the Hub",
-    "checkpoint.quantised": "whether a config says that weights are quantised",
     "conversion.rewriting.planning": "whether a source is rewritten first",
     "conversion.rewriting.folder": "rewriting it again",
     "families.family": "the families' records",

@@ -4,12 +4,11 @@ Shape legend: d inputs. A linear weight is [rows, d], its bias [rows]. `rows` ar
 their new order.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
-from gqa_convert.families.layouts import Role, Sections
+from gqa_convert.families.layouts import Sections
 from gqa_convert.merging.factorisation import Array
 
 DType = np.dtype[Any]
@@ -20,24 +19,9 @@ WIDE = {"BF16": "F32", "F16": "F32", "F32": "F64", "F64": "F64"}
 _BLOCK_ROWS = 256
 
 
-def rotary_order(head_dim: int, rotated: int) -> list[int]:
-    """The rows of a head in which rotary pairs (2j, 2j + 1) of the first `rotated` rows become (j, j + rotated / 2)."""
-    return [*range(0, rotated, 2), *range(1, rotated, 2), *range(rotated, head_dim)]
-
-
-def head_rows(sections: Sections, roles: tuple[Role, ...], rotated: int) -> Array:
-    """The rows of the heads of some roles.
-
-    Args:
-        sections: where the heads of all roles lie.
-        roles: those that are taken; with several, those of each head follow one another.
-        rotated: rows of a query's or a key's head that are turned in pairs of neighbours.
-    """
-    taken = []
-    for section in sections:
-        if section.role in roles:
-            order = rotary_order(section.head_rows, 0 if section.role == "value" else rotated)
-            taken.append(np.add.outer(section.starts, order))
+def head_rows(sections: Sections) -> Array:
+    """The rows of the heads of some sections; with several, those of each head follow one another."""
+    taken = [np.add.outer(section.starts, np.arange(section.head_rows)) for section in sections]
     return np.stack(taken, axis=1).reshape(-1)
 
 
@@ -66,7 +50,12 @@ def fold_bias(dtype: DType, *tensors: Array, rows: Array | None) -> Array:
     """
     *bias, norm_bias, weight = tensors
     shift = norm_bias.astype(np.float64)
-    total = np.concatenate([(block * shift).sum(axis=1) for block in _wide_blocks(move(dtype, weight, rows=rows))])
+    taken = move(dtype, weight, rows=rows)
+    sums = []
+    for first in range(0, len(taken), _BLOCK_ROWS):
+        block = taken[first : first + _BLOCK_ROWS].astype(np.float64)
+        sums.append((block * shift).sum(axis=1))
+    total = np.concatenate(sums)
     for each in bias:
         total += move(dtype, each, rows=rows)
     return total.astype(dtype)
@@ -75,44 +64,3 @@ def fold_bias(dtype: DType, *tensors: Array, rows: Array | None) -> Array:
 def fill(dtype: DType, *_: Array, count: int, value: float) -> Array:
     """A vector of one value."""
     return np.full(count, value, dtype)
-
-
-def unit_rows(dtype: DType, weight: Array) -> Array:
-    """A matrix whose rows are divided by their lengths, as torch.nn.functional.normalize does it."""
-    blocks = []
-    for block in _wide_blocks(weight):
-        lengths = np.sqrt(np.einsum("rc,rc->r", block, block))[:, None]
-        blocks.append((block / np.maximum(lengths, 1e-12)).astype(dtype))
-    return np.concatenate(blocks)
-
-
-def _wide_blocks(weight: Array) -> Iterator[Array]:
-    """A matrix in float64, some rows at a time."""
-    for first in range(0, len(weight), _BLOCK_ROWS):
-        yield weight[first : first + _BLOCK_ROWS].astype(np.float64)
-
-
-def scale_blocks(dtype: DType, weight: Array, scales: Array, *, block: tuple[int, int] | None) -> Array:
-    """An FP8 weight [..., rows, d] times the scales of its blocks, or its one scale.
-
-    transformers takes the size of a block from the number of scales. For a matrix whose last block is cut off, that
-    gives most numbers another block's scale.
-    """
-    wide, each = weight.astype(np.float32), scales.astype(np.float32)
-    if block is None:
-        return (wide * each.reshape(())).astype(dtype)
-    rows, columns = wide.shape[-2:]
-    each = each.repeat(block[0], -2)[..., :rows, :].repeat(block[1], -1)[..., :columns]
-    return (wide * each).astype(dtype)
-
-
-def unpack_fp4(dtype: DType, blocks: Array, scales: Array) -> Array:
-    """MXFP4 experts [experts, outputs, d / 32, 16], two numbers of four bits in a byte and one power of two for each 32
-    numbers, as [experts, d, outputs].
-    """
-    values = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
-    values = np.concatenate([values, -values])
-    pairs = np.stack([values[blocks & 15], values[blocks >> 4]], axis=-1)
-    numbers = np.ldexp(pairs.reshape(*blocks.shape[:-1], 32), scales.astype(np.int32)[..., None] - 127)
-    experts: Array = numbers.reshape(*blocks.shape[:2], -1).swapaxes(1, 2).astype(dtype)
-    return experts
