@@ -42,11 +42,6 @@ def open_result(folder: Path, source: Weights) -> tuple[Weights, str]:
             raise Failure(f"{name} lies beside the weights in {out.chosen}: software may load it instead")
     if out.index is not None:
         compare_json(INDEX, out.index["weight_map"], out.file_of)
-    # a SOURCE of safetensors files of which some do not state their format may have been made without it
-    formats = {metadata.get("format") for metadata in source.metadata.values()}
-    for file in out.files:
-        if None not in formats and out.metadata[file].get("format") != "pt":
-            raise Failure(f"{file} lacks the metadata format = pt, which earlier releases of transformers require")
     size = sum((folder / file).stat().st_size for file in out.files)
     return out, f"{len(out.files)} weight file(s), {size:,} bytes"
 
@@ -71,19 +66,18 @@ def check_copied(inputs: Inputs, modeling: Modeling | None) -> str:
     """
     out, source = inputs.out, inputs.source.folder
     modules = _module_folders(source)
-    not_copied = {CONFIG, PROVENANCE, *(file.name for file in (modeling.files if modeling else ()))}
+    written = {CONFIG, PROVENANCE, *(file.name for file in (modeling.files if modeling else ()))}
 
-    def compared(folder: Path) -> set[str]:
-        names = set(_list_files(folder)) - not_copied
-        return {name for name in names if not _matches(name, _PROSE) and not _is_weights(name, modules)}
+    def copied(folder: Path) -> set[str]:
+        names = (name for name in _list_files(folder) if not _matches(name, _PROSE) and not _is_weights(name, modules))
+        return set(names) - written
 
-    ours = compared(out)
-    theirs = {name for name in compared(source) | ours if _is_own(source / name, source)}
-    for name in sorted(ours | theirs):
-        if name not in ours:
-            raise Failure(f"{name} of SOURCE is missing")
-        if name not in theirs:
-            raise Failure(f"{name} is not in SOURCE ({len(ours - theirs)} extra files)")
+    ours, theirs = copied(out), {name for name in copied(source) if _is_own(source / name, source)}
+    if missing := theirs - ours:
+        raise Failure(f"{min(missing)} of SOURCE is missing")
+    if extra := ours - theirs:
+        raise Failure(f"{min(extra)} is not in SOURCE ({len(extra)} extra files)")
+    for name in sorted(ours):
         same = filecmp.cmp(out / name, source / name, shallow=False)
         if not same and not (name == "tokenizer_config.json" and _is_renamed_tokenizer(out / name, source / name)):
             raise Failure(f"{name} differs from SOURCE's")
@@ -101,16 +95,14 @@ def check_hashes(out: Path, claims: dict[str, Any], result: Result | None) -> st
     """
     if claims["result"] is None and not (result and result.folds):
         return "none were recorded; the checks on tensors compare every bit"
-    files = claims["result"]["files"]
-    for name, stated in files.items():
-        if stated["sha256"] != (found := file_sha256(out / name)):
-            raise Failure(
-                f"{name} has SHA-256 {found}, expected {stated['sha256']}: it has changed since it was written"
-            )
-    unlisted = sorted({path.name for path in out.glob("*.safetensors")} - set(files))
-    if unlisted:
-        raise Failure(f"{PROVENANCE} has no hash of {unlisted[0]} ({len(unlisted)} weight files without one)")
-    return f"{len(files)} weight file(s) as they were written"
+    stated = {name: file["sha256"] for name, file in claims["result"]["files"].items()}
+    for name in sorted(stated.keys() | {path.name for path in out.glob("*.safetensors")}):
+        if name not in stated:
+            raise Failure(f"{PROVENANCE} has no hash of {name}")
+        found = file_sha256(out / name)
+        if found != stated[name]:
+            raise Failure(f"{name} has SHA-256 {found}, expected {stated[name]}: it has changed since it was written")
+    return f"{len(stated)} weight file(s) as they were written"
 
 
 def file_sha256(path: Path) -> str:

@@ -19,25 +19,22 @@ from gqa_convert.families.family import Family
 from gqa_convert.verify.report import Failure
 
 Kind = Literal["decoder", "cross", "encoder"]
-Role = Literal["query", "gate", "key", "value", "key_norm", "output", "output_bias"]
-"""What rows hold. The bias of the output belongs to no head and counts as one."""
-MERGED: tuple[Role, ...] = ("key", "value", "key_norm")
+Role = str
+"""What rows hold: query, gate, key, value, key_norm; output and output_bias, which are not divided into heads."""
+MERGED = ("key", "value", "key_norm")
 """The roles whose heads a conversion merges."""
-Shape = tuple[int, ...]
 Tensors = Mapping[str, Tensor]
 Heads = dict[Role, Tensor]
 """By role, the heads [heads, width, ...], or the numbers of their rows [heads, width]."""
-Counts = dict[Role, int]
-"""By role, the number of heads."""
 
 
 @dataclass(frozen=True)
 class HeadTensor:
     """A tensor that holds heads, or the norms of all K/V heads where each has a tensor of its own."""
 
-    names: tuple[str, ...]
+    names: list[str]
     """One name, or one for each K/V head of SOURCE."""
-    names_after: tuple[str, ...]
+    names_after: list[str]
     """Those that OUT has."""
     axis: int
     """Along which the heads lie."""
@@ -45,23 +42,26 @@ class HeadTensor:
     after: Heads
     """The numbers of the rows of heads."""
 
-    def shape_after(self, shape: Shape) -> Shape:
+    def shape_after(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape in OUT of a tensor that has `shape` in SOURCE."""
         rows = sum(each.numel() for each in self.after.values()) // len(self.names_after)
         return *shape[: self.axis], rows, *shape[self.axis + 1 :]
 
-    def read(self, tensors: Tensors, *, converted: bool) -> Heads:
-        """The heads in SOURCE's tensors, or in OUT's."""
-        names, rows = (self.names_after, self.after) if converted else (self.names, self.before)
-        found = [tensors[name].detach() for name in names]
-        whole = found[0] if len(found) == 1 else torch.cat(found)
+    def read(self, tensors: Tensors) -> Heads:
+        """The heads in SOURCE's tensors."""
+        return self._heads(tensors, self.names, self.before)
+
+    def read_after(self, tensors: Tensors) -> Heads:
+        """The heads in OUT's tensors."""
+        return self._heads(tensors, self.names_after, self.after)
+
+    def _heads(self, tensors: Tensors, names: list[str], rows: Heads) -> Heads:
+        whole = tensors[names[0]] if len(names) == 1 else torch.cat([tensors[name] for name in names])
         return {role: whole.movedim(self.axis, 0)[each] for role, each in rows.items()}
 
     def replace(self, tensors: Tensors, heads: Heads) -> dict[str, Tensor]:
-        """Copies of SOURCE's tensors with other heads of some roles; none where there are no heads."""
-        if not heads:
-            return {}
-        whole = torch.cat([tensors[name].detach() for name in self.names])
+        """Copies of SOURCE's tensors with other heads of some roles."""
+        whole = torch.cat([tensors[name] for name in self.names])
         for role, each in heads.items():
             whole.movedim(self.axis, 0)[self.before[role]] = each.to(whole.dtype)
         return dict(zip(self.names, whole.chunk(len(self.names)), strict=True))
@@ -81,24 +81,18 @@ class Module:
     """K/V heads in OUT."""
     tensors: list[HeadTensor]
 
-    @property
-    def number(self) -> int:
-        """The number of its layer."""
-        return int(next(part for part in self.name.split(".") if part.isdigit()))
-
 
 @dataclass(frozen=True)
 class Geometry:
     """The attention modules of a checkpoint whose heads the conversion may have merged."""
 
     modules: list[Module]
-    encoder: bool | None
-    """Whether an encoder was converted; None if its tensors are the same either way."""
 
     @property
     def decoder(self) -> list[Module]:
         """The modules of the decoder's self-attention, in the order of the layers."""
-        return sorted((module for module in self.modules if module.kind == "decoder"), key=lambda module: module.number)
+        modules = [module for module in self.modules if module.kind == "decoder"]
+        return sorted(modules, key=lambda module: int(next(filter(str.isdigit, module.name.split(".")))))
 
     @property
     def counts(self) -> list[int]:
@@ -134,7 +128,7 @@ def span_of(counts: list[int]) -> str:
 
 
 def read_geometry(
-    family: Family, config: dict[str, Any], source: Tensors, out: Tensors, *, may_differ: bool
+    family: Family, config: dict[str, Any], source: Tensors, out: Tensors, *, encoder: bool, may_differ: bool
 ) -> Geometry:
     """The heads of SOURCE and OUT.
 
@@ -143,36 +137,32 @@ def read_geometry(
         config: of SOURCE's decoder.
         source: SOURCE's tensors, or its model's parameters.
         out: the same of OUT.
+        encoder: whether an encoder was converted too.
         may_differ: whether the layers of OUT may differ in their numbers of K/V heads.
 
     Raises:
-        ConfigError: SOURCE contradicts itself.
+        ConfigError: SOURCE has no attention.
         Failure: OUT's numbers of K/V heads cannot be determined, or do not fit SOURCE's.
     """
-    found = _find_modules(family, source)
-    modules = [_read_module(name, kind, family, config, source, out) for name, kind in found.items()]
-    decoder = [module for module in modules if module.kind == "decoder"]
-    if not decoder:
+    kinds = _find_modules(family, source)
+    modules = [
+        _read_module(name, kind, family, config, source, out)
+        for name, kind in kinds.items()
+        if encoder or kind != "encoder"
+    ]
+    geometry = Geometry(modules)
+    if not geometry.decoder:
         raise ConfigError(
             f"SOURCE is not a {family.model_type} checkpoint: it has no attention modules, check its config"
         )
-    groups = decoder[0].after
-    for module in decoder:
-        if module.after != groups and not may_differ:
+    first = geometry.decoder[0]
+    for module in modules:
+        if module.after != first.after and module.kind != "cross" and not may_differ:
             raise Failure(
-                f"{module.name} has {module.after} K/V heads, but {decoder[0].name} has {groups}: all layers "
+                f"{module.name} has {module.after} K/V heads, but {first.name} has {first.after}: all layers "
                 f"of this {family.model_type} have one number"
             )
-    encoder = [module for module in modules if module.kind == "encoder"]
-    for module in encoder:
-        if module.after != encoder[0].after or module.after not in (module.before, groups):
-            raise Failure(
-                f"{module.name} has {module.after} K/V heads ({module.before} in SOURCE), but the decoder has {groups}"
-            )
-    if any(module.before != module.after for module in encoder):
-        return Geometry(modules, True)
-    is_open = bool(encoder) and encoder[0].before == groups
-    return Geometry([module for module in modules if module.kind != "encoder"], None if is_open else False)
+    return geometry
 
 
 def _find_modules(family: Family, source: Tensors) -> dict[str, Kind]:
@@ -197,25 +187,27 @@ def _is_called(module: str, names: tuple[str, ...]) -> bool:
 def _read_module(
     name: str, kind: Kind, family: Family, config: dict[str, Any], source: Tensors, out: Tensors
 ) -> Module:
+    """A module with its numbers of heads, which follow from the rows of the values, or of a fused projection."""
     key = (family.encoder_heads_key or family.heads_key) if kind == "encoder" else family.heads_key
     heads = config_value(config, key) or config["num_attention_heads"]
-    projection = f"{name}.{family.fused or family.value}.weight"
     axis = int(family.transposed)
     width = source[f"{name}.{family.output}.weight"].shape[1 - axis] // heads
-    queries = heads * width if family.fused and kind != "cross" else 0
-    of_both = 2 * width if family.fused else width
-    shapes = [list(tensors[projection].shape) if projection in tensors else [0, 0] for tensors in (source, out)]
-    (before, rest), (after, rest_after) = (divmod(shape[axis] - queries, of_both) for shape in shapes)
-    if rest or before < 1 or heads % before:
-        raise ConfigError(
-            f"{projection} of SOURCE has shape {shapes[0]}, which does not suit {heads} query heads of {width} rows: "
-            "copy SOURCE again, or repair its config"
-        )
-    if rest_after or after < 1 or (before % after and (after % before or heads % after)):
-        raise Failure(
-            f"{projection} is {shapes[1]} in OUT and {shapes[0]} in SOURCE: {before} K/V heads cannot be grouped or "
-            "repeated to that shape"
-        )
+    projection = f"{name}.{family.fused or family.value}.weight"
+    counts = []
+    for whose, tensors in (("SOURCE", source), ("OUT", out)):
+        rows = tensors[projection].shape[axis] if projection in tensors else 0
+        if family.fused and kind != "cross":
+            rows -= heads * width
+        count, rest = divmod(rows, 2 * width if family.fused else width)
+        if rest or count < 1 or heads % count:
+            raise Failure(
+                f"{projection} of {whose} does not suit {heads} query heads of {width} rows: no number of K/V heads "
+                "has that shape"
+            )
+        counts.append(count)
+    before, after = counts
+    if before % after and after % before:
+        raise Failure(f"{projection}: {before} K/V heads cannot be grouped or repeated to {after}")
     return Module(name, kind, heads, before, after, _head_tensors(name, kind, family, heads, before, after, source))
 
 
@@ -226,8 +218,7 @@ def _head_tensors(
     parts: dict[str, tuple[Role, ...]] = {
         family.key: ("key",),
         family.value: ("value",),
-        family.query: ("query", "gate") if family.query_outputs > 1 else ("query",),
-        family.key_norm_name: ("key_norm",),
+        family.query: ("query", "gate")[: family.query_outputs],
         family.output: ("output",),
     }
     blocks = {family.query: heads}  # a head's gate follows its queries
@@ -235,38 +226,34 @@ def _head_tensors(
         parts[family.fused] = ("key", "value") if kind == "cross" else ("query", "key", "value")
         if family.fused_layout == "grouped" and kind != "cross":
             blocks[family.fused] = before
-    if family.key_norm in ("none", "shared"):
-        del parts[family.key_norm_name]
+    if family.key_norm not in ("none", "shared"):
+        parts[family.key_norm_name] = ("key_norm",)
     found = []
     for ending in ("weight", "bias"):
         for part, roles in parts.items():
-            names = [f"{module}.{part}.{ending}"]
+            names = names_after = [f"{module}.{part}.{ending}"]
             if roles == ("key_norm",) and family.key_norm == "per_head_list":
                 names = [f"{module}.{part}.{head}.{ending}" for head in range(before)]
+                names_after = names[:after]
             if names[0] not in source:
                 continue
-            if roles == ("output",) and ending == "bias":
-                roles = ("output_bias",)
             shape = source[names[0]].shape
-            axis = int(len(shape) == 2 and family.transposed != (roles == ("output",)))
-            counts, counts_after = (_counts(roles, heads, kv_heads) for kv_heads in (before, after))
-            width, rest = divmod(len(names) * shape[axis], sum(counts.values()))
-            if rest:
-                raise ConfigError(f"{names[0]} of SOURCE has shape {list(shape)} for {counts}: repair the config")
-            rows = _rows(counts, width, blocks.get(part, 1))
-            rows_after = rows if counts == counts_after else _rows(counts_after, width, 1)
-            names_after = names[:after] if len(names) > 1 else names
-            found.append(HeadTensor(tuple(names), tuple(names_after), axis, rows, rows_after))
+            is_turned = family.transposed != (part == family.output)
+            axis = 1 if is_turned and len(shape) == 2 else 0
+            counts, counts_after = (
+                {role: kv_heads if role in MERGED else heads for role in roles} for kv_heads in (before, after)
+            )
+            if part == family.output:
+                counts = counts_after = {"output" if ending == "weight" else "output_bias": 1}
+            width = len(names) * shape[axis] // sum(counts.values())
+            rows = rows_after = _rows(counts, width, blocks.get(part, 1))
+            if counts != counts_after:
+                rows_after = _rows(counts_after, width, 1)
+            found.append(HeadTensor(names, names_after, axis, rows, rows_after))
     return found
 
 
-def _counts(roles: tuple[Role, ...], heads: int, kv_heads: int) -> Counts:
-    """The numbers of heads of roles. The bias of the output belongs to no head."""
-    of_role = {"output_bias": 1} | dict.fromkeys(MERGED, kv_heads)
-    return {role: of_role.get(role, heads) for role in roles}
-
-
-def _rows(counts: Counts, width: int, blocks: int) -> Heads:
+def _rows(counts: dict[Role, int], width: int, blocks: int) -> Heads:
     """The rows of heads of a width that lie in equal blocks, each of which holds a share of every role's heads, role after
     role.
 

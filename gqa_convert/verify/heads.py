@@ -1,9 +1,9 @@
-"""Other heads for the loaded SOURCE: OUT's, each repeated for its group, the means of groups, or its own in another order.
+"""Other heads for the loaded SOURCE: OUT's, each repeated for its group, or the means of groups.
 
 What is made are the parameters of attention modules by name, which `replaced` puts into a model for a while.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from gqa_convert.families.family import Family
-from gqa_convert.verify.geometry import MERGED, Geometry, Heads, HeadTensor, Kind, Module, Tensors
+from gqa_convert.verify.geometry import MERGED, Geometry, Heads, Tensors
 
 
-def attention_parameters(model: Any, family: Family) -> Tensors:
+def attention_parameters(model: Any, family: Family) -> dict[str, Tensor]:
     """The parameters of a loaded model's attention modules."""
     return {
         name: parameter.detach()
@@ -23,59 +23,39 @@ def attention_parameters(model: Any, family: Family) -> Tensors:
     }
 
 
-def repeated_heads(geometry: Geometry, model: Any, out: Tensors, *, folds: bool) -> Tensors:
+def repeated_heads(geometry: Geometry, source: Tensors, out: Tensors, *, folds: bool) -> Tensors:
     """SOURCE's parameters with OUT's heads, each K/V head repeated for its group.
 
     Args:
         geometry: of the loaded models.
-        model: the loaded SOURCE.
-        out: the loaded OUT's attention parameters.
+        source: the loaded SOURCE's attention parameters.
+        out: those of the loaded OUT.
         folds: whether queries and outputs are OUT's too.
     """
-
-    def repeat(_: Module, tensor: HeadTensor, theirs: Heads) -> Heads:
-        roles = [role for role in theirs if folds or role in MERGED]
-        ours = tensor.read(out, converted=True) if roles else {}
-        return {role: ours[role].repeat_interleave(len(theirs[role]) // len(ours[role]), 0) for role in roles}
-
-    return _changed_heads(geometry, model, repeat)
-
-
-def pooled_heads(geometry: Geometry, model: Any) -> Tensors:
-    """SOURCE's parameters with the mean of each group in place of its K/V heads."""
-
-    def pool(module: Module, _: HeadTensor, theirs: Heads) -> Heads:
-        groups = {role: heads.unflatten(0, (module.after, -1)) for role, heads in theirs.items() if role in MERGED}
-        return {role: heads.mean(1, keepdim=True).expand_as(heads).flatten(0, 1) for role, heads in groups.items()}
-
-    return _changed_heads(geometry, model, pool)
-
-
-def reordered_heads(geometry: Geometry, model: Any, orders: Mapping[tuple[Kind, int], list[int]]) -> Tensors:
-    """SOURCE's parameters with its own K/V heads, and the query heads that read them, in other orders.
-
-    Args:
-        geometry: of the loaded models.
-        model: the loaded SOURCE.
-        orders: by the kind of attention and the number of the layer, since names may differ in memory.
-    """
-
-    def reorder(module: Module, _: HeadTensor, theirs: Heads) -> Heads:
-        theirs.pop("output_bias", None)  # it belongs to no head
-        order = orders.get((module.kind, module.number), list(range(module.before)))
-        return {role: heads.unflatten(0, (len(order), -1))[order].flatten(0, 1) for role, heads in theirs.items()}
-
-    return _changed_heads(geometry, model, reorder)
-
-
-def _changed_heads(geometry: Geometry, model: Any, change: Callable[[Module, HeadTensor, Heads], Heads]) -> Tensors:
-    """SOURCE's parameters with what `change` makes of the heads of each tensor of a module whose heads are merged."""
-    parameters = dict(model.named_parameters())
     made: dict[str, Tensor] = {}
     for module in geometry.merged:
         for tensor in module.tensors:
-            made |= tensor.replace(parameters, change(module, tensor, tensor.read(parameters, converted=False)))
+            ours = {role: heads for role, heads in tensor.read_after(out).items() if folds or role in MERGED}
+            if ours:
+                made |= tensor.replace(source, _repeated(ours, module.before // module.after))
     return made
+
+
+def pooled_heads(geometry: Geometry, source: Tensors) -> Tensors:
+    """SOURCE's parameters with the mean of each group in place of its K/V heads."""
+    made: dict[str, Tensor] = {}
+    for module in geometry.merged:
+        for tensor in module.tensors:
+            theirs = {role: heads for role, heads in tensor.read(source).items() if role in MERGED}
+            means: Heads = {role: heads.unflatten(0, (module.after, -1)).mean(1) for role, heads in theirs.items()}
+            if means:
+                made |= tensor.replace(source, _repeated(means, module.before // module.after))
+    return made
+
+
+def _repeated(heads: Heads, times: int) -> Heads:
+    """Each K/V head as often as its group has heads, and all other heads as they are."""
+    return {role: each.repeat_interleave(times, 0) if role in MERGED else each for role, each in heads.items()}
 
 
 @contextmanager
@@ -93,29 +73,31 @@ def replaced(model: Any, parameters: Tensors) -> Iterator[None]:
 
 
 def compare_modules(
-    geometry: Geometry, model: Any, run: Callable[[], object], *others: Tensors
-) -> dict[str, list[float]]:
+    geometry: Geometry, model: Any, run: Callable[[], object], ours: Tensors, pooled: Tensors
+) -> dict[str, tuple[float, float]]:
     """How far the outputs of attention modules are from SOURCE's on SOURCE's own inputs, relative to its outputs.
 
     Args:
         geometry: of the loaded models.
         model: the loaded SOURCE.
         run: runs it.
-        others: the parameters to compare.
+        ours: its parameters with OUT's heads.
+        pooled: those with means of heads.
 
     Returns:
-        By module, the error with each of the others.
+        By module, the error of OUT and that of mean pooling. A module that runs several times has its largest ones.
     """
     names = {model.get_submodule(module.name): module.name for module in geometry.merged}
-    squares: dict[str, Tensor] = {}
+    errors: dict[str, tuple[float, float]] = {}
 
     def compare(module: Any, args: Any, options: Any, output: Any) -> None:
         expected = _states(output)
-        found = [expected.square().sum()]
-        for parameters in others:
+        found = []
+        for parameters in (ours, pooled):
             with replaced(model, parameters):
-                found.append((_states(module.forward(*args, **options)) - expected).square().sum())
-        squares[names[module]] = squares.get(names[module], 0) + torch.stack(found)
+                lost = _states(module.forward(*args, **options)) - expected
+            found.append(float((lost.norm() / expected.norm().clamp(min=1e-30)).nan_to_num(torch.inf)))
+        errors[names[module]] = max(errors.get(names[module], (0.0, 0.0)), (found[0], found[1]))
 
     handles = [module.register_forward_hook(compare, with_kwargs=True) for module in names]
     try:
@@ -123,10 +105,7 @@ def compare_modules(
     finally:
         for handle in handles:
             handle.remove()
-    return {
-        name: (each[1:] / each[0].clamp(min=1e-30)).sqrt().nan_to_num(torch.inf).tolist()
-        for name, each in squares.items()
-    }
+    return errors
 
 
 def _states(output: Any) -> Tensor:

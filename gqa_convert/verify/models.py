@@ -16,12 +16,11 @@ from gqa_convert.errors import first_line
 from gqa_convert.families import loading
 from gqa_convert.families.family import Modeling
 from gqa_convert.verify import heads
-from gqa_convert.verify.geometry import Tensors, read_geometry, span_of
+from gqa_convert.verify.geometry import read_geometry, span_of
 from gqa_convert.verify.inputs import Progress
-from gqa_convert.verify.optimum import read_orders
-from gqa_convert.verify.probe import STEPS, Probe
+from gqa_convert.verify.probe import STEPS, Probe, Shape
 from gqa_convert.verify.report import Failure, VerificationReport
-from gqa_convert.verify.result import FITTED, Result
+from gqa_convert.verify.result import Result
 
 FLOAT32_LIMIT = 3_000_000_000
 """Models of more parameters run in the checkpoint's own type, to fit in memory."""
@@ -68,15 +67,18 @@ class ModelChecks:
         inputs = self.inputs
         loaded = load_model(inputs.source.folder, self.dtype)
         self.source = loaded.model
-        parameters = dict(self.source.named_parameters())
-        self.geometry = read_geometry(inputs.family, inputs.decoder_config, parameters, self.attention, may_differ=True)
         self.rewritten = self.expected = self.probe.output(self.source)
         if inputs.source.result_dtypes:  # a rewritten SOURCE holds tensors in a wider type than OUT
-            for name, parameter in parameters.items():
+            for name, parameter in self.source.named_parameters():
                 dtype = inputs.source.result_dtypes.get(name, parameter.dtype)
                 parameter.data = parameter.data.to(dtype).to(parameter.dtype)
             self.expected = self.probe.output(self.source)
-        self.repeated = heads.repeated_heads(self.geometry, self.source, self.attention, folds=self.result.folds)
+        own = heads.attention_parameters(self.source, inputs.family)
+        self.geometry = read_geometry(
+            inputs.family, inputs.decoder_config, own, self.attention, encoder=self.result.encoder, may_differ=True
+        )
+        self.repeated = heads.repeated_heads(self.geometry, own, self.attention, folds=self.result.folds)
+        self.pooled = heads.pooled_heads(self.geometry, own)
         return loaded.class_name
 
     def same_outputs(self) -> str:
@@ -99,9 +101,8 @@ class ModelChecks:
 
     def better_than_mean(self) -> str:
         """OUT's predictions are nearer to SOURCE's than those of mean pooling."""
-        if not self.has_head:
-            raise Failure("OUT has no language-model head, and a fit is judged by its predictions")
-        pooled = self._outputs(heads.pooled_heads(self.geometry, self.source))
+        with heads.replaced(self.source, self.pooled):
+            pooled = self.probe.output(self.source)
         found, mean = (divergence(self.expected, output) for output in (self.output, pooled))
         detail = f"KL from SOURCE {found:.4g} nats per token, {mean:.4g} for mean pooling"
         if not (found < mean or found <= NEGLIGIBLE):
@@ -110,25 +111,14 @@ class ModelChecks:
 
     def module_outputs(self) -> str:
         """No module of OUT is far worse than with mean pooling, on SOURCE's own inputs."""
-        pooled = heads.pooled_heads(self.geometry, self.source)
         errors = heads.compare_modules(
-            self.geometry, self.source, lambda: self.probe.output(self.source), self.repeated, pooled
+            self.geometry, self.source, lambda: self.probe.output(self.source), self.repeated, self.pooled
         )
         worst, name = max((ours / max(mean, NEGLIGIBLE), name) for name, (ours, mean) in errors.items())
         detail = f"{worst:.2f} times mean pooling's error in {name}"
         if not worst <= MODULE_LIMIT:
             raise Failure(f"{detail}, more than {MODULE_LIMIT} times")
         return f"at most {detail}"
-
-    def same_in_order(self) -> str:
-        """SOURCE computes the same with its heads in the order in which OUT claims that they were merged. Positions or
-        biases that belong to the place of a head would change.
-        """
-        claimed = read_orders(self.result.claims, self.result.geometry)
-        modules = [module for module in self.result.geometry.modules if module.name in claimed]
-        orders = {(module.kind, module.number): claimed[module.name] for module in modules}
-        found = self._outputs(heads.reordered_heads(self.geometry, self.source, orders))
-        return self._judge(found, self.expected, f"SOURCE with the heads of {len(orders)} modules in another order")
 
     def same_as_original(self) -> str:
         """The rewritten SOURCE computes what SOURCE computes."""
@@ -146,25 +136,16 @@ class ModelChecks:
         if self.has_cross and not self.inputs.family.reads_images_alone:
             counts["cross"] = [module.after for module in geometry.modules if module.kind == "cross"]
         found = []
-        for kind, each in counts.items():
+        for kind, by_layer in counts.items():
             ours, theirs = (decoding.caches.get(kind, []) for decoding in (self.decoding, self.source_decoding))
-            wanted = theirs
-            if geometry.changed:
-                by_layer = each[:1] * len(theirs) if len(set(each)) == 1 else each  # some layers may keep no keys
-                wanted = [
-                    tuple((rows, count, *rest) for rows, _, *rest in shapes)
-                    for count, shapes in zip(by_layer, theirs, strict=True)
-                ]
+            if len(set(by_layer)) == 1:
+                by_layer = by_layer[:1] * len(theirs)  # some layers may keep no keys
+            wanted = [with_heads(*each) for each in zip(theirs, by_layer, strict=True)] if geometry.changed else theirs
             if not ours or ours != wanted:
                 raise Failure(f"{kind}-attention caches shapes {ours}, expected {wanted} {self.decoding.problem}")
             span = span_of([keys[1] for keys, _ in ours])
             found.append(f"{span} heads in each of {len(ours)} layers of {kind}-attention, {theirs[0][0][1]} in SOURCE")
         return "; ".join(found)
-
-    def _outputs(self, parameters: Tensors) -> Tensor:
-        """What SOURCE computes with other numbers in these parameters."""
-        with heads.replaced(self.source, parameters):
-            return self.probe.output(self.source)
 
     def _judge(self, ours: Tensor, theirs: Tensor, what: str) -> str:
         """The difference of two outputs in words.
@@ -188,17 +169,22 @@ def check_models(report: VerificationReport, result: Result, progress: Progress)
     progress("logits", 2, 3)
     if not loads:
         return
-    if result.method == FITTED:
+    if result.folds and result.has_text:
         report.check("better than mean", checks.better_than_mean)
+    if result.folds:
         report.check("module outputs", checks.module_outputs)
-    if result.claims.get("head_order"):
-        report.check("head order", checks.same_in_order)
     report.check(checks.outputs, checks.same_outputs)
     report.check("cache heads", checks.cache_heads)
     report.check("cached decoding", checks.same_steps)
     progress("logits", 3, 3)
     if result.inputs.original is not result.inputs.source:
         report.check("rewritten source", checks.same_as_original)
+
+
+def with_heads(shapes: tuple[Shape, Shape], heads: int) -> tuple[Shape, Shape]:
+    """The shapes of a layer's keys and values with another number of heads."""
+    keys, values = ((shape[0], heads, *shape[2:]) for shape in shapes)
+    return keys, values
 
 
 def load_model(folder: Path, dtype: Any, code: Modeling | None = None) -> loading.AnyModel:

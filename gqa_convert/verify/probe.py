@@ -23,7 +23,8 @@ STEPS = 4
 """Decoding steps on a cache."""
 _ROWS, _LENGTH, _ENCODER_LENGTH = 3, 32, 24
 
-Shapes = list[tuple[tuple[int, ...], ...]]
+Shape = tuple[int, ...]
+Shapes = list[tuple[Shape, Shape]]
 """The shapes [batch, heads, tokens, width] of keys and of values, by layer that keeps them."""
 
 

@@ -9,7 +9,6 @@ from gqa_convert.verify.config import check_config, check_modelling_file
 from gqa_convert.verify.files import check_copied, check_hashes, check_index, open_result
 from gqa_convert.verify.inputs import Inputs, Progress, read_inputs
 from gqa_convert.verify.models import check_models
-from gqa_convert.verify.optimum import check_functions
 from gqa_convert.verify.provenance import check_provenance
 from gqa_convert.verify.report import Check, VerificationReport
 from gqa_convert.verify.result import Result, read_result
@@ -83,12 +82,10 @@ def _check_contents(report: VerificationReport, result: Result, progress: Progre
     tensors = TensorChecks(result, progress)
     report.check("tensor names", tensors.names)
     report.check("untouched tensors", tensors.untouched)
-    merged = report.check("merged tensors", tensors.merged)
-    if result.foldable:
-        report.check("attention functions", check_functions, result)
+    report.check("merged tensors", tensors.merged)
     report.check("index", check_index, result.weights, result.inputs.source)
     report.check("config", check_config, result)
-    report.check("provenance", check_provenance, result, tensors.errors if merged and not result.foldable else None)
+    report.check("provenance", check_provenance, result)
 
 
 def _check_computed(report: VerificationReport, inputs: Inputs, result: Result | None, progress: Progress) -> None:

@@ -3,8 +3,6 @@
 Which tensors the conversion may touch follows from the geometry and the method alone, not from the converter's plan.
 """
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -24,19 +22,15 @@ class TensorChecks:
     """
 
     def __init__(self, result: Result, progress: Progress) -> None:
-        self.errors: dict[str, float] = {}
-        """For plain methods, |heads - merged head| / |heads| over all heads of a merged tensor."""
         self._result = result
         self._source, self._out = result.inputs.source, result.weights
         self._progress = progress
         self._done, self._total = 0, sum(tensor.nbytes for tensor in self._out.tensors.values())
-        self._touched = [
-            (module, tensor)
-            for module in result.geometry.changed
-            for tensor in module.tensors
-            if not tensor.before.keys().isdisjoint({*MERGED, *result.foldable.get(module.name, ())})
-        ]
+        self._touched: list[tuple[Module, HeadTensor]] = []
         """The tensors that hold merged heads, or heads that the method may change."""
+        for module in result.geometry.changed:
+            roles = {*MERGED, *result.foldable.get(module.name, ())}
+            self._touched += [(module, tensor) for tensor in module.tensors if roles & tensor.before.keys()]
 
     def names(self) -> str:
         """OUT has SOURCE's tensors, except the norms of K/V heads that it does not have."""
@@ -65,7 +59,7 @@ class TensorChecks:
         if result.geometry.merged and result.method not in known:
             raise Failure(f"method {result.method!r} is none of {', '.join(known)}")
         for module, tensor in self._touched:
-            self._check_heads(module, tensor)
+            self._check_heads(tensor, result.foldable.get(module.name, set()))
         how = "finite, and means where they may not be folded" if result.folds else "bit for bit"
         return f"{len(self._touched)} tensors, {how}"
 
@@ -78,28 +72,20 @@ class TensorChecks:
         if tensor.dtype != dtype or tensor.shape != shape:
             raise Failure(f"{name} is {tensor.dtype} {list(tensor.shape)}, expected {dtype} {list(shape)}")
 
-    def _check_heads(self, module: Module, tensor: HeadTensor) -> None:
+    def _check_heads(self, tensor: HeadTensor, foldable: set[str]) -> None:
         """Compare a tensor role by role."""
         names = tensor.names_after
         for name in names:
             self._check_header(name, tensor.shape_after(self._source.tensors[name].shape))
-        theirs = tensor.read(self._source.tensors, converted=False)
-        squares: dict[str, Tensor] = {}
-        for role, ours in tensor.read(self._out.tensors, converted=True).items():
-            repeated = theirs[role].repeat_interleave(max(1, len(ours) // len(theirs[role])), 0)
-            groups = repeated.unflatten(0, (len(ours), -1))
-            if role in self._result.foldable.get(module.name, ()):
+        theirs = tensor.read(self._source.tensors)
+        for role, ours in tensor.read_after(self._out.tensors).items():
+            if role in foldable:
                 if not ours.isfinite().all():
                     raise Failure(f"{names[0]} has NaN or Inf in a {role} head")
-            elif not self._is_merge(groups, ours):
+                continue
+            repeated = theirs[role].repeat_interleave(max(1, len(ours) // len(theirs[role])), 0)
+            if not self._is_merge(repeated.unflatten(0, (len(ours), -1)), ours):
                 raise Failure(f"{names[0]} has other numbers than it must in a {role} head")
-            elif groups.shape[1] > 1:
-                for head, each in enumerate(_squares(groups, ours)):
-                    name = names[head % len(names)]
-                    squares[name] = squares.get(name, 0) + each
-        for name, each in squares.items():
-            lost, total = each.tolist()
-            self.errors[name] = math.sqrt(lost / total) if total else 0.0
 
     def _is_merge(self, groups: Tensor, ours: Tensor) -> bool:
         """Whether heads [N, width, ...] are what the method makes of the heads of their groups [N, m, width, ...]: bit for
@@ -114,19 +100,7 @@ class TensorChecks:
             exponent = torch.frexp(mean.abs().clamp(min=limits.tiny)).exponent
             half_unit = torch.exp2(exponent.double() - 1) * (limits.eps / 2)
             return bool(((ours.double() - mean).abs() <= half_unit + 1e-12 * mean.abs()).all())
-        total = groups[:, 0].to(_sum_type(ours), copy=True)
+        total = groups[:, 0].to(torch.float32 if ours.itemsize == 2 else torch.float64, copy=True)
         for head in range(1, size):
             total += groups[:, head]
         return same_bits(ours, (total / size).to(ours.dtype))
-
-
-def _squares(groups: Tensor, ours: Tensor) -> Tensor:
-    """|heads - merged head|^2 and |heads|^2 of each group, [N, 2]."""
-    wide = groups.to(_sum_type(ours))
-    lost = wide - ours[:, None].to(wide.dtype)
-    return torch.stack([each.square().flatten(1).sum(1) for each in (lost, wide)], 1).double()
-
-
-def _sum_type(tensor: Tensor) -> torch.dtype:
-    """The type that the heads of a group are summed in."""
-    return torch.float32 if tensor.itemsize == 2 else torch.float64

@@ -40,8 +40,6 @@ class Weights:
         self.file_of: dict[str, str] = {}
         """By tensor."""
         self.index: dict[str, Any] | None = None
-        self.metadata: dict[str, dict[str, str]] = {}
-        """By safetensors file."""
         self.chosen = next((name for name in PREFERENCE if (folder / name).is_file()), "")
         if not self.chosen:
             raise ValueError(f"{folder} has no weights: it has none of {', '.join(PREFERENCE)}")
@@ -70,7 +68,6 @@ class Weights:
         path = self.folder / file
         if file.endswith(".safetensors"):
             with safe_open(path, framework="pt") as opened:
-                self.metadata[file] = opened.metadata() or {}
                 return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - it is no dict
         try:
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)

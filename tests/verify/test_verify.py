@@ -55,10 +55,7 @@ def test_good_conversions_pass(made: Made, name: str, stated: str) -> None:
         ("t5", "switch", "bart", "whisper", "gpt2, c")
     )
     assert ("encoder attention" in found["heads"]) == bool(encoder)
-    assert ("attention functions" in found) == (method in ("factor", "fit"))
-    assert ("module outputs" in found) == (method == "fit")
-    if method == "factor":
-        assert "could lose less" in found["attention functions"]
+    assert ("module outputs" in found) == (method in ("factor", "fit"))
     if kind.native:
         assert found["rewritten source"].endswith(f"against SOURCE, a {kind.model_type}")
     assert ("modelling file" in found) == (kind.native is False and not is_copy)

@@ -14,7 +14,6 @@ SHARED = {
     "families.family": "the families' records",
     "families.layerwise": "the forms of configs whose layers differ",
     "families.legacy_config_keys": "the config keys of transformers 4",
-    "families.rotary": "which rows of a key head rotate",
     "families.table": "finding a family",
     "families.records": "the norm of keys of a type on no list",
     "families.composite": "the config of the decoder inside a composite model",
