@@ -20,6 +20,7 @@ from gqa_convert.conversion.fit.model_loading import Precision, find_modules
 from gqa_convert.conversion.fit.optimizer import RelativeAdam, batch_order
 from gqa_convert.conversion.fit.progress import ALL_TOGETHER, FitProgress, OnProgress
 from gqa_convert.conversion.fit.source_layers import attention_of
+from gqa_convert.conversion.fit.training_attention import TrainingAttention
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.losses.distillation import kl_loss
 from gqa_convert.merging.attention_heads import LayerLayout, Tensors
@@ -133,7 +134,7 @@ def _learn(student: Student, batch: Batch, optimizer: RelativeAdam) -> None:
     for part in parts_of(batch):
         with torch.no_grad(), student.precision():
             wanted = student.logits(part)
-        with torch.enable_grad(), student.precision(), student.installed(optimizer.layers):
+        with torch.enable_grad(), student.precision(), TrainingAttention(), student.installed(optimizer.layers):
             divergence = summed_divergence(student.logits(part), wanted)
             torch.autograd.backward(divergence / tokens_of(batch).numel())
     optimizer.step()

@@ -1,5 +1,5 @@
-"""Rewrites a source as a stock type that computes the same before it is converted.
+"""Rewrites a source that is converted in another form: as a stock type that computes the same, or dequantised.
 
-A module for each type (`gpt_neox`, `gpt2`) says where its tensors come from and makes its config; `other_form` collects
-them as recipes, and whole tensors go through the functions of `arrays`.
+A rewriting is a table of modules and a function from config to config (`stock_form`, `decoders`, `remote_code`), or a
+table of quantised tensors (`dequantising`). Whole tensors go through the functions of `arrays`.
 """
