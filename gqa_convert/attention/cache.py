@@ -7,6 +7,7 @@ Shape legend: b batch, N key/value heads, n tokens held, t new tokens, c head_di
 import torch
 from torch import Tensor
 
+from gqa_convert.attention.memory import MemoryRecord
 from gqa_convert.errors import OptionError
 
 
@@ -27,8 +28,12 @@ class KVCache:
         self._capacity = capacity
         self._buffers: list[Tensor] = []
         """Keys and values; empty before the first token."""
-        self.holds_memory = False
+        self._memory: tuple[MemoryRecord, MemoryRecord] | None = None
+
+    @property
+    def holds_memory(self) -> bool:
         """Whether the keys and values are those of a memory, for cross-attention."""
+        return self._memory is not None
 
     def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Append new tokens.
@@ -45,7 +50,7 @@ class KVCache:
             OptionError: gradients are required, the shapes or types differ from those held, or the cache holds a
                 memory.
         """
-        if self.holds_memory:
+        if self._memory is not None:
             raise OptionError(
                 f"the cache holds a memory of {self.length} keys for cross-attention: use another cache for self-attention"
             )
@@ -63,12 +68,14 @@ class KVCache:
         self.length = length
         return self.keys, self.values
 
-    def fill(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Hold the keys and values of a memory.
+    def fill(self, key: Tensor, value: Tensor, memory: Tensor, memory_values: Tensor) -> tuple[Tensor, Tensor]:
+        """Hold the keys and values of a memory, and remember which memory it was.
 
         Args:
-            key: [b, N, t, c].
-            value: [b, N, t, e].
+            key: [b, N, t, c], projected from `memory`.
+            value: [b, N, t, e], projected from `memory_values`.
+            memory: the tensor that later calls pass to `check_memory`.
+            memory_values: the same; may be `memory` itself.
 
         Returns:
             The keys and values held.
@@ -79,8 +86,26 @@ class KVCache:
         if self.length:
             raise OptionError(f"the cache holds {self.length} keys already: use a fresh cache for a memory")
         held = self.append(key, value)
-        self.holds_memory = True
+        record = MemoryRecord(memory)
+        self._memory = (record, record if memory_values is memory else MemoryRecord(memory_values))
         return held
+
+    def check_memory(self, memory: Tensor, memory_values: Tensor) -> None:
+        """Check that the keys and values held are those of this memory.
+
+        Raises:
+            OptionError: they are not, or the memory has been written to since.
+        """
+        if self._memory is None:
+            raise OptionError(
+                f"the cache holds {self.length} keys of self-attention, not of a memory: use one cache for each"
+            )
+        keys, values = self._memory
+        if not (keys.matches(memory) and values.matches(memory_values)):
+            raise OptionError(
+                f"the cache holds {self.length} keys of another memory, or this memory of {memory.shape[1]} keys was changed in place: "
+                "use a fresh KVCache for each memory"
+            )
 
     def _make_room(self, key: Tensor, value: Tensor, length: int) -> None:
         """Have buffers of at least `length` tokens that can be written to."""
@@ -124,10 +149,10 @@ class KVCache:
         """
         if not 0 <= length <= self.length:
             raise OptionError(f"the cache holds {self.length} tokens and cannot be cut to {length}")
-        if self.holds_memory and 0 < length < self.length:
+        if self._memory is not None and 0 < length < self.length:
             raise OptionError(
                 f"the cache holds a memory of {self.length} keys, which cannot be cut: use key_mask to hide a part of it"
             )
         self.length = length
         if length == 0:
-            self.holds_memory = False
+            self._memory = None

@@ -1,22 +1,23 @@
 """A grouped-query attention layer.
 
 Shape legend: b batch, q queries, k keys (those cached, then the new ones), n keys cached, d embed_dim, H query heads, N
-groups (key/value heads), c head_dim.
+groups (key/value heads), c head_dim, e head_dim of the values.
 """
 
-from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gqa_convert.attention.cache import KVCache
 from gqa_convert.attention.core import grouped_query_attention
 from gqa_convert.attention.masks import split_mask
 from gqa_convert.attention.positions import Rotary
-from gqa_convert.errors import GroupsError, OptionError
+from gqa_convert.attention.projections import GroupedProjections, split_heads
+from gqa_convert.errors import OptionError
 
 
-class GroupedQueryAttention(nn.Module):  # type: ignore[misc]  # torch is not followed
+class GroupedQueryAttention(GroupedProjections):
     """Attention in which H query heads share N key/value heads: multi-head for N = H, multi-query for N = 1.
 
     Sources: Ainslie et al. 2023 (grouped-query), Shazeer 2019 (multi-query), Vaswani et al. 2017 (multi-head).
@@ -25,17 +26,11 @@ class GroupedQueryAttention(nn.Module):  # type: ignore[misc]  # torch is not fo
         embed_dim: d, the features of inputs and outputs.
         num_heads: H.
         groups: N, a divisor of H; by default H.
-        head_dim: c; by default d / H.
-        kdim: features of the memory of cross-attention; by default d.
-        bias: whether the projections have biases.
-        dropout: probability with which an attention weight is zeroed in training.
-        batch_first: inputs and outputs are [b, length, features], otherwise [length, b, features]; masks are batch first
-            always.
         scale: factor of the scores; by default 1 / sqrt(c), and 1.0 for none, as in T5.
         causal: a query sees no later key.
         rotary: rotary position embedding of queries and keys.
-        device: of the parameters.
-        dtype: of the parameters.
+        projections: options of `GroupedProjections`: `head_dim`, `value_head_dim`, `kdim`, `vdim`, `bias`, `dropout`,
+            `batch_first` (masks are batch first always), `device` and `dtype`.
 
     Raises:
         GroupsError: N does not divide H.
@@ -48,53 +43,21 @@ class GroupedQueryAttention(nn.Module):  # type: ignore[misc]  # torch is not fo
         num_heads: int,
         groups: int | None = None,
         *,
-        head_dim: int | None = None,
-        kdim: int | None = None,
-        bias: bool = False,
-        dropout: float = 0.0,
-        batch_first: bool = True,
         scale: float | None = None,
         causal: bool = False,
         rotary: Rotary | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **projections: Any,
     ) -> None:
-        super().__init__()
-        groups = num_heads if groups is None else groups
-        if num_heads < 1 or groups < 1 or num_heads % groups:
-            raise GroupsError(
-                f"{num_heads} query heads cannot share {groups} key/value heads: give a divisor of {num_heads} as groups"
-            )
-        if head_dim is None and embed_dim % num_heads:
-            raise OptionError(
-                f"embed_dim {embed_dim} is not divisible by {num_heads} heads: give one that is, or head_dim"
-            )
-        head_dim = embed_dim // num_heads if head_dim is None else head_dim
-        kdim = embed_dim if kdim is None else kdim
-        for name, value in {"embed_dim": embed_dim, "head_dim": head_dim, "kdim": kdim}.items():
-            if value < 1:
-                raise OptionError(f"{name} is {value}: give a positive number")
-        if not 0.0 <= dropout < 1.0:
-            raise OptionError(f"dropout is {dropout}: give a probability below 1")
-        self.embed_dim, self.head_dim, self.kdim = embed_dim, head_dim, kdim
-        self.num_heads, self.groups = num_heads, groups
-        self.dropout, self.batch_first = dropout, batch_first
+        super().__init__(embed_dim, num_heads, groups, **projections)
         self.scale, self.causal, self.rotary = scale, causal, rotary
         if rotary is not None:
-            rotary.rotary_dim(head_dim)
-        linear = partial(nn.Linear, bias=bias, device=device, dtype=dtype)
-        self.q_proj = linear(embed_dim, num_heads * head_dim)
-        self.k_proj = linear(kdim, groups * head_dim)
-        self.v_proj = linear(kdim, groups * head_dim)
-        self.out_proj = linear(num_heads * head_dim, embed_dim)
-
-    def extra_repr(self) -> str:
-        return f"num_heads={self.num_heads}, groups={self.groups}, head_dim={self.head_dim}, batch_first={self.batch_first}"
+            rotary.rotary_dim(self.head_dim)
 
     def forward(
         self,
         inputs: Tensor,
         memory: Tensor | None = None,
+        memory_values: Tensor | None = None,
         *,
         mask: Tensor | None = None,
         key_mask: Tensor | None = None,
@@ -107,8 +70,9 @@ class GroupedQueryAttention(nn.Module):  # type: ignore[misc]  # torch is not fo
 
         Args:
             inputs: [b, q, d].
-            memory: [b, k, kdim], the tokens that cross-attention projects keys and values from. May be omitted once
-                `cache` holds it.
+            memory: [b, k, kdim], the tokens that cross-attention projects keys from. May be omitted once `cache` holds
+                it.
+            memory_values: [b, k, vdim], the tokens that values are projected from; by default `memory`.
             mask: [q|1, k] or [b|1, H|1, q|1, k]. Booleans are **True where a query sees a key**; floats are added to
                 the scores, as in scaled_dot_product_attention. Three axes, [b, q, k] or [H, q, k], are refused: add the
                 fourth.
@@ -119,17 +83,18 @@ class GroupedQueryAttention(nn.Module):  # type: ignore[misc]  # torch is not fo
             bias: float, shaped like `mask`; added to the scores (T5's relative positions, `alibi_bias`).
             positions: integers [q] or [b|1, q] for rotary; by default n, n + 1, ...
             cache: keys and values of earlier tokens; new ones are appended. In cross-attention the first call fills it
-                from `memory` and later calls read it: a memory that is passed again is not looked at.
+                from `memory` and later calls read it. A memory that is passed again must be the same.
 
         Returns:
             [b, q, d].
 
         Raises:
-            OptionError: shapes or options do not match, or the cache holds a memory of another shape.
+            OptionError: shapes or options do not match, or the cache holds another memory.
         """
         if not self.batch_first:
-            inputs = inputs.transpose(0, 1)
-            memory = None if memory is None else memory.transpose(0, 1)
+            inputs, memory, memory_values = (
+                None if x is None else x.transpose(0, 1) for x in (inputs, memory, memory_values)
+            )
         crossing = memory is not None or (cache is not None and cache.holds_memory)
         cached = 0 if cache is None or crossing else cache.length
         if crossing:
@@ -138,16 +103,15 @@ class GroupedQueryAttention(nn.Module):  # type: ignore[misc]  # torch is not fo
                     "a memory, or a cache that holds one, is for cross-attention, which has no order of tokens: use a layer without "
                     "causal and rotary, and give no documents"
                 )
-            key, value = self._across(memory, cache)
+            query, key, value = self._across(inputs, memory, memory_values, cache)
         else:
-            if self.kdim != self.embed_dim:
+            if memory_values is not None or {self.kdim, self.vdim} != {self.embed_dim}:
                 raise OptionError(f"the layer projects keys from a memory [batch, keys, {self.kdim}]: give it")
             if documents is not None and (cache is not None or documents.shape != inputs.shape[:2]):
                 raise OptionError(
                     f"documents are {list(documents.shape)}: give [batch, queries] = {list(inputs.shape[:2])}, and no cache"
                 )
-            key, value = self._keys_and_values(inputs)
-        query = _split_heads(self.q_proj(inputs), self.num_heads)
+            query, key, value = self.project(inputs, inputs, inputs)
         if self.rotary is not None:
             positions = self._positions(inputs, positions, cached)
             query, key = self.rotary.rotate(query, positions), self.rotary.rotate(key, positions)
@@ -170,23 +134,25 @@ class GroupedQueryAttention(nn.Module):  # type: ignore[misc]  # torch is not fo
         result = self.out_proj(out.transpose(1, 2).flatten(2))
         return result if self.batch_first else result.transpose(0, 1)
 
-    def _keys_and_values(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values [b, N, k, c] of tokens [b, k, kdim]."""
-        return _split_heads(self.k_proj(tokens), self.groups), _split_heads(self.v_proj(tokens), self.groups)
-
-    def _across(self, memory: Tensor | None, cache: KVCache | None) -> tuple[Tensor, Tensor]:
-        """The keys and values of the memory, which a cache keeps for later calls."""
-        if cache is not None and cache.holds_memory:
-            held = [cache.keys.shape[0], cache.length]
-            if memory is not None and list(memory.shape[:2]) != held:
+    def _across(
+        self, inputs: Tensor, memory: Tensor | None, values: Tensor | None, cache: KVCache | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, and the keys and values of the memory, which a cache keeps for later calls."""
+        if memory is None:
+            assert cache is not None
+            if values is not None:
                 raise OptionError(
-                    f"the cache holds another memory, of [batch, keys] = {held}, and this one is {list(memory.shape[:2])}: use a fresh "
-                    "KVCache for each memory"
+                    "memory_values are given without memory: give both, or neither to read the memory in the cache"
                 )
-            return cache.keys, cache.values
-        assert memory is not None
-        key, value = self._keys_and_values(memory)
-        return (key, value) if cache is None else cache.fill(key, value)
+            return split_heads(self.q_proj(inputs), self.num_heads), cache.keys, cache.values
+        values = memory if values is None else values
+        if cache is not None and cache.holds_memory:
+            cache.check_memory(memory, values)
+            return split_heads(self.q_proj(inputs), self.num_heads), cache.keys, cache.values
+        query, key, value = self.project(inputs, memory, values)
+        if cache is not None:
+            key, value = cache.fill(key, value, memory, values)
+        return query, key, value
 
     @staticmethod
     def _positions(inputs: Tensor, positions: Tensor | None, cached: int) -> Tensor:
@@ -213,8 +179,3 @@ class GroupedQueryAttention(nn.Module):  # type: ignore[misc]  # torch is not fo
             same = (documents[:, :, None] == documents[:, None])[:, None]
             mask = same if mask is None else mask & same
         return mask
-
-
-def _split_heads(flat: Tensor, heads: int) -> Tensor:
-    """[b, length, heads * head_dim] as [b, heads, length, head_dim]."""
-    return flat.unflatten(-1, (heads, -1)).transpose(1, 2)

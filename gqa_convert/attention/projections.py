@@ -1,0 +1,147 @@
+"""The parameters of grouped-query attention: four projections.
+
+Shape legend: b batch, d embed_dim, H query heads, N groups (key/value heads), c head_dim, e head_dim of the values.
+"""
+
+from collections.abc import Collection
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from gqa_convert.attention.multihead import Merge, merged_state
+from gqa_convert.errors import GroupsError, OptionError
+
+PROJECTIONS = ("q", "k", "v", "out")
+
+
+class GroupedProjections(nn.Module):  # type: ignore[misc]  # torch is not followed
+    """Projections to H query heads and to N key and value heads, and from the heads back to d features.
+
+    Args:
+        embed_dim: d, the features of inputs and outputs.
+        num_heads: H.
+        groups: N, a divisor of H; by default H.
+        head_dim: c; by default d / H.
+        value_head_dim: e; by default c.
+        kdim: features of the tokens that keys are projected from; by default d.
+        vdim: features of the tokens that values are projected from; by default `kdim`.
+        bias: True for all four projections, or the names of those with a bias among q, k, v, out.
+        dropout: probability with which an attention weight is zeroed in training.
+        batch_first: inputs and outputs are [b, length, features], otherwise [length, b, features].
+        device: of the parameters.
+        dtype: of the parameters.
+
+    Raises:
+        GroupsError: N does not divide H.
+        OptionError: an option is out of range or does not fit another.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        groups: int | None = None,
+        *,
+        head_dim: int | None = None,
+        value_head_dim: int | None = None,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        bias: bool | Collection[str] = False,
+        dropout: float = 0.0,
+        batch_first: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        groups = num_heads if groups is None else groups
+        if num_heads < 1 or groups < 1 or num_heads % groups:
+            raise GroupsError(
+                f"{num_heads} query heads cannot share {groups} key/value heads: give a divisor of {num_heads} as groups"
+            )
+        if head_dim is None and embed_dim % num_heads:
+            raise OptionError(
+                f"embed_dim {embed_dim} is not divisible by {num_heads} heads: give one that is, or head_dim"
+            )
+        self.embed_dim, self.num_heads, self.groups = embed_dim, num_heads, groups
+        self.dropout, self.batch_first = dropout, batch_first
+        self.head_dim = embed_dim // num_heads if head_dim is None else head_dim
+        self.value_head_dim = self.head_dim if value_head_dim is None else value_head_dim
+        self.kdim = embed_dim if kdim is None else kdim
+        self.vdim = self.kdim if vdim is None else vdim
+        for name in ("embed_dim", "head_dim", "value_head_dim", "kdim", "vdim"):
+            if getattr(self, name) < 1:
+                raise OptionError(f"{name} is {getattr(self, name)}: give a positive number")
+        if not 0.0 <= dropout < 1.0:
+            raise OptionError(f"dropout is {dropout}: give a probability below 1")
+        biased = set(PROJECTIONS if bias is True else bias or ())
+        if unknown := biased - set(PROJECTIONS):
+            raise OptionError(
+                f"no projection is named {', '.join(sorted(unknown))}: bias takes {', '.join(PROJECTIONS)}"
+            )
+
+        def linear(name: str, inputs: int, outputs: int) -> nn.Linear:
+            return nn.Linear(inputs, outputs, bias=name in biased, device=device, dtype=dtype)
+
+        self.q_proj = linear("q", embed_dim, num_heads * self.head_dim)
+        self.k_proj = linear("k", self.kdim, groups * self.head_dim)
+        self.v_proj = linear("v", self.vdim, groups * self.value_head_dim)
+        self.out_proj = linear("out", num_heads * self.value_head_dim, embed_dim)
+
+    def extra_repr(self) -> str:
+        return f"num_heads={self.num_heads}, groups={self.groups}, head_dim={self.head_dim}, batch_first={self.batch_first}"
+
+    def project(self, inputs: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [b, H, q, c], keys [b, N, k, c] and values [b, N, k, e], of inputs that are batch first."""
+        return (
+            split_heads(self.q_proj(inputs), self.num_heads),
+            split_heads(self.k_proj(keys), self.groups),
+            split_heads(self.v_proj(values), self.groups),
+        )
+
+    @classmethod
+    def from_multihead(
+        cls,
+        module: nn.MultiheadAttention,
+        groups: int,
+        method: Merge = "mean",
+        *,
+        name: str = "the module",
+        **options: Any,
+    ) -> Self:
+        """A module with the weights of an nn.MultiheadAttention. With as many groups as heads, it computes the same.
+
+        Args:
+            module: the source, which is not changed.
+            groups: N, a divisor of its heads.
+            method: how heads are merged: their mean, or the first of each group.
+            name: of the module, for errors.
+            options: further options of the class, such as `causal`.
+
+        Raises:
+            GroupsError: N does not divide the heads.
+            OptionError: the module is a subclass, or has `bias_k` or `add_zero_attn`, or an option is invalid.
+            NonFiniteError: a number to be merged is NaN or Inf.
+        """
+        weight = module.out_proj.weight
+        made = cls(
+            module.embed_dim,
+            module.num_heads,
+            groups=groups,
+            kdim=module.kdim,
+            vdim=module.vdim,
+            bias=module.in_proj_bias is not None,
+            dropout=module.dropout,
+            batch_first=module.batch_first,
+            device=weight.device,
+            dtype=weight.dtype,
+            **options,
+        )
+        made.load_state_dict(merged_state(module, groups, method, name))
+        made.train(module.training)
+        return made
+
+
+def split_heads(flat: Tensor, heads: int) -> Tensor:
+    """[b, length, heads * head_dim] as [b, heads, length, head_dim]."""
+    return flat.unflatten(-1, (heads, -1)).transpose(1, 2)
