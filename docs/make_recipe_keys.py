@@ -45,10 +45,10 @@ def keys_table(declared: Any) -> str:
 def find_choices(stated: Any) -> list[str]:
     """The words that a key may have, by its JSON schema; none where it takes other values."""
     for kind in stated.get("anyOf", ()):
-        found = find_choices(kind.get("items", kind))
+        found = find_choices(kind)
         if found:
             return found
-    return [str(choice) for choice in stated.get("enum", ())]
+    return [str(choice) for choice in stated.get("items", stated).get("enum", ())]
 
 
 if __name__ == "__main__":

@@ -3,40 +3,15 @@
 import re
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
-import typer
-
-from .options import Json, Quiet, byte_count, command_line, refuse
-
-if TYPE_CHECKING:
-    from gqa_convert.training.estimate import Hardware
+from .options import Json, Quiet, command_line, refuse
 
 
-def _print_schema(asked: bool) -> None:
-    if asked:
-        from gqa_convert.data.keys import schema_text
-        from gqa_convert.training.recipe import Recipe
-
-        print(schema_text(Recipe))
-        raise typer.Exit
-
-
-def _hardware(text: str) -> "Hardware":
-    """Parse --hardware: 8xh100, h100, or 4x24GB for GPUs of that memory.
-
-    Raises:
-        OptionError: the type of the GPU is not known.
-    """
-    from gqa_convert.training.estimate import Hardware, launched_gpus, named_gpus
-
-    gpus = launched_gpus()
-    if number := re.match(r"([1-9]\d{0,5}) ?x ?", text, re.IGNORECASE):
-        gpus = int(number[1])
-        text = text[number.end() :]
-    if text[:1].isdigit():
-        return Hardware(gpus, memory=byte_count(text))
-    return named_gpus(gpus, text) if text else Hardware(gpus)
+def _hardware(text: str) -> tuple[int, str]:
+    """The number and the type of GPUs in 8xh100 or h100."""
+    number = re.match(r"([1-9]\d{0,5}) ?x ?", text, re.IGNORECASE)
+    return (1, text) if number is None else (int(number[1]), text[number.end() :])
 
 
 def uptrain(
@@ -45,7 +20,6 @@ def uptrain(
     dry_run: bool = False,
     hardware: Annotated[Any, {"parser": _hardware}] = None,
     tokenize_only: bool = False,
-    schema: Annotated[bool, {"callback": _print_schema, "is_eager": True}] = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -67,12 +41,9 @@ def uptrain(
         RECIPE.yaml: Recipe file: the model, the text and the budget.
         KEY=VALUE: Values that replace keys of the recipe.
         --dry-run: Estimate memory and hours of the run; train nothing.
-        --hardware NxGPU: With --dry-run: GPUs by their type or their memory, such as 8xh100 or 4x24GB. Default: as many
-            as the launcher has processes, of no known type.
+        --hardware NxGPU: With --dry-run: the number and the type of GPUs, such as 8xh100. Default: one H100.
         --tokenize-only: Tokenise the text ahead of the run, so that no GPU waits for it; train nothing.
-        --schema: Print the JSON schema of recipes, for editors.
     """
-    del schema  # printed before anything else
     if not dry_run:
         refuse({"--hardware": hardware}, "describes GPUs for the estimate of --dry-run")
     from .console.progress import ProgressScreen
@@ -85,7 +56,7 @@ def uptrain(
         if dry_run:
             from gqa_convert.training.estimate import estimate
 
-            result = estimate(recipe, overrides or [], hardware or _hardware(""))
+            result = estimate(recipe, overrides or [], *(hardware or (1, "h100")))
             show = show_estimate
         elif tokenize_only:
             from gqa_convert.training.tokenize_only import tokenize_recipe

@@ -1,10 +1,9 @@
 """Reads a folder of sound, with or without its texts, in the convention of datasets' `audiofolder`.
 
-A `metadata.jsonl` or `metadata.csv` states a `file_name` and a text for each file; without one, every audio file of the
-folder counts, and there are no texts. soundfile decodes the files, and soxr resamples them.
+A `metadata.jsonl` states `file_name` and `text` for each file; without one, every audio file of the folder counts, and
+there are no texts. soundfile decodes the files, and soxr resamples them.
 """
 
-import csv
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,18 +12,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from gqa_convert.data.documents import Row
 from gqa_convert.data.files import explained, read_rows
 from gqa_convert.errors import DataError, MissingExtraError
 
 SUFFIXES = (".wav", ".flac", ".mp3", ".ogg", ".opus", ".aiff", ".aif")
-TEXT_COLUMNS = ("text", "transcription", "sentence")
-"""The names under which datasets of speech hold the text, the first that is there."""
 SHORTEST_SECONDS = 0.2
 """A shorter file holds no word."""
-_CUT_OFF = "(should be"
-_STREAMED = ("4294967295", "0xFFFFFFFF")
-"""In soundfile's notes on a file: its header states more bytes than there are, or that it was written to a pipe."""
 
 Samples = npt.NDArray[np.float32]
 
@@ -47,9 +40,9 @@ def list_audio_files(folder: Path) -> list[AudioFile]:
             f"{folder} is no folder: a model that hears takes a folder of audio files, with their texts in "
             "metadata.jsonl or without"
         )
-    for metadata in (folder / "metadata.jsonl", folder / "metadata.csv"):
-        if metadata.is_file():
-            return _described(metadata)
+    metadata = folder / "metadata.jsonl"
+    if metadata.is_file():
+        return _described(metadata)
     sounds = [path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file()]
     if not sounds:
         raise DataError(f"{folder} holds no audio files ({', '.join(SUFFIXES)}): name a folder that does")
@@ -59,8 +52,10 @@ def list_audio_files(folder: Path) -> list[AudioFile]:
 def _described(metadata: Path) -> list[AudioFile]:
     """The files that the rows of the metadata describe."""
     found: dict[Path, str] = {}
-    for row in _rows(metadata):
-        name = row.get("file_name")
+    with explained(metadata), metadata.open("rb") as handle:
+        rows = [row for _, row in read_rows(metadata, handle, ("file_name",))]
+    for row in rows:
+        name, text = row.get("file_name"), row.get("text")
         if not isinstance(name, str):
             raise DataError(f"{metadata} has a row without file_name: every row names its audio file")
         path = metadata.parent / name
@@ -68,26 +63,14 @@ def _described(metadata: Path) -> list[AudioFile]:
             raise DataError(f"{metadata} names {name} twice: remove one of its rows")
         if not path.is_file():
             raise DataError(f"{metadata} names {name}, which is not there: add it or remove the row")
-        texts = [row[column] for column in TEXT_COLUMNS if isinstance(row.get(column), str)]
-        if not texts:
+        if not isinstance(text, str):
             raise DataError(
-                f"{metadata} states no text for {name}, in none of the columns {', '.join(TEXT_COLUMNS)}: "
-                "add it, or remove the metadata, and the source writes the texts itself"
+                f"{metadata} states no text for {name}: add it, or remove the metadata, and the source writes the texts itself"
             )
-        found[path] = texts[0]
+        found[path] = text
     if not found:
         raise DataError(f"{metadata} has no rows: add one for each audio file, or remove it")
     return [AudioFile(path, text) for path, text in found.items()]
-
-
-def _rows(metadata: Path) -> Iterator[Row]:
-    with explained(metadata):
-        if metadata.suffix == ".csv":
-            with metadata.open(encoding="utf-8-sig", newline="") as lines:
-                yield from csv.DictReader(lines)
-        else:
-            with metadata.open("rb") as handle:
-                yield from (row for _, row in read_rows(metadata, handle, ("file_name",)))
 
 
 def seconds_of(files: Sequence[AudioFile]) -> float:
@@ -108,27 +91,22 @@ def read_audio(path: Path, rate: int) -> Samples:
     """The samples of a file, [n], of one channel at `rate` samples per second.
 
     Raises:
-        DataError: the file can't be decoded, ends before its header says, is shorter than `SHORTEST_SECONDS`, or holds
-            NaN.
+        DataError: the file can't be decoded, is shorter than `SHORTEST_SECONDS`, or holds NaN.
         MissingExtraError: soundfile or soxr is not installed.
     """
     with _opened(path) as file:
         channels = file.read(dtype="float32", always_2d=True)
-        stated, found_rate, notes = file.frames, file.samplerate, file.extra_info
+        found_rate = file.samplerate
     import soxr
 
     samples: Samples = soxr.resample(channels.mean(axis=1), found_rate, rate)
-    is_streamed = any(mark in notes for mark in _STREAMED)
-    if len(channels) < stated or (_CUT_OFF in notes and not is_streamed):
-        problem = "ends before its header says: copy it again"
-    elif len(samples) < SHORTEST_SECONDS * rate:
-        seconds = len(samples) / rate
-        problem = f"lasts {seconds:.2f} seconds, and nothing is said in less than {SHORTEST_SECONDS}: record it longer"
-    elif not np.isfinite(samples).all():
-        problem = "holds samples that are no finite numbers: repair it"
-    else:
-        return samples
-    raise DataError(f"{path} {problem}, or take it out of the folder")
+    if len(samples) < SHORTEST_SECONDS * rate:
+        raise DataError(
+            f"{path} lasts {len(samples) / rate:.2f} seconds, and nothing is said in less than {SHORTEST_SECONDS}: take it out of the folder"
+        )
+    if not np.isfinite(samples).all():
+        raise DataError(f"{path} holds samples that are no finite numbers: repair it, or take it out of the folder")
+    return samples
 
 
 @contextmanager

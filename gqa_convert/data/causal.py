@@ -10,7 +10,7 @@ from gqa_convert.data.labels import IGNORED
 from gqa_convert.data.objectives import SampleSettings
 from gqa_convert.data.sampler import Batch, Block, BlockSampler, Keys, Places
 from gqa_convert.data.sources import Source, TextSource
-from gqa_convert.data.token_files import UNLEARNED, Encoder, TokenSource, ids_of
+from gqa_convert.data.token_files import Encoder, TokenSource
 
 
 class CausalSampler(BlockSampler):
@@ -21,18 +21,17 @@ class CausalSampler(BlockSampler):
 
     def encoder(self, source: Source, text: TextSource) -> Encoder:
         """Running text between special tokens, or conversations."""
-        return text_encoder(source, text, self.settings.tokenizer, closed=True, chats=True, loss_on=source.loss_on)
+        return text_encoder(source, text, self.settings.tokenizer, closed=True, chats=True)
 
     def batch(self, places: Places, keys: Keys) -> Batch:  # noqa: ARG002
         """Blocks of text.
 
         Returns:
-            `input_ids` and `labels` (the next tokens; IGNORED where there is nothing to predict or learn): [b, L].
+            `input_ids` and `labels` (the next tokens; IGNORED where there is nothing to predict): [b, L].
         """
         length = self.length
-        rows = np.stack([tokens.marked(place.start, length + 1) for tokens, place in places])
-        ids = ids_of(rows)
-        labels = np.where(rows[:, 1:] & UNLEARNED, IGNORED, ids[:, 1:])
+        ids = np.stack([tokens.read(place.start, length + 1) for tokens, place in places])
+        labels = ids[:, 1:].copy()
         for row, (tokens, place) in zip(labels, places, strict=True):
             row[tokens.size - place.before :] = IGNORED  # they are in an earlier block of the epoch, too
             if place.start <= tokens.size - 1 < place.start + length:  # the first token does not follow the last

@@ -1,4 +1,4 @@
-"""Documents in local files: plain text, JSON lines, JSON arrays and Parquet, compressed or not."""
+"""Documents in local files: plain text, JSON lines and Parquet."""
 
 import io
 import json
@@ -12,12 +12,11 @@ from typing import IO, Any
 from gqa_convert.data.documents import Fields, Piece, Row
 from gqa_convert.errors import DataError
 
-_PARQUET = (".parquet", ".pq")
-_WITH_ROWS = (".jsonl", ".ndjson", ".json", *_PARQUET)
+_PARQUET = ".parquet"
+_WITH_ROWS = (".jsonl", ".json", _PARQUET)
 SUFFIXES = (".txt", ".text", ".md", ".rst", ".py", *_WITH_ROWS)
 """The suffixes of the files that are read from a folder; other files are read as plain text if they are named."""
 
-_COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
 PIECE = 1 << 18
 """The characters of a piece of a long text file; pieces are tokenised in parallel."""
 _SHORT = 100
@@ -25,7 +24,7 @@ _SHORT = 100
 
 
 class Files:
-    """Text files as documents: a text file, a row of JSON lines, of a JSON array or of a Parquet file each.
+    """Text files as documents: a text file, a row of JSON lines or of a Parquet file each.
 
     Attributes:
         label: the source as the user names it.
@@ -51,17 +50,12 @@ class Files:
         """Everything that the documents depend on, as plain data for a cache key."""
         return ["files", self._identity, self.lenient]
 
-    def position(self) -> Any:
-        """Files are read again from the beginning, which takes little beside tokenising."""
-        return None
-
-    def pieces(self, fields: Fields, skip: int = 0, position: Any = None) -> Iterator[Piece]:  # noqa: ARG002
+    def pieces(self, fields: Fields, skip: int = 0) -> Iterator[Piece]:
         """The documents, long text files in several pieces.
 
         Args:
             fields: the fields of JSON and Parquet files.
             skip: the pieces at the beginning that are left out.
-            position: see `position`.
 
         Raises:
             DataError: a file can't be read, a row lacks a field, or plain text has no such fields.
@@ -79,7 +73,7 @@ class Files:
             self.bytes_read = finished
 
     def _documents(self, path: Path, handle: io.BufferedReader, fields: Fields) -> Iterator[Piece]:
-        if kind_of(path) in _WITH_ROWS:
+        if path.suffix in _WITH_ROWS:
             for where, row in read_rows(path, handle, fields.names):
                 if document := fields.read(row, where):
                     yield Piece(document, where=where)
@@ -95,13 +89,12 @@ class Files:
             if len(text) > _SHORT:
                 yield Piece(text)
         else:
-            with _decompressed(path, handle) as lines:
-                yield from _text_pieces(lines)
+            yield from _text_pieces(_lines(handle))
 
     def first_row(self) -> Row:
         """The first row of the first file; empty if it is plain text, has none or can't be read."""
         path = self.files[0]
-        if kind_of(path) not in _WITH_ROWS:
+        if path.suffix not in _WITH_ROWS:
             return {}
         try:
             with path.open("rb") as handle:
@@ -126,19 +119,8 @@ def explained(path: Path) -> Iterator[None]:
         ) from None
 
 
-def kind_of(path: Path) -> str:
-    """The suffix that states a file's format, without the suffix of its compression."""
-    suffix = path.suffix.lower()
-    return Path(path.stem).suffix.lower() if suffix in _COMPRESSED else suffix
-
-
-def _decompressed(path: Path, handle: io.BufferedReader) -> IO[str]:
+def _lines(handle: io.BufferedReader) -> IO[str]:
     """The text of a file. Lines end with a line feed only, since JSON may hold all other line separators."""
-    compression = _COMPRESSED.get(path.suffix.lower())
-    if compression is not None:
-        import pyarrow as pa
-
-        handle = io.BufferedReader(pa.CompressedInputStream(handle, compression))
     return io.TextIOWrapper(handle, encoding="utf-8-sig", newline="\n")
 
 
@@ -163,35 +145,23 @@ def read_rows(path: Path, handle: io.BufferedReader, fields: Sequence[str]) -> I
         handle: the open file.
         fields: the fields that are read, so that other columns of Parquet files need not be.
     """
-    if kind_of(path) in _PARQUET:
+    if path.suffix == _PARQUET:
         yield from _parquet_rows(path, handle, fields)
         return
-    with _decompressed(path, handle) as lines:
-        for where, row in _json_values(path, lines):
-            if not isinstance(row, dict):
-                raise DataError(
-                    f"{where} holds a {type(row).__name__}, expected an object with {' and '.join(map(repr, fields))}"
-                )
-            yield where, row
-
-
-def _json_values(path: Path, lines: IO[str]) -> Iterator[tuple[str, Any]]:
-    """The location of each value and the value: one per line, or the items of an array, which is read as a whole."""
-    for number, line in enumerate(lines, 1):
-        if line.lstrip().startswith("["):
-            what = f"{path} begins like a JSON array but is not one"
-            items = _parsed(line + lines.read(), what)
-            yield from ((f"{path} item {place}", item) for place, item in enumerate(items, 1))
-        elif line.strip():
+    for number, line in enumerate(_lines(handle), 1):
+        if line.strip():
             where = f"{path} line {number}"
-            yield where, _parsed(line, f"{where} is not JSON")
+            yield where, _parsed(line, where)
 
 
-def _parsed(text: str, what: str) -> Any:
+def _parsed(line: str, where: str) -> Row:
     try:
-        return json.loads(text)
+        row = json.loads(line)
     except (ValueError, RecursionError) as problem:
-        raise DataError(f"{what} ({problem}): expected one object per line, or one array of objects") from None
+        raise DataError(f"{where} is not JSON ({problem}): expected one object per line") from None
+    if not isinstance(row, dict):
+        raise DataError(f"{where} holds a {type(row).__name__}, expected one object per line")
+    return row
 
 
 def _parquet_rows(path: Path, handle: io.BufferedReader, fields: Sequence[str]) -> Iterator[tuple[str, Row]]:
@@ -211,5 +181,5 @@ def _parquet_rows(path: Path, handle: io.BufferedReader, fields: Sequence[str]) 
 
 def columns_of(fields: Sequence[str], names: Sequence[str]) -> list[str] | None:
     """The columns that hold the fields; None for all columns if one is missing, so that the error can list them."""
-    found = {field if field in names else field.partition(".")[0] for field in fields}
+    found = {field.partition(".")[0] for field in fields}
     return sorted(found) if found and found <= set(names) else None

@@ -1,8 +1,6 @@
 """Keys of a recipe: fields of pydantic dataclasses, which read YAML's scalars, and one line for each mistake in them."""
 
 import difflib
-import json
-import re
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -18,8 +16,6 @@ T = TypeVar("T")
 CONFIG = ConfigDict(extra="forbid")
 """Of all dataclasses of keys: unknown keys are mistakes."""
 _GREATEST = 10**18
-_OTHER_NAMES: dict[str, str] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-"""Our keys by what other programs call them."""
 
 
 def _read_count(value: Any) -> int:
@@ -39,15 +35,13 @@ def _read_real(value: Any) -> float:
 def _check_text(text: str) -> str:
     if not text.strip() or "\0" in text:
         raise ValueError("it must be text")
-    if any("\ud800" <= char <= "\udfff" for char in text):
-        raise ValueError("it is no UTF-8: rename the file or folder")
     return text
 
 
-Tokens = Annotated[int, BeforeValidator(_read_count, json_schema_input_type=int | str)]
+Tokens = Annotated[int, BeforeValidator(_read_count)]
 """A number of tokens, which may be written 10B, 500M or 64Ki."""
-Whole = Annotated[int, BeforeValidator(_read_count, json_schema_input_type=int)]
-Real = Annotated[float, BeforeValidator(_read_real, json_schema_input_type=float)]
+Whole = Annotated[int, BeforeValidator(_read_count)]
+Real = Annotated[float, BeforeValidator(_read_real)]
 Flag = Annotated[bool, Field(strict=True)]
 Text = Annotated[str, Field(strict=True), AfterValidator(_check_text)]
 PathText = Annotated[Text, AfterValidator(expanded)]
@@ -111,8 +105,7 @@ def read_keys(declared: Any, values: Any, nested: Mapping[str, Any], owner: str 
                 subject = f"{above} has an unknown key" if above else "unknown key"
                 lines.append(f"{subject} {name!r}: {suggestion(name, holder)}")
             elif error["type"] == "missing":
-                meaning = re.split(r"[:;.(]", fields_of(holder)[str(name)].description)[0].strip()
-                lines.append(f"{above or 'the recipe'} has no key {name!r}: give {meaning[0].lower()}{meaning[1:]}")
+                lines.append(f"{above or 'the recipe'} has no key {name!r}: {fields_of(holder)[str(name)].description}")
             else:
                 lines.append(f"{_path(error['loc'], owner)} is {_explained(error)}")
         raise ValueError("\n".join(dict.fromkeys(" ".join(line.split()) for line in lines))) from None
@@ -139,12 +132,7 @@ def _explained(error: Any) -> str:
 
 
 def suggestion(name: object, declared: Any) -> str:
-    """Advice about an unknown key: the nearest known one, as other programs call it or misspelt, or all of them."""
-    bare, known = str(name).lower().strip().lstrip("-").replace("-", "_"), fields_of(declared)
-    near = [_OTHER_NAMES[bare]] if _OTHER_NAMES.get(bare) in known else difflib.get_close_matches(bare, known, 1)
+    """Advice about an unknown key: the nearest known one, or all of them."""
+    known = fields_of(declared)
+    near = difflib.get_close_matches(str(name), known, 1)
     return f"did you mean {near[0]!r}?" if near else f"the keys are {', '.join(known)}"
-
-
-def schema_text(declared: Any) -> str:
-    """The JSON schema of a dataclass of keys."""
-    return json.dumps(TypeAdapter(declared).json_schema(), indent=2)

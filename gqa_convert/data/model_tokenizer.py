@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from gqa_convert.checkpoint.strict_json import Config
-from gqa_convert.errors import DataError
+from gqa_convert.errors import DataError, first_line
 from gqa_convert.families.config_sizes import VOCABULARY_KEYS
 from gqa_convert.families.context_length import stated_count
 from gqa_convert.families.loading import load_tokenizer
@@ -19,9 +19,8 @@ def usable_tokenizer(folder: Path) -> Any:
     try:
         tokenizer = load_tokenizer(folder)
     except Exception as problem:
-        first = next((line.strip() for line in str(problem).splitlines() if line.strip()), "")
         raise DataError(
-            f"{folder} has no tokenizer that transformers can load ({type(problem).__name__}: {first[:200]}): copy the tokenizer's files "
+            f"{folder} has no tokenizer that transformers can load ({first_line(problem)}): copy the tokenizer's files "
             "from the model's repository"
         ) from problem
     # for some model types transformers creates a tokenizer without a vocabulary if the files are missing

@@ -4,7 +4,6 @@ An objective is one entry of `OBJECTIVES` and one class in a file of its own, wh
 docs/developing.md says what belongs to a new one.
 """
 
-from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -14,7 +13,7 @@ from gqa_convert.errors import DataError
 if TYPE_CHECKING:  # recipes are read without numpy
     from gqa_convert.data.sampler import Sampler
 
-ModelKind = Literal["a decoder-only model", "an encoder-decoder", "a model that hears"]
+ModelKind = Literal["a decoder-only model", "an encoder-decoder"]
 
 
 class SampleSettings(NamedTuple):
@@ -26,7 +25,6 @@ class SampleSettings(NamedTuple):
         length: `sequence_length`, in tokens.
         decoder_start: the first token of the decoder's input; None for the padding token.
         starts_with_last: whether the decoder's input starts with the target's last token instead.
-        folder: the checkpoint, which some objectives read.
     """
 
     tokenizer: Any
@@ -34,7 +32,6 @@ class SampleSettings(NamedTuple):
     length: int
     decoder_start: int | None = None
     starts_with_last: bool = False
-    folder: Path = Path()
 
     def __str__(self) -> str:
         """What tells the samples from others, without the tokenizer, which the tokens depend on."""
@@ -62,17 +59,11 @@ class Objective(NamedTuple):
         models: the kind of models that it trains.
         reads: the kinds of sources that it reads.
         sampler: the class that derives from `Sampler`, as `module:name`.
-        needs: what the tokenizer must have, as text for messages; empty if nothing. `Sampler.suits` looks for it.
     """
 
     models: ModelKind
     reads: tuple[SourceKind, ...]
     sampler: str
-    needs: str = ""
-
-    def load(self) -> "type[Sampler]":
-        """The class of its samplers."""
-        return resolve_name(self.sampler)  # type: ignore[no-any-return]
 
 
 OBJECTIVES: dict[str, Objective] = {
@@ -85,12 +76,10 @@ OBJECTIVES: dict[str, Objective] = {
         models="an encoder-decoder",
         reads=("text",),
         sampler="gqa_convert.data.span_corruption:SpanSampler",
-        needs="sentinel tokens <extra_id_0>, <extra_id_1>, ...",
     ),
     "pairs": Objective(models="an encoder-decoder", reads=("pairs",), sampler="gqa_convert.data.pairs:PairSampler"),
-    "speech": Objective(models="a model that hears", reads=("text",), sampler="gqa_convert.data.spoken:SpeechSampler"),
 }
-"""The objectives by name. `auto` takes the first one that suits a model, its tokenizer and the data."""
+"""The objectives by name. `auto` takes the first one that suits a model and the data."""
 
 
 def make_sampler(settings: SampleSettings) -> "Sampler":
@@ -99,4 +88,5 @@ def make_sampler(settings: SampleSettings) -> "Sampler":
     Raises:
         DataError: the tokenizer lacks a token that it needs, or the length does not allow a sample.
     """
-    return OBJECTIVES[settings.objective].load()(settings)
+    sampler: Sampler = resolve_name(OBJECTIVES[settings.objective].sampler)(settings)
+    return sampler

@@ -3,7 +3,6 @@ of NumPy.
 """
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from fractions import Fraction
 from functools import lru_cache
@@ -75,12 +74,6 @@ class Mixture:
         turns, place = divmod(index, len(self._order))
         source, turn = self._order[place]
         return source, turns * self.parts[source] + turn
-
-    def counts(self, count: int) -> list[int]:
-        """The number of samples of each source among the first `count`."""
-        turns, rest = divmod(count, len(self._order))
-        more = Counter(source for source, _ in self._order[:rest])
-        return [turns * part + more[source] for source, part in enumerate(self.parts)]
 
 
 def _whole_parts(weights: list[Fraction]) -> list[int]:

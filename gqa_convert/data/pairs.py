@@ -1,6 +1,6 @@
-"""Pairs of texts for encoder-decoders, and samples that are whole documents of different lengths.
+"""Pairs of texts for encoder-decoders: whole documents of different lengths.
 
-Shape legend: b rows, Le tokens of the longest encoder input, Ld tokens of the longest target.
+Shape legend: b pairs, Le tokens of the longest source, Ld tokens of the longest target.
 """
 
 from collections.abc import Sequence
@@ -76,79 +76,18 @@ def shortened(text: npt.NDArray[Any], longest: int) -> npt.NDArray[Any]:
     return text if len(text) <= longest else np.concatenate([text[: longest - 1], text[-1:]])
 
 
-class DocumentSampler(Sampler):
-    """Whole documents in a new order each epoch, one or more for a sample, padded to the longest of their batch.
-    `sequence_length` is the most tokens of a document; longer ones are truncated.
+class PairSampler(Sampler):
+    """Pairs of texts in a new order each epoch: what the encoder reads, and what the decoder learns to write.
+    `sequence_length` is the most tokens of either text; longer ones are truncated.
 
     Attributes:
-        per_sample: the documents of a sample.
-        noun: what samples are called in messages.
-        raw_tokens: the mean number of tokens in a sample, over the sources by their shares; before `measure`, the most.
+        raw_tokens: the mean number of tokens in a pair, over the sources by their shares; before `measure`, the most.
     """
-
-    per_sample: int
-    noun: str
-
-    def __init__(self, settings: SampleSettings) -> None:
-        super().__init__(settings)
-        self.raw_tokens = Fraction(self.per_sample * settings.length)
-
-    def measure(self, sources: Shares) -> None:
-        """See `Sampler.measure`."""
-        shares, longest = sum(share for _, share in sources), self.settings.length
-        self.raw_tokens, notes = Fraction(0), list(self.notes)
-        for tokens, share in sources:
-            whole = self._lengths(tokens)
-            kept = int(np.minimum(whole, longest).sum())
-            self.raw_tokens += Fraction(share, shares) * Fraction(kept, len(whole))
-            cut = int((whole > longest).any(axis=1).sum())
-            if cut:
-                notes.append(
-                    f"{cut} of the {len(whole)} {self.noun} of {tokens.label} are truncated to {longest} tokens"
-                )
-            left_out = tokens.pieces - len(whole)
-            if left_out:
-                notes.append(f"{left_out} rows of {tokens.label} with an empty text are skipped")
-        self.notes = notes
-
-    def tokens_for(self, samples: int) -> None:  # noqa: ARG002
-        """Such documents are few compared with running text, and are read completely."""
-        return
-
-    def count(self, tokens: TokenSource) -> int:
-        """The number of samples in a source."""
-        return len(tokens.ends) // self.per_sample
-
-    def cut(self, tokens: TokenSource, number: int, key: int) -> int:
-        """The number of a sample within its source; see `Sampler.cut`."""
-        count = self.count(tokens)
-        epoch, place = divmod(number, count)
-        return permuted(place, count, mix(key, epoch, 2))
-
-    def first(self, tokens: TokenSource, limit: int) -> list[int]:
-        """The first samples whose tokens add up to the limit, and at least one."""
-        sums = np.cumsum(np.minimum(self._lengths(tokens), self.settings.length).sum(axis=1))
-        return list(range(max(1, int(np.searchsorted(sums, limit, side="right")))))
-
-    def document(self, tokens: TokenSource, number: int) -> Marked:
-        """The document of this number with its marks, truncated."""
-        start = int(tokens.ends[number - 1]) if number else 0
-        return shortened(tokens.tokens[start : int(tokens.ends[number])], self.settings.length)
-
-    def _lengths(self, tokens: TokenSource) -> Integers:
-        """The tokens of each document, special ones included: [samples, per_sample]."""
-        return np.diff(tokens.ends, prepend=0).reshape(-1, self.per_sample)
-
-
-class PairSampler(DocumentSampler):
-    """Pairs of texts: what the encoder reads, and what the decoder learns to write."""
-
-    per_sample = 2
-    noun = "pairs"
 
     def __init__(self, settings: SampleSettings) -> None:
         super().__init__(settings)
         refuse_languages(settings.tokenizer)
+        self.raw_tokens = Fraction(2 * settings.length)
         self._start, pad = settings.first_token, settings.tokenizer.pad_token_id
         self._pad = self._start if pad is None else int(pad)
 
@@ -157,6 +96,33 @@ class PairSampler(DocumentSampler):
         if source.source_field is None or source.target_field is None:
             raise DataError(f"the objective is pairs, and {text.label} does not name their fields: add {PAIR_KEYS}")
         return PairEncoder(self.settings.tokenizer, Fields((source.source_field, source.target_field), "pair"))
+
+    def measure(self, sources: Shares) -> None:
+        """See `Sampler.measure`."""
+        shares = sum(share for _, share in sources)
+        self.raw_tokens = Fraction(0)
+        for tokens, share in sources:
+            lengths = np.minimum(_lengths(tokens), self.settings.length)
+            self.raw_tokens += Fraction(share * int(lengths.sum()), shares * len(lengths))
+
+    def tokens_for(self, samples: int) -> None:  # noqa: ARG002
+        """Pairs are few compared with running text, and are read completely."""
+        return
+
+    def count(self, tokens: TokenSource) -> int:
+        """The number of pairs in a source."""
+        return len(tokens.ends) // 2
+
+    def cut(self, tokens: TokenSource, number: int, key: int) -> int:
+        """The number of a pair within its source; see `Sampler.cut`."""
+        count = self.count(tokens)
+        epoch, place = divmod(number, count)
+        return permuted(place, count, mix(key, epoch, 2))
+
+    def first(self, tokens: TokenSource, limit: int) -> list[int]:
+        """The first pairs whose tokens add up to the limit, and at least one."""
+        sums = np.cumsum(np.minimum(_lengths(tokens), self.settings.length).sum(axis=1))
+        return list(range(max(1, int(np.searchsorted(sums, limit, side="right")))))
 
     def batch(self, places: Places, keys: Keys) -> Batch:  # noqa: ARG002
         """A batch of pairs.
@@ -167,7 +133,7 @@ class PairSampler(DocumentSampler):
         """
         sources, targets, shifted = [], [], []
         for tokens, number in places:
-            source, target = (ids_of(self.document(tokens, 2 * number + side)) for side in (0, 1))
+            source, target = self._text(tokens, 2 * number), self._text(tokens, 2 * number + 1)
             start = target[-1] if self.settings.starts_with_last else self._start
             sources.append(source)
             targets.append(target)
@@ -180,6 +146,16 @@ class PairSampler(DocumentSampler):
         mask = padded([np.ones_like(source) for source in sources], 0)
         return batch if mask.all() else batch | {"attention_mask": mask}
 
+    def _text(self, tokens: TokenSource, number: int) -> Integers:
+        """The tokens of a text, truncated; sources have even numbers, targets odd ones."""
+        start = int(tokens.ends[number - 1]) if number else 0
+        return ids_of(shortened(tokens.tokens[start : int(tokens.ends[number])], self.settings.length))
+
     def shapes(self) -> Shapes:
         """See `Sampler.shapes`: texts are taken to be as long as they may be."""
         return {"input_ids": (self.settings.length,), "decoder_input_ids": (self.settings.length,)}
+
+
+def _lengths(tokens: TokenSource) -> Integers:
+    """The tokens of both texts of each pair, special ones included: [pairs, 2]."""
+    return np.diff(tokens.ends, prepend=0).reshape(-1, 2)

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from gqa_convert.data.objectives import SampleSettings
 from gqa_convert.data.order import mix, permuted
-from gqa_convert.data.sources import Source, TextSource, open_source
+from gqa_convert.data.sources import Source, TextSource
 from gqa_convert.data.token_files import Encoder, TokenSource
 
 SHUFFLE_WINDOW: Final = 1 << 22
@@ -33,7 +33,7 @@ Places = Sequence[tuple[TokenSource, Any]]
 Shares = Sequence[tuple[TokenSource, int]]
 """The tokens of each source, and its share of the samples."""
 Shapes = dict[str, tuple[int, ...]]
-"""The shape of each input of a sample, by name."""
+"""The shape of each input of a sample, which are all tokens, by name."""
 
 
 class Sampler(ABC):
@@ -45,7 +45,6 @@ class Sampler(ABC):
     Attributes:
         raw_tokens: the mean number of text tokens in a sample.
         shortest: the fewest tokens that a source must have.
-        notes: messages about the data for the user.
 
     Raises:
         DataError: the settings, the tokenizer or the checkpoint do not suit the objective.
@@ -53,19 +52,9 @@ class Sampler(ABC):
 
     raw_tokens: int | Fraction
     shortest: int = 1
-    notes: Sequence[str] = ()
 
     def __init__(self, settings: SampleSettings) -> None:
         self.settings = settings
-
-    @staticmethod
-    def suits(tokenizer: Any) -> bool:  # noqa: ARG004
-        """Whether a tokenizer has what the objective needs."""
-        return True
-
-    def open(self, source: Source) -> TextSource:
-        """The documents of a source; see `open_source`."""
-        return open_source(source)
 
     @abstractmethod
     def encoder(self, source: Source, text: TextSource) -> Encoder:
@@ -77,10 +66,6 @@ class Sampler(ABC):
 
     def measure(self, sources: Shares) -> None:  # noqa: B027
         """Set what depends on the data, from the tokens of each source and the source's share of the samples."""
-
-    @abstractmethod
-    def count(self, tokens: TokenSource) -> int:
-        """The number of samples in an epoch of a source."""
 
     @abstractmethod
     def tokens_for(self, samples: int) -> int | None:
@@ -111,9 +96,7 @@ class Sampler(ABC):
 
     @abstractmethod
     def shapes(self) -> Shapes:
-        """The shape of each of a model's inputs in the longest sample, for the estimate of memory; names with `ids` hold
-        tokens, others numbers.
-        """
+        """The shape of each of a model's inputs in the longest sample, for the estimate of memory."""
 
 
 class Block(NamedTuple):

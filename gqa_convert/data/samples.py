@@ -7,7 +7,7 @@ from gqa_convert.data.hub import default_cache
 from gqa_convert.data.objectives import SampleSettings, make_sampler
 from gqa_convert.data.order import Mixture, mix
 from gqa_convert.data.sampler import Batch, Sampler
-from gqa_convert.data.sources import Source
+from gqa_convert.data.sources import Source, open_source
 from gqa_convert.data.token_files import OnTokenize, TokenSource, tokenize
 from gqa_convert.errors import DataError
 
@@ -25,7 +25,6 @@ class Samples:
     Attributes:
         tokens_per_sample: the text tokens that a sample consumes (the mean if samples differ).
         fingerprint: a hash of the tokens, the objective and the seed; equal fingerprints mean equal samples.
-        notes: messages about the data, for the user.
     """
 
     def __init__(self, sources: Sequence[tuple[TokenSource, float]], sampler: Sampler, seed: int) -> None:
@@ -34,8 +33,9 @@ class Samples:
         self._mixture = Mixture([weight for _, weight in sources])
         shares = list(zip(self.sources, self._mixture.parts, strict=True))
         sampler.measure(shares)
-        self.tokens_per_sample, self.notes = sampler.raw_tokens, list(sampler.notes)
-        self.fingerprint = _fingerprint(sampler, seed, shares)
+        self.tokens_per_sample = sampler.raw_tokens
+        stated = [str(sampler.settings), str(seed), *(f"{tokens.fingerprint} {share}" for tokens, share in shares)]
+        self.fingerprint = hashlib.sha256("\n".join(stated).encode()).hexdigest()
 
     def batch(self, indices: Sequence[int]) -> Batch:
         """The samples with these numbers; see the `batch` of the samplers.
@@ -57,15 +57,11 @@ class EvaluationBlocks:
     Args:
         sources: the tokens of each source, and how many of them are scored.
         sampler: makes the samples.
-
-    Attributes:
-        fingerprint: a hash of the tokens and settings.
     """
 
     def __init__(self, sources: Sequence[tuple[TokenSource, int]], sampler: Sampler) -> None:
         self.sampler = sampler
         self._places = [(tokens, place) for tokens, limit in sources for place in sampler.first(tokens, limit)]
-        self.fingerprint = _fingerprint(sampler, 0, sources)
 
     def __len__(self) -> int:
         return len(self._places)
@@ -73,11 +69,6 @@ class EvaluationBlocks:
     def batch(self, indices: Sequence[int]) -> Batch:
         """The blocks with these numbers, all of them below `len`."""
         return self.sampler.batch([self._places[index] for index in indices], [(0, index) for index in indices])
-
-
-def _fingerprint(sampler: Sampler, seed: int, sources: Sequence[tuple[TokenSource, int]]) -> str:
-    stated = [f"{tokens.fingerprint} {share}" for tokens, share in sources]
-    return hashlib.sha256("\n".join([str(sampler.settings), str(seed), *stated]).encode()).hexdigest()
 
 
 def open_samples(
@@ -98,10 +89,11 @@ def open_samples(
             written.
     """
     sampler = make_sampler(settings)
-    counts = Mixture([source.weight for source in sources]).counts(int(tokens // sampler.raw_tokens) + 1)
+    count, parts = int(tokens // sampler.raw_tokens) + 1, Mixture([source.weight for source in sources]).parts
     opened = []
-    for source, count in zip(sources, counts, strict=True):
-        opened.append((_tokens(source, sampler, sampler.tokens_for(count), progress), source.weight))
+    for source, part in zip(sources, parts, strict=True):
+        needed = sampler.tokens_for(-(-count * part // sum(parts)))
+        opened.append((_tokens(source, sampler, needed, progress), source.weight))
     return Samples(opened, sampler, seed)
 
 
@@ -123,16 +115,12 @@ def evaluation_blocks(
 
 def _tokens(source: Source, sampler: Sampler, needed: int | None, progress: OnTokenize) -> TokenSource:
     """The tokens of a source, as many as needed if it is a stream."""
-    text = sampler.open(source)
+    text = open_source(source)
     encoder = sampler.encoder(source, text)
     least = max(needed, sampler.shortest) if needed is not None and text.is_stream else None
     tokens = tokenize(text, encoder, default_cache(), needed=least, progress=progress)
     if tokens.size < sampler.shortest:
         raise DataError(
             f"{text.label} has {tokens.size} tokens, fewer than one sample of {sampler.shortest}: add text, or make sequence_length smaller"
-        )
-    if not tokens.learns_any():
-        raise DataError(
-            f"{text.label} has no message of the assistant, whose tokens are learned: name other conversations, or set loss_on to all"
         )
     return tokens

@@ -11,10 +11,9 @@ from pydantic import BeforeValidator
 from pydantic.dataclasses import dataclass
 
 from gqa_convert.checkpoint.paths import local_path
-from gqa_convert.data.documents import LossOn
-from gqa_convert.data.files import SUFFIXES, Files, kind_of
+from gqa_convert.data.files import SUFFIXES, Files
 from gqa_convert.data.hub import HubDataset, commit_of
-from gqa_convert.data.keys import CONFIG, PathText, Real, Text, Tokens, Whole, declared_in, fields_of, read_keys
+from gqa_convert.data.keys import CONFIG, PathText, Real, Text, declared_in, fields_of, read_keys
 from gqa_convert.data.stdlib_text import source_files
 from gqa_convert.errors import DataError
 
@@ -53,24 +52,13 @@ class Source:
     source_field: Text | None
     target_field: Text | None
     format: Literal["auto", "text", "chat"]
-    messages_field: Text
-    loss_on: LossOn
-    tokens: Tokens
-    temperature: Real
-    seed: Whole
-    language: Text | None
-
-    @property
-    def is_self(self) -> bool:
-        """Whether this is text of the model itself."""
-        return is_self(self.source)
 
     @property
     def kind(self) -> SourceKind:
         """What the source holds, as far as its keys state it; files of format `auto` may hold conversations."""
-        if self.format == "chat":
-            return "chat"
-        return "text" if self.source_field is None else "pairs"
+        if self.source_field is not None:
+            return "pairs"
+        return "chat" if self.format == "chat" else "text"
 
     def stated(self) -> dict[str, Any]:
         """The values that are not the defaults."""
@@ -92,7 +80,7 @@ def _read_list(value: Any) -> Any:
 
 Sources = Annotated[
     tuple[Annotated[Source, BeforeValidator(_read_source)], ...],
-    BeforeValidator(_read_list, json_schema_input_type=str | Source | list[str | Source]),
+    BeforeValidator(_read_list),
 ]
 """One source or a list of them, each a text or a mapping."""
 
@@ -123,9 +111,9 @@ def open_source(source: Source) -> TextSource:
             datasets is given for local files.
     """
     given, path = source.source, local_path(source.source)
-    if source.is_self:
+    if is_self(given):
         raise DataError(
-            f"{SELF} is the text that a model writes itself, which a recipe's data and convert --calibration generate; elsewhere, name a file"
+            f"{SELF} is the text that a model writes itself, which convert --calibration generates alone: name a file"
         )
     if is_on_hub(source):
         return HubDataset(given, commit_of(given, source.revision), source.name, source.split)
@@ -143,7 +131,7 @@ def open_source(source: Source) -> TextSource:
     if is_stdlib:
         files = source_files(given == HELD_OUT)
     elif path.is_dir():
-        files = [file for file in sorted(path.rglob("*")) if file.is_file() and kind_of(file) in SUFFIXES]
+        files = [file for file in sorted(path.rglob("*")) if file.is_file() and file.suffix in SUFFIXES]
     elif path.is_file():
         files = [path]
     else:
@@ -159,13 +147,13 @@ def is_on_hub(source: Source) -> bool:
     given = source.source
     if (
         given in (STDLIB, HELD_OUT)
-        or source.is_self
+        or is_self(given)
         or given.startswith((".", "/", "~"))
         or not _HUB_ID.fullmatch(given)
     ):
         return False
     path = local_path(given)
-    return kind_of(path) not in SUFFIXES and not path.exists()
+    return path.suffix not in SUFFIXES and not path.exists()
 
 
 def find_commits(sources: Iterable[Source], known: Mapping[str, str]) -> DatasetCommits:
@@ -176,7 +164,7 @@ def find_commits(sources: Iterable[Source], known: Mapping[str, str]) -> Dataset
         known: commits that are kept; the Hub is queried for the others only.
 
     Raises:
-        DataError: a dataset or revision does not exist, or the Hub can't be reached and no commit is known.
+        DataError: a dataset or revision does not exist, or the Hub can't be reached.
     """
     return {
         _reference(source): known.get(_reference(source)) or commit_of(source.source, source.revision)

@@ -186,11 +186,6 @@ class SpanSampler(BlockSampler):
         self._corruption = SpanCorruption(settings.tokenizer, settings.first_token)
         super().__init__(settings, self._corruption.shape_for(settings.length).raw, following=0)
 
-    @staticmethod
-    def suits(tokenizer: Any) -> bool:
-        """Whether there are sentinels."""
-        return has_sentinels(tokenizer)
-
     def encoder(self, source: Source, text: TextSource) -> Encoder:
         """Running text without special tokens."""
         return text_encoder(source, text, self.settings.tokenizer, closed=False, chats=False)

@@ -8,21 +8,19 @@ their texts first, so that little is lost. The encoder runs once for each window
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from tempfile import gettempdir
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from gqa_convert.checkpoint.machine import available_memory
-from gqa_convert.checkpoint.mapped_tensors import mapped
 from gqa_convert.checkpoint.strict_json import Config
 from gqa_convert.data.audio_files import AudioFile, Samples, read_audio
 from gqa_convert.data.order import mix, permuted
-from gqa_convert.data.spoken import TASK, feature_extractor, prompt_tokens, spoken_tokens
 from gqa_convert.errors import DataError
-from gqa_convert.families.loading import load_tokenizer, no_warnings
+from gqa_convert.families.loading import explained, load_tokenizer, no_warnings
+
+_TASK = "transcribe"
 
 _PER_HIDDEN = 12
 _AT_ONCE = 16
@@ -56,13 +54,18 @@ class SpeechModel:
     Attributes:
         rate: of the sound, in samples per second.
         window_samples: the samples of a window, which the encoder always reads whole.
-        notes: sentences on what the checkpoint lacks.
+
+    Raises:
+        CorruptCheckpointError: it has no tokenizer or no feature extractor.
     """
 
     def __init__(self, model: Any, folder: Path) -> None:
+        from transformers import AutoFeatureExtractor
+
         self.model = model
-        self.tokenizer = load_tokenizer(folder)
-        self._extractor, self.notes = feature_extractor(folder, model.config.to_dict())
+        with explained(f"the tokenizer or the feature extractor of {folder}"):
+            self.tokenizer = load_tokenizer(folder)
+            self._extractor = AutoFeatureExtractor.from_pretrained(folder)
         self.rate, self.window_samples = int(self._extractor.sampling_rate), int(self._extractor.n_samples)
 
     def features(self, windows: Sequence[Window]) -> Tensor:
@@ -72,8 +75,9 @@ class SpeechModel:
         return made
 
     def text_tokens(self, text: str) -> list[int]:
-        """See `spoken_tokens`."""
-        return spoken_tokens(self.tokenizer, text)
+        """The tokens of a text that is said, and the one that ends it; none for a text without words."""
+        ids: list[int] = self.tokenizer(f" {text}", add_special_tokens=False)["input_ids"] if text else []
+        return [*ids, self.tokenizer.eos_token_id] if ids else []
 
     def encode(self, windows: Sequence[Window]) -> Tensor:
         """What the encoder makes of windows, [windows, positions, hidden_size], on the model's device."""
@@ -85,16 +89,19 @@ class SpeechModel:
     def prompts(self, encoded: Tensor) -> Tensor:
         """The tokens with which the decoder begins, [windows, P]: for several languages, the one that the model hears."""
         generation = self.model.generation_config
-        languages: list[int | None] = [None] * len(encoded)
+        columns = [torch.full((len(encoded),), generation.decoder_start_token_id)]
         if self._is_multilingual:
             with torch.no_grad():
-                languages = self.model.detect_language(encoder_outputs=self.encoder_outputs(encoded)).tolist()
-        stated, start = generation.to_dict(), generation.decoder_start_token_id
-        return torch.tensor([prompt_tokens(stated, start, language) for language in languages])
+                columns.append(self.model.detect_language(encoder_outputs=self.encoder_outputs(encoded)).cpu())
+            columns.append(torch.full_like(columns[0], generation.task_to_id[_TASK]))
+        without_timestamps = getattr(generation, "no_timestamps_token_id", None)
+        if without_timestamps is not None:
+            columns.append(torch.full_like(columns[0], without_timestamps))
+        return torch.stack(columns, dim=1)
 
     def transcribe(self, encoded: Tensor) -> list[str]:
         """What the model hears, by greedy search."""
-        task = {"task": TASK} if self._is_multilingual else {}
+        task = {"task": _TASK} if self._is_multilingual else {}
         most = self.model.config.max_target_positions // 2
         sound = self.encoder_outputs(encoded)
         with torch.no_grad(), no_warnings():
@@ -126,23 +133,6 @@ def cut_windows(files: Iterable[AudioFile], speech: SpeechModel) -> Iterator[Win
             continue
         for first in range(0, len(samples) - speech.rate, length):
             yield Window(samples[first : first + length], None)
-
-
-class Keeper:
-    """Keeps tensors in memory until they take a quarter of what is free, and further ones in mapped files in the folder
-    for temporary files.
-    """
-
-    def __init__(self) -> None:
-        free = available_memory(torch.device("cpu"))
-        self._left = None if free is None else free // 4
-
-    def keep(self, tensor: Tensor) -> Tensor:
-        """The tensor, or its copy in a file."""
-        if self._left is None:
-            return tensor
-        self._left -= tensor.nbytes
-        return tensor if self._left >= 0 else mapped(tensor, Path(gettempdir()))
 
 
 class SpokenText(NamedTuple):
@@ -198,30 +188,29 @@ def speech_batches(
 
     Raises:
         DataError: a file can't be read, or nothing is said in any.
-        OSError: the disk of temporary files is full.
     """
     order = (files[permuted(number, len(files), mix(seed, 5))] for number in range(len(files)))
-    windows, keeper = cut_windows(order, speech), Keeper()
+    windows = cut_windows(order, speech)
     found: list[SpokenText] = []
     tokens = written = 0
     while tokens < sum(size) and (group := list(islice(windows, _AT_ONCE))):
-        spoken = _spoken(speech, group, keeper)
+        spoken = _spoken(speech, group)
         found += spoken
         tokens += sum(len(each.tokens) for each in spoken)
         written += sum(window.text is None for window in group)
         progress(min(tokens, sum(size)), sum(size))
     if not found:
         raise DataError("the model hears no word in any of the files: name a folder of speech")
-    layers, held_out, fresh = (_batches(part, keeper) for part in _divided(found, size))
+    layers, held_out, fresh = (_batches(part) for part in _divided(found, size))
     used = sum(batch["decoder_input_ids"].numel() for batch in layers)
     by = f"{written} texts written by the source" if written else "texts as stated"
     return Speech(layers, held_out, fresh, used, f"{used} tokens of {len(found)} sounds, {by}")
 
 
-def _spoken(speech: SpeechModel, windows: Sequence[Window], keeper: Keeper) -> list[SpokenText]:
+def _spoken(speech: SpeechModel, windows: Sequence[Window]) -> list[SpokenText]:
     """Windows with their texts as tokens; those in which nothing is said are left out."""
     encoded = speech.encode(windows)
-    kept = keeper.keep(encoded.to("cpu", torch.bfloat16))
+    kept = encoded.to("cpu", torch.bfloat16)
     untold = [number for number, window in enumerate(windows) if window.text is None]
     heard = iter(speech.transcribe(encoded[untold]) if untold else ())
     found = []
@@ -247,13 +236,13 @@ def _divided(found: list[SpokenText], size: SpeechSize) -> tuple[list[SpokenText
     return found[:layers], found[layers:judged], found[judged:]
 
 
-def _batches(found: Sequence[SpokenText], keeper: Keeper) -> list[Batch]:
+def _batches(found: Sequence[SpokenText]) -> list[Batch]:
     """Batches of texts of about one length, cut to the shortest."""
     by_length = sorted(found, key=lambda spoken: len(spoken.tokens))
     made = []
     for first in range(0, len(by_length), _AT_ONCE):
         group = by_length[first : first + _AT_ONCE]
         ids = torch.stack([spoken.tokens[: len(group[0].tokens)] for spoken in group])
-        encoded = keeper.keep(torch.stack([spoken.encoded for spoken in group]))
+        encoded = torch.stack([spoken.encoded for spoken in group])
         made.append({"encoder_outputs": encoded, "decoder_input_ids": ids})
     return made

@@ -1,4 +1,4 @@
-"""Text that a checkpoint writes itself (`self` as a source), generated once into the cache and then read like any other.
+"""Text that a checkpoint writes itself, for calibration: generated once into the cache and then read like any other.
 
 Liu et al. 2023 (LLM-QAT) distil on such text where that of the pretraining is not at hand. Each text begins with the
 token that begins documents and is sampled from the model's own distribution. Conversations begin as the chat template
@@ -7,29 +7,19 @@ begins a user's message, so that the model asks itself, and then answers (Xu et 
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from gqa_convert.checkpoint.atomic_files import write_whole
 from gqa_convert.checkpoint.devices import chosen_device
-from gqa_convert.checkpoint.locks import wait_for_lock
 from gqa_convert.checkpoint.paths import local_path
-from gqa_convert.checkpoint.resource_errors import is_disk_full, is_out_of_memory, no_space
 from gqa_convert.checkpoint.source import Checkpoint, open_checkpoint
 from gqa_convert.data.model_tokenizer import check_vocabulary
 from gqa_convert.data.order import mix
 from gqa_convert.data.token_files import OnTokenize
-from gqa_convert.errors import (
-    DataError,
-    DeviceMemoryError,
-    InterruptedRunError,
-    OptionError,
-    OutputError,
-    StoppedError,
-)
+from gqa_convert.errors import DataError, OptionError
 from gqa_convert.families import loading
 from gqa_convert.families.context_length import stated_positions
 
@@ -69,22 +59,19 @@ def own_text(
     *,
     tokens: int,
     seed: int = 0,
-    temperature: float = 1.0,
     device: str | None = None,
     conversations: bool = False,
     progress: OnTokenize = lambda label, done, total: None,
 ) -> OwnText:
-    """The text that a checkpoint writes, generated unless the cache has it; a call that was stopped is continued. If
-    several processes call this at once, one generates and the others wait.
+    """The text that a checkpoint writes, generated unless the cache has it.
 
-    The file is found again by the checkpoint's files, the number of tokens, the seed and the temperature.
+    The file is found again by the checkpoint's files, the number of tokens and the seed.
 
     Args:
         model: the checkpoint, a folder or a Hub id.
         cache: the folder of the file.
         tokens: to generate at least; the last batch is completed.
         seed: of the sampling.
-        temperature: of the sampling, above 0.
         device: such as `cpu` or `cuda:1`; None for a GPU if there is one.
         conversations: of one question and one answer, in place of documents.
         progress: called with a label, the tokens that are generated and their number.
@@ -92,69 +79,36 @@ def own_text(
     Raises:
         OptionError: the model is an encoder-decoder.
         DataError: the tokenizer has no token to begin with, or no chat template.
-        OutputError: the file can't be written.
-        StoppedError: a signal asked to stop; finished batches are kept.
     """
     checkpoint = open_checkpoint(str(model), download=True)
     assert checkpoint.folder is not None
-    files = [
-        [str(path), path.stat().st_size, path.stat().st_mtime_ns]
-        for path in sorted(checkpoint.folder.iterdir())
-        if path.is_file()
-    ]
-    settings = {"length": LENGTH, "batch": BATCH, "temperature": temperature, "seed": seed, "tokens": tokens}
-    key = json.dumps([files, settings, conversations], sort_keys=True)
-    file = cache / f"own-text-{hashlib.sha256(key.encode()).hexdigest()[:32]}.jsonl"
+    settings: list[Any] = [LENGTH, BATCH, seed, tokens, conversations]
+    for path in sorted(checkpoint.folder.iterdir()):
+        stat = path.stat()
+        settings += [str(path), stat.st_size, stat.st_mtime_ns]
+    file = cache / f"own-text-{hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:32]}.jsonl"
     name, kind = local_path(checkpoint.source_id).name, "conversations" if conversations else "text"
-    label = f"{name}'s own {kind} (at least {tokens:,} tokens at temperature {temperature:g}, seed {seed})"
+    label = f"{name}'s own {kind} (at least {tokens:,} tokens at temperature 1, seed {seed})"
     if not file.is_file():
-        with _explained(checkpoint.source_id, file):
-            cache.mkdir(parents=True, exist_ok=True)
-            with wait_for_lock(file.with_suffix(".lock")):
-                if not file.is_file():
-                    with loading.explained(checkpoint.source_id), loading.no_bars():
-                        writer = _Writer(checkpoint, chosen_device(device), temperature, conversations=conversations)
-                    _write(writer, file, tokens, seed, progress)
+        with loading.explained(checkpoint.source_id), loading.no_bars():
+            writer = _Writer(checkpoint, chosen_device(device))
+        write = writer.conversations if conversations else writer.documents
+        done, rows, batches = 0, list[dict[str, Any]](), 0
+        while done < tokens:
+            written, count = write(mix(seed, batches))
+            rows += written
+            done, batches = done + count, batches + 1
+            progress(GENERATING, min(done, tokens), tokens)
+        cache.mkdir(parents=True, exist_ok=True)
+        lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
+        write_whole(file, "".join(lines).encode())
     return OwnText(file, label)
-
-
-def _write(writer: "_Writer", file: Path, tokens: int, seed: int, progress: OnTokenize) -> None:
-    """Generate the file. Batch b is a function of the settings and b alone, so that a run that was interrupted continues
-    after its last finished batch and ends with the same file.
-    """
-    unfinished = file.with_suffix(".unfinished")
-    batches = json.loads(unfinished.read_bytes()) if unfinished.is_file() else []
-    while (done := sum(batch["tokens"] for batch in batches)) < tokens:
-        batches.append(writer.batch(mix(seed, len(batches))))
-        write_whole(unfinished, json.dumps(batches).encode())
-        progress(GENERATING, min(done + batches[-1]["tokens"], tokens), tokens)
-    rows = [json.dumps(row, ensure_ascii=False) + "\n" for batch in batches for row in batch["rows"]]
-    write_whole(file, "".join(rows).encode())
-    unfinished.unlink(missing_ok=True)
-
-
-@contextmanager
-def _explained(name: str, file: Path) -> Iterator[None]:
-    """The errors of generating a file, each as one line."""
-    try:
-        yield
-    except InterruptedRunError as stopped:
-        reason = str(stopped).split(":")[0]
-        raise StoppedError(f"{reason}: finished batches are kept, run the same command again to resume") from None
-    except OSError as problem:
-        if is_disk_full(problem):
-            raise no_space(file, "continues after the last batch") from None
-        raise OutputError(f"{file} can't be written ({problem.strerror or problem})") from None
-    except Exception as problem:
-        if is_out_of_memory(problem):
-            raise DeviceMemoryError(f"out of memory while {name} wrote text of its own: name text instead") from None
-        raise
 
 
 class _Writer:
     """A model with its tokenizer, which writes batches of texts."""
 
-    def __init__(self, checkpoint: Checkpoint, device: str, temperature: float, *, conversations: bool) -> None:
+    def __init__(self, checkpoint: Checkpoint, device: str) -> None:
         import torch
         from transformers import GenerationConfig
 
@@ -163,63 +117,56 @@ class _Writer:
         if loading.is_encoder_decoder(config):
             raise OptionError(f"{name} is an encoder-decoder, and only decoders write text: name text for it instead")
         loading.check_language_model(name, config, _NEEDS_HEAD)
-        tokenizer = loading.load_tokenizer(folder)
+        self._tokenizer = tokenizer = loading.load_tokenizer(folder)
         begin = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
         if begin is None:
             raise DataError("the tokenizer has no token that begins a document: name text instead")
-        pad = tokenizer.pad_token_id
-        check_vocabulary(config, max(begin, pad or 0), folder)
-        self._tokenizer, self._opening, self._between = tokenizer, [int(begin)], None
-        if conversations:
-            turns = _chat_turns(tokenizer)
-            if turns is None:
-                raise DataError("the tokenizer has no chat template: name text instead")
-            self._opening, self._between = turns
-        halves = loading.multiplies_bfloat16(torch.device(device))
-        model, _ = loading.load_model(folder, "auto" if halves else torch.float32)
-        if halves and model.dtype == torch.float16:
-            model = model.to(torch.bfloat16)
+        check_vocabulary(config, max(begin, tokenizer.pad_token_id or 0), folder)
+        self._begin, self._context = int(begin), stated_positions(config)
+        dtype = torch.bfloat16 if loading.multiplies_bfloat16(torch.device(device)) else torch.float32
+        model, _ = loading.load_model(folder, dtype)
         self._model = model.to(device).eval()
-        self._context = stated_positions(config)
-        stated = model.generation_config.eos_token_id or tokenizer.eos_token_id
-        self._ends = stated if isinstance(stated, list) else [stated]
+        ends = model.generation_config.eos_token_id or tokenizer.eos_token_id
+        self._ends = ends if isinstance(ends, list) else [ends]
+        self._pad = (self._ends[0] or 0) if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         # a model's own settings, such as a repetition penalty, would change its distribution
         self._model.generation_config = GenerationConfig(
-            eos_token_id=stated,
-            pad_token_id=(self._ends[0] or 0) if pad is None else pad,
-            do_sample=True,
-            temperature=temperature,
-            top_k=0,
+            eos_token_id=ends, pad_token_id=self._pad, do_sample=True, top_k=0
         )
 
-    def batch(self, seed: int) -> dict[str, Any]:
-        """The texts of a batch that hold any, or the conversations that have a question, as rows, and the tokens generated
-        for all.
-        """
-        most = LENGTH if self._between is None else QUESTION
-        sampled = self._sampled([self._opening] * BATCH, seed, most)
-        texts = [text for text in self._tokenizer.batch_decode(sampled, skip_special_tokens=True) if text.strip()]
-        tokens = sum(map(len, sampled))
-        if self._between is None:
-            return {"rows": [{"text": text} for text in texts], "tokens": tokens}
-        if not texts:
+    def documents(self, seed: int) -> tuple[list[dict[str, Any]], int]:
+        """A batch of texts as rows, without empty ones, and the tokens generated."""
+        sampled = self._sampled([[self._begin]] * BATCH, seed, LENGTH)
+        return [{"text": text} for text in self._texts(sampled)], sum(map(len, sampled))
+
+    def conversations(self, seed: int) -> tuple[list[dict[str, Any]], int]:
+        """A batch of conversations that have a question as rows, and the tokens generated for them."""
+        turns = _chat_turns(self._tokenizer)
+        if turns is None:
+            raise DataError("the tokenizer has no chat template: name text instead")
+        opening, between = turns
+        asked = self._sampled([opening] * BATCH, seed, QUESTION)
+        questions = [text.strip() for text in self._texts(asked)]
+        if not questions:
             raise DataError("the model asks nothing where its chat template lets a user speak: name text instead")
-        questions = [text.strip() for text in texts]
-        asked = self._tokenizer(questions, add_special_tokens=False)["input_ids"]
-        answers = self._sampled([[*self._opening, *ids, *self._between] for ids in asked], mix(seed, 1), LENGTH)
+        ids = self._tokenizer(questions, add_special_tokens=False)["input_ids"]
+        answers = self._sampled([[*opening, *question, *between] for question in ids], mix(seed, 1), LENGTH)
         rows = []
         for question, answer in zip(questions, answers, strict=True):
             answered = self._tokenizer.decode(answer, skip_special_tokens=True)
             messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answered}]
             rows.append({"messages": messages})
-        return {"rows": rows, "tokens": tokens + sum(map(len, answers))}
+        return rows, sum(map(len, asked)) + sum(map(len, answers))
+
+    def _texts(self, sampled: Sequence[Sequence[int]]) -> list[str]:
+        texts: list[str] = self._tokenizer.batch_decode(sampled, skip_special_tokens=True)
+        return [text for text in texts if text.strip()]
 
     def _sampled(self, beginnings: Sequence[Sequence[int]], seed: int, most: int) -> list[list[int]]:
         """The tokens that the model writes behind each beginning, at most so many and as its context allows, up to the first
         end-of-text, which is included.
         """
         import torch
-        from torch.nn.utils.rnn import pad_sequence
 
         torch.manual_seed(seed)
         width = max(map(len, beginnings))
@@ -227,12 +174,12 @@ class _Writer:
             most = min(most, self._context - width)
         if most < 1:
             raise DataError(f"a conversation does not fit the model's {self._context} positions: name text instead")
-        rows, device = [torch.tensor(beginning) for beginning in beginnings], self._model.device
-        pad = self._model.generation_config.pad_token_id
-        ids = pad_sequence(rows, batch_first=True, padding_value=pad, padding_side="left").to(device)
-        mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left").to(device)
+        padding = [width - len(beginning) for beginning in beginnings]
+        rows = [[self._pad] * left + [*ids] for left, ids in zip(padding, beginnings, strict=True)]
+        mask = [[0] * left + [1] * (width - left) for left in padding]
+        ids, mask = (torch.tensor(each, device=self._model.device) for each in (rows, mask))
         with torch.inference_mode():
-            made = self._model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=most)
+            made = self._model.generate(ids, attention_mask=mask, max_new_tokens=most)
         texts = []
         for tokens in made[:, width:].tolist():
             end = next((at + 1 for at, token in enumerate(tokens) if token in self._ends), len(tokens))

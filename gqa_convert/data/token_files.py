@@ -5,7 +5,7 @@ and is replaced once they are on the disk. A tokenisation that was killed theref
 stream is tokenised further when a run needs more of it. The name of both is a hash of everything that determines the
 tokens.
 
-A token is its id with two marks in the upper bits, for which a vocabulary has no use.
+A token is its id with a mark in the upper bit, for which a vocabulary has no use.
 """
 
 import hashlib
@@ -13,11 +13,11 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -32,16 +32,12 @@ from gqa_convert.data.sources import TextSource
 from gqa_convert.errors import DataError
 
 Marked = npt.NDArray[np.uint32]
-"""Token ids with their marks."""
+"""Token ids, the last one of each document with its mark."""
 LAST: Final = np.uint32(1 << 31)
 """The mark of the last token of a document."""
-UNLEARNED: Final = np.uint32(1 << 30)
-"""The mark of a token that is not predicted in training."""
-_ID: Final = UNLEARNED - np.uint32(1)
 _FORMAT = 2
 _BATCH_CHARACTERS = 1 << 22
 _BATCH_PIECES = 1024
-_LOOK = 1 << 22
 
 OnTokenize = Callable[[str, int, int], None]
 """Called with the source being tokenised, what is done and the total: bytes of files, tokens of streams."""
@@ -72,8 +68,7 @@ def packed(parts: Sequence[Sequence[int]], ends: Sequence[bool]) -> Marked:
     return flat
 
 
-@dataclass(frozen=True)
-class _Record:
+class _Record(NamedTuple):
     """What of a source is tokenised.
 
     Attributes:
@@ -81,23 +76,16 @@ class _Record:
         pieces: the pieces that they were made of.
         digest: a hash of the tokens.
         complete: whether they are all of the source.
-        position: of the next piece in a stream.
     """
 
     tokens: int = 0
     pieces: int = 0
     digest: str = ""
     complete: bool = False
-    position: Any = None
 
     def suffices(self, needed: int | None) -> bool:
         """Whether there are so many tokens, or None for all of the source."""
         return self.complete or (needed is not None and self.tokens >= needed)
-
-    def write(self, path: Path) -> "_Record":
-        """Replace the record beside a token file."""
-        write_whole(path.with_suffix(".json"), json.dumps(asdict(self)).encode())
-        return self
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,19 +95,15 @@ class TokenSource:
     Attributes:
         tokens: [tokens], with their marks; usually a mapped file.
         label: the source as the user names it.
-        pieces: the pieces that the tokens were made of.
         complete: whether they are all of the source.
         is_stream: whether the source may never end, so that its first epoch is shuffled within windows.
-        text: the source; None for tokens in memory.
         fingerprint: a hash that identifies the tokens; for a stream also those that are still to come.
     """
 
     tokens: Marked
     label: str = ""
-    pieces: int = 0
     complete: bool = True
     is_stream: bool = False
-    text: TextSource | None = None
     fingerprint: str = ""
 
     @property
@@ -127,28 +111,19 @@ class TokenSource:
         """The number of tokens."""
         return len(self.tokens)
 
-    def marked(self, start: int, count: int) -> Marked:
-        """Tokens from a position on with their marks, continuing with the first token after the last: [count]."""
-        return self.tokens.take(np.arange(start, start + count), mode="wrap")
-
     def read(self, start: int, count: int) -> Integers:
-        """As `marked`, without the marks."""
-        return ids_of(self.marked(start, count))
+        """The ids of tokens from a position on, continuing with the first token after the last: [count]."""
+        return ids_of(self.tokens.take(np.arange(start, start + count), mode="wrap"))
 
     @cached_property
     def ends(self) -> Integers:
         """The positions behind the last token of each document: [documents]."""
         return np.flatnonzero(self.tokens & LAST) + 1
 
-    def learns_any(self) -> bool:
-        """Whether any of the tokens is predicted in training."""
-        starts = range(0, self.size, _LOOK)
-        return not all((self.tokens[start : start + _LOOK] & UNLEARNED).all() for start in starts)
-
 
 def ids_of(marked: Marked) -> Integers:
     """The ids of tokens without their marks."""
-    return (marked & _ID).astype(np.int64)
+    return (marked & ~LAST).astype(np.int64)
 
 
 def tokenize(
@@ -183,13 +158,8 @@ def tokenize(
                 raise DataError(
                     f"the file system of the token cache {cache} has no locks: set XDG_CACHE_HOME to a folder on a local disk"
                 )
-            appended = _appended(text, encoder, path, record)
-            while not record.suffices(needed):
-                record = next(appended)
-                if isinstance(text, Files):
-                    progress(text.label, text.bytes_read, text.total_bytes)
-                elif needed is not None:
-                    progress(text.label, min(record.tokens, needed), needed)
+            if not record.suffices(needed):
+                record = _appended(text, encoder, path, record, needed, progress)
     except OSError as problem:
         if is_disk_full(problem):
             raise no_space(cache, "continues (or set XDG_CACHE_HOME to another disk)") from None
@@ -199,39 +169,48 @@ def tokenize(
     return TokenSource(
         np.asarray(np.memmap(path, "<u4", "r", shape=(record.tokens,))),
         label=text.label,
-        pieces=record.pieces,
         complete=record.complete,
         is_stream=text.is_stream,
-        text=text,
         fingerprint=path.stem if text.is_stream else record.digest,
     )
 
 
-def _appended(text: TextSource, encoder: Encoder, path: Path, record: _Record) -> Iterator[_Record]:
-    """Append the tokens of the documents after those of a record until the source ends; yields each new record."""
+def _appended(
+    text: TextSource, encoder: Encoder, path: Path, record: _Record, needed: int | None, progress: OnTokenize
+) -> _Record:
+    """Append the tokens of the documents after those of a record, until they suffice or the source ends; returns the new
+    record.
+    """
+
+    def note(record: _Record) -> None:
+        write_whole(path.with_suffix(".json"), json.dumps(record._asdict()).encode())
+        if isinstance(text, Files):
+            progress(text.label, text.bytes_read, text.total_bytes)
+        elif needed is not None:
+            progress(text.label, min(record.tokens, needed), needed)
+
     if not record.tokens:
         path.unlink(missing_ok=True)  # another run may have mapped it
-    left = text.pieces(encoder.fields, record.pieces, record.position)
     with path.open("ab") as file:
         file.truncate(record.tokens * LAST.itemsize)  # what was written after the last record
-        for pieces in batched(left):
+        for pieces in batched(text.pieces(encoder.fields, record.pieces)):
             tokens = encoder.encode(pieces)
             data = tokens.tobytes()
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-            record = _Record(
-                tokens=record.tokens + len(tokens),
-                pieces=record.pieces + len(pieces),
-                digest=hashlib.sha256(record.digest.encode() + data).hexdigest(),
-                position=text.position(),
-            )
-            yield record.write(path)
+            digest = hashlib.sha256(record.digest.encode() + data).hexdigest()
+            record = _Record(record.tokens + len(tokens), record.pieces + len(pieces), digest)
+            note(record)
+            if record.suffices(needed):
+                return record
     if not record.tokens:
         path.unlink()
         path.with_suffix(".json").unlink(missing_ok=True)
         raise DataError(f"{text.label} holds no text: name another source, or other fields")
-    yield replace(record, complete=True, position=None).write(path)
+    record = record._replace(complete=True)
+    note(record)
+    return record
 
 
 def batched(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:

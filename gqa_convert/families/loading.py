@@ -249,14 +249,9 @@ def _load(auto: str, folder: Path, dtype: Any, *, run_code: bool, **options: Any
         f"{name}, which is {list(stored)} where the model needs {list(expected)}"
         for name, stored, expected in info["mismatched_keys"]
     ]
-    return _prepared(model), sorted(info["missing_keys"]) + sorted(misfits)
-
-
-def _prepared(model: Any) -> Any:
-    """The model in evaluation mode, in which text is causal."""
     if model.config.model_type == "paligemma":
         model.register_forward_pre_hook(_read_text_as_suffix, with_kwargs=True)
-    return model.eval()
+    return model.eval(), sorted(info["missing_keys"]) + sorted(misfits)
 
 
 def _read_text_as_suffix(_model: Any, args: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -344,32 +339,6 @@ def model_of_config(folder: Path, dtype: Any) -> Any:
     _register(stated)
     config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     return getattr(transformers, auto_class(stated)).from_config(config, dtype=dtype, trust_remote_code=False)
-
-
-def outline_model(folder: Path, dtype: Any) -> Any:
-    """The model of `load_model` with uninitialised parameters and buffers, for a process that receives them from
-    another.
-
-    Their memory is reserved but not touched, so that the system provides it only when something is written.
-
-    Args:
-        folder: a local checkpoint, whose weights are not read.
-        dtype: a torch type.
-
-    Raises:
-        ValueError: a model of this class can't be made without its numbers.
-        Exception: whatever transformers raises.
-    """
-    import torch
-
-    with torch.device("meta"):
-        model = model_of_config(folder, dtype)
-    for module in model.modules():
-        if any(isinstance(value, torch.Tensor) and value.is_meta for value in vars(module).values()):
-            raise ValueError(f"{type(module).__name__} keeps numbers outside its parameters and buffers")
-    model.to_empty(device="cpu")
-    model.tie_weights()
-    return _prepared(model)
 
 
 def load_tokenizer(folder: Path) -> Any:

@@ -1,14 +1,12 @@
-"""Checkpoints of a run. Each is published atomically, the newest few are kept, and a run resumes from the newest whole
-one.
+"""Checkpoints of a run. Each is published atomically, the newest few are kept, and a run resumes from the newest.
 
 A checkpoint is a folder `checkpoints/step-000123`. It holds the sharded state of model and optimizer, of which every
-process writes its own part (torch.distributed.checkpoint), and `run.json`, which is written last and lists every file's
-size.
+process writes its own part (torch.distributed.checkpoint), and `run.json`.
 """
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -17,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from gqa_convert.checkpoint.atomic_files import sync
 from gqa_convert.checkpoint.resource_errors import is_disk_full, no_space
 from gqa_convert.checkpoint.strict_json import JsonObject
-from gqa_convert.errors import GQAConvertError, ResumeError
+from gqa_convert.errors import GQAConvertError, ResumeError, first_line
 from gqa_convert.training.distributed import together, waiting_group
 from gqa_convert.training.sharding import unwrapped
 
@@ -33,8 +31,7 @@ StateDict = dict[str, Any]
 
 @dataclass
 class Progress:
-    """The progress of a run, which `run.json` holds beside the size of every file; everything else follows from the
-    recipe and the step.
+    """The progress of a run, which `run.json` holds; everything else follows from the recipe and the step.
 
     Attributes:
         step: optimizer steps taken or skipped.
@@ -42,12 +39,9 @@ class Progress:
         skipped: steps without an update because a loss or a gradient was not finite.
         skipped_in_a_row: the last ones.
         evaluations: losses on the evaluation data: that at the `start`, that of the `source`, and the `last` one.
-        evaluated_on: the fingerprint of the evaluation data.
         changes: changes of the recipe during the run.
-        run_id: what trackers know the run by.
         recipe: the resolved recipe, which is compared when the run resumes.
         samples: the fingerprint of the training data, which is compared too.
-        processes: the number of processes that wrote the checkpoint.
     """
 
     step: int = 0
@@ -55,12 +49,9 @@ class Progress:
     skipped: int = 0
     skipped_in_a_row: int = 0
     evaluations: dict[str, float] = field(default_factory=dict)
-    evaluated_on: str = ""
     changes: list[str] = field(default_factory=list)
-    run_id: str = ""
     recipe: JsonObject = field(default_factory=dict)
     samples: str = ""
-    processes: int = 1
 
 
 class Checkpoints:
@@ -78,42 +69,25 @@ class Checkpoints:
     def path(self, step: int) -> Path:
         return self.folder / f"step-{step:06d}"
 
-    def _all(self) -> list[Path]:
-        """The checkpoints, newest first."""
-        return sorted(self.folder.glob("step-*"), key=_place, reverse=True)
+    def all(self) -> list[Path]:
+        """The checkpoints, newest first; their numbers have six digits or more."""
+        return sorted(self.folder.glob("step-*"), key=lambda path: (len(path.name), path.name), reverse=True)
 
-    def whole(self, say: Callable[[str], None] = lambda _: None) -> list[Progress]:
-        """The records of the checkpoints that have one and all files in the sizes that it states, newest first.
-
-        Args:
-            say: called with a message about each other checkpoint.
-        """
-        records = []
-        for path in self._all():
-            try:
-                records.append(_read(path))
-            except (OSError, ValueError, KeyError, TypeError) as problem:
-                say(f"{path} is damaged ({problem}) and is passed over")
-        return records
-
-    def newest(self, say: Callable[[str], None] = lambda _: None) -> Progress | None:
-        """The record of the newest checkpoint that is whole; None if there is no checkpoint.
-
-        Args:
-            say: called with a message about each checkpoint that is damaged.
+    def newest(self) -> Progress | None:
+        """The progress at the newest checkpoint; None if there is none.
 
         Raises:
-            ResumeError: there are checkpoints, and all of them are damaged.
+            ResumeError: it is damaged.
         """
-        records = self.whole(say)
-        if self._all() and not records:
-            raise ResumeError(f"every checkpoint in {self.folder} is damaged: remove the folder to start over")
-        return records[0] if records else None
+        for path in self.all():
+            try:
+                return Progress(**json.loads((path / _RECORD).read_bytes()))
+            except (OSError, ValueError, TypeError) as problem:
+                raise _damaged(path, problem) from None
+        return None
 
     def save(self, state: StateDict, record: Progress) -> None:
         """Write a checkpoint, publish it, and remove those that need not be kept. Every process calls this.
-
-        While steps are being skipped nothing is removed, because an earlier checkpoint may be needed to recover.
 
         Args:
             state: whole or sharded tensors, in the form that torch.distributed.checkpoint accepts.
@@ -124,7 +98,7 @@ class Checkpoints:
         """
         import torch.distributed.checkpoint as dcp
 
-        final = self.path(record.step)
+        final, group = self.path(record.step), waiting_group()
         work = self.folder / f"{_UNFINISHED}{final.name}"
         try:
             with together():
@@ -134,30 +108,23 @@ class Checkpoints:
             # dcp.async_save holds a second copy of the state (0.63 GB more for 0.64 GB) and blocks a CPU as long, 2.0 s
             # for 2.2; an error of one process is raised on all
             with _first_failure():
-                dcp.save(state, checkpoint_id=work, no_dist=record.processes == 1, process_group=waiting_group())
+                dcp.save(state, checkpoint_id=work, no_dist=group is None, process_group=group)
             with together():
                 if self._main:
-                    self._publish(work, final, record)
+                    (work / _RECORD).write_text(json.dumps(asdict(record), indent=2) + "\n")
+                    for path in work.iterdir():
+                        sync(path)
+                    sync(work)
+                    work.rename(final)
+                    sync(self.folder)
+                    self.prune()
         except Exception as problem:
             shutil.rmtree(work, ignore_errors=True)
             if is_disk_full(problem) or is_disk_full(problem.__cause__ or problem):
                 raise no_space(self.folder, "resumes from the last checkpoint") from None
             raise
 
-    def _publish(self, work: Path, final: Path, record: Progress) -> None:
-        """Complete a written checkpoint and give it its name."""
-        files = {path.name: _size(path) for path in work.iterdir()}
-        (work / _RECORD).write_text(json.dumps(asdict(record) | {"files": files}, indent=2) + "\n")
-        for path in work.iterdir():
-            sync(path)
-        sync(work)
-        shutil.rmtree(final, ignore_errors=True)  # a damaged one
-        work.rename(final)
-        sync(self.folder)
-        if not record.skipped_in_a_row:
-            self.prune()
-
-    def load(self, step: int, state: StateDict, processes: int) -> None:
+    def load(self, step: int, state: StateDict) -> None:
         """Fill `state` in place.
 
         Raises:
@@ -165,23 +132,19 @@ class Checkpoints:
         """
         import torch.distributed.checkpoint as dcp
 
+        path, group = self.path(step), waiting_group()
         try:
             with _first_failure():
-                dcp.load(state, checkpoint_id=self.path(step), no_dist=processes == 1, process_group=waiting_group())
+                dcp.load(state, checkpoint_id=path, no_dist=group is None, process_group=group)
         except GQAConvertError:  # a second Ctrl-C
             raise
         except Exception as problem:
-            first = next((line for line in str(problem).splitlines() if line.strip()), "")
-            raise ResumeError(
-                f"{self.path(step)} cannot be loaded ({type(problem).__name__}: {first[:200]}): remove it to resume from the checkpoint before it"
-            ) from None
+            raise _damaged(path, problem) from None
 
     def prune(self) -> None:
-        """Remove the checkpoints before the newest whole ones that are kept; one process calls this."""
-        kept = self.whole()[: self._kept]
-        for path in self._all():
-            if kept and _place(path) < _place(self.path(kept[-1].step)):
-                shutil.rmtree(path, ignore_errors=True)  # what is left of one is not whole
+        """Remove all but the newest checkpoints; one process calls this."""
+        for path in self.all()[self._kept :]:
+            shutil.rmtree(path, ignore_errors=True)
 
     def sweep(self) -> None:
         """Remove unfinished files of a killed run."""
@@ -189,22 +152,10 @@ class Checkpoints:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _place(path: Path) -> tuple[int, str]:
-    """What checkpoints are sorted by; their numbers have six digits or more."""
-    return len(path.name), path.name
-
-
-def _read(path: Path) -> Progress:
-    """The record of a checkpoint, whose files are checked to exist with their sizes.
-
-    Raises:
-        OSError, ValueError, KeyError, TypeError: something is missing or cut short.
-    """
-    content = json.loads((path / _RECORD).read_bytes())
-    for name, size in content.pop("files").items():
-        if (found := _size(path / name)) != size:
-            raise ValueError(f"{path / name} has {found} bytes, expected {size}")
-    return Progress(**content)
+def _damaged(path: Path, problem: Exception) -> ResumeError:
+    return ResumeError(
+        f"{path} cannot be loaded ({first_line(problem)}): remove it to resume from the checkpoint before it"
+    )
 
 
 @contextmanager
@@ -217,12 +168,6 @@ def _first_failure() -> Iterator[None]:
     except CheckpointException as raised:
         error, _ = next(iter(raised.failures.values()))
         raise error from error.__cause__ or error.__context__
-
-
-def _size(path: Path) -> int:
-    """The size of a file, which is opened first so that a network file system refreshes it."""
-    with path.open("rb") as file:
-        return file.seek(0, 2)
 
 
 # The state of model and optimizer in a checkpoint, independent of how they are distributed over processes

@@ -26,14 +26,14 @@ def check_lora(lora: Lora | None, *, sharded: bool) -> None:
 
     Raises:
         MissingExtraError: PEFT is not installed.
-        LaunchError: weights in 4 bits would be sharded.
+        LaunchError: the model would be sharded.
     """
     if lora is not None and importlib.util.find_spec("peft") is None:
         raise MissingExtraError("lora needs PEFT, which is not installed: pip install 'gqa-convert[lora]'")
-    if lora is not None and lora.quantize is not None and sharded:
+    if lora is not None and sharded:
         raise LaunchError(
-            f"lora.quantize is {lora.quantize}, whose weights can't be sharded, and the launch asks for FSDP: launch with "
-            "recipes/accelerate/multi_gpu.yaml, or remove quantize"
+            "lora trains adapters beside whole weights, and the launch or the recipe asks for FSDP: launch with "
+            "recipes/accelerate/multi_gpu.yaml, or set sharding to replicate"
         )
 
 
@@ -74,8 +74,7 @@ def add_adapters(model: nn.Module, lora: Lora) -> None:
     targets = target_modules(model)
     config = LoraConfig(
         r=lora.rank,
-        lora_alpha=lora.scale * lora.rank,
-        lora_dropout=lora.dropout,
+        lora_alpha=lora.rank,
         target_modules=targets,
         fan_in_fan_out=not isinstance(model.get_submodule(targets[0]), nn.Linear),  # GPT-2's Conv1D
     )
@@ -106,16 +105,6 @@ def target_modules(model: Any) -> list[str]:
     return linear
 
 
-def gather_adapters(model: nn.Module) -> None:
-    """Replace sharded adapters by whole ones on the CPU, after training; all processes must call this."""
-    from torch.distributed.tensor import DTensor
-
-    for module in model.modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            if parameter.requires_grad and isinstance(parameter, DTensor):
-                setattr(module, name, nn.Parameter(parameter.detach().full_tensor().cpu()))
-
-
 def merged_model(trained: nn.Module, folder: Path) -> tuple[Any, StateDict]:
     """The checkpoint's model with the adapters' products added to its weights, and its tensors, on the CPU.
 
@@ -123,7 +112,7 @@ def merged_model(trained: nn.Module, folder: Path) -> tuple[Any, StateDict]:
     for training.
 
     Args:
-        trained: the model with adapters, each of which is whole; see `gather_adapters`.
+        trained: the model with adapters.
         folder: the checkpoint that training began with.
     """
     model, _ = load_model(folder, "auto")

@@ -9,15 +9,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from gqa_convert.checkpoint.atomic_files import sync, write_whole
 from gqa_convert.checkpoint.results import Result
 from gqa_convert.checkpoint.strict_json import JsonObject
+from gqa_convert.errors import MissingExtraError
 from gqa_convert.training.recipe import Recipe
-
-LM_LOSS: Final = "language-model loss"
-KL_LOSS: Final = "KL divergence from the teacher"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -49,21 +47,12 @@ class StepMetrics:
     peak_memory_gb: float | None = None
     evaluation_loss: float | None = None
 
-    @property
-    def objective(self) -> str:
-        """The quantity that `loss` is, in words: one of its parts, or their weighted sum."""
-        if self.kl is None:
-            return LM_LOSS
-        return KL_LOSS if self.lm is None else f"weighted sum of {LM_LOSS} and {KL_LOSS}"
-
     def as_json(self) -> JsonObject:
         """The line's JSON object."""
-        values = asdict(self)
-        return {
-            name: value
-            for name, value in values.items()
-            if value is not None and value is not False and math.isfinite(value)
-        }
+        numbers = asdict(self)
+        if not self.skipped:
+            del numbers["skipped"]
+        return {name: number for name, number in numbers.items() if number is not None and math.isfinite(number)}
 
 
 OnStep = Callable[[StepMetrics, int], None]
@@ -106,26 +95,18 @@ class RunLog:
             sync(self._path)
 
 
-def start_trackers(accelerator: Any, recipe: Recipe, run_id: str, folder: Path) -> None:
-    """Start reporting to the recipe's trackers. Weights & Biases continues a run of the same id; TensorBoard appends.
+def check_trackers(accelerator: Any, recipe: Recipe) -> None:
+    """Refuse trackers that are not installed, which accelerate omits silently.
 
-    Args:
-        accelerator: accelerate's Accelerator.
-        recipe: the recipe of the run.
-        run_id: what the run is known by, however often it resumes.
-        folder: for trackers that write files.
+    Raises:
+        MissingExtraError: a tracker is not installed.
     """
-    if not recipe.trackers:
-        return
-    settings = {}
-    for name, value in recipe.resolved().items():
-        settings[name] = value if isinstance(value, int | float | str | bool) else str(value)
-    options: dict[str, dict[str, Any]] = {name: {} for name in recipe.trackers}
-    if "wandb" in options:
-        options["wandb"] = {"id": run_id, "resume": "allow", "name": Path(recipe.output).name}
-    if "dvclive" in options:  # which by default writes into the current folder and its git repository
-        options["dvclive"] = {"dir": str(folder / "dvclive"), "dvcyaml": None, "save_dvc_exp": False, "resume": True}
-    accelerator.init_trackers(recipe.tracker_project, config=settings, init_kwargs=options)
+    known = [str(tracker) for tracker in accelerator.log_with]
+    for tracker in recipe.trackers:
+        if tracker not in known:
+            raise MissingExtraError(
+                f"trackers names {tracker}, which is not installed: pip install {tracker}, or remove it from trackers"
+            )
 
 
 def read_metrics(path: Path) -> list[JsonObject]:

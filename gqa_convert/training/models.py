@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gqa_convert.data.sampler import Batch
-from gqa_convert.families.loading import check_complete, explained, read_config
+from gqa_convert.families.loading import check_complete, explained, load_model, read_config
 from gqa_convert.losses.output_layer import remove_output_layer
 from gqa_convert.training import sharding
 from gqa_convert.training.distributed import together
@@ -18,7 +18,7 @@ from gqa_convert.training.opening import NEEDS_HEAD
 from gqa_convert.training.recipe import Recipe
 
 
-def load_student(recipe: Recipe, folder: Path, *, sharded: bool = False) -> Any:
+def load_student(recipe: Recipe, folder: Path) -> Any:
     """The model to train, in float32 on the CPU, without dropout; or with
     adapters, the only trained parameters, on weights in the type that `lora.loading_options` states.
 
@@ -28,7 +28,7 @@ def load_student(recipe: Recipe, folder: Path, *, sharded: bool = False) -> Any:
     """
     with explained(recipe.model):
         options = {"dtype": torch.float32} if recipe.lora is None else loading_options(recipe)
-        model, missing = sharding.load(folder, **options, by_first=sharded)
+        model, missing = load_model(folder, **options)
     check_complete(recipe.model, folder, missing, NEEDS_HEAD)
     if recipe.gradient_checkpointing:
         recompute(model)
@@ -40,11 +40,7 @@ def load_student(recipe: Recipe, folder: Path, *, sharded: bool = False) -> Any:
 
 def recompute(model: Any) -> None:
     """Recompute the activations of every layer in the backward pass."""
-    options = {"use_reentrant": False}
-    if hasattr(model, "activation_checkpointing_enable"):
-        model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
-    else:  # older transformers
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
 def place_student(model: Any, accelerator: Any, *, sharded: bool, bf16: bool) -> Any:
@@ -56,7 +52,7 @@ def place_student(model: Any, accelerator: Any, *, sharded: bool, bf16: bool) ->
     return sharding.replicate(model, accelerator.device)
 
 
-def load_frozen(folder: Path, device_type: str, *, sharded: bool = False) -> Any:
+def load_frozen(folder: Path, device_type: str) -> Any:
     """A teacher or a source on the CPU, in evaluation mode and without gradients.
 
     It has its checkpoint's dtype, but for a GPU bfloat16 instead of float32, whose products take several times as long.
@@ -70,9 +66,15 @@ def load_frozen(folder: Path, device_type: str, *, sharded: bool = False) -> Any
     dtype = torch.bfloat16 if in_float32 and device_type == "cuda" else "auto"
     advice = "distillation needs a teacher with a language-model head; name one"
     with explained(str(folder)):
-        model, missing = sharding.load(folder, dtype, by_first=sharded)
+        model, missing = load_model(folder, dtype)
         check_complete(str(folder), folder, missing, advice)
     return model.requires_grad_(False)
+
+
+def place_frozen(model: Any, accelerator: Any, *, sharded: bool) -> Any:
+    """Place a teacher on the device of this process, whole or sharded."""
+    device = accelerator.device
+    return sharding.shard(model, device, bf16=False) if sharded else model.to(device)
 
 
 def teacher_logits(teacher: Any, inputs: Mapping[str, Tensor]) -> Tensor:
@@ -84,7 +86,6 @@ def teacher_logits(teacher: Any, inputs: Mapping[str, Tensor]) -> Tensor:
         teacher: the model from `load_frozen`.
         inputs: those of the student's forward pass.
     """
-    inputs = {name: each.to(teacher.dtype) if each.is_floating_point() else each for name, each in inputs.items()}
     with torch.no_grad(), torch.autocast(teacher.device.type, enabled=False):
         logits: Tensor = teacher(**inputs, use_cache=False).logits
         return logits
@@ -106,12 +107,9 @@ def remove_output(model: Any, sample: Batch) -> bool:
 
 
 def on_device(batch: Batch, model: Any) -> tuple[dict[str, Tensor], Tensor]:
-    """A batch on a model's device: the inputs of its forward pass, numbers in its dtype; and the labels."""
-    place = next(parameter for parameter in model.parameters() if parameter.is_floating_point())
-    inputs = {}
-    for name, array in batch.items():
-        tensor = torch.from_numpy(np.ascontiguousarray(array))
-        inputs[name] = tensor.to(place.device, place.dtype if tensor.is_floating_point() else None)
+    """A batch on a model's device: the inputs of its forward pass, and the labels."""
+    device = next(model.parameters()).device
+    inputs = {name: torch.from_numpy(np.ascontiguousarray(array)).to(device) for name, array in batch.items()}
     return inputs, inputs.pop("labels")
 
 

@@ -10,7 +10,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, WithJsonSchema
+from pydantic import AfterValidator, WithJsonSchema
 from pydantic.dataclasses import dataclass
 
 from gqa_convert.checkpoint.results import plain
@@ -32,12 +32,8 @@ from gqa_convert.data.sources import KINDS, Source, SourceKind, Sources, pinned
 from gqa_convert.errors import RecipeError
 
 Sharding = Literal["auto", "replicate", "full"]
-Tracker = Literal["aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb"]
-"""The experiment trackers that accelerate supports."""
-
-
-def _read_trackers(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
+Tracker = Literal["aim", "clearml", "comet_ml", "mlflow", "swanlab", "tensorboard", "trackio", "wandb"]
+"""Experiment trackers that accelerate supports."""
 
 
 def _check_objective(name: str) -> str:
@@ -49,12 +45,6 @@ def _check_objective(name: str) -> str:
 ObjectiveName = Annotated[
     Text, AfterValidator(_check_objective), WithJsonSchema({"enum": ["auto", *OBJECTIVES], "type": "string"})
 ]
-Trackers = Annotated[
-    tuple[Tracker, ...],
-    BeforeValidator(_read_trackers, json_schema_input_type=Tracker | list[Tracker]),
-]
-"""One tracker or a list of them."""
-
 
 _declared = declared_in(Path(__file__).with_suffix(".toml"))
 
@@ -67,14 +57,7 @@ class Lora:
     """
 
     rank: Whole
-    alpha: Real | None
-    dropout: Real
     quantize: Literal["nf4"] | None
-
-    @property
-    def scale(self) -> float:
-        """The factor of the adapters' output."""
-        return (self.rank if self.alpha is None else self.alpha) / self.rank
 
     def __str__(self) -> str:
         base = f" on weights in {self.quantize}" if self.quantize else ""
@@ -119,8 +102,7 @@ class Recipe:
     z_loss: Real
     teacher: PathText | None
     distillation_weight: Real | None
-    trackers: Trackers
-    tracker_project: Text
+    trackers: tuple[Tracker, ...]
     log_every: Whole
 
     @property
@@ -233,8 +215,7 @@ def _mistakes(recipe: Recipe) -> Iterator[str]:
         yield f"output {recipe.output} is a file: name a folder"
     for name, named in (("model", recipe.model), ("teacher", recipe.teacher)):
         folder = Path(os.path.realpath(named or recipe.model))
-        nested = output.is_relative_to(folder) or folder.is_relative_to(output)
-        if folder == output or (nested and folder.is_dir()):
+        if output.is_relative_to(folder) or folder.is_relative_to(output):
             yield f"output {recipe.output} and {name} {named} are the same folder or nested: name a separate folder for output"
     if recipe.teacher is not None and Path(recipe.teacher) == Path(recipe.model):
         yield (
@@ -258,8 +239,6 @@ def _source_mistakes(recipe: Recipe) -> Iterator[str]:
             name = f"{key}[{number}]"
             for mistake in _contradictions(source):
                 yield f"{name} {mistake}"
-            if source.is_self and key == "evaluation_data":
-                yield f"{name} is self, text that the source writes: name real text, on which a loss means something"
             if source.kind not in reads:
                 wanted = " or ".join(KINDS[kind] for kind in reads)
                 yield f"{reason}, and {name} holds {KINDS[source.kind]}: name {wanted}, or change objective"
@@ -270,13 +249,7 @@ def _contradictions(source: Source) -> Iterator[str]:
     stated = source.stated()
     if ("source_field" in stated) != ("target_field" in stated):
         yield "names only one of source_field and target_field: give both, or neither"
-    elsewhere: dict[str, str] = {}
-    if source.kind == "pairs":
-        elsewhere["text_field"] = "running text"
-    if source.format == "text":
-        elsewhere |= dict.fromkeys(("messages_field", "loss_on"), "conversations")
-    if not source.is_self:
-        elsewhere |= dict.fromkeys(("tokens", "temperature", "seed"), "text of the model itself (source: self)")
-    for name, owner in elsewhere.items():
-        if name in stated:
-            yield f"has {name}, which belongs to {owner}: remove {name}"
+    if source.kind == "pairs" and "text_field" in stated:
+        yield "has text_field, which belongs to running text: remove text_field"
+    if source.kind == "pairs" and source.format == "chat":
+        yield "has format chat, and pairs are no conversations: remove format"

@@ -6,8 +6,7 @@ as text (YAML 1.1 reads 1e9 as text and `no` as false).
 
 import os
 import re
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import yaml
 
 from gqa_convert.checkpoint.paths import local_path
 from gqa_convert.data.keys import fields_of, suggestion
-from gqa_convert.errors import RecipeError, SourceNotFoundError
+from gqa_convert.errors import RecipeError
 from gqa_convert.training.recipe import Recipe, make_recipe
 
 
@@ -47,8 +46,6 @@ def _load(text: str, where: str) -> Any:
         line = f", line {mark.line + 1}" if mark is not None and "\n" in text else ""
         problem = getattr(mistake, "problem", None) or str(mistake).splitlines()[0]
         raise RecipeError(f"{where}{line} is not valid YAML: {problem}") from None
-    except RecursionError:
-        raise RecipeError(f"{where} is nested too deeply: a recipe is a flat list of keys") from None
 
 
 def read_recipe(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> Recipe:
@@ -99,25 +96,3 @@ def _read_overrides(overrides: Iterable[str]) -> dict[str, Any]:
             raise RecipeError(f"the override {override!r} has an unknown key {name!r}: {suggestion(name, Recipe)}")
         values[name] = _load(text, f"the override {override!r}")
     return values
-
-
-@contextmanager
-def naming_conversion(path: str | os.PathLike[str], model: str) -> Iterator[None]:
-    """Name the command that makes a missing converted model, if the recipe's comments have it.
-
-    Args:
-        path: the path of the recipe, which `read_recipe` accepts.
-        model: the folder that the command must name.
-
-    Raises:
-        SourceNotFoundError: what is raised inside, with the command.
-    """
-    try:
-        yield
-    except SourceNotFoundError:
-        for line in local_path(path).read_text(encoding="utf-8-sig").splitlines():
-            found = re.match(r"#\s+convert\s+(\S.*)", line)
-            if found and model in found[1].split() and not local_path(model).exists():
-                message = f"the converted model {model} does not exist: make it with {found[1]}"
-                raise SourceNotFoundError(message) from None
-        raise

@@ -1,6 +1,5 @@
 """A run: sets it up from its recipe and the state of its output folder, trains, and publishes the model."""
 
-import secrets
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,10 +16,10 @@ from gqa_convert.training import sharding
 from gqa_convert.training.checkpoints import Checkpoints, Progress, set_state, state_of, whole_model
 from gqa_convert.training.distributed import join, together
 from gqa_convert.training.export import export_model
-from gqa_convert.training.lora import check_lora, gather_adapters, merged_model
-from gqa_convert.training.metrics import OnStep, RunLog, RunSummary, read_metrics, recovery, start_trackers
-from gqa_convert.training.models import load_frozen, load_student, place_student, remove_output
-from gqa_convert.training.opening import Opened, check_trackers, open_recipe
+from gqa_convert.training.lora import check_lora, merged_model
+from gqa_convert.training.metrics import OnStep, RunLog, RunSummary, check_trackers, read_metrics, recovery
+from gqa_convert.training.models import load_frozen, load_student, place_frozen, place_student, remove_output
+from gqa_convert.training.opening import Opened, open_recipe
 from gqa_convert.training.optimizers import build_optimizer
 from gqa_convert.training.recipe import Recipe, make_recipe
 from gqa_convert.training.run_folder import RunFolder
@@ -40,12 +39,12 @@ def start_run(
     command: list[str] | None,
 ) -> RunSummary | None:
     """Join the processes of a run, and train in its output folder while no other run does; see `uptrain_checkpoint`."""
-    check_trackers(recipe)
     folder = RunFolder(Path(recipe.output))
     accelerator = join(log_with=list(recipe.trackers), project_dir=str(folder.trackers))
     run = Run(recipe, folder, accelerator, stops, on_message)
     with ExitStack() as stack:
         with together():
+            check_trackers(accelerator, recipe)
             check_lora(recipe.lora, sharded=run.sharded)
             folder.refuse_foreign()
             if run.main:
@@ -100,7 +99,7 @@ class Run:
         self.say = on_message if self.main else lambda _: None
         self.sharded = sharding.number_of_shards(recipe.sharding, accelerator.num_processes) > 1
         self.checkpoints = Checkpoints(folder.checkpoints, recipe.keep_checkpoints, main=self.main)
-        self.progress = Progress(run_id=secrets.token_hex(8))
+        self.progress = Progress()
 
     def find_resume_point(self) -> RunSummary | None:
         """Take up the progress of the newest checkpoint, if there is one; returns the summary of a complete run.
@@ -109,7 +108,7 @@ class Run:
             ResumeError: the output folder holds a run that this recipe can't resume.
         """
         recipe = self.recipe
-        finished, newest = self.folder.finished(), self.checkpoints.newest(self.say)
+        finished, newest = self.folder.finished(), self.checkpoints.newest()
         known = finished or newest
         if known is None:
             return None
@@ -144,8 +143,7 @@ class Run:
             check_destination(self.folder.model, None, overwrite=True)
         if progress.step:
             self._report_differences()
-        commits, device = self.folder.read_commits(), str(self.accelerator.device)
-        self.opened = open_recipe(self.recipe, commits, on_tokenize, self.say, device)
+        self.opened = open_recipe(self.recipe, self.folder.read_commits(), on_tokenize, self.say)
         if progress.samples not in ("", self.opened.samples.fingerprint):
             raise ResumeError(
                 f"the training text or the tokenizer has changed since {self.checkpoints.path(progress.step)} was saved: restore it, or name another output"
@@ -156,10 +154,6 @@ class Run:
         progress = self.progress
         progress.skipped_in_a_row = 0
         self.say(f"resuming from {self.checkpoints.path(progress.step)}")
-        if progress.processes != self.accelerator.num_processes:
-            self.say(
-                f"the checkpoint was saved by {progress.processes} process(es): sums are rounded differently from now on"
-            )
         for change in make_recipe(progress.recipe).differences(self.recipe, "recorded", "budget"):
             progress.changes.append(f"from step {progress.step + 1}: {change}")
             self.say(change)
@@ -171,11 +165,13 @@ class Run:
         recipe.warmup(steps)  # raises an error if the warm-up is longer than the run
         torch.manual_seed(recipe.seed)
         with together():
-            model = load_student(recipe, opened.folder, sharded=self.sharded)
+            model = load_student(recipe, opened.folder)
         student = place_student(model, self.accelerator, sharded=self.sharded, bf16=recipe.precision == "bf16")
         optimizer, teacher = build_optimizer(model, recipe), None
         if opened.teacher is not None:
-            teacher = self._load_frozen(opened.teacher)
+            with together():
+                teacher = load_frozen(opened.teacher, self.accelerator.device.type)
+            teacher = place_frozen(teacher, self.accelerator, sharded=self.sharded)
         # the losses of student and teacher are computed of logits, or of the states before them
         if remove_output(model, samples.batch([0])) and teacher is not None:
             remove_output(teacher, samples.batch([0]))
@@ -183,43 +179,32 @@ class Run:
             recipe, student, optimizer, samples, self.accelerator, steps=steps, teacher=teacher, progress=self.progress
         )
 
-    def _load_frozen(self, folder: Path) -> Any:
-        device = self.accelerator.device
-        with together():
-            model = load_frozen(folder, device.type, sharded=self.sharded)
-        return sharding.shard(model, device, bf16=False) if self.sharded else model.to(device)
-
     def begin(self) -> None:
         """Write the first files of the run, evaluate what was not evaluated yet, and restore a checkpoint."""
         with together():
             if self.main:
                 self.folder.begin(self.recipe, self.opened.dataset_commits)
-        self._evaluate_start_and_source()
+        self._evaluate_start_and_teacher()
         if self.progress.step:
             with self.stops.at_boundaries():  # until the checkpoint is restored
                 model, optimizer = self.trainer.model, self.trainer.optimizer
                 state = state_of(model, optimizer)
-                self.checkpoints.load(self.progress.step, state, self.accelerator.num_processes)
+                self.checkpoints.load(self.progress.step, state)
                 set_state(model, optimizer, state)
 
-    def _evaluate_start_and_source(self) -> None:
-        """Measure the losses at the start and of the source, relative to which recovery is stated, unless they are
+    def _evaluate_start_and_teacher(self) -> None:
+        """Measure the losses at the start and of the teacher, relative to which recovery is stated, unless they are
         recorded.
         """
         trainer, progress, held_out = self.trainer, self.progress, self.opened.held_out
-        if not held_out or progress.evaluated_on == held_out.fingerprint:
+        if not held_out or progress.evaluations:
             return
         start = trainer.evaluate(trainer.model, held_out)
         progress.evaluations = {"start": start}
         self.say(f"language-model loss at the start: {start:.4f} nats per token of the evaluation data")
-        source, folder = trainer.teacher, self.opened.source
-        if source is None and folder is not None:
-            source = self._load_frozen(folder)
-            remove_output(source, self.opened.samples.batch([0]))
-        if source is not None:
-            progress.evaluations["source"] = trainer.evaluate(source, held_out)
+        if trainer.teacher is not None:
+            progress.evaluations["source"] = trainer.evaluate(trainer.teacher, held_out)
             self.say(f"language-model loss of the source: {progress.evaluations['source']:.4f} nats per token")
-        progress.evaluated_on = held_out.fingerprint
 
     def train(self, on_step: OnStep) -> None:
         """Take the remaining steps; log, evaluate and save between them.
@@ -227,13 +212,14 @@ class Run:
         Raises:
             StoppedError: a signal asked to stop, and the state is saved.
             DivergedError: too many consecutive steps had no finite gradient.
-            Exception: the text for the next step can't be read.
         """
         recipe, trainer, progress, held_out = self.recipe, self.trainer, self.progress, self.opened.held_out
         steps = trainer.steps
         with together():
             log = RunLog(self.folder.metrics, progress.step, steps, self.accelerator, on_step)
-        start_trackers(self.accelerator, recipe, progress.run_id, self.folder.trackers)
+        if recipe.trackers:
+            settings = {name: str(value) for name, value in recipe.resolved().items()}
+            self.accelerator.init_trackers("gqa-convert", config=settings)
         saved = progress.step
         self.say(
             f"{steps:,} steps of {round(trainer.tokens_per_step):,} tokens on {self.accelerator.num_processes} process(es), from step {saved + 1:,}"
@@ -258,35 +244,29 @@ class Run:
             if saved != progress.step:
                 self._save(log)
             if progress.step < steps:
-                self._stop()
-        if held_out and "last" not in progress.evaluations:  # no step was left to take, and the text is new
-            progress.evaluations["last"] = trainer.evaluate(trainer.model, held_out)
+                done = (
+                    f"after step {progress.step} of {steps}, which is saved"
+                    if progress.step
+                    else "before the first step"
+                )
+                with together():  # the reason of the first process that has one
+                    if self.stops:
+                        name = self.stops.names[0]
+                        raise StoppedError(f"stopped by {name} {done}: run the same command again to resume")
 
     def _save(self, log: RunLog) -> None:
         log.sync()
         progress, opened = self.progress, self.opened
         progress.recipe, progress.samples = opened.recipe.resolved(), opened.samples.fingerprint
-        progress.processes = self.accelerator.num_processes
         self.checkpoints.save(state_of(self.trainer.model, self.trainer.optimizer), progress)
 
     def _diverged(self) -> DivergedError:
-        whole = self.checkpoints.whole()
-        where = f"{self.checkpoints.path(whole[0].step)} is intact" if whole else "there is no checkpoint yet"
+        saved = self.checkpoints.all()
+        where = f"{saved[0]} is intact" if saved else "there is no checkpoint yet"
         return DivergedError(
             f"{_LONGEST_STREAK} consecutive steps up to step {self.progress.step} had a loss or a gradient that is not finite; {where}: run "
             "again with a lower learning_rate, a lower gradient_clipping or precision=no"
         )
-
-    def _stop(self) -> None:
-        """End an incomplete run on all processes, with the reason of the first process that has one."""
-        step, problem = self.progress.step, self.trainer.problem
-        done = f"after step {step} of {self.trainer.steps}, which is saved" if step else "before the first step"
-        with together():
-            if problem is not None:
-                self.say(f"the text of the next step can't be read; the run ends {done}")
-                raise problem
-            if self.stops:
-                raise StoppedError(f"stopped by {self.stops.names[0]} {done}: run the same command again to resume")
 
     def finish(self, command: list[str] | None) -> RunSummary | None:
         """Write the trained model and, last, the summary; returns the summary on the main process.
@@ -298,8 +278,6 @@ class Run:
         model, state = sharding.unwrapped(self.trainer.model), {}
         if recipe.lora is None:
             state = whole_model(self.trainer.model)
-        else:
-            gather_adapters(model)
         with together():
             if self.main:
                 if recipe.lora is not None:

@@ -20,14 +20,12 @@ class TokenizedSource:
         source: as the recipe names it.
         revision: the commit of a Hub dataset; None for files.
         tokens: the tokens that are ready.
-        samples: as many as an epoch of them has.
         complete: whether they are all of the source; a stream is tokenised as far as the run needs it.
     """
 
     source: str
     revision: str | None
     tokens: int
-    samples: int
     complete: bool
 
 
@@ -74,8 +72,7 @@ def tokenize_recipe(
         raise StoppedError(f"{reason}: what is ready is kept, run the same command again to resume") from None
     samples, sources = opened.samples, []
     for stated, tokens in zip(opened.recipe.data, samples.sources, strict=True):
-        count = samples.sampler.count(tokens)
-        sources.append(TokenizedSource(stated.source, stated.revision, tokens.size, count, tokens.complete))
+        sources.append(TokenizedSource(stated.source, stated.revision, tokens.size, tokens.complete))
     steps = recipe.steps(samples.tokens_per_sample)
     return TokenizedRecipe(
         cache=str(default_cache()),

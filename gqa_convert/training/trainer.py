@@ -19,7 +19,6 @@ from gqa_convert.data.labels import IGNORED
 from gqa_convert.data.order import mix
 from gqa_convert.data.sampler import Batch
 from gqa_convert.data.samples import EvaluationBlocks, Samples
-from gqa_convert.errors import InterruptedRunError
 from gqa_convert.losses.distillation import CombinedLoss, combined_loss, labelled_positions
 from gqa_convert.losses.output_layer import removed_output_layer
 from gqa_convert.training import sharding
@@ -44,7 +43,6 @@ class Trainer:
         steps: the number of steps in the whole run.
         teacher: the model to distil from; None for none.
         progress: the progress of the run, which is kept up to date.
-        problem: the error of reading text, if that ended the run.
     """
 
     recipe: Recipe
@@ -55,7 +53,6 @@ class Trainer:
     steps: int
     teacher: Any
     progress: Progress
-    problem: Exception | None = None
 
     def __post_init__(self) -> None:
         self.samples_per_step = self.recipe.samples_per_step(self.samples.tokens_per_sample)
@@ -65,20 +62,14 @@ class Trainer:
         self._autocast = self.recipe.precision == "bf16" and not sharding.is_sharded(self.model)
 
     def run(self, stop: Callable[[], bool]) -> Iterator[StepMetrics]:
-        """Take the remaining steps one by one. The generator ends early, between two steps, if `stop` returns true or
-        reading text fails on any process.
+        """Take the remaining steps one by one. The generator ends early, between two steps, if `stop` returns true on any
+        process.
         """
         for step in range(self.progress.step + 1, self.steps + 1):
             began = time.perf_counter()
-            batches: list[Batch] = []
-            try:
-                batches = self._micro_batches(step)
-            except InterruptedRunError:  # a second Ctrl-C
-                raise
-            except Exception as problem:
-                self.problem = problem
+            batches = self._micro_batches(step)
             labels = sum(int((batch["labels"] != IGNORED).sum()) for batch in batches)
-            count, stops = summed(self.accelerator, [float(labels), float(not batches or stop())])
+            count, stops = summed(self.accelerator, [float(labels), float(stop())])
             if stops:
                 return
             metrics = self._step(step, batches, max(count, 1.0))

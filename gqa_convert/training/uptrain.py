@@ -12,7 +12,7 @@ from gqa_convert.checkpoint.resource_errors import is_disk_full, is_out_of_memor
 from gqa_convert.errors import GQAConvertError, OutputError
 from gqa_convert.families.loading import no_bars
 from gqa_convert.training.distributed import out_of_memory, taking_part
-from gqa_convert.training.recipe_files import naming_conversion, read_recipe
+from gqa_convert.training.recipe_files import read_recipe
 from gqa_convert.training.stopping import StopRequests
 
 if TYPE_CHECKING:  # these import torch
@@ -59,7 +59,7 @@ def uptrain_checkpoint(
         warnings.simplefilter("ignore")  # warnings of torch and transformers for developers
         from gqa_convert.training.run import start_run
 
-        with taking_part(), no_bars(), naming_conversion(path, recipe.model):
+        with taking_part(), no_bars():
             return start_run(recipe, stops, on_message, on_step, on_tokenize, command)
 
 

@@ -1,6 +1,5 @@
 """Sources of text: what is read of them, and what is refused."""
 
-import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -42,19 +41,14 @@ def json_lines(*texts: Any, field: str = "text") -> str:
     return "".join(json.dumps({"id": 1, field: text}) + "\n" for text in texts)
 
 
-@pytest.mark.parametrize("kind", ["txt", "txt.gz", "txt.zst", "jsonl", "jsonl.gz", "json", "json.zst", "parquet"])
+@pytest.mark.parametrize("kind", ["txt", "jsonl", "json", "parquet"])
 def test_files_of_every_kind(tmp_path: Path, kind: str) -> None:
-    rows = [{"id": 1, "text": text} for text in (*TEXTS, "", None)]
-    contents = {"txt": TEXTS[0], "jsonl": json_lines(*TEXTS, "", None), "json": json.dumps(rows, indent=1)}
-    content = contents.get(kind.split(".")[0], "").encode()
     path = tmp_path / f"some.{kind}"
     if kind == "parquet":
-        pq.write_table(pa.Table.from_pylist(rows), path)
-    elif kind.endswith("zst"):
-        path.write_bytes(pa.compress(content, "zstd", asbytes=True))
+        pq.write_table(pa.Table.from_pylist([{"id": 1, "text": text} for text in (*TEXTS, "", None)]), path)
     else:
-        path.write_bytes(gzip.compress(content) if kind.endswith("gz") else content)
-    assert tokens_of(str(path), tmp_path / "cache") == (IDS[:4] if kind.startswith("txt") else IDS)
+        path.write_text(TEXTS[0] if kind == "txt" else json_lines(*TEXTS, "", None))
+    assert tokens_of(str(path), tmp_path / "cache") == (IDS[:4] if kind == "txt" else IDS)
 
 
 def test_patterns_and_folders_are_read_in_order(tmp_path: Path) -> None:
@@ -98,13 +92,11 @@ BAD: dict[str, tuple[str, str | bytes, str]] = {
     "JSON lines that are not UTF-8": ("some.jsonl", b'{"text": "\xe9"}', "is not UTF-8"),
     "no JSON": ("some.jsonl", '{"text": "w1"}\n{"text"', "line 2 is not JSON"),
     "no object": ("some.jsonl", '"w1"\n', "line 1 holds a str"),
-    "an array of texts": ("some.json", '["w1"]\n', "item 1 holds a str, expected an object with 'text'"),
-    "an array that is cut off": ("some.json", '[{"text": "w1"},', "begins like a JSON array but is not one"),
-    "several arrays": ("some.jsonl", '["w1"]\n["w2"]\n', "begins like a JSON array but is not one"),
+    "an array": ("some.json", '[{"text": "w1"}]\n', "line 1 holds a list, expected one object per line"),
     "an object over several lines": (
         "some.json",
         '{\n"text": "w1"\n}',
-        "line 1 is not JSON.*one object per line, or one array",
+        "line 1 is not JSON.*one object per line",
     ),
     "no such field": (
         "some.jsonl",
@@ -114,9 +106,6 @@ BAD: dict[str, tuple[str, str | bytes, str]] = {
     "no text": ("some.jsonl", json_lines(5), "line 1: 'text' holds a int"),
     "empty": ("some.txt", "", "holds no text"),
     "empty rows": ("some.jsonl", json_lines("", None), "holds no text"),
-    "cut off": ("some.txt.gz", gzip.compress(b"w1 w2 " * 1000)[:40], "some.txt.gz can't be read .Truncated"),
-    "no gzip": ("some.txt.gz", b"w1", "some.txt.gz can't be read .*incorrect header"),
-    "no zstd": ("some.txt.zst", b"w1", "some.txt.zst can't be read"),
     "no Parquet": ("some.parquet", b"w1", "is not a readable Parquet file"),
     "too short": ("some.txt", "w1 w2", "has 3 tokens, fewer than one sample of 5"),
 }

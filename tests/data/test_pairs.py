@@ -10,7 +10,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from gqa_convert.data.encoders import tokenizer_state
 from gqa_convert.data.hub import HubDataset
 from gqa_convert.data.pairs import shortened
 from gqa_convert.data.samples import Samples
@@ -85,18 +84,16 @@ def test_long_texts_are_cut_before_what_closes_them(tmp_path: Path) -> None:
     )
     made = opened({"source": str(tmp_path / "p.jsonl"), **PAIRS}, bart_tokenizer(), tmp_path, sequence_length=5)
     assert rows_of(made.batch([0, 1])) == {("w1 w2 w3", "w7 w8 w9"), ("w1", "w2")}
-    assert made.notes == [f"1 of the 2 pairs of {tmp_path}/p.jsonl are truncated to 5 tokens"]
     assert made.tokens_per_sample == Fraction(5 + 5 + 3 + 3, 2)
     assert shortened(np.arange(4), 4).tolist() == [0, 1, 2, 3]
     assert shortened(np.arange(9), 1).tolist() == [8]
 
 
-def test_rows_with_an_empty_side_are_left_out_and_counted(tmp_path: Path) -> None:
+def test_rows_with_an_empty_side_are_left_out(tmp_path: Path) -> None:
     rows = [{"a": "w1", "b": "w2"}, {"a": "", "b": "w2"}, {"a": "w1", "b": None}, {"a": "w3", "b": "w\ud800"}]
     (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     made = opened({"source": str(tmp_path / "p.jsonl"), **PAIRS}, bart_tokenizer(), tmp_path)
     assert made.sampler.count(made.sources[0]) == 2
-    assert made.notes == [f"2 rows of {tmp_path}/p.jsonl with an empty text are skipped"]
 
 
 def test_evaluation_takes_the_first_pairs(tmp_path: Path) -> None:
@@ -109,24 +106,3 @@ def test_evaluation_takes_the_first_pairs(tmp_path: Path) -> None:
         )
         assert len(blocks) == max(1, int((sizes <= limit).sum()))
         assert rows_of(blocks.batch(range(len(blocks)))) == set(pairs[: len(blocks)])
-
-
-def test_the_state_of_a_tokenizer_in_python_is_that_of_its_files(tmp_path: Path) -> None:
-    """A model of another content under the same name is another tokenizer; the same content elsewhere is the same
-    one.
-    """
-
-    class Slow:
-        def __init__(self, folder: Path) -> None:
-            self.spm_files = [str(folder / "source.spm")]
-            self.init_kwargs = {"vocab": str(folder / "source.spm"), "lower": True}
-
-        def get_vocab(self) -> dict[str, int]:
-            return {"a": 0}
-
-    states = []
-    for name, content in (("one", b"1"), ("two", b"1"), ("two", b"2")):
-        (tmp_path / name).mkdir(exist_ok=True)
-        (tmp_path / name / "source.spm").write_bytes(content)
-        states.append(tokenizer_state(Slow(tmp_path / name)))
-    assert states[0] == states[1] != states[2]

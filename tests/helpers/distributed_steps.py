@@ -59,7 +59,7 @@ def run_cases(target: str) -> None:
             for name, keys in CASES.items():
                 steps = take_steps(accelerator, keys | layout)
                 found |= {f"{name}/{key}": value for key, value in steps.items()}
-            if kind in ("single", "fsdp"):
+            if kind in ("single", "ddp"):
                 for name, keys in ADAPTED.items():
                     tensors = adapt(accelerator, Path(f"{target}-{kind}-{name}"), keys | layout)
                     found |= {f"adapted {name}/{key}": value for key, value in tensors.items()}
@@ -73,7 +73,7 @@ def adapt(accelerator: Any, folder: Path, keys: dict[str, Any]) -> dict[str, Any
 
     from gqa_convert.training import sharding
     from gqa_convert.training.checkpoints import Progress, set_state, state_of
-    from gqa_convert.training.lora import gather_adapters, merged_model
+    from gqa_convert.training.lora import merged_model
     from gqa_convert.training.models import load_student, place_student
     from gqa_convert.training.optimizers import build_optimizer
     from gqa_convert.training.recipe import make_recipe
@@ -85,7 +85,7 @@ def adapt(accelerator: Any, folder: Path, keys: dict[str, Any]) -> dict[str, Any
     accelerator.wait_for_everyone()
     sharded = sharding.number_of_shards(recipe.sharding, accelerator.num_processes) > 1
     torch.manual_seed(0)
-    model = load_student(recipe, folder, sharded=sharded)
+    model = load_student(recipe, folder)
     placed = place_student(model, accelerator, sharded=sharded, bf16=recipe.precision == "bf16")
     optimizer = build_optimizer(model, recipe)
     types = {str(each.dtype) for each in model.parameters() if each.requires_grad}
@@ -104,7 +104,6 @@ def adapt(accelerator: Any, folder: Path, keys: dict[str, Any]) -> dict[str, Any
     dcp.load(state, checkpoint_id=folder / "saved", no_dist=alone)
     set_state(placed, optimizer, state)
     found["moment"] = np.array(sum(float(_whole(each["exp_avg"]).sum()) for each in optimizer.state.values()))
-    gather_adapters(model)
     if accelerator.is_main_process:
         _, tensors = merged_model(model, folder)
         found |= {f"merged {name}": tensor.float().numpy() for name, tensor in tensors.items()}

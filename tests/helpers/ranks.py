@@ -104,13 +104,3 @@ def uptrain(*arguments: str) -> None:
 
     sys.argv = ["gqa-convert", "uptrain", *arguments]
     main()
-
-
-def uptrain_on_its_own_machine(*arguments: str) -> None:
-    """The same, as if each process ran on a machine of its own, with a cache of its own, and the model wrote short texts."""
-    from gqa_convert.data import text_generation
-
-    text_generation.LENGTH = 16  # type: ignore[misc]
-    os.environ["XDG_CACHE_HOME"] += os.environ["RANK"]
-    os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    uptrain(*arguments)

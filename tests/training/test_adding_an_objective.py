@@ -10,7 +10,7 @@ import torch
 from gqa_convert.data.objectives import OBJECTIVES, Objective
 from gqa_convert.errors import RecipeError
 from gqa_convert.families.loading import load_model
-from gqa_convert.training.estimate import estimate, named_gpus
+from gqa_convert.training.estimate import estimate
 from gqa_convert.training.recipe import make_recipe
 from gqa_convert.training.tokenize_only import tokenize_recipe
 from tests.helpers.data_helpers import demo_tokenizer, open_samples
@@ -59,12 +59,12 @@ def test_the_default_and_estimates_and_tokenising_and_refusals_know_it(home: Pat
     assert losses(tmp_path / "auto") == losses(tmp_path / "causal")  # the first entry remains the default
     path = recipe(home, tmp_path / "run", objective="backwards")
     other = recipe(home, tmp_path / "other")
-    assert estimate(path, [], named_gpus(1, "h100")) == estimate(other, [], named_gpus(1, "h100"))
+    assert estimate(path, [], 1, "h100") == estimate(other, [], 1, "h100")
     assert tokenize_recipe(path).samples == 12
     keys = {"model": "m", "output": "o", "tokens": "10M", "objective": "backwards"}
     with pytest.raises(
         RecipeError, match=r"objective is backwards, and data\[0\] holds conversations: name running text"
     ):
         make_recipe(keys | {"data": {"source": "d", "format": "chat"}})
-    with pytest.raises(RecipeError, match="it must be auto, causal, span_corruption, pairs, speech, backwards"):
+    with pytest.raises(RecipeError, match="it must be auto, causal, span_corruption, pairs, backwards"):
         make_recipe(keys | {"data": "d", "objective": "forwards"})

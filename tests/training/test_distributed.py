@@ -49,14 +49,14 @@ def test_processes_share_the_work_and_change_nothing(found: dict[str, dict[str, 
 
 
 @pytest.mark.parametrize("name", ADAPTED)
-def test_sharded_adapters_are_merged_as_whole_ones(found: dict[str, dict[str, Any]], name: str) -> None:
+def test_copied_adapters_are_merged_as_those_of_one_process(found: dict[str, dict[str, Any]], name: str) -> None:
     """After two steps from a checkpoint that one process reads, saving and restoring: losses, moments and the merged
     weights. Adapters are float32 beside fixed weights in bfloat16.
     """
     prefix = f"adapted {name}/"
     alone, shared = (
         {key.removeprefix(prefix): value for key, value in found[kind].items() if key.startswith(prefix)}
-        for kind in ("single", "fsdp")
+        for kind in ("single", "ddp")
     )
     assert alone.keys() == shared.keys()
     assert list(alone.pop("types")) == list(shared.pop("types")) == ["torch.float32"]

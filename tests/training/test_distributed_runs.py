@@ -18,7 +18,7 @@ from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.demo import CHECKPOINT
 from gqa_convert.errors import LaunchError
 from gqa_convert.training.distributed import check_environment
-from tests.helpers.ranks import Job, free_port, uptrain, uptrain_on_its_own_machine
+from tests.helpers.ranks import Job, free_port, uptrain
 from tests.helpers.uptrain_runs import MEASURED
 
 pytestmark = pytest.mark.slow
@@ -150,26 +150,6 @@ def test_checkpoints_fit_other_numbers_of_processes(
     assert [line["loss"] for line in result(tmp_path / "one")[1]] == pytest.approx(losses, rel=1e-5)
 
 
-def test_new_evaluation_data_after_the_last_step(
-    place: Path, tmp_path: Path, whole: tuple[str, dict[str, str], Path]
-) -> None:
-    """A run that was killed before its export is evaluated on what the recipe names now, at the start and at the end, and
-    evaluating leaves the model as it was.
-    """
-    _, environment, reference = whole
-    (tmp_path / "new.txt").write_text("other words " * 200)
-    keys = (f"evaluation_data={tmp_path / 'new.txt'}", "evaluation_tokens=300")
-    shutil.copytree(reference, tmp_path / "late")
-    shutil.rmtree(tmp_path / "late" / "model")
-    found = {}
-    for name in ("late", "always"):
-        job = start(place, tmp_path / name, *keys, **environment)
-        assert job.wait() == [0, 0], job.text()
-        found[name] = json.loads((tmp_path / name / "summary.json").read_text())["evaluation"]
-    assert found["late"] == found["always"]
-    assert found["late"]["final"] != found["late"]["start"]
-
-
 def test_what_only_the_first_process_finds_ends_all(place: Path, tmp_path: Path) -> None:
     """A locked output, and text that only the process that tokenises looks at: one line, exit code 2 everywhere."""
     (tmp_path / "locked").mkdir()
@@ -182,15 +162,6 @@ def test_what_only_the_first_process_finds_ends_all(place: Path, tmp_path: Path)
     job = start(place, tmp_path / "missing", "data=nowhere.txt")
     assert job.wait(30) == [2, 2], job.text()
     assert len(job.complaints()) == 1, job.text()
-
-
-def test_text_of_its_own_reaches_the_other_machine(place: Path, tmp_path: Path) -> None:
-    own = "data={source: self, tokens: 150}"
-    arguments = (str(place / "recipe.yaml"), f"output={tmp_path / 'out'}", own, f"teacher={CHECKPOINT}", "tokens=160")
-    job = Job(uptrain_on_its_own_machine, arguments, tmp_path / "logs", 2, XDG_CACHE_HOME=str(tmp_path / "cache"))
-    assert job.wait() == [0, 0], job.text()
-    one, two = (next(tmp_path.glob(f"cache{rank}/**/own-text-*.jsonl")) for rank in (0, 1))
-    assert one.read_bytes() == two.read_bytes()
 
 
 @pytest.mark.parametrize(

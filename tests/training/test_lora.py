@@ -18,7 +18,7 @@ from gqa_convert.training.recipe import make_recipe
 from tests.helpers.uptrain_runs import in_float32, leftovers, losses, make_student, run, weights
 
 IDS = torch.arange(24).reshape(2, 12)
-KEYS: dict[str, Any] = {"lora": {"rank": 4, "dropout": 0.1}, "schedule": "constant", "warmup_steps": 0, "tokens": 256}
+KEYS: dict[str, Any] = {"lora": {"rank": 4}, "schedule": "constant", "warmup_steps": 0, "tokens": 256}
 """Four steps."""
 
 

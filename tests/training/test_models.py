@@ -69,13 +69,6 @@ def test_vocabularies(tokens: list[str], size: int | None, message: str | None, 
             check_vocabularies(student, teacher)
 
 
-def test_a_teacher_without_a_tokenizer_has_its_size_compared(tmp_path: Path) -> None:
-    student, bare = checkpoint(tmp_path / "student", ["a", "b", "c"], 8), checkpoint(tmp_path / "bare", ["a"], 3)
-    for file in bare.glob("tokenizer*"):
-        file.unlink()
-    check_vocabularies(student, bare)
-
-
 RATES = {
     "t5": ("dropout_rate",),
     "gpt2": ("resid_pdrop", "embd_pdrop", "attn_pdrop"),

@@ -55,6 +55,8 @@ def test_the_files_of_a_run(home: Path, tmp_path: Path) -> None:
         tokens=None,
         alpha=0.1,
         pretraining_tokens=3840,
+        teacher=str(DEMO),
+        distillation_weight=0.0,
     )
     assert {path.name for path in output.iterdir()} == {
         ".lock",
@@ -269,7 +271,6 @@ class Remembering(accelerate.tracking.GeneralTracker):
 
 
 def test_the_numbers_of_a_step_reach_a_tracker(home: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("gqa_convert.training.opening.importlib.util.find_spec", lambda name: object())
     monkeypatch.setattr("accelerate.accelerator.filter_trackers", lambda names, *_: names)
     monkeypatch.setitem(accelerate.tracking.LOGGER_TYPE_TO_CLASS, "tensorboard", Remembering)
     run(home, tmp_path / "run", trackers=["tensorboard"], tokens=128)

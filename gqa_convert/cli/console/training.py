@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 def show_step(screen: ProgressScreen, metrics: "StepMetrics", steps: int) -> None:
     """Show a step of an uptraining run that was logged."""
-    from gqa_convert.training.metrics import LM_LOSS
-
     detail = f"step {metrics.step:,} of {steps:,}"
     if not metrics.skipped:
-        detail += f"  {metrics.objective} {metrics.loss:.4f} nats per token"
+        detail += f"  loss {metrics.loss:.4f} nats per token"
     detail += f"  {metrics.tokens_per_second:,.0f} tokens/s"
     if metrics.evaluation_loss is not None:
-        screen.say(f"step {metrics.step:,}: {LM_LOSS} on held-out text {metrics.evaluation_loss:.4f} nats per token")
+        screen.say(
+            f"step {metrics.step:,}: language-model loss on held-out text {metrics.evaluation_loss:.4f} nats per token"
+        )
     screen.show("uptraining", metrics.step, steps, detail)
 
 
@@ -46,9 +46,7 @@ def show_training(summary: "RunSummary") -> None:
 
 def show_tokenized(found: "TokenizedRecipe") -> None:
     """Print the tokens of each source and where they are."""
-    texts = [
-        f"{source.source}: {tokens_text(source.tokens)} tokens, {source.samples:,} samples" for source in found.sources
-    ]
+    texts = [f"{source.source}: {tokens_text(source.tokens)} tokens" for source in found.sources]
     rows = {"text": "\n".join(texts), "cache": found.cache}
     show_done(f"text for {found.samples:,} samples in {found.steps:,} steps", rows)
 
@@ -62,20 +60,15 @@ def show_estimate(found: "Estimate") -> None:
     rows = {
         "parameters": f"{trained} trained of {whole}",
         "steps": f"{found.steps:,} of {found.samples_per_step:,} samples ({step_tokens} tokens)",
-        "memory per GPU": f"{size(found.memory_needed)}, each parameter over {found.shards} of {found.gpus} GPU(s)",
+        "memory per GPU": f"{size(found.memory_needed)}, each parameter over {found.shards} of {found.gpus} GPU(s) ({found.gpu})",
     }
     for name, nbytes in found.memory.items():
         rows[f"  {name}"] = size(nbytes)
-    time = "unknown without the type of the GPUs: --hardware 8xh100"
-    if found.hours is not None:
-        hours = f"{max(found.hours, 0.1):,.1f} hours at {UTILISATION:.0%} of the peak"
-        time = hours
-        if found.hours < 0.1:
-            time = f"under {hours}"
-    rows["time"] = time
+    hours = f"{max(found.hours, 0.1):,.1f} hours at {UTILISATION:.0%} of the peak"
+    rows["time"] = f"under {hours}" if found.hours < 0.1 else hours
     rows["text"] = f"{tokens_text(found.tokens_needed)} tokens are needed"
     show_done(f"estimate of {found.model}; nothing was run", rows)
-    if found.memory_of_gpu is not None and found.memory_needed > found.memory_of_gpu:
+    if found.memory_needed > found.memory_of_gpu:
         print_note(
             "the memory of a GPU does not suffice: lower micro_batch_size, set gradient_checkpointing to true, or sharding to full with more GPUs"
         )

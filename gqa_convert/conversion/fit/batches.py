@@ -148,8 +148,7 @@ def _speech(
     size = SpeechSize(tokens, held_out, tokens if fresh else 0)
     found = speech_batches(speech, files, size, seed=options.seed, progress=partial(progress, LISTENING))
     divided = divide_batches(found.layers, found.tokens, ids="decoder_input_ids")
-    heard = "; ".join((found.description, *speech.notes))
-    return replace(divided, description=heard, held_out=found.held_out, fresh=found.fresh)
+    return replace(divided, description=found.description, held_out=found.held_out, fresh=found.fresh)
 
 
 def sound_files(plan: Plan, options: CalibrationOptions) -> "list[AudioFile]":

@@ -19,7 +19,7 @@ from gqa_convert.data.documents import Piece
 from gqa_convert.data.order import mix
 from gqa_convert.data.pairs import shortened
 from gqa_convert.data.span_corruption import SpanCorruption
-from gqa_convert.data.speech import Keeper, SpeechModel, cut_windows
+from gqa_convert.data.speech import SpeechModel, cut_windows
 from gqa_convert.errors import DataError
 from gqa_convert.measuring import StageProgress, no_progress
 
@@ -269,7 +269,6 @@ def speech_material(
     examples: list[Example] = []
     spoken: list[tuple[str, str]] = []
     done = found = 0
-    keeper = Keeper()
     while done < len(files) and (tokens is None or found < tokens):
         group = [next(cut_windows([file], speech)) for file in files[done : done + batch]]
         done += len(group)
@@ -278,7 +277,7 @@ def speech_material(
             encoded = speech.encode(windows)
             said = [window.text or "" for window in windows]
             spoken += zip(said, speech.transcribe(encoded), strict=True)
-            kept, prompts = keeper.keep(encoded.cpu()), speech.prompts(encoded).numpy()
+            kept, prompts = encoded.cpu(), speech.prompts(encoded).numpy()
             for text, sound, prompt in zip(said, kept, prompts, strict=True):
                 targets = np.array(speech.text_tokens(text))
                 read, blocks = np.concatenate([prompt, targets[:-1]]), np.full_like(targets, len(examples))
