@@ -9,11 +9,8 @@ Shape legend: b batch, H query heads, N key/value heads, R = H / N, l length, n 
 of the values.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 _CHUNK = 128
 """Rows of a chunk: of 64 to 512, the fastest at a length of 1024 with head dims of 64 and 128."""
@@ -49,59 +46,20 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | N
     Returns:
         [b, H, l, e], bfloat16.
     """
-    scale = query.shape[3] ** -0.5 if scale is None else scale
+    batch, heads, length, head_dim = query.shape
+    groups = key.shape[1]
+    ratio = heads // groups
+    outputs = []
     with torch.autocast("cpu", enabled=False):
-        out: Tensor = _CausalAttention.apply(query.bfloat16(), key.bfloat16(), value.bfloat16(), scale)
-    return out
-
-
-class _CausalAttention(torch.autograd.Function):  # type: ignore[misc]  # torch is not followed
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        batch, heads, length, head_dim = query.shape
-        groups = key.shape[1]
-        rows = (query * scale).view(batch, groups, heads // groups, length, head_dim)
-        key, value = key.reshape(-1, length, head_dim), value.reshape(batch * groups, length, -1)
-        later = torch.ones(_CHUNK, _CHUNK, dtype=torch.bool).triu(1)
-        out = query.new_empty(*rows.shape[:4], value.shape[2])
-        kept = []
-        for first, last in _chunks(length):
-            count = last - first
-            scores = torch.bmm(_chunk(rows, first, last), key[:, :last].transpose(1, 2))
-            scores.unflatten(1, (-1, count))[..., first:].masked_fill_(later[:count, :count], -torch.inf)
-            kept.append(scores.softmax(-1))
-            out[:, :, :, first:last] = torch.bmm(kept[-1], value[:, :last]).view_as(out[:, :, :, first:last])
-        ctx.save_for_backward(rows, key, value, *kept)
-        ctx.scale = scale
-        return out.view(batch, heads, length, -1)
-
-    @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        rows, key, value, *kept = ctx.saved_tensors
-        batch, groups, ratio, length, head_dim = rows.shape
-        gradient = gradient.bfloat16().view(batch, groups, ratio, length, -1)
-        to_query = torch.empty_like(rows)
-        to_key, to_value = torch.zeros_like(key, dtype=torch.float32), torch.zeros_like(value, dtype=torch.float32)
-        for (first, last), probabilities in zip(_chunks(length), kept, strict=True):
-            above = _chunk(gradient, first, last)
-            to_value[:, :last] += torch.bmm(probabilities.transpose(1, 2), above)
-            weighed = torch.bmm(above, value[:, :last].transpose(1, 2))
-            scores = torch._softmax_backward_data(weighed, probabilities, -1, probabilities.dtype)
-            to_query[:, :, :, first:last] = torch.bmm(scores, key[:, :last]).view_as(to_query[:, :, :, first:last])
-            to_key[:, :last] += torch.bmm(scores.transpose(1, 2), _chunk(rows, first, last))
-        return (
-            to_query.mul_(ctx.scale).view(batch, groups * ratio, length, head_dim),
-            to_key.bfloat16().view(batch, groups, length, head_dim),
-            to_value.bfloat16().view(batch, groups, length, -1),
-            None,
-        )
-
-
-def _chunks(length: int) -> list[tuple[int, int]]:
-    return [(first, min(first + _CHUNK, length)) for first in range(0, length, _CHUNK)]
-
-
-def _chunk(rows: Tensor, first: int, last: int) -> Tensor:
-    """The rows of a chunk, [b, N, R, l, c] -> [b * N, R * n, c]."""
-    return rows[:, :, :, first:last].flatten(2, 3).flatten(0, 1)
+        rows = query.bfloat16() * (head_dim**-0.5 if scale is None else scale)
+        rows = rows.unflatten(1, (groups, ratio))
+        # in float32, in which the gradients of all chunks are summed
+        keys, values = key.bfloat16().float().flatten(0, 1), value.bfloat16().float().flatten(0, 1)
+        for first in range(0, length, _CHUNK):
+            last = min(first + _CHUNK, length)
+            chunk = rows[:, :, :, first:last].flatten(2, 3).flatten(0, 1)  # [b * N, R * n, c]
+            hidden = torch.full((last - first, last), -torch.inf, dtype=torch.bfloat16).triu(first + 1).repeat(ratio, 1)
+            scores = torch.baddbmm(hidden, chunk, keys[:, :last].bfloat16().transpose(1, 2))
+            out = torch.bmm(scores.softmax(-1), values[:, :last].bfloat16())
+            outputs.append(out.view(batch, heads, last - first, -1))
+    return torch.cat(outputs, dim=2)
