@@ -24,7 +24,7 @@ from gqa_convert.errors import ConfigError, NonFiniteError, OptionError, Unsuppo
 from tests.helpers import elsewhere, native
 from tests.helpers.checkpoints import read_weights
 from tests.helpers.command_line import run
-from tests.helpers.fitting import batches_for
+from tests.helpers.fitting import batches_for, calibrate_on
 from tests.helpers.folding_cases import Case, pool
 from tests.helpers.native import distance
 from tests.helpers.own_files import SIZES, make_source_model
@@ -188,11 +188,12 @@ def test_damaged_sources(
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
-def test_a_fit_that_was_interrupted_goes_on(tmp_path: Path) -> None:
+def test_a_fit_that_was_interrupted_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its layers are those of the source, although the rewritten source lies in another folder each time."""
     case = build("neox")
     source = case.save(tmp_path / "source")
-    options = CalibrationOptions(batches=batches_for(case.model), tokens=1000, steps=1, kl_steps=0)
+    calibrate_on(batches_for(case.model), monkeypatch)
+    options = CalibrationOptions("text", tokens=1000, steps=1, kl_steps=0)
     fit, made = ConversionOptions(calibration=options, native=True), set()
 
     def look(_: Any) -> None:

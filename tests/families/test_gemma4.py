@@ -13,6 +13,7 @@ from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import GroupsError, UnsupportedFamilyError
 from gqa_convert.verify.run import verify_checkpoint
 from tests.helpers.checkpoints import refused
+from tests.helpers.fitting import calibrate_on
 from tests.helpers.native import TOKENS, load
 from tests.helpers.tiny import make_checkpoint
 from tests.helpers.verification import failed
@@ -21,15 +22,16 @@ BATCHES = [{"input_ids": torch.randint(1, 64, (4, 16), generator=torch.Generator
 METHODS = {
     "mean": ConversionOptions(method="mean"),
     "factor": ConversionOptions(method="factor"),
-    "fit": ConversionOptions(method="fit", calibration=CalibrationOptions(batches=BATCHES, steps=2, kl_steps=2)),
+    "fit": ConversionOptions(method="fit", calibration=CalibrationOptions("text", steps=2, kl_steps=2)),
 }
 
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(("shared", "groups"), [(2, 3), (0, 3), (2, [4, 3, 4, 3]), (0, [3, 1, 3, 1, 3, 1])])
 def test_the_stock_class_loads_a_result_that_verify_proves(
-    shared: int, groups: int | list[int], method: str, tmp_path: Path
+    shared: int, groups: int | list[int], method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    calibrate_on(BATCHES, monkeypatch)
     source = make_checkpoint("gemma4_text", tmp_path / "source", num_kv_shared_layers=shared)
     out = tmp_path / "out"
     convert_checkpoint(source, out, groups, METHODS[method])

@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from gqa_convert.checkpoint.provenance import Divergence
 from gqa_convert.checkpoint.source import open_checkpoint
-from gqa_convert.conversion.fit.calibration_text import Calibration
+from gqa_convert.conversion.fit import run
+from gqa_convert.conversion.fit.calibration_text import Calibration, digest_of
 from gqa_convert.conversion.fit.layer_store import LayerRecord, LayerStore, layer_key
 from gqa_convert.conversion.fit.model_loading import open_model
 from gqa_convert.conversion.fit.options import CalibrationOptions
@@ -69,6 +71,14 @@ def fit(
 
     kl_steps, kl = fit_checkpoint(plan, store, calibration, asked, note)
     return records, kl_steps, kl
+
+
+def calibrate_on(batches: Batches, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every calibration yield these batches, the last of which is held out."""
+    *learned, held_out = batches
+    tokens = sum(batch["input_ids"].numel() for batch in learned)
+    made = Calibration(learned, tokens, 1, digest_of([], learned), "batches", held_out=[held_out])
+    monkeypatch.setattr(run, "prepare_calibration", lambda *_: made)
 
 
 def files_of(store: LayerStore, plan: Plan) -> dict[str, Path]:

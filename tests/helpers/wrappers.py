@@ -79,16 +79,3 @@ def merge_decoder_heads(model: nn.Module, groups: int) -> None:
             if decoder and (".k_proj." in name or ".v_proj." in name):
                 heads = parameter.view(groups, HEADS // groups, HEAD_DIM, *parameter.shape[1:])
                 heads.copy_(heads.mean(1, keepdim=True).expand_as(heads).clone())
-
-
-def image_batches(model_type: str, count: int) -> list[dict[str, torch.Tensor]]:
-    """The inputs with an image, each before 12 other tokens."""
-    batches = []
-    for number in range(count):
-        batch = image_inputs(model_type)
-        text = torch.randint(3, 60, (1, 12), generator=torch.Generator().manual_seed(number))
-        batch = batch | {"input_ids": torch.cat([batch["input_ids"], text], 1)}
-        for name in {"attention_mask", "mm_token_type_ids"} & batch.keys():
-            batch[name] = torch.cat([batch[name], torch.full((1, 12), int(name == "attention_mask"))], 1)
-        batches.append(batch)
-    return batches

@@ -7,22 +7,10 @@ from typing import Any
 from torch import Tensor
 
 Batch = Mapping[str, Tensor]
-"""The inputs of the model: tensors by argument."""
+"""The inputs of the model: tensors by argument, with a row for each sequence."""
 
 _STATES = ("key_value_states", "encoder_hidden_states")
 """Keyword arguments for the states that keys and values are projected from, in cross-attention."""
-_BY_SEQUENCE = frozenset(
-    [
-        "input_ids",
-        "attention_mask",
-        "position_ids",
-        "decoder_input_ids",
-        "decoder_attention_mask",
-        "labels",
-        "encoder_outputs",
-    ]
-)
-"""Inputs with a row for each sequence; rows of others may be images or parts of them."""
 _TOKENS_TOGETHER = 512
 """Of short sequences that are run together."""
 
@@ -33,9 +21,7 @@ def tokens_of(batch: Batch) -> Tensor:
 
 
 def parts_of(batch: Batch) -> list[Batch]:
-    """A batch in parts of one sequence, or of some short ones; one that holds more than text, whole."""
-    if not batch.keys() <= _BY_SEQUENCE:
-        return [batch]
+    """A batch in parts of one sequence, or of some short ones."""
     length = max(tensor.shape[1] for tensor in batch.values() if not tensor.is_floating_point())
     together = max(1, _TOKENS_TOGETHER // length)
     rows = range(0, len(tokens_of(batch)), together)
@@ -43,9 +29,7 @@ def parts_of(batch: Batch) -> list[Batch]:
 
 
 def beginning(batch: Batch, tokens: int) -> Batch:
-    """The first tokens of a batch's first sequence; one that holds more than text, whole."""
-    if not batch.keys() <= _BY_SEQUENCE:
-        return batch
+    """The first tokens of a batch's first sequence."""
     return {name: tensor[:1, :tokens] for name, tensor in batch.items()}
 
 

@@ -1,11 +1,10 @@
-"""The batches that the source runs on: blocks of calibration text, sound, or batches that the caller has made ready."""
+"""The batches that the source runs on: blocks of calibration text, or sound."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +20,6 @@ from gqa_convert.families.context_length import reachable_context
 from gqa_convert.families.loading import hears, is_encoder_decoder
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from gqa_convert.conversion.fit.calibration_text import Calibration
     from gqa_convert.data.audio_files import AudioFile
 
@@ -47,85 +44,17 @@ def prepare_calibration(
 
     Raises:
         OptionError: a number is out of range, or the model's encoder reads no text.
-        DataError: the text, the tokenizer, a sound or a batch can't be read.
+        DataError: the text, the tokenizer or a sound can't be read.
     """
     tokens, config = wanted_tokens(plan, options), plan.checkpoint.config
     held_out = fresh = 0
     if plan.merge_method.trains:
         held_out, fresh = tokens // _HELD_OUT, steps_together(options)
-    if options.batches is not None:
-        ids = "decoder_input_ids" if is_encoder_decoder(config) else "input_ids"
-        return divide_batches(options.batches, tokens, held_out=held_out, fresh=fresh, ids=ids)
     if hears(config):
         return _speech(plan, options, tokens, held_out, fresh, progress)
     if plan.merge_method.trains:
         held_out = max(BATCH_TOKENS, held_out)
     return _text(plan, options, tokens, held_out, fresh, progress)
-
-
-def divide_batches(
-    batches: Iterable[Mapping[str, Any]], tokens: int, *, held_out: int = 0, fresh: int = 0, ids: str = "input_ids"
-) -> "Calibration":
-    """Divide ready batches: the first ones for the layers, the next ones to judge by, the rest for the last stage.
-
-    Args:
-        batches: tensors by the names under which the model takes them; no more are taken than are needed. Those of
-            floating-point numbers become float32, in which the model runs.
-        tokens: for the layers, at least. Where there are fewer in all, the last ninth of the batches is held out.
-        held_out: tokens to judge by; 0 for none.
-        fresh: batches for the last stage, at most.
-        ids: the name of the tokens [B, L] at whose positions the model predicts.
-
-    Raises:
-        DataError: there is none, or one holds something else than tensors, no tokens, or padding.
-    """
-    from gqa_convert.conversion.fit.calibration_text import Calibration, digest_of
-
-    given = _as_tensors(batches, ids)
-    for_layers, judging = _taken(given, tokens, ids), _taken(given, held_out, ids)
-    if not for_layers:
-        raise DataError("there is no batch to calibrate on: give at least one")
-    if held_out and not judging and len(for_layers) > 1:
-        share = max(1, len(for_layers) // (_HELD_OUT + 1))
-        for_layers, judging = for_layers[:-share], for_layers[-share:]
-    used, inputs = sum(batch[ids].numel() for batch in for_layers), ", ".join(sorted(for_layers[0]))
-    return Calibration(
-        batches=for_layers,
-        tokens=used,
-        sequence_length=max(batch[ids].shape[-1] for batch in for_layers),
-        digest=digest_of([], for_layers),
-        description=f"{len(for_layers)} ready batches of {inputs} with {used} tokens",
-        held_out=judging,
-        fresh=list(islice(given, fresh)),
-    )
-
-
-def _as_tensors(batches: Iterable[Mapping[str, Any]], ids: str) -> "Iterator[dict[str, Tensor]]":
-    import torch
-
-    for number, given in enumerate(batches):
-        batch = {}
-        for name, value in given.items():
-            if not isinstance(value, torch.Tensor):
-                raise DataError(f"batch {number} holds {name} as {type(value).__name__}: give tensors only")
-            if name.endswith("attention_mask") and not value.all():
-                raise DataError(
-                    f"batch {number} is padded ({name} has zeros): give sequences of one length, or one a batch"
-                )
-            is_wide = value.is_floating_point() and name != "encoder_outputs"
-            batch[name] = value.detach().to("cpu", torch.float32 if is_wide else value.dtype)
-        if ids not in batch:
-            raise DataError(f"batch {number} holds {', '.join(batch)}: give {ids} too")
-        yield batch
-
-
-def _taken(batches: "Iterator[dict[str, Tensor]]", tokens: int, ids: str) -> "list[dict[str, Tensor]]":
-    """The next batches, with so many tokens at least, as far as there are any."""
-    taken: list[dict[str, Tensor]] = []
-    while tokens > 0 and (batch := next(batches, None)) is not None:
-        taken.append(batch)
-        tokens -= batch[ids].numel()
-    return taken
 
 
 def _speech(
@@ -137,6 +66,7 @@ def _speech(
         OptionError: an option that is for text alone.
         DataError: no folder of sound, or a file that can't be read.
     """
+    from gqa_convert.conversion.fit.calibration_text import Calibration, digest_of
     from gqa_convert.conversion.fit.model_loading import open_model
     from gqa_convert.data.speech import SpeechModel, SpeechSize, speech_batches
 
@@ -147,8 +77,15 @@ def _speech(
     )
     size = SpeechSize(tokens, held_out, tokens if fresh else 0)
     found = speech_batches(speech, files, size, seed=options.seed, progress=partial(progress, LISTENING))
-    divided = divide_batches(found.layers, found.tokens, ids="decoder_input_ids")
-    return replace(divided, description=found.description, held_out=found.held_out, fresh=found.fresh)
+    return Calibration(
+        batches=found.layers,
+        tokens=found.tokens,
+        sequence_length=max(batch["decoder_input_ids"].shape[1] for batch in found.layers),
+        digest=digest_of([], found.layers),
+        description=found.description,
+        held_out=found.held_out,
+        fresh=found.fresh,
+    )
 
 
 def sound_files(plan: Plan, options: CalibrationOptions) -> "list[AudioFile]":

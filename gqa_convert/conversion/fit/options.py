@@ -1,6 +1,5 @@
 """The options of calibration: their defaults and their checks."""
 
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,9 +32,6 @@ class CalibrationOptions:
             model is small enough.
         device: to run the source on, such as `cpu` or `cuda:1`; by default a GPU if there is one.
         mix: for `fit` of a decoder: let other kinds of text be a quarter of the blocks, see `mixed_text`.
-        batches: in place of text, ready batches: tensors by the names under which the model's forward pass takes them.
-            The first ones, with `tokens` tokens, are for the layers; an eighth as many are held out, and the last stage
-            learns from the rest. The same batches must come again where a killed run is to resume.
     """
 
     source: Any = None
@@ -46,12 +42,11 @@ class CalibrationOptions:
     kl_steps: int | None = None
     device: str | None = None
     mix: bool = True
-    batches: Iterable[Mapping[str, Any]] | None = None
 
     @property
     def has_data(self) -> bool:
-        """Whether the source is to be run on text or on ready batches."""
-        return self.source is not None or self.batches is not None
+        """Whether the source is to be run on text or sound."""
+        return self.source is not None
 
 
 def steps_per_layer(options: CalibrationOptions) -> int:
@@ -70,7 +65,7 @@ def wanted_tokens(plan: Plan, options: CalibrationOptions) -> int:
 
     if options.tokens is not None:
         return options.tokens
-    if hears(plan.checkpoint.config) and options.batches is None:
+    if hears(plan.checkpoint.config):
         from gqa_convert.data.speech import speech_tokens_for
 
         return speech_tokens_for(plan.checkpoint.config)
@@ -114,8 +109,6 @@ def check_calibration(method: str, options: CalibrationOptions) -> None:
         raise OptionError(f"--no-mix with --method {method}: nothing is mixed into its text, leave the option out")
     if options.tokens is not None and options.tokens < 1:
         raise OptionError(f"--calibration-tokens is {options.tokens}, expected a number above 0")
-    if options.batches is not None and (options.source, options.sequence_length) != (None, None):
-        raise OptionError("ready batches take the place of text and its length: give one or the other")
     if options.device is not None:
         chosen_device(options.device)
 
@@ -131,7 +124,7 @@ def check_predicts(
     """
     if not options.has_data:
         return
-    if options.source is not None and plan.family.reads_images_alone:
+    if plan.family.reads_images_alone:
         raise OptionError(
             f"--calibration runs the source on text, and the cross-attention of a {plan.family.model_type} runs on images alone: "
             "choose --method factor without --calibration"
