@@ -77,7 +77,7 @@ def run_uptrain(arguments: argparse.Namespace, folder: Path, number: int) -> flo
     }
     path = folder / f"run-{number}.yaml"
     path.write_text(json.dumps(recipe), encoding="utf-8")
-    launched(["-m", "gqa_convert", "uptrain", str(path), "--quiet"], arguments, folder)
+    launched(["-m", "gqa_convert", "uptrain", str(path)], arguments, folder)
     lines = (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[WARM_UP:]
     return float(statistics.median(json.loads(line)["tokens_per_second"] for line in lines))
 

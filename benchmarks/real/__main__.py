@@ -47,7 +47,7 @@ with a budget `GROUPS`.
 def score(model: Path, source: Path, options: argparse.Namespace, scores: Cell, records: Records) -> None:
     """Add what is missing to the scores of a model, which may be the source itself."""
     against = [] if model == source else ["--reference", source]
-    asked = ["evaluate", model, *against, "--quiet", "--dtype", options.dtype]
+    asked = ["evaluate", model, *against, "--dtype", options.dtype]
     for window in options.windows:
         for kind in KINDS:
             measured = scores.setdefault("loss", {}).setdefault(kind, {})

@@ -30,7 +30,7 @@ CALIBRATION_SENTENCES = 500
 def scored(model: str | Path, source: str | Path, folder: Path) -> Cell:
     """Loss and divergence per token, and word errors, on the held-out sentences."""
     against = [] if model == source else ["--reference", source]
-    found, _ = gqa_convert("evaluate", model, *against, "--data", folder / "held-out", "--quiet")
+    found, _ = gqa_convert("evaluate", model, *against, "--data", folder / "held-out")
     scores = found["results"][0]
     difference = scores["difference"] or {}
     return {

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import NoReturn
 
 from gqa_convert.checkpoint import formats
-from gqa_convert.checkpoint.signed_card import is_set_aside
 from gqa_convert.errors import CorruptCheckpointError
 
 
@@ -39,8 +38,6 @@ class LocalFiles:
             links_out += [f"{Path(root, name).relative_to(folder)}/" for name in visible if name not in folders]
             for path in sorted(Path(root, name) for name in names if not name.startswith(".")):
                 relative = path.relative_to(folder).as_posix()
-                if is_set_aside(relative):
-                    continue
                 may_lie_elsewhere = relative == "config.json" or formats.is_weight_file(relative)
                 if not may_lie_elsewhere and leads_out(path, folder):
                     links_out.append(relative)

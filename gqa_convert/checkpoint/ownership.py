@@ -10,11 +10,10 @@ here, or written to, has another one. A file that is not proven to be the listed
 import hashlib
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import count
 from pathlib import Path
 from typing import Any, NoReturn
 
-from gqa_convert.checkpoint.signed_card import ASIDE, CARD, is_our_card
+from gqa_convert.checkpoint.signed_card import CARD, is_our_card
 from gqa_convert.checkpoint.strict_json import parse_object
 from gqa_convert.errors import CorruptCheckpointError
 
@@ -119,14 +118,3 @@ def some(names: Sequence[str]) -> str:
     """Return the first names of a list and the number of the others, for a message."""
     more = len(names) - _NAMED
     return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")
-
-
-def set_aside(path: Path) -> Path:
-    """Rename a user's file so that its name becomes free, and return the new path; see `signed_card.is_set_aside`.
-
-    Raises:
-        OSError: the file cannot be renamed.
-    """
-    names = (f"{path.name}{ASIDE}{number or ''}" for number in count())
-    aside = next(path.with_name(name) for name in names if not os.path.lexists(path.with_name(name)))
-    return path.rename(aside)

@@ -4,17 +4,10 @@ import hashlib
 import re
 
 CARD = "README.md"
-ASIDE = ".old"
-"""What is added to the name of a user's own file that has to give way."""
 MARKER = re.compile(
     r"^<!-- written by gqa-convert publish from a source that states (\{.*\}), sha256 ([0-9a-f]{64}) -->\n",
     re.MULTILINE,
 )
-
-
-def is_set_aside(name: str) -> bool:
-    """Return whether a file is a user's README that gave way to a card, which stays where it is."""
-    return name.startswith(f"{CARD}{ASIDE}")
 
 
 def is_our_card(text: str) -> bool:

@@ -7,10 +7,9 @@ from gqa_convert.errors import OptionError
 from .options import (
     Candidates,
     Device,
-    Interpreters,
+    Interpreter,
     Json,
     Positive,
-    Quiet,
     Revision,
     TokenCount,
     TokenCounts,
@@ -24,7 +23,7 @@ def benchmark(
     models: list[str],
     candidates: Candidates = None,
     engine: str | None = None,
-    python: Interpreters = None,
+    python: Interpreter = None,
     batch: Annotated[Any, {"parser": counts}] = "1",
     context: TokenCounts = None,
     new_tokens: TokenCount = 128,
@@ -33,7 +32,6 @@ def benchmark(
     dtype: str | None = None,
     repetitions: Positive = None,
     revision: Revision = None,
-    quiet: Quiet = False,
 ) -> None:
     """Measure decode time, prefill time and K/V cache of a model with different numbers of K/V heads.
 
@@ -52,24 +50,24 @@ def benchmark(
         --engine NAME: Time the models in this engine, llama.cpp or vllm. Default: transformers.
         --batch -b B,B,...: Sequences decoded at once.
         --context T,T,...: Tokens in the K/V cache, such as 4k. Default: 512, or half the model's positions.
-        --new-tokens T: Tokens of a sample, for the time per sample.
+        --new-tokens T (hidden): Tokens that an engine decodes.
         --dtype TYPE (hidden): float32, bfloat16 or float16. Default: that of MODEL.
         --repetitions R (hidden): Timed turns of each model. Default: 8; 3 in an engine.
     """
-    from gqa_convert.cli.console.benchmark import show_benchmark
     from gqa_convert.cli.console.progress import ProgressScreen
     from gqa_convert.cli.console.screen import print_json
+    from gqa_convert.cli.console.tables import show_table
     from gqa_convert.measuring.latency.run import BenchmarkOptions, benchmark_model
+    from gqa_convert.measuring.tables import benchmark_table
     from gqa_convert.serving.timing import time_engine
 
     repetitions = repetitions or (3 if engine else 8)
     options = BenchmarkOptions(candidates, batch, context, new_tokens, repetitions, dtype, device, revision)
-    with ProgressScreen(quiet=quiet) as screen:
+    with ProgressScreen() as screen:
         if engine is not None:
             refused = {"--candidates": candidates, "--device": device, "--revision": revision}
             refuse(refused, "does not go with --engine, which times whole checkpoints as the engine runs them")
-            path = dict(python or ()).get(engine)
-            result = time_engine(engine, models, options, path, command_line(), screen.show)
+            result = time_engine(engine, models, options, python, command_line(), screen.show)
         else:
             refuse({"--python": python}, "belongs to --engine")
             if len(models) > 1:
@@ -79,5 +77,6 @@ def benchmark(
             result = benchmark_model(models[0], options, command_line(), screen.show)
     if as_json:
         print_json(result.as_json())
-    elif not quiet:
-        show_benchmark(result)
+    else:
+        table = benchmark_table(result)
+        show_table(table.rows, table.title)

@@ -1,7 +1,7 @@
 """Carries out what `convert` was asked for."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions
@@ -10,15 +10,13 @@ if TYPE_CHECKING:
     from gqa_convert.measuring.sensitivity.kv_budget import BudgetChoice, KVBudget
 
 
-def choose_groups(
-    source: str, budget: "KVBudget", options: "ConversionOptions", *, out: Path | None, quiet: bool
-) -> "BudgetChoice":
+def choose_groups(source: str, budget: "KVBudget", options: "ConversionOptions", *, out: Path | None) -> "BudgetChoice":
     """Choose the number of K/V heads of each layer for a budget, and say how on stderr."""
     from gqa_convert.measuring.sensitivity.choosing import choose_num_kv_heads
 
     from .console.progress import ProgressScreen
 
-    with ProgressScreen(quiet=quiet) as screen:
+    with ProgressScreen() as screen:
         choice = choose_num_kv_heads(source, budget, options, out=out, progress=screen.show)
         if choice.warning:
             screen.say(f"note: {choice.warning}")
@@ -29,9 +27,7 @@ def choose_groups(
     return choice
 
 
-def convert_source(
-    source: str, out: Path, groups: int | list[int], options: "ConversionOptions", *, quiet: bool
-) -> "ConversionResult":
+def convert_source(source: str, out: Path, groups: int | list[int], options: "ConversionOptions") -> "ConversionResult":
     """Convert a checkpoint, and show how far that is."""
     from gqa_convert.conversion.run import convert_checkpoint
 
@@ -43,7 +39,7 @@ def convert_source(
 
         prover(source, options.revision)(folder)
 
-    with ProgressScreen(quiet=quiet) as progress:
+    with ProgressScreen() as progress:
         screen = ConversionScreen(progress)
         return convert_checkpoint(
             source,
@@ -67,15 +63,3 @@ def plan_source(
 
     checkpoint = open_checkpoint(source, revision=options.revision)
     return plan_conversion(plan_rewriting(checkpoint, groups, native=options.native), groups, options)
-
-
-def sound_of(plan: "Plan", calibration: "CalibrationOptions") -> dict[str, Any]:
-    """How many files the folder of sound holds that a model is calibrated on, and how long they last; nothing for text."""
-    from gqa_convert.conversion.fit.batches import sound_files
-    from gqa_convert.data.audio_files import seconds_of
-    from gqa_convert.families.loading import hears
-
-    if calibration.source is None or not hears(plan.checkpoint.config):
-        return {}
-    files = sound_files(plan, calibration)
-    return {"calibration_files": len(files), "calibration_hours": round(seconds_of(files) / 3600, 2)}

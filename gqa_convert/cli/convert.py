@@ -18,7 +18,6 @@ from .options import (
     Json,
     Overwrite,
     Positive,
-    Quiet,
     Revision,
     Seed,
     Source,
@@ -78,7 +77,6 @@ def convert(
     context: TokenCount = None,
     batch: Positive = None,
     as_json: Json = False,
-    quiet: Quiet = False,
 ) -> None:
     """Merge the K/V heads of SOURCE into N groups and write the result to OUT.
 
@@ -129,7 +127,7 @@ def convert(
     from .console.conversion import show_conversion
     from .console.plan import caches_at_context, show_plan
     from .console.screen import print_json
-    from .conversion import choose_groups, convert_source, plan_source, sound_of
+    from .conversion import choose_groups, convert_source, plan_source
 
     options = ConversionOptions(
         method=method,
@@ -154,23 +152,19 @@ def convert(
     chosen: dict[str, Any] = {}
     if kv_budget is not None:
         place = None if dry_run else out
-        choice = choose_groups(source, kv_budget, options, out=place, quiet=quiet)
+        choice = choose_groups(source, kv_budget, options, out=place)
         groups = choice.groups
         chosen["budget"] = choice.as_json()
     if out is None or dry_run:
         plan, text = plan_source(source, groups, options)
-        needs, caches, sound = (
-            estimate_needs(plan, text),
-            caches_at_context(plan, context, batch or 1),
-            sound_of(plan, text),
-        )
-        printed = plan.summary() | caches | {"estimate": needs.as_json()} | sound
-        show = partial(show_plan, plan, needs, caches, sound)
+        needs, caches = estimate_needs(plan, text), caches_at_context(plan, context, batch or 1)
+        printed = plan.summary() | caches | {"estimate": needs.as_json()}
+        show = partial(show_plan, plan, needs, caches)
     else:
-        result = convert_source(source, out, groups, options, quiet=quiet)
+        result = convert_source(source, out, groups, options)
         printed = result.as_json()
-        show = partial(show_conversion, result, last_stage_refused=kl_steps == 0)
+        show = partial(show_conversion, result)
     if as_json:
         print_json(printed | chosen)
-    elif not quiet:
+    else:
         show()

@@ -5,10 +5,10 @@ from typing import Any
 
 import typer
 
-from .options import Json, Quiet
+from .options import Json
 
 
-def demo(out: Path = Path("gqa-demo"), as_json: Json = False, quiet: Quiet = False) -> None:
+def demo(out: Path = Path("gqa-demo"), as_json: Json = False) -> None:
     """Try the whole workflow on a small bundled model, offline, in a few minutes on two cores.
 
     A quarter of the model's K/V heads are kept, by mean pooling and by fitting on calibration text. Both results are
@@ -24,39 +24,31 @@ def demo(out: Path = Path("gqa-demo"), as_json: Json = False, quiet: Quiet = Fal
     from .console.progress import ProgressScreen
     from .console.screen import print_json
 
-    with ProgressScreen(quiet=quiet) as screen:
+    with ProgressScreen() as screen:
         summary = run_demo(out, progress=screen.show)
     if as_json:
         print_json(summary)
-    elif not quiet:
+    else:
         _show(summary)
     if not summary["passed"]:
         raise typer.Exit(1)
 
 
 def _show(summary: dict[str, Any]) -> None:
-    from gqa_convert.checkpoint.byte_sizes import size
-    from gqa_convert.measuring.evaluation.table import filled
+    from gqa_convert.measuring.tables import filled
 
-    from .console.screen import stdout_console, tokens_text
+    from .console.screen import stdout_console
     from .console.tables import show_table
 
-    verified = {True: "yes", False: "NO", None: ""}
-    results = summary["results"]
-    rows = [
-        {
-            "": row["name"],
-            "K/V heads": str(row["groups"]),
-            "K/V cache per token": size(row["kv_bytes_per_token"]),
-            "loss": f"{row['loss']:.3f}",
-            "lost": f"{row['loss'] - results[0]['loss']:.3f}",
-            "verified": verified[row["verified"]],
-        }
-        for row in results
-    ]
-    held_out, fitted = tokens_text(summary["held_out_tokens"]), tokens_text(summary["calibration_tokens"])
-    used = f"fit used {fitted} tokens of calibration text, uptraining {tokens_text(summary['uptraining_tokens'])}"
-    show_table(filled(rows), f"Loss in nats per token over {held_out} held-out tokens; {used}")
+    shown = ("name", "groups", "kv_bytes_per_token", "loss", "verified")
+    rows = [{key.replace("_", " "): _cell(row[key]) for key in shown} for row in summary["results"]]
+    show_table(filled(rows), f"Loss in nats per token over {summary['held_out_tokens']:,} held-out tokens")
     console = stdout_console()
-    console.print(f"results  {Path(results[1]['model']).parent}")
+    console.print(f"results  {Path(summary['results'][1]['model']).parent}")
     console.print("next     gqa-convert convert YOUR-MODEL --groups 8 --dry-run")
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.3f}"
+    return "" if value is None else str(value)

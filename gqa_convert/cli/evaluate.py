@@ -8,7 +8,7 @@ import typer
 
 from gqa_convert.errors import OptionError
 
-from .options import Device, Json, Positive, Quiet, TokenCount, TokenCounts, command_line, refuse
+from .options import Device, Json, Positive, TokenCount, TokenCounts, command_line, refuse
 
 if TYPE_CHECKING:
     from gqa_convert.measuring.results import EvaluationFile
@@ -26,10 +26,8 @@ def evaluate(
     questions: Positive = None,
     device: Device = None,
     html: Path | None = None,
-    plot: Path | None = None,
     earlier: list[Path] | None = None,
     output: Path | None = None,
-    overwrite: bool = False,
     as_json: Json = False,
     dtype: str = "auto",
     seed: int | None = None,
@@ -39,19 +37,18 @@ def evaluate(
     target_field: str | None = None,
     data_split: str = "train",
     data_name: str | None = None,
-    quiet: Quiet = False,
 ) -> None:
     """Measure the loss of one or more models on the same text, in nats per token and bits per byte.
 
     Several models are compared with the first one, or with --reference, by paired differences with standard errors;
-    --reference adds the KL divergence and how often both models predict the same token. Encoder-decoders are scored on
+    --reference adds the KL divergence. Encoder-decoders are scored on
     span corruption or on pairs of texts. The exit code is 1 if a loss is not finite.
 
     Examples:
 
       gqa-convert evaluate ./Llama-2-7b ./gqa8 --data test.txt --html losses.html
       gqa-convert evaluate ./gqa8 --reference ./Llama-2-7b --data test.txt -o gqa8.json
-      gqa-convert evaluate --with gqa8.json --with gqa4.json --plot losses.png
+      gqa-convert evaluate --with gqa8.json --with gqa4.json --html losses.html
 
     Args:
         MODEL...: Checkpoint folders or Hub ids.
@@ -63,11 +60,9 @@ def evaluate(
         --retrieval: Ask causal models for facts in long texts; with --data, also score the tokens that need a long context.
         --lengths T,T,...: Tokens of the texts of --retrieval. Default: 512, 1024, 2048 and 4096 within the context.
         --questions N: Questions of each kind at each length of --retrieval. Default: 24.
-        --html PAGE.html: Page with tables and the plot; needs matplotlib.
-        --plot FILE.png: Plot of loss against K/V-cache bytes; needs matplotlib.
+        --html PAGE.html: Page with tables and a plot of loss against K/V-cache bytes; needs matplotlib.
         --with FILE.json: Earlier results to draw too; repeat it for several. MODEL may be left out then.
-        --output -o FILE.json: File for the results as JSON.
-        --overwrite: Replace earlier results in the file of --output.
+        --output -o FILE.json: New file for the results as JSON.
         --dtype TYPE (hidden): float32, bfloat16, float16 or auto: float32 on a CPU, else the checkpoint's.
         --seed S (hidden): Seed of the texts of --retrieval. Default: 0.
         --revision REV (hidden): Branch, tag or commit of models on the Hub. Default: main.
@@ -80,25 +75,25 @@ def evaluate(
     from gqa_convert.cli.console.progress import ProgressScreen
     from gqa_convert.cli.console.screen import print_json
     from gqa_convert.data.sources import as_source
-    from gqa_convert.measuring.evaluation.page import check_drawings, draw
+    from gqa_convert.measuring.evaluation.page import check_page, draw_page
     from gqa_convert.measuring.results import check_result_path, write_result
 
-    files = check_drawings(html, plot, earlier or ())
-    if not models and earlier and data is None:
-        draw(files, html, plot)
+    files = check_page(html, earlier or ())
+    if html is not None and files and not models and data is None:
+        draw_page(files, html)
         if as_json:
-            print_json({"html": html and str(html), "plot": plot and str(plot)})
+            print_json({"html": str(html)})
         return
     if not models:
         raise OptionError("name a MODEL and the text to score with --data TEXT, or only files of results with --with")
     if data is None and not retrieval:
         raise OptionError("--data is missing: name the text to score, or ask for facts with --retrieval")
-    if data is None and (html or plot):
-        raise OptionError("--html and --plot draw losses: name the text to score with --data")
+    if data is None and html:
+        raise OptionError("--html draws losses: name the text to score with --data")
     if not retrieval:
         refuse({"--lengths": lengths, "--questions": questions, "--seed": seed}, "belongs to --retrieval")
     if output is not None:
-        check_result_path(output, overwrite=overwrite)
+        check_result_path(output)
     from gqa_convert.measuring.evaluation import run
     from gqa_convert.measuring.evaluation.long_contexts import RetrievalOptions
     from gqa_convert.measuring.evaluation.retrieval import QUESTIONS
@@ -109,14 +104,15 @@ def evaluate(
     if data is not None:
         fields = {"text_field": text_field, "source_field": source_field, "target_field": target_field}
         text = as_source({"source": data, "split": data_split, "name": data_name, **fields})
-    with ProgressScreen(quiet=quiet) as screen:
+    with ProgressScreen() as screen:
         results = run.evaluate(models, text, options, command=command_line(), progress=screen.show)
     if output is not None:
-        write_result(output, results, overwrite=overwrite)
-    draw([*files, results], html, plot)
+        write_result(output, results)
+    if html is not None:
+        draw_page([*files, results], html)
     if as_json:
         print_json(results.as_json())
-    elif not quiet:
+    else:
         _show(results)
     names = ", ".join(each.model for each in results.entries() if each.scored_nan)
     if names:
@@ -126,16 +122,14 @@ def evaluate(
 
 def _show(results: "EvaluationFile") -> None:
     """Print tables with a row for each model, then notes."""
-    from gqa_convert.measuring.evaluation import table
+    from gqa_convert.measuring.tables import evaluation_tables, notes, short_names
 
     from .console.screen import print_note
     from .console.tables import show_table
 
     entries = results.entries()
-    names = table.short_names(entries)
-    if results.data is not None:
-        show_table(table.rows(entries, names), table.title(results))
-    if results.questions is not None:
-        show_table(table.retrieval_rows(entries, names), table.retrieval_title(results.questions))
-    for note in table.notes(entries, names):
+    names = short_names(entries)
+    for table in evaluation_tables(results, entries, names):
+        show_table(table.rows, table.title)
+    for note in notes(entries, names):
         print_note(note)

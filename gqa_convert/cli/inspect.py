@@ -9,9 +9,7 @@ from .options import (
     Candidates,
     Device,
     Json,
-    Quiet,
     Revision,
-    Seed,
     Source,
 )
 
@@ -27,17 +25,13 @@ def inspect(
     max_loss_increase: Annotated[float | None, {"min": 0}] = None,
     kv_budget: Budget = None,
     device: Device = None,
-    encoder: bool = False,
     revision: Revision = None,
-    seed: Seed = 0,
     as_json: Json = False,
-    quiet: Quiet = False,
 ) -> None:
-    """Show what merging K/V heads would cost in every layer and for every N, and recommend an N. Nothing is converted.
+    """Show what merging K/V heads would cost for every N, and recommend an N. Nothing is converted.
 
-    The errors of keys and values are those of the closed form, method factor. With --calibration, SOURCE also runs with
-    merged heads on held-out text; the loss that the closed form adds is an upper bound of what convert --calibration
-    adds. Without it only the weights are read, which predicts no loss.
+    SOURCE runs with merged heads on held-out text of --calibration. The loss that the closed form, method factor, adds is
+    an upper bound of what convert --calibration adds.
 
     Examples:
 
@@ -47,14 +41,13 @@ def inspect(
 
     Args:
         --max-loss-increase NATS: Recommend the smallest N that adds at most this loss, in nats per token.
-        --encoder: Also inspect the encoder's self-attention.
     """
     from gqa_convert.measuring.sensitivity.inspection import inspect_checkpoint
 
     from .console.progress import ProgressScreen
     from .console.screen import print_json
 
-    with ProgressScreen(quiet=quiet) as screen:
+    with ProgressScreen() as screen:
         result = inspect_checkpoint(
             source,
             calibration=calibration,
@@ -63,41 +56,29 @@ def inspect(
             max_loss_increase=max_loss_increase,
             kv_budget=kv_budget,
             device=device,
-            seed=seed,
-            encoder=encoder,
             revision=revision,
             progress=screen.show,
         )
     if as_json:
         print_json(result.as_json())
-    elif not quiet:
+    else:
         _show(result)
 
 
 def _show(result: "Inspection") -> None:
-    from gqa_convert.measuring.evaluation.table import filled, number
+    from gqa_convert.measuring.tables import filled, number
 
     from .console.screen import print_note, stdout_console, tokens_text
     from .console.tables import show_table
 
     console = stdout_console()
-    about = f"{result.model_type}, {result.kv_heads} K/V heads in {len(result.layers)} attention layers"
+    about = f"{result.model_type}, {result.kv_heads} K/V heads in {result.layers} attention layers"
     console.print(f"{result.source}: {about}")
-    rows = []
-    for layer in result.layers:
-        row = {"layer": layer.label}
-        row |= {f"K{error.groups}": f"{error.keys:.2f}" for error in layer.errors}
-        row |= {f"V{error.groups}": f"{error.values:.2f}" for error in layer.errors}
-        rows.append(row)
-    show_table(rows, "Relative error of keys (K) and values (V) merged into N heads by the closed form")
-    if result.loss is None or result.calibration is None:
-        console.print("Weights alone predict no loss and recommend no N: name text with --calibration.")
-        return
     if result.calibration["warning"]:
         print_note(result.calibration["warning"])
     source = f"{number(result.loss.source, '.4f')}, on {tokens_text(result.loss.tokens)} held-out tokens"
     title = f"Loss in nats per token above the source's {source}: closed form, an upper bound of what fit loses"
-    rows = [{"N": str(each.groups), "loss added": number(each.increase, "+.4f")} for each in result.loss.by_groups]
+    rows = [{"N": str(each.groups), "loss added": number(each.increase, "+z.4f")} for each in result.loss.by_groups]
     show_table(filled(rows), title)
     advice = result.recommendation
     if advice is not None:

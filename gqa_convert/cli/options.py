@@ -62,30 +62,18 @@ def byte_count(text: str) -> int:
 
 
 def cache_budget(text: str) -> "KVBudget":
-    """Parse a share such as "50%", or bytes per token such as "64KiB".
+    """Parse a share such as "50%".
 
     Raises:
-        typer.BadParameter: the text is neither.
+        typer.BadParameter: the text is none.
     """
     from gqa_convert.data.scalars import counted
     from gqa_convert.measuring.sensitivity.kv_budget import KVBudget
 
-    percent = counted(text.partition("%")[0])
-    if text.endswith("%") and percent is not None and percent >= 0:
-        return KVBudget(text, share=percent / 100)
-    return KVBudget(text, nbytes=byte_count(text))
-
-
-def interpreter(pair: str) -> tuple[str, str]:
-    """Parse an engine and the interpreter that has it, such as "vllm=/opt/vllm/bin/python".
-
-    Raises:
-        typer.BadParameter: the text is no such pair.
-    """
-    name, _, path = pair.partition("=")
-    if not (name and path):
-        raise typer.BadParameter(f"{pair!r} is not NAME=PATH: write it like vllm=/opt/vllm/bin/python")
-    return name, path
+    percent = counted(text.removesuffix("%"))
+    if percent is None or not text.endswith("%"):
+        raise typer.BadParameter(f"{text!r} is not a share: write it like 50%")
+    return KVBudget(text, percent / 100)
 
 
 def option(shown: str, text: str, **more: Any) -> Any:
@@ -145,7 +133,7 @@ Budget = Annotated[
     Any,
     option(
         "--kv-budget SHARE",
-        "The K/V cache to keep, as a share of that of SOURCE (50%) or in bytes per token (64KiB): chooses a number of K/V heads for each layer of most decoders, by what merging costs it on the calibration text.",
+        "The K/V cache to keep, as a share of that of SOURCE (50%): chooses a number of K/V heads for each layer of most decoders, by what merging costs it on the calibration text.",
         parser=cache_budget,
     ),
 ]
@@ -181,13 +169,8 @@ Seed = Annotated[
     int, option("--seed S", "Seed for the sample of calibration text and the order of batches.", hidden=True)
 ]
 Overwrite = Annotated[bool, option("--overwrite", "Replace an earlier result in OUT once the new one is complete.")]
-Interpreters = Annotated[
-    list[Any] | None,
-    option(
-        "--python NAME=PATH",
-        "Python interpreter of the environment that has an engine, such as vllm=/opt/vllm/bin/python.",
-        parser=interpreter,
-    ),
+Interpreter = Annotated[
+    str | None,
+    option("--python PATH", "Python interpreter of the environment that has the engine. Default: this one."),
 ]
 Json = Annotated[bool, option("--json", "Print the result as one JSON object.")]
-Quiet = Annotated[bool, option("--quiet -q", "Print errors only, and the JSON object with --json.", hidden=True)]

@@ -1,12 +1,13 @@
 """`gqa-convert publish`."""
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gqa_convert.checkpoint.byte_sizes import size
 
-from .options import Json, Quiet
+from .options import Json
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -22,9 +23,7 @@ def publish(
     results: list[Path] | None = None,
     base_model: str | None = None,
     licence: str | None = None,
-    overwrite_card: bool = False,
     as_json: Json = False,
-    quiet: Quiet = False,
 ) -> None:
     """Write a model card and upload a converted checkpoint to the Hugging Face Hub.
 
@@ -43,10 +42,9 @@ def publish(
         --repo-id ORG/NAME: Repository on the Hub; created if it does not exist.
         --private: Create the repository as private.
         --dry-run: Write OUT/README.md and list the files to upload, without network access.
-        --results -r FILE: JSON of evaluate, benchmark or lm_eval for the card; repeatable.
+        --results -r FILE: JSON of evaluate for the card; repeatable.
         --base-model ORG/NAME: Source model on the Hub. Default: the one that the conversion recorded.
         --license ID: Licence of the result. Default: that in the README.md of the source.
-        --overwrite-card: Rename a README.md that publish did not write, and write the card.
     """
     from huggingface_hub.utils import disable_progress_bars
 
@@ -55,16 +53,12 @@ def publish(
     from gqa_convert.hub.options import PublishOptions
     from gqa_convert.hub.publishing import publish
 
-    if quiet or not sys.stderr.isatty():
+    if not sys.stderr.isatty():
         disable_progress_bars()
 
     console = stderr_console()
     if dry_run and not as_json:
         console = stdout_console()
-
-    def show_checked(publication: "Publication") -> None:
-        if not quiet:
-            _show_files(publication, console)
 
     options = PublishOptions(
         repo_id,
@@ -72,17 +66,18 @@ def publish(
         results=tuple(results or ()),
         base_model=base_model,
         license=licence,
-        overwrite_card=overwrite_card,
     )
-    with ProgressScreen(quiet=quiet) as screen:
-        published = publish(out, options, dry_run=dry_run, on_progress=screen.show, on_checked=show_checked)
+    with ProgressScreen() as screen:
+        published = publish(
+            out, options, dry_run=dry_run, on_progress=screen.show, on_checked=partial(_show_files, console)
+        )
     if as_json:
         print_json(published.as_json())
-    elif not (quiet or dry_run):
+    elif not dry_run:
         stdout_console().print(f"published at {published.url}")
 
 
-def _show_files(publication: "Publication", console: "Console") -> None:
+def _show_files(console: "Console", publication: "Publication") -> None:
     """Print what is sent, and where."""
     from gqa_convert.hub.markup import printable
 
@@ -90,14 +85,9 @@ def _show_files(publication: "Publication", console: "Console") -> None:
 
     verb = "would send" if publication.dry_run else "sending"
     for file in publication.files:
-        line = f"{verb}  {file.path}, {size(file.bytes)}"
-        if file.path in (publication.replaced or ()):
-            line += ", replaces another file"
-        console.print(printable(line))
-    total = size(sum(file.bytes for file in publication.files))
-    console.print(f"total    {len(publication.files)} files, {total}")
-    default = "public, unless it exists and is private or its organisation makes repositories private"
-    visibility = {True: "private", False: "public", None: default}[publication.private]
+        console.print(printable(f"{verb}  {file.path}, {size(file.bytes)}"))
+    console.print(f"total    {len(publication.files)} files, {size(sum(file.bytes for file in publication.files))}")
+    visibility = "private" if publication.private else "public, unless its owner makes it private"
     console.print(f"to       {publication.url}, {visibility}")
     console.print(f"card     {publication.card}")
     for warning in publication.warnings:

@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-from .options import Json, Quiet, command_line, refuse
+from .options import Json, command_line, refuse
 
 
 def _hardware(text: str) -> tuple[int, str]:
@@ -21,7 +21,6 @@ def uptrain(
     hardware: Annotated[Any, {"parser": _hardware}] = None,
     tokenize_only: bool = False,
     as_json: Json = False,
-    quiet: Quiet = False,
 ) -> None:
     """Train a converted checkpoint to recover quality, with its source as teacher.
 
@@ -52,7 +51,7 @@ def uptrain(
 
     result: Any
     show: Any
-    with ProgressScreen(quiet=quiet) as screen:
+    with ProgressScreen() as screen:
         if dry_run:
             from gqa_convert.training.estimate import estimate
 
@@ -79,5 +78,5 @@ def uptrain(
         return
     if as_json:
         print_json(result.as_json())
-    elif not quiet:
+    else:
         show(result)

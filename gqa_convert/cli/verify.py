@@ -2,7 +2,7 @@
 
 import typer
 
-from .options import Converted, Json, Quiet, Revision
+from .options import Converted, Json, Revision
 
 
 def verify(
@@ -11,7 +11,6 @@ def verify(
     revision: Revision = None,
     logits: bool = True,
     as_json: Json = False,
-    quiet: Quiet = False,
 ) -> None:
     """Prove that OUT is SOURCE with merged K/V heads and no other change.
 
@@ -33,9 +32,9 @@ def verify(
     from gqa_convert.verify import verify_checkpoint
 
     from .console.progress import ProgressScreen
-    from .console.screen import print_json, stdout_console, styled
+    from .console.screen import print_json, stdout_console
 
-    with ProgressScreen(quiet=quiet) as screen:
+    with ProgressScreen() as screen:
         report = verify_checkpoint(
             out,
             source,
@@ -46,15 +45,14 @@ def verify(
         )
     if as_json:
         print_json(report.summary())
-    elif not quiet:
+    else:
         console = stdout_console()
         for check in report.checks:
-            mark = ("ok  ", "green") if check.passed else ("FAIL", "red")
-            console.print(styled(mark, f"  {check.name:<22} {check.detail}"))
-        verdict = ("verified", "green")
+            console.print(f"{'ok  ' if check.passed else 'FAIL'}  {check.name:<22} {check.detail}")
+        verdict = "verified"
         if not report.passed:
             consequence = "do not use it, unless it was uptrained after the conversion"
-            verdict = (f"not verified: OUT is not SOURCE with merged K/V heads; {consequence}", "red")
-        console.print(styled(verdict))
+            verdict = f"not verified: OUT is not SOURCE with merged K/V heads; {consequence}"
+        console.print(verdict)
     if not report.passed:
         raise typer.Exit(1)

@@ -137,3 +137,10 @@ def kv_heads_by_layer(config: Config, where: str) -> tuple[int, ...] | None:
 def is_decilm(config: Config) -> bool:
     """Whether a config is that of a DeciLM, for which engines have code."""
     return config.get("model_type") == DECILM
+
+
+def heads_text(heads: int | Sequence[int] | None) -> str:
+    """The K/V heads of a layer, or the fewest and most of layers that differ: "4", or "1 to 8"."""
+    if isinstance(heads, Sequence):
+        return " to ".join(map(str, sorted({min(heads), max(heads)})))
+    return str(heads)

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from gqa_convert.checkpoint.byte_sizes import size
-from gqa_convert.measuring.evaluation.table import number, percent
+from gqa_convert.families.layerwise import heads_text
+from gqa_convert.measuring.tables import number
 
 FOLDERS = re.compile(r"""(?<![^\s'"=,:(\[])(?:~[\w.-]*)?/(?:[^/\s'"]+/)*(?=[^/\s'"])""")
 """The folders of an absolute path: a published card must not reveal them."""
@@ -37,7 +38,7 @@ def render(template: Path, card: object) -> str:
     environment = Environment(
         undefined=StrictUndefined, finalize=_escaped, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )
-    tools = (code, fenced, shell, number, percent, significant, size, in_words, Markdown)
+    tools = (code, fenced, shell, number, significant, size, heads_text, Markdown)
     environment.filters |= {tool.__name__: tool for tool in tools}
     return environment.from_string(template.read_text(encoding="utf-8")).render(card=card)
 
@@ -88,11 +89,3 @@ def significant(value: float | None, error: float | None = None) -> str:
     """A number with four significant digits and its standard error, each where it is known."""
     text = number(value, ".4g")
     return f"{text} ± {error:.2g}" if error else text
-
-
-def in_words(kv_heads: int | list[int]) -> str:
-    """The K/V heads of a layer, or of layers that differ: "4", or "1 to 8 (mean 3.25)"."""
-    if isinstance(kv_heads, int):
-        return str(kv_heads)
-    mean = sum(kv_heads) / len(kv_heads)
-    return f"{min(kv_heads)} to {max(kv_heads)} (mean {mean:.3g})"

@@ -22,7 +22,6 @@ class PublishOptions:
         results: files of evaluate, benchmark and lm-eval.
         base_model: id on the Hub of the model that it was made from.
         license: identifier of the Hub.
-        overwrite_card: rename a README.md that the user wrote to README.md.old, rather than refuse.
 
     Raises:
         OptionError: a name is malformed.
@@ -33,7 +32,6 @@ class PublishOptions:
     results: tuple[Path, ...] = ()
     base_model: str | None = None
     license: str | None = None
-    overwrite_card: bool = False
 
     def __post_init__(self) -> None:
         _check("--repo-id", self.repo_id, _REPO_ID, "org/name")

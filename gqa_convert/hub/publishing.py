@@ -9,10 +9,11 @@ from gqa_convert.checkpoint.paths import local_path
 from gqa_convert.checkpoint.provenance import PROVENANCE
 from gqa_convert.checkpoint.results import Result
 from gqa_convert.checkpoint.signed_card import CARD
+from gqa_convert.families.layerwise import heads_text
 from gqa_convert.hub.card import make_card
 from gqa_convert.hub.converted import Converted, open_converted
 from gqa_convert.hub.files import HashedFile, find_changes, hash_file, refuse_token
-from gqa_convert.hub.markup import FOLDERS, in_words
+from gqa_convert.hub.markup import FOLDERS
 from gqa_convert.hub.options import PublishOptions
 from gqa_convert.hub.readme import write_card
 from gqa_convert.hub.repository import Repository, url_of
@@ -28,7 +29,6 @@ class Publication(Result):
         private: None where a new repository is as its organisation has it, or where that was not looked up.
         commit: on the Hub; None in a dry run and before the upload.
         files: what is sent.
-        replaced: paths whose content on the Hub differs; None in a dry run.
         card: the file of the model card.
         warnings: sentences for the publisher.
         dry_run: whether nothing is sent.
@@ -39,7 +39,6 @@ class Publication(Result):
     private: bool | None
     commit: str | None = None
     files: list[HashedFile]
-    replaced: list[str] | None
     card: str
     warnings: list[str]
     dry_run: bool
@@ -74,7 +73,7 @@ def publish(
     repository = None if dry_run else Repository(options, token)
     private = repository.read() if repository else options.private or None
     if repository is not None:
-        warnings += repository.check_weights([*model.files, CARD])
+        repository.check_weights(model.files)
     files = []
     for name in model.files:
         files.append(hash_file(model.folder, name, token))
@@ -87,7 +86,6 @@ def publish(
         url=url_of(options.repo_id),
         private=private,
         files=sorted(files, key=lambda file: file.path),
-        replaced=repository.find_replaced(files) if repository else None,
         warnings=[*warnings, *_left_out(model)],
         card=str(written),
         dry_run=dry_run,
@@ -95,7 +93,7 @@ def publish(
     on_checked(publication)
     if repository is None:
         return publication
-    message = f"Upload a conversion to {in_words(model.record.groups)} K/V heads per layer"
+    message = f"Upload a conversion to {heads_text(model.record.groups)} K/V heads per layer"
     return replace(publication, commit=repository.upload(model.folder, files, message))
 
 

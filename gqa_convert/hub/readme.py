@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from gqa_convert.checkpoint.atomic_files import atomic_file
-from gqa_convert.checkpoint.ownership import set_aside
 from gqa_convert.checkpoint.signed_card import CARD, MARKER, is_our_card, signed
 from gqa_convert.errors import OutputError, PublishError
 from gqa_convert.hub.converted import Converted
@@ -76,7 +75,7 @@ def sign(front: str, body: str, stated: Words) -> str:
 
 
 def write_card(model: Converted, card: str) -> Path:
-    """Write the card in one step; a README of the user's is renamed first.
+    """Write the card in one step.
 
     Raises:
         OutputError: the card can't be written.
@@ -90,8 +89,6 @@ def write_card(model: Converted, card: str) -> Path:
             file.write(card.encode())
             file.flush()
             os.fsync(file.fileno())  # a full disk must not leave the folder without either README
-            if text is not None and is_users(model, text):
-                set_aside(path)
     except OSError as problem:
         raise OutputError(f"{path} can't be written ({problem.strerror}): make room, or the folder writable") from None
     return path

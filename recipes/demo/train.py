@@ -19,7 +19,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from gqa_convert.data.stdlib_text import read_texts, source_files
-from gqa_convert.losses.text_loss import text_loss
 
 END, PAD = "<|endoftext|>", "<|pad|>"
 VOCABULARY = 2048
@@ -44,6 +43,16 @@ def token_stream(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> np.nda
     """All texts, each closed by the end token, as one array of token ids."""
     encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]
     return np.concatenate([np.array([*ids, tokenizer.eos_token_id], dtype=np.int64) for ids in encoded])
+
+
+def mean_loss(model: LlamaForCausalLM, ids: np.ndarray) -> float:
+    """Nats per token, in blocks that overlap by one token, so that each but the first is scored once."""
+    total = 0.0
+    with torch.inference_mode():
+        for start in range(0, len(ids) - 1, CONTEXT - 1):
+            block = torch.from_numpy(ids[start : start + CONTEXT])[None]
+            total += float(model(input_ids=block, labels=block).loss) * (block.shape[1] - 1)
+    return total / (len(ids) - 1)
 
 
 def configuration() -> LlamaConfig:
@@ -137,7 +146,7 @@ def main() -> None:
 
     seconds = time.monotonic() - began
     model = model.to(torch.bfloat16)
-    loss = text_loss(model.eval(), held_out[:HELD_OUT_TOKENS].tolist(), batch=8)
+    loss = mean_loss(model.eval(), held_out[:HELD_OUT_TOKENS])
     model.generation_config = GenerationConfig(bos_token_id=0, eos_token_id=0, pad_token_id=1)
     model.save_pretrained(arguments.output)
     tokenizer.save_pretrained(arguments.output)

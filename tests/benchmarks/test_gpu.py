@@ -61,7 +61,7 @@ def test_a_part_that_fails_leaves_its_error_and_the_others(tmp_path: Path, monke
 
 def test_a_command_that_fails_leaves_its_message(tmp_path: Path) -> None:
     settings = gpu.Settings(folder=tmp_path, small=True, timeout=100)
-    found = gpu.run(settings, "inspect", tmp_path / "absent")
+    found = gpu.run(settings, "inspect", tmp_path / "absent", "--calibration", "text.txt")
     assert found["exit_code"] == 2
     assert "absent" in " ".join(found["error"])
     assert "result" not in found

@@ -41,7 +41,7 @@ def convert(url: str, cache: Path, source: str, *arguments: Path | str, words: s
         "NO_PROXY": "*",
     }
     command = ["-m", "gqa_convert", "convert", source, *arguments]
-    by_mean_in_json = ["--groups", "4", "--method", "mean", "--json", "--quiet"]
+    by_mean_in_json = ["--groups", "4", "--method", "mean", "--json"]
     result = run_python(*command, *by_mean_in_json, environment=dict(os.environ) | settings | env, timeout=600)
     assert "it/s" not in result.stderr  # no progress bars where there is no terminal
     answer = json.loads(result.stdout)

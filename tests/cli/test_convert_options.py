@@ -37,7 +37,7 @@ def test_a_file_of_numbers(tmp_path: Path) -> None:
 def test_the_cross_attention_cache_of_a_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """At the encoder's context, and layers of an encoder and of a decoder share a row."""
+    """At the encoder's context, and layers of an encoder and of a decoder share a row that counts them."""
     monkeypatch.setenv("COLUMNS", "120")
     for model_type, changes, context, label in (
         ("bart", {"max_position_embeddings": 64}, 64, "64"),
@@ -46,15 +46,15 @@ def test_the_cross_attention_cache_of_a_plan(
         source = make_source(model_type, tmp_path / model_type, **changes)
         plan = make_plan(open_checkpoint(source), 3, method="mean", encoder=model_type == "t5")
         caches = caches_at_context(plan, None, 2)
-        show_plan(plan, estimate_needs(plan, CalibrationOptions()), caches, {})
+        show_plan(plan, estimate_needs(plan, CalibrationOptions()), caches)
         before = 2 * plan.kv_cache_bytes("cross").before * context
         assert caches["cross_kv_cache"] == {"tokens": context, "batch": 2, "before": before, "after": before // 4}
         shown = [line.split() for line in capsys.readouterr().out.splitlines()]
         (row,) = [" ".join(words) for words in shown if words[:2] == ["cross", "cache"] and words[2] == "at"]
         assert row.startswith(f"cross cache at {label} tokens, batch 2 ")
         assert row.endswith(" 0.250")
-    rows = [words[:2] for words in shown if "k.weight" in " ".join(words)]
-    assert rows == [["0-2", "layer.0.SelfAttention.k.weight"], ["0-1", "layer.1.EncDecAttention.k.weight"]]
+    rows = [(words[0], words[-1]) for words in shown if "k.weight" in " ".join(words)]
+    assert rows == [("layer.0.SelfAttention.k.weight", "5"), ("layer.1.EncDecAttention.k.weight", "2")]
 
 
 def test_mistakes(tmp_path: Path) -> None:

@@ -52,8 +52,6 @@ def test_a_dry_run_imports_no_library_of_models() -> None:
 
 def test_merging_by_the_mean_imports_no_torch(tmp_path: Path) -> None:
     model = Path(gqa_convert.__file__).parent / "demo_checkpoint"
-    found = loaded_after(
-        RUN, "convert", str(model), str(tmp_path / "out"), "--groups", "3", "--method", "mean", "--quiet"
-    )
+    found = loaded_after(RUN, "convert", str(model), str(tmp_path / "out"), "--groups", "3", "--method", "mean")
     assert (tmp_path / "out" / "config.json").is_file()
     assert not libraries(found) & {"torch", "transformers", "tokenizers", "huggingface_hub"}

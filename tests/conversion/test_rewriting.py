@@ -226,7 +226,7 @@ def test_the_commands_rewrite_a_source_and_leave_nothing_beside_the_result(tmp_p
     assert verified.returncode == 0, verified.stdout
     assert json.loads(verified.stdout)["source"] == str(source)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
-    refused = run("convert", source, tmp_path / "new", "--groups", 5, "-q")
+    refused = run("convert", source, tmp_path / "new", "--groups", 5)
     assert (refused.returncode, refused.stdout) == (2, "")
     assert "--groups 5" in refused.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]

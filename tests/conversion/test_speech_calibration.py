@@ -14,7 +14,6 @@ from gqa_convert.data.audio_files import list_audio_files
 from gqa_convert.data.speech import SpeechModel, SpeechSize, speech_batches
 from gqa_convert.errors import DataError, OptionError
 from gqa_convert.families.loading import load_model
-from tests.helpers.command_line import run as run_command
 from tests.helpers.speech import hearing_model, sound_folder
 
 
@@ -59,15 +58,3 @@ def test_what_is_no_folder_of_sound_is_refused_before_anything_is_written(tmp_pa
         convert_checkpoint(source, out, 3, options(source=str(tmp_path), sequence_length=64))
     assert not out.exists()
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
-
-
-def test_a_dry_run_counts_the_files_and_hours_of_sound(tmp_path: Path, source: Path) -> None:
-    folder = sound_folder(tmp_path / "sounds", 4, seconds=18)
-    command = ("convert", str(source), "--groups", "3", "--calibration", str(folder), "--dry-run")
-    found = json.loads(run_command(*command, "--json").stdout)
-    assert (found["calibration_files"], found["calibration_hours"]) == (4, 0.02)
-    assert "4 files, 0.02 hours" in run_command(*command).stdout
-    (folder / "01.wav").write_bytes(b"no sound")
-    broken = run_command(*command)
-    assert broken.returncode == 2
-    assert "01.wav can't be read as sound" in broken.stderr

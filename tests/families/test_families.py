@@ -142,7 +142,7 @@ def test_a_plan_tells_what_loads_the_result(
     case: str, options: dict[str, Any], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plan = make_plan(open_checkpoint(make_checkpoint(case, tmp_path / "source", **options)), 3)
-    show_plan(plan, estimate_needs(plan, CalibrationOptions()), {}, {})
+    show_plan(plan, estimate_needs(plan, CalibrationOptions()), {})
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("loads in:")]
     assert line.removeprefix("loads in:").strip() == told
     says_yes = {engine for engine in ENGINES if f"{engine} yes" in told}

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 from jinja2 import UndefinedError
 
-from gqa_convert.hub.markup import Markdown, code, fenced, in_words, render, shell, significant
+from gqa_convert.families.layerwise import heads_text
+from gqa_convert.hub.markup import Markdown, code, fenced, render, shell, significant
 
 
 def test_significant_digits() -> None:
@@ -16,7 +17,7 @@ def test_significant_digits() -> None:
 
 
 def test_kv_heads_in_words() -> None:
-    assert (in_words(4), in_words([2, 8, 3])) == ("4", "2 to 8 (mean 4.33)")
+    assert (heads_text(4), heads_text([2, 8, 3]), heads_text([4, 4])) == ("4", "2 to 8", "4")
 
 
 def test_bars_and_backticks_end_nothing() -> None:

@@ -100,14 +100,16 @@ def test_everything_arrives_and_nothing_is_sent_twice(out: Path, hub: UploadHub)
     assert (made["repo_id"], made["url"]) == ("me/gqa-3", f"{hub.url}/me/gqa-3")
     hashes = {name: hashlib.sha256(raw).hexdigest() for name, raw in there.items()}
     assert {each["path"]: each["sha256"] for each in made["files"]} == hashes
-    assert (made["replaced"], made["dry_run"]) == ([], False)
+    assert not made["dry_run"]
     puts = len(hub.puts)
     assert puts == len(set(hub.puts)) == 4  # three shards and the tokenizer
 
-    result, made = publish(out, hub.url, "--repo-id", "me/gqa-3")
+    result, _ = publish(out, hub.url, "--repo-id", "me/gqa-3")
     assert result.returncode == 0, result.stderr
     assert len(hub.puts) == puts
-    assert made["replaced"] == []
+    hub.branches["me/gqa-3"]["main"]["pytorch_model.bin"] = b"0"
+    result, _ = publish(out, hub.url, "--repo-id", "me/gqa-3")
+    assert_refused(result, 2, "holds weights of another model, pytorch_model.bin: delete them there")
 
 
 def test_an_interrupted_upload_goes_on(out: Path, hub: UploadHub) -> None:

@@ -58,25 +58,14 @@ def test_json_and_the_table(ask: Any, home: Path, tmp_path: Path) -> None:
     assert one["difference"]["to"] == "two"
     assert one["difference"]["loss"] == pytest.approx(one["loss"] - report["results"][0]["loss"])
     assert err == ""
-    code, out, err = ask("two", "one", "--data", "text.txt", "--output", tmp_path / "again.json")
+    code, out, err = ask("two", "one", "--data", "text.txt", "--output", tmp_path / "results.json")
+    assert (code, out) == (2, "")
+    assert "results.json exists already" in err
+    code, out, err = ask("two", "one", "--data", "text.txt")
     assert (code, err) == (0, "")
     for words in (f"{one['loss']:.4f}", f"{one['bits_per_byte']:.4f}", "differences are from two"):
         assert words in out
     assert (home / "one" / "config.json").is_file()
-
-
-def test_results_are_overwritten_only_when_asked(ask: Any, tmp_path: Path) -> None:
-    file = tmp_path / "results.json"
-    file.write_text("mine")
-    scored = ("one", "--data", "text.txt", "--output", file, "-q")
-    for more, words in (((), "exists already"), (("--overwrite",), "can't be read as results of evaluate")):
-        code, out, err = ask(*scored, *more)
-        assert (code, out, file.read_text()) == (2, "", "mine")
-        assert words in err
-    file.unlink()
-    assert ask(*scored) == (0, "", "")
-    assert ask(*scored, "--overwrite") == (0, "", "")
-    assert json.loads(file.read_text())["kind"] == "evaluate"
 
 
 @pytest.mark.parametrize(
@@ -106,7 +95,7 @@ def test_results_are_overwritten_only_when_asked(ask: Any, tmp_path: Path) -> No
         (("one", "--retrieval", "--lengths", "20,1k"), "--lengths names 1000, and one has positions for 48 tokens"),
         (("t5", "--retrieval"), "--retrieval asks causal models, and t5 is an encoder-decoder"),
         (("one", "--data", "text.txt", "--questions", "4"), "belongs to --retrieval"),
-        (("one", "--retrieval", "--plot", "losses.png"), "--html and --plot draw losses"),
+        (("one", "--retrieval", "--html", "losses.html"), "--html draws losses"),
         (("one",), "or ask for facts with --retrieval"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
@@ -146,29 +135,30 @@ def test_losses_that_are_no_numbers_are_told(ask: Any, tmp_path: Path) -> None:
     assert whole["scored_nan"] == whole["tokens"]
     assert 0 < part["scored_nan"] < part["tokens"]
     for result in (whole, part):
-        for key in ("loss", "perplexity", "bits_per_byte", "loss_standard_error", "kl", "top1_agreement"):
+        for key in ("loss", "bits_per_byte", "loss_standard_error", "kl"):
             assert result[key] is None
         assert result["difference"]["loss"] is None
     assert err.splitlines()[-1].startswith("gqa-convert: NaN")
     assert str(tmp_path / "some") in err.splitlines()[-1]
     code, out, _ = ask("one", "--data", "text.txt", "--json", "--reference", tmp_path / "all")
     (sound,) = json.loads(out)["results"]
-    assert (code, sound["scored_nan"], sound["kl"], sound["top1_agreement"]) == (1, 0, None, None)
+    assert (code, sound["scored_nan"], sound["kl"]) == (1, 0, None)
     assert (sound["difference"]["loss"], sound["difference"]["bits_per_byte"]) == (None, None)
     shown = ask(tmp_path / "all", "--data", tmp_path / "text.txt")[1]
     assert f"{whole['tokens']:,} of {whole['tokens']:,} tokens have no finite loss" in shown
 
 
 def test_the_commit_of_a_hub_dataset_is_recorded(ask: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A model card names the dataset by it."""
+    """So that the same text can be read again."""
     answer = SimpleNamespace(sha="a" * 40)
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *_, **__: answer)
-    monkeypatch.setattr(HubDataset, "open_rows", lambda *_: [{"text": TEXT}] * 3)
+    monkeypatch.setattr(HubDataset, "open_rows", lambda *_: [{"text": TEXT}] * 30)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     code, out, err = ask("one", "--data", "org/some", "--tokens", "64", "--json")
     assert code == 0, err
-    data = json.loads(out)["data"]
-    assert (data["source"], data["revision"]) == ("org/some", "a" * 40)
+    found = json.loads(out)
+    assert (found["data"]["source"], found["data"]["revision"]) == ("org/some", "a" * 40)
+    assert found["results"][0]["tokens"] == 64
 
 
 def test_models_are_asked_and_compared_with_the_first(ask: Any, tmp_path: Path) -> None:
@@ -201,5 +191,5 @@ def test_questions_alone_need_no_text(ask: Any) -> None:
     code, out, err = ask("long", "--retrieval", "--questions", 1)
     own = f"{results['results'][0]['retrieval']['written_loss']:.4f}"
     assert own not in out, "another seed"
-    assert "Exact answers in percent in texts of 512 tokens, 1 questions of each kind" in out
+    assert "Exact answers in texts of 512 tokens, 1 questions of each kind" in out
     assert "loss" not in out

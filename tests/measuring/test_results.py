@@ -11,15 +11,14 @@ from typing import Any
 import pytest
 
 from gqa_convert.checkpoint.machine import measurement
-from gqa_convert.errors import MissingExtraError, NoSpaceError, OptionError, OutputError, ReportError
-from gqa_convert.measuring.evaluation.page import check_drawings, draw, measured_texts
+from gqa_convert.errors import MissingExtraError, NoSpaceError, OutputError, ReportError
+from gqa_convert.measuring.evaluation.page import check_page, draw_page
 from gqa_convert.measuring.results import (
     BenchmarkFile,
     EvaluationFile,
     ModelScores,
     ScoredText,
-    TimedCell,
-    load_result,
+    load_evaluation,
     write_file,
     write_result,
 )
@@ -34,20 +33,17 @@ def scores(model: str, fingerprint: str | None = None, loss: float | None = 2.0,
 
 
 def evaluation(*results: ModelScores, text: str = "a.txt", **more: Any) -> EvaluationFile:
-    known = {"objective": "causal", "context": 64, "data": ScoredText(source=text, sha256=text)} | more
+    known = {"objective": "causal", "context": 64, "data": ScoredText(source=text)} | more
     return EvaluationFile(**measurement("evaluate", None), results=list(results), **known)
 
 
-def times(*results: TimedCell) -> BenchmarkFile:
-    return BenchmarkFile(**measurement("benchmark", None), model="m", results=list(results))
+def times() -> BenchmarkFile:
+    return BenchmarkFile(**measurement("benchmark", None), model="m", results=[])
 
 
 def test_what_was_written_is_read_back(tmp_path: Path) -> None:
-    timed = times(TimedCell(groups=[4, 2], batch=1, context=64, kv_bytes=1920))
-    for name, value in (("a.json", evaluation(scores("m"))), ("b.json", timed)):
-        (tmp_path / name).write_text(json.dumps(value.as_json()))
-        assert load_result(tmp_path / name) == value
     write_result(tmp_path / "c.json", evaluation(scores("m")))
+    assert load_evaluation(tmp_path / "c.json") == evaluation(scores("m"))
     written = json.loads((tmp_path / "c.json").read_text())
     assert written == evaluation(scores("m")).as_json()
     assert type(written["machine"]["memory_bytes"]) is int
@@ -76,28 +72,17 @@ def changed(**keys: Any) -> bytes:
 def test_other_files_are_refused_in_one_line(tmp_path: Path, content: bytes | None) -> None:
     if content is not None:
         (tmp_path / "a.json").write_bytes(content)
-    words = "can't be read as results of evaluate or benchmark" if content is not None else "does not exist"
+    words = "can't be read as results of evaluate: name" if content is not None else "does not exist"
     with refused(ReportError, f"a.json {words}"):
-        load_result(tmp_path / "a.json")
+        load_evaluation(tmp_path / "a.json")
 
 
-@pytest.mark.parametrize("overwrite", [False, True])
-def test_files_of_others_are_kept(tmp_path: Path, overwrite: bool) -> None:
+def test_files_that_exist_are_kept(tmp_path: Path) -> None:
     file = tmp_path / "a.json"
-    for mine in (b"", b"mine", b'{"kind": "benchmark"}', json.dumps(times().as_json()).encode()):
-        file.write_bytes(mine)
-        words = "results of evaluate" if overwrite else "exists already"
-        with pytest.raises((OutputError, ReportError), match=words):
-            write_result(file, evaluation(scores("m")), overwrite=overwrite)
-        assert file.read_bytes() == mine
     file.write_bytes(changed())
-    if overwrite:
-        write_result(file, evaluation(scores("m", loss=1.0)), overwrite=True)
-        assert load_result(file).results[0].loss == 1.0  # type: ignore[union-attr]
-    else:
-        with pytest.raises(OutputError, match="with --overwrite"):
-            write_result(file, evaluation(scores("m")))
-        assert file.read_bytes() == changed()
+    with pytest.raises(OutputError, match="exists already: name a new file"):
+        write_result(file, evaluation(scores("m")))
+    assert file.read_bytes() == changed()
     assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
 
 
@@ -116,42 +101,27 @@ def test_a_disk_that_fails(
     assert {each.name: each.read_bytes() for each in tmp_path.iterdir()} == {"a.png": b"a picture"}
 
 
-@pytest.mark.parametrize(
-    ("other", "tables"),
-    [
-        ({}, 1),
-        ({"text": "b.txt"}, 2),
-        ({"context": 32}, 2),
-        ({"data": ScoredText(source="a.txt", sha256="other")}, 2),
-    ],
-)
-def test_a_table_for_each_text(other: dict[str, Any], tables: int) -> None:
-    texts = measured_texts([evaluation(scores("m", "1")), evaluation(scores("n", "2"), **other)])
-    assert [len(text.entries) for text in texts] == ([2] if tables == 1 else [1, 1])
-
-
 def test_a_page_is_drawn_again_but_no_file_of_others_is_replaced(tmp_path: Path) -> None:
-    page, picture = tmp_path / "a.html", tmp_path / "a.png"
-    draw([evaluation(scores("a", "1"))], page, picture)
-    assert check_drawings(page, picture, []) == []
-    for path in (page, picture):
-        path.write_text("mine")
-    for given in ((page, None), (None, picture)):
-        with pytest.raises(OutputError, match="gqa-convert did not draw it"):
-            check_drawings(*given, [])
+    page = tmp_path / "a.html"
+    draw_page([evaluation(scores("a", "1")), evaluation(scores("b<i>", "2"), text="b.txt")], page)
+    assert check_page(page, []) == []
+    drawn = page.read_text()
+    for words in ("9 tokens of a.txt, causal, at most 64", "9 tokens of b.txt", "b&lt;i&gt;", "loss (nats per token)"):
+        assert words in drawn
+    page.write_text("mine")
+    with pytest.raises(OutputError, match="gqa-convert did not draw it"):
+        check_page(page, [])
 
 
 def test_mistakes_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(OptionError, match=r"--html .*a.txt: name a file that ends in one of .html"):
-        check_drawings(tmp_path / "a.txt", None, [])
     with pytest.raises(OutputError, match="does not exist"):
-        check_drawings(None, tmp_path / "no" / "a.png", [])
+        check_page(tmp_path / "no" / "a.html", [])
     (tmp_path / "times.json").write_text(json.dumps(times().as_json()))
-    with pytest.raises(ReportError, match=r"times\.json does not hold results of evaluate"):
-        check_drawings(tmp_path / "a.html", None, [tmp_path / "times.json"])
+    with pytest.raises(ReportError, match=r"times\.json can't be read as results of evaluate"):
+        check_page(tmp_path / "a.html", [tmp_path / "times.json"])
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(MissingExtraError, match=r"--html needs: pip install 'gqa-convert\[plot\]'"):
-        check_drawings(tmp_path / "a.html", None, [])
+        check_page(tmp_path / "a.html", [])
 
 
 def test_the_command_draws_its_models_and_earlier_results(
@@ -166,17 +136,15 @@ def test_the_command_draws_its_models_and_earlier_results(
         return command_line(monkeypatch, capsys, *arguments)
 
     capsys.readouterr()  # what transformers says about files
-    assert ask("one", "--data", "text.txt", "-o", "one.json", "-q") == (0, "", "")
-    (tmp_path / "one").rename(tmp_path / "moved")
-    code, _, err = ask("moved", "two", "--data", "text.txt", "--with", "one.json", "--html", "a.html", "-o", "two.json")
+    assert ask("one", "--data", "text.txt", "-o", "one.json", "--json")[0] == 0
+    code, _, err = ask("one", "two", "--data", "text.txt", "--with", "one.json", "--html", "a.html", "-o", "two.json")
     assert (code, err) == (0, "")
     cells = re.findall(r"<t[dh][^>]*>([^<]*)<", (tmp_path / "a.html").read_text())
-    assert [each for each in cells if each in ("one", "moved", "two")] == ["one", "two"]
-    assert ask("--with", "one.json", "--with", "two.json", "--plot", "a.png", "--html", "b.html") == (0, "", "")
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    assert [each for each in cells if each in ("one", "two")] == ["one", "one", "two"]
+    assert ask("--with", "one.json", "--with", "two.json", "--html", "b.html") == (0, "", "")
     assert re.findall(r"<t[dh][^>]*>([^<]*)<", (tmp_path / "b.html").read_text()) == cells
     code, out, err = ask("--with", "one.json", "--html", "b.html", "--json")
-    assert (code, out, err) == (0, '{"html": "b.html", "plot": null}\n', "")
+    assert (code, out, err) == (0, '{"html": "b.html"}\n', "")
     for arguments, words in (
         (("--with", "one.json"), "--with names results to draw"),
         (("--with", "none.json", "--html", "b.html"), "none.json does not exist"),

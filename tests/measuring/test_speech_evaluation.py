@@ -14,7 +14,7 @@ from gqa_convert.data.speech import SpeechModel, cut_windows
 from gqa_convert.families.loading import load_model
 from gqa_convert.measuring.evaluation.comparison import word_errors
 from gqa_convert.measuring.evaluation.run import EvaluationOptions, evaluate
-from gqa_convert.measuring.evaluation.table import rows
+from gqa_convert.measuring.tables import evaluation_tables
 from tests.helpers.speech import WINDOW_SECONDS, hearing_model, sound_folder, write_sound
 
 
@@ -60,4 +60,5 @@ def test_a_result_is_scored_beside_its_source(tmp_path: Path, source: Path) -> N
     assert scores.difference.word_error_rate == pytest.approx(
         scores.word_error_rate - (found.reference.word_error_rate or 0)
     )
-    assert "word errors" in rows(found.entries(), {str(source): "source", str(merged): "merged"})[0]
+    (table,) = evaluation_tables(found, found.entries(), {str(source): "source", str(merged): "merged"})
+    assert "word errors" in table.rows[0]

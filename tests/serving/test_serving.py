@@ -18,7 +18,7 @@ from gqa_convert.checkpoint.fingerprint import fingerprint
 from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.errors import MissingExtraError, OptionError, UnsupportedFamilyError, WorkerError
 from gqa_convert.measuring.latency.run import BenchmarkOptions
-from gqa_convert.measuring.results import BenchmarkFile, load_result
+from gqa_convert.measuring.results import BenchmarkFile
 from gqa_convert.serving import checking
 from gqa_convert.serving.checking import check_serving, compare, has_our_code
 from gqa_convert.serving.engines import ENGINES, Engine, find_interpreter
@@ -76,8 +76,8 @@ def out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("mode", "status", "words"),
     [
-        ("right", "ok", "48 tokens equal, 0 ties, logits within 0.0e+00"),
-        ("chatters", "ok", "48 tokens equal, 0 ties, logits within 0.0e+00"),
+        ("right", "ok", "48 tokens equal, logits within 0.0e+00"),
+        ("chatters", "ok", "48 tokens equal, logits within 0.0e+00"),
         ("token", "failed", "prompt of 40 tokens: new token 24 is not"),
         ("stops", "failed", "new token 8 is not"),
         ("logit", "failed", "logits differ by up to"),
@@ -108,7 +108,7 @@ def test_an_absent_engine_is_skipped_and_counts_if_it_was_named(out: Path, engin
     assert report["clients"][1]["detail"] == f"{sys.executable} has no no-such-package-as-this: luck"
     assert report["passed"]
     assert [entry["client"] for entry in check_serving(out, ["absent"]).clients] == ["absent"]
-    named = check_serving(out, ["fake"], pythons={"absent": sys.executable})
+    named = check_serving(out, ["fake", "absent"])
     assert [entry["status"] for entry in named.clients] == ["ok", "skipped"]
     assert not named.passed
 
@@ -122,9 +122,9 @@ def test_a_tie_in_the_reference_is_forgiven_and_nothing_more() -> None:
     answer = Outcome(OK, tokens=tokens, logits=reference.logits)
     row[other] = row[token] - 1e-4
     found = compare(reference, answer, prompts)
-    assert (found["problems"], found["ties"], found["tokens"]) == ([], 1, 4)
+    assert (found["status"], found["tokens"]) == ("ok", 4)
     row[other] = row[token] - 2 * found["allowed"]
-    assert compare(reference, answer, prompts)["problems"]
+    assert "new token 5 is not" in compare(reference, answer, prompts)["detail"]
 
 
 @pytest.mark.usefixtures("modeling_files_registered")
@@ -146,10 +146,9 @@ def test_only_this_packages_code_runs_in_an_engine(tmp_path: Path) -> None:
 def test_the_adapters_compute_what_transformers_does(tmp_path: Path) -> None:
     """In another interpreter, whose packages have the engines' interfaces."""
     python = write_interpreter(tmp_path / "python")
-    pythons = [word for name in ENGINES for word in ("--python", f"{name}={python}")]
     out = make_checkpoint("llama", tmp_path / "out", num_key_value_heads=3)
     save_tokenizer(out)
-    shown = run("check-serving", out, *pythons, "--json")
+    shown = run("check-serving", out, "--python", python, "--json")
     report = json.loads(shown.stdout)
     assert report["passed"], report
     assert [each["client"] for each in report["clients"]] == ["llama.cpp", "vllm"]
@@ -158,15 +157,14 @@ def test_the_adapters_compute_what_transformers_does(tmp_path: Path) -> None:
         assert each["tokens"] == 2 * NEW_TOKENS
         assert each["largest_difference"] < each["allowed"]
     (out / "tokenizer.json").unlink()
-    shown = run("check-serving", out, "--engine", "llama.cpp", *pythons[:2])
+    shown = run("check-serving", out, "--engine", "llama.cpp", "--python", python)
     assert shown.returncode == 1
-    assert "FAIL" in shown.stdout
-    assert "its converter failed: no tokenizer" in shown.stdout
+    assert "failed         llama.cpp 9.9  ValueError: its converter failed: no tokenizer" in shown.stdout
     other = make_checkpoint("qwen2", tmp_path / "other", num_key_value_heads=3)
-    (entry,) = check_serving(other, ["llama.cpp"], pythons={"llama.cpp": str(python)}).clients
+    (entry,) = check_serving(other, ["llama.cpp"], python=str(python)).clients
     assert (entry["status"], entry["detail"]) == ("not supported", "its converter failed: Model qwen2 is not supported")
     python = write_interpreter(tmp_path / "bare", converter=tmp_path)
-    (entry,) = check_serving(other, ["llama.cpp"], pythons={"llama.cpp": str(python)}).clients
+    (entry,) = check_serving(other, ["llama.cpp"], python=str(python)).clients
     assert entry["status"] == "skipped"
     assert "LLAMA_CPP" in entry["detail"]
 
@@ -194,10 +192,9 @@ def test_the_command(tmp_path: Path) -> None:
     result = run("check-serving", folder)
     assert result.returncode == 1
     assert "not supported" in result.stdout
-    assert "nothing was checked" in result.stdout
+    assert "not proved" in result.stdout
     skipped = run("check-serving", write_llama(tmp_path / "out"), "--engine", "vllm")
-    assert (skipped.returncode, "--python vllm=PATH" in skipped.stdout) == (1, True)
-    assert_mistake(run("check-serving", folder, "--python", "vllm"), "--python", "'vllm' is not NAME=PATH")
+    assert (skipped.returncode, "--python PATH" in skipped.stdout) == (1, True)
     assert_mistake(run("check-serving", folder, "--engine", "tgi"), "'tgi'", "llama.cpp, vllm")
 
 
@@ -227,7 +224,6 @@ def test_the_times_of_the_models(models: list[Path], engines: Engines) -> None:
         expected = cell.groups * cell.batch * cell.context
         assert cell.decode_ms_per_token == pytest.approx(expected)
         assert cell.prefill_ms == pytest.approx(expected)
-        assert cell.sample_ms == pytest.approx(cell.prefill_ms + 2 * cell.decode_ms_per_token)
         assert cell.decode_tokens_per_second == pytest.approx(1e3 * cell.batch / cell.decode_ms_per_token)
         assert cell.kv_bytes is None
     assert [cell.fingerprint for cell in result.results[::4]] == [fingerprint(model) for model in models]
@@ -254,15 +250,13 @@ def test_the_command_times_the_adapters(models: list[Path], tmp_path: Path) -> N
     python = write_interpreter(tmp_path / "python")
     for model in models:
         (model / "tokenizer.json").write_text("{}")
-    timed = ("benchmark", *models, "--engine", "vllm", "--python", f"vllm={python}", *QUICK)
+    timed = ("benchmark", *models, "--engine", "vllm", "--python", python, *QUICK)
     told = run(*timed, "--batch", "1,2", "--dtype", "bfloat16", "--json")
     assert told.returncode == 0, told.stderr
-    (tmp_path / "result.json").write_text(told.stdout)
-    result = load_result(tmp_path / "result.json")
-    assert isinstance(result, BenchmarkFile)
+    result = BenchmarkFile.model_validate_json(told.stdout)
     assert (result.engine, result.engine_version, result.dtype) == ("vllm", "9.9", "bfloat16")
     assert [(cell.groups, cell.batch) for cell in result.results] == [(12, 1), (12, 2), (3, 1), (3, 2)]
-    timed = ("benchmark", models[1], "--engine", "llama.cpp", "--python", f"llama.cpp={python}", *QUICK)
+    timed = ("benchmark", models[1], "--engine", "llama.cpp", "--python", python, *QUICK)
     shown = run(*timed, "--dtype", "bfloat16")
     assert "llama.cpp 9.9" in shown.stdout, shown.stderr
     assert str(models[1]) in "".join(shown.stdout.split())
@@ -275,7 +269,7 @@ def test_the_command_times_the_adapters(models: list[Path], tmp_path: Path) -> N
 def test_mistakes_in_timing_take_one_line(models: list[Path]) -> None:
     assert_mistake(run("benchmark", *models), "2 models", "--candidates")
     assert_mistake(run("benchmark", models[0], "--engine", "tgi"), "'tgi'", "llama.cpp, vllm")
-    assert_mistake(run("benchmark", models[0], "--python", "vllm=x"), "--python belongs to --engine")
+    assert_mistake(run("benchmark", models[0], "--python", "x"), "--python belongs to --engine")
     refused = run("benchmark", models[0], "--engine", "vllm", "--candidates", "3")
     assert_mistake(refused, "--candidates does not go with --engine")
     assert_mistake(run("benchmark", models[0], "--engine", "vllm"), "install vllm")

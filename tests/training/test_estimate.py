@@ -117,7 +117,7 @@ def test_the_command_line(home: Path, tmp_path: Path) -> None:
     for words in (
         "each parameter over 8 of 8 GPU(s)",
         "memory per GPU",
-        "under 0.1 hours at 35% of the peak",
+        ", of arithmetic alone",
         "tokens are needed",
     ):
         assert words in shown.stdout

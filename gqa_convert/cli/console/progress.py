@@ -15,17 +15,13 @@ _PACE_SECONDS = 3600.0
 
 
 class ProgressScreen:
-    """Shows how far work is, and the time left at its pace. A closed terminal or a broken pipe does not end the work.
+    """Shows how far work is, and the time left at its pace. A closed terminal or a broken pipe does not end the work."""
 
-    Args:
-        quiet: show nothing.
-    """
-
-    def __init__(self, *, quiet: bool) -> None:
+    def __init__(self) -> None:
         from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
         from rich.table import Column
 
-        self.quiet, self.on_terminal = quiet, sys.stderr.isatty()
+        self.on_terminal = sys.stderr.isatty()
         self._console = stderr_console()
         self._console.soft_wrap = False  # bars are cut to the width of the terminal
         # bars that are disabled still measure the pace
@@ -38,16 +34,15 @@ class ProgressScreen:
             console=self._console,
             transient=True,
             speed_estimate_period=_PACE_SECONDS,
-            disable=quiet or not self.on_terminal,
+            disable=not self.on_terminal,
         )
         self._tasks: dict[str, int] = {}
         self._line_shown = time.monotonic()
 
     def say(self, line: str) -> None:
         """Print a line above the bars."""
-        if not self.quiet:
-            with suppress(OSError):
-                self._console.print(line, soft_wrap=True)
+        with suppress(OSError):
+            self._console.print(line, soft_wrap=True)
 
     def show(self, label: str, done: float, total: float, detail: str = "") -> None:
         """Show that `done` of `total` units of the work named `label` are complete; a bar goes when all are.

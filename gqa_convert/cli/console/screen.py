@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.text import Text
 
     from gqa_convert.checkpoint.strict_json import JsonObject
 
@@ -41,16 +40,9 @@ def _console(*, stderr: bool) -> "Console":
     return console
 
 
-def styled(*parts: "str | Text | tuple[str, str]") -> "Text":
-    """Return a line made of plain strings, of pairs of a string and its style, and of other lines."""
-    from rich.text import Text
-
-    return Text.assemble(*parts)
-
-
 def print_note(text: str, console: "Console | None" = None) -> None:
     """Print a note, on stdout unless another console is given."""
-    (console or stdout_console()).print(styled(("note:", "yellow"), f" {text}"))
+    (console or stdout_console()).print(f"note: {text}")
 
 
 def print_json(value: "JsonObject") -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from .screen import stdout_console, styled
+from .screen import stdout_console
 
 
 def show_table(rows: Sequence[Mapping[str, str]], title: str = "", justify: Literal["left", "right"] = "right") -> None:
@@ -29,10 +29,9 @@ def show_table(rows: Sequence[Mapping[str, str]], title: str = "", justify: Lite
 
 
 def show_done(title: str, rows: Mapping[str, str]) -> None:
-    """Print what was done, and a line for each label and its text, which may have several lines."""
+    """Print what was done, and a line for each label and its text."""
     console = stdout_console()
-    console.print(styled(("done", "green"), f"  {title}"))
+    console.print(f"done  {title}")
     width = max(map(len, rows))
     for label, text in rows.items():
-        for line in text.splitlines():
-            console.print(f"      {label:<{width}}  {line}")
+        console.print(f"      {label:<{width}}  {text}")

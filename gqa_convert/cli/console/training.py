@@ -29,15 +29,9 @@ def show_step(screen: ProgressScreen, metrics: "StepMetrics", steps: int) -> Non
 
 def show_training(summary: "RunSummary") -> None:
     """Print tokens, losses before and after, and where the result is."""
-    rows = {}
-    evaluation = summary.evaluation
-    if evaluation is not None:
-        losses = f"{evaluation['start']:.4f} -> {evaluation['final']:.4f} nats per token"
-        rows["held-out loss"] = f"{losses} (language-model loss on evaluation_data)"
-        if evaluation["source"] is not None:
-            rows["source"] = f"{evaluation['source']:.4f}"
-        if evaluation["recovered_share"] is not None:
-            rows["recovered"] = f"{evaluation['recovered_share']:.1%} of the gap"
+    rows = {
+        f"{name} (held out)": f"{loss:.4f}" for name, loss in (summary.evaluation or {}).items() if loss is not None
+    }
     if summary.skipped_steps:
         rows["skipped"] = f"{summary.skipped_steps} step(s), because the gradient was not finite"
     rows["model"] = summary.model
@@ -46,29 +40,18 @@ def show_training(summary: "RunSummary") -> None:
 
 def show_tokenized(found: "TokenizedRecipe") -> None:
     """Print the tokens of each source and where they are."""
-    texts = [f"{source.source}: {tokens_text(source.tokens)} tokens" for source in found.sources]
-    rows = {"text": "\n".join(texts), "cache": found.cache}
-    show_done(f"text for {found.samples:,} samples in {found.steps:,} steps", rows)
+    rows = {source.source: f"{tokens_text(source.tokens)} tokens" for source in found.sources}
+    show_done(f"text for {found.samples:,} samples in {found.steps:,} steps", rows | {"cache": found.cache})
 
 
 def show_estimate(found: "Estimate") -> None:
     """Print the estimate of a run."""
-    from gqa_convert.training.estimate import UTILISATION
-
-    trained, whole = tokens_text(found.parameters["trained"]), tokens_text(found.parameters["all"])
-    step_tokens = tokens_text(round(found.tokens_needed / found.steps))
-    rows = {
-        "parameters": f"{trained} trained of {whole}",
-        "steps": f"{found.steps:,} of {found.samples_per_step:,} samples ({step_tokens} tokens)",
-        "memory per GPU": f"{size(found.memory_needed)}, each parameter over {found.shards} of {found.gpus} GPU(s) ({found.gpu})",
-    }
-    for name, nbytes in found.memory.items():
-        rows[f"  {name}"] = size(nbytes)
-    hours = f"{max(found.hours, 0.1):,.1f} hours at {UTILISATION:.0%} of the peak"
-    rows["time"] = f"under {hours}" if found.hours < 0.1 else hours
-    rows["text"] = f"{tokens_text(found.tokens_needed)} tokens are needed"
+    rows = {f"{name} parameters": f"{count:,}" for name, count in found.parameters.items()}
+    rows |= {f"memory for {name}": size(nbytes) for name, nbytes in found.memory.items()}
+    shared = f"each parameter over {found.shards} of {found.gpus} GPU(s) ({found.gpu})"
+    rows["memory per GPU"] = f"{size(found.memory_needed)}, {shared}"
+    rows["hours"] = f"{found.hours:,.2g}, of arithmetic alone"
+    rows["steps"] = f"{found.steps:,}, for which {found.tokens_needed:,} tokens are needed"
     show_done(f"estimate of {found.model}; nothing was run", rows)
     if found.memory_needed > found.memory_of_gpu:
-        print_note(
-            "the memory of a GPU does not suffice: lower micro_batch_size, set gradient_checkpointing to true, or sharding to full with more GPUs"
-        )
+        print_note("the memory of a GPU does not suffice: docs/uptraining.md says what needs less")

@@ -84,16 +84,25 @@ def common_objective(models: Sequence[Candidate], *, pairs: bool) -> str:
         pairs: whether pairs of texts were named.
 
     Raises:
-        OptionError: the models have no objective in common.
+        OptionError: the models have no objective or no tokenizer in common.
         DataError: a tokenizer marks the languages of texts, which pairs do not state.
     """
     objective, *others = (_objective(model, pairs) for model in models)
+    first = models[0]
     for model, other in zip(models[1:], others, strict=True):
         if other != objective:
             raise OptionError(
-                f"{model.name} can't be compared with {models[0].name}: one is scored on {other} and one on {objective}; "
+                f"{model.name} can't be compared with {first.name}: one is scored on {other} and one on {objective}; "
                 "evaluate decoders, encoder-decoders and models that hear apart"
             )
+    vocabulary = {number: token for token, number in first.tokenizer.get_vocab().items()}
+    for model in models[1:]:
+        for token, number in model.tokenizer.get_vocab().items():
+            if vocabulary.get(number, token) != token:
+                raise OptionError(
+                    f"{model.name} can't be compared with {first.name}: their tokenizers differ; evaluate each by itself, and "
+                    "compare bits per byte"
+                )
     return objective
 
 

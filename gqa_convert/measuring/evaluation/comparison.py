@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 
 from gqa_convert.errors import MissingExtraError
-from gqa_convert.measuring.evaluation.candidates import Candidate
 from gqa_convert.measuring.evaluation.examples import Array, Doubles, Material
 from gqa_convert.measuring.evaluation.forward import Scores
 from gqa_convert.measuring.results import Difference
@@ -75,17 +74,15 @@ class Measured:
     """A model's scores on its material.
 
     Attributes:
-        candidate: the model.
+        name: of the model.
         material: what was scored.
         scores: of the model on the material.
-        problem: why its predictions can't be compared with another model's token by token, None if they can.
         is_key: [n], whether each token is one that the long context makes likelier; None if not asked for.
     """
 
-    candidate: Candidate
+    name: str
     material: Material
     scores: Scores
-    problem: str | None = None
     is_key: Array | None = None
 
     @cached_property
@@ -96,21 +93,19 @@ class Measured:
     @cached_property
     def means(self) -> Means:
         """All means that are defined: none but that of word errors where a loss is not finite."""
-        material, (loss, kl, agrees) = self.material, self.scores
+        material, (loss, kl) = self.material, self.scores
         found = {}
         if material.spoken:
             found["word_error_rate"] = mean(*word_errors(*zip(*material.spoken, strict=True)))
         if self.not_finite:
             return found
-        every = np.ones_like(loss)
-        values = {"loss": loss}
         if material.sizes is not None:
             found["bits_per_byte"] = self._mean(loss, material.sizes * math.log(2))
-        if kl is not None and agrees is not None and np.isfinite(kl).all():
+        values = {"loss": loss}
+        if kl is not None and np.isfinite(kl).all():
             values["kl"] = kl
-            found["top1_agreement"] = self._mean(agrees, every)
         for name, each in values.items():
-            found[name] = self._mean(each, every)
+            found[name] = self._mean(each, np.ones_like(each))
             if self.is_key is not None:
                 found[f"key_{name}"] = self._mean(each * self.is_key, self.is_key)
         return found
@@ -119,40 +114,22 @@ class Measured:
         return mean(self.material.by_block(values), self.material.by_block(sizes))
 
 
-def is_same_vocabulary(tokenizer: Any, other: Any) -> bool:
-    """Whether no token means different texts to two tokenizers."""
-    theirs = {number: token for token, number in other.get_vocab().items()}
-    return all(theirs.get(number, token) == token for token, number in tokenizer.get_vocab().items())
-
-
-def incomparable(candidate: Candidate, material: Material, other: Measured) -> str | None:
-    """The reason why two models' predictions can't be compared token by token, None if they can."""
-    if is_same_vocabulary(candidate.tokenizer, other.candidate.tokenizer) and material.tokens == other.material.tokens:
-        return None
-    return f"its tokens are not those of {other.candidate.name}"
-
-
 def model_scores(measured: Measured, other: Measured | None = None) -> dict[str, Any]:
-    """What a model's entry in the results states: its losses, and its differences from another model, with paired standard
-    errors. Nats per token are compared where both models have the same tokens; blocks are the same wherever bytes are counted.
+    """What a model's entry in the results states: its losses, and its differences from another model on the same tokens,
+    with paired standard errors.
     """
     material, means = measured.material, measured.means
-    loss = means.get("loss", UNDEFINED).value
-    problem = measured.problem and f"not compared token by token, since {measured.problem}"
     difference = None
     if other is not None:
         gaps = {name: each.minus(other.means.get(name, UNDEFINED)) for name, each in means.items()}
-        if problem:
-            gaps.pop("loss", None)
-        difference = Difference(to=other.candidate.name, **with_errors(gaps))
+        difference = Difference(to=other.name, **with_errors(gaps))
     return with_errors(means) | {
-        "perplexity": math.exp(loss) if loss is not None and loss < 700 else None,
         "tokens": len(material.blocks),
         "bytes": None if material.sizes is None else int(material.sizes.sum()),
         "scored_nan": measured.not_finite,
         "difference": difference,
         "key_tokens": None if measured.is_key is None else int(measured.is_key.sum()),
-        "note": "; ".join(filter(None, [problem, material.note])) or None,
+        "note": material.note,
     }
 
 

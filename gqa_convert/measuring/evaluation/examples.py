@@ -21,7 +21,7 @@ from gqa_convert.data.pairs import shortened
 from gqa_convert.data.span_corruption import SpanCorruption
 from gqa_convert.data.speech import SpeechModel, cut_windows
 from gqa_convert.errors import DataError
-from gqa_convert.measuring import StageProgress, no_progress
+from gqa_convert.measuring import StageProgress
 
 BLOCK = 2048
 """The bytes in a block of text, the unit over which standard errors are computed."""
@@ -70,7 +70,7 @@ class Material:
 
     Attributes:
         examples: with their n scored tokens.
-        block_count: the number of blocks, which are the same for every tokenizer.
+        block_count: the number of blocks.
         note: what was left out or cut, None for nothing.
         spoken: what was said in each example, and what a model that hears wrote; empty for text.
     """
@@ -95,11 +95,6 @@ class Material:
         """The bytes of text that each scored token covers, [n]; None if that is not defined."""
         sizes = [example.sizes for example in self.examples if example.sizes is not None]
         return np.concatenate(sizes) if sizes else None
-
-    @cached_property
-    def tokens(self) -> list[tuple[list[int], list[int]]]:
-        """The tokens of each example that are predicted, and those that an encoder reads."""
-        return [(each.targets.tolist(), list(each.encoder.get("input_ids", ()))) for each in self.examples]
 
     def by_block(self, values: Array) -> Doubles:
         """Sums of the scored tokens' values in each block, in the order of the text: [block_count]."""
@@ -140,9 +135,7 @@ def _padded(rows: Sequence[Any]) -> Tensor:
     return pad_sequence([torch.as_tensor(row) for row in rows], batch_first=True)
 
 
-def text_material(
-    pieces: Sequence[Piece], tokenizer: Any, *, window: int, progress: StageProgress = no_progress
-) -> Material:
+def text_material(pieces: Sequence[Piece], tokenizer: Any, *, window: int) -> Material:
     """A text for a causal model. Each token of a document is predicted once, except the first: from the beginning of its
     window, or from the beginning-of-text token, if the tokenizer has one.
 
@@ -150,7 +143,6 @@ def text_material(
         pieces: documents or parts of them, in order.
         tokenizer: the model's.
         window: the most tokens that the model reads at once.
-        progress: called with the pieces tokenised, and their number.
 
     Raises:
         DataError: the text has no token to predict.
@@ -160,9 +152,8 @@ def text_material(
     examples: list[Example] = []
     first_block = 0
     parts = [beginning]
-    for number, piece in enumerate(pieces, start=1):
+    for piece in pieces:
         parts.append(encode(tokenizer, piece.text))
-        progress(number, len(pieces))
         if not piece.last:
             continue
         ids, sizes = map(np.concatenate, zip(*parts, strict=True))
@@ -213,25 +204,18 @@ def span_material(pieces: Sequence[Piece], tokenizer: Any, *, start: int, length
     return Material(examples, count)
 
 
-def pair_material(
-    pairs: Sequence[tuple[str, str]],
-    tokenizer: Any,
-    *,
-    start: int | None,
-    length: int,
-    progress: StageProgress = no_progress,
-) -> Material:
+def pair_material(pieces: Sequence[Piece], tokenizer: Any, *, start: int | None, length: int) -> Material:
     """Pairs of a source and a target, each with the special tokens of the tokenizer, which are scored too.
 
     Args:
-        pairs: sources and targets.
+        pieces: sources and targets.
         tokenizer: the model's.
         start: the first token of the decoder's input; None for the target's last token, with which mBART's begins.
         length: maximum number of tokens of each; a longer text is cut before its last one, end-of-text.
-        progress: called with the number of pairs that were tokenised and the number of all pairs.
     """
     examples, truncated = [], 0
-    for number, (source, target) in enumerate(pairs):
+    for number, piece in enumerate(pieces):
+        source, target = piece.text
         read, _ = encode(tokenizer, source, add_special_tokens=True)
         written, nbytes = encode(tokenizer, target, "text_target", add_special_tokens=True)
         truncated += max(len(read), len(written)) > length
@@ -240,7 +224,6 @@ def pair_material(
         decoder = np.concatenate([[begin], targets[:-1]])
         encoder = {"input_ids": read, "attention_mask": np.ones_like(read)}
         examples.append(Example(decoder, targets, np.full_like(targets, number), sizes, encoder))
-        progress(number + 1, len(pairs))
     note = f"{truncated} pairs were cut to the window" if truncated else None
     return Material(_longest_first(examples), len(examples), note)
 
@@ -272,18 +255,19 @@ def speech_material(
     while done < len(files) and (tokens is None or found < tokens):
         group = [next(cut_windows([file], speech)) for file in files[done : done + batch]]
         done += len(group)
-        windows = [window for window in group if speech.text_tokens(window.text or "")]
-        if windows:
-            encoded = speech.encode(windows)
-            said = [window.text or "" for window in windows]
-            spoken += zip(said, speech.transcribe(encoded), strict=True)
-            kept, prompts = encoded.cpu(), speech.prompts(encoded).numpy()
-            for text, sound, prompt in zip(said, kept, prompts, strict=True):
-                targets = np.array(speech.text_tokens(text))
-                read, blocks = np.concatenate([prompt, targets[:-1]]), np.full_like(targets, len(examples))
-                examples.append(Example(read, targets, blocks, encoder={"encoder_outputs": sound}))
-                found += len(targets)
         progress(done, len(files))
+        windows = [window for window in group if speech.text_tokens(window.text or "")]
+        if not windows:
+            continue
+        encoded = speech.encode(windows)
+        said = [window.text or "" for window in windows]
+        spoken += zip(said, speech.transcribe(encoded), strict=True)
+        kept, prompts = encoded.cpu(), speech.prompts(encoded).numpy()
+        for text, sound, prompt in zip(said, kept, prompts, strict=True):
+            targets = np.array(speech.text_tokens(text))
+            read, blocks = np.concatenate([prompt, targets[:-1]]), np.full_like(targets, len(examples))
+            examples.append(Example(read, targets, blocks, encoder={"encoder_outputs": sound}))
+            found += len(targets)
     if not examples:
         raise DataError("all sounds are longer than the encoder's window: cut them into sentences")
     left_out = done - len(examples)

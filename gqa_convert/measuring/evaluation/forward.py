@@ -29,12 +29,10 @@ class Scores(NamedTuple):
     Attributes:
         loss: the cross-entropy in nats.
         kl: KL(reference || model) in nats; None without a reference.
-        agrees: 1 where the likeliest token is the reference's, else 0; None without a reference.
     """
 
     loss: Floats
     kl: Floats | None = None
-    agrees: Floats | None = None
 
 
 class Scored(NamedTuple):
@@ -68,7 +66,8 @@ def score(
             targets = passes[0].targets
             for first in range(0, len(targets), size):
                 rows = slice(first, first + size)
-                found.append(_token_scores(targets[rows], *(each.logits(rows) for each in passes)))
+                logits = [each.logits(rows) for each in passes]
+                found.append(token_losses(logits[0], targets[rows], *logits[1:])[: len(passes)])
             done += len(targets)
             progress(done, len(scored.material.blocks))
     return Scores(*(torch.cat(values).cpu().numpy() for values in zip(*found, strict=True)))
@@ -105,19 +104,3 @@ def _inputs(model: Any, batch: Batch) -> dict[str, Tensor]:
     for name, tensor in batch.inputs.items():
         inputs[name] = tensor.to(model.device, model.dtype if tensor.is_floating_point() else tensor.dtype)
     return inputs
-
-
-def _token_scores(targets: Tensor, logits: Tensor, reference: Tensor | None = None) -> tuple[Tensor, ...]:
-    """Loss, divergence and agreement of predictions, [r] each, float32; the loss alone without a reference.
-
-    Args:
-        targets: [r], the tokens to predict.
-        logits: [r, V].
-        reference: [r, V'], logits of another model.
-    """
-    if reference is None:
-        return token_losses(logits, targets)[:1]
-    reference = reference.to(logits.device)
-    shared = min(logits.shape[-1], reference.shape[-1])
-    agrees = logits[:, :shared].argmax(-1) == reference[:, :shared].argmax(-1)
-    return *token_losses(logits, targets, reference), agrees.float()

@@ -12,7 +12,7 @@ from gqa_convert.data.order import mix
 from gqa_convert.errors import OptionError
 from gqa_convert.measuring import StageProgress, no_progress
 from gqa_convert.measuring.evaluation.candidates import CAUSAL, Candidate, common_length
-from gqa_convert.measuring.evaluation.comparison import UNDEFINED, Mean, is_same_vocabulary, mean, with_errors
+from gqa_convert.measuring.evaluation.comparison import Mean, mean, with_errors
 from gqa_convert.measuring.evaluation.examples import Array, Example, Integers, Material
 from gqa_convert.measuring.evaluation.forward import Scored, score
 from gqa_convert.measuring.evaluation.retrieval import LENGTHS, QUESTIONS, Answer, ask, generating_with, share_found
@@ -79,17 +79,17 @@ def ask_about_long_contexts(
     candidate: Candidate,
     model: Any,
     asked: AskedQuestions,
-    reader: tuple[Candidate, Any],
+    reader: Any,
     batch: int,
     progress: StageProgress,
 ) -> LongContexts:
-    """Ask a model, and let the first one read what it writes, if their tokens are the same.
+    """Ask a model, and let the first one read what it writes.
 
     Args:
         candidate: the model.
         model: the same, loaded.
         asked: the questions.
-        reader: the first model.
+        reader: the first model, loaded.
         batch: texts at a time.
         progress: called with the texts of questions that are done, and their number.
 
@@ -99,10 +99,7 @@ def ask_about_long_contexts(
     tokenizer = candidate.tokenizer
     check_vocabulary(candidate.config, max(tokenizer(" ".join(filler()), verbose=False)["input_ids"]), candidate.folder)
     answers = ask(model, tokenizer, asked.lengths, asked.questions, asked.seed, batch=batch, progress=progress)
-    loss = UNDEFINED
-    if is_same_vocabulary(tokenizer, reader[0].tokenizer):
-        loss = loss_of_rows(reader[1], write(model, tokenizer, asked.seed), batch)
-    return LongContexts(answers, loss)
+    return LongContexts(answers, loss_of_rows(reader, write(model, tokenizer, asked.seed), batch))
 
 
 def write(model: Any, tokenizer: Any, seed: int) -> Integers:

@@ -1,7 +1,6 @@
 """Evaluates several models on the same text: everything except the forward passes."""
 
 import gc
-import hashlib
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -13,6 +12,7 @@ from gqa_convert.checkpoint.machine import measurement
 from gqa_convert.checkpoint.paths import local_path
 from gqa_convert.data.audio_files import list_audio_files
 from gqa_convert.data.decoder_start import decoder_start, starts_with_last
+from gqa_convert.data.documents import Piece
 from gqa_convert.data.model_tokenizer import check_vocabulary
 from gqa_convert.data.sources import Source, find_commits, pinned
 from gqa_convert.data.speech import SpeechModel
@@ -21,7 +21,7 @@ from gqa_convert.families.loading import no_bars
 from gqa_convert.measuring import Progress, no_progress
 from gqa_convert.measuring.evaluation import candidates
 from gqa_convert.measuring.evaluation.candidates import CAUSAL, SPANS, SPEECH, Candidate
-from gqa_convert.measuring.evaluation.comparison import Measured, incomparable, model_scores
+from gqa_convert.measuring.evaluation.comparison import Measured, model_scores
 from gqa_convert.measuring.evaluation.examples import (
     Material,
     pair_material,
@@ -38,7 +38,7 @@ from gqa_convert.measuring.evaluation.long_contexts import (
     key_tokens,
     retrieval,
 )
-from gqa_convert.measuring.evaluation.texts import read_pairs, read_pieces
+from gqa_convert.measuring.evaluation.texts import read_documents
 from gqa_convert.measuring.out_of_memory import memory_explained
 from gqa_convert.measuring.results import AskedQuestions, EvaluationFile, ModelScores, ScoredText
 
@@ -58,7 +58,7 @@ class EvaluationOptions:
         revision: of models that are Hub ids.
         window: tokens of a window or of an encoder's input; None for the models' positions up to 2048, and 512 for
             span corruption.
-        tokens: maximum number of tokens of text, or of pairs; None for whole files, and for 1M tokens of a Hub
+        tokens: maximum number of tokens of text; None for whole files, and for 1M tokens of a Hub
             dataset.
         batch: windows or examples at a time.
         dtype: see `candidates.load`.
@@ -97,7 +97,10 @@ def evaluate(
     Raises:
         GQAConvertError: one of its subclasses for models, text or options that can't be evaluated.
     """
-    _check(data, options)
+    if data is not None and (data.source_field is None) != (data.target_field is None):
+        raise OptionError("--source-field and --target-field need each other: give both or neither")
+    if options.dtype not in DTYPES:
+        raise OptionError(f"--dtype is {options.dtype!r}: give one of {', '.join(DTYPES)}")
     if data is not None:
         (data,) = pinned([data], find_commits([data], {}))
     names = list(models)
@@ -112,8 +115,14 @@ def evaluate(
         asked = None
         if options.retrieval:
             asked = asked_questions(found, objective, options.retrieval)
-        text = None if data is None else _read(data, objective, found[0].tokenizer, options.tokens, progress)
-        evaluation = _Evaluation(options, asked, text, objective, window, device, progress)
+        text: Any = None
+        material = None
+        if data is not None and objective == SPEECH:
+            text = list_audio_files(local_path(data.source))
+        elif data is not None:
+            text = read_documents(data, found[0].tokenizer, options.tokens, partial(progress, "reading"))
+            material = _text_material(text, found[0], objective, window)
+        evaluation = _Evaluation(options, asked, text, material, device, progress)
         scores = []
         for candidate in found:
             gc.collect()  # the model before it
@@ -121,13 +130,25 @@ def evaluate(
                 scores.append(evaluation.scores_of(candidate))
     return EvaluationFile(
         **measurement("evaluate", command, device),
-        data=None if data is None else _described(data, options, text),
+        data=None if data is None else ScoredText.model_validate(asdict(data) | {"tokens_limit": options.tokens}),
         questions=asked,
         objective=objective,
         context=None if data is None else window,
         reference=scores.pop(0) if options.reference else None,
         results=scores,
     )
+
+
+def _text_material(text: Sequence[Piece], candidate: Candidate, objective: str, window: int) -> Material:
+    """The text in tokens, which are the same for all models."""
+    tokenizer = candidate.tokenizer
+    if objective == CAUSAL:
+        return text_material(text, tokenizer, window=window)
+    start = decoder_start(candidate.folder, candidate.config, tokenizer)
+    if objective == SPANS:
+        return span_material(text, tokenizer, start=start, length=window, seed=_SEED)
+    begin = None if starts_with_last(candidate.config) else start
+    return pair_material(text, tokenizer, start=begin, length=window)
 
 
 @dataclass
@@ -148,8 +169,7 @@ class _Evaluation:
         options: how text is scored.
         questions: to ask, None for none.
         text: to score, None for none.
-        objective: on which models are scored.
-        window: tokens of a window or example.
+        material: the text in tokens; None for sound, which every model encodes.
         device: where models run.
         progress: called with the name of a stage, the steps done and the number of steps.
         first: the model that those after it are compared with.
@@ -158,8 +178,7 @@ class _Evaluation:
     options: EvaluationOptions
     questions: AskedQuestions | None
     text: Any
-    objective: str
-    window: int
+    material: Material | None
     device: str
     progress: Progress
     first: _Subject | None = None
@@ -170,17 +189,17 @@ class _Evaluation:
         Raises:
             DataError: the tokenizer does not belong to the model.
         """
-        model = candidates.load(candidate, self.options.dtype, self.device)
-        subject = _Subject(candidate, model)
-        first = self.first or _Subject(candidate, model)
+        subject = _Subject(candidate, candidates.load(candidate, self.options.dtype, self.device))
+        dtype = str(subject.model.dtype).removeprefix("torch.")
+        first = self.first or _Subject(candidate, subject.model)
         found: dict[str, Any] = {}
         if self.text is not None:
-            subject.measured = self._score(candidate, model, first)
+            subject.measured = self._score(subject, first)
             found = model_scores(subject.measured, first.measured)
         if self.questions:
             show = partial(self.progress, f"asking {candidate.name}")
-            reader = first.candidate, first.model
-            subject.asked = ask_about_long_contexts(candidate, model, self.questions, reader, self.options.batch, show)
+            batch = self.options.batch
+            subject.asked = ask_about_long_contexts(candidate, subject.model, self.questions, first.model, batch, show)
             found["retrieval"] = retrieval(subject.asked, first.asked)
         if self.first is None:
             self.first = subject
@@ -191,62 +210,28 @@ class _Evaluation:
             revision=candidate.revision,
             fingerprint=candidate.fingerprint,
             kv_bytes_per_token=candidate.kv_bytes_per_token,
-            dtype=str(model.dtype).removeprefix("torch."),
+            dtype=dtype,
             **found,
         )
 
-    def _score(self, candidate: Candidate, model: Any, first: _Subject) -> Measured:
+    def _score(self, subject: _Subject, first: _Subject) -> Measured:
         """The losses on the text, and divergences from the first model if that is loaded."""
-        material, others = self._material(candidate, model), first.measured
-        check_vocabulary(candidate.config, material.largest, candidate.folder)
-        problem = reference = is_key = None
-        if others is not None:
-            problem = incomparable(candidate, material, others)
-            if not problem:
-                is_key = others.is_key
-                reference = None if first.model is None else Scored(first.model, others.material)
-        show = partial(self.progress, f"scoring {candidate.name}")
-        scored, batch = Scored(model, material), self.options.batch
-        scores = score(scored, batch, reference, show)
-        if self.questions and others is None:
-            is_key = key_tokens(scored, scores.loss, batch, show)
-        return Measured(candidate, material, scores, problem, is_key)
-
-    def _material(self, candidate: Candidate, model: Any) -> Material:
-        """The model's tokens of the text or sound, in examples."""
-        tokenizer = candidate.tokenizer
-        if self.objective == SPEECH:
+        candidate, batch = subject.candidate, self.options.batch
+        material = self.material
+        if material is None:
             show = partial(self.progress, f"transcribing with {candidate.name}")
-            speech, options = SpeechModel(model, candidate.folder), self.options
-            return speech_material(speech, self.text, batch=options.batch, tokens=options.tokens, progress=show)
-        show = partial(self.progress, f"tokenising for {candidate.name}")
-        if self.objective == CAUSAL:
-            return text_material(self.text, tokenizer, window=self.window, progress=show)
-        start = decoder_start(candidate.folder, candidate.config, tokenizer)
-        if self.objective == SPANS:
-            return span_material(self.text, tokenizer, start=start, length=self.window, seed=_SEED)
-        begin = None if starts_with_last(candidate.config) else start
-        return pair_material(self.text, tokenizer, start=begin, length=self.window, progress=show)
-
-
-def _check(data: Source | None, options: EvaluationOptions) -> None:
-    if data is not None and (data.source_field is None) != (data.target_field is None):
-        raise OptionError("--source-field and --target-field need each other: give both or neither")
-    if options.dtype not in DTYPES:
-        raise OptionError(f"--dtype is {options.dtype!r}: give one of {', '.join(DTYPES)}")
-
-
-def _read(data: Source, objective: str, tokenizer: Any, tokens: int | None, progress: Progress) -> Any:
-    show = partial(progress, "reading")
-    if objective == SPEECH:
-        return list_audio_files(local_path(data.source))
-    if data.source_field and data.target_field:
-        return read_pairs(data, (data.source_field, data.target_field), tokens, show)
-    return read_pieces(data, tokenizer, tokens, show)
-
-
-def _described(data: Source, options: EvaluationOptions, text: Any) -> ScoredText:
-    digest = hashlib.sha256()
-    for part in text:
-        digest.update(repr(tuple(part[:2])).encode())
-    return ScoredText.model_validate(asdict(data) | {"tokens_limit": options.tokens, "sha256": digest.hexdigest()})
+            speech = SpeechModel(subject.model, candidate.folder)
+            material = speech_material(speech, self.text, batch=batch, tokens=self.options.tokens, progress=show)
+        check_vocabulary(candidate.config, material.largest, candidate.folder)
+        reference = None
+        if first.measured is not None and first.model is not None:
+            reference = Scored(first.model, first.measured.material)
+        show = partial(self.progress, f"scoring {candidate.name}")
+        scored = Scored(subject.model, material)
+        scores = score(scored, batch, reference, show)
+        is_key = None
+        if first.measured is not None:
+            is_key = first.measured.is_key
+        elif self.questions:
+            is_key = key_tokens(scored, scores.loss, batch, show)
+        return Measured(candidate.name, material, scores, is_key)

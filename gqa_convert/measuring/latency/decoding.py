@@ -5,81 +5,89 @@ tensor at every step.
 """
 
 import inspect
+import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+STEPS = 8
+"""Timed decode steps of a turn."""
+
 
 class Decoder:
-    """A model with its cache at one batch and context."""
+    """A model with its cache at one batch and context.
 
-    def __init__(self, model: Any, batch: int, context: int, encoder_tokens: int | None) -> None:
-        """
-        Args:
-            model: in evaluation mode.
-            batch: sequences.
-            context: tokens in the cache when decoding begins.
-            encoder_tokens: of the input; None without an encoder.
-        """
+    Args:
+        model: in evaluation mode.
+        batch: sequences.
+        context: tokens in the cache when decoding begins, and those that an encoder of text reads.
+    """
+
+    def __init__(self, model: Any, batch: int, context: int) -> None:
         self._model = model
-        self.hears: bool = model.main_input_name != "input_ids"
-        self._random = {"device": model.device, "generator": torch.Generator(model.device).manual_seed(0)}
-        self._vocabulary = model.get_input_embeddings().num_embeddings
-        self._prompt = self._tokens(batch, context)
-        self._token = self._tokens(batch, 1)
-        self._input = None if encoder_tokens is None else self._encoder_input(batch, encoder_tokens)
-        self._ids = "input_ids" if encoder_tokens is None else "decoder_input_ids"
+        random: dict[str, Any] = {"device": model.device, "generator": torch.Generator(model.device).manual_seed(0)}
+        vocabulary = model.get_input_embeddings().num_embeddings
+        tokens = torch.randint(vocabulary, (batch, context + 1), **random)
+        self._prompt, self._token = tokens[:, :-1], tokens[:, -1:]
+        self._ids, self._encoded = "input_ids", None
+        if model.config.is_encoder_decoder:
+            self._ids, self._encoded = "decoder_input_ids", self._prompt
+            if (
+                model.main_input_name != "input_ids"
+            ):  # features of sound, of the length that the encoder expects and halves
+                shape = (batch, model.config.num_mel_bins, 2 * model.config.max_source_positions)
+                self._encoded = torch.randn(shape, dtype=model.dtype, **random)
         self._options: dict[str, Any] = {"use_cache": True}
         if "logits_to_keep" in inspect.signature(model.forward).parameters:
             self._options["logits_to_keep"] = 1
         self._cache: Any = None
-        self._states: list[dict[str, Any]] = []
 
-    def prefill(self) -> None:
-        """Encode the input, if there is an encoder, and read a prompt of `context` tokens."""
+    def prefill(self) -> float:
+        """Encode the input, if there is an encoder, and read the prompt into an empty cache; return the seconds."""
         self._cache = None
-        if self._input is not None:
+        began = self._now()
+        if self._encoded is not None:
             with torch.inference_mode():
-                self._options["encoder_outputs"] = self._model.get_encoder()(self._input, return_dict=True)
+                self._options["encoder_outputs"] = self._model.get_encoder()(self._encoded, return_dict=True)
         self._read(self._prompt)
-        self._states = [dict(vars(layer)) for layer in self._self_layers()]
+        return self._now() - began
 
-    def step(self) -> None:
-        """Decode one token."""
-        self._read(self._token)
-
-    def rewind(self) -> None:
-        """Return to the state after `prefill`; recurrent layers keep theirs, on which their time does not depend."""
-        for layer, state in zip(self._self_layers(), self._states, strict=True):
-            vars(layer).update(state)
+    def turn(self) -> float:
+        """Decode some tokens after the prompt, and return the seconds for each."""
+        layers = getattr(self._cache, "self_attention_cache", self._cache).layers
+        states = [dict(vars(layer)) for layer in layers]
+        self._read(self._token)  # the version before has left its own weights in the processor's caches
+        began = self._now()
+        for _ in range(STEPS):
+            self._read(self._token)
+        seconds = self._now() - began
+        for layer, state in zip(layers, states, strict=True):
+            vars(layer).update(state)  # recurrent layers keep theirs, on which their time does not depend
+        return seconds / STEPS
 
     def cache_bytes(self) -> tuple[int, int]:
         """Bytes of the live keys and values of the decoder's tokens, and of the encoder's."""
+        own = getattr(self._cache, "self_attention_cache", self._cache)
         cross = getattr(self._cache, "cross_attention_cache", None)
-        crossed = [] if cross is None else cross.layers
-        return sum(map(_nbytes, self._self_layers())), sum(map(_nbytes, crossed))
+        return _nbytes(own.layers), _nbytes(cross.layers if cross else [])
 
     def _read(self, ids: torch.Tensor) -> None:
         inputs = {self._ids: ids, "past_key_values": self._cache, **self._options}
         with torch.inference_mode():
             self._cache = self._model(**inputs).past_key_values
 
-    def _self_layers(self) -> list[Any]:
-        return list(getattr(self._cache, "self_attention_cache", self._cache).layers)
-
-    def _tokens(self, batch: int, count: int) -> torch.Tensor:
-        return torch.randint(self._vocabulary, (batch, count), **self._random)
-
-    def _encoder_input(self, batch: int, tokens: int) -> torch.Tensor:
-        """Input tokens or, for a speech model, audio features of the fixed length that its encoder expects and halves."""
-        if not self.hears:
-            return self._tokens(batch, tokens)
-        shape = (batch, self._model.config.num_mel_bins, 2 * tokens)
-        return torch.randn(shape, dtype=self._model.dtype, **self._random)
+    def _now(self) -> float:
+        """The time when a GPU, which works asynchronously, has done what it was given."""
+        if self._model.device.type == "cuda":
+            torch.cuda.synchronize(self._model.device)
+        return time.perf_counter()
 
 
-def _nbytes(layer: Any) -> int:
-    keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
-    if not isinstance(keys, torch.Tensor) or not isinstance(values, torch.Tensor):
-        return 0  # a recurrent layer
-    return int(keys.nbytes + values.nbytes)
+def _nbytes(layers: Sequence[Any]) -> int:
+    found = 0
+    for layer in layers:
+        for tensor in (getattr(layer, "keys", None), getattr(layer, "values", None)):
+            if isinstance(tensor, torch.Tensor):  # a recurrent layer has none
+                found += tensor.nbytes
+    return found

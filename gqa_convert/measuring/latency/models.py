@@ -47,39 +47,36 @@ def stated_dtype(config: JsonObject, asked: str | None) -> str:
     return str(dtype)
 
 
-def plan_versions(checkpoint: Checkpoint, candidates: Sequence[int] | None) -> tuple[list[Plan], int | list[int]]:
-    """Plan a version for each number of K/V heads, rising. A model whose layers differ is its only version.
+def plan_versions(checkpoint: Checkpoint, candidates: Sequence[int] | None) -> tuple[list[Plan], int]:
+    """Plan a version for each number of K/V heads, rising.
 
     Args:
         checkpoint: the model.
         candidates: numbers of K/V heads; None for the model's own and its divisors, at most seven.
 
     Returns:
-        The plans, and the model's own number of K/V heads or that of each layer.
+        The plans, and the model's own number of K/V heads.
 
     Raises:
+        OptionError: the layers of the model differ in number.
         GroupsError: a number does not fit the heads.
         GQAConvertError: the model can't be converted.
     """
-    by_layer = kv_heads_by_layer(checkpoint.config, checkpoint.source_id)
-    if by_layer is None:
-        own = make_plan(checkpoint, 1).source_kv_heads
-        counts = sorted(set(candidates or spread(merging_counts(own), 7)))
-        try:
-            return [make_plan(checkpoint, count) for count in counts], own
-        except GroupsError as problem:
-            raise GroupsError(str(problem).replace("--groups", "--candidates")) from None
-    if candidates is not None:
+    if kv_heads_by_layer(checkpoint.config, checkpoint.source_id) is not None:
         raise OptionError(
-            f"--candidates: the layers of {checkpoint.source_id} differ in their K/V heads, and it is timed with these: "
-            "leave it out, or time the model that it was converted from"
+            f"the layers of {checkpoint.source_id} differ in their K/V heads: time it in an engine with --engine, or time the model "
+            "that it was converted from"
         )
-    plan = make_plan(checkpoint, by_layer)
-    return [plan], plan.stated_groups
+    own = make_plan(checkpoint, 1).source_kv_heads
+    counts = sorted(set(candidates or spread(merging_counts(own), 7)))
+    try:
+        return [make_plan(checkpoint, count) for count in counts], own
+    except GroupsError as problem:
+        raise GroupsError(str(problem).replace("--groups", "--candidates")) from None
 
 
 def make_models(
-    checkpoint: Checkpoint, plans: Sequence[Plan], own: int | list[int], dtype: str, device: Any
+    checkpoint: Checkpoint, plans: Sequence[Plan], own: int, dtype: str, device: Any
 ) -> tuple[list[Any], str]:
     """The models of the plans, and transformers' name of their attention function: this package's, where the model's class
     takes it. The model with the own K/V heads has its weights.

@@ -1,27 +1,31 @@
-"""Times a model at several numbers of K/V heads."""
+"""Times a model at several numbers of K/V heads.
+
+The versions take turns, so that a machine whose speed drifts favours none of them.
+"""
 
 import gc
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from gqa_convert.checkpoint.byte_sizes import size
+import numpy as np
+
 from gqa_convert.checkpoint.devices import chosen_device
 from gqa_convert.checkpoint.fingerprint import fingerprint
-from gqa_convert.checkpoint.machine import available_memory, measurement
-from gqa_convert.conversion.plan import Plan
+from gqa_convert.checkpoint.machine import measurement
 from gqa_convert.errors import OptionError
 from gqa_convert.families.context_length import stated_positions
 from gqa_convert.measuring import Progress, no_progress
-from gqa_convert.measuring.latency.cells import STEPS, measure_cells
+from gqa_convert.measuring.latency.decoding import STEPS, Decoder
 from gqa_convert.measuring.latency.models import make_models, open_model, plan_versions, stated_dtype
 from gqa_convert.measuring.out_of_memory import memory_explained
 from gqa_convert.measuring.results import BenchmarkFile, TimedCell
 
 CONTEXT: Final = 512
 """The default number of cached tokens."""
+_PREFILLS: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +37,7 @@ class BenchmarkOptions:
         batch: sequences decoded at once.
         context: tokens in the cache when the timed steps begin, and of an encoder's input; by default 512, or half the
             model's positions.
-        new_tokens: tokens decoded per sample, for the time per sample.
+        new_tokens: tokens that an engine decodes.
         repetitions: timed turns of each version.
         dtype: by default the checkpoint's.
         device: `cpu`, `cuda` or `cuda:1`; by default a GPU where there is one.
@@ -77,20 +81,38 @@ def benchmark_model(
     import torch
 
     opened = open_model(model, options.revision)
+    assert opened.folder is not None
     dtype = stated_dtype(opened.config, options.dtype)
     device = torch.device(chosen_device(options.device))
     contexts = _contexts(options, stated_positions(opened.config))
     plans, own = plan_versions(opened, options.candidates)
-    _check_memory(plans, max(options.batch), max(contexts), device)
+    known = fingerprint(opened.folder)
+    settings = list(itertools.product(options.batch, contexts))
+    cells: list[TimedCell] = []
     with memory_explained(opened.source_id, "time fewer --candidates, or a smaller --batch or --context"):
         progress("building models", 0, 1)
         models, attention = make_models(opened, plans, own, dtype, device)
-        cells = _measure(plans, models, contexts, options, progress)
-    assert opened.folder is not None
-    known = fingerprint(opened.folder)
-    for number, cell in enumerate(cells):
-        if cell.groups == own:
-            cells[number] = cell.model_copy(update={"fingerprint": known})
+        for done, (batch, context) in enumerate(settings):
+            progress("timing", done, len(settings))
+            decoders = [Decoder(model, batch, context) for model in models]
+            prefills = _alternate([each.prefill for each in decoders], min(_PREFILLS, options.repetitions))
+            turns = _alternate([each.turn for each in decoders], options.repetitions)
+            for plan, decoder, filled, decoded in zip(plans, decoders, prefills, turns, strict=True):
+                own_bytes, cross_bytes = decoder.cache_bytes()
+                cell = TimedCell(
+                    groups=plan.stated_groups,
+                    fingerprint=known if plan.stated_groups == own else None,
+                    batch=batch,
+                    context=context,
+                    repetitions=options.repetitions,
+                    kv_bytes=own_bytes + cross_bytes,
+                    kv_bytes_per_token=own_bytes / context / batch,
+                    **times_of(batch, filled, decoded),
+                )
+                cells.append(cell)
+            del decoders
+            gc.collect()
+        progress("timing", len(settings), len(settings))
     return BenchmarkFile(
         **measurement("benchmark", command, str(device)),
         model=opened.source_id,
@@ -99,7 +121,6 @@ def benchmark_model(
         dtype=dtype,
         heads=plans[0].heads,
         kv_heads=own,
-        weights="own" if any(cell.fingerprint for cell in cells) else "random",
         attention=attention,
         results=cells,
     )
@@ -114,31 +135,25 @@ def _contexts(options: BenchmarkOptions, positions: int | None) -> Sequence[int]
     return contexts
 
 
-def _check_memory(plans: Sequence[Plan], batch: int, context: int, device: Any) -> None:
-    """Refuse a K/V cache that is larger than the memory."""
-    needed = batch * max(plan.kv_cache_bytes(tokens=context).after for plan in plans)
-    free = available_memory(device)
-    if free is not None and needed > free:
-        raise OptionError(
-            f"--context {context} with --batch {batch}: the K/V cache takes {size(needed)}, and {device} has {size(free)}: give less"
-        )
+def _alternate(turns: Sequence[Callable[[], float]], repetitions: int) -> list[list[float]]:
+    """What the calls of each version return in so many repetitions, each of which starts one version later, after a
+    warm-up.
+    """
+    measured: list[list[float]] = [[] for _ in turns]
+    for repetition in range(1 + repetitions):
+        for place in range(len(turns)):
+            number = (repetition - 1 + place) % len(turns)
+            measured[number].append(turns[number]())
+    return [found[1:] for found in measured]
 
 
-def _measure(
-    plans: Sequence[Plan], models: Sequence[Any], contexts: Sequence[int], options: BenchmarkOptions, progress: Progress
-) -> list[TimedCell]:
-    """Time every version at every batch and context."""
-    config = models[0].config
-    settings = list(itertools.product(options.batch, contexts))
-    measured: list[TimedCell] = []
-    for done, (batch, context) in enumerate(settings):
-        progress("timing", done, len(settings))
-        shared: dict[str, Any] = {"batch": batch, "context": context, "new_tokens": options.new_tokens}
-        if config.is_encoder_decoder:
-            # a speech model's encoder has one length; other encoders read as many tokens as the decoder has cached
-            shared["encoder_tokens"] = getattr(config, "max_source_positions", context)
-        cells = [TimedCell(groups=plan.stated_groups, repetitions=options.repetitions, **shared) for plan in plans]
-        measured += measure_cells(models, cells)
-        gc.collect()
-    progress("timing", len(settings), len(settings))
-    return measured
+def times_of(batch: int, prefills: Sequence[float], decodes: Sequence[float]) -> dict[str, Any]:
+    """The keys of a cell that state times: from the seconds of prefills, and of the decode steps of a token."""
+    low, middle, high = (1e3 * np.quantile(decodes, (0.25, 0.5, 0.75))).tolist()
+    return {
+        "decode_ms_per_token": middle,
+        "decode_ms_low": low,
+        "decode_ms_high": high,
+        "decode_tokens_per_second": 1e3 * batch / middle,
+        "prefill_ms": 1e3 * float(np.median(prefills)),
+    }

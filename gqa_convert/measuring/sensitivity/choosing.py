@@ -18,6 +18,7 @@ from typing import Final
 import torch
 
 from gqa_convert._version import __version__
+from gqa_convert.checkpoint.fingerprint import fingerprint
 from gqa_convert.checkpoint.headers import ITEM_BYTES
 from gqa_convert.checkpoint.paths import local_path
 from gqa_convert.checkpoint.publication import check_destination
@@ -127,14 +128,9 @@ def _plan(checkpoint: Checkpoint, budget: KVBudget, options: ConversionOptions) 
 @contextmanager
 def _fits_store(plan: Plan, out: str | Path | None, digest: str, text: CalibrationOptions) -> Iterator[LayerStore]:
     """Where short fits are kept: beside the result, or in a temporary folder if there is no result."""
-    depends_on = {
-        "version": __version__,
-        "source": str(plan.checkpoint.folder),
-        "files": [[shard.file, shard.size, shard.modified_ns] for shard in plan.checkpoint.shards],
-        "config": plan.checkpoint.config,
-        "text": digest,
-        "fit": [steps_per_layer(text), text.seed],
-    }
+    assert plan.checkpoint.folder is not None
+    source = fingerprint(plan.checkpoint.folder)
+    depends_on = {"version": __version__, "source": source, "text": digest, "fit": [steps_per_layer(text), text.seed]}
     with tempfile.TemporaryDirectory(prefix="gqa-budget-") as folder:
         beside = folder if out is None else local_path(out)
         with LayerStore(Path(f"{beside}.short-fits"), depends_on, keep=out is not None) as store:

@@ -1,4 +1,4 @@
-"""Shows what merging K/V heads costs by layer and by number of K/V heads, and recommends a number; nothing is converted."""
+"""Shows what merging K/V heads costs by number of K/V heads, and recommends a number; nothing is converted."""
 
 import shlex
 from collections.abc import Sequence
@@ -13,13 +13,11 @@ from gqa_convert.checkpoint.source import Checkpoint, open_local
 from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.conversion.fit.batches import prepare_calibration
 from gqa_convert.conversion.fit.options import CalibrationOptions, check_calibration, check_predicts
-from gqa_convert.conversion.fit.source_layers import open_layers
+from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.plan import Plan, make_plan, merging_counts, spread
 from gqa_convert.errors import GroupsError, OptionError
 from gqa_convert.measuring import Progress, no_progress
 from gqa_convert.measuring.sensitivity.kv_budget import BudgetChoice, KVBudget, numbers_text
-from gqa_convert.measuring.sensitivity.layer_errors import InspectedLayer, describe_layer, merge_candidates
-from gqa_convert.merging.merge_layer import Moments
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +60,9 @@ class Inspection(Result):
     """What `inspect --json` prints.
 
     Attributes:
+        layers: the number of attention layers.
         groups: the candidates that were tried.
-        calibration: the text; None without it.
-        loss: None without text.
+        calibration: the text.
         budget: what was measured for a budget of K/V cache, or None.
         recommendation: None where the user states neither a loss nor a budget.
     """
@@ -73,10 +71,10 @@ class Inspection(Result):
     source: str
     model_type: str
     kv_heads: int
+    layers: int
     groups: tuple[int, ...]
-    calibration: JsonObject | None
-    layers: tuple[InspectedLayer, ...]
-    loss: HeldOutLosses | None
+    calibration: JsonObject
+    loss: HeldOutLosses
     budget: BudgetChoice | None
     recommendation: Recommendation | None
 
@@ -90,27 +88,21 @@ def inspect_checkpoint(
     max_loss_increase: float | None = None,
     kv_budget: KVBudget | None = None,
     device: str | None = None,
-    seed: int = 0,
-    encoder: bool = False,
     revision: str | None = None,
     progress: Progress = no_progress,
 ) -> Inspection:
-    """Measure what merging the K/V heads of a checkpoint costs: the errors of the closed form of method `factor` in every
-    layer, and with text the loss that it adds, an upper bound in practice of what `fit` loses. Nothing is converted.
+    """Measure the loss that merging the K/V heads of a checkpoint adds by the closed form of method `factor`, an upper bound
+    in practice of what `fit` loses. Nothing is converted.
 
     Args:
         source: a local folder or a Hub id.
-        calibration: text to measure on, as for `convert_checkpoint`; without it only the weights are inspected, and no
-            loss is measured.
+        calibration: text to measure on, as for `convert_checkpoint`.
         calibration_tokens: how much of it, by default from the model's hidden_size; a fifth is held out for the losses.
         candidates: numbers of K/V heads to try; by default the divisors of the source's number below it, six of them if
             there are more.
         max_loss_increase: nats per token; recommends the smallest candidate that adds no more.
         kv_budget: recommends a number of K/V heads for each layer within this K/V cache.
-        device: to run the source on where there is calibration text, such as `cpu` or `cuda:1`; by default a GPU if
-            there is one.
-        seed: of the choice of calibration text.
-        encoder: inspect the encoder's self-attention too.
+        device: to run the source on, such as `cpu` or `cuda:1`; by default a GPU if there is one.
         revision: branch, tag or commit on the Hub.
         progress: called with the name of a stage, the steps done and the number of steps.
 
@@ -119,51 +111,35 @@ def inspect_checkpoint(
     """
     if max_loss_increase is not None and kv_budget is not None:
         raise OptionError("--max-loss-increase and --kv-budget exclude each other: state one of them")
-    if calibration is None and (max_loss_increase, kv_budget) != (None, None):
-        raise OptionError(
-            "--max-loss-increase and --kv-budget need text, since weights predict no loss: name a file or dataset with --calibration"
-        )
-    text = CalibrationOptions(calibration, calibration_tokens, seed=seed, device=device)
+    if calibration is None:
+        raise OptionError("weights predict no loss: name text, a file or a dataset, with --calibration")
+    text = CalibrationOptions(calibration, calibration_tokens, device=device)
     check_calibration("factor", text)
-    check = partial(_plan, candidates=candidates, text=text, encoder=encoder)
-    checkpoint = open_local(source, revision, check)
-    plan, counts = check(checkpoint)
-    choice = groups = reason = described = loss = None
+    check = partial(_plan, candidates=candidates, text=text)
+    plan, counts = check(open_local(source, revision, check))
+    command = partial(conversion_command, expanded(source), calibration=calibration, revision=revision)
+    budget = recommendation = None
     if kv_budget is not None:  # first, since it refuses what takes no list
-        from gqa_convert.conversion.options import ConversionOptions
         from gqa_convert.measuring.sensitivity.choosing import choose_num_kv_heads
 
-        asked = ConversionOptions(calibration=text, revision=revision, encoder=encoder)
-        choice = choose_num_kv_heads(source, kv_budget, asked, progress=progress)
-        groups, reason = choice.groups, choice.reason
-    if calibration is None:
-        layers = _inspect_weights(plan, counts, progress)
-    else:
-        layers, described, loss = _inspect_on_text(plan, counts, text, progress)
-        if max_loss_increase is not None:
-            groups, reason = recommend_within_loss(loss.by_groups, max_loss_increase)
-    recommendation = None
-    if reason is not None:
-        command = (
-            None if groups is None else conversion_command(expanded(source), groups, calibration, encoder, revision)
-        )
-        recommendation = Recommendation(groups, reason, command)
+        options = ConversionOptions(calibration=text, revision=revision)
+        budget = choose_num_kv_heads(source, kv_budget, options, progress=progress)
+        recommendation = Recommendation(budget.groups, budget.reason, command(budget.groups))
+    described, loss = _measure(plan, counts, text, progress)
+    if max_loss_increase is not None:
+        groups, reason = recommend_within_loss(loss.by_groups, max_loss_increase)
+        recommendation = Recommendation(groups, reason, None if groups is None else command(groups))
     return Inspection(
         source=expanded(source),
         model_type=plan.family.model_type,
         kv_heads=plan.source_kv_heads,
+        layers=len(plan.layers),
         groups=tuple(counts),
         calibration=described,
-        layers=tuple(sorted(layers, key=_place)),
         loss=loss,
-        budget=choice,
+        budget=budget,
         recommendation=recommendation,
     )
-
-
-def _place(layer: InspectedLayer) -> list[Any]:
-    """Sorts layer 2 before layer 10."""
-    return [int(part) if part.isdigit() else part for part in layer.module.split(".")]
 
 
 def recommend_within_loss(losses: Sequence[MergedLoss], limit: float) -> tuple[int | None, str]:
@@ -182,26 +158,20 @@ def recommend_within_loss(losses: Sequence[MergedLoss], limit: float) -> tuple[i
     return None, f"none of N = {tried} adds {allowed}: allow more with --max-loss-increase"
 
 
-def conversion_command(
-    source: str, groups: int | list[int], calibration: Any, encoder: bool, revision: str | None
-) -> str:
+def conversion_command(source: str, groups: int | list[int], calibration: Any, revision: str | None) -> str:
     """The command line of a conversion; see `inspect_checkpoint`."""
     words = ["gqa-convert", "convert", source, f"{Path(source).absolute().name}-gqa", "--groups", numbers_text(groups)]
     for text in calibration if isinstance(calibration, list) else [calibration]:
         words += ["--calibration", str(text)]
-    if encoder:
-        words.append("--encoder")
     if revision:
         words += ["--revision", revision]
     return shlex.join(words)
 
 
-def _plan(
-    checkpoint: Checkpoint, *, candidates: Sequence[int] | None, text: CalibrationOptions, encoder: bool
-) -> tuple[Plan, list[int]]:
+def _plan(checkpoint: Checkpoint, candidates: Sequence[int] | None, text: CalibrationOptions) -> tuple[Plan, list[int]]:
     """A plan of the source, and the candidates in ascending order; refuses what can't be inspected."""
-    plan = make_plan(checkpoint, 1, method="factor", encoder=encoder)
-    check_predicts(plan, text, "leave --calibration out, for the errors that the weights alone show")
+    plan = make_plan(checkpoint, 1, method="factor")
+    check_predicts(plan, text, "use convert, whose method mean needs no text")
     kv_heads = [layer.kv_heads for layer in plan.layers]
     possible = [count for count in merging_counts(*kv_heads) if count < max(kv_heads)]
     if not possible:
@@ -214,24 +184,11 @@ def _plan(
     return plan, counts
 
 
-def _inspect_weights(plan: Plan, candidates: Sequence[int], progress: Progress) -> tuple[InspectedLayer, ...]:
-    """Errors from the weights alone, without torch and text."""
-    inspected = []
-    with open_layers(plan) as read_layer:
-        for layer in plan.layers:
-            opened = read_layer(layer)
-            errors = [error for _, error in merge_candidates(opened, candidates, Moments())]
-            inspected.append(describe_layer(opened, errors))
-            progress("layers", len(inspected), len(plan.layers))
-    return tuple(inspected)
-
-
-def _inspect_on_text(
+def _measure(
     plan: Plan, candidates: Sequence[int], text: CalibrationOptions, progress: Progress
-) -> tuple[tuple[InspectedLayer, ...], JsonObject, HeldOutLosses]:
-    """Errors and losses from running the source, and a copy with all layers merged for each candidate, on text."""
+) -> tuple[JsonObject, HeldOutLosses]:
+    """A description of the text, and the losses of the source and of a copy with all layers merged for each candidate."""
     calibration = prepare_calibration(plan, text, progress)
-    from gqa_convert.measuring.sensitivity.layer_merging import ClosedForm
     from gqa_convert.measuring.sensitivity.merged_copies import count_predicted, open_inputs, score_copies, tokens_of
 
     copies = [{layer.module: count for layer in plan.layers} for count in candidates]
@@ -245,11 +202,8 @@ def _inspect_on_text(
         "text": calibration.description,
         "tokens": calibration.tokens,
         "sequence_length": calibration.sequence_length,
-        "seed": text.seed,
         "digest": calibration.digest,
         "held_out_blocks": sum(len(tokens_of(batch)) for batch in inputs.held_out),
         "warning": calibration.warning,
     }
-    assert isinstance(inputs.merging, ClosedForm)
-    layers = tuple(inputs.merging.layers[layer.module] for layer in plan.layers)
-    return layers, described, HeldOutLosses(source.loss, count_predicted(inputs.held_out), tuple(losses))
+    return described, HeldOutLosses(source.loss, count_predicted(inputs.held_out), tuple(losses))

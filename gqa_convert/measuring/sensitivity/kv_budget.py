@@ -17,13 +17,11 @@ class KVBudget:
 
     Attributes:
         stated: the budget as the user wrote it.
-        share: of the source's bytes per token; None if bytes are stated.
-        nbytes: bytes per token; None if a share is stated.
+        share: of the source's bytes per token.
     """
 
     stated: str
-    share: Fraction | None = None
-    nbytes: int | None = None
+    share: Fraction
 
     def limit(self, source: int, least: int) -> int:
         """The most bytes per token that the budget allows.
@@ -35,7 +33,7 @@ class KVBudget:
         Raises:
             OptionError: the budget is not below the source's bytes, or does not suffice for one head in every layer.
         """
-        limit = int(source * (self.share or 0)) if self.nbytes is None else self.nbytes
+        limit = int(source * self.share)
         if not least <= limit < source:
             raise OptionError(
                 f"--kv-budget {self.stated} is {limit:,} bytes per token: state less than the {source:,} of the source, and at "

@@ -27,7 +27,7 @@ from gqa_convert.data.labels import IGNORED
 from gqa_convert.errors import DataError
 from gqa_convert.losses.distillation import kl_loss
 from gqa_convert.measuring import StageProgress
-from gqa_convert.measuring.sensitivity.layer_merging import SHORT_STEPS, ClosedForm, Merging, ShortFits
+from gqa_convert.measuring.sensitivity.layer_merging import SHORT_STEPS, Merging, ShortFits, merge_by_closed_form
 from gqa_convert.merging.methods import CALIBRATED_DEFAULT
 
 Copy = Mapping[str, int]
@@ -48,7 +48,7 @@ class SensitivityInputs:
         read_layer: reads a layer.
         text: batches on which layers are merged.
         held_out: batches on which copies are measured.
-        merging: how layers are merged.
+        merge: how layers are merged.
         precision: of forward passes.
     """
 
@@ -57,7 +57,7 @@ class SensitivityInputs:
     read_layer: ReadLayer
     text: Sequence[Batch]
     held_out: Sequence[Batch]
-    merging: Merging
+    merge: Merging
     precision: Precision
 
 
@@ -115,16 +115,15 @@ def open_inputs(
     before, held_out = split(batches)
     assert plan.checkpoint.folder is not None
     model = open_model(plan.checkpoint.folder, device=chosen_device(text.device))
-    merging: Merging = ClosedForm()
+    merge: Merging = merge_by_closed_form
     precision: Precision = nullcontext
     if store is not None:
         precision = precision_of(plan, running_device(model))
         steps = min(steps_per_layer(text), SHORT_STEPS)
-        merging = ShortFits(
-            store, FitOptions(method=CALIBRATED_DEFAULT, steps=steps, seed=text.seed, precision=precision)
-        )
+        options = FitOptions(method=CALIBRATED_DEFAULT, steps=steps, seed=text.seed, precision=precision)
+        merge = ShortFits(store, options).merge
     with open_layers(plan) as read_layer:
-        yield SensitivityInputs(plan, model, read_layer, before, held_out, merging, precision)
+        yield SensitivityInputs(plan, model, read_layer, before, held_out, merge, precision)
 
 
 def tokens_of(batch: Batch) -> Tensor:
@@ -173,14 +172,13 @@ def score_copies(
     for layer in on_text.layers:
         merged: list[dict[str, Installing]] = [{} for _ in copies]
         for name in layer.attention:
-            wanted = [copy.get(name) for copy in copies]
-            candidates = sorted(groups for groups in set(wanted) if groups is not None)
+            candidates = sorted({copy[name] for copy in copies if name in copy})
             if candidates:
                 attention, opened = text.attention(layer, name), inputs.read_layer(layers[name])
                 check_holds(attention.module, opened)
-                for groups, installed in inputs.merging.merge(opened, attention, candidates):
-                    for number, own in zip(wanted, merged, strict=True):
-                        if number == groups:
+                for groups, installed in inputs.merge(opened, attention, candidates):
+                    for copy, own in zip(copies, merged, strict=True):
+                        if copy.get(name) == groups:
                             own[name] = installed
             done += 1
             progress(done, len(layers))

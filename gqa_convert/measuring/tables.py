@@ -1,0 +1,148 @@
+"""Results as tables of text: for a terminal, a page and a model card."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from gqa_convert.checkpoint.byte_sizes import size
+from gqa_convert.families.layerwise import heads_text
+from gqa_convert.measuring.results import BenchmarkFile, EvaluationFile, ModelScores
+
+Row = dict[str, str]
+"""Cells by the headings of their columns, which are the same in all rows of a table."""
+
+
+class Table(NamedTuple):
+    """A table and its title."""
+
+    title: str
+    rows: list[Row]
+
+
+def figure(scores: object, key: str, form: str = ".4f") -> str:
+    """A figure of results with its standard error if it has one; nothing for what was not measured.
+
+    Args:
+        scores: an entry of results.
+        key: of the figure.
+        form: of both numbers, as `format` takes it.
+    """
+    error = getattr(scores, f"{key}_standard_error", None)
+    shown = number(getattr(scores, key), form)
+    if error is not None:
+        shown += f" ±{error:{form.removeprefix('+')}}"
+    return shown
+
+
+def number(value: float | None, form: str) -> str:
+    """A number as a cell of a table; None is an empty cell."""
+    return "" if value is None else format(value, form)
+
+
+def filled(rows: Sequence[Row]) -> list[Row]:
+    """Rows without the columns that have nothing in them."""
+    headings = [heading for heading in rows[0] if any(row[heading] for row in rows)]
+    return [{heading: row[heading] for heading in headings} for row in rows]
+
+
+def short_names(entries: Sequence[ModelScores]) -> dict[str, str]:
+    """The names of models by their last parts, where these tell all of them apart."""
+    short = {each.model: Path(each.model).name for each in entries}
+    if len(set(short.values())) < len(short):
+        return {model: model for model in short}
+    return short
+
+
+def evaluation_tables(results: EvaluationFile, entries: Sequence[ModelScores], names: dict[str, str]) -> list[Table]:
+    """The losses of models, and what they answered, as far as both were measured.
+
+    Args:
+        results: of the evaluation.
+        entries: those of the models to show, a row each.
+        names: what each model is called.
+    """
+    tables = []
+    if results.data is not None:
+        how = f"{results.objective}, at most {results.context} tokens at once"
+        title = f"{entries[0].tokens:,} tokens of {results.data.source}, {how}"
+        tables.append(Table(title, filled([_losses(each, names) for each in entries])))
+    if results.questions is not None:
+        asked = results.questions
+        lengths = ", ".join(f"{length:,}" for length in asked.lengths)
+        title = f"Exact answers in texts of {lengths} tokens, {asked.questions} questions of each kind at each length"
+        tables.append(Table(title, filled([_answers(each, names) for each in entries])))
+    return tables
+
+
+def _losses(scores: ModelScores, names: dict[str, str]) -> Row:
+    row = {"model": names[scores.model], "K/V/token": ""}
+    if scores.kv_bytes_per_token:
+        row["K/V/token"] = size(scores.kv_bytes_per_token)
+    return row | {
+        "loss": figure(scores, "loss"),
+        "bits/byte": number(scores.bits_per_byte, ".4f"),
+        "word errors": figure(scores, "word_error_rate"),
+        "difference": figure(scores.difference, "loss", "+.4f") if scores.difference else "",
+        "KL": figure(scores, "kl"),
+        "key loss": figure(scores, "key_loss"),
+        "key KL": figure(scores, "key_kl"),
+    }
+
+
+def _answers(scores: ModelScores, names: dict[str, str]) -> Row:
+    """Shares of exact answers by kind and by length, and the loss of the first model on what this model writes."""
+    row = {"model": names[scores.model]}
+    assert scores.retrieval is not None
+    for part in scores.retrieval.found:
+        share = figure(part, "found", ".0%")
+        if part.kind is None and part.length is None:
+            row |= {"all": share, "difference": figure(part, "difference", "+.0%")}
+        elif part.length is None:
+            row[str(part.kind)] = share
+        elif part.kind is None:
+            row[f"{part.length:,}"] = share
+    row["own text"] = figure(scores.retrieval, "written_loss")
+    return row
+
+
+def notes(entries: Sequence[ModelScores], names: dict[str, str]) -> list[str]:
+    """What there is to say about single models."""
+    found = []
+    for each in entries:
+        if each.difference:
+            to = names.get(each.difference.to, each.difference.to)
+            found.append(f"{names[each.model]}: differences are from {to}, paired over the same text")
+        if each.scored_nan:
+            found.append(f"{names[each.model]}: {each.scored_nan:,} of {each.tokens:,} tokens have no finite loss")
+        if each.note:
+            found.append(f"{names[each.model]}: {each.note}")
+    return found
+
+
+def benchmark_table(result: BenchmarkFile) -> Table:
+    """Times and sizes; speed is relative to the source's own number of K/V heads, if that was timed."""
+    engine = f"{result.engine} {result.engine_version}"
+    if result.engine is None:
+        engine = f"transformers, attention {result.attention}"
+    about = f"{result.model}: {result.model_type}, {heads_text(result.kv_heads)} K/V heads, {result.dtype}"
+    title = f"{about}; {engine}; {result.machine.processor}, {result.machine.device}"
+    sources: dict[tuple[int, int], float] = {}
+    rows = []
+    for cell in result.results:
+        if (cell.fingerprint, cell.groups) == (result.fingerprint, result.kv_heads):
+            sources[cell.batch, cell.context] = cell.decode_ms_per_token
+    for cell in result.results:
+        source = sources.get((cell.batch, cell.context))
+        row = {
+            "model": Path(cell.model or "").name,
+            "N": heads_text(cell.groups),
+            "batch": str(cell.batch),
+            "context": f"{cell.context:,}",
+            "ms/token": f"{cell.decode_ms_per_token:.3g}",
+            "speed": f"{source / cell.decode_ms_per_token:.2f}x" if source else "",
+            "tokens/s": f"{cell.decode_tokens_per_second:,.1f}",
+            "prefill ms": f"{cell.prefill_ms:,.1f}",
+            "K/V cache": size(cell.kv_bytes) if cell.kv_bytes else "",
+        }
+        rows.append(row)
+    return Table(title, filled(rows))
