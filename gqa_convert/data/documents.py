@@ -59,7 +59,7 @@ def _value(row: Row, field: str, where: str, advice: str) -> Any:
     outer, _, inner = field.partition(".")
     if inner and isinstance(row.get(outer), Mapping):
         return _value(row[outer], inner, f"{where}: {outer!r}", advice)
-    found = ", ".join(map(str, list(row)[:20])) or "nothing"
+    found = ", ".join(map(str, row)) or "nothing"
     raise DataError(f"{where} has no {field!r}, found {found}: {advice}")
 
 

@@ -32,7 +32,7 @@ class TextEncoder:
         self._end = [eos] if closed else []
         if closed and bos not in (None, eos):
             # where the tokenizer begins every text with it
-            self._begin = [bos] if tokenizer("a", return_attention_mask=False)["input_ids"][:1] == [bos] else []
+            self._begin = [bos] if tokenizer("a")["input_ids"][:1] == [bos] else []
         self.key = [tokenizer_state(tokenizer), self._begin, self._end]
 
     def encode(self, pieces: Sequence[Piece]) -> Marked:

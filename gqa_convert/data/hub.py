@@ -103,13 +103,9 @@ def commit_of(dataset: str, revision: str | None) -> str:
 
     try:
         return str(huggingface_hub.HfApi().dataset_info(dataset, revision=revision, timeout=30).sha)
-    except RevisionNotFoundError:
+    except (RepositoryNotFoundError, RevisionNotFoundError):
         raise DataError(
-            f"the dataset {dataset} has no revision {revision!r}: check the branch, tag or commit"
-        ) from None
-    except RepositoryNotFoundError:
-        raise DataError(
-            f"{dataset} is neither a local file nor a Hub dataset that you can access: check the name, or log in"
+            f"{dataset} is neither a local file nor a Hub dataset with the revision {revision or 'main'} that you can access: check both, or log in"
         ) from None
     except Exception as problem:
         reason = str(problem).split("\n")[0] or type(problem).__name__

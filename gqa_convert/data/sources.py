@@ -111,10 +111,6 @@ def open_source(source: Source) -> TextSource:
             datasets is given for local files.
     """
     given, path = source.source, local_path(source.source)
-    if is_self(given):
-        raise DataError(
-            f"{SELF} is the text that a model writes itself, which convert --calibration generates alone: name a file"
-        )
     if is_on_hub(source):
         return HubDataset(given, commit_of(given, source.revision), source.name, source.split)
     is_stdlib = given in (STDLIB, HELD_OUT)

@@ -111,7 +111,7 @@ class Checkpoints:
                 dcp.save(state, checkpoint_id=work, no_dist=group is None, process_group=group)
             with together():
                 if self._main:
-                    (work / _RECORD).write_text(json.dumps(asdict(record), indent=2) + "\n")
+                    (work / _RECORD).write_text(json.dumps(asdict(record), indent=2))
                     for path in work.iterdir():
                         sync(path)
                     sync(work)

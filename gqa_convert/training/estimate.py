@@ -1,7 +1,7 @@
 """Estimates a run on a number of GPUs, without starting it: memory and hours.
 
-The models of the recipe are made without numbers (torch's FakeTensorMode) and take one micro-batch forwards and backwards
-in bfloat16, in which torch counts the operations and the bytes that autograd saves. So experts that are not active and
+The models of the recipe are made without numbers (torch's FakeTensorMode) and take one micro-batch forwards and backwards,
+in which torch counts the operations and the bytes that autograd saves. So experts that are not active and
 frozen weights count as they do in the run. No weights are read. The estimate leaves out the program itself, the memory of
 CUDA and NCCL, fragmentation and temporary buffers.
 """
@@ -145,49 +145,50 @@ def _costs(
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    size = 2 if recipe.precision == "bf16" else 4
+    in_bf16 = recipe.precision == "bf16"
+    size = 2 if in_bf16 else 4
     with FakeTensorMode():
-        model = _outline(student)
+        # FSDP2 computes in bfloat16 weights, and adapters are on such; otherwise autocasting does
+        model = _outline(student, in_bf16 and (shards > 1 or recipe.lora is not None))
         count = learning = _numbers(model.parameters())
-        fixed = 0.0
+        fixed, copied = 0.0, 0
         if recipe.lora is not None:
             fixed = count * (_NF4 if recipe.lora.quantize else size)
-            learning = recipe.lora.rank * sum(
-                sum(model.get_submodule(name).weight.shape) for name in target_modules(model)
-            )
+            adapted = [model.get_submodule(name).weight.shape for name in target_modules(model)]
+            learning = recipe.lora.rank * sum(map(sum, adapted))
             count += learning
+            copied = size * sum(columns for _, columns in adapted)  # bytes of the adapters' inputs at a position
             model.requires_grad_(False)
             model.get_input_embeddings().requires_grad_(True)  # gradients pass all layers, as those of adapters do
         blocks = [_numbers(layer.parameters()) for layer in layers(model)]
         outside = _numbers(model.parameters()) - sum(blocks)
         vocabulary = model.get_output_embeddings().weight.shape[0]
-        flops, saved = _pass(model, shapes)
+        flops, saved = _pass(model, shapes, in_bf16)
         # the logits of a part of the positions, and their distributions and gradients in float32
-        logits = vocabulary * positions_at_once(math.prod(shapes.get("decoder_input_ids") or shapes["input_ids"]))
+        positions = math.prod(shapes.get("decoder_input_ids") or shapes["input_ids"])
+        logits = vocabulary * positions_at_once(positions)
         loss = logits * (size + 8)
-        activations = saved * size // 2
-        if recipe.gradient_checkpointing:  # the inputs of all layers; then one layer at a time, without the logits
-            one_layer = activations // max(1, len(blocks))
+        saved += copied * positions
+        if recipe.gradient_checkpointing:  # the inputs of all layers; then one layer at a time
+            one_layer = saved // max(1, len(blocks))
             recompute(model)
-            flops, saved = _pass(model, shapes)
-            activations = saved * size // 2 + max(0, one_layer - loss)
+            flops, saved = _pass(model, shapes, in_bf16)
+            saved += one_layer
         memory = {
             "weights": fixed + 4 * learning / shards,
             "gradients": 4 * learning / shards,
             "moments": 8 * learning / shards if recipe.optimizer == "adamw" else 0,  # Adafactor's are small
-            "activations": activations,
+            "activations": saved,
             "logits": loss,
         }
         if shards > 1:  # two layers, what is outside the layers, and the gradients of one layer and of that
             memory["gathered layers"] = size * (2 * max(blocks) + outside) + (size + 4) * (max(blocks) + outside)
-        elif size == 2 and recipe.lora is None:
-            memory["copies in bfloat16"] = 2 * learning
         taught = 0
         if teacher is not None:
-            model = _outline(teacher)
+            model = _outline(teacher, in_bf16=True)
             taught = _numbers(model.parameters())
             with torch.no_grad():
-                flops += _pass(model, shapes)[0]
+                flops += _pass(model, shapes, in_bf16=False)[0]
             memory["teacher"] = 2 * taught / shards + 2 * logits
     rounded = {name: round(nbytes) for name, nbytes in memory.items()}
     return rounded, {"trained": learning, "all": count, "teacher": taught}, flops
@@ -197,19 +198,21 @@ def _numbers(parameters: Iterable[Tensor]) -> int:
     return sum(parameter.numel() for parameter in parameters)
 
 
-def _outline(checkpoint: Checkpoint) -> Any:
-    """A checkpoint's model in bfloat16 without numbers, in training mode."""
+def _outline(checkpoint: Checkpoint, in_bf16: bool) -> Any:
+    """A checkpoint's model without numbers, in training mode."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = checkpoint.folder
         if folder is None:  # on the Hub
             folder = Path(temporary)
             (folder / "config.json").write_text(json.dumps(checkpoint.config), encoding="utf-8")
-        model = model_of_config(folder, torch.bfloat16)
+        model = model_of_config(folder, torch.bfloat16 if in_bf16 else torch.float32)
+        if any(".experts." in name for name, _ in model.named_parameters()):
+            model = model_of_config(folder, torch.bfloat16)  # the only type in which torch knows their products' shapes
     turn_dropout_off(model)
     return model.train()
 
 
-def _pass(model: nn.Module, shapes: _Shapes) -> tuple[int, int]:
+def _pass(model: nn.Module, shapes: _Shapes, in_bf16: bool) -> tuple[int, int]:
     """The operations of a micro-batch, forwards and (if gradients are enabled) backwards, and the bytes that the forward
     pass saves.
     """
@@ -226,7 +229,8 @@ def _pass(model: nn.Module, shapes: _Shapes) -> tuple[int, int]:
         return tensor
 
     with FlopCounterMode(display=False, custom_mapping=_UNCOUNTED) as counter:
-        with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+        saving = torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor)
+        with saving, torch.autocast("cpu", torch.bfloat16, enabled=in_bf16):
             logits = model(**inputs, use_cache=False).logits
         if logits.requires_grad:
             logits.sum().backward()

@@ -142,21 +142,16 @@ class Run:
         with together():
             check_destination(self.folder.model, None, overwrite=True)
         if progress.step:
-            self._report_differences()
+            progress.skipped_in_a_row = 0
+            self.say(f"resuming from {self.checkpoints.path(progress.step)}")
+            for change in make_recipe(progress.recipe).differences(self.recipe, "recorded", "budget"):
+                progress.changes.append(f"from step {progress.step + 1}: {change}")
+                self.say(change)
         self.opened = open_recipe(self.recipe, self.folder.read_commits(), on_tokenize, self.say)
         if progress.samples not in ("", self.opened.samples.fingerprint):
             raise ResumeError(
                 f"the training text or the tokenizer has changed since {self.checkpoints.path(progress.step)} was saved: restore it, or name another output"
             )
-
-    def _report_differences(self) -> None:
-        """Report how the run differs from the one that saved the checkpoint."""
-        progress = self.progress
-        progress.skipped_in_a_row = 0
-        self.say(f"resuming from {self.checkpoints.path(progress.step)}")
-        for change in make_recipe(progress.recipe).differences(self.recipe, "recorded", "budget"):
-            progress.changes.append(f"from step {progress.step + 1}: {change}")
-            self.say(change)
 
     def load(self) -> None:
         """Load the models, and place them on the devices."""

@@ -47,7 +47,7 @@ class RunFolder:
         """
         if self.recipe.exists():
             return
-        for path in (self.checkpoints, self.model, self.trackers, self.metrics, self.summary, self.dataset_commits):
+        for path in (self.checkpoints, self.model, self.metrics, self.summary):
             if os.path.lexists(path):
                 raise OutputError(
                     f"{path} exists and was not written by a run of this program: name another output, or move it away"
