@@ -119,7 +119,7 @@ def test_datasets_streams_and_goes_on(tmp_path: Path, monkeypatch: pytest.Monkey
         assert found == expected_tokens()[: tokens * LENGTH]
     assert calls[0] == ("org/some", {"name": None, "split": "train", "revision": "0" * 40, "streaming": True})
     other = [{"source": "org/some", "text_field": "content"}]
-    with pytest.raises(DataError, match="has no 'content', found text, other"):
+    with pytest.raises(DataError, match="org/some row 1 has no 'content', found text, other"):
         open_samples(other, TOKENIZER, objective="causal", sequence_length=LENGTH, cache=tmp_path / "cache")
 
 
