@@ -25,7 +25,6 @@ HEADS = 32
 
 _STATED = yaml.safe_load(Path(__file__).with_name("document_workplace.yaml").read_text())
 NOT_RUN: dict[str, str] = _STATED["not_run"]
-NOT_EXECUTED: dict[str, str] = _STATED["not_executed"]
 
 
 def _text(path: Path, start: int = 0) -> None:

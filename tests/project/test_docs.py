@@ -1,7 +1,6 @@
 """Every command in README, docs and recipes is run here, in a folder that has what it names, only smaller; or it is
 parsed, and tests/helpers/document_workplace.yaml says why it is not run."""
 
-import ast
 import contextlib
 import re
 import signal
@@ -21,7 +20,7 @@ from gqa_convert.cli import app, main
 from gqa_convert.conversion.fit import calibration_text, defaults
 from gqa_convert.data import sources
 from gqa_convert.data.stdlib_text import source_files
-from tests.helpers.document_workplace import NOT_EXECUTED, NOT_RUN, furnish, needed, reason, shortened
+from tests.helpers.document_workplace import NOT_RUN, furnish, needed, reason, shortened
 from tests.helpers.documents import DOCUMENTS, ROOT, Block, Command, blocks, commands, recipe_commands
 
 SHELL = ("sh", "console", "indented")
@@ -84,8 +83,6 @@ def test_a_command_is_understood(path: Path, command: Command) -> None:
 def test_the_list_of_what_is_not_run_is_not_longer_than_it_has_to_be() -> None:
     for pattern in NOT_RUN:
         assert any(re.search(pattern, str(command)) for _, command in ALL), f"no document has {pattern}"
-    reasons = {unexecuted(block) for _, block in ALL_BLOCKS if block.language == "python"}
-    assert reasons - {None} == set(NOT_EXECUTED.values())
 
 
 @pytest.fixture
@@ -159,20 +156,9 @@ class Session:
                 self.type(command)
 
 
-def unexecuted(block: Block) -> str | None:
-    """Why a block of Python is only parsed, None if it is executed."""
-    imported = {
-        (node.module or "").split(".")[0]
-        for node in ast.walk(ast.parse(block.text))
-        if isinstance(node, ast.ImportFrom)
-    }
-    return next((why for package, why in NOT_EXECUTED.items() if package in imported), None)
-
-
 def runnable(block: Block) -> bool:
-    return (block.language == "python" and unexecuted(block) is None) or (
-        block.language in SHELL and any(reason(command) is None for command in commands(block))
-    )
+    is_shell = block.language in SHELL
+    return block.language == "python" or (is_shell and any(reason(command) is None for command in commands(block)))
 
 
 RUNNABLE = [path for path in DOCUMENTS if any(runnable(block) for each, block in ALL_BLOCKS if each == path)]
@@ -188,8 +174,7 @@ def test_the_commands_run(path: Path, tmp_path: Path, run: Run, monkeypatch: pyt
         if each != path:
             continue
         if block.language == "python":
-            if unexecuted(block) is None:
-                session.execute(block, path)
+            session.execute(block, path)
         elif block.language in SHELL:
             for command in commands(block):
                 if reason(command) is None:
