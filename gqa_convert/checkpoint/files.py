@@ -46,12 +46,9 @@ class LocalFiles:
                 elif path.is_symlink():
                     raise CorruptCheckpointError(f"{path} is a broken link: download or copy the checkpoint again")
         self.links_out = tuple(sorted(links_out))
-        for name in self.sizes:
-            if any("\ud800" <= char <= "\udfff" for char in name):
-                raise CorruptCheckpointError(f"{folder} holds {name}, whose name is not UTF-8: rename or remove it")
 
-    def read(self, name: str, start: int, length: int) -> bytes:
-        """Return `length` bytes of a file from byte `start`.
+    def read(self, name: str, length: int) -> bytes:
+        """Return the first `length` bytes of a file.
 
         Raises:
             CorruptCheckpointError: the file ends before, or cannot be read.
@@ -59,18 +56,16 @@ class LocalFiles:
         path = self.folder / name
         try:
             with path.open("rb") as file:
-                file.seek(start)
-                raw = file.read(length)
+                return checked_length(file.read(length), length, str(path))
         except OSError as problem:
             _refuse(problem)
-        return checked_length(raw, start, length, str(path))
 
 
-def checked_length(raw: bytes, start: int, length: int, where: str) -> bytes:
-    """Return what was read of a file from byte `start`, which must be `length` bytes."""
+def checked_length(raw: bytes, length: int, where: str) -> bytes:
+    """Return the first bytes of a file, which must be `length` bytes."""
     if len(raw) < length:
         raise CorruptCheckpointError(
-            f"{where} ends at byte {start + len(raw):,} instead of {start + length:,}: download or copy it again"
+            f"{where} ends at byte {len(raw):,} instead of {length:,}: download or copy it again"
         )
     return raw
 

@@ -2,8 +2,6 @@
 
 import re
 from collections.abc import Iterable
-from fnmatch import fnmatch
-from typing import Final
 
 from gqa_convert.errors import SourceNotFoundError, UnsupportedFormatError
 
@@ -33,18 +31,6 @@ _WRAPPED = re.compile(
 """What the names of tensors inside a wrapper hold."""
 
 
-_HOLDS: Final = {
-    "a run of gqa-convert uptrain: name its subfolder model/, which exists once the run is complete": "resolved_recipe.yaml",
-    "a training checkpoint in parts: consolidate it first (torch.distributed.checkpoint.format_utils, or DeepSpeed's zero_to_fp32.py)": (
-        "*.distcp .metadata global_step*/* zero_to_fp32.py"
-    ),
-    "only weights for other programs: convert the Hugging Face checkpoint that they were made from": (
-        "*.gguf *.h5 *.msgpack *.ckpt.index consolidated* *.onnx* openvino_model.* *.ml* *.tflite *.nemo *.ot *.pte"
-    ),
-}
-"""What a folder with files of these patterns and without others holds."""
-
-
 def is_weight_file(name: str) -> bool:
     """Return whether the file at this relative path holds weights or training state, in any format."""
     return bool(_WEIGHTS.fullmatch(name.rpartition("/")[2]) or _WEIGHT_FOLDERS.match(name))
@@ -58,7 +44,6 @@ def choose_weights(files: Iterable[str], where: str) -> str:
         where: the name of the checkpoint in error messages.
 
     Raises:
-        UnsupportedFormatError: only a training checkpoint or a foreign format was found.
         SourceNotFoundError: there are no weights at all, or they are in subfolders.
     """
     names = sorted(files)
@@ -68,10 +53,6 @@ def choose_weights(files: Iterable[str], where: str) -> str:
     parts = [name.rpartition("/")[0] for name in names if "/" in name and name.rpartition("/")[2] in PREFERENCE]
     if parts:
         raise SourceNotFoundError(f"{where} holds no weights itself: name a subfolder that does, such as {parts[-1]}")
-    for text, patterns in _HOLDS.items():
-        for name in names:
-            if any(fnmatch(name, pattern) or fnmatch(name, f"*/{pattern}") for pattern in patterns.split()):
-                raise UnsupportedFormatError(f"{where} holds {text} (found {name})")
     raise SourceNotFoundError(
         f"{where} holds no weights that transformers loads by default (none of {', '.join(PREFERENCE)}): name the folder that save_pretrained wrote, or finish the download"
     )

@@ -32,28 +32,26 @@ class HubFiles:
         self.sizes = sizes
         self._revision = revision
 
-    def read(self, name: str, start: int, length: int) -> bytes:
+    def read(self, name: str, length: int) -> bytes:
         from huggingface_hub import hf_hub_url
         from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_stream_backoff
 
         if length == 0:
             return b""
         url = hf_hub_url(self.name, name, revision=self.commit)
-        headers = {**build_hf_headers(), "Range": f"bytes={start}-{start + length - 1}", "Accept-Encoding": "identity"}
+        headers = {**build_hf_headers(), "Range": f"bytes=0-{length - 1}", "Accept-Encoding": "identity"}
         limits = {"timeout": _PATIENCE_SECONDS, "max_retries": _RETRIES}
         raw = bytearray()
         try:
             with http_stream_backoff("GET", url, headers=headers, follow_redirects=True, **limits) as answer:
                 hf_raise_for_status(answer)
-                # a server may ignore the range and send the file from its start
-                skipped = 0 if answer.status_code == 206 else start
                 for chunk in answer.iter_bytes(1 << 16):
                     raw += chunk
-                    if len(raw) >= skipped + length:
+                    if len(raw) >= length:  # a server may ignore the range and send the whole file
                         break
         except Exception as problem:
             raise _explained(self.name, problem) from None
-        return checked_length(bytes(raw[skipped : skipped + length]), start, length, f"{self.name}/{name}")
+        return checked_length(bytes(raw[:length]), length, f"{self.name}/{name}")
 
     def download(self, leave_out: Iterable[str]) -> LocalFiles:
         """Download all files but `leave_out` into the Hub's cache."""
@@ -116,23 +114,16 @@ def _explained(repo_id: str, problem: Exception) -> SourceNotFoundError:
     """Turn an exception of the Hub's client into one line."""
     from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 
-    if isinstance(problem, HFValidationError):
-        text = "is neither a local folder nor a Hub id of the form org/name: check the path"
-    elif isinstance(problem, GatedRepoError):
-        text = "is gated: accept its terms on the Hub and log in with `hf auth login`"
-    elif isinstance(problem, RepositoryNotFoundError):
-        text = (
-            "is neither a local folder nor a Hub repository that you can access: check the name, or log in with "
-            "`hf auth login`"
-        )
-    elif isinstance(problem, RevisionNotFoundError):
-        text = "has no such revision on the Hub: check --revision"
-    else:
-        text = (
-            f"is not a local folder, and the Hub did not provide it ({_detail(problem)}): check the path and the network, try "
-            "again later, or log in with `hf auth login`"
-        )
-    return SourceNotFoundError(f"{repo_id} {text}")
+    texts: dict[type[Exception], str] = {
+        HFValidationError: "is neither a local folder nor a Hub id of the form org/name: check the path",
+        GatedRepoError: "is gated: accept its terms on the Hub and log in with `hf auth login`",
+        RepositoryNotFoundError: "is neither a local folder nor a Hub repository that you can access: check the name, or "
+        "log in with `hf auth login`",
+        RevisionNotFoundError: "has no such revision on the Hub: check --revision",
+        Exception: f"is not a local folder, and the Hub did not provide it ({_detail(problem)}): check the path and the "
+        "network, try again later, or log in with `hf auth login`",
+    }
+    return SourceNotFoundError(f"{repo_id} {next(texts[kind] for kind in texts if isinstance(problem, kind))}")
 
 
 def _detail(problem: Exception) -> str:

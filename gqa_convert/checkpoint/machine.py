@@ -14,11 +14,6 @@ from gqa_convert._version import __version__
 from gqa_convert.checkpoint.strict_json import JsonObject
 
 _PROC, _GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
-_LIMIT_AND_USE = {
-    "": ("memory.max", "memory.current"),
-    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes"),
-}
-"""The files of a control group, by its controllers in /proc/self/cgroup."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,17 +73,13 @@ def available_memory(device: Any) -> int | None:
 
 
 def _left_by_limits() -> Iterator[int]:
-    """The bytes that each memory limit on this process leaves, of control groups of version 2 or 1."""
+    """The bytes that each memory limit on this process leaves, of control groups of version 2."""
     for line in _lines(_PROC / "self" / "cgroup"):
-        _, controllers, path = line.split(":", 2)
-        if controllers not in _LIMIT_AND_USE:
-            continue
-        limit, used = _LIMIT_AND_USE[controllers]
-        group = _GROUPS / controllers / path.lstrip("/")
+        group = _GROUPS / line.split(":", 2)[2].lstrip("/")
         for folder in (group, *group.parents):
             cached = sum(_numbers(folder / "memory.stat", "inactive_file"))
             with suppress(OSError, ValueError):  # there is no such group here, or it has no limit
-                yield int((folder / limit).read_text()) - int((folder / used).read_text()) + cached
+                yield int((folder / "memory.max").read_text()) - int((folder / "memory.current").read_text()) + cached
 
 
 def measurement(kind: str, command: list[str] | None, device: str = "cpu") -> JsonObject:

@@ -62,23 +62,15 @@ def hash_file(path: Path) -> dict[str, Any]:
 
 
 def foreign_files(folder: Path) -> list[str]:
-    """Return the files in a folder that this program did not write, as relative paths.
-
-    A subfolder that holds only such files is one entry that ends in `/`.
-    """
+    """Return the files in a folder that this program did not write, as relative paths."""
     ours = _read_listed(folder)
-    parents = {parent.as_posix() for name in ours for parent in Path(name).parents}
     found = []
     for root, folders, names in os.walk(folder, onerror=_raise):
-        for path in sorted(Path(root, name) for name in folders + names):
+        links = [name for name in folders if Path(root, name).is_symlink()]
+        for path in sorted(Path(root, name) for name in links + names):
             name = path.relative_to(folder).as_posix()
-            if path.is_symlink():
-                found.append(name)
-            elif path.is_dir():
-                if name not in parents:
-                    found.append(f"{name}/")
-                    folders.remove(path.name)
-            elif not (name in ours and _is_unchanged(path, ours[name])) and not (ours and _is_of_record(path, name)):
+            is_ours = name in ours and not path.is_symlink() and _is_unchanged(path, ours[name])
+            if not is_ours and (not ours or path.is_symlink() or not _is_of_record(path, name)):
                 found.append(name)
     return found
 

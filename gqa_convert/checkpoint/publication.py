@@ -21,8 +21,6 @@ from gqa_convert.checkpoint.resource_errors import is_disk_full
 from gqa_convert.errors import GQAConvertError, NoSpaceError, OutputError
 
 _LOCK = re.compile(r"\.(?P<out>.+)\.gqa-convert-[0-9a-f]{8}\.lock")
-_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:")
-"""How an address such as s3://bucket/name begins, as the first part of a path."""
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
@@ -30,21 +28,26 @@ def check_destination(out: Path, source: Path | None, *, overwrite: bool) -> Non
     """Refuse a result folder in which files would be lost or mixed. An empty folder is accepted.
 
     Raises:
-        OutputError: `out` holds a result (without `overwrite`) or files that this program did not write; it is a file,
-            a link, a mount point or the current folder; it is the source, or one lies within the other.
+        OutputError: `out` holds a result (without `overwrite`) or files that this program did not write; it is a file, a
+            link or a mount point; it is the source, or one lies within the other.
     """
-    if out.parts and _SCHEME.fullmatch(out.parts[0]) and not out.exists():
-        raise OutputError(
-            f"{out} is an address, and results are written to folders: name a folder, and upload it with the store's own client"
-        )
     try:
         real = Path(os.path.realpath(out))
         if source is not None:
             _check_apart(out, real, source)
         if out.is_symlink():
             raise OutputError(f"{out} is a link: name the folder itself or another folder")
-        if out.exists():
-            _check_replaceable(out, real, overwrite)
+        if not out.exists():
+            return
+        if not real.is_dir():
+            raise OutputError(f"{out} is a file: name a folder")
+        if foreign := foreign_files(real):
+            what = f"files that gqa-convert did not write or that were changed or copied there later ({some(foreign)})"
+            raise OutputError(f"{out} exists already and holds {what}: name a new folder, or move them away")
+        if any(real.iterdir()) and not overwrite:
+            raise OutputError(f"{out} exists already: name a new folder, or replace it with --overwrite")
+        if os.path.ismount(real):
+            raise OutputError(f"{out} is a mount point, which cannot be replaced as a whole: name a new folder in it")
     except OSError as problem:
         raise _explained(problem, out) from None
 
@@ -57,52 +60,21 @@ def _check_apart(out: Path, real: Path, source: Path) -> None:
         raise OutputError(f"{out} contains files that the source {source} links to: name another folder")
 
 
-def _check_replaceable(out: Path, real: Path, overwrite: bool) -> None:
-    if not real.is_dir():
-        raise OutputError(f"{out} is a file: name a folder")
-    if foreign := foreign_files(real):
-        what = f"files that gqa-convert did not write or that were changed or copied there later ({some(foreign)})"
-        raise OutputError(f"{out} exists already and holds {what}: name a new folder, or move them away")
-    if any(real.iterdir()) and not overwrite:
-        raise OutputError(f"{out} exists already: name a new folder, or replace it with --overwrite")
-    if os.path.ismount(real):
-        raise OutputError(f"{out} is a mount point, which cannot be replaced as a whole: name a new folder in it")
-    with suppress(FileNotFoundError):  # the current folder was deleted
-        if Path.cwd().resolve().is_relative_to(real):
-            raise OutputError(
-                f"{out} is the current folder or contains it, so that it cannot be replaced: change to another folder, or name a new one"
-            )
-
-
 def sweep(parent: Path) -> None:
-    """Remove what dead runs left in a folder, as far as permissions allow.
-
-    If a run died before it published its own result, the earlier one gets its name back.
-    """
-    for lock in sorted(parent.glob(".*.lock")):
-        match = _LOCK.fullmatch(lock.name)
-        if match is None:
+    """Remove what dead runs left in a folder, as far as permissions allow."""
+    for lock in parent.glob(".*.lock"):
+        if not _LOCK.fullmatch(lock.name):
             continue
-        folder, out = lock.with_suffix(""), parent / match["out"]
-        aside = _aside(folder)
         with suppress(OSError):  # there are no locks here, or the files belong to somebody else
             handle = try_lock(lock)
             if handle is None:
                 continue  # a live run holds it
             try:
-                if aside.is_dir() and not out.exists():
-                    aside.rename(out)
-                for path in (folder, aside):
-                    if path.is_dir():
-                        shutil.rmtree(path)
+                if lock.with_suffix("").is_dir():
+                    shutil.rmtree(lock.with_suffix(""))
                 lock.unlink()
             finally:
                 os.close(handle)
-
-
-def _aside(folder: Path) -> Path:
-    """Where a run puts the earlier result while its own takes the name, on a filesystem that cannot exchange the two."""
-    return folder.with_name(f"{folder.name}-old")
 
 
 class StagedFolder:
@@ -122,15 +94,22 @@ class StagedFolder:
 
         Raises:
             OutputError: another file or folder has appeared at `out`.
-            OSError: the same, at the last moment.
+            OSError: the same, at the last moment; or the filesystem cannot exchange an earlier result for this one.
         """
         for root, _, _ in os.walk(self.path):
             sync(Path(root))
         check_destination(self.out, None, overwrite=overwrite)
         if self.out.exists() and any(self.out.iterdir()):
-            earlier = self._replace()
+            _exchange(self.path, self.out)
+            try:
+                if foreign := foreign_files(self.path):
+                    raise OutputError(
+                        f"{self.out} received new files during the run ({some(foreign)}): move them away, or name a new folder"
+                    )
+            except BaseException:
+                _exchange(self.path, self.out)
+                raise
         else:
-            earlier = self.path
             self.path.rename(self.out)  # succeeds only if there is nothing, or an empty folder
         try:
             sync(self.out.parent)
@@ -138,31 +117,7 @@ class StagedFolder:
             raise OutputError(
                 f"{self.out} is complete, but the disk has not confirmed its name ({problem.strerror}): check the disk"
             ) from None
-        shutil.rmtree(earlier, ignore_errors=True)
-
-    def _replace(self) -> Path:
-        """Take the name of the earlier result, unless files have appeared in it since the check; return its new path.
-
-        Where the filesystem can, the two folders are exchanged in one step, so that `out` is complete at every moment.
-        """
-        is_exchange = _exchange(self.path, self.out)
-        earlier = self.path if is_exchange else _aside(self.path)
-        try:
-            if not is_exchange:
-                self.out.rename(earlier)
-            if foreign := foreign_files(earlier):
-                raise OutputError(
-                    f"{self.out} received new files during the run ({some(foreign)}): move them away, or name a new folder"
-                )
-            if not is_exchange:
-                self.path.rename(self.out)
-        except BaseException:
-            if is_exchange:
-                _exchange(self.path, self.out)
-            elif earlier.exists():
-                earlier.rename(self.out)
-            raise
-        return earlier
+        shutil.rmtree(self.path, ignore_errors=True)  # an earlier result
 
 
 @contextmanager
@@ -174,7 +129,6 @@ def staged_folder(out: Path) -> Iterator[StagedFolder]:
     staged = StagedFolder(out)
     lock = staged.path.with_name(f"{staged.path.name}.lock")
     handle = None
-    new_parents = [parent for parent in staged.out.parents if not parent.exists()]
     try:
         staged.out.parent.mkdir(parents=True, exist_ok=True)
         sweep(staged.out.parent)
@@ -189,9 +143,6 @@ def staged_folder(out: Path) -> Iterator[StagedFolder]:
         shutil.rmtree(staged.path, ignore_errors=True)
         with suppress(OSError):
             lock.unlink()
-        with suppress(OSError):  # they hold the result
-            for parent in new_parents:
-                parent.rmdir()
         if handle is not None:
             os.close(handle)
 
@@ -209,8 +160,12 @@ def _explained(problem: OSError, out: Path) -> GQAConvertError:
     )
 
 
-def _exchange(first: Path, second: Path) -> bool:
-    """Exchange the names of two folders in one step; returns whether the filesystem can."""
-    rename = ctypes.CDLL(None).renameat2
-    done: int = rename(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE)
-    return done == 0
+def _exchange(first: Path, second: Path) -> None:
+    """Exchange the names of two folders in one step.
+
+    Raises:
+        OSError: the filesystem cannot.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.renameat2(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE):
+        raise OSError(ctypes.get_errno(), "its filesystem cannot exchange it for the new one in one step")

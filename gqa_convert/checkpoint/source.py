@@ -1,11 +1,8 @@
 """Open a checkpoint: read its config, the headers of its weight files and the list of its other files, but no weight."""
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field
-from fnmatch import fnmatch
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
@@ -18,15 +15,12 @@ from gqa_convert.checkpoint.ownership import some
 from gqa_convert.checkpoint.paths import expanded
 from gqa_convert.checkpoint.strict_json import JsonObject, parse_object
 from gqa_convert.checkpoint.torch_files import describe_tensors
-from gqa_convert.errors import ConfigError, CorruptCheckpointError, SourceNotFoundError, UnsupportedFormatError
+from gqa_convert.errors import ConfigError, CorruptCheckpointError, SourceNotFoundError
 
 CONFIG = "config.json"
-_MODULES = "modules.json"
 _LFS_POINTER = b"version https://git-lfs"
 _POINTER_BYTES = 1024
 """Git LFS pointers are shorter than this."""
-_READ = ["*.json", "model*.safetensors", "pytorch_model*.bin", "*.model", "*.spm", "*.tiktoken", "vocab*", "merges.txt"]
-"""Files whose content a conversion or transformers reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,23 +191,18 @@ def read_checkpoint(files: CheckpointFiles, *, download: bool = False) -> Checkp
     formats.refuse_adapter(files.sizes, files.name)
     chosen = formats.choose_weights(files.sizes, files.name)
     config = _read_config(files)
-    if config.get("transformers_weights") not in (None, chosen):
-        raise UnsupportedFormatError(
-            f"{files.name}/{CONFIG} names {config['transformers_weights']!r} as its weights instead of {chosen}: save the model "
-            "again with save_pretrained"
-        )
     weight_map, metadata, names = None, None, [chosen]
     if chosen.endswith(".json"):
         weight_map, metadata = _read_index(files, chosen)
         names = sorted(set(weight_map.values()))
-    left_behind = _unread_weights(files, {chosen, *names})
+    read = {chosen, *names}
+    left_behind = tuple(sorted(name for name in files.sizes if formats.is_weight_file(name) and name not in read))
     is_torch = names[0].endswith(".bin")
     if isinstance(files, HubFiles) and (download or is_torch):
         files = files.download(left_behind)
     with ThreadPoolExecutor(1 if is_torch else 8) as pool:  # of remote files, latency dominates
         shards = list(pool.map(partial(_read_shard, files), names))
     _check_tensors(files.name, shards, weight_map)
-    not_carried = {CONFIG, chosen, *names, *left_behind}
     return Checkpoint(
         source_id=files.name,
         revision=files.commit,
@@ -222,7 +211,7 @@ def read_checkpoint(files: CheckpointFiles, *, download: bool = False) -> Checkp
         weights_format="torch" if is_torch else "safetensors",
         shards=tuple(shards),
         index_metadata=metadata,
-        carried=tuple(name for name in files.sizes if name not in not_carried),
+        carried=tuple(name for name in files.sizes if name not in {CONFIG, *read, *left_behind}),
         left_behind=left_behind,
         sizes=dict(files.sizes),
         links_out=files.links_out,
@@ -231,10 +220,9 @@ def read_checkpoint(files: CheckpointFiles, *, download: bool = False) -> Checkp
 
 
 def _refuse_pointers(files: CheckpointFiles) -> None:
-    """Refuse a folder in which a file that programs read is only Git LFS's pointer to its content."""
+    """Refuse a folder in which a file is only Git LFS's pointer to its content."""
     for name, size in files.sizes.items():
-        is_read = "/" not in name and any(fnmatch(name, pattern) for pattern in _READ)
-        if is_read and size < _POINTER_BYTES and files.read(name, 0, size).startswith(_LFS_POINTER):
+        if "/" not in name and size < _POINTER_BYTES and files.read(name, size).startswith(_LFS_POINTER):
             raise CorruptCheckpointError(
                 f"{files.name}/{name} is only a Git LFS pointer to its content: fetch the files with `git lfs pull`, or download "
                 "the repository with `hf download`"
@@ -244,7 +232,7 @@ def _refuse_pointers(files: CheckpointFiles) -> None:
 def _read_config(files: CheckpointFiles) -> JsonObject:
     if CONFIG not in files.sizes:
         raise ConfigError(f"{files.name} has no config.json: name the folder that save_pretrained wrote")
-    config = parse_object(files.read(CONFIG, 0, files.sizes[CONFIG]), f"{files.name}/{CONFIG}", ConfigError)
+    config = parse_object(files.read(CONFIG, files.sizes[CONFIG]), f"{files.name}/{CONFIG}", ConfigError)
     quantised.refuse_quantised_config(config, files.name)
     return config
 
@@ -253,7 +241,7 @@ def _read_index(files: CheckpointFiles, name: str) -> tuple[dict[str, str], Json
     """Return the file of each tensor, which is checked to be in the folder, and the index's metadata."""
     where = f"{files.name}/{name}"
     suffix = ".bin" if name == formats.TORCH_INDEX else ".safetensors"
-    index = parse_object(files.read(name, 0, files.sizes[name]), where)
+    index = parse_object(files.read(name, files.sizes[name]), where)
     weight_map, metadata = index.get("weight_map"), index.get("metadata") or {}
     if not isinstance(weight_map, dict) or not weight_map or not isinstance(metadata, dict):
         raise CorruptCheckpointError(f"{where} has no weight_map: download or copy it again")
@@ -269,17 +257,6 @@ def _read_index(files: CheckpointFiles, name: str) -> tuple[dict[str, str], Json
     return weight_map, metadata
 
 
-def _unread_weights(files: CheckpointFiles, read: set[str]) -> tuple[str, ...]:
-    """Weights that are not read, but for those of further modules that sentence-transformers runs after the model."""
-    modules = set()
-    if _MODULES in files.sizes:
-        with suppress(ValueError, TypeError, KeyError):  # a file of this name of another program's
-            stated = json.loads(files.read(_MODULES, 0, files.sizes[_MODULES]))
-            modules = {module["path"] for module in stated if module["path"]}
-    weights = {name for name in files.sizes if formats.is_weight_file(name) and name not in read}
-    return tuple(sorted(name for name in weights if name.rpartition("/")[0] not in modules))
-
-
 def _read_shard(files: CheckpointFiles, file: str) -> Shard:
     """Read and check the header of one weight file."""
     size = files.sizes[file]
@@ -287,8 +264,8 @@ def _read_shard(files: CheckpointFiles, file: str) -> Shard:
     modified_ns = path.stat().st_mtime_ns if path else None
     if path and file.endswith(".bin"):
         return Shard(file, size, describe_tensors(path), {}, modified_ns)
-    length = header_bytes(files.read(file, 0, min(size, LENGTH_BYTES)), size)
-    tensors, metadata = parse_header(files.read(file, 0, length), size, f"{files.name}/{file}")
+    length = header_bytes(files.read(file, min(size, LENGTH_BYTES)), size)
+    tensors, metadata = parse_header(files.read(file, length), size, f"{files.name}/{file}")
     return Shard(file, size, tensors, metadata, modified_ns)
 
 

@@ -1,4 +1,4 @@
-"""JSON objects in files: everything else, and a key that occurs twice, is an error that names the file."""
+"""JSON objects in files: everything else is an error that names the file."""
 
 import json
 from collections.abc import Mapping
@@ -14,15 +14,6 @@ Config = Mapping[str, Any]
 """The content of a config.json that somebody else wrote."""
 
 
-def _unique_keys(pairs: list[tuple[str, Any]]) -> JsonObject:
-    found: JsonObject = {}
-    for key, value in pairs:
-        if key in found:
-            raise ValueError(f"the key {key!r} occurs twice")
-        found[key] = value
-    return found
-
-
 def parse_object(raw: bytes, where: str, error: type[GQAConvertError] = CorruptCheckpointError) -> JsonObject:
     """Parse the JSON object in `raw`.
 
@@ -32,10 +23,10 @@ def parse_object(raw: bytes, where: str, error: type[GQAConvertError] = CorruptC
         error: the exception class to raise.
 
     Raises:
-        error: the text is not UTF-8, not JSON, not an object, nested too deeply, or repeats a key.
+        error: the text is not UTF-8, not JSON, not an object, or nested too deeply.
     """
     try:
-        value = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique_keys)
+        value = json.loads(raw.decode("utf-8"))
     except (ValueError, RecursionError) as problem:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
         raise error(f"{where} is not valid JSON ({problem}): download or copy the file again") from None
     if not isinstance(value, dict):

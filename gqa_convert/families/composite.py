@@ -85,7 +85,6 @@ def composite_family(model_type: str, decoder: Family) -> Family:
         beyond_window_in=frozenset(),
         modeling=None,
         layerwise=(),
-        reads_per_layer_config=False,
     )
 
 

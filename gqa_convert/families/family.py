@@ -52,14 +52,6 @@ class LegacyConfigKeys:
     """Key of the share of rotary dimensions outside `rope_parameters`."""
     local_rotary_base: str | None = None
     """Key of the rotary base of layers with sliding-window attention, for types that have a second base there."""
-    one_rotary_base: bool = False
-    """Whether all layers had one base, and positions were scaled only in layers with full attention."""
-    scales_unless_null: bool = False
-    """Whether the class scaled positions unless `rope_scaling` was null."""
-    rope_scaling_keys: tuple[str, ...] = ()
-    """The only keys that the class accepted in `rope_scaling` besides `type`; empty where it accepted any."""
-    scaled_share: float | None = None
-    """The only share of rotary dimensions that the class could combine with `rope_scaling`; None for any."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,6 @@ from typing import Any
 from gqa_convert.checkpoint.strict_json import Config, JsonObject
 from gqa_convert.errors import ConfigError
 from gqa_convert.families import decilm
-from gqa_convert.families.composite import decoder_config
 from gqa_convert.families.family import Family, Modeling
 from gqa_convert.families.legacy_config_keys import legacy_config_keys
 from gqa_convert.families.records import DECILM, record_of
@@ -29,9 +28,6 @@ def find_form(family: Family, config: Config) -> Modeling | str:
     """
     if not family.layerwise:
         return f"all layers of a {family.model_type} have one number"
-    stated = config.get("architectures")
-    if isinstance(stated, list) and stated and not str(stated[0]).endswith("ForCausalLM"):
-        return f"it was saved as {stated[0]}, and layers may differ in a causal language model only"
     for form in family.layerwise:
         reason = decilm.why_not(config) if form.model_type == DECILM else None
         if reason is None:
@@ -66,42 +62,6 @@ def restate(form: Modeling, config: Config, counts: tuple[int, ...]) -> JsonObje
     if form.model_type == DECILM:  # engines read the keys of transformers 4
         return decilm.restate(config, counts) | legacy_config_keys(config) | convention
     return copy.deepcopy(dict(config)) | {"num_key_value_heads": list(counts)} | convention
-
-
-def kinds_of_layers(config: Config) -> list[str]:
-    """The kind of each layer of a decoder whose class reads `per_layer_config`.
-
-    Args:
-        config: of the decoder, with the defaults of its class.
-    """
-    kinds = config.get("layer_types")
-    if isinstance(kinds, list):
-        return list(map(str, kinds))
-    period = config["sliding_window_pattern"]
-    numbers = range(1, config["num_hidden_layers"] + 1)
-    return ["sliding_attention" if number % period else "full_attention" for number in numbers]
-
-
-def restate_by_kind(config: Config, counts: Sequence[int]) -> JsonObject:
-    """A config of a class that reads `per_layer_config`, with one number of K/V heads for each kind of layer.
-
-    The class reads one set of values for all layers of a kind. Those of layers with full attention stand in
-    `per_layer_config`, with their head_dim, which the class takes from there alone once the key exists.
-
-    Args:
-        config: of the source.
-        counts: K/V heads of the layers that have keys and values, which are the first ones.
-    """
-    result = copy.deepcopy(dict(config))
-    kinds = kinds_of_layers(decoder_config(config))
-    by_kind = dict(zip(kinds, counts, strict=False))
-    result["num_key_value_heads"] = by_kind["sliding_attention"]
-    layers = result.setdefault("per_layer_config", {})
-    for number, kind in enumerate(kinds):
-        if kind == "full_attention":
-            layer = layers.setdefault(str(number), {"head_dim": config.get("global_head_dim", 512)})
-            layer["num_key_value_heads"] = by_kind[kind]
-    return result | {"multi_query_attention": True, "multi_query_group_num": list(counts)}
 
 
 def kv_heads_by_layer(config: Config, where: str) -> tuple[int, ...] | None:

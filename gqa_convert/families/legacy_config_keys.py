@@ -23,11 +23,10 @@ def legacy_config_keys(config: Config) -> JsonObject:
     rotary = config.get("rope_parameters") or {}
     sliding, full = rotary.get("sliding_attention"), rotary.get("full_attention") or {}
     if not any(isinstance(value, dict) for value in rotary.values()):
-        found |= _rotary_keys(config, rotary, legacy)
+        found |= _rotary_keys(rotary, legacy)
     elif sliding and legacy.local_rotary_base is not None:
-        found |= _renamed(sliding, ("rope_theta", legacy.local_rotary_base)) | _rotary_keys(config, full, legacy)
-    elif legacy.one_rotary_base and sliding == {"rope_type": "default", "rope_theta": full.get("rope_theta")}:
-        found |= _rotary_keys(config, full, legacy)  # other layers that differ have no keys in transformers 4
+        found |= _renamed(sliding, ("rope_theta", legacy.local_rotary_base)) | _rotary_keys(full, legacy)
+    # other layers that differ have no keys in transformers 4
     return {key: value for key, value in found.items() if config.get(key) is None}
 
 
@@ -36,19 +35,14 @@ def _renamed(values: Config, *names: tuple[str, str]) -> JsonObject:
     return {old: values[new] for new, old in names if values.get(new) is not None}
 
 
-def _rotary_keys(config: Config, rotary: JsonObject, legacy: LegacyConfigKeys) -> JsonObject:
+def _rotary_keys(rotary: JsonObject, legacy: LegacyConfigKeys) -> JsonObject:
     """The base and the share of rotary dimensions and, where positions are scaled, `rope_scaling` and what belongs beside
     it: transformers 5 reads `rope_scaling` in place of `rope_parameters`.
     """
     found = _renamed(rotary, ("rope_theta", legacy.rotary_base), ("partial_rotary_factor", legacy.rotary_share))
     kind = rotary.get("rope_type", rotary.get("type", "default"))
     if kind == "default":
-        return found | ({"rope_scaling": None} if rotary and legacy.scales_unless_null else {})
-    if legacy.scaled_share not in (None, rotary.get("partial_rotary_factor")):
         return found
     scaling = {key: value for key, value in rotary.items() if key not in ("rope_theta", "partial_rotary_factor")}
-    factors = {key: value for key, value in scaling.items() if not key.endswith("type") and config.get(key) != value}
-    if legacy.rope_scaling_keys and sorted(factors) == sorted(legacy.rope_scaling_keys):
-        scaling = {"type": kind} | factors
     length = ("original_max_position_embeddings",) * 2
     return found | {"rope_scaling": scaling} | (_renamed(rotary, length) if kind == "longrope" else {})

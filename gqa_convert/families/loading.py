@@ -8,7 +8,6 @@ import json
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -228,42 +227,6 @@ def _register(config: Config) -> None:
         register_modeling(config["model_type"])
 
 
-def _load(auto: str, folder: Path, dtype: Any, *, run_code: bool, **options: Any) -> tuple[Any, list[str]]:
-    import transformers
-
-    config = read_config(folder)
-    check_per_layer_config(config, f"{folder}/config.json")
-    if not run_code:
-        _register(config)
-    with no_bars(), no_warnings():  # missing tensors are returned instead of reported
-        model, info = getattr(transformers, auto).from_pretrained(
-            folder,
-            dtype=dtype,
-            trust_remote_code=run_code,
-            local_files_only=True,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
-            **options,
-        )
-    misfits = [
-        f"{name}, which is {list(stored)} where the model needs {list(expected)}"
-        for name, stored, expected in info["mismatched_keys"]
-    ]
-    if model.config.model_type == "paligemma":
-        model.register_forward_pre_hook(_read_text_as_suffix, with_kwargs=True)
-    return model.eval(), sorted(info["missing_keys"]) + sorted(misfits)
-
-
-def _read_text_as_suffix(_model: Any, args: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Give text without an image the token types of a suffix. PaliGemma's attention is causal there alone; without token
-    types, tokens would see those behind them, or not, depending on the attention function.
-    """
-    ids = options.get("input_ids")
-    if ids is not None and options.get("token_type_ids") is None and options.get("pixel_values") is None:
-        options["token_type_ids"] = ids.new_ones(ids.shape)
-    return args, options
-
-
 def load_model(folder: Path, dtype: Any, *, run_code: bool = False, **options: Any) -> tuple[Any, list[str]]:
     """Load any model with logits on the CPU, in evaluation mode; encoder-decoder models too.
 
@@ -281,46 +244,27 @@ def load_model(folder: Path, dtype: Any, *, run_code: bool = False, **options: A
     Raises:
         Exception: whatever transformers raises.
     """
-    return _load(auto_class(read_config(folder)), folder, dtype, run_code=run_code, **options)
+    import transformers
 
-
-@dataclass(frozen=True, slots=True)
-class AnyModel:
-    """A checkpoint with any head, loaded in the class that it was saved from."""
-
-    class_name: str
-    model: Any
-    """The part that runs on tokens: a language model, or the layers below any other head."""
-    missing: list[str]
-    """Parameters, including the head's, for which the folder has no fitting tensor."""
-    has_language_model: bool
-
-
-def load_any_model(folder: Path, dtype: Any, *, run_code: bool = False) -> AnyModel:
-    """Load the model of any checkpoint on the CPU, in evaluation mode.
-
-    A checkpoint of an unknown class counts as a language model if it holds all parameters of one, else as the layers
-    without a head.
-
-    Args:
-        folder: a local checkpoint.
-        dtype: a torch type, or "auto" for the checkpoint's own.
-        run_code: as for `load_model`.
-
-    Raises:
-        Exception: whatever transformers raises.
-    """
     config = read_config(folder)
-    auto = headless_class(config) or auto_class(config)
-    whole, missing = _load(auto, folder, dtype, run_code=run_code)
-    name = type(whole).__name__
-    if auto in TASKS and (not missing or _stated_class(config) in TASKS):
-        return AnyModel(name, whole, missing, has_language_model=True)
-    layers = whole.base_model
-    if auto in TASKS or (layers is whole and auto != "AutoModel" and not missing):
-        layers, missing = _load("AutoModel", folder, dtype, run_code=run_code)
-        name = type(layers).__name__ if auto in TASKS else name
-    return AnyModel(name, layers, missing, has_language_model=False)
+    check_per_layer_config(config, f"{folder}/config.json")
+    if not run_code:
+        _register(config)
+    with no_bars(), no_warnings():  # missing tensors are returned instead of reported
+        model, info = getattr(transformers, auto_class(config)).from_pretrained(
+            folder,
+            dtype=dtype,
+            trust_remote_code=run_code,
+            local_files_only=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            **options,
+        )
+    misfits = [
+        f"{name}, which is {list(stored)} where the model needs {list(expected)}"
+        for name, stored, expected in info["mismatched_keys"]
+    ]
+    return model.eval(), sorted(info["missing_keys"]) + sorted(misfits)
 
 
 def model_of_config(folder: Path, dtype: Any) -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 
 from gqa_convert.families.composite import SECTION
 from gqa_convert.families.family import Modeling
-from gqa_convert.families.layerwise import restate, restate_by_kind
+from gqa_convert.families.layerwise import restate
 from gqa_convert.families.legacy_config_keys import legacy_config_keys
 from gqa_convert.verify.inputs import Inputs
 from gqa_convert.verify.report import Failure
@@ -41,12 +41,10 @@ def check_config(result: Result) -> str:
 
 def _expected_config(result: Result) -> dict[str, Any]:
     inputs, family, modeling = result.inputs, result.inputs.family, result.modeling
-    original, groups, counts = inputs.config, result.geometry.groups, tuple(result.geometry.counts)
+    original, groups = inputs.config, result.geometry.groups
     added = _modelling_keys(modeling, original) if modeling else legacy_config_keys(original)
-    if isinstance(groups, list) and family.reads_per_layer_config:
-        return restate_by_kind(original, counts) | added
     if modeling and modeling in family.layerwise:
-        return restate(modeling, original, counts) | added
+        return restate(modeling, original, tuple(result.geometry.counts)) | added
     changes = {"multi_query_attention": True, "multi_query_group_num": groups}
     if modeling or not family.modeling:  # the stock class of another type does not know these keys
         changes |= dict.fromkeys(family.kv_heads_keys, groups)

@@ -6,7 +6,6 @@ link that it follows by mistake, must not pass here.
 
 import filecmp
 import hashlib
-import json
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
@@ -18,7 +17,7 @@ from gqa_convert.verify.config import compare_json, in_json
 from gqa_convert.verify.inputs import Inputs
 from gqa_convert.verify.report import Failure
 from gqa_convert.verify.result import Result
-from gqa_convert.verify.weights import CONFIG, INDEX, PROVENANCE, SINGLE, Weights
+from gqa_convert.verify.weights import CONFIG, INDEX, PROVENANCE, Weights
 
 _WEIGHTS = (
     *("*.safetensors", "*.safetensors.index.json", "*.safetensors.index.*.json"),
@@ -31,30 +30,18 @@ _PROSE = ("*.md", "README.md.old*", "LICENSE*", "NOTICE*", "*.png", "*.svg", "*.
 """Files that no software reads. A model card may be rewritten after the conversion."""
 
 
-def open_result(folder: Path, source: Weights) -> tuple[Weights, str]:
+def open_result(folder: Path) -> tuple[Weights, str]:
     """OUT's tensors: it holds one set of safetensors files that agrees with its index, and no other weights."""
     out = Weights(folder)
     if not out.files[0].endswith(".safetensors"):
         raise Failure(f"the weights are in {out.chosen}, expected safetensors files")
-    modules = _module_folders(source.folder)
     for name in _list_files(folder):
-        if _is_weights(name, modules) and name not in (*out.files, out.chosen):
+        if _is_weights(name) and name not in (*out.files, out.chosen):
             raise Failure(f"{name} lies beside the weights in {out.chosen}: software may load it instead")
     if out.index is not None:
         compare_json(INDEX, out.index["weight_map"], out.file_of)
     size = sum((folder / file).stat().st_size for file in out.files)
     return out, f"{len(out.files)} weight file(s), {size:,} bytes"
-
-
-def check_index(out: Weights, source: Weights) -> str:
-    """The totals in the index are those of the tensors, and its other metadata is SOURCE's."""
-    if out.index is None:
-        return f"not needed beside a single {SINGLE}"
-    expected = dict((source.index or {}).get("metadata") or {})
-    expected["total_size"] = sum(tensor.nbytes for tensor in out.tensors.values())
-    expected["total_parameters"] = sum(tensor.numel() for tensor in out.tensors.values())
-    compare_json(INDEX, out.index["metadata"], expected)
-    return f"{expected['total_size']:,} bytes of tensors"
 
 
 def check_copied(inputs: Inputs, modeling: Modeling | None) -> str:
@@ -65,11 +52,10 @@ def check_copied(inputs: Inputs, modeling: Modeling | None) -> str:
         modeling: whose files another check compares.
     """
     out, source = inputs.out, inputs.source.folder
-    modules = _module_folders(source)
     written = {CONFIG, PROVENANCE, *(file.name for file in (modeling.files if modeling else ()))}
 
     def copied(folder: Path) -> set[str]:
-        names = (name for name in _list_files(folder) if not _matches(name, _PROSE) and not _is_weights(name, modules))
+        names = (name for name in _list_files(folder) if not _matches(name, _PROSE) and not _is_weights(name))
         return set(names) - written
 
     ours, theirs = copied(out), {name for name in copied(source) if _is_own(source / name, source)}
@@ -135,17 +121,9 @@ def _matches(name: str, patterns: tuple[str, ...]) -> bool:
     return any(fnmatch(name.rsplit("/", 1)[-1], pattern) for pattern in patterns)
 
 
-def _is_weights(name: str, modules: set[str]) -> bool:
-    """Whether a file holds weights of a language model, and not those of a further module."""
-    return (_matches(name, _WEIGHTS) or name.startswith(_FOREIGN_FOLDERS)) and name.rpartition("/")[0] not in modules
-
-
-def _module_folders(folder: Path) -> set[str]:
-    """The subfolders that modules.json (sentence-transformers) names as parts of the model; their weights belong to it."""
-    try:
-        return {module["path"] for module in json.loads((folder / "modules.json").read_bytes())} - {""}
-    except (OSError, ValueError, TypeError, KeyError):
-        return set()
+def _is_weights(name: str) -> bool:
+    """Whether a file holds weights."""
+    return _matches(name, _WEIGHTS) or name.startswith(_FOREIGN_FOLDERS)
 
 
 def _is_renamed_tokenizer(ours: Path, theirs: Path) -> bool:

@@ -127,9 +127,7 @@ def span_of(counts: list[int]) -> str:
     return f"{min(counts)} to {max(counts)}" if len(set(counts)) > 1 else str(counts[0])
 
 
-def read_geometry(
-    family: Family, config: dict[str, Any], source: Tensors, out: Tensors, *, encoder: bool, may_differ: bool
-) -> Geometry:
+def read_geometry(family: Family, config: dict[str, Any], source: Tensors, out: Tensors, *, encoder: bool) -> Geometry:
     """The heads of SOURCE and OUT.
 
     Args:
@@ -138,7 +136,6 @@ def read_geometry(
         source: SOURCE's tensors, or its model's parameters.
         out: the same of OUT.
         encoder: whether an encoder was converted too.
-        may_differ: whether the layers of OUT may differ in their numbers of K/V heads.
 
     Raises:
         ConfigError: SOURCE has no attention.
@@ -155,13 +152,6 @@ def read_geometry(
         raise ConfigError(
             f"SOURCE is not a {family.model_type} checkpoint: it has no attention modules, check its config"
         )
-    first = geometry.decoder[0]
-    for module in modules:
-        if module.after != first.after and module.kind != "cross" and not may_differ:
-            raise Failure(
-                f"{module.name} has {module.after} K/V heads, but {first.name} has {first.after}: all layers "
-                f"of this {family.model_type} have one number"
-            )
     return geometry
 
 

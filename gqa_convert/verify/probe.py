@@ -1,7 +1,4 @@
-"""What both models run on: their outputs, decoding steps on a cache, and the shapes of the cache.
-
-The outputs are logits or, for a model without a language-model head, the last hidden states.
-"""
+"""What both models run on: their logits, decoding steps on a cache, and the shapes of the cache."""
 
 import inspect
 import math
@@ -84,7 +81,7 @@ class Probe:
         return torch.randn((_ROWS, *shape), generator=self._generator).to(model.dtype)
 
     def output(self, model: Any) -> Tensor:
-        """The logits or hidden states [rows, length, n] of every token, computed without a cache."""
+        """The logits [rows, length, n] of every token, computed without a cache."""
         return self._forward(model, self._ids, self._memory, use_cache=False)[0]
 
     def difference(self, ours: Tensor, theirs: Tensor) -> float:
@@ -123,8 +120,7 @@ class Probe:
         options["decoder_input_ids" if self._pairs else "input_ids"] = ids
         with torch.no_grad():
             result = model(**memory, **options)
-        output = result.logits if hasattr(result, "logits") else result.last_hidden_state
-        return output.float(), getattr(result, "past_key_values", None)
+        return result.logits.float(), getattr(result, "past_key_values", None)
 
 
 def _cached_shapes(cache: Any) -> dict[str, Shapes]:

@@ -80,14 +80,8 @@ def read_result(inputs: Inputs, weights: Weights, claims: dict[str, Any]) -> tup
     """Find the heads of OUT, and say which they are; raises as `read_geometry` does."""
     family, modeling = inputs.family, inputs.modeling
     encoder = claims.get("encoder") is True
-    geometry = read_geometry(
-        family,
-        inputs.decoder_config,
-        inputs.source.tensors,
-        weights.tensors,
-        encoder=encoder,
-        may_differ=modeling in family.layerwise or family.reads_per_layer_config,
-    )
+    tensors = inputs.source.tensors, weights.tensors
+    geometry = read_geometry(family, inputs.decoder_config, *tensors, encoder=encoder)
     if modeling is family.modeling and not geometry.changed and not family.is_converted:
         modeling = None  # stock classes load it
     return Result(inputs, weights, geometry, claims, encoder, modeling), geometry.describe()

@@ -6,7 +6,7 @@ from pathlib import Path
 from gqa_convert.errors import UnsupportedFamilyError
 from gqa_convert.families.loading import read_object
 from gqa_convert.verify.config import check_config, check_modelling_file
-from gqa_convert.verify.files import check_copied, check_hashes, check_index, open_result
+from gqa_convert.verify.files import check_copied, check_hashes, open_result
 from gqa_convert.verify.inputs import Inputs, Progress, read_inputs
 from gqa_convert.verify.models import check_models
 from gqa_convert.verify.provenance import check_provenance
@@ -61,7 +61,7 @@ def _check_stored(report: VerificationReport, inputs: Inputs, progress: Progress
         OUT; None if it is too damaged to run, or its modelling files are not the package's own.
     """
     claims = read_object(inputs.out / PROVENANCE)
-    weights = report.find("files", open_result, inputs.out, inputs.source)
+    weights = report.find("files", open_result, inputs.out)
     result = None
     if weights is not None:
         result = report.find("heads", read_result, inputs, weights, claims)
@@ -83,7 +83,6 @@ def _check_contents(report: VerificationReport, result: Result, progress: Progre
     report.check("tensor names", tensors.names)
     report.check("untouched tensors", tensors.untouched)
     report.check("merged tensors", tensors.merged)
-    report.check("index", check_index, result.weights, result.inputs.source)
     report.check("config", check_config, result)
     report.check("provenance", check_provenance, result)
 

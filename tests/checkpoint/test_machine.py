@@ -19,11 +19,6 @@ CPU = torch.device("cpu")
         ("0::/", {"memory.max": "5000", "memory.current": "900", "memory.stat": "anon 1\ninactive_file 300"}, 4_400),
         ("0::/slurm/job/step", {"slurm/job/memory.max": "700", "slurm/job/memory.current": "900"}, 0),
         ("0::/outside/of/the/container", {"memory.max": "5000", "memory.current": "900"}, 4_100),
-        (
-            "4:memory:/job\n1:cpu:/job",
-            {"memory/job/memory.limit_in_bytes": "3000", "memory/job/memory.usage_in_bytes": "1000"},
-            2_000,
-        ),
     ],
 )
 def test_limits_of_control_groups_count(

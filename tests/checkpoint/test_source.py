@@ -192,7 +192,6 @@ class TestIndex:
         b"\xff\xfe",
         b"\xef\xbb\xbf{}",
         b"[" * 99_999,
-        json.dumps(CONFIG).replace("{", '{"hidden_size": 1, ', 1).encode(),
     ],
 )
 def test_a_damaged_config(single: Path, raw: bytes) -> None:
@@ -281,26 +280,8 @@ FORMAT, NOT_FOUND, CORRUPT = UnsupportedFormatError, SourceNotFoundError, Corrup
 REFUSED: dict[str, tuple[dict[str, str], type[GQAConvertError], str]] = {
     "a LoRA adapter": (ADAPTER | {"tokenizer.json": "{}"}, FORMAT, "holds an adapter (adapter_config.json)"),
     "an adapter beside its base": (WHOLE | {"model.safetensors": "{}"} | ADAPTER, FORMAT, "holds an adapter ("),
-    "a training checkpoint in parts": (
-        WHOLE | {"checkpoint/__0_0.distcp": "", "checkpoint/.metadata": ""},
-        FORMAT,
-        "consolidate it first (torch.distributed.checkpoint.format_utils",
-    ),
-    "DeepSpeed's": ({"global_step12/mp_rank_00_model_states.pt": "", "latest": ""}, FORMAT, "zero_to_fp32.py)"),
-    "a run of uptrain": (
-        {"resolved_recipe.yaml": "", "checkpoints/x/__0_0.distcp": ""},
-        FORMAT,
-        "its subfolder model/",
-    ),
     "FP8": (FP8, FORMAT, "or one that transformers has dequantised"),
-    "GGUF": (WHOLE | {"model-Q4_K_M.gguf": "{}"}, FORMAT, "only weights for other programs"),
-    "original/ of Llama": (
-        {"original/consolidated.00.pth": "{}", "original/params.json": "{}"},
-        FORMAT,
-        "consolidated.00.pth",
-    ),
-    "ONNX": (WHOLE | {"onnx/model_quantized.onnx": "{}"}, FORMAT, "(found onnx/model_quantized.onnx)"),
-    "TensorFlow": (WHOLE | {"tf_model.h5": "{}"}, FORMAT, "(found tf_model.h5)"),
+    "GGUF": (WHOLE | {"model-Q4_K_M.gguf": "{}"}, NOT_FOUND, "holds no weights that transformers loads by default"),
     "a trainer's folder": (
         {"checkpoint-500/model.safetensors": "{}", "checkpoint-1000/pytorch_model.bin": "{}"},
         NOT_FOUND,

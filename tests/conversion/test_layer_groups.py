@@ -17,7 +17,7 @@ from tests.helpers.checkpoints import read_weights
 from tests.helpers.command_line import assert_mistake, run
 from tests.helpers.data_helpers import demo_tokenizer
 from tests.helpers.tiny import HEADS, make_checkpoint
-from tests.helpers.verification import edit_json, failed
+from tests.helpers.verification import failed
 
 pytestmark = pytest.mark.usefixtures("modeling_files_registered")
 
@@ -112,8 +112,3 @@ def test_what_has_no_form_for_a_list(tmp_path: Path) -> None:
     assert make_plan(open_checkpoint(odd), [3, 3]).stated_groups == 3
     with pytest.raises(OptionError, match="--no-native"):
         make_plan(open_checkpoint(odd), 3, native=False)
-    edit_json(odd / "config.json", architectures=["LlamaForSequenceClassification"])
-    with pytest.raises(
-        GroupsError, match=r"this llama .* since it was saved as LlamaForSequenceClassification.*; give one number"
-    ):
-        make_plan(open_checkpoint(odd), [12, 3])

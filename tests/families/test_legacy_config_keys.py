@@ -83,7 +83,6 @@ KINDS = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
     "full_attention": LINEAR["rope_parameters"],
 }
-ONE_BASE = KINDS | {"sliding_attention": {"rope_type": "default", "rope_theta": 500.0}}
 
 NEOX = rope(500.0, rope_type="linear", factor=4.0, partial_rotary_factor=0.5)
 LONG = longrope(16, original_max_position_embeddings=16)
@@ -91,7 +90,6 @@ SPECIAL: dict[str, tuple[dict[str, Any], str]] = {
     "gemma3n_text": ({"rope_parameters": KINDS}, "rope_theta rope_local_base_freq rope_scaling"),
     "gpt_neox": (NEOX, "rotary_emb_base rotary_pct rope_scaling"),
     "llama": (LONG, "rope_theta rope_scaling original_max_position_embeddings"),
-    "olmo3": ({"rope_parameters": ONE_BASE}, "rope_theta rope_scaling"),
     "phi3": (longrope(8) | {"original_max_position_embeddings": 16}, "rope_theta partial_rotary_factor rope_scaling"),
     "qwen3_moe": (rope(500.0), "rope_theta num_experts"),
 }

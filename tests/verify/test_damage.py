@@ -141,7 +141,7 @@ def without_gain(out: Path, source: Path) -> None:
 
 LLAMA, FACTORED, SMALL = ("llama", 3), ("llama, float32", 3, "factor"), ("qwen2", 3, "factor")
 CONV1D, FUSED, CROSSED = ("gpt2", 3, "factor"), ("gpt_neox", 4), ("gpt2, cross", 4)
-ENCODED, NEO = ("bart", 4, "encoder"), ("gpt_neo", 4)
+ENCODED, OPTS = ("bart", 4, "encoder"), ("opt", 4)
 
 DAMAGE: dict[str, tuple[tuple[Any, ...], Damage, set[str]]] = {
     # one bit, anywhere
@@ -161,14 +161,14 @@ DAMAGE: dict[str, tuple[tuple[Any, ...], Damage, set[str]]] = {
     # heads
     "swapped heads": (LLAMA, exchange(KEY, 0, 1, 8), MERGED),
     "five heads": (LLAMA, five_heads, {"heads"}),
-    "one layer with all heads": (LLAMA, change(KEY, lambda t: t.repeat_interleave(4, dim=0)), MERGED | {"index"}),
+    "one layer with all heads": (LLAMA, change(KEY, lambda t: t.repeat_interleave(4, dim=0)), MERGED),
     "query heads swapped": (FUSED, exchange(NEOX, 0, 1, 8), MERGED),
     "keys and values of cross-attention": (CROSSED, exchange(f"{CROSS}.c_attn.weight", 0, 1, 32, 1), MERGED),
     "bias not merged": (("opt", 4), lambda out, s: edit(out, OPT, lambda _: tensor_of(s, OPT)), MERGED),
     "bias missing": (("opt", 4), remove(OPT), NAMES | MERGED),
     "encoder left alone, changed": (("bart", 4), change(f"{BART}.k_proj.weight", flip(95)), UNTOUCHED),
     "encoder converted, changed": (ENCODED, change(f"{BART}.k_proj.bias", flip(0)), MERGED),
-    "encoder of another count": (ENCODED, change(f"{BART}.v_proj.weight", lambda t: t[:24].clone()), {"heads"}),
+    "encoder of another count": (ENCODED, change(f"{BART}.v_proj.weight", lambda t: t[:24].clone()), MERGED),
     # rewritten sources
     "gain not in the queries": (("neox", 3), without_gain, UNTOUCHED),
     "folded bias off": (("neox", 3), nudge(SIGNED, 1e-5), UNTOUCHED),
@@ -185,8 +185,8 @@ DAMAGE: dict[str, tuple[tuple[Any, ...], Damage, set[str]]] = {
     "missing tensor": (LLAMA, remove(NORM), FILES),
     "extra tensor": (LLAMA, add("model.more.weight"), FILES),
     "negative zero": (LLAMA, change(NORM, lambda t: t * -0.0), UNTOUCHED),
-    "other type": (LLAMA, change(NORM, lambda t: t.float()), UNTOUCHED | {"index"}),
-    "other type of a key": (LLAMA, change(KEY, lambda t: t.float()), MERGED | {"index"}),
+    "other type": (LLAMA, change(NORM, lambda t: t.float()), UNTOUCHED),
+    "other type of a key": (LLAMA, change(KEY, lambda t: t.float()), MERGED),
     "other shape": (LLAMA, change(NORM, lambda t: t.reshape(2, -1)), UNTOUCHED),
     "not finite": (LLAMA, change(KEY, lambda t: t * torch.nan), MERGED),
     "stale weights": (LLAMA, write("pytorch_model.bin", b"x"), FILES),
@@ -196,7 +196,6 @@ DAMAGE: dict[str, tuple[tuple[Any, ...], Damage, set[str]]] = {
     "no weights": (LLAMA, delete("*.safetensors*"), FILES),
     "index names another file": (LLAMA, misplace, FILES),
     "index is no JSON": (LLAMA, write("model.safetensors.index.json", "{"), FILES),
-    "wrong total": (LLAMA, inside("model.safetensors.index.json", "metadata", total_size=12), {"index"}),
     "changed tokenizer": (LLAMA, lambda out, _: edit_json(out / "tokenizer.json", version="2"), CARRIED),
     "changed setting of the tokenizer": (
         LLAMA,
@@ -218,8 +217,8 @@ DAMAGE: dict[str, tuple[tuple[Any, ...], Damage, set[str]]] = {
     "stock type": (("t5", 4), config(model_type="t5"), CONFIG),
     "stock class": (("t5", 4), config(architectures=["T5ForConditionalGeneration"]), CONFIG),
     "no auto_map": (("t5", 4), without("auto_map"), CONFIG | CODE),
-    "another class": (NEO, inside("config.json", "auto_map", AutoModelForCausalLM="evil.Model"), CONFIG | CODE),
-    "a tokenizer's code": (NEO, inside("config.json", "auto_map", AutoTokenizer="evil.Tokenizer"), CONFIG),
+    "another class": (OPTS, inside("config.json", "auto_map", AutoModelForCausalLM="evil.Model"), CONFIG | CODE),
+    "a tokenizer's code": (OPTS, inside("config.json", "auto_map", AutoTokenizer="evil.Tokenizer"), CONFIG),
     "no tokenizer class": (("mpt", 4), without("tokenizer_class"), CONFIG),
     "encoder's count in the config": (("bart", 4), config(encoder_num_key_value_heads=4), CONFIG),
     "encoder's count missing": (ENCODED, without("encoder_num_key_value_heads"), CONFIG),
@@ -231,7 +230,7 @@ DAMAGE: dict[str, tuple[tuple[Any, ...], Damage, set[str]]] = {
     "claims another method": (LLAMA, claims(method="first"), MERGED),
     "claims an unknown method": (LLAMA, claims(method="magic"), MERGED),
     "claims nothing": (LLAMA, delete("gqa_conversion.json"), CLAIMS | MERGED),
-    "encoder said to be converted": (("bart", 4), claims(encoder=True), {"heads"}),
+    "encoder said to be converted": (("bart", 4), claims(encoder=True), CONFIG),
     "encoder said to be left alone": (ENCODED, claims(encoder=False), UNTOUCHED | CONFIG),
     "a list for hashes": (SMALL, claims(result=[]), HASHES),
     "a number for a hash": (SMALL, claims(result={"files": [1]}), HASHES),
@@ -239,8 +238,8 @@ DAMAGE: dict[str, tuple[tuple[Any, ...], Damage, set[str]]] = {
     "hashes of another file": (SMALL, claims(result={"files": {"other": {"sha256": "0"}}}), HASHES),
     # heads that absorb
     "NaN in a query": (FACTORED, filled(QUERY, math.nan), MERGED),
-    "another shape": (FACTORED, change(QUERY, lambda t: t[:-WIDTH].clone()), MERGED | {"index"}),
-    "another type of an output": (FACTORED, change(f"{STEM}.o_proj.weight", torch.Tensor.double), MERGED | {"index"}),
+    "another shape": (FACTORED, change(QUERY, lambda t: t[:-WIDTH].clone()), MERGED),
+    "another type of an output": (FACTORED, change(f"{STEM}.o_proj.weight", torch.Tensor.double), MERGED),
     "an MLP changed": (FACTORED, nudge("model.layers.0.mlp.down_proj.weight", 0.02), UNTOUCHED),
     "normalised keys absorbed": (("olmo2", 3, "factor"), scale(f"{FIRST}.q_proj.weight", 1.01), UNTOUCHED),
     "normalised keys not the mean": (("olmo2", 3, "factor"), scale(f"{FIRST}.k_proj.weight", 1.01), MERGED),

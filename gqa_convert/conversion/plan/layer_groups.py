@@ -5,7 +5,7 @@ from math import gcd
 
 from gqa_convert.errors import GroupsError
 from gqa_convert.families.geometry import AttentionFinder
-from gqa_convert.families.layerwise import find_form, kinds_of_layers
+from gqa_convert.families.layerwise import find_form
 
 
 def merging_counts(*kv_heads: int) -> list[int]:
@@ -37,7 +37,7 @@ def layer_groups(finder: AttentionFinder, groups: int | Sequence[int]) -> dict[s
     layers = sorted(finder.layers, key=lambda layer: layer.number)
     is_one_number = isinstance(groups, int) and not family.is_layerwise
     counts = [groups] * len(layers) if isinstance(groups, int) else groups
-    if not is_one_number and not family.layerwise and not family.reads_per_layer_config:
+    if not is_one_number and not family.layerwise:
         raise GroupsError(
             f"--groups: all layers of a {family.model_type} have one number of K/V heads: give one; docs/supported-models.md names the "
             "types whose layers may differ"
@@ -62,26 +62,11 @@ def layer_groups(finder: AttentionFinder, groups: int | Sequence[int]) -> dict[s
                 f"--groups {count} does not fit this {family.model_type} checkpoint with {layer.kv_heads} K/V heads and {layer.heads} query "
                 f"heads in layer {layer.number}: choose one of {choices}"
             )
-    if not is_one_number:
-        _check_form(finder, counts)
-    return {layer.module: count for layer, count in zip(layers, counts, strict=True)}
-
-
-def _check_form(finder: AttentionFinder, counts: Sequence[int]) -> None:
-    """Check that a result with these numbers, one for each layer, has a form."""
-    family = finder.family
-    if family.reads_per_layer_config:
-        by_kind: dict[str, int] = {}
-        for number, (kind, count) in enumerate(zip(kinds_of_layers(finder.config), counts, strict=False)):
-            if by_kind.setdefault(kind, count) != count:
-                raise GroupsError(
-                    f"--groups: all layers of a {family.model_type} with {kind.replace('_', ' ')} have one number of K/V heads: "
-                    f"layer {number} states {count}, and one before it {by_kind[kind]}"
-                )
-    elif len(set(counts)) > 1 or family.is_layerwise:
+    if family.is_layerwise or len(set(counts)) > 1:
         reason = find_form(family, finder.config)
         if isinstance(reason, str):
             raise GroupsError(
                 f"--groups: the layers of this {family.model_type} can't differ in their number of K/V heads, since {reason}; "
                 "give one number for all layers"
             )
+    return {layer.module: count for layer, count in zip(layers, counts, strict=True)}

@@ -14,8 +14,8 @@ from gqa_convert.conversion.plan.layer_groups import layer_groups
 from gqa_convert.conversion.plan.model import Plan, TensorChange
 from gqa_convert.errors import OptionError
 from gqa_convert.families.geometry import AttentionFinder
-from gqa_convert.families.layerwise import find_form, restate, restate_by_kind, why_not_decilm
-from gqa_convert.families.legacy_config_keys import legacy_config_keys
+from gqa_convert.families.layerwise import find_form, restate, why_not_decilm
+from gqa_convert.families.loading import check_language_model
 from gqa_convert.families.table import Family, Modeling, family_of
 from gqa_convert.merging.absorption_limits import find_absorption_limits
 from gqa_convert.merging.methods import COPY, MEAN, choose_method
@@ -49,6 +49,7 @@ def make_plan(
         UnsupportedFamilyError: the model type is unknown or cannot be converted.
         ConfigError: the tensors' names or shapes contradict the config.
         GroupsError: `groups` does not fit the heads, or the family has no form in which layers differ.
+        NoLanguageModelError: the checkpoint was saved without a language-model head.
         UnsupportedFormatError: the K/V projections have a type that can't be merged.
         OptionError: an unknown method, an impossible shard size, no encoder to convert, or a route that there is not.
     """
@@ -56,6 +57,8 @@ def make_plan(
     if max_shard_size is not None and max_shard_size < 1:
         raise OptionError(f"--max-shard-size {max_shard_size} is not positive: give a size such as 5GB")
     family = family_of(checkpoint.config)
+    if family.native or family.modeling is not None:
+        check_language_model(checkpoint.source_id, checkpoint.config, "a K/V cache serves to generate text")
     _check_route(family, native)
     finder = AttentionFinder(checkpoint, family, encoder=encoder)
     check_layers(checkpoint, finder)
@@ -112,8 +115,6 @@ def _form(
     """The modelling file of the result, if it needs one; its config; and notes."""
     family, config = finder.family, checkpoint.config
     groups, *others = set(counts)
-    if others and family.reads_per_layer_config:
-        return None, restate_by_kind(config, counts) | legacy_config_keys(config), []
     if others or family.is_layerwise:
         form = find_form(family, finder.config)
         assert not isinstance(form, str), form  # layer_groups has refused it
