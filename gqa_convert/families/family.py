@@ -52,6 +52,8 @@ class LegacyConfigKeys:
     """Key of the share of rotary dimensions outside `rope_parameters`."""
     local_rotary_base: str | None = None
     """Key of the rotary base of layers with sliding-window attention, for types that have a second base there."""
+    scaled_share: float | None = None
+    """The only share of rotary dimensions that the class can combine with `rope_scaling`; None for any."""
 
 
 @dataclass(frozen=True, slots=True)

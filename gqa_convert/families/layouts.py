@@ -7,14 +7,12 @@ K/V heads, c head_dim, d hidden size. A projection is [rows, d] (Conv1D stores i
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
 Role = Literal["query", "gate", "key", "value", "key_norm"]
-_ROLES: tuple[Role, ...] = get_args(Role)
-"""In the order in which a converted tensor holds them."""
 
 FusedLayout = Literal["blocks", "grouped"]
 """Order of a fused projection's rows.
@@ -59,7 +57,7 @@ def _in_order(heads: Iterable[tuple[Role, int]]) -> Sections:
         head_rows[role] = rows
         starts.setdefault(role, []).append(first)
         first += rows
-    return tuple(Section(role, head_rows[role], tuple(starts[role])) for role in sorted(starts, key=_ROLES.index))
+    return tuple(Section(role, head_rows[role], tuple(starts[role])) for role in starts)
 
 
 def separate(role: Role, heads: int, head_rows: int) -> Sections:

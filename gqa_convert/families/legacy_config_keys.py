@@ -41,7 +41,7 @@ def _rotary_keys(rotary: JsonObject, legacy: LegacyConfigKeys) -> JsonObject:
     """
     found = _renamed(rotary, ("rope_theta", legacy.rotary_base), ("partial_rotary_factor", legacy.rotary_share))
     kind = rotary.get("rope_type", rotary.get("type", "default"))
-    if kind == "default":
+    if kind == "default" or legacy.scaled_share not in (None, rotary.get("partial_rotary_factor")):
         return found
     scaling = {key: value for key, value in rotary.items() if key not in ("rope_theta", "partial_rotary_factor")}
     length = ("original_max_position_embeddings",) * 2

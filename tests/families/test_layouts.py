@@ -34,14 +34,3 @@ def test_fused_round_trips(group: int, kv_heads: int, width: int, columns: int, 
         assert [section.role for section in cut] == ["query", "key", "value"]
         assert all(np.array_equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
         assert np.array_equal(layouts.join(found, cut), array)
-
-
-@given(quarter=counts, width=counts, columns=counts, vector=st.booleans())
-def test_quarters_round_trip(quarter: int, width: int, columns: int, vector: bool) -> None:
-    array = numbered(12 * quarter * width, columns, vector)
-    cells = array.reshape(4, 3, quarter, width, *array.shape[1:])
-    query, value, key = (cells[:, place].reshape(4 * quarter, width, *array.shape[1:]) for place in range(3))
-    cut = layouts.fused("quarters", 4 * quarter, 4 * quarter, width)
-    found = layouts.split(array, cut)
-    assert all(np.array_equal(mine, theirs) for mine, theirs in zip(found, [query, key, value], strict=True))
-    assert np.array_equal(layouts.join(found, cut), array)
