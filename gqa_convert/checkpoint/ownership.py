@@ -70,7 +70,7 @@ def foreign_files(folder: Path) -> list[str]:
         for path in sorted(Path(root, name) for name in links + names):
             name = path.relative_to(folder).as_posix()
             is_ours = name in ours and not path.is_symlink() and _is_unchanged(path, ours[name])
-            if not is_ours and (not ours or path.is_symlink() or not _is_of_record(path, name)):
+            if not is_ours and not (ours and _is_of_record(path, name)):
                 found.append(name)
     return found
 

@@ -123,6 +123,12 @@ def inside(file: str, key: str, **changes: Any) -> Damage:
     return lambda out, _: edit_json(out / file, **{key: json.loads((out / file).read_text())[key] | changes})
 
 
+def claim_source_hash(out: Path, _: Path) -> None:
+    record = json.loads((out / "gqa_conversion.json").read_text())
+    record["source"]["files"]["config.json"]["sha256"] = "0"
+    (out / "gqa_conversion.json").write_text(json.dumps(record))
+
+
 # Results that are wrong in a way of their own
 # ---------------------------------------------------------------------------------------------------------
 
@@ -180,6 +186,7 @@ DAMAGE: dict[str, tuple[tuple[Any, ...], Damage, set[str]]] = {
     "SOURCE's type": (("neox", 3), config(model_type="gpt_neox"), {"heads"}),
     "multi-query": (("gpt2 as gpt_bigcode", 1), config(multi_query=False), CONFIG),
     "another route claimed": (("neox", 3), claims(route="own file"), CLAIMS),
+    "another hash of SOURCE claimed": (LLAMA, claim_source_hash, CLAIMS),
     "another source claimed": (("neox", 3), claims(source={"model_type": "phi"}), CLAIMS),
     # tensors and files
     "missing tensor": (LLAMA, remove(NORM), FILES),
