@@ -285,6 +285,32 @@ def model_of_config(folder: Path, dtype: Any) -> Any:
     return getattr(transformers, auto_class(stated)).from_config(config, dtype=dtype, trust_remote_code=False)
 
 
+def outline_model(folder: Path, dtype: Any) -> Any:
+    """The model of `load_model` with uninitialised parameters and buffers, for a process that receives them from
+    another.
+
+    Their memory is reserved but not touched, so that the system provides it only when something is written.
+
+    Args:
+        folder: a local checkpoint, whose weights are not read.
+        dtype: a torch type.
+
+    Raises:
+        ValueError: a model of this class can't be made without its numbers.
+        Exception: whatever transformers raises.
+    """
+    import torch
+
+    with torch.device("meta"):
+        model = model_of_config(folder, dtype)
+    for module in model.modules():
+        if any(isinstance(value, torch.Tensor) and value.is_meta for value in vars(module).values()):
+            raise ValueError(f"{type(module).__name__} keeps numbers outside its parameters and buffers")
+    model.to_empty(device="cpu")
+    model.tie_weights()
+    return model.eval()
+
+
 def load_tokenizer(folder: Path) -> Any:
     """The checkpoint's tokenizer, which needs no code of a modelling file.
 

@@ -1,12 +1,14 @@
-"""Checkpoints of a run. Each is published atomically, the newest few are kept, and a run resumes from the newest.
+"""Checkpoints of a run. Each is published atomically, the newest few are kept, and a run resumes from the newest whole
+one.
 
 A checkpoint is a folder `checkpoints/step-000123`. It holds the sharded state of model and optimizer, of which every
-process writes its own part (torch.distributed.checkpoint), and `run.json`.
+process writes its own part (torch.distributed.checkpoint), and `run.json`, which is written last and lists every file's
+size.
 """
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -31,7 +33,8 @@ StateDict = dict[str, Any]
 
 @dataclass
 class Progress:
-    """The progress of a run, which `run.json` holds; everything else follows from the recipe and the step.
+    """The progress of a run, which `run.json` holds beside the size of every file; everything else follows from the
+    recipe and the step.
 
     Attributes:
         step: optimizer steps taken or skipped.
@@ -69,25 +72,42 @@ class Checkpoints:
     def path(self, step: int) -> Path:
         return self.folder / f"step-{step:06d}"
 
-    def all(self) -> list[Path]:
-        """The checkpoints, newest first; their numbers have six digits or more."""
-        return sorted(self.folder.glob("step-*"), key=lambda path: (len(path.name), path.name), reverse=True)
+    def _all(self) -> list[Path]:
+        """The checkpoints, newest first."""
+        return sorted(self.folder.glob("step-*"), key=_place, reverse=True)
 
-    def newest(self) -> Progress | None:
-        """The progress at the newest checkpoint; None if there is none.
+    def whole(self, say: Callable[[str], None] = lambda _: None) -> list[Progress]:
+        """The records of the checkpoints that have one and all files in the sizes that it states, newest first.
+
+        Args:
+            say: called with a message about each other checkpoint.
+        """
+        records = []
+        for path in self._all():
+            try:
+                records.append(_read(path))
+            except (OSError, ValueError, KeyError, TypeError) as problem:
+                say(f"{path} is damaged ({problem}) and is passed over")
+        return records
+
+    def newest(self, say: Callable[[str], None] = lambda _: None) -> Progress | None:
+        """The record of the newest checkpoint that is whole; None if there is no checkpoint.
+
+        Args:
+            say: called with a message about each checkpoint that is damaged.
 
         Raises:
-            ResumeError: it is damaged.
+            ResumeError: there are checkpoints, and all of them are damaged.
         """
-        for path in self.all():
-            try:
-                return Progress(**json.loads((path / _RECORD).read_bytes()))
-            except (OSError, ValueError, TypeError) as problem:
-                raise _damaged(path, problem) from None
-        return None
+        records = self.whole(say)
+        if self._all() and not records:
+            raise ResumeError(f"every checkpoint in {self.folder} is damaged: remove the folder to start over")
+        return records[0] if records else None
 
     def save(self, state: StateDict, record: Progress) -> None:
         """Write a checkpoint, publish it, and remove those that need not be kept. Every process calls this.
+
+        While steps are being skipped nothing is removed, because an earlier checkpoint may be needed to recover.
 
         Args:
             state: whole or sharded tensors, in the form that torch.distributed.checkpoint accepts.
@@ -111,18 +131,25 @@ class Checkpoints:
                 dcp.save(state, checkpoint_id=work, no_dist=group is None, process_group=group)
             with together():
                 if self._main:
-                    (work / _RECORD).write_text(json.dumps(asdict(record), indent=2))
-                    for path in work.iterdir():
-                        sync(path)
-                    sync(work)
-                    work.rename(final)
-                    sync(self.folder)
-                    self.prune()
+                    self._publish(work, final, record)
         except Exception as problem:
             shutil.rmtree(work, ignore_errors=True)
             if is_disk_full(problem) or is_disk_full(problem.__cause__ or problem):
                 raise no_space(self.folder, "resumes from the last checkpoint") from None
             raise
+
+    def _publish(self, work: Path, final: Path, record: Progress) -> None:
+        """Complete a written checkpoint and give it its name."""
+        files = {path.name: _size(path) for path in work.iterdir()}
+        (work / _RECORD).write_text(json.dumps(asdict(record) | {"files": files}, indent=2) + "\n")
+        for path in work.iterdir():
+            sync(path)
+        sync(work)
+        shutil.rmtree(final, ignore_errors=True)  # a damaged one
+        work.rename(final)
+        sync(self.folder)
+        if not record.skipped_in_a_row:
+            self.prune()
 
     def load(self, step: int, state: StateDict) -> None:
         """Fill `state` in place.
@@ -132,19 +159,23 @@ class Checkpoints:
         """
         import torch.distributed.checkpoint as dcp
 
-        path, group = self.path(step), waiting_group()
+        group = waiting_group()
         try:
             with _first_failure():
-                dcp.load(state, checkpoint_id=path, no_dist=group is None, process_group=group)
+                dcp.load(state, checkpoint_id=self.path(step), no_dist=group is None, process_group=group)
         except GQAConvertError:  # a second Ctrl-C
             raise
         except Exception as problem:
-            raise _damaged(path, problem) from None
+            raise ResumeError(
+                f"{self.path(step)} cannot be loaded ({first_line(problem)}): remove it to resume from the checkpoint before it"
+            ) from None
 
     def prune(self) -> None:
-        """Remove all but the newest checkpoints; one process calls this."""
-        for path in self.all()[self._kept :]:
-            shutil.rmtree(path, ignore_errors=True)
+        """Remove the checkpoints before the newest whole ones that are kept; one process calls this."""
+        kept = self.whole()[: self._kept]
+        for path in self._all():
+            if kept and _place(path) < _place(self.path(kept[-1].step)):
+                shutil.rmtree(path, ignore_errors=True)  # what is left of one is not whole
 
     def sweep(self) -> None:
         """Remove unfinished files of a killed run."""
@@ -152,10 +183,22 @@ class Checkpoints:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _damaged(path: Path, problem: Exception) -> ResumeError:
-    return ResumeError(
-        f"{path} cannot be loaded ({first_line(problem)}): remove it to resume from the checkpoint before it"
-    )
+def _place(path: Path) -> tuple[int, str]:
+    """What checkpoints are sorted by; their numbers have six digits or more."""
+    return len(path.name), path.name
+
+
+def _read(path: Path) -> Progress:
+    """The record of a checkpoint, whose files are checked to exist with their sizes.
+
+    Raises:
+        OSError, ValueError, KeyError, TypeError: something is missing or cut short.
+    """
+    content = json.loads((path / _RECORD).read_bytes())
+    for name, size in content.pop("files").items():
+        if (found := _size(path / name)) != size:
+            raise ValueError(f"{path / name} has {found} bytes, expected {size}")
+    return Progress(**content)
 
 
 @contextmanager
@@ -168,6 +211,12 @@ def _first_failure() -> Iterator[None]:
     except CheckpointException as raised:
         error, _ = next(iter(raised.failures.values()))
         raise error from error.__cause__ or error.__context__
+
+
+def _size(path: Path) -> int:
+    """The size of a file, which is opened first so that a network file system refreshes it."""
+    with path.open("rb") as file:
+        return file.seek(0, 2)
 
 
 # The state of model and optimizer in a checkpoint, independent of how they are distributed over processes

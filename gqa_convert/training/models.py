@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gqa_convert.data.sampler import Batch
-from gqa_convert.families.loading import check_complete, explained, load_model, read_config
+from gqa_convert.families.loading import check_complete, explained, read_config
 from gqa_convert.losses.output_layer import remove_output_layer
 from gqa_convert.training import sharding
 from gqa_convert.training.distributed import together
@@ -18,7 +18,7 @@ from gqa_convert.training.opening import NEEDS_HEAD
 from gqa_convert.training.recipe import Recipe
 
 
-def load_student(recipe: Recipe, folder: Path) -> Any:
+def load_student(recipe: Recipe, folder: Path, *, sharded: bool = False) -> Any:
     """The model to train, in float32 on the CPU, without dropout; or with
     adapters, the only trained parameters, on weights in the type that `lora.loading_options` states.
 
@@ -28,7 +28,7 @@ def load_student(recipe: Recipe, folder: Path) -> Any:
     """
     with explained(recipe.model):
         options = {"dtype": torch.float32} if recipe.lora is None else loading_options(recipe)
-        model, missing = load_model(folder, **options)
+        model, missing = sharding.load(folder, **options, by_first=sharded)
     check_complete(recipe.model, folder, missing, NEEDS_HEAD)
     if recipe.gradient_checkpointing:
         recompute(model)
@@ -52,7 +52,7 @@ def place_student(model: Any, accelerator: Any, *, sharded: bool, bf16: bool) ->
     return sharding.replicate(model, accelerator.device)
 
 
-def load_frozen(folder: Path, device_type: str) -> Any:
+def load_frozen(folder: Path, device_type: str, *, sharded: bool = False) -> Any:
     """A teacher or a source on the CPU, in evaluation mode and without gradients.
 
     It has its checkpoint's dtype, but for a GPU bfloat16 instead of float32, whose products take several times as long.
@@ -66,7 +66,7 @@ def load_frozen(folder: Path, device_type: str) -> Any:
     dtype = torch.bfloat16 if in_float32 and device_type == "cuda" else "auto"
     advice = "distillation needs a teacher with a language-model head; name one"
     with explained(str(folder)):
-        model, missing = load_model(folder, dtype)
+        model, missing = sharding.load(folder, dtype, by_first=sharded)
         check_complete(str(folder), folder, missing, advice)
     return model.requires_grad_(False)
 

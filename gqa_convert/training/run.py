@@ -108,7 +108,7 @@ class Run:
             ResumeError: the output folder holds a run that this recipe can't resume.
         """
         recipe = self.recipe
-        finished, newest = self.folder.finished(), self.checkpoints.newest()
+        finished, newest = self.folder.finished(), self.checkpoints.newest(self.say)
         known = finished or newest
         if known is None:
             return None
@@ -160,12 +160,12 @@ class Run:
         recipe.warmup(steps)  # raises an error if the warm-up is longer than the run
         torch.manual_seed(recipe.seed)
         with together():
-            model = load_student(recipe, opened.folder)
+            model = load_student(recipe, opened.folder, sharded=self.sharded)
         student = place_student(model, self.accelerator, sharded=self.sharded, bf16=recipe.precision == "bf16")
         optimizer, teacher = build_optimizer(model, recipe), None
         if opened.teacher is not None:
             with together():
-                teacher = load_frozen(opened.teacher, self.accelerator.device.type)
+                teacher = load_frozen(opened.teacher, self.accelerator.device.type, sharded=self.sharded)
             teacher = place_frozen(teacher, self.accelerator, sharded=self.sharded)
         # the losses of student and teacher are computed of logits, or of the states before them
         if remove_output(model, samples.batch([0])) and teacher is not None:
@@ -256,8 +256,8 @@ class Run:
         self.checkpoints.save(state_of(self.trainer.model, self.trainer.optimizer), progress)
 
     def _diverged(self) -> DivergedError:
-        saved = self.checkpoints.all()
-        where = f"{saved[0]} is intact" if saved else "there is no checkpoint yet"
+        whole = self.checkpoints.whole()
+        where = f"{self.checkpoints.path(whole[0].step)} is intact" if whole else "there is no checkpoint yet"
         return DivergedError(
             f"{_LONGEST_STREAK} consecutive steps up to step {self.progress.step} had a loss or a gradient that is not finite; {where}: run "
             "again with a lower learning_rate, a lower gradient_clipping or precision=no"

@@ -55,13 +55,16 @@ class RunFolder:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """A context in which no other job uses the folder, which is made if it does not exist.
+        """A context in which no other job uses the folder, which is made if it does not exist. If nothing was written, it
+        is removed in the end.
 
         Raises:
             LaunchError: another process holds it.
         """
+        made = [each for each in (self.path, *self.path.parents) if not each.exists()]
         self.path.mkdir(parents=True, exist_ok=True)
-        handle = try_lock(self.path / LOCK)
+        lock = self.path / LOCK
+        handle = try_lock(lock)
         if handle is None:
             raise LaunchError(
                 f"another process is training into {self.path}: wait for it, or name another output; if it belongs to this job, the "
@@ -70,6 +73,11 @@ class RunFolder:
         try:
             yield
         finally:
+            with contextlib.suppress(OSError):  # the folder may be gone or read-only by now
+                if list(self.path.iterdir()) == [lock]:
+                    lock.unlink()
+                    for each in made:
+                        each.rmdir()
             os.close(handle)
 
     def begin(self, recipe: Recipe, commits: DatasetCommits) -> None:

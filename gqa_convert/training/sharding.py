@@ -7,10 +7,13 @@ this is done here, from the same configuration.
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from gqa_convert.errors import LaunchError
-from gqa_convert.training.distributed import is_set
+from gqa_convert.families.loading import load_model, outline_model, read_config
+from gqa_convert.training.distributed import gathered, is_set, rank
 from gqa_convert.training.recipe import Sharding
 
 
@@ -34,6 +37,28 @@ def is_sharded(model: Any) -> bool:
     return isinstance(model, FSDPModule)
 
 
+def load(folder: Path, dtype: Any, *, by_first: bool = False, **options: Any) -> tuple[Any, list[str]]:
+    """Load a model as `loading.load_model` does.
+
+    Args:
+        folder: a local checkpoint.
+        dtype: a torch dtype, or `auto`.
+        by_first: only the first process reads weights, for a model that `shard` will send to the others. Otherwise a
+            machine with eight GPUs would hold eight whole copies before sharding.
+        options: further options of `from_pretrained`, for models that are not sharded.
+    """
+    import torch
+
+    if by_first and rank():
+        config = read_config(folder)
+        if dtype == "auto":
+            dtype = getattr(torch, str(config.get("dtype") or config.get("torch_dtype")), "auto")
+        # a class that can't be built without its weights, or an error that the first process reports
+        with suppress(Exception):
+            return outline_model(folder, dtype), []
+    return load_model(folder, dtype, **options)
+
+
 def replicate(model: Any, device: Any) -> Any:
     """Copy the model to every process; gradients are averaged in the backward pass."""
     from torch.nn.parallel import DistributedDataParallel
@@ -50,8 +75,8 @@ def shard(model: Any, device: Any, *, bf16: bool) -> Any:
     summed in float32.
 
     Args:
-        model: the model on the CPU, with the same numbers on every process, so that the device holds one whole layer at
-            a time.
+        model: the model on the CPU, so that the device holds one whole layer at a time. The first process's numbers are
+            used.
         device: the device of this process.
         bf16: compute in bfloat16; parameters and optimizer state keep their dtype.
 
@@ -59,10 +84,13 @@ def shard(model: Any, device: Any, *, bf16: bool) -> Any:
         LaunchError: layers of the model share parameters.
     """
     import torch
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+    _take_types_of_the_first(model)
     names = {name for name, _ in model.named_parameters()}
+    numbers = {} if rank() else model.state_dict()
     mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
     policy = MixedPrecisionPolicy()
     if bf16:
@@ -76,6 +104,9 @@ def shard(model: Any, device: Any, *, bf16: bool) -> Any:
             f"{apart[0]} is shared with another layer, and FSDP2 would train the two separately ({len(apart)} in all): launch with "
             "recipes/accelerate/multi_gpu.yaml"
         )
+    set_model_state_dict(model, numbers, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+    for buffer in model.buffers():  # buffers that no checkpoint holds are not in the state
+        torch.distributed.broadcast(buffer, src=0)
     return model
 
 
@@ -91,6 +122,19 @@ def reshard(model: Any) -> None:
     for module in model.modules():
         if is_sharded(module):
             module.reshard()
+
+
+def _take_types_of_the_first(model: Any) -> None:
+    """Give tensors the dtypes of the first process. transformers keeps some tensors in float32 when it reads weights,
+    which only the first process may have done.
+    """
+    import torch
+
+    own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    types = gathered({name: tensor.dtype for name, tensor in own.items()})[0]
+    for name, tensor in own.items():
+        if tensor.dtype != types[name]:  # the values are replaced immediately
+            tensor.data = torch.empty_like(tensor, dtype=types[name])
 
 
 def layers(model: Any) -> Iterator[Any]:

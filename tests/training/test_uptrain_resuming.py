@@ -176,6 +176,27 @@ def test_changed_recipes_and_texts_are_refused(home: Path, whole: Path, tmp_path
         run(home, tmp_path / "own", data=str(text))
 
 
+@pytest.mark.parametrize("damage", ["truncated", "missing", "record"])
+def test_a_damaged_checkpoint_is_passed_over_aloud(whole: Path, tmp_path: Path, damage: str) -> None:
+    output = tmp_path / "run"
+    shutil.copytree(whole, output)
+    (output / "summary.json").unlink()
+    newest = output / "checkpoints" / "step-000006"
+    tensors = next(newest.glob("*.distcp"))
+    if damage == "truncated":
+        os.truncate(tensors, tensors.stat().st_size - 1000)
+    elif damage == "missing":
+        tensors.unlink()
+    else:
+        os.truncate(newest / "run.json", 100)
+    said: list[str] = []
+    uptrain_checkpoint(whole.with_suffix(".yaml"), [f"output={output}", "keep_checkpoints=1"], on_message=said.append)
+    assert any("step-000006 is damaged" in line for line in said)
+    assert any("resuming from" in line and "step-000004" in line for line in said)
+    assert weights(output) == weights(whole)
+    assert sorted(path.name for path in (output / "checkpoints").iterdir()) == ["step-000006"]
+
+
 def nan_at(monkeypatch: pytest.MonkeyPatch, steps: set[int], above: float = 0.0) -> None:
     """Losses are not finite at these steps, unless the learning rate is small."""
     from gqa_convert.training.trainer import Trainer
@@ -225,7 +246,8 @@ def test_divergence_ends_a_run_that_can_go_on_otherwise(
         DivergedError, match=r"5 consecutive steps up to step 8 .* is intact: run again with a lower learning_rate"
     ):
         run(home, output, **keys)
-    assert [path.name for path in (output / "checkpoints").iterdir()] == ["step-000006"]
+    saved = sorted(path.name for path in (output / "checkpoints").iterdir())
+    assert saved == ["step-000002", "step-000004", "step-000006"]  # of a streak nothing is removed
     with pytest.raises(ResumeError, match="seed was 0 and is now 1"):
         run(home, output, **keys, seed=1)
     summary = run(home, output, **keys, learning_rate=1e-4)
