@@ -70,6 +70,8 @@ transformers runs the files that the result carries; where gqa-convert is instal
 - Decoders: {decoders}.
 - Encoder-decoders: {encoder_decoders}.
 
+gpt_neo runs with eager attention only.
+
 ## Layers that differ
 
 [A number of K/V heads for each layer](methods.md#a-number-for-each-layer) is possible in {count} types. The result carries `gqa_by_layer.py`, and only transformers runs it. {decilm} become a DeciLM (`nemotron-nas`) where they can, which vLLM and llama.cpp [run](serving-and-publishing.md#which-engines-load-which-types).

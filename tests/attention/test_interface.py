@@ -30,8 +30,8 @@ from tests.helpers.selection import slow_but
 from tests.helpers.tiny import VOCAB, make_config, randomise
 
 REFUSED = {
-    **dict.fromkeys(("bloom", "falcon", "mpt"), "has custom attention code"),
-    "gqa_mpt": "has custom attention code",
+    **dict.fromkeys(("bloom", "falcon", "gpt_neo", "mpt"), "has custom attention code"),
+    **dict.fromkeys(("gqa_gpt_neo", "gqa_mpt"), "has custom attention code"),
     **dict.fromkeys(("gemma2", "vaultgemma"), "attn_logit_softcapping is 50.0"),
     **dict.fromkeys(("gpt_oss", "granite_swa", "granitemoe_swa", "flint"), "attention sinks"),
     **dict.fromkeys(("falcon, RW", "gqa_falcon, RW"), "ALiBi twice"),
@@ -240,7 +240,7 @@ def test_what_would_differ_is_refused(name: str) -> None:
     register()
     config, auto = configured(name)
     tokens = torch.ones(1, 5, dtype=torch.int64, device="meta")
-    own = name.split(",")[0] == "falcon"
+    own = name.split(",")[0] in ("falcon", "gpt_neo", "gqa_gpt_neo")
     with torch.device("meta"), pytest.raises((KeyError, ValueError) if own else UnsupportedAttentionError) as caught:
         getattr(transformers, auto).from_config(config, attn_implementation="gqa").eval()(tokens)
     why = why_unsupported(getattr(transformers, auto)._model_mapping[type(config)], config)
@@ -275,7 +275,7 @@ def test_a_name_written_into_a_config_is_refused_in_the_first_forward_pass() -> 
             model(torch.ones(1, 5, dtype=torch.int64))
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "gqa_falcon, 7B"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "gpt_neo", "gqa_gpt_neo", "gqa_falcon, 7B"])
 @torch.no_grad()
 def test_a_name_written_by_hand_with_a_mask_of_ones_own(name: str) -> None:
     """It computes what eager attention computes, or is refused; the model makes no mask at which it would be checked."""

@@ -74,14 +74,14 @@ class Row:
         return f"{self.case} to {self.groups}{' with its encoder' if self.encoder else ''}"
 
 
-FEWER = {"falcon": 4, "falcon, 40B with 4": 2}
+FEWER = {"gpt_neo": 4, "falcon": 4, "falcon, 40B with 4": 2}
 """Counts other than 3."""
 ROWS = [
     *(Row(case, FEWER.get(case, 3)) for case in CASES),
     *(Row(case, 1) for case in ("t5", "whisper", "gpt2", "gpt_neox", "bloom", "mpt", "falcon, 40B")),
     *(Row(case, 12) for case in ("falcon, 7B", "falcon, 40B")),
     *(Row(case, encoder=True) for case in ("t5", "whisper", "switch_transformers")),
-    *(Row(case, groups, encoder=True) for case, groups in (("bart", 4), ("marian", 2))),
+    *(Row(case, groups, encoder=True) for case, groups in (("umt5", 4), ("bart", 4), ("marian", 2))),
 ]
 
 

@@ -23,7 +23,7 @@ from tests.helpers.verification import Made, claim, details, edit, edit_json, fa
 from tests.helpers.verify_sources import SOURCES
 
 MEAN = ConversionOptions(method="mean")
-OWN_COUNT = ("t5", "bart", "gpt2")
+OWN_COUNT = ("t5", "bart", "gpt2", "gpt_neo")
 """Sources at whose own count of twelve stock classes load the result."""
 
 FAST = {"llama", "phi3", "stablelm", "neox", "gpt2 as gpt_bigcode", "t5", "gpt2, cross", "falcon, 40B", "qwen2"}
