@@ -46,8 +46,10 @@ ATTENTION = names(
 Parts = dict[tuple[str, str], list[Tensor]]
 """By role and kind, a view of each head: [head_dim, hidden_size] of a weight, [head_dim] of a bias."""
 
-EXACT = 2e-5
-"""How far equal models may lie apart in float32, as a share of the logits' spread."""
+EXACT = 3e-5
+"""How far equal models may lie apart in float32, as a share of the logits' spread: T5's are 2.2e-5 apart on a processor
+without AVX-512.
+"""
 
 
 @dataclass
