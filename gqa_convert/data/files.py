@@ -89,7 +89,8 @@ class Files:
             if len(text) > _SHORT:
                 yield Piece(text)
         else:
-            yield from _text_pieces(_lines(handle))
+            with _lines(handle) as text:
+                yield from _text_pieces(text)
 
     def first_row(self) -> Row:
         """The first row of the first file; empty if it is plain text, has none or can't be read."""
@@ -148,10 +149,11 @@ def read_rows(path: Path, handle: io.BufferedReader, fields: Sequence[str]) -> I
     if path.suffix == _PARQUET:
         yield from _parquet_rows(path, handle, fields)
         return
-    for number, line in enumerate(_lines(handle), 1):
-        if line.strip():
-            where = f"{path} line {number}"
-            yield where, _parsed(line, where)
+    with _lines(handle) as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                where = f"{path} line {number}"
+                yield where, _parsed(line, where)
 
 
 def _parsed(line: str, where: str) -> Row:
