@@ -182,7 +182,6 @@ DAMAGE: dict[str, tuple[tuple[Any, ...], Damage, set[str]]] = {
     "one layer more": (("neox", 3), add("model.layers.2.mlp.fc1.weight"), NAMES),
     "rotary base": (("neox", 3), inside("config.json", "rope_parameters", rope_theta=501.0), CONFIG),
     "rotary scaling for old clients": (("neox, tied", 3), config(rope_scaling=None), CONFIG),
-    "the other home": (("neox", 3), config(model_type="starcoder2"), CONFIG),
     "SOURCE's type": (("neox", 3), config(model_type="gpt_neox"), {"heads"}),
     "multi-query": (("gpt2 as gpt_bigcode", 1), config(multi_query=False), CONFIG),
     "another route claimed": (("neox", 3), claims(route="own file"), CLAIMS),

@@ -65,7 +65,7 @@ def test_good_conversions_pass(made: Made, name: str, stated: str) -> None:
 def test_half_precision(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     """As models of more than three billion parameters run."""
     monkeypatch.setattr(models, "FLOAT32_LIMIT", 0)
-    for name, groups, dtype in (("t5", 3, "bfloat16"), ("serial, half", 3, "float16")):
+    for name, groups, dtype in (("t5", 3, "bfloat16"), ("neox, tied", 3, "float16")):
         report = verify_checkpoint(*made(name, groups))
         assert failed(report) == {}
         assert dtype in details(report)["loads"]

@@ -1,6 +1,4 @@
-"""GPT-NeoX as a stock type that computes the same: phi, which has parallel blocks with one norm each, or starcoder2, which
-has sequential blocks.
-"""
+"""GPT-NeoX with parallel blocks as phi, which computes the same with one norm in each block."""
 
 from gqa_convert.checkpoint.source import Checkpoint
 from gqa_convert.checkpoint.strict_json import Config, JsonObject
@@ -26,93 +24,58 @@ _DEFAULTS = {
     "attention_dropout": 0.0,
     "max_position_embeddings": 2048,
 }
-"""Of GPT-NeoX's config, by keys that the stock types have too."""
+"""Of GPT-NeoX's config, by keys that phi has too."""
 _ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 """Kinds of rotary scaling that source and stock class compute with the same function of transformers."""
 
 
 def rewrite_gpt_neox(source: Checkpoint) -> Checkpoint:
-    """A GPT-NeoX as a phi, or as a starcoder2 if its blocks are sequential.
+    """A GPT-NeoX as a phi.
 
     Raises:
-        NoStockClassError: the stock class does not compute the same.
+        NoStockClassError: phi does not compute the same.
         ConfigError: a count is missing; or a tensor is, has another shape than the config says, or belongs to no module.
         UnsupportedFormatError: a tensor has a type that can't be read in numbers.
     """
-    is_phi = bool(source.config.get("use_parallel_residual", True))
-    config = _phi_config(source.config) if is_phi else _starcoder2_config(source.config)
+    config = _config(source.config)
     form = OtherForm(source, "gpt_neox.", "embed_in")
     hidden_size, heads = config["hidden_size"], config["num_attention_heads"]
     sections = layouts.fused("grouped", heads, heads, hidden_size // heads)
-    queries, keys, values = (head_rows((section,)) for section in sections)
-    projections = {"q_proj": queries, "k_proj": keys, "v_proj": values}
-    fused = (3 * hidden_size, hidden_size)
     form.move("model.embed_tokens", f"{form.prefix}embed_in")
     for number in range(config["num_hidden_layers"]):
         stock, own = f"model.layers.{number}", f"{form.prefix}layers.{number}"
-        norm, mlp_norm = f"{own}.input_layernorm", f"{own}.post_attention_layernorm"
-        qkv, output = f"{own}.attention.query_key_value", f"{own}.attention.dense"
-        up, down = f"{own}.mlp.dense_h_to_4h", f"{own}.mlp.dense_4h_to_h"
-        if is_phi:  # its one norm has neither the gains nor the biases of the source's two
-            form.add_folded_norm(f"{stock}.input_layernorm", norm)
-            for name, taken in projections.items():
-                form.fold(f"{stock}.self_attn.{name}", qkv, norm, taken, fused)
-            form.move(f"{stock}.self_attn.dense", output, has_bias=True)
-            form.fold(f"{stock}.mlp.fc1", up, mlp_norm)
-            form.move(f"{stock}.mlp.fc2", down)
-        else:
-            form.move(f"{stock}.input_layernorm", norm)
-            form.move(f"{stock}.post_attention_layernorm", mlp_norm)
-            for name, taken in projections.items():
-                form.move(f"{stock}.self_attn.{name}", qkv, taken, fused, has_bias=True)
-            form.move(f"{stock}.self_attn.o_proj", output, has_bias=True)
-            form.move(f"{stock}.mlp.c_fc", up)
-            form.move(f"{stock}.mlp.c_proj", down)
-    form.move("model.final_layernorm" if is_phi else "model.norm", f"{form.prefix}final_layer_norm")
-    form.add_head("embed_out", "lm_head", is_tied=config["tie_word_embeddings"], has_bias=is_phi)
+        norm, qkv = f"{own}.input_layernorm", f"{own}.attention.query_key_value"
+        # the one norm has neither the gains nor the biases of the source's two
+        form.add_folded_norm(f"{stock}.input_layernorm", norm)
+        for name, section in zip("qkv", sections, strict=True):
+            rows = head_rows((section,))
+            form.fold(f"{stock}.self_attn.{name}_proj", qkv, norm, rows, (3 * hidden_size, hidden_size))
+        form.move(f"{stock}.self_attn.dense", f"{own}.attention.dense", has_bias=True)
+        form.fold(f"{stock}.mlp.fc1", f"{own}.mlp.dense_h_to_4h", f"{own}.post_attention_layernorm")
+        form.move(f"{stock}.mlp.fc2", f"{own}.mlp.dense_4h_to_h")
+    form.move("model.final_layernorm", f"{form.prefix}final_layer_norm")
+    form.add_head("embed_out", "lm_head", is_tied=config["tie_word_embeddings"], has_bias=True)
     return form.checkpoint(config, config["num_hidden_layers"])
 
 
-def _phi_config(config: Config) -> JsonObject:
-    classes = {"GPTNeoXForCausalLM": "PhiForCausalLM", "GPTNeoXModel": "PhiModel"}
+def _config(config: Config) -> JsonObject:
+    is_parallel = config.get("use_parallel_residual", True)
+    if not is_parallel:
+        raise refused_value("use_parallel_residual", is_parallel)
+    entries = read_entries(config, _COUNTS, _DEFAULTS)
+    heads, vocab_size, padding = entries["num_attention_heads"], entries["vocab_size"], entries["pad_token_id"]
+    if isinstance(padding, int) and not -vocab_size <= padding < vocab_size:  # which an embedding refuses
+        raise refused_value("pad_token_id", padding)
     dropout = config.get("hidden_dropout", 0.0)
-    entries = {
+    entries |= {"num_key_value_heads": heads} | _positions(config, entries["hidden_size"] // heads)
+    entries |= {
         "layer_norm_eps": config.get("layer_norm_eps", 1e-5),
         "resid_pdrop": dropout,
         "embd_pdrop": dropout,
         "qk_layernorm": False,
     }
-    return stock_config(config, "phi", classes, _common_entries(config) | entries, "GPTNeoXTokenizerFast")
-
-
-def _starcoder2_config(config: Config) -> JsonObject:
-    classes = {"GPTNeoXForCausalLM": "Starcoder2ForCausalLM", "GPTNeoXModel": "Starcoder2Model"}
-    dropout = config.get("hidden_dropout", 0.0)
-    entries = _common_entries(config) | {
-        "norm_epsilon": config.get("layer_norm_eps", 1e-5),
-        "residual_dropout": dropout,
-        "embedding_dropout": dropout,
-        "use_bias": True,
-        "sliding_window": None,
-    }
-    head_dim = entries["hidden_size"] // entries["num_attention_heads"]
-    rotated = int(head_dim * entries.pop("partial_rotary_factor"))
-    del entries["rope_parameters"]["partial_rotary_factor"]
-    if rotated != head_dim:
-        raise NoStockClassError(
-            f"no stock class with a K/V-head count has sequential blocks and {rotated} rotary dimensions of {head_dim} in a "
-            "head (in starcoder2 all are rotary)"
-        )
-    return stock_config(config, "starcoder2", classes, entries, "GPTNeoXTokenizerFast")
-
-
-def _common_entries(config: Config) -> JsonObject:
-    """What both stock types read."""
-    entries = read_entries(config, _COUNTS, _DEFAULTS)
-    heads, vocab_size, padding = entries["num_attention_heads"], entries["vocab_size"], entries["pad_token_id"]
-    if isinstance(padding, int) and not -vocab_size <= padding < vocab_size:  # which an embedding refuses
-        raise refused_value("pad_token_id", padding)
-    return entries | {"num_key_value_heads": heads} | _positions(config, entries["hidden_size"] // heads)
+    classes = {"GPTNeoXForCausalLM": "PhiForCausalLM", "GPTNeoXModel": "PhiModel"}
+    return stock_config(config, "phi", classes, entries, "GPTNeoXTokenizerFast")
 
 
 def _positions(config: Config, head_dim: int) -> JsonObject:

@@ -23,11 +23,6 @@ class StockType(NamedTuple):
 STOCK_TYPES = (
     StockType("gpt_neox", "phi", "`use_parallel_residual` (Pythia, GPT-NeoX-20B)"),
     StockType(
-        "gpt_neox",
-        "starcoder2",
-        "not `use_parallel_residual`, and rotary positions on whole heads (RedPajama-INCITE)",
-    ),
-    StockType(
         "gpt2",
         "gpt_bigcode",
         "one K/V head, no cross-attention, scores scaled by the width of a head alone",
