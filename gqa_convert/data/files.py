@@ -89,8 +89,8 @@ class Files:
             if len(text) > _SHORT:
                 yield Piece(text)
         else:
-            with _lines(handle) as text:
-                yield from _text_pieces(text)
+            with _lines(handle) as lines:
+                yield from _text_pieces(lines)
 
     def first_row(self) -> Row:
         """The first row of the first file; empty if it is plain text, has none or can't be read."""
