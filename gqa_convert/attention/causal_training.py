@@ -22,7 +22,7 @@ def trains_fast(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether `causal_attention` is made for these tensors: they are on a CPU, of one length in `LENGTHS`, and a
     gradient is wanted. Their types do not count.
     """
-    heads, length = query.shape[1], query.shape[2]
+    heads, length = query.shape[1:3]
     return (
         torch.is_grad_enabled()
         and (query.requires_grad or key.requires_grad or value.requires_grad)
@@ -51,8 +51,7 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | N
     ratio = heads // groups
     outputs = []
     with torch.autocast("cpu", enabled=False):
-        rows = query.bfloat16() * (head_dim**-0.5 if scale is None else scale)
-        rows = rows.unflatten(1, (groups, ratio))
+        rows = query.bfloat16().unflatten(1, (groups, ratio)) * (head_dim**-0.5 if scale is None else scale)
         # in float32, in which the gradients of all chunks are summed
         keys, values = key.bfloat16().float().flatten(0, 1), value.bfloat16().float().flatten(0, 1)
         for first in range(0, length, _CHUNK):

@@ -94,8 +94,7 @@ def grouped_query_attention(
     if is_prompt and not packs:
         return _kernel(query, key, value, is_causal=True, dropout_p=dropout, scale=scale)
     if cached is not None:
-        order = torch.arange(queries, device=query.device)[:, None] + cached
-        seen = torch.arange(keys, device=query.device) <= order
+        seen = torch.arange(keys, device=query.device) <= torch.arange(queries, device=query.device)[:, None] + cached
         mask = seen[None, None] if mask is None else mask & seen
     scores, fully_masked = _score_mask(mask, bias, query)
     attend = _packed if packs else _kernel
@@ -134,8 +133,7 @@ def _packed(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None,
     if scores is not None and (scores.shape[1] > 1 or queries > 1):  # [b|1, H|1, q|1, k] -> [b|1, N|1, R * q, k]
         scores = scores.unsqueeze(2) if scores.shape[1] == 1 else scores.unflatten(1, (groups, ratio))
         scores = scores.expand(-1, -1, ratio, queries, -1).flatten(2, 3)
-    out = _kernel(query, key, value, attn_mask=scores, **options)
-    return out.reshape(batch, heads, queries, value.shape[3])
+    return _kernel(query, key, value, attn_mask=scores, **options).reshape(batch, heads, queries, value.shape[3])
 
 
 def _kernel(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:

@@ -204,23 +204,20 @@ def convert_module(model: nn.Module, groups: int, method: Merge = "mean", *, pre
         OptionError: no attention is found, or one of them cannot be converted.
         NonFiniteError: a number to be merged is NaN or Inf.
     """
-    found = {
-        name: part
-        for name, part in model.named_modules()
-        if isinstance(part, nn.MultiheadAttention) and name.startswith(prefix)
-    }
-    if not found:
-        raise OptionError(
-            f"{type(model).__name__} holds no nn.MultiheadAttention whose name begins with {prefix!r}: nothing to convert"
-        )
     replaced: dict[int, Any] = {}
-    for name, part in found.items():
+    for name, part in model.named_modules():
+        if not isinstance(part, nn.MultiheadAttention) or not name.startswith(prefix):
+            continue
         try:
             replaced[id(part)] = GroupedMultiheadAttention.from_multihead(
                 part, groups, method, name=name or "the module"
             )
         except GroupsError as error:
             raise GroupsError(f"{name or 'the module'}: {error}") from None
+    if not replaced:
+        raise OptionError(
+            f"{type(model).__name__} holds no nn.MultiheadAttention whose name begins with {prefix!r}: nothing to convert"
+        )
     return copy.deepcopy(model, replaced)
 
 

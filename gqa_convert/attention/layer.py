@@ -113,7 +113,12 @@ class GroupedQueryAttention(GroupedProjections):
                 )
             query, key, value = self.project(inputs, inputs, inputs)
         if self.rotary is not None:
-            positions = self._positions(inputs, positions, cached)
+            batch, queries = inputs.shape[:2]
+            if positions is None:
+                positions = torch.arange(cached, cached + queries, device=inputs.device)
+            if positions.shape not in ((queries,), (1, queries), (batch, queries)):
+                raise OptionError(f"positions are {list(positions.shape)}: give [batch, queries] = {[batch, queries]}")
+            positions = positions.reshape(-1, queries)
             query, key = self.rotary.rotate(query, positions), self.rotary.rotate(key, positions)
         elif positions is not None:
             raise OptionError("positions are given, but the layer has no rotary embedding: omit them or set rotary")
@@ -138,31 +143,20 @@ class GroupedQueryAttention(GroupedProjections):
         self, inputs: Tensor, memory: Tensor | None, values: Tensor | None, cache: KVCache | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, and the keys and values of the memory, which a cache keeps for later calls."""
-        if memory is None:
-            assert cache is not None
-            if values is not None:
-                raise OptionError(
-                    "memory_values are given without memory: give both, or neither to read the memory in the cache"
-                )
-            return split_heads(self.q_proj(inputs), self.num_heads), cache.keys, cache.values
-        values = memory if values is None else values
-        if cache is not None and cache.holds_memory:
+        if memory is not None:
+            values = memory if values is None else values
+            if cache is None or not cache.holds_memory:
+                query, key, value = self.project(inputs, memory, values)
+                if cache is not None:
+                    key, value = cache.fill(key, value, memory, values)
+                return query, key, value
             cache.check_memory(memory, values)
-            return split_heads(self.q_proj(inputs), self.num_heads), cache.keys, cache.values
-        query, key, value = self.project(inputs, memory, values)
-        if cache is not None:
-            key, value = cache.fill(key, value, memory, values)
-        return query, key, value
-
-    @staticmethod
-    def _positions(inputs: Tensor, positions: Tensor | None, cached: int) -> Tensor:
-        """Positions [b|1, q]."""
-        batch, queries = inputs.shape[:2]
-        if positions is None:
-            positions = torch.arange(cached, cached + queries, device=inputs.device)
-        if positions.shape not in ((queries,), (1, queries), (batch, queries)):
-            raise OptionError(f"positions are {list(positions.shape)}: give [batch, queries] = {[batch, queries]}")
-        return positions.reshape(-1, queries)
+        elif values is not None:
+            raise OptionError(
+                "memory_values are given without memory: give both, or neither to read the memory in the cache"
+            )
+        assert cache is not None
+        return split_heads(self.q_proj(inputs), self.num_heads), cache.keys, cache.values
 
     @staticmethod
     def _combine(mask: Tensor | None, key_mask: Tensor | None, documents: Tensor | None, key: Tensor) -> Tensor | None:

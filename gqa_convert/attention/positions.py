@@ -54,8 +54,8 @@ class Rotary:
         cosine, sine = angles.cos(), angles.sin()
         turning, still = heads.to(wide).tensor_split([rotated], dim=-1)
         first, second = turning.chunk(2, dim=-1)
-        turned = first * cosine - second * sine, second * cosine + first * sine
-        return torch.cat((*turned, still), dim=-1).to(heads.dtype)
+        parts = first * cosine - second * sine, second * cosine + first * sine, still
+        return torch.cat(parts, dim=-1).to(heads.dtype)
 
 
 def alibi_bias(

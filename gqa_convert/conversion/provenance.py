@@ -10,7 +10,6 @@ from gqa_convert.checkpoint.fingerprint import fingerprint
 from gqa_convert.checkpoint.machine import machine
 from gqa_convert.checkpoint.ownership import WRITTEN, hash_files, list_written
 from gqa_convert.checkpoint.provenance import FORMAT_VERSION
-from gqa_convert.checkpoint.source import Checkpoint
 from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.conversion.fit.run import PreparedLayers
 from gqa_convert.conversion.options import ConversionOptions
@@ -43,6 +42,12 @@ def record_conversion(
     """
     source, stated, result = plan.checkpoint.origin, plan.summary(), None
     assert source.folder is not None
+    # files that are copied are small and hashed, weights if asked for
+    shards = {shard.file for shard in source.shards}
+    hashed = [
+        name for name in source.sizes if name not in source.left_behind and (options.hash_weights or name not in shards)
+    ]
+    known = {name: {"bytes": nbytes} for name, nbytes in source.sizes.items()} | hash_files(source.folder, hashed)
     # methods that work on whole layers take so long that hashing their result costs little
     if options.hash_weights or merged.errors is not None:
         result = {"files": hash_files(folder, [file.file for file in plan.files])}
@@ -56,11 +61,11 @@ def record_conversion(
             "revision": source.revision,
             "fingerprint": fingerprint(source.folder),
             "model_type": str(source.config.get("model_type")),
-            "files": _source_files(source, source.folder, weights=options.hash_weights),
+            "files": dict(sorted(known.items())),
         },
         **{key: stated[key] for key in _OF_THE_PLAN if key in stated},
         "calibration": merged.calibration and merged.calibration.as_json(),
-        "encoder": any(layer.attention_kind == "encoder" for layer in plan.layers),
+        "encoder": "encoder" in [layer.attention_kind for layer in plan.layers],
         "head_order": dict(merged.head_order),
         "merge_error": dict(errors),
         "uptraining_tokens": 0,
@@ -68,11 +73,3 @@ def record_conversion(
         "previous": previous,
         WRITTEN: list_written(folder, result),
     }
-
-
-def _source_files(source: Checkpoint, folder: Path, *, weights: bool) -> JsonObject:
-    """The files of the source; those that are copied, which are small, are hashed, and the weights if asked for."""
-    shards = {shard.file for shard in source.shards}
-    hashed = [name for name in source.sizes if name not in source.left_behind and (weights or name not in shards)]
-    known = {name: {"bytes": nbytes} for name, nbytes in source.sizes.items()} | hash_files(folder, hashed)
-    return dict(sorted(known.items()))

@@ -89,11 +89,9 @@ def convert_checkpoint(
     Raises:
         GQAConvertError: one of its subclasses for every mistake; nothing is left behind then.
     """
-
     folder = local_path(out)
     opened = open_checkpoint(source, revision=options.revision)
-    form = plan_rewriting(opened, groups, native=options.native)
-    plan, calibration = plan_conversion(form, groups, options)
+    plan, calibration = plan_conversion(plan_rewriting(opened, groups, native=options.native), groups, options)
     check_destination(folder, opened.folder, overwrite=options.overwrite)
     if opened.folder is None:
         opened = download_checkpoint(opened, options.revision)
@@ -115,8 +113,7 @@ def convert_checkpoint(
         if merged.errors is not None:
             errors = dict(merged.errors)
         write_sidecar_files(plan, staged.path)
-        record = record_conversion(plan, options, merged, errors, previous, staged.path)
-        write_json(staged.path / PROVENANCE, record)
+        write_json(staged.path / PROVENANCE, record_conversion(plan, options, merged, errors, previous, staged.path))
         if not plan.family.listed and prove is not None:
             prove(staged.path)
         staged.publish(overwrite=options.overwrite)

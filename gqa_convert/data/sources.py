@@ -67,7 +67,9 @@ class Source:
 
 
 def _read_source(item: Any) -> Any:
-    return item if isinstance(item, Source | Mapping) else {"source": item}
+    if isinstance(item, Source | Mapping):
+        return item
+    return {"source": str(item) if isinstance(item, Path) else item}
 
 
 def _read_list(value: Any) -> Any:
@@ -86,7 +88,7 @@ Sources = Annotated[
 
 
 def as_source(given: object) -> Source:
-    """A source from a `Source`, a string or a mapping.
+    """A source from a `Source`, a string, a path or a mapping.
 
     Raises:
         DataError: it is none of these, or a key of it is unknown or not allowed.

@@ -48,16 +48,15 @@ class _Terms(NamedTuple):
     cap: float | None
 
 
-def kl_loss(student: Tensor, teacher: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Forward KL(teacher || student) (Hinton et al. 2015), summed over the labelled positions, and their number.
+def summed_divergence(student: Tensor, teacher: Tensor) -> Tensor:
+    """Forward KL(teacher || student) (Hinton et al. 2015), summed over all positions, in nats.
 
     Args:
         student: [..., V], logits; see `combined_loss`.
         teacher: [..., V], logits; receives no gradient.
-        labels: [...]; positions with -100 are ignored.
     """
-    loss = combined_loss(student, labels, teacher, weight=1.0)
-    return loss.sum, loss.count
+    labels = torch.zeros(teacher.shape[:-1], dtype=torch.long, device=teacher.device)
+    return combined_loss(student, labels, teacher, weight=1.0).sum
 
 
 def combined_loss(
@@ -99,11 +98,10 @@ def combined_loss(
     if labelled is not None and layer is not None:
         output, labels = output[labelled], labels[labelled]
         teacher = None if teacher is None else teacher[labelled]
-    weights, bias, cap = (None, None, None) if layer is None else layer
+    weights, bias, cap = layer or (None, None, None)
     terms, differentiable = _Terms(weight, z_loss, cap), torch.is_grad_enabled()
     total, lm, kl = _Loss.apply(output, weights, bias, labels, teacher, teacher_layer, terms, differentiable)
-    count = (labels != IGNORED).sum().to(total.dtype)
-    return CombinedLoss(total, count, lm, kl)
+    return CombinedLoss(total, (labels != IGNORED).sum().to(total.dtype), lm, kl)
 
 
 def labelled_positions(labels: npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | None:
@@ -239,7 +237,7 @@ def _evaluate(logits: Tensor, labels: Tensor, teacher: Tensor | None, terms: _Te
     for start in range(0, len(logits), size):
         part = slice(start, start + size)
         rows, wanted = logits[part], labels[part]
-        ours = rows if terms.cap is None else capped(rows, terms.cap)
+        ours = capped(rows, terms.cap)
         found = _LogProbabilities.of(ours, None if teacher is None else teacher[part])
         lm, kl = _token_losses(found, wanted)
         log_z = torch.zeros_like(lm)

@@ -30,13 +30,12 @@ class OutputLayer(NamedTuple):
 
     def logits(self, states: Tensor) -> Tensor:
         """The logits [..., V] of states [..., d]."""
-        logits = linear(states, self.weight, self.bias)
-        return logits if self.cap is None else capped(logits, self.cap)
+        return capped(linear(states, self.weight, self.bias), self.cap)
 
 
-def capped(logits: Tensor, cap: float) -> Tensor:
-    """Logits bounded by a cap, as transformers computes them."""
-    return torch.tanh(logits / cap) * cap
+def capped(logits: Tensor, cap: float | None) -> Tensor:
+    """Logits bounded by a cap, as transformers computes them; the same logits without one."""
+    return logits if cap is None else torch.tanh(logits / cap) * cap
 
 
 class _Removed(torch.nn.Linear):  # type: ignore[misc]
@@ -66,7 +65,7 @@ def remove_output_layer(model: Any, inputs: Mapping[str, Tensor]) -> bool:
     Returns:
         Whether the layer was removed; if not, the model is as before.
     """
-    layer = _layer_of(model)
+    layer = model.get_output_embeddings()
     if type(layer) is not torch.nn.Linear:
         return False
     layer.cap = getattr(model.config.get_text_config(), _CAP, None)
@@ -82,7 +81,7 @@ def remove_output_layer(model: Any, inputs: Mapping[str, Tensor]) -> bool:
 
 def restore_output_layer(model: Any) -> None:
     """Undo `remove_output_layer`."""
-    layer = _layer_of(model)
+    layer = model.get_output_embeddings()
     if isinstance(layer, _Removed):
         layer.__class__ = torch.nn.Linear
         _set_cap(model, layer.cap)
@@ -91,7 +90,7 @@ def restore_output_layer(model: Any) -> None:
 
 def removed_output_layer(model: Any) -> OutputLayer | None:
     """The output layer that `remove_output_layer` took out of a model; None if the model makes logits itself."""
-    layer = _layer_of(model)
+    layer = model.get_output_embeddings()
     return OutputLayer(layer.weight, layer.bias, layer.cap) if isinstance(layer, _Removed) else None
 
 
@@ -103,10 +102,6 @@ def without_output_layer(model: Any, inputs: Mapping[str, Tensor]) -> Iterator[O
         yield removed_output_layer(model)
     finally:
         restore_output_layer(model)
-
-
-def _layer_of(model: Any) -> Any:
-    return model.get_output_embeddings()
 
 
 def _set_cap(model: Any, cap: float | None) -> None:

@@ -42,12 +42,6 @@ class Channels:
     reader_covariance: Array | None
     weighted: bool = True
 
-    def weights(self) -> Array:
-        """[..., h, c, c], or [c, c] for all heads: how strongly each direction of a head counts."""
-        if not self.weighted:
-            return np.eye(self.rows.shape[-2])
-        return np.asarray(gram(self.readers, self.reader_covariance).sum(-3))
-
 
 def factor(channels: Channels, groups: int) -> tuple[Array, Array]:
     """Replace contiguous heads by the shared heads that lose least: the truncated decomposition of the weighted, stacked
@@ -84,7 +78,8 @@ def factor(channels: Channels, groups: int) -> tuple[Array, Array]:
 def weigh(channels: Channels, groups: int) -> tuple[Array, Array]:
     """The roots of the heads' weights; and the weighted heads of each group, one behind the other, [..., N, m c, d]."""
     *others, heads, rows, inputs = channels.rows.shape
-    roots = root(channels.weights())
+    weights = gram(channels.readers, channels.reader_covariance).sum(-3) if channels.weighted else np.eye(rows)
+    roots = root(weights)
     return roots, (roots @ channels.rows).reshape(*others, groups, heads // groups * rows, inputs)
 
 

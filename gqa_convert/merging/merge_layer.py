@@ -25,13 +25,6 @@ class Moments:
     queries: Array | None = None
     keys: Array | None = None
 
-    def centred_keys(self) -> Array | None:
-        """The covariance of the keys' inputs: what all keys have in common has no effect after the softmax."""
-        if self.keys is None:
-            return None
-        total = self.keys[:, -1:]
-        return np.asarray(self.keys - total @ total.T / total[-1])
-
 
 def merge_layer(
     heads: Heads, groups: int, limits: AbsorptionLimits, moments: Moments, first_low: int | None = None
@@ -87,14 +80,16 @@ def key_channels(
     Args:
         heads: of a layer.
         limits: of the layer.
-        moments: of its inputs. They are centred where no row has positions, and not for the rest, because the mean key
-            holds the attention sink.
+        moments: of its inputs. They are centred where no row has positions, since what all keys have in common has no
+            effect after the softmax, and not for the rest, because the mean key holds the attention sink.
         first_low: as `merge_layer` takes it.
     """
     still, pairs = limits.divide_rows(heads.keys.shape[1], first_low)
     still.sort()  # only what is merged has an order of strength
-    has_low_pairs = pairs.size < limits.pairs.size
-    covariance = moments.keys if has_low_pairs else moments.centred_keys()
+    covariance = moments.keys
+    if covariance is not None and pairs.size == limits.pairs.size:  # no row has positions
+        total = covariance[:, -1:]
+        covariance = covariance - total @ total.T / total[-1]
     return (
         Channels(heads.keys[:, still], heads.queries[:, :, still], covariance, moments.queries),
         Channels(_by_pair(heads.keys, pairs), _by_pair(heads.queries, pairs), moments.keys, moments.queries),

@@ -6,6 +6,7 @@ itself (the writer calls it), in `merge_layer` if it merges whole layers, whose 
 imports the standard library only, so that `--help` can read it without loading numpy.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -104,6 +105,6 @@ def choose_method(name: str) -> MergeMethod:
     return method
 
 
-def names(methods: tuple[MergeMethod, ...]) -> str:
+def names(methods: Iterable[MergeMethod]) -> str:
     """The names of methods, as a message lists them."""
     return ", ".join(method.name for method in methods)

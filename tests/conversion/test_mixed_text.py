@@ -15,7 +15,7 @@ from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.conversion.fit import batches
 from gqa_convert.conversion.fit.batches import prepare_calibration
 from gqa_convert.conversion.fit.calibration_text import calibration_batches
-from gqa_convert.conversion.fit.mixed_text import MadeUpRecords, OwnTexts, SharedText, mixed
+from gqa_convert.conversion.fit.mixed_text import MadeUpRecords, SharedText, mixed
 from gqa_convert.conversion.fit.options import CalibrationOptions
 from gqa_convert.conversion.plan import make_plan
 from gqa_convert.data import text_generation
@@ -94,9 +94,9 @@ def test_little_text_stays_three_quarters_of_all(tmp_path: Path) -> None:
 
 
 def test_kinds_that_the_user_brings_are_not_mixed_in() -> None:
-    sources = [each.source for each in mixed(["python-stdlib"], OwnTexts(), 0)]
+    sources = [each.source for each in mixed(["python-stdlib"], 0)]
     assert [type(source) for source in sources] == [str, MadeUpRecords]
-    first, second, *others = mixed(["a", "b"], OwnTexts(), 0)
+    first, second, *others = mixed(["a", "b"], 0)
     assert first.share == second.share
     assert first.share + second.share + sum(each.share for each in others) == pytest.approx(1)
 

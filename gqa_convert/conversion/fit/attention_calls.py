@@ -24,13 +24,10 @@ def parts_of(batch: Batch) -> list[Batch]:
     """A batch in parts of one sequence, or of some short ones."""
     length = max(tensor.shape[1] for tensor in batch.values() if not tensor.is_floating_point())
     together = max(1, _TOKENS_TOGETHER // length)
-    rows = range(0, len(tokens_of(batch)), together)
-    return [{name: tensor[row : row + together] for name, tensor in batch.items()} for row in rows]
-
-
-def beginning(batch: Batch, tokens: int) -> Batch:
-    """The first tokens of a batch's first sequence."""
-    return {name: tensor[:1, :tokens] for name, tensor in batch.items()}
+    return [
+        {name: tensor[row : row + together] for name, tensor in batch.items()}
+        for row in range(0, len(tokens_of(batch)), together)
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +49,8 @@ class AttentionCall:
     @property
     def states(self) -> Tensor:
         """[B, S, d], the states that keys and values are projected from: `hidden`, or an encoder's output."""
-        found = [self.kwargs[name] for name in _STATES if isinstance(self.kwargs.get(name), Tensor)]
-        return found[0] if found else self.hidden
+        named = map(self.kwargs.get, _STATES)
+        return next((states for states in named if isinstance(states, Tensor)), self.hidden)
 
     def between(self, share: float) -> Tensor:
         """[B, L, d], float32, from `output` at a share of 0 to `target` at 1."""

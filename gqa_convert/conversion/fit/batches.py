@@ -1,7 +1,7 @@
 """The batches that the source runs on: blocks of calibration text, or sound."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from gqa_convert.checkpoint.devices import chosen_device
 from gqa_convert.checkpoint.paths import local_path
 from gqa_convert.conversion.fit.memory import free_memory, trains_together
-from gqa_convert.conversion.fit.options import BATCH_TOKENS, CalibrationOptions, steps_together, wanted_tokens
+from gqa_convert.conversion.fit.options import BATCH_TOKENS, CalibrationOptions, each_of, steps_together, wanted_tokens
 from gqa_convert.conversion.fit.progress import LISTENING, OWN_TEXT
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.errors import DataError, OptionError
@@ -21,7 +21,6 @@ from gqa_convert.families.loading import hears, is_encoder_decoder
 
 if TYPE_CHECKING:
     from gqa_convert.conversion.fit.calibration_text import Calibration
-    from gqa_convert.data.audio_files import AudioFile
 
 _HELD_OUT = 8
 """Times as many tokens are fitted on as the last stage of `fit` is judged by."""
@@ -46,78 +45,24 @@ def prepare_calibration(
         OptionError: a number is out of range, or the model's encoder reads no text.
         DataError: the text, the tokenizer or a sound can't be read.
     """
-    tokens, config = wanted_tokens(plan, options), plan.checkpoint.config
-    held_out = fresh = 0
-    if plan.merge_method.trains:
-        held_out, fresh = tokens // _HELD_OUT, steps_together(options)
-    if hears(config):
-        return _speech(plan, options, tokens, held_out, fresh, progress)
-    if plan.merge_method.trains:
-        held_out = max(BATCH_TOKENS, held_out)
-    return _text(plan, options, tokens, held_out, fresh, progress)
-
-
-def _speech(
-    plan: Plan, options: CalibrationOptions, tokens: int, held_out: int, fresh: int, progress: Progress
-) -> "Calibration":
-    """Batches of a folder of sound, which the source's encoder hears once.
-
-    Raises:
-        OptionError: an option that is for text alone.
-        DataError: no folder of sound, or a file that can't be read.
-    """
-    from gqa_convert.conversion.fit.calibration_text import Calibration, digest_of
-    from gqa_convert.conversion.fit.model_loading import open_model
-    from gqa_convert.data.speech import SpeechModel, SpeechSize, speech_batches
-
-    files = sound_files(plan, options)
-    assert plan.checkpoint.folder is not None
-    speech = SpeechModel(
-        open_model(plan.checkpoint.folder, device=chosen_device(options.device)), plan.checkpoint.folder
-    )
-    size = SpeechSize(tokens, held_out, tokens if fresh else 0)
-    found = speech_batches(speech, files, size, seed=options.seed, progress=partial(progress, LISTENING))
-    return Calibration(
-        batches=found.layers,
-        tokens=found.tokens,
-        sequence_length=max(batch["decoder_input_ids"].shape[1] for batch in found.layers),
-        digest=digest_of([], found.layers),
-        description=found.description,
-        held_out=found.held_out,
-        fresh=found.fresh,
-    )
-
-
-def sound_files(plan: Plan, options: CalibrationOptions) -> "list[AudioFile]":
-    """The files of the folder of sound on which a model that hears is calibrated.
-
-    Raises:
-        OptionError: an option that is for text alone.
-        DataError: no folder of sound.
-    """
-    from gqa_convert.data.audio_files import list_audio_files
-
-    name, sources = plan.checkpoint.source_id, _sources(options)
-    if options.sequence_length is not None:
-        raise OptionError(f"--calibration-length is for text, and {name} hears: leave it out")
-    if len(sources) != 1 or not isinstance(sources[0], str | Path):
-        raise OptionError(f"{name} hears: --calibration names one folder of audio files")
-    return list_audio_files(local_path(sources[0]))
-
-
-def _text(
-    plan: Plan, options: CalibrationOptions, tokens: int, held_out: int, fresh: int, progress: Progress
-) -> "Calibration":
-    """Blocks of text, in which the source has written what `self` stands for, with other kinds of text among them."""
     from gqa_convert.conversion.fit.calibration_text import calibration_batches, calibration_length_for
-    from gqa_convert.conversion.fit.mixed_text import OWN_SHARE, OwnTexts, description, mixed
+    from gqa_convert.conversion.fit.mixed_text import OWN_SHARE, mixed
     from gqa_convert.data.hub import default_cache
     from gqa_convert.data.model_tokenizer import usable_tokenizer
     from gqa_convert.data.sources import as_source, is_self, open_source
     from gqa_convert.data.text_generation import OwnText, has_chat_template, own_text
+    from gqa_convert.families.rotary import rotary_pairs
 
-    folder, config, device = plan.checkpoint.folder, plan.checkpoint.config, chosen_device(options.device)
+    tokens, folder, config = wanted_tokens(plan, options), plan.checkpoint.folder, plan.checkpoint.config
     assert folder is not None
+    held_out = fresh = 0
+    if plan.merge_method.trains:
+        held_out, fresh = tokens // _HELD_OUT, steps_together(options)
+    if hears(config):
+        return _speech(plan, folder, options, tokens, held_out, fresh, progress)
+    if plan.merge_method.trains:
+        held_out = max(BATCH_TOKENS, held_out)
+    device = chosen_device(options.device)
 
     def written(count: float, *, conversations: bool = False) -> OwnText:
         # encoding the text again can take fewer tokens than its sampling gave, and the last text of a block is cut
@@ -131,15 +76,14 @@ def _text(
             progress=lambda _, done, total: progress(OWN_TEXT, done, total),
         )
 
-    named = _sources(options)
+    named = each_of(options.source)
     for text in named:
         if not is_self(text):
-            # what does not exist is refused before anything is written
-            open_source(as_source(str(text) if isinstance(text, Path) else text))
+            open_source(as_source(text))  # what does not exist is refused before anything is written
     texts: list[Any] = [written(tokens + held_out) if is_self(text) else text for text in named]
     note, added = None, ""
     if options.mix and plan.merge_method.trains and not is_encoder_decoder(config):
-        own = OwnTexts()
+        own: tuple[OwnText | None, OwnText | None] = None, None
         # it is written where the weights, in float32 and a little more, fit into the memory
         if not any(map(is_self, named)) and 2 * 4 * plan.parameters_before < free_memory(device):
             length = options.sequence_length or calibration_length_for(config)
@@ -147,11 +91,14 @@ def _text(
             count = OWN_SHARE * (tokens + held_out + learned)
             chats = has_chat_template(usable_tokenizer(folder))
             with suppress(DataError):  # a model that cannot write is calibrated without its own text
-                own = OwnTexts(written(count / (1 + chats)), written(count / 2, conversations=True) if chats else None)
-        texts = mixed(texts, own, options.seed)
-        kinds = description(texts)
+                own = written(count / (1 + chats)), written(count / 2, conversations=True) if chats else None
+        texts = mixed(texts, options.seed, *own)
+        kinds = ", ".join(f"{text.share:.0%} {text.mixed_in}" for text in texts if text.mixed_in)
         note = f"mixed into the calibration text, so that other kinds of text are kept too: {kinds} (--no-mix leaves them out)"
         added = f"; mixed in: {kinds}"
+    decoder, layer = decoder_config(config), plan.layers[0]
+    turning, _ = rotary_pairs(plan.family, decoder, layer.key_head_dim)
+    can_skip = len(turning) and layer.attention_kind == "decoder"
     made = calibration_batches(
         folder,
         texts,
@@ -160,21 +107,46 @@ def _text(
         sequence_length=options.sequence_length,
         held_out_tokens=held_out,
         fresh_tokens=BATCH_TOKENS * fresh,
-        context=_context(plan),
+        context=reachable_context(decoder) if can_skip else None,
     )
     return replace(made, description=made.description + added, note=note)
 
 
-def _sources(options: CalibrationOptions) -> list[Any]:
-    """Each text, or folder of sound, that the user named."""
-    source = options.source
-    return list(source) if isinstance(source, Sequence) and not isinstance(source, str) else [source]
+def _speech(
+    plan: Plan,
+    folder: Path,
+    options: CalibrationOptions,
+    tokens: int,
+    held_out: int,
+    fresh: int,
+    progress: Progress,
+) -> "Calibration":
+    """Batches of a folder of sound, which the source's encoder hears once.
 
+    Raises:
+        OptionError: an option that is for text alone.
+        DataError: no folder of sound, or a file that can't be read.
+    """
+    from gqa_convert.conversion.fit.calibration_text import Calibration, digest_of
+    from gqa_convert.conversion.fit.model_loading import open_model
+    from gqa_convert.data.audio_files import list_audio_files
+    from gqa_convert.data.speech import SpeechModel, SpeechSize, speech_batches
 
-def _context(plan: Plan) -> int | None:
-    """The position up to which blocks of text are stretched; None for models whose positions can't skip."""
-    from gqa_convert.families.rotary import rotary_pairs  # imports numpy
-
-    config, layer = decoder_config(plan.checkpoint.config), plan.layers[0]
-    turning, _ = rotary_pairs(plan.family, config, layer.key_head_dim)
-    return reachable_context(config) if len(turning) and layer.attention_kind == "decoder" else None
+    name, sources = plan.checkpoint.source_id, each_of(options.source)
+    if options.sequence_length is not None:
+        raise OptionError(f"--calibration-length is for text, and {name} hears: leave it out")
+    if len(sources) != 1 or not isinstance(sources[0], str | Path):
+        raise OptionError(f"{name} hears: --calibration names one folder of audio files")
+    files = list_audio_files(local_path(sources[0]))
+    speech = SpeechModel(open_model(folder, device=chosen_device(options.device)), folder)
+    size = SpeechSize(tokens, held_out, tokens if fresh else 0)
+    found = speech_batches(speech, files, size, seed=options.seed, progress=partial(progress, LISTENING))
+    return Calibration(
+        batches=found.layers,
+        tokens=found.tokens,
+        sequence_length=max(batch["decoder_input_ids"].shape[1] for batch in found.layers),
+        digest=digest_of([], found.layers),
+        description=found.description,
+        held_out=found.held_out,
+        fresh=found.fresh,
+    )

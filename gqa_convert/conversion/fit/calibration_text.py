@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,7 +20,7 @@ import numpy.typing as npt
 
 from gqa_convert.checkpoint.strict_json import Config
 from gqa_convert.conversion.fit.mixed_text import MadeUpRecords, SharedText
-from gqa_convert.conversion.fit.options import BATCH_TOKENS
+from gqa_convert.conversion.fit.options import BATCH_TOKENS, each_of
 from gqa_convert.conversion.fit.stretched_blocks import stretched, stretches
 from gqa_convert.data.decoder_start import decoder_start
 from gqa_convert.data.documents import Piece
@@ -31,7 +32,7 @@ from gqa_convert.data.order import mix, permuted
 from gqa_convert.data.sources import as_source, open_source
 from gqa_convert.data.span_corruption import SpanCorruption, has_sentinels, shape_for
 from gqa_convert.data.text_generation import OwnText
-from gqa_convert.data.token_files import Encoder, batched, ids_of, tokenize
+from gqa_convert.data.token_files import batched, ids_of, tokenize
 from gqa_convert.errors import ConfigError, DataError, OptionError
 from gqa_convert.families.config_sizes import HIDDEN_SIZE_KEYS
 from gqa_convert.families.context_length import SPAN_LENGTH, block_length, is_t5_like, stated_count, stated_positions
@@ -159,17 +160,17 @@ def calibration_batches(
             tokens.
     """
     config, tokenizer = read_config(model_folder), usable_tokenizer(model_folder)
-    blocks = _blocks_of(model_folder, config, tokenizer, sequence_length, context, seed)
+    blocks = _blocks_of(model_folder, config, tokenizer, sequence_length)
     wanted = [-(-count // blocks.raw) for count in (tokens, held_out_tokens, fresh_tokens)]
     label, texts = _read_all(source, tokenizer, wanted, blocks)
     parts = _drawn(texts, blocks.raw, wanted, seed)
-    made, held_out, fresh = (_batches(blocks, part) for part in parts)
+    made, held_out, fresh = (_batches(blocks, part, context, seed) for part in parts)
     largest = max(int(batch[name].max()) for batch in made for name in _TOKENS & batch.keys())
     check_vocabulary(config, largest, model_folder)
 
     lengths = [len(block.tokens) for block in parts[0]]
     used, number = sum(lengths), len(lengths)
-    length = max(batch["input_ids"].shape[1] for batch in made)
+    length = made[0]["input_ids"].shape[1]
     count = f"{number} block{'s' if number != 1 else ''} of {'up to ' if len({*lengths}) > 1 else ''}{length}"
     is_stretched = blocks.kind == "causal" and stretches(blocks.length, context)
     reaching = f", every second one stretched to {context} positions" if is_stretched else ""
@@ -216,16 +217,13 @@ class _Text(NamedTuple):
 _WORDS = {"causal": "tokens", "shifted": "tokens for encoder and decoder", "spans": "tokens after span corruption"}
 
 
-@dataclass(frozen=True, slots=True)
-class _Blocks:
+class _Blocks(NamedTuple):
     """The kind and size of a model's blocks.
 
     Attributes:
         kind: causal, shifted (the decoder predicts the encoder's input) or spans (T5's span corruption).
         length: the input tokens of a block.
         raw: the tokens of text in a block.
-        context: the position up to which causal blocks are stretched.
-        seed: of spans and positions.
         start: the first token of a decoder's input.
         corruption: of the kind spans.
     """
@@ -233,31 +231,28 @@ class _Blocks:
     kind: str
     length: int
     raw: int
-    context: int | None
-    seed: int
     start: int = 0
     corruption: SpanCorruption | None = None
 
 
-def _blocks_of(
-    folder: Path, config: Config, tokenizer: Any, length: int | None, context: int | None, seed: int
-) -> _Blocks:
+def _blocks_of(folder: Path, config: Config, tokenizer: Any, length: int | None) -> _Blocks:
     positions = stated_positions(config)
-    if length is not None and length < 2:
-        raise OptionError(f"the calibration sequence length is {length} tokens, expected at least 2")
-    if length is not None and positions is not None and length > positions:
-        raise OptionError(
-            f"the calibration sequence length is {length} tokens, and the model has positions for {positions}: lower it"
-        )
+    if length is not None:
+        if length < 2:
+            raise OptionError(f"the calibration sequence length is {length} tokens, expected at least 2")
+        if positions is not None and length > positions:
+            raise OptionError(
+                f"the calibration sequence length is {length} tokens, and the model has positions for {positions}: lower it"
+            )
     length_or_default = length or calibration_length_for(config)
     if not is_encoder_decoder(config):
-        return _Blocks("causal", length_or_default, length_or_default, context, seed)
+        return _Blocks("causal", length_or_default, length_or_default)
     start = decoder_start(folder, config, tokenizer)
     if not has_sentinels(tokenizer):
-        return _Blocks("shifted", length_or_default, length_or_default, context, seed, start)
+        return _Blocks("shifted", length_or_default, length_or_default, start)
     corruption = SpanCorruption(tokenizer, start)
     length = length or min(SPAN_LENGTH, block_length(config))
-    return _Blocks("spans", length, corruption.shape_for(length).raw, context, seed, start, corruption)
+    return _Blocks("spans", length, corruption.shape_for(length).raw, start, corruption)
 
 
 def _drawn(texts: Sequence[_Text], length: int, counts: Sequence[int], seed: int) -> list[list[_Block]]:
@@ -291,11 +286,18 @@ def _drawn(texts: Sequence[_Text], length: int, counts: Sequence[int], seed: int
     ends = np.cumsum(counts).tolist()
     if uses_all:
         ends[0] = len(blocks)
-    return [blocks[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
+    return [blocks[begin:end] for begin, end in pairwise([0, *ends])]
 
 
-def _batches(blocks: _Blocks, drawn: Sequence[_Block]) -> "list[dict[str, Tensor]]":
-    """Batches of blocks of one length, those of the longest blocks first."""
+def _batches(blocks: _Blocks, drawn: Sequence[_Block], context: int | None, seed: int) -> "list[dict[str, Tensor]]":
+    """Batches of blocks of one length, those of the longest blocks first.
+
+    Args:
+        blocks: their kind and size.
+        drawn: their tokens.
+        context: the position up to which causal blocks are stretched.
+        seed: of spans and positions.
+    """
     import torch
 
     rows = max(1, BATCH_TOKENS // blocks.length)
@@ -306,10 +308,10 @@ def _batches(blocks: _Blocks, drawn: Sequence[_Block]) -> "list[dict[str, Tensor
             part = alike[first : first + rows]
             ids = np.stack([block.tokens for block in part]).astype(np.int64)
             if blocks.corruption is not None:
-                batch = blocks.corruption.batch(ids, [(mix(blocks.seed), block.start) for block in part])
+                batch = blocks.corruption.batch(ids, [(mix(seed), block.start) for block in part])
             elif blocks.kind == "causal":
                 copied = [block.can_be_copied_into for block in part]
-                batch = stretched(ids, first, blocks.context, blocks.seed, copied)
+                batch = stretched(ids, first, context, seed, copied)
             else:
                 decoder = np.roll(ids, 1, axis=1)
                 decoder[:, 0] = blocks.start
@@ -322,7 +324,7 @@ def _read_all(source: Any, tokenizer: Any, wanted: Sequence[int], blocks: _Block
     """The labels of the user's texts, and the tokens of all. Of what is mixed in, which comes last, whole blocks are taken,
     and no more than its share of what the user's texts hold.
     """
-    sources = list(source) if isinstance(source, Sequence) and not isinstance(source, str) else [source]
+    sources = each_of(source)
     if not sources:
         raise DataError(
             "the list of calibration texts is empty: name a file, a folder, a pattern or a dataset on the Hub"
@@ -355,25 +357,20 @@ def _read_all(source: Any, tokenizer: Any, wanted: Sequence[int], blocks: _Block
 
 def _read(source: Any, tokenizer: Any, count: int, *, closed: bool) -> tuple[str, npt.NDArray[Any]]:
     """The label of the source, and at least `count` of its tokens, or all if it has fewer."""
-    given = source.file if isinstance(source, OwnText) else source
-    stated = as_source(str(given) if isinstance(given, Path) else given)
+    stated = as_source(source.file if isinstance(source, OwnText) else source)
     text = open_source(stated)
     encoder = text_encoder(stated, text, tokenizer, closed=closed, chats=True)
-    if isinstance(text, Files):
-        label = source.label if isinstance(source, OwnText) else text.label
-        return label, _file_tokens(text, encoder, count)
     most = _OVERSAMPLING * count
-    tokens = tokenize(text, encoder, default_cache(), needed=most)
-    return f"{text.label}@{text.commit[:12]}", tokens.read(0, min(tokens.size, most))
-
-
-def _file_tokens(text: Files, encoder: Encoder, count: int) -> npt.NDArray[Any]:
-    share = min(1.0, max(_WHOLE, _OVERSAMPLING * _CHARACTERS * count) / max(1, text.total_bytes))
+    if not isinstance(text, Files):
+        stored = tokenize(text, encoder, default_cache(), needed=most)
+        return f"{text.label}@{text.commit[:12]}", stored.read(0, min(stored.size, most))
+    label = source.label if isinstance(source, OwnText) else text.label
+    share = min(1.0, max(_WHOLE, _CHARACTERS * most) / max(1, text.total_bytes))
     while True:
         batches = batched(_thinned(text.pieces(encoder.fields), share))
         tokens = np.concatenate([np.empty(0, np.int64), *(ids_of(encoder.encode(batch)) for batch in batches)])
         if share == 1 or len(tokens) >= count:
-            return tokens
+            return label, tokens
         share = min(1.0, 8 * share)  # most of the bytes belonged to other fields of the rows
 
 

@@ -43,10 +43,8 @@ def plan_conversion(
     """
     method, calibration = options.method, options.calibration
     reason = None
-    if method is None and calibration.has_data:
-        method = CALIBRATED_DEFAULT.name
-    elif method is None:
-        method = DEFAULT.name
+    if method is None:
+        method = (CALIBRATED_DEFAULT if calibration.has_data else DEFAULT).name
         if calibration == CalibrationOptions(seed=calibration.seed, device=calibration.device, mix=calibration.mix):
             reason = why_no_text(checkpoint)
             if reason:
@@ -89,9 +87,9 @@ def why_no_text(checkpoint: Checkpoint) -> str | None:
     files = [name for name in _TOKENIZER_FILES if name in checkpoint.sizes]
     if not files:
         return "it has no tokenizer"
-    fast = files[0] == _TOKENIZER_FILES[0]
-    if fast and checkpoint.folder is not None and not _is_tokenizer(checkpoint.folder / files[0]):
-        return f"its {files[0]} cannot be read"
+    file, folder = files[0], checkpoint.folder
+    if file == _TOKENIZER_FILES[0] and folder is not None and not _is_tokenizer(folder / file):
+        return f"its {file} cannot be read"
     try:
         check_language_model(checkpoint.source_id, checkpoint.config, "")
     except NoLanguageModelError:

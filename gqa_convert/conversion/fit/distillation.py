@@ -22,7 +22,7 @@ from gqa_convert.conversion.fit.progress import ALL_TOGETHER, FitProgress, OnPro
 from gqa_convert.conversion.fit.source_layers import attention_of
 from gqa_convert.conversion.fit.training_attention import TrainingAttention
 from gqa_convert.conversion.plan import Plan
-from gqa_convert.losses.distillation import kl_loss
+from gqa_convert.losses.distillation import summed_divergence
 from gqa_convert.merging.attention_heads import LayerLayout, Tensors
 
 RATE = 0.005
@@ -121,31 +121,15 @@ def train_together(
         return None, Divergence(before, before)
     optimizer = RelativeAdam(student.start, RATE, steps)
     for done, number in enumerate(batch_order(len(batches), steps, seed), start=1):
-        _learn(student, batches[number], optimizer)
+        for part in parts_of(batches[number]):  # a backward pass needs memory for a part
+            with torch.no_grad(), student.precision():
+                wanted = student.logits(part)
+            with torch.enable_grad(), student.precision(), TrainingAttention(), student.installed(optimizer.layers):
+                divergence = summed_divergence(student.logits(part), wanted)
+                torch.autograd.backward(divergence / tokens_of(batches[number]).numel())
+        optimizer.step()
         on_progress(FitProgress(ALL_TOGETHER, done, steps, f"step {done:,} of {steps:,}, KL {before:.3f} before"))
     after = student.divergence(held_out, optimizer.layers)
     if not after < before:
         return None, Divergence(before, before)
     return optimizer.results(), Divergence(before, after)
-
-
-def _learn(student: Student, batch: Batch, optimizer: RelativeAdam) -> None:
-    """One step on a batch, part by part, so that a backward pass needs memory for a part."""
-    for part in parts_of(batch):
-        with torch.no_grad(), student.precision():
-            wanted = student.logits(part)
-        with torch.enable_grad(), student.precision(), TrainingAttention(), student.installed(optimizer.layers):
-            divergence = summed_divergence(student.logits(part), wanted)
-            torch.autograd.backward(divergence / tokens_of(batch).numel())
-    optimizer.step()
-
-
-def summed_divergence(student: Tensor, source: Tensor) -> Tensor:
-    """KL(source || student) of the next-token distributions, summed over all positions, in nats.
-
-    Args:
-        student: logits [B, L, vocabulary], of any precision.
-        source: logits of the same shape.
-    """
-    labels = torch.zeros(source.shape[:2], dtype=torch.long, device=source.device)
-    return kl_loss(student, source, labels)[0]

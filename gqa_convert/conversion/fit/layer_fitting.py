@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 from gqa_convert.conversion.fit.attention_calls import Batch, tokens_of
-from gqa_convert.conversion.fit.distillation import summed_divergence
 from gqa_convert.conversion.fit.layer_store import LayerStore, layer_key
 from gqa_convert.conversion.fit.layer_walk import LayerWalk, Replacements
 from gqa_convert.conversion.fit.merged_attention import MergedAttention
@@ -16,6 +15,7 @@ from gqa_convert.conversion.fit.one_layer import FitOptions, OneLayer, validatio
 from gqa_convert.conversion.fit.progress import MERGING_LAYERS, FitProgress, OnProgress
 from gqa_convert.conversion.fit.source_layers import attention_of, open_layers
 from gqa_convert.conversion.plan import Plan
+from gqa_convert.losses.distillation import summed_divergence
 from gqa_convert.merging.attention_heads import LayerLayout
 
 
@@ -64,8 +64,7 @@ def fit_layers(
                     key, (merged, groups) = layer_key(numbers[name]), plan.merged_layers[numbers[name]]
                     if name in missing:
                         attention = student.attention(layer, name, weights, streams.pop(name))
-                        fitting = OneLayer(attention, read_layer(merged), groups, options, tell)
-                        tensors, record = fitting.fit()
+                        tensors, record = OneLayer(attention, read_layer(merged), groups, options, tell).fit()
                         store.write(key, tensors, asdict(record))
                     module = MergedAttention(LayerLayout(finder, merged), store.read(key), groups, walk.module(name))
                     weights = {**weights, name: partial(module.installed, module.tensors)}

@@ -11,14 +11,13 @@ import re
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from copy import copy
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from gqa_convert.conversion.fit.attention_calls import AttentionCall, Batch, CapturedAttention, beginning
+from gqa_convert.conversion.fit.attention_calls import AttentionCall, Batch, CapturedAttention
 from gqa_convert.conversion.fit.model_loading import find_modules, running_device, wrapped_forward
 from gqa_convert.conversion.fit.residual_stream import StreamPlace, find_stream, first_tensor, on_passing
 from gqa_convert.errors import UnsupportedFamilyError
@@ -37,8 +36,7 @@ _SURVEYED = 64
 """Tokens that tell how a model is built."""
 
 
-@dataclass(frozen=True, slots=True)
-class WalkedLayer:
+class WalkedLayer(NamedTuple):
     """A layer of the model.
 
     Attributes:
@@ -121,9 +119,10 @@ class LayerWalk:
                 context.enter_context(noting)
             for name, stack in self._elements().items():
                 module = self.model.get_submodule(name)
-                wrapped = wrapped_forward(module, partial(surveyed, stack, name, module, module.forward))
-                context.enter_context(wrapped)
-            self.model(**beginning(self.batches[0], _SURVEYED), use_cache=False)
+                forward = partial(surveyed, stack, name, module, module.forward)
+                context.enter_context(wrapped_forward(module, forward))
+            few = {name: tensor[:1, :_SURVEYED] for name, tensor in self.batches[0].items()}
+            self.model(**few, use_cache=False)
         found = [name for layer in self.layers for name in layer.attention]
         for name in self.modules:
             if found.count(name) != 1:
@@ -216,13 +215,12 @@ class LayerWalk:
                     raise _Reached
 
         place, module = self.places[name], self.module(name)
-        with suppress(_Reached), ExitStack() as context:
-            for hook in (
-                module.register_forward_pre_hook(enter, with_kwargs=True),
-                on_passing(module.get_submodule(self.projection), False, project),
-                on_passing(self.model.get_submodule(place.module), place.enters, arrive),
-            ):
-                context.enter_context(hook)
+        with (
+            suppress(_Reached),
+            module.register_forward_pre_hook(enter, with_kwargs=True),
+            on_passing(module.get_submodule(self.projection), False, project),
+            on_passing(self.model.get_submodule(place.module), place.enters, arrive),
+        ):
             yield seen
 
 

@@ -68,17 +68,17 @@ def estimate_needs(plan: Plan, options: CalibrationOptions) -> Needs:
         disk += sum(tensor.entry.nbytes for tensor in plan.regrouped.values())
         widths = [(layer.heads + layer.kv_heads) * (layer.key_head_dim + layer.value_head_dim) for layer in plan.layers]
         memory += 6 * 8 * max(widths) * hidden_size_of(plan)  # float64 copies of a layer's rows
-    if plan.merge_method.merges_layers and options.has_data:
-        from gqa_convert.conversion.fit.calibration_text import calibration_length_for
+        if options.has_data:
+            from gqa_convert.conversion.fit.calibration_text import calibration_length_for
 
-        if plan.checkpoint.recipes:
-            rewritten = sum(entry.nbytes for *_, entry in plan.checkpoint.tensors())
-        tokens = wanted_tokens(plan, options)
-        work += f" on {tokens:,} tokens"
-        if options.device is not None or has_gpu_driver():
-            device = chosen_device(options.device)
-        block = min(tokens, options.sequence_length or calibration_length_for(plan.checkpoint.config))
-        memory = _running_bytes(plan, options, tokens, block, device)
+            if plan.checkpoint.recipes:
+                rewritten = sum(entry.nbytes for *_, entry in plan.checkpoint.tensors())
+            tokens = wanted_tokens(plan, options)
+            work += f" on {tokens:,} tokens"
+            if options.device is not None or has_gpu_driver():
+                device = chosen_device(options.device)
+            block = min(tokens, options.sequence_length or calibration_length_for(plan.checkpoint.config))
+            memory = _running_bytes(plan, options, tokens, block, device)
     return Needs(
         work=work,
         layers=len(plan.merged_layers),

@@ -2,8 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,8 +15,7 @@ from gqa_convert.merging.attention_heads import LayerLayout, Tensors
 from gqa_convert.merging.factorisation import Array
 
 
-@dataclass(frozen=True, slots=True)
-class _Projection:
+class _Projection(NamedTuple):
     """A weight or a bias of the result.
 
     Attributes:
@@ -59,40 +57,39 @@ class MergedAttention:
         self._repeated: dict[str, Any] = {}
         """Projections whose output is repeated, by name."""
         for name, sections in layout.projections.items():
-            self._add_projection(name, self._on_device(tensors[name]), sections, layout.transposed)
+            tensor, own = self._on_device(tensors[name]), layouts.regrouped(sections, groups)
+            axis = 1 if layout.transposed and tensor.ndim == 2 else 0
+            numbers = layouts.split(np.arange(tensor.shape[axis]), own)
+            roles = [section.role for section in own]
+            parts, pieces, gates, rows = [name], [tensor], None, None
+            if "gate" in roles:
+                mask = torch.from_numpy(np.isin(np.arange(len(tensor)), numbers[roles.index("gate")]))
+                gates = mask.to(self._device).view(-1, *[1] * (tensor.ndim - 1))
+            elif len(roles) > 1:
+                parts = [f"{role}.{name}" for role in roles]
+                pieces = tensor.split([section.rows for section in own], axis)
+            self.tensors |= zip(parts, pieces, strict=True)
+            inside = name.removeprefix(self._prefix).rpartition(".")[0]
+            projection = module.get_submodule(inside)
+            if roles in (["key"], ["value"]) and type(projection) is torch.nn.Linear:
+                self._repeated[inside] = projection
+            elif any(section.merged for section in own):
+                for number, section in enumerate(own):
+                    if section.merged:
+                        numbers[number] = numbers[number].repeat(self._times, axis=0)
+                rows = torch.from_numpy(layouts.join(numbers, sections)).to(self._device)
+            self._projections[name] = _Projection(parts, axis, rows, gates)
         for name in layout.output_names:
             if name in tensors:
                 self.tensors[name] = self._on_device(tensors[name])
                 self._projections[name] = _Projection([name])
-        gains = layout.merge_gains(tensors, layout.layer.kv_heads)
-        self._gains = {name.removeprefix(self._prefix): self._on_device(gain) for name, gain in gains.items()}
+        self._gains = {
+            name.removeprefix(self._prefix): self._on_device(gain)
+            for name, gain in layout.merge_gains(tensors, layout.layer.kv_heads).items()
+        }
 
     def _on_device(self, array: Array) -> Tensor:
         return torch.from_numpy(array.astype(np.float32)).to(self._device)
-
-    def _add_projection(self, name: str, tensor: Tensor, sections: layouts.Sections, transposed: bool) -> None:
-        own = layouts.regrouped(sections, self._groups)
-        axis = 1 if transposed and tensor.ndim == 2 else 0
-        numbers = layouts.split(np.arange(tensor.shape[axis]), own)
-        roles = [section.role for section in own]
-        parts, pieces, gates, rows = [name], [tensor], None, None
-        if "gate" in roles:
-            mask = torch.from_numpy(np.isin(np.arange(len(tensor)), numbers[roles.index("gate")]))
-            gates = mask.to(self._device).view(-1, *[1] * (tensor.ndim - 1))
-        elif len(roles) > 1:
-            parts = [f"{role}.{name}" for role in roles]
-            pieces = tensor.split([section.rows for section in own], axis)
-        self.tensors |= zip(parts, pieces, strict=True)
-        module = name.removeprefix(self._prefix).rpartition(".")[0]
-        projection = self._module.get_submodule(module)
-        if roles in (["key"], ["value"]) and type(projection) is torch.nn.Linear:
-            self._repeated[module] = projection
-        elif any(section.merged for section in own):
-            for number, section in enumerate(own):
-                if section.merged:
-                    numbers[number] = numbers[number].repeat(self._times, axis=0)
-            rows = torch.from_numpy(layouts.join(numbers, sections)).to(self._device)
-        self._projections[name] = _Projection(parts, axis, rows, gates)
 
     @contextmanager
     def installed(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:

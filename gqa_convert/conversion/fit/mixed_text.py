@@ -10,7 +10,7 @@ in (docs/results/README.md). A quarter of the blocks therefore comes from
 - made-up records, with questions about them (`made_up_records`).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,15 +53,14 @@ class MadeUpRecords:
             count: blocks.
         """
         documents = made_up_records(self.seed, round(_CHARACTERS * length), self.filler)
-        return np.concatenate([np.empty(0, np.int64), *(_block(tokenizer, documents, length) for _ in range(count))])
-
-
-def _block(tokenizer: Any, documents: Iterator[str], length: int) -> npt.NDArray[np.int64]:
-    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    ids: list[int] = []
-    while len(ids) < length:
-        ids += [*tokenizer(next(documents), add_special_tokens=False, verbose=False)["input_ids"], *end]
-    return np.array(ids[:length], np.int64)
+        end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+        made: list[int] = []
+        for _ in range(count):
+            ids: list[int] = []
+            while len(ids) < length:
+                ids += [*tokenizer(next(documents), add_special_tokens=False, verbose=False)["input_ids"], *end]
+            made += ids[:length]
+        return np.array(made, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,41 +74,26 @@ class SharedText:
     """What it is, in words, where it is not the user's."""
 
 
-@dataclass(frozen=True, slots=True)
-class OwnTexts:
-    """What the source has written itself.
-
-    Attributes:
-        documents: None where it writes none.
-        conversations: None without a chat template.
-    """
-
-    documents: OwnText | None = None
-    conversations: OwnText | None = None
-
-
-def mixed(texts: Sequence[Any], own: OwnTexts, seed: int) -> list[SharedText]:
+def mixed(
+    texts: Sequence[Any], seed: int, documents: OwnText | None = None, conversations: OwnText | None = None
+) -> list[SharedText]:
     """The user's texts, which share equally what the others leave, with what is mixed in.
 
     Args:
         texts: the user's.
-        own: what the source has written.
         seed: of the records.
+        documents: that the source has written; None where it writes none.
+        conversations: that it has written; None without a chat template.
     """
-    written = {"text of its own": own.documents, "conversations of its own": own.conversations}
+    written = {"text of its own": documents, "conversations of its own": conversations}
     written = {kind: text for kind, text in written.items() if text is not None}
     added = [SharedText(text, OWN_SHARE / len(written), kind) for kind, text in written.items()]
     if STDLIB not in texts and source_files(held_out=False):  # which some systems leave out
         added.append(SharedText(STDLIB, CODE_SHARE, "Python sources"))
     filler = []
-    if own.documents is not None:  # its first ones, which are the same however many it writes
-        paragraphs = [paragraph for text in own.documents.texts()[:BATCH] for paragraph in text.split("\n\n")]
+    if documents is not None:  # its first ones, which are the same however many it writes
+        paragraphs = [paragraph for text in documents.texts()[:BATCH] for paragraph in text.split("\n\n")]
         filler = [paragraph for paragraph in paragraphs if len(paragraph) in _PARAGRAPH]
     added.append(SharedText(MadeUpRecords(seed, filler), RECORDS_SHARE, "made-up records"))
     left = 1 - sum(each.share for each in added)
     return [*(SharedText(text, left / len(texts)) for text in texts), *added]
-
-
-def description(texts: Sequence[SharedText]) -> str:
-    """What is mixed in, in words."""
-    return ", ".join(f"{text.share:.0%} {text.mixed_in}" for text in texts if text.mixed_in)

@@ -74,15 +74,9 @@ def _take_encoder_outputs(model: Any, args: Any, inputs: dict[str, Any]) -> tupl
     return args, inputs
 
 
-def is_offloaded(model: Any) -> bool:
-    """Whether some weights are elsewhere than where the model runs."""
-    return any(parameter.is_meta for parameter in model.parameters())
-
-
 def running_device(model: Any) -> torch.device:
     """The device on which a model computes, wherever accelerate has put its weights."""
-    hook = getattr(model, "_hf_hook", None)
-    device = getattr(hook, "execution_device", None)
+    device = getattr(getattr(model, "_hf_hook", None), "execution_device", None)
     return torch.device(model.device if device is None else device)
 
 

@@ -93,9 +93,9 @@ class OneLayer:
         self._attention, self._layer, self._groups, self._options, self._tell = attention, layer, groups, options, tell
         self._layout = layer.layout
         self._tensors = {name: array.astype(np.float32) for name, array in layer.tensors.items()}
-        numbers = validation_batches(len(attention.calls))
-        self._validation = [attention.calls[number] for number in numbers]
-        self._fitted = attention.calls[: numbers.start] or self._validation
+        first = validation_batches(len(attention.calls)).start
+        self._validation = attention.calls[first:]
+        self._fitted = attention.calls[:first] or self._validation
 
     def fit(self) -> tuple[Tensors, LayerRecord]:
         """The tensors of the merged layer in the source's types, and its record."""
@@ -119,8 +119,7 @@ class OneLayer:
         tensors = {name: array.astype(self._layer.tensors[name].dtype) for name, array in found.items()}
         name = self._attention.name
         error_vs_mean = (self._error(weights) / error_of_mean) ** 2 if error_of_mean else 0.0
-        errors = {f"{name}.output": self._error(weights, 1)}
-        return tensors, LayerRecord(name, errors, order.tolist(), error_vs_mean)
+        return tensors, LayerRecord(name, {f"{name}.output": self._error(weights, 1)}, order.tolist(), error_vs_mean)
 
     def _install(self, merged: Heads) -> Tensors:
         """Let the attention module run with merged heads; returns the layer's tensors."""

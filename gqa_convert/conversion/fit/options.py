@@ -1,5 +1,6 @@
 """The options of calibration: their defaults and their checks."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,6 +73,11 @@ def wanted_tokens(plan: Plan, options: CalibrationOptions) -> int:
     return calibration_tokens_for(plan.checkpoint.config)
 
 
+def each_of(source: Any) -> list[Any]:
+    """Each text, or folder of sound, of one or of a list."""
+    return list(source) if isinstance(source, Sequence) and not isinstance(source, str) else [source]
+
+
 def check_calibration(method: str, options: CalibrationOptions) -> None:
     """Refuse options that contradict each other.
 
@@ -86,24 +92,24 @@ def check_calibration(method: str, options: CalibrationOptions) -> None:
             raise OptionError(
                 f"--method {method} needs calibration text: name a text file or dataset with --calibration, or choose --method {DEFAULT.name}"
             )
-        of_text = {
+        unread = training | {
             "--calibration-tokens": options.tokens,
             "--calibration-length": options.sequence_length,
             "--device": options.device,
         }
-        for option, value in (training | of_text).items():
+        for option, value in unread.items():
             if value is not None:
                 raise OptionError(
                     f"{option} {value} needs calibration text: name a text file or dataset with --calibration"
                 )
     elif wanted.text == "never":
-        measuring = names(tuple(each for each in CHOICES if each.text != "never"))
+        measuring = names(each for each in CHOICES if each.text != "never")
         raise OptionError(
             f"--calibration is of no use to --method {method}: leave it out, or choose one of {measuring}"
         )
     for option, value in training.items():
         if value is not None and (not wanted.trains or value < 0):
-            able = names(tuple(each for each in CHOICES if each.trains))
+            able = names(each for each in CHOICES if each.trains)
             raise OptionError(f"{option} {value} with --method {method}: only {able} takes it, 0 or more")
     if not options.mix and not wanted.trains:
         raise OptionError(f"--no-mix with --method {method}: nothing is mixed into its text, leave the option out")

@@ -181,13 +181,13 @@ def _last_stage_steps(plan: Plan, model: Any, calibration: "Calibration", option
     Raises:
         OptionError: `kl_steps` is given, and the stage is impossible.
     """
-    from gqa_convert.conversion.fit.model_loading import is_offloaded, running_device
+    from gqa_convert.conversion.fit.model_loading import running_device
 
     steps, is_asked = steps_together(options), options.kl_steps is not None
     if not plan.merge_method.trains or not steps:
         return 0
     problem = None
-    if is_offloaded(model):
+    if any(parameter.is_meta for parameter in model.parameters()):  # offloaded
         problem = "the model in memory, and this one does not fit: leave the option out"
     elif not calibration.held_out:
         problem = "held-out text, and the layers use all of the text: lower --calibration-tokens, or name more text"

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,8 +14,7 @@ from gqa_convert.merging.absorption_limits import AbsorptionLimits
 from gqa_convert.merging.attention_heads import LayerLayout, Tensors
 
 
-@dataclass(frozen=True, slots=True)
-class SourceLayer:
+class SourceLayer(NamedTuple):
     """One attention layer of the source, in memory."""
 
     layout: LayerLayout
@@ -48,5 +47,5 @@ def open_layers(plan: Plan) -> Iterator[ReadLayer]:
 
 def attention_of(plan: Plan) -> AttentionFinder:
     """The finder that a plan was made with."""
-    with_encoder = any(layer.attention_kind == "encoder" for layer in plan.layers)
-    return AttentionFinder(plan.checkpoint, plan.family, encoder=with_encoder)
+    kinds = [layer.attention_kind for layer in plan.layers]
+    return AttentionFinder(plan.checkpoint, plan.family, encoder="encoder" in kinds)

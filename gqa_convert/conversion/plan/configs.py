@@ -64,8 +64,11 @@ def modeling_keys(config: JsonObject, modeling: Modeling) -> JsonObject:
     """
     names = [name for _, name in modeling.classes]
     stated = [f"GQA{name.removeprefix('GQA')}" for name in config.get("architectures") or ()]
-    auto_map = config.get("auto_map", {})
-    kept = {auto: target for auto, target in auto_map.items() if not auto.startswith(("AutoConfig", "AutoModel"))}
+    kept = {
+        auto: target
+        for auto, target in config.get("auto_map", {}).items()
+        if not auto.startswith(("AutoConfig", "AutoModel"))
+    }
     tokenizer = config.get("tokenizer_class")
     return {
         "model_type": modeling.model_type,

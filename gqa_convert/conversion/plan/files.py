@@ -13,9 +13,8 @@ def keep_files(checkpoint: Checkpoint, dropped: Set[str]) -> Iterator[OutputFile
     is_stored = checkpoint.weights_format == "safetensors" and checkpoint.rewritten_from is None
     for number, shard in enumerate(checkpoint.shards):
         names = [name for name in shard.tensors if name not in dropped]
-        is_whole = len(names) == len(shard.tensors)
         if names:
-            copied = number if is_stored and is_whole else None
+            copied = number if is_stored and len(names) == len(shard.tensors) else None
             yield OutputFile(safetensors_name(shard.file), names, shard.metadata, copied)
 
 

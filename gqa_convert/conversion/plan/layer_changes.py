@@ -65,8 +65,8 @@ def layer_changes(
 def constraint_notes(limits: Sequence[AbsorptionLimits], method: MergeMethod) -> Iterator[str]:
     """Which heads are averaged, since nothing can absorb their maps, and why."""
     treatment = "start from their mean" if method.trains else "are averaged"
-    keys, values = [each.key_constraint for each in limits], [each.value_constraint for each in limits]
-    for heads, constraints in (("keys", keys), ("values", values)):
-        reasons = [reason for reason in constraints if reason]
+    keys = [each.key_constraint for each in limits if each.key_constraint]
+    values = [each.value_constraint for each in limits if each.value_constraint]
+    for heads, reasons in (("keys", keys), ("values", values)):
         if reasons:
             yield f"{heads} {treatment} in {len(reasons)} of {len(limits)} attention layers, since {reasons[0]}"

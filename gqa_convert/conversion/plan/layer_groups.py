@@ -24,7 +24,7 @@ def spread(counts: Sequence[int], most: int) -> list[int]:
 
 
 def layer_groups(finder: AttentionFinder, groups: int | Sequence[int]) -> dict[str, int]:
-    """N of each layer, by its module.
+    """N of each layer, by its module, in the order of the layers' numbers.
 
     Args:
         finder: of the source.

@@ -59,7 +59,14 @@ def make_plan(
     family = family_of(checkpoint.config)
     if family.native or family.modeling is not None:
         check_language_model(checkpoint.source_id, checkpoint.config, "a K/V cache serves to generate text")
-    _check_route(family, native)
+    if family.modeling is None and native is False:
+        raise OptionError(
+            f"--no-native: stock classes load a {family.model_type} with fewer K/V heads directly: leave the option out"
+        )
+    if family.modeling is not None and native:
+        raise OptionError(
+            f"--native: a {family.model_type} is not rewritten for a stock class: leave the option out to get a modelling file"
+        )
     finder = AttentionFinder(checkpoint, family, encoder=encoder)
     check_layers(checkpoint, finder)
     counts = layer_groups(finder, groups)
@@ -67,13 +74,11 @@ def make_plan(
     if merge_method.merges_layers:
         limits = {layer.module: find_absorption_limits(finder, layer) for layer in finder.layers}
     changes: list[TensorChange] = []
-    in_order = sorted(finder.layers, key=lambda layer: layer.number)
-    for layer in in_order:
+    for layer in sorted(finder.layers, key=lambda layer: layer.number):
         changes += layer_changes(finder, layer, counts[layer.module], merge_method, limits.get(layer.module))
     regrouped = {change.name: change for change in changes if change.sources and change.method != COPY.name}
     dropped = {name for change in regrouped.values() for name in change.sources} - regrouped.keys()
-    numbers = tuple(counts[layer.module] for layer in in_order)
-    modeling, config, notes = _form(checkpoint, finder, numbers, encoder=encoder)
+    modeling, config, notes = _form(checkpoint, finder, tuple(counts.values()), encoder=encoder)
     if any(counts[layer.module] < layer.kv_heads for layer in finder.layers):
         notes = [*constraint_notes([*limits.values()], merge_method), *notes]
     plan = Plan(
@@ -96,17 +101,6 @@ def make_plan(
     if max_shard_size is None:
         return plan
     return replace(plan, files=tuple(divide_files(plan, max_shard_size)))
-
-
-def _check_route(family: Family, native: bool | None) -> None:
-    if family.modeling is None and native is False:
-        raise OptionError(
-            f"--no-native: stock classes load a {family.model_type} with fewer K/V heads directly: leave the option out"
-        )
-    if family.modeling is not None and native:
-        raise OptionError(
-            f"--native: a {family.model_type} is not rewritten for a stock class: leave the option out to get a modelling file"
-        )
 
 
 def _form(

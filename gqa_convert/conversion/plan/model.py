@@ -74,9 +74,13 @@ class TensorChange:
 
     def as_json(self) -> JsonObject:
         """The change as plain data."""
-        after = self.entry
-        shapes = {"before": list(self.before), "after": list(after.shape)}
-        return {"name": self.name} | shapes | {"dtype": after.dtype, "method": self.method}
+        return {
+            "name": self.name,
+            "before": list(self.before),
+            "after": list(self.entry.shape),
+            "dtype": self.entry.dtype,
+            "method": self.method,
+        }
 
 
 @dataclass(frozen=True)
@@ -85,7 +89,7 @@ class Plan:
 
     Attributes:
         modeling: the modelling file that travels with the result; None where stock classes load it.
-        layer_groups: N of each layer, by its module.
+        layer_groups: N of each layer, by its module, in the order of the layers' numbers.
         limits: what may be absorbed in each layer, by its module; empty for methods that do not merge whole layers.
         source_kv_heads: where the source's layers differ, of the one with the most.
         changes: in the order of the layers' numbers.
@@ -127,7 +131,7 @@ class Plan:
     @property
     def stated_groups(self) -> int | list[int]:
         """The N of all layers; where they differ, that of each layer in the order of the layers' numbers."""
-        counts = [self.layer_groups[layer.module] for layer in sorted(self.layers, key=lambda layer: layer.number)]
+        counts = list(self.layer_groups.values())
         return counts[0] if len(set(counts)) == 1 else counts
 
     @property

@@ -1,6 +1,6 @@
 """GPT-2 as gpt_bigcode, which computes the same and can have one K/V head."""
 
-from functools import partial
+from typing import Any
 
 from gqa_convert.checkpoint.source import Checkpoint
 from gqa_convert.checkpoint.strict_json import Config, JsonObject
@@ -50,19 +50,21 @@ def rewrite_gpt2(source: Checkpoint) -> Checkpoint:
     config = _config(source.config)
     form = OtherForm(source, "transformer.", "wte")
     hidden_size, heads = config["n_embd"], config["n_head"]
-    sections = layouts.fused("blocks", heads, heads, hidden_size // heads)
-    rows = head_rows(sections)  # gpt_bigcode has the three of each head together
-    move_matrix = partial(form.move, is_transposed=True)
-    form.move("transformer.wte", f"{form.prefix}wte")
-    form.move("transformer.wpe", f"{form.prefix}wpe")
+    # gpt_bigcode has the three of each head together
+    rows = head_rows(layouts.fused("blocks", heads, heads, hidden_size // heads))
+
+    def move(name: str, **options: Any) -> None:
+        form.move(f"transformer.{name}", f"{form.prefix}{name}", **options)
+
+    move("wte")
+    move("wpe")
     for number in range(config["n_layer"]):
-        stock, own = f"transformer.h.{number}", f"{form.prefix}h.{number}"
-        form.move(f"{stock}.ln_1", f"{own}.ln_1")
-        form.move(f"{stock}.ln_2", f"{own}.ln_2")
-        move_matrix(f"{stock}.attn.c_attn", f"{own}.attn.c_attn", rows, (hidden_size, 3 * hidden_size))
+        move(f"h.{number}.ln_1")
+        move(f"h.{number}.ln_2")
+        move(f"h.{number}.attn.c_attn", rows=rows, stored=(hidden_size, 3 * hidden_size), is_transposed=True)
         for name in ("attn.c_proj", "mlp.c_fc", "mlp.c_proj"):
-            move_matrix(f"{stock}.{name}", f"{own}.{name}")
-    form.move("transformer.ln_f", f"{form.prefix}ln_f")
+            move(f"h.{number}.{name}", is_transposed=True)
+    move("ln_f")
     form.add_head("lm_head", is_tied=config["tie_word_embeddings"])
     return form.checkpoint(config, config["n_layer"], {"bos_token": _END, "eos_token": _END, "unk_token": _END})
 

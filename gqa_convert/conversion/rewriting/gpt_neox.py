@@ -48,8 +48,9 @@ def rewrite_gpt_neox(source: Checkpoint) -> Checkpoint:
         # the one norm has neither the gains nor the biases of the source's two
         form.add_folded_norm(f"{stock}.input_layernorm", norm)
         for name, section in zip("qkv", sections, strict=True):
-            rows = head_rows((section,))
-            form.fold(f"{stock}.self_attn.{name}_proj", qkv, norm, rows, (3 * hidden_size, hidden_size))
+            form.fold(
+                f"{stock}.self_attn.{name}_proj", qkv, norm, head_rows((section,)), (3 * hidden_size, hidden_size)
+            )
         form.move(f"{stock}.self_attn.dense", f"{own}.attention.dense", has_bias=True)
         form.fold(f"{stock}.mlp.fc1", f"{own}.mlp.dense_h_to_4h", f"{own}.post_attention_layernorm")
         form.move(f"{stock}.mlp.fc2", f"{own}.mlp.dense_4h_to_h")

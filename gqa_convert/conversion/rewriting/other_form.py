@@ -58,7 +58,7 @@ class OtherForm:
         Args:
             stock: its name in the stock type.
             own: the source's module.
-            rows: the numbers of the rows that are taken, in their new order; None for all.
+            rows: the numbers of the rows of a transposed weight that are taken, in their new order; None for all.
             stored: the shape of the source's weight, if it is known.
             is_transposed: whether the source's weight is [in, out].
             has_bias: whether the stock class always has a bias: zeros, where the source has none.
@@ -67,11 +67,8 @@ class OtherForm:
         shape = self._shape(weight, stored)
         count, *inputs = reversed(shape) if is_transposed else shape
         taken = count if rows is None else len(rows)
-        compute = compute_bias = None
-        if rows is not None or is_transposed:
-            compute = partial(arrays.move, rows=rows, is_transposed=is_transposed)
-        if rows is not None:
-            compute_bias = partial(arrays.move, rows=rows)
+        compute = partial(arrays.move, rows=rows, is_transposed=True) if is_transposed else None
+        compute_bias = None if rows is None else partial(arrays.move, rows=rows)
         self._add(f"{stock}.weight", (taken, *inputs), (weight,), compute)
         if bias in self._entries:
             self._shape(bias, (count,))
@@ -146,10 +143,11 @@ class OtherForm:
                     f"tensor {name} does not belong to a {own} checkpoint with {layers} layers: the config and the "
                     "weights do not belong together"
                 )
-        shards = []
-        for shard, entries in zip(self._source.shards, self._files, strict=True):
-            if entries:
-                shards.append(Shard(safetensors_name(shard.file), 0, entries, shard.metadata))
+        shards = [
+            Shard(safetensors_name(shard.file), 0, entries, shard.metadata)
+            for shard, entries in zip(self._source.shards, self._files, strict=True)
+            if entries
+        ]
         note = f"the source, a {own}, is rewritten as a {config['model_type']}, which computes the same (--no-native keeps {own})"
         return replace(
             self._source,

@@ -37,7 +37,19 @@ def plan_rewriting(
     if native is False or (native is None and is_copy):
         return checkpoint
     try:
-        return _rewritten(checkpoint, model_type, groups)
+        if "auto_map" in config:
+            raise NoStockClassError(
+                f"the checkpoint contains modelling code for {model_type}, which may compute something else"
+            )
+        if model_type == "gpt_neox":
+            return rewrite_gpt_neox(checkpoint)
+        if model_type != "gpt2":
+            raise NoStockClassError(f"no stock class is known to compute what {model_type} does with fewer K/V heads")
+        if groups != 1:
+            raise NoStockClassError(
+                "gpt_bigcode, which is GPT-2 otherwise, has either one K/V head or as many as query heads"
+            )
+        return rewrite_gpt2(checkpoint)
     except NoStockClassError as problem:
         if native:
             raise OptionError(
@@ -45,22 +57,6 @@ def plan_rewriting(
                 "modelling file"
             ) from None
         return checkpoint
-
-
-def _rewritten(checkpoint: Checkpoint, model_type: str, groups: int) -> Checkpoint:
-    if "auto_map" in checkpoint.config:
-        raise NoStockClassError(
-            f"the checkpoint contains modelling code for {model_type}, which may compute something else"
-        )
-    if model_type == "gpt_neox":
-        return rewrite_gpt_neox(checkpoint)
-    if model_type != "gpt2":
-        raise NoStockClassError(f"no stock class is known to compute what {model_type} does with fewer K/V heads")
-    if groups != 1:
-        raise NoStockClassError(
-            "gpt_bigcode, which is GPT-2 otherwise, has either one K/V head or as many as query heads"
-        )
-    return rewrite_gpt2(checkpoint)
 
 
 def needs_rewriting(config: Config, result_type: Any) -> bool:

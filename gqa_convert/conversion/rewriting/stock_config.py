@@ -92,8 +92,7 @@ def stock_config(
     stated = config.get("architectures") or [next(iter(classes))]
     if not isinstance(stated, list) or len(stated) != 1 or stated[0] not in classes:
         raise NoStockClassError(f"architectures = {stated!r}, and {stock} stands for {' or '.join(classes)}")
-    dropped = _DROPPED.split()
-    result = {key: copy.deepcopy(value) for key, value in config.items() if key not in dropped}
+    result = {key: copy.deepcopy(value) for key, value in config.items() if key not in _DROPPED.split()}
     result |= {"architectures": [classes[stated[0]]], "model_type": stock} | entries
     result["tokenizer_class"] = config.get("tokenizer_class") or tokenizer
     dtype = config.get("dtype", config.get("torch_dtype"))

@@ -25,7 +25,7 @@ from gqa_convert.conversion.fit.source_layers import ReadLayer, open_layers
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.data.labels import IGNORED
 from gqa_convert.errors import DataError
-from gqa_convert.losses.distillation import kl_loss
+from gqa_convert.losses.distillation import summed_divergence
 from gqa_convert.measuring import StageProgress
 from gqa_convert.measuring.sensitivity.layer_merging import SHORT_STEPS, Merging, ShortFits, merge_by_closed_form
 from gqa_convert.merging.methods import CALIBRATED_DEFAULT
@@ -199,11 +199,10 @@ def score_copies(
 
 def _sums(logits: Tensor, source: Tensor, targets: Tensor) -> tuple[float, float]:
     """The loss and the divergence from the source, summed over a batch: logits [B, L, vocabulary], targets [B, L]."""
-    every_token = torch.zeros((1, targets.shape[1]), dtype=torch.long, device=source.device)
     loss = divergence = 0.0
     for ours, theirs, labels in zip(logits, source, targets, strict=True):
         loss += float(torch.nn.functional.cross_entropy(ours.float(), labels, reduction="none").double().sum())
-        divergence += float(kl_loss(ours[None].float(), theirs[None].float(), every_token)[0])
+        divergence += float(summed_divergence(ours[None].float(), theirs[None].float()))
     return loss, divergence
 
 
