@@ -10,7 +10,7 @@ from torch.nn.functional import dropout as drop
 
 
 def attention_and_weights(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, bias: Tensor | None, dropout: float = 0.0
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, bias: Tensor | None, dropout: float
 ) -> tuple[Tensor, Tensor]:
     """softmax(query key^T / sqrt(c) + bias) value, and the softmax. Half precision is computed in float32.
 

@@ -24,8 +24,7 @@ def write_sidecar_files(plan: Plan, folder: Path) -> None:
         folder: where the result's weights are.
     """
     totals = {"total_size": plan.weight_bytes_after, "total_parameters": plan.parameters_after}
-    names = {file.file: file.names for file in plan.files}
-    write_index(folder, names, (plan.checkpoint.index_metadata or {}) | totals)
+    write_index(folder, {file.file: file.names for file in plan.files}, (plan.checkpoint.index_metadata or {}) | totals)
     copy_files(plan.checkpoint, folder)
     for file in plan.modeling.files if plan.modeling else ():
         _copy(file, folder / file.name)

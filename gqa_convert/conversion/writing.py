@@ -56,10 +56,9 @@ def write_weights(plan: Plan, folder: Path, merged: Mapping[str, Path], progress
         for file in plan.files:
             path = folder / file.file
             if file.shard is not None and touched.isdisjoint(file.names):
-                source = sources[file.shard]
                 size = plan.checkpoint.stored.shards[file.shard].size
                 with WrittenFile(path, size, progress) as out:
-                    out.copy(source, 0, size)
+                    out.copy(sources[file.shard], 0, size)
             else:
                 write_file(path, dict(plan.tensors(file)), file.metadata, sources, progress, computed)
         sources.check_unchanged()

@@ -33,7 +33,7 @@ class AbsorptionLimits:
     value_constraint: str | None = None
     order_constraint: str | None = None
 
-    def divide_rows(self, head_dim: int, first_low: int | None = None) -> tuple[Array, Array]:
+    def divide_rows(self, head_dim: int, first_low: int | None) -> tuple[Array, Array]:
         """The rows of a key head of `head_dim` rows that merge as rows without positions, [n], the strongest direction
         first; and the pairs that do not, [2, f].
 

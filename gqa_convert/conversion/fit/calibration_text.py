@@ -74,9 +74,9 @@ class Calibration:
         sequence_length: the input tokens of the longest block.
         digest: SHA-256 over `batches` and the settings; equal digests mean equal batches.
         description: a description of the text, for reports.
+        held_out: batches of other blocks of the same text, for evaluation; empty if the text has no further blocks.
         warning: a message for the user about too little text, or None.
         note: what was mixed into the text, or None.
-        held_out: batches of other blocks of the same text, for evaluation; empty if the text has no further blocks.
         fresh: batches of still other blocks, for training on text that no batch before has; empty if the text has none.
     """
 
@@ -85,9 +85,9 @@ class Calibration:
     sequence_length: int
     digest: str
     description: str
+    held_out: "list[dict[str, Tensor]]"
     warning: str | None = None
     note: str | None = None
-    held_out: "list[dict[str, Tensor]]" = field(default_factory=list)
     fresh: "list[dict[str, Tensor]]" = field(default_factory=list)
 
 

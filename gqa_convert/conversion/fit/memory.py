@@ -136,9 +136,8 @@ def last_stage_bytes(plan: Plan, tokens: int) -> int:
     for layer, groups in plan.merged_layers:
         trained, installed = layer.heads + groups, layer.heads + layer.kv_heads
         rows += (layer.key_head_dim + layer.value_head_dim) * (5 * trained + installed)
-    vocabulary = stated_count(plan.checkpoint.config, VOCABULARY_KEYS) or 0
-    kept = _ACTIVATIONS * len(plan.layers) * hidden_size + 3 * vocabulary
-    return 4 * (rows * hidden_size + tokens * kept)
+    logits = 3 * (stated_count(plan.checkpoint.config, VOCABULARY_KEYS) or 0)
+    return 4 * (rows * hidden_size + tokens * (_ACTIVATIONS * len(plan.layers) * hidden_size + logits))
 
 
 def hidden_size_of(plan: Plan) -> int:

@@ -107,8 +107,7 @@ class Regression:
 
     def error(self, change: Tensor) -> float:
         """The squared error that remains after a change."""
-        repaired = change * (2 * self._cross - self._gram @ change)
-        return self.power - float(repaired.sum())
+        return self.power - float((change * (2 * self._cross - self._gram @ change)).sum())
 
 
 def best_strength(fitted: Regression, validation: Regression) -> tuple[float | None, float]:

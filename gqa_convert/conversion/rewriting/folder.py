@@ -63,8 +63,7 @@ def write_rewritten(
         sources.check_unchanged()
     copy_files(checkpoint, folder)
     write_json(folder / CONFIG, checkpoint.config)
-    files = {shard.file: shard.tensors.keys() for shard in checkpoint.shards}
-    write_index(folder, files, checkpoint.index_metadata or {})
+    write_index(folder, {shard.file: shard.tensors for shard in checkpoint.shards}, checkpoint.index_metadata or {})
     written = open_checkpoint(folder)
     return replace(
         checkpoint,
