@@ -1,29 +1,26 @@
 """The demo: the bundled checkpoint with a quarter of its K/V heads, by mean pooling and by fitting, offline."""
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
 
 from gqa_convert.checkpoint.paths import local_path
 from gqa_convert.checkpoint.source import open_checkpoint
+from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.data.sources import HELD_OUT, as_source
 from gqa_convert.errors import InterruptedRunError, OutputError, StoppedError
+from gqa_convert.measuring import Progress, no_progress
 from gqa_convert.measuring.evaluation.run import EvaluationOptions, evaluate
 from gqa_convert.verify import verify_checkpoint
 
-CHECKPOINT: Final = Path(__file__).parent / "demo_checkpoint"
+CHECKPOINT = Path(__file__).parent / "demo_checkpoint"
 """A Llama-style model with 12 K/V heads, trained by recipes/demo/train.py."""
 
-GROUPS: Final = 3
+GROUPS = 3
 """K/V heads per layer of the results."""
 
 _TEXT = "python-stdlib"
 """The sources of this Python's standard library, without the held-out part: on these the checkpoint was trained."""
-
-Progress = Callable[[str, int, int], None]
-"""Called with a stage, the amount done and the total."""
 
 
 def run_demo(
@@ -32,8 +29,8 @@ def run_demo(
     calibration_tokens: int = 20_480,
     held_out_tokens: int = 40_000,
     uptraining_tokens: int = 122_880,
-    progress: Progress = lambda stage, done, total: None,
-) -> dict[str, Any]:
+    progress: Progress = no_progress,
+) -> JsonObject:
     """Convert the bundled checkpoint by mean pooling and by fitting, prove both results, and uptrain the fitted one.
 
     Args:

@@ -121,13 +121,16 @@ def convert(
         )
     if not dry_run:
         refuse({"--context": context, "--batch": batch}, "is for the K/V cache that --dry-run shows")
+    from gqa_convert.checkpoint.source import open_checkpoint
+    from gqa_convert.conversion.fit.defaults import plan_conversion
     from gqa_convert.conversion.fit.memory import estimate_needs
     from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions
+    from gqa_convert.conversion.rewriting.planning import plan_rewriting
 
     from .console.conversion import show_conversion
     from .console.plan import caches_at_context, show_plan
+    from .console.progress import ProgressScreen
     from .console.screen import print_json
-    from .conversion import choose_groups, convert_source, plan_source
 
     options = ConversionOptions(
         method=method,
@@ -151,17 +154,46 @@ def convert(
     )
     chosen: dict[str, Any] = {}
     if kv_budget is not None:
-        place = None if dry_run else out
-        choice = choose_groups(source, kv_budget, options, out=place)
+        from gqa_convert.measuring.sensitivity.choosing import choose_num_kv_heads
+
+        with ProgressScreen() as screen:
+            choice = choose_num_kv_heads(source, kv_budget, options, out=None if dry_run else out, progress=screen.show)
+            if choice.warning:
+                screen.say(f"note: {choice.warning}")
+            screen.say(
+                f"note: --kv-budget {choice.stated} allows {choice.limit_kv_bytes_per_token:,} of the "
+                f"{choice.source_kv_bytes_per_token:,} bytes of K/V per token; chosen is {choice.reason}"
+            )
         groups = choice.groups
         chosen["budget"] = choice.as_json()
     if out is None or dry_run:
-        plan, text = plan_source(source, groups, options)
+        checkpoint = open_checkpoint(source, revision=revision)  # of a Hub id, headers alone
+        plan, text = plan_conversion(plan_rewriting(checkpoint, groups, native=native), groups, options)
         needs, caches = estimate_needs(plan, text), caches_at_context(plan, context, batch or 1)
         printed = plan.summary() | caches | {"estimate": needs.as_json()}
         show = partial(show_plan, plan, needs, caches)
     else:
-        result = convert_source(source, out, groups, options)
+        from gqa_convert.conversion.run import convert_checkpoint
+
+        from .console.conversion_progress import ConversionScreen
+
+        def prove(folder: Path) -> None:
+            from gqa_convert.verify.run import prover  # imports torch, which no listed type needs here
+
+            prover(source, revision)(folder)
+
+        with ProgressScreen() as progress:
+            stages = ConversionScreen(progress)
+            result = convert_checkpoint(
+                source,
+                out,
+                groups,
+                options,
+                prove=prove,
+                on_plan=stages.plan,
+                on_layer=stages.layer,
+                progress=stages.written,
+            )
         printed = result.as_json()
         show = partial(show_conversion, result)
     if as_json:

@@ -1,7 +1,6 @@
 """`gqa-convert demo`."""
 
 from pathlib import Path
-from typing import Any
 
 import typer
 
@@ -20,32 +19,25 @@ def demo(out: Path = Path("gqa-demo"), as_json: Json = False) -> None:
         OUT: New folder for the results.
     """
     from gqa_convert.demo import run_demo
+    from gqa_convert.measuring.tables import filled
 
     from .console.progress import ProgressScreen
-    from .console.screen import print_json
+    from .console.screen import print_json, stdout_console
+    from .console.tables import show_table
 
     with ProgressScreen() as screen:
         summary = run_demo(out, progress=screen.show)
     if as_json:
         print_json(summary)
     else:
-        _show(summary)
+        shown = ("name", "groups", "kv_bytes_per_token", "loss", "verified")
+        rows = [{key.replace("_", " "): _cell(row[key]) for key in shown} for row in summary["results"]]
+        show_table(filled(rows), f"Loss in nats per token over {summary['held_out_tokens']:,} held-out tokens")
+        console = stdout_console()
+        console.print(f"results  {Path(summary['results'][1]['model']).parent}")
+        console.print("next     gqa-convert convert YOUR-MODEL --groups 8 --dry-run")
     if not summary["passed"]:
         raise typer.Exit(1)
-
-
-def _show(summary: dict[str, Any]) -> None:
-    from gqa_convert.measuring.tables import filled
-
-    from .console.screen import stdout_console
-    from .console.tables import show_table
-
-    shown = ("name", "groups", "kv_bytes_per_token", "loss", "verified")
-    rows = [{key.replace("_", " "): _cell(row[key]) for key in shown} for row in summary["results"]]
-    show_table(filled(rows), f"Loss in nats per token over {summary['held_out_tokens']:,} held-out tokens")
-    console = stdout_console()
-    console.print(f"results  {Path(summary['results'][1]['model']).parent}")
-    console.print("next     gqa-convert convert YOUR-MODEL --groups 8 --dry-run")
 
 
 def _cell(value: object) -> str:

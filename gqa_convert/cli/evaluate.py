@@ -2,16 +2,13 @@
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from gqa_convert.errors import OptionError
 
 from .options import Device, Json, Positive, TokenCount, TokenCounts, command_line, refuse
-
-if TYPE_CHECKING:
-    from gqa_convert.measuring.results import EvaluationFile
 
 
 def evaluate(
@@ -73,10 +70,12 @@ def evaluate(
         --data-name NAME (hidden): Configuration of a Hub dataset.
     """
     from gqa_convert.cli.console.progress import ProgressScreen
-    from gqa_convert.cli.console.screen import print_json
+    from gqa_convert.cli.console.screen import print_json, print_note
+    from gqa_convert.cli.console.tables import show_table
     from gqa_convert.data.sources import as_source
     from gqa_convert.measuring.evaluation.page import check_page, draw_page
     from gqa_convert.measuring.results import check_result_path, write_result
+    from gqa_convert.measuring.tables import evaluation_tables, notes, short_names
 
     files = check_page(html, earlier or ())
     if html is not None and files and not models and data is None:
@@ -110,26 +109,16 @@ def evaluate(
         write_result(output, results)
     if html is not None:
         draw_page([*files, results], html)
+    entries = results.entries()
     if as_json:
         print_json(results.as_json())
     else:
-        _show(results)
-    names = ", ".join(each.model for each in results.entries() if each.scored_nan)
-    if names:
-        sys.stderr.write(f"gqa-convert: NaN or infinite loss of {names}: see scored_nan in the JSON results\n")
+        names = short_names(entries)
+        for table in evaluation_tables(results, entries, names):
+            show_table(table.rows, table.title)
+        for note in notes(entries, names):
+            print_note(note)
+    failed = ", ".join(each.model for each in entries if each.scored_nan)
+    if failed:
+        sys.stderr.write(f"gqa-convert: NaN or infinite loss of {failed}: see scored_nan in the JSON results\n")
         raise typer.Exit(1)
-
-
-def _show(results: "EvaluationFile") -> None:
-    """Print tables with a row for each model, then notes."""
-    from gqa_convert.measuring.tables import evaluation_tables, notes, short_names
-
-    from .console.screen import print_note
-    from .console.tables import show_table
-
-    entries = results.entries()
-    names = short_names(entries)
-    for table in evaluation_tables(results, entries, names):
-        show_table(table.rows, table.title)
-    for note in notes(entries, names):
-        print_note(note)

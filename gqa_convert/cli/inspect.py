@@ -1,6 +1,6 @@
 """`gqa-convert inspect`."""
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from .options import (
     Budget,
@@ -12,9 +12,6 @@ from .options import (
     Revision,
     Source,
 )
-
-if TYPE_CHECKING:
-    from gqa_convert.measuring.sensitivity.inspection import Inspection
 
 
 def inspect(
@@ -43,9 +40,11 @@ def inspect(
         --max-loss-increase NATS: Recommend the smallest N that adds at most this loss, in nats per token.
     """
     from gqa_convert.measuring.sensitivity.inspection import inspect_checkpoint
+    from gqa_convert.measuring.tables import filled, number
 
     from .console.progress import ProgressScreen
-    from .console.screen import print_json
+    from .console.screen import print_json, print_note, stdout_console, tokens_text
+    from .console.tables import show_table
 
     with ProgressScreen() as screen:
         result = inspect_checkpoint(
@@ -61,19 +60,11 @@ def inspect(
         )
     if as_json:
         print_json(result.as_json())
-    else:
-        _show(result)
-
-
-def _show(result: "Inspection") -> None:
-    from gqa_convert.measuring.tables import filled, number
-
-    from .console.screen import print_note, stdout_console, tokens_text
-    from .console.tables import show_table
-
+        return
     console = stdout_console()
-    about = f"{result.model_type}, {result.kv_heads} K/V heads in {result.layers} attention layers"
-    console.print(f"{result.source}: {about}")
+    console.print(
+        f"{result.source}: {result.model_type}, {result.kv_heads} K/V heads in {result.layers} attention layers"
+    )
     if result.calibration["warning"]:
         print_note(result.calibration["warning"])
     source = f"{number(result.loss.source, '.4f')}, on {tokens_text(result.loss.tokens)} held-out tokens"

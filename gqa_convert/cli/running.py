@@ -23,7 +23,11 @@ def run(app: Any) -> Never:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _stop)
     try:
-        _refuse_non_utf8(sys.argv[1:])
+        for argument in sys.argv[1:]:
+            if re.search("[\udc80-\udcff]", argument):  # a record is UTF-8
+                raise OptionError(
+                    f"the argument {argument} is not UTF-8, so that records cannot hold it: rename the file or folder"
+                )
         code = app(prog_name="gqa-convert", standalone_mode=False)
     except GQAConvertError as mistake:
         if isinstance(mistake, InterruptedRunError):
@@ -39,15 +43,6 @@ def run(app: Any) -> Never:
             sys.exit(_report(f"{problem.filename or 'the system'}: {problem.strerror or problem}", 1))
         raise
     sys.exit(code if isinstance(code, int) else 0)
-
-
-def _refuse_non_utf8(arguments: list[str]) -> None:
-    """Raise OptionError for an argument that a record, which is UTF-8, cannot hold."""
-    for argument in arguments:
-        if re.search("[\udc80-\udcff]", argument):
-            raise OptionError(
-                f"the argument {argument} is not UTF-8, so that records cannot hold it: rename the file or folder"
-            )
 
 
 def _stop(number: int, frame: FrameType | None) -> None:

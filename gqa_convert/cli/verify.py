@@ -51,8 +51,7 @@ def verify(
             console.print(f"{'ok  ' if check.passed else 'FAIL'}  {check.name:<22} {check.detail}")
         verdict = "verified"
         if not report.passed:
-            consequence = "do not use it, unless it was uptrained after the conversion"
-            verdict = f"not verified: OUT is not SOURCE with merged K/V heads; {consequence}"
+            verdict = "not verified: OUT is not SOURCE with merged K/V heads; do not use it, unless it was uptrained after the conversion"
         console.print(verdict)
     if not report.passed:
         raise typer.Exit(1)

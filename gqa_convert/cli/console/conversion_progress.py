@@ -37,8 +37,10 @@ class ConversionScreen:
         if progress.note is not None:
             self.say(f"note: {progress.note}")
         if layer is not None and layer.error_vs_mean is not None:
-            left = f"{layer.error_vs_mean:.1%} of mean pooling's error remains"
-            self.say(f"layer {progress.done} of {progress.total}  {layer.module}: {left}")
+            self.say(
+                f"layer {progress.done} of {progress.total}  {layer.module}: {layer.error_vs_mean:.1%} of mean pooling's error remains"
+            )
         if kl is not None:
-            after = f"{kl.before:.4f} -> {kl.after:.4f} nats per token"
-            self.say(f"{progress.label}: KL divergence from the source {after}")
+            self.say(
+                f"{progress.label}: KL divergence from the source {kl.before:.4f} -> {kl.after:.4f} nats per token"
+            )

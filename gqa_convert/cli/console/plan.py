@@ -3,7 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from gqa_convert.checkpoint.byte_sizes import size
 from gqa_convert.families.context_length import stated_encoder_positions, stated_positions
@@ -14,8 +14,10 @@ from .screen import print_note, stdout_console, tokens_text
 from .tables import show_table
 
 if TYPE_CHECKING:
+    from gqa_convert.checkpoint.strict_json import JsonObject
     from gqa_convert.conversion.fit.memory import Needs
     from gqa_convert.conversion.plan import Plan
+    from gqa_convert.measuring.tables import Row
 
 CACHES = {
     "kv_bytes_per_token": "K/V cache per token",
@@ -29,7 +31,7 @@ _LONG_CONTEXT = 32_768
 """Tokens for which the cache is shown where the config states no context."""
 
 
-def caches_at_context(plan: "Plan", context: int | None, batch: int) -> dict[str, Any]:
+def caches_at_context(plan: "Plan", context: int | None, batch: int) -> "JsonObject":
     """Return the sizes of the caches for --json, in bytes.
 
     Args:
@@ -48,7 +50,7 @@ def caches_at_context(plan: "Plan", context: int | None, batch: int) -> dict[str
     return found
 
 
-def show_plan(plan: "Plan", needs: "Needs", caches: dict[str, Any]) -> None:
+def show_plan(plan: "Plan", needs: "Needs", caches: "JsonObject") -> None:
     """Print what changes, what the conversion saves, what loads the result, and what it takes to make it.
 
     Args:
@@ -57,8 +59,9 @@ def show_plan(plan: "Plan", needs: "Needs", caches: dict[str, Any]) -> None:
         caches: what `caches_at_context` returned.
     """
     console = stdout_console()
-    about = f"{plan.heads} query heads, {heads_change(plan)} in {len(plan.layers)} attention layers"
-    console.print(f"{plan.checkpoint.source_id}: {plan.family.model_type}, {about}")
+    console.print(
+        f"{plan.checkpoint.source_id}: {plan.family.model_type}, {plan.heads} query heads, {heads_change(plan)} in {len(plan.layers)} attention layers"
+    )
     if plan.changes:
         show_table(_changes(plan), title="Changes", justify="left")
     show_table(_savings(plan, caches), title="Savings")
@@ -69,8 +72,9 @@ def show_plan(plan: "Plan", needs: "Needs", caches: dict[str, Any]) -> None:
         console.print(f"rewritten first:  {plan.rewritten_from} as {plan.family.model_type}, {where}")
     console.print(f"loads in:         {loaded_by(plan)}")
     console.print(f"tensor parallel:  {', '.join(map(str, plan.tensor_parallel_degrees()))}")
-    memory = f"about {needs.memory_bytes / 2**30:.1f} GiB of memory on {needs.device}"
-    console.print(f"needs:            {memory}, {size(needs.disk_bytes)} of disk ({needs.work})")
+    console.print(
+        f"needs:            about {needs.memory_bytes / 2**30:.1f} GiB of memory on {needs.device}, {size(needs.disk_bytes)} of disk ({needs.work})"
+    )
     for warning in plan.warnings:
         print_note(warning)
 
@@ -81,7 +85,7 @@ def heads_change(plan: "Plan") -> str:
     return f"{heads_text(before)} -> {heads_text(after)} K/V heads"
 
 
-def _changes(plan: "Plan") -> list[dict[str, str]]:
+def _changes(plan: "Plan") -> "list[Row]":
     """The rows of changed tensors; layers in which the same tensor changes in the same way are counted."""
     layers: Counter[tuple[str, ...]] = Counter()
     for change in plan.changes:
@@ -92,7 +96,7 @@ def _changes(plan: "Plan") -> list[dict[str, str]]:
     return [dict(zip(columns, (*cells, str(count)), strict=True)) for cells, count in layers.items()]
 
 
-def _savings(plan: "Plan", caches: dict[str, Any]) -> list[dict[str, str]]:
+def _savings(plan: "Plan", caches: "JsonObject") -> "list[Row]":
     """The rows of parameters, weights and cache sizes before and after the conversion."""
     rows = [
         _saving("parameters", plan.parameters_before, plan.parameters_after, "{:,}".format),
@@ -106,7 +110,7 @@ def _savings(plan: "Plan", caches: dict[str, Any]) -> list[dict[str, str]]:
     return rows
 
 
-def _saving(label: str, before: int, after: int, text: Callable[[int], str] = size) -> dict[str, str]:
+def _saving(label: str, before: int, after: int, text: Callable[[int], str] = size) -> "Row":
     return {"": label, "before": text(before), "after": text(after), "ratio": f"{after / before:.3f}"}
 
 

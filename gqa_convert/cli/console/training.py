@@ -48,8 +48,9 @@ def show_estimate(found: "Estimate") -> None:
     """Print the estimate of a run."""
     rows = {f"{name} parameters": f"{count:,}" for name, count in found.parameters.items()}
     rows |= {f"memory for {name}": size(nbytes) for name, nbytes in found.memory.items()}
-    shared = f"each parameter over {found.shards} of {found.gpus} GPU(s) ({found.gpu})"
-    rows["memory per GPU"] = f"{size(found.memory_needed)}, {shared}"
+    rows["memory per GPU"] = (
+        f"{size(found.memory_needed)}, each parameter over {found.shards} of {found.gpus} GPU(s) ({found.gpu})"
+    )
     rows["hours"] = f"{found.hours:,.2g}, of arithmetic alone"
     rows["steps"] = f"{found.steps:,}, for which {found.tokens_needed:,} tokens are needed"
     show_done(f"estimate of {found.model}; nothing was run", rows)
