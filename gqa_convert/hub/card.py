@@ -1,15 +1,16 @@
 """The model card: its metadata, and the text that `card.md.jinja` makes."""
 
+import json
 from pathlib import Path
 
-from gqa_convert.checkpoint.signed_card import CARD
+from gqa_convert.checkpoint.signed_card import CARD, is_our_card, signed
 from gqa_convert.errors import PublishError
 from gqa_convert.hub.converted import Converted
 from gqa_convert.hub.licenses import find_license, reminders
 from gqa_convert.hub.markup import render
 from gqa_convert.hub.measured import read_measured
 from gqa_convert.hub.options import PublishOptions
-from gqa_convert.hub.readme import is_users, read_readme, sign, stated_by_source
+from gqa_convert.hub.readme import came_with_source, read_readme, stated_by_source
 from gqa_convert.merging.methods import METHODS
 
 _TEMPLATE = Path(__file__).with_name("card.md.jinja")
@@ -30,7 +31,7 @@ def make_card(model: Converted, options: PublishOptions) -> tuple[str, list[str]
     from huggingface_hub import ModelCardData
 
     readme = read_readme(model.folder)
-    if readme is not None and is_users(model, readme):
+    if readme is not None and not is_our_card(readme) and not came_with_source(model, readme):
         raise PublishError(f"{model.folder / CARD} was written or edited by you: move it away")
     stated = stated_by_source(model, readme)
     chosen = find_license(stated, options.license)
@@ -65,5 +66,6 @@ def make_card(model: Converted, options: PublishOptions) -> tuple[str, list[str]
         "measured": measured,
         "methods": METHODS,
     }
-    text = sign(f"---\n{front}\n---\n", render(_TEMPLATE, context), stated)
-    return text, [*warnings, *left_out]
+    # what the source states is kept in a comment, since the card replaces the only file that says it
+    kept = json.dumps(stated).replace("<", r"\u003c").replace(">", r"\u003e")
+    return signed(f"---\n{front}\n---\n", kept, render(_TEMPLATE, context)), [*warnings, *left_out]

@@ -11,7 +11,7 @@ from gqa_convert.checkpoint.results import Result
 from gqa_convert.checkpoint.signed_card import CARD
 from gqa_convert.families.layerwise import heads_text
 from gqa_convert.hub.card import make_card
-from gqa_convert.hub.converted import Converted, open_converted
+from gqa_convert.hub.converted import open_converted
 from gqa_convert.hub.files import HashedFile, find_changes, hash_file, refuse_token
 from gqa_convert.hub.markup import FOLDERS
 from gqa_convert.hub.options import PublishOptions
@@ -81,12 +81,21 @@ def publish(
     warnings += find_changes(model, files)
     written = write_card(model, card)
     files.append(hash_file(model.folder, CARD, token))
+    local = FOLDERS.search((model.folder / PROVENANCE).read_text(encoding="utf-8"))
+    if local:
+        warnings.append(
+            f"{PROVENANCE} is published too and names folders of this machine such as {local[0]}; the card does not"
+        )
+    if model.checkpoint.links_out:
+        warnings.append(f"not sent, as links that lead out of the folder: {some(model.checkpoint.links_out)}")
+    if model.untracked:
+        warnings.append(f"not sent, as neither convert nor uptrain wrote it: {some(model.untracked)}")
     publication = Publication(
         repo_id=options.repo_id,
         url=url_of(options.repo_id),
         private=private,
         files=sorted(files, key=lambda file: file.path),
-        warnings=[*warnings, *_left_out(model)],
+        warnings=warnings,
         card=str(written),
         dry_run=dry_run,
     )
@@ -95,18 +104,3 @@ def publish(
         return publication
     message = f"Upload a conversion to {heads_text(model.record.groups)} K/V heads per layer"
     return replace(publication, commit=repository.upload(model.folder, files, message))
-
-
-def _left_out(model: Converted) -> list[str]:
-    """Warnings about files that stay, and about folders of this machine in the record."""
-    warnings = []
-    local = FOLDERS.search((model.folder / PROVENANCE).read_text(encoding="utf-8"))
-    if local:
-        warnings.append(
-            f"{PROVENANCE} is published too and names folders of this machine such as {local[0]}; the card does not"
-        )
-    if model.checkpoint.links_out:
-        warnings.append(f"not sent, as links that lead out of the folder: {some(list(model.checkpoint.links_out))}")
-    if model.untracked:
-        warnings.append(f"not sent, as neither convert nor uptrain wrote it: {some(list(model.untracked))}")
-    return warnings

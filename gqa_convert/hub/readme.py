@@ -2,12 +2,11 @@
 
 import hashlib
 import json
-import os
 from pathlib import Path
-from typing import Any
 
-from gqa_convert.checkpoint.atomic_files import atomic_file
-from gqa_convert.checkpoint.signed_card import CARD, MARKER, is_our_card, signed
+from gqa_convert.checkpoint.atomic_files import write_whole
+from gqa_convert.checkpoint.signed_card import CARD, MARKER
+from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.errors import OutputError, PublishError
 from gqa_convert.hub.converted import Converted
 from gqa_convert.hub.licenses import Words
@@ -32,12 +31,8 @@ def read_readme(folder: Path) -> str | None:
         raise PublishError(f"{path} can't be read as text ({problem}): move it away") from None
 
 
-def is_users(model: Converted, text: str) -> bool:
-    """Whether a user wrote or edited a README: it did not come with the source, and is no card as `publish` wrote it."""
-    return not is_our_card(text) and not _came_with_source(model, text)
-
-
-def _came_with_source(model: Converted, text: str) -> bool:
+def came_with_source(model: Converted, text: str) -> bool:
+    """Whether a README is the source's, which convert copied."""
     written = model.record.written.get(CARD)
     return written is not None and written.sha256 == hashlib.sha256(text.encode()).hexdigest()
 
@@ -49,11 +44,11 @@ def stated_by_source(model: Converted, text: str | None) -> Words:
     from huggingface_hub import ModelCard
     from yaml import YAMLError
 
-    found: dict[str, Any] = {}
+    found: JsonObject = {}
     try:
         if text and (match := MARKER.search(text)):
             found = json.loads(match[1])
-        elif text and _came_with_source(model, text):
+        elif text and came_with_source(model, text):
             found = ModelCard(text, ignore_metadata_errors=True).data.to_dict()
     except (YAMLError, ValueError):
         return {}
@@ -67,13 +62,6 @@ def stated_by_source(model: Converted, text: str | None) -> Words:
     return stated
 
 
-def sign(front: str, body: str, stated: Words) -> str:
-    """A card with a signature in a comment between front matter and body. The comment also keeps what the source
-    states, since the card replaces the only file that did.
-    """
-    return signed(front, json.dumps(stated).replace("<", r"\u003c").replace(">", r"\u003e"), body)
-
-
 def write_card(model: Converted, card: str) -> Path:
     """Write the card in one step.
 
@@ -85,10 +73,7 @@ def write_card(model: Converted, card: str) -> Path:
     if text == card and not path.is_symlink():
         return path
     try:
-        with atomic_file(path) as file:
-            file.write(card.encode())
-            file.flush()
-            os.fsync(file.fileno())  # a full disk must not leave the folder without either README
+        write_whole(path, card.encode())
     except OSError as problem:
         raise OutputError(f"{path} can't be written ({problem.strerror}): make room, or the folder writable") from None
     return path

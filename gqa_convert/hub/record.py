@@ -1,12 +1,12 @@
 """`gqa_conversion.json`, as far as a model card states it. The names of the fields are the keys in the file."""
 
 from pathlib import Path
-from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from gqa_convert.checkpoint.machine import Machine
 from gqa_convert.checkpoint.provenance import PROVENANCE, BeforeAfter, Divergence
+from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.errors import PublishError
 
 
@@ -45,7 +45,7 @@ class Training(_Part):
     command: list[str] | None
     machine: Machine
     tokens: int
-    recipe: dict[str, Any]
+    recipe: JsonObject
     evaluation: dict[str, float | None] | None
     adapters: str | None = None
 

@@ -117,9 +117,7 @@ class Repository:
         except Exception as problem:
             if isinstance(problem, HfHubHTTPError) and problem.response.status_code in (401, 403, 404):
                 advice = "log in with `hf auth login` and a token that may write there"
-            raise UploadError(f"the Hub refused {self._options.repo_id} ({self._shown(problem)}); {advice}") from None
-
-    def _shown(self, problem: Exception) -> str:
-        """A message of the client without the token, and without passwords and signatures in addresses."""
-        text = str(problem).replace(self._token, "***")
-        return re.sub(r"(https?://)(?:[^\s/@']*@)?([^\s?']*)(?:\?[^\s']*)?", r"\1\2", text)
+            text = str(problem).replace(self._token, "***")
+            # without passwords and signatures in addresses
+            text = re.sub(r"(https?://)(?:[^\s/@']*@)?([^\s?']*)(?:\?[^\s']*)?", r"\1\2", text)
+            raise UploadError(f"the Hub refused {self._options.repo_id} ({text}); {advice}") from None

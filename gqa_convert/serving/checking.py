@@ -17,14 +17,14 @@ from gqa_convert.families.table import FAMILIES
 
 from .engines import ENGINES, engine_named, find_interpreter
 from .reference import NEEDS_HEAD, ask_transformers
-from .request import NEW_TOKENS, Request
+from .request import NEW_TOKENS, Request, TokenIds
 from .worker import FAILED, OK, SKIPPED, UNSUPPORTED, Outcome, ask
 
 TOLERANCE = 1e-3
 """Difference of logits that is allowed, as a share of the spread between the reference's highest and lowest logit."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ServingReport(Result):
     """What `check_serving` found.
 
@@ -75,8 +75,8 @@ def check_serving(
         raise SourceNotFoundError(f"{out} holds no config.json that can be read: name the folder of a checkpoint")
     check_language_model(str(out), config, NEEDS_HEAD)
     reason = why_unsupported(out, config)
-    asked: tuple[Request, Outcome] | None = None
-    clients: list[JsonObject] = []
+    prompts: TokenIds = []
+    clients = []
     for name in names or ENGINES:
         client: JsonObject = {"client": name, "version": None, "status": UNSUPPORTED, "detail": reason}
         clients.append(client)
@@ -87,37 +87,30 @@ def check_serving(
         except MissingExtraError as problem:
             client |= {"status": SKIPPED, "detail": str(problem)}
             continue
-        if asked is None:  # transformers computes once, and only where an engine follows
-            asked = _reference(out, config)
-        request, reference = asked
+        if not prompts:  # transformers computes once, and only where an engine follows
+            prompts, reference = ask_transformers(out)
+            request = Request(
+                folder=str(out.resolve()),
+                config=config,
+                dtype="float32",
+                context=max(map(len, prompts)) + NEW_TOKENS,
+                run_code=has_our_code(out, config),
+                prompts=prompts,
+                sequences=[prompt + made[:-1] for prompt, made in zip(prompts, reference.tokens, strict=True)],
+            )
         outcome = ask(interpreter, ENGINES[name].module, request, minutes * 60)
         client |= {"status": outcome.status, "detail": outcome.detail}
         if outcome.status == OK:
-            client |= compare(reference, outcome, request.prompts)
+            client |= compare(reference, outcome, prompts)
     states = [client["status"] for client in clients]
     return ServingReport(
         out=str(out),
         model_type=config.get("model_type"),
         transformers=transformers.__version__,
-        prompts=tuple(map(len, asked[0].prompts)) if asked else (),
+        prompts=tuple(map(len, prompts)),
         clients=tuple(clients),
         passed=OK in states and FAILED not in states and not (names and SKIPPED in states),
     )
-
-
-def _reference(out: Path, config: JsonObject) -> tuple[Request, Outcome]:
-    """What engines are asked, and what transformers answers."""
-    prompts, reference = ask_transformers(out)
-    request = Request(
-        folder=str(out.resolve()),
-        config=config,
-        dtype="float32",
-        context=max(map(len, prompts)) + NEW_TOKENS,
-        run_code=has_our_code(out, config),
-        prompts=prompts,
-        sequences=[prompt + made[:-1] for prompt, made in zip(prompts, reference.tokens, strict=True)],
-    )
-    return request, reference
 
 
 def why_unsupported(folder: Path, config: JsonObject) -> str:
@@ -151,7 +144,7 @@ def has_our_code(folder: Path, config: JsonObject) -> bool:
     return True
 
 
-def compare(reference: Outcome, found: Outcome, prompts: list[list[int]]) -> JsonObject:
+def compare(reference: Outcome, found: Outcome, prompts: TokenIds) -> JsonObject:
     """Compare two answers. A different token counts as a tie if transformers' logits of both are within the tolerance,
     and ends the comparison of its prompt.
 

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from .request import AbsentError, NotSupportedError, Request
+from .request import AbsentError, NotSupportedError, Request, TokenIds
 
 _OUTTYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 _REFUSALS = (
@@ -41,7 +41,7 @@ class Adapter:
             options = {"logits_all": True, "n_batch": request.context, "type_k": exact, "type_v": exact}
         self._model = llama_cpp.Llama(file, n_ctx=request.context, verbose=False, **options)
 
-    def generate(self, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
+    def generate(self, prompts: TokenIds, new_tokens: int) -> TokenIds:
         """The greedy tokens after each prompt."""
         found = []
         for prompt in prompts:

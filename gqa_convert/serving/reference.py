@@ -9,7 +9,7 @@ from gqa_convert.errors import CorruptCheckpointError
 from gqa_convert.families.context_length import stated_positions
 from gqa_convert.families.loading import check_complete, explained, load_model
 
-from .request import NEW_TOKENS
+from .request import NEW_TOKENS, TokenIds
 from .worker import OK, Outcome
 
 NEEDS_HEAD = "engines are compared by its predictions; convert the language model that the checkpoint was made from"
@@ -18,7 +18,7 @@ _LENGTHS = (5, 48, 320)
 """Tokens of the prompts: with some hundred, a wrong rotary base shows."""
 
 
-def make_prompts(config: JsonObject) -> list[list[int]]:
+def make_prompts(config: JsonObject) -> TokenIds:
     """Prompts of random tokens and of increasing length, which leave room for the new tokens."""
     room = (stated_positions(config) or max(_LENGTHS) + NEW_TOKENS) - NEW_TOKENS
     first = min(8, config["vocab_size"] - 1)  # the first ids are often special tokens
@@ -26,7 +26,7 @@ def make_prompts(config: JsonObject) -> list[list[int]]:
     return [ids[:length] for length in sorted({min(length, room) for length in _LENGTHS})]
 
 
-def ask_transformers(folder: Path) -> tuple[list[list[int]], Outcome]:
+def ask_transformers(folder: Path) -> tuple[TokenIds, Outcome]:
     """Prompts, and the greedy tokens and the logits of a checkpoint in float32, with eager attention.
 
     The tokens are decoded with the K/V cache, and the logits from which each is chosen are computed without one.
@@ -46,8 +46,7 @@ def ask_transformers(folder: Path) -> tuple[list[list[int]], Outcome]:
         model.generation_config = GenerationConfig(max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0)
         tokens, logits = [], []
         for prompt in prompts:
-            ids = torch.tensor([prompt])
-            made = model.generate(ids)
+            made = model.generate(torch.tensor([prompt]))
             tokens.append(made[0, len(prompt) :].tolist())
             read = model(input_ids=made[:, :-1]).logits
             logits.append(read[0, len(prompt) - 1 :].float().numpy())

@@ -3,6 +3,9 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+TokenIds = list[list[int]]
+"""Those of each of several sequences."""
+
 NEW_TOKENS = 24
 """Number of tokens that an engine decodes after each prompt when it is compared with transformers."""
 
@@ -39,8 +42,8 @@ class Request:
     context: int
     run_code: bool
     scratch: str = ""
-    prompts: list[list[int]] = field(default_factory=list)
-    sequences: list[list[int]] = field(default_factory=list)
+    prompts: TokenIds = field(default_factory=list)
+    sequences: TokenIds = field(default_factory=list)
     timings: list[tuple[int, int]] = field(default_factory=list)
     new_tokens: int = NEW_TOKENS
     repetitions: int = 1

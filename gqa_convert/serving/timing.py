@@ -7,7 +7,7 @@ from pathlib import Path
 from gqa_convert.checkpoint.fingerprint import fingerprint
 from gqa_convert.checkpoint.machine import measurement
 from gqa_convert.checkpoint.source import Checkpoint, open_local
-from gqa_convert.conversion.plan import Plan, make_plan
+from gqa_convert.conversion.plan import make_plan
 from gqa_convert.errors import UnsupportedFamilyError, WorkerError
 from gqa_convert.measuring import Progress, no_progress
 from gqa_convert.measuring.latency.models import stated_dtype
@@ -17,7 +17,7 @@ from gqa_convert.measuring.results import BenchmarkFile, TimedCell
 from .checking import has_our_code, why_unsupported
 from .engines import ENGINES, find_interpreter
 from .request import Request
-from .worker import OK, Outcome, ask
+from .worker import OK, ask
 
 _SECONDS = 86400.0
 """A time limit for each model: a user who waits can stop the program before."""
@@ -55,7 +55,7 @@ def time_engine(
     plans = [make_plan(_open(model), 1) for model in models]
     source = plans[0].checkpoint
     head = measurement("benchmark", command)
-    cells: list[TimedCell] = []
+    cells = []
     for done, plan in enumerate(plans):
         progress("timing", done, len(plans))
         checkpoint = plan.checkpoint
@@ -75,7 +75,25 @@ def time_engine(
         if outcome.status != OK:
             raise WorkerError(f"the engine did not run {checkpoint.source_id} ({outcome.status}): {outcome.detail}")
         head["machine"]["device"] = outcome.device
-        cells += _cells(plan, request, outcome)
+        known = fingerprint(checkpoint.folder)
+        counts = [layer.kv_heads for layer in sorted(plan.layers, key=lambda layer: layer.number)]
+        for (batch, context), times in zip(settings, outcome.times, strict=True):
+            decodes = [(last - first) / options.new_tokens for first, last in times]
+            if min(decodes) <= 0:
+                raise WorkerError(
+                    f"{options.new_tokens} tokens take too little time to be measured: raise --new-tokens"
+                )
+            cell = TimedCell(
+                groups=counts[0] if len(set(counts)) == 1 else counts,
+                model=checkpoint.source_id,
+                fingerprint=known,
+                batch=batch,
+                context=context,
+                new_tokens=options.new_tokens,
+                repetitions=options.repetitions,
+                **times_of(batch, [first for first, _ in times], decodes),
+            )
+            cells.append(cell)
     return BenchmarkFile(
         **head,
         engine=name,
@@ -101,27 +119,3 @@ def _open(model: str | Path) -> Checkpoint:
     checkpoint = open_local(model, None, check)
     check(checkpoint)
     return checkpoint
-
-
-def _cells(plan: Plan, request: Request, outcome: Outcome) -> list[TimedCell]:
-    """The times of a model at every batch and context."""
-    layers = sorted(plan.layers, key=lambda layer: layer.number)
-    counts = [layer.kv_heads for layer in layers]
-    known = fingerprint(Path(request.folder))
-    cells = []
-    for (batch, context), times in zip(request.timings, outcome.times, strict=True):
-        decodes = [(last - first) / request.new_tokens for first, last in times]
-        if min(decodes) <= 0:
-            raise WorkerError(f"{request.new_tokens} tokens take too little time to be measured: raise --new-tokens")
-        cell = TimedCell(
-            groups=counts[0] if len(set(counts)) == 1 else counts,
-            model=plan.checkpoint.source_id,
-            fingerprint=known,
-            batch=batch,
-            context=context,
-            new_tokens=request.new_tokens,
-            repetitions=request.repetitions,
-            **times_of(batch, [first for first, _ in times], decodes),
-        )
-        cells.append(cell)
-    return cells

@@ -3,7 +3,7 @@
 import os
 from typing import Any
 
-from .request import NotSupportedError, Request
+from .request import NotSupportedError, Request, TokenIds
 
 
 class Adapter:
@@ -29,7 +29,7 @@ class Adapter:
             **options,
         )
 
-    def generate(self, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
+    def generate(self, prompts: TokenIds, new_tokens: int) -> TokenIds:
         """The greedy tokens after each prompt, all prompts at once.
 
         Raises:
@@ -53,7 +53,7 @@ class Adapter:
             rows.append([row[token].logprob for token in range(len(row))])
         return np.array(rows, np.float32)
 
-    def _complete(self, prompts: list[list[int]], new_tokens: int, logprobs: int | None = None) -> list[Any]:
+    def _complete(self, prompts: TokenIds, new_tokens: int, logprobs: int | None = None) -> list[Any]:
         greedy = self._sampling(
             temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False, logprobs=logprobs
         )

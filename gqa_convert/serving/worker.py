@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from .process import run
-from .request import AbsentError, NotSupportedError, Request
+from .request import AbsentError, NotSupportedError, Request, TokenIds
 
 OK, UNSUPPORTED, FAILED, SKIPPED = "ok", "not supported", "failed", "skipped"
 
@@ -45,7 +45,7 @@ class Outcome:
 
     status: str
     detail: str = ""
-    tokens: list[list[int]] = field(default_factory=list)
+    tokens: TokenIds = field(default_factory=list)
     logits: list[Any] = field(default_factory=list)
     times: list[list[tuple[float, float]]] = field(default_factory=list)
     device: str = "cpu"
@@ -115,7 +115,7 @@ def _times(adapter: Any, request: Request) -> Outcome:
         adapter.generate(prompts, new_tokens)
         return time.perf_counter() - begun
 
-    times: list[list[tuple[float, float]]] = []
+    times = []
     for batch, context in request.timings:
         pairs = []
         for _ in range(1 + request.repetitions):
