@@ -3,8 +3,10 @@
 
 def size(nbytes: float) -> str:
     """Format bytes: 1.2 GB, 98.3 kB."""
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if abs(nbytes) < 1000 or unit == "GB":
-            return f"{nbytes:,.0f} {unit}" if unit == "bytes" else f"{nbytes:,.1f} {unit}"
+    if abs(nbytes) < 1000:
+        return f"{nbytes:,.0f} bytes"
+    for unit in ("kB", "MB", "GB"):  # noqa: B007
         nbytes /= 1000
-    raise AssertionError
+        if abs(nbytes) < 1000:
+            break
+    return f"{nbytes:,.1f} {unit}"

@@ -127,8 +127,14 @@ class WrittenFile:
             start += len(step)
 
     def _copy_blocks(self, source: SourceFile, start: int, end: int) -> None:
-        """Append whole blocks."""
-        if self._share_blocks(source, start, end - start):
+        """Append whole blocks: shared ones, if the filesystem can (XFS, btrfs, bcachefs)."""
+        nbytes = end - start
+        try:
+            fcntl.ioctl(self._cached, _FICLONERANGE, struct.pack("=qQQQ", source.fileno(), start, nbytes, self._at))
+        except OSError:
+            pass
+        else:
+            self._advance(nbytes)
             return
         pages = memoryview(mmap.mmap(source.fileno(), 0, prot=mmap.PROT_READ))
         if len(pages) < end:
@@ -139,15 +145,6 @@ class WrittenFile:
             except OSError as problem:
                 # the kernel reads the pages, and answers so where the file has become shorter
                 raise source.ended() if problem.errno == errno.EFAULT else problem from None
-
-    def _share_blocks(self, source: SourceFile, start: int, nbytes: int) -> bool:
-        """Let the file share the source's blocks, if its filesystem can (XFS, btrfs, bcachefs)."""
-        try:
-            fcntl.ioctl(self._cached, _FICLONERANGE, struct.pack("=qQQQ", source.fileno(), start, nbytes, self._at))
-        except OSError:
-            return False
-        self._advance(nbytes)
-        return True
 
     def _write(self, view: memoryview, descriptor: int) -> None:
         while view:

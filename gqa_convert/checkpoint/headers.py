@@ -74,7 +74,7 @@ def parse_header(raw: bytes, file_size: int, where: str) -> tuple[dict[str, Tens
     Raises:
         CorruptCheckpointError: the header is malformed, or its tensors do not tile the rest of the file exactly.
     """
-    tensors: dict[str, TensorEntry] = {}
+    tensors = {}
     start = len(raw)
     with os.fdopen(os.memfd_create("header"), "wb") as file:  # with a hole in place of the tensors
         file.write(raw)

@@ -94,8 +94,8 @@ def open_hub_files(repo_id: str, revision: str | None) -> CheckpointFiles:
         if folder is None:
             raise _explained(repo_id, problem) from None
         return LocalFiles(folder, repo_id, folder.name, None if folder.name == revision else _detail(problem))
-    files = {item.rfilename: item.size or 0 for item in info.siblings or []}
-    visible = {name: size for name, size in files.items() if not any(part.startswith(".") for part in name.split("/"))}
+    siblings = info.siblings or []
+    visible = {item.rfilename: item.size or 0 for item in siblings if "/." not in f"/{item.rfilename}"}
     return HubFiles(repo_id, revision, str(info.sha), visible)
 
 

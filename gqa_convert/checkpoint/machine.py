@@ -16,7 +16,7 @@ from gqa_convert.checkpoint.strict_json import JsonObject
 _PROC, _GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Machine:
     """The machine and the software of a computation.
 
@@ -39,7 +39,9 @@ class Machine:
 
 def machine(device: str = "cpu") -> Machine:
     """Describe the machine and the software for a computation on a device, such as `cpu` or `cuda:0`."""
-    name, memory = _processor(), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    names = [line.split(":", 1)[1].strip() for line in _lines(_PROC / "cpuinfo") if line.startswith("model name")]
+    name = names[0] if names else platform.processor() or platform.machine()
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if device.startswith("cuda"):
         import torch
 
@@ -92,11 +94,6 @@ def measurement(kind: str, command: list[str] | None, device: str = "cpu") -> Js
     """
     created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     return {"kind": kind, "created": created, "command": command, "machine": asdict(machine(device))}
-
-
-def _processor() -> str:
-    names = [line.split(":", 1)[1].strip() for line in _lines(_PROC / "cpuinfo") if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 def _numbers(path: Path, key: str) -> list[int]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from gqa_convert.checkpoint.signed_card import CARD, is_our_card
-from gqa_convert.checkpoint.strict_json import parse_object
+from gqa_convert.checkpoint.strict_json import JsonObject, parse_object
 from gqa_convert.errors import CorruptCheckpointError
 
 RECORD = "gqa_conversion.json"
@@ -26,10 +26,8 @@ WRITTEN = "written"
 _NAMED = 3
 """Number of files that a message names; it counts the rest."""
 
-Entries = Mapping[str, Any]
 
-
-def list_written(folder: Path, result: Mapping[str, Any] | None = None) -> dict[str, dict[str, Any]]:
+def list_written(folder: Path, result: Mapping[str, Any] | None = None) -> dict[str, JsonObject]:
     """Return the record's list of files in a new result: the size and SHA-256 of each, or for weights whose hash is not
     known the size and the time of the last change.
 
@@ -50,12 +48,12 @@ def list_written(folder: Path, result: Mapping[str, Any] | None = None) -> dict[
     return listed
 
 
-def hash_files(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
+def hash_files(folder: Path, names: Iterable[str]) -> dict[str, JsonObject]:
     """The sizes and SHA-256 of files by their names, sorted."""
     return {name: hash_file(folder / name) for name in sorted(names)}
 
 
-def hash_file(path: Path) -> dict[str, Any]:
+def hash_file(path: Path) -> JsonObject:
     """The size and the SHA-256 of a file, which is read whole: `{"bytes": ..., "sha256": ...}`."""
     with path.open("rb") as file:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
@@ -70,7 +68,10 @@ def foreign_files(folder: Path) -> list[str]:
         for path in sorted(Path(root, name) for name in links + names):
             name = path.relative_to(folder).as_posix()
             is_ours = name in ours and not path.is_symlink() and _is_unchanged(path, ours[name])
-            if not is_ours and not (ours and _is_of_record(path, name)):
+            if ours and not is_ours:  # a model card of `publish` is written after the record
+                is_card = name == CARD and is_our_card(path.read_text("utf-8", "surrogateescape"))
+                is_ours = is_card or name == RECORD
+            if not is_ours:
                 found.append(name)
     return found
 
@@ -79,7 +80,7 @@ def _raise(problem: OSError) -> NoReturn:
     raise problem
 
 
-def _read_listed(folder: Path) -> Entries:
+def _read_listed(folder: Path) -> JsonObject:
     """Return the files that the record of a result lists, by name; none if there is no readable record."""
     record = folder / RECORD
     try:
@@ -91,12 +92,7 @@ def _read_listed(folder: Path) -> Entries:
     return {name: entry for name, entry in listed.items() if isinstance(entry, dict)}
 
 
-def _is_of_record(path: Path, name: str) -> bool:
-    """Return whether a file is the record, or a model card of `publish`, which is written after the record."""
-    return name == RECORD or (name == CARD and is_our_card(path.read_text("utf-8", "surrogateescape")))
-
-
-def _is_unchanged(path: Path, known: Mapping[str, Any]) -> bool:
+def _is_unchanged(path: Path, known: JsonObject) -> bool:
     """Return whether a file is the listed one, as it was written."""
     status = path.stat()
     if known.get("bytes") != status.st_size:

@@ -15,7 +15,7 @@ FORMAT_VERSION = 1
 """The format version of the record."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class BeforeAfter:
     """A number of the source and of the result: bytes or parameters."""
 
@@ -23,7 +23,7 @@ class BeforeAfter:
     after: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Divergence:
     """KL(source || student) on held-out text, in nats per token, before and after the stage that trains all layers
     together; equal where that stage did not run.
@@ -33,7 +33,7 @@ class Divergence:
     after: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class CalibrationRecord(Result):
     """The calibration text that a method measured on, and what it did with it."""
 

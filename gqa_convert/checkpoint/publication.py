@@ -34,7 +34,12 @@ def check_destination(out: Path, source: Path | None, *, overwrite: bool) -> Non
     try:
         real = Path(os.path.realpath(out))
         if source is not None:
-            _check_apart(out, real, source)
+            origin = source.resolve()
+            if real.is_relative_to(origin) or origin.is_relative_to(real):
+                raise OutputError(f"{out} is the source {source}, lies inside it or contains it: name another folder")
+            links = (path for path in source.rglob("*") if path.is_symlink())
+            if out.is_dir() and any(path.resolve().is_relative_to(real) for path in links):
+                raise OutputError(f"{out} contains files that the source {source} links to: name another folder")
         if out.is_symlink():
             raise OutputError(f"{out} is a link: name the folder itself or another folder")
         if not out.exists():
@@ -42,22 +47,15 @@ def check_destination(out: Path, source: Path | None, *, overwrite: bool) -> Non
         if not real.is_dir():
             raise OutputError(f"{out} is a file: name a folder")
         if foreign := foreign_files(real):
-            what = f"files that gqa-convert did not write or that were changed or copied there later ({some(foreign)})"
-            raise OutputError(f"{out} exists already and holds {what}: name a new folder, or move them away")
+            raise OutputError(
+                f"{out} exists already and holds files that gqa-convert did not write or that were changed or copied there later ({some(foreign)}): name a new folder, or move them away"
+            )
         if any(real.iterdir()) and not overwrite:
             raise OutputError(f"{out} exists already: name a new folder, or replace it with --overwrite")
         if os.path.ismount(real):
             raise OutputError(f"{out} is a mount point, which cannot be replaced as a whole: name a new folder in it")
     except OSError as problem:
         raise _explained(problem, out) from None
-
-
-def _check_apart(out: Path, real: Path, source: Path) -> None:
-    origin = source.resolve()
-    if real.is_relative_to(origin) or origin.is_relative_to(real):
-        raise OutputError(f"{out} is the source {source}, lies inside it or contains it: name another folder")
-    if out.is_dir() and any(path.is_symlink() and path.resolve().is_relative_to(real) for path in source.rglob("*")):
-        raise OutputError(f"{out} contains files that the source {source} links to: name another folder")
 
 
 def sweep(parent: Path) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from gqa_convert.checkpoint.headers import bits_per_element
+from gqa_convert.checkpoint.strict_json import Config
 from gqa_convert.errors import UnsupportedFormatError
 
 _TENSORS = re.compile(
@@ -16,7 +17,7 @@ _BYTES = re.compile(r"(weight|_blocks|_scales)$")
 _ORIGINAL = "convert the unquantised checkpoint that it was made from, or one that transformers has dequantised"
 
 
-def quantisation_method(config: Mapping[str, Any]) -> str | None:
+def quantisation_method(config: Config) -> str | None:
     """The method by which a config, or a config inside it, says that the weights are quantised; None if none does."""
     described = _described_quantisation(config)
     if isinstance(described, Mapping):
@@ -24,7 +25,7 @@ def quantisation_method(config: Mapping[str, Any]) -> str | None:
     return None if described is None else str(described)
 
 
-def _described_quantisation(config: Mapping[str, Any]) -> Any:
+def _described_quantisation(config: Config) -> Any:
     """What a config, or a config inside it, says of the quantisation; None if it says nothing."""
     for key in ("quantization_config", "compression_config"):
         if config.get(key) is not None:
@@ -36,7 +37,7 @@ def _described_quantisation(config: Mapping[str, Any]) -> Any:
     return next((described for described in inner if described is not None), None)
 
 
-def refuse_quantised_config(config: Mapping[str, Any], source: str) -> None:
+def refuse_quantised_config(config: Config, source: str) -> None:
     """Raise UnsupportedFormatError if the config of a checkpoint, or a config inside it, describes quantised weights."""
     method = quantisation_method(config)
     if method is None:

@@ -23,7 +23,7 @@ _POINTER_BYTES = 1024
 """Git LFS pointers are shorter than this."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Shard:
     """One weight file: its name, its size in bytes, and its tensors in the order of their bytes."""
 
@@ -35,7 +35,7 @@ class Shard:
     """Modification time of the local file in nanoseconds."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Recipe:
     """How a tensor comes from tensors of the checkpoint that the user named."""
 
@@ -187,10 +187,18 @@ def open_local(source: str | Path, revision: str | None, check: Callable[[Checkp
 def read_checkpoint(files: CheckpointFiles, *, download: bool = False) -> Checkpoint:
     """Read and check the config and all headers of the checkpoint in `files`; raises as `open_checkpoint` does."""
     if files.folder is not None:
-        _refuse_pointers(files)
+        for name, size in files.sizes.items():
+            if "/" not in name and size < _POINTER_BYTES and files.read(name, size).startswith(_LFS_POINTER):
+                raise CorruptCheckpointError(
+                    f"{files.name}/{name} is only a Git LFS pointer to its content: fetch the files with `git lfs pull`, or download "
+                    "the repository with `hf download`"
+                )
     formats.refuse_adapter(files.sizes, files.name)
     chosen = formats.choose_weights(files.sizes, files.name)
-    config = _read_config(files)
+    if CONFIG not in files.sizes:
+        raise ConfigError(f"{files.name} has no config.json: name the folder that save_pretrained wrote")
+    config = parse_object(files.read(CONFIG, files.sizes[CONFIG]), f"{files.name}/{CONFIG}", ConfigError)
+    quantised.refuse_quantised_config(config, files.name)
     weight_map, metadata, names = None, None, [chosen]
     if chosen.endswith(".json"):
         weight_map, metadata = _read_index(files, chosen)
@@ -217,24 +225,6 @@ def read_checkpoint(files: CheckpointFiles, *, download: bool = False) -> Checkp
         links_out=files.links_out,
         unreachable=files.unreachable,
     )
-
-
-def _refuse_pointers(files: CheckpointFiles) -> None:
-    """Refuse a folder in which a file is only Git LFS's pointer to its content."""
-    for name, size in files.sizes.items():
-        if "/" not in name and size < _POINTER_BYTES and files.read(name, size).startswith(_LFS_POINTER):
-            raise CorruptCheckpointError(
-                f"{files.name}/{name} is only a Git LFS pointer to its content: fetch the files with `git lfs pull`, or download "
-                "the repository with `hf download`"
-            )
-
-
-def _read_config(files: CheckpointFiles) -> JsonObject:
-    if CONFIG not in files.sizes:
-        raise ConfigError(f"{files.name} has no config.json: name the folder that save_pretrained wrote")
-    config = parse_object(files.read(CONFIG, files.sizes[CONFIG]), f"{files.name}/{CONFIG}", ConfigError)
-    quantised.refuse_quantised_config(config, files.name)
-    return config
 
 
 def _read_index(files: CheckpointFiles, name: str) -> tuple[dict[str, str], JsonObject]:

@@ -10,6 +10,8 @@ from gqa_convert.measuring.results import BenchmarkFile, EvaluationFile, ModelSc
 
 Row = dict[str, str]
 """Cells by the headings of their columns, which are the same in all rows of a table."""
+Names = dict[str, str]
+"""What models are called, by their names in results."""
 
 
 class Table(NamedTuple):
@@ -45,7 +47,7 @@ def filled(rows: Sequence[Row]) -> list[Row]:
     return [{heading: row[heading] for heading in headings} for row in rows]
 
 
-def short_names(entries: Sequence[ModelScores]) -> dict[str, str]:
+def short_names(entries: Sequence[ModelScores]) -> Names:
     """The names of models by their last parts, where these tell all of them apart."""
     short = {each.model: Path(each.model).name for each in entries}
     if len(set(short.values())) < len(short):
@@ -53,7 +55,7 @@ def short_names(entries: Sequence[ModelScores]) -> dict[str, str]:
     return short
 
 
-def evaluation_tables(results: EvaluationFile, entries: Sequence[ModelScores], names: dict[str, str]) -> list[Table]:
+def evaluation_tables(results: EvaluationFile, entries: Sequence[ModelScores], names: Names) -> list[Table]:
     """The losses of models, and what they answered, as far as both were measured.
 
     Args:
@@ -63,8 +65,7 @@ def evaluation_tables(results: EvaluationFile, entries: Sequence[ModelScores], n
     """
     tables = []
     if results.data is not None:
-        how = f"{results.objective}, at most {results.context} tokens at once"
-        title = f"{entries[0].tokens:,} tokens of {results.data.source}, {how}"
+        title = f"{entries[0].tokens:,} tokens of {results.data.source}, {results.objective}, at most {results.context} tokens at once"
         tables.append(Table(title, filled([_losses(each, names) for each in entries])))
     if results.questions is not None:
         asked = results.questions
@@ -74,11 +75,10 @@ def evaluation_tables(results: EvaluationFile, entries: Sequence[ModelScores], n
     return tables
 
 
-def _losses(scores: ModelScores, names: dict[str, str]) -> Row:
-    row = {"model": names[scores.model], "K/V/token": ""}
-    if scores.kv_bytes_per_token:
-        row["K/V/token"] = size(scores.kv_bytes_per_token)
-    return row | {
+def _losses(scores: ModelScores, names: Names) -> Row:
+    return {
+        "model": names[scores.model],
+        "K/V/token": size(scores.kv_bytes_per_token) if scores.kv_bytes_per_token else "",
         "loss": figure(scores, "loss"),
         "bits/byte": number(scores.bits_per_byte, ".4f"),
         "word errors": figure(scores, "word_error_rate"),
@@ -89,7 +89,7 @@ def _losses(scores: ModelScores, names: dict[str, str]) -> Row:
     }
 
 
-def _answers(scores: ModelScores, names: dict[str, str]) -> Row:
+def _answers(scores: ModelScores, names: Names) -> Row:
     """Shares of exact answers by kind and by length, and the loss of the first model on what this model writes."""
     row = {"model": names[scores.model]}
     assert scores.retrieval is not None
@@ -105,7 +105,7 @@ def _answers(scores: ModelScores, names: dict[str, str]) -> Row:
     return row
 
 
-def notes(entries: Sequence[ModelScores], names: dict[str, str]) -> list[str]:
+def notes(entries: Sequence[ModelScores], names: Names) -> list[str]:
     """What there is to say about single models."""
     found = []
     for each in entries:
@@ -124,9 +124,8 @@ def benchmark_table(result: BenchmarkFile) -> Table:
     engine = f"{result.engine} {result.engine_version}"
     if result.engine is None:
         engine = f"transformers, attention {result.attention}"
-    about = f"{result.model}: {result.model_type}, {heads_text(result.kv_heads)} K/V heads, {result.dtype}"
-    title = f"{about}; {engine}; {result.machine.processor}, {result.machine.device}"
-    sources: dict[tuple[int, int], float] = {}
+    title = f"{result.model}: {result.model_type}, {heads_text(result.kv_heads)} K/V heads, {result.dtype}; {engine}; {result.machine.processor}, {result.machine.device}"
+    sources = {}
     rows = []
     for cell in result.results:
         if (cell.fingerprint, cell.groups) == (result.fingerprint, result.kv_heads):

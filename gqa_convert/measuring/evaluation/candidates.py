@@ -1,13 +1,14 @@
 """The models of an evaluation: checked before any weights are loaded, then loaded one after the other."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gqa_convert.checkpoint.fingerprint import fingerprint
 from gqa_convert.checkpoint.paths import expanded
-from gqa_convert.checkpoint.source import Checkpoint, open_checkpoint
+from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.conversion.plan import make_plan
 from gqa_convert.data.model_tokenizer import usable_tokenizer
@@ -15,7 +16,7 @@ from gqa_convert.data.pairs import refuse_languages
 from gqa_convert.data.span_corruption import has_sentinels
 from gqa_convert.errors import GQAConvertError, OptionError
 from gqa_convert.families import loading
-from gqa_convert.families.context_length import LONGEST, SPAN_LENGTH, stated_positions
+from gqa_convert.families.context_length import stated_positions
 
 CAUSAL, SPANS, PAIRS, SPEECH = "causal", "spans", "pairs", "speech"
 _HEAD = "evaluate scores the predictions of one; name the language model that the checkpoint was made from"
@@ -63,17 +64,11 @@ def find_models(names: Sequence[str], revision: str | None) -> list[Candidate]:
         assert folder is not None
         loading.check_language_model(name, config, _HEAD)
         shown = str(folder.resolve()) if Path(name).name in ("", "..") else expanded(name)  # for `.` too
-        tokenizer, cache = usable_tokenizer(folder), _kv_bytes_per_token(checkpoint)
-        known = fingerprint(folder)
-        found.append(Candidate(shown, checkpoint.revision, folder, config, tokenizer, known, cache))
+        tokenizer, cache = usable_tokenizer(folder), None
+        with suppress(GQAConvertError):  # a model that can't be converted can still be evaluated
+            cache = make_plan(checkpoint, 1).kv_cache_bytes().before
+        found.append(Candidate(shown, checkpoint.revision, folder, config, tokenizer, fingerprint(folder), cache))
     return found
-
-
-def _kv_bytes_per_token(checkpoint: Checkpoint) -> int | None:
-    try:
-        return make_plan(checkpoint, 1).kv_cache_bytes().before
-    except GQAConvertError:  # a model that can't be converted can still be evaluated
-        return None
 
 
 def common_objective(models: Sequence[Candidate], *, pairs: bool) -> str:
@@ -122,16 +117,6 @@ def _objective(model: Candidate, pairs: bool) -> str:
             f"{model.name} has no sentinel tokens for span corruption: give pairs, with --source-field and --target-field"
         )
     return SPANS
-
-
-def common_window(models: Sequence[Candidate], objective: str, window: int | None) -> int:
-    """The number of tokens of each window or example, the same for all models.
-
-    Raises:
-        OptionError: a model has fewer positions.
-    """
-    default = SPAN_LENGTH if objective == SPANS else LONGEST
-    return common_length(models, f"--window is {window}", window, default)
 
 
 def common_length(models: Sequence[Candidate], stated: str, length: int | None, default: int) -> int:

@@ -11,10 +11,10 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
+from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.errors import MissingExtraError
 from gqa_convert.measuring.evaluation.examples import Array, Doubles, Material
 from gqa_convert.measuring.evaluation.forward import Scores
@@ -61,9 +61,9 @@ def mean(sums: Doubles, sizes: Doubles) -> Mean:
     return Mean(value, np.where(is_scored, sums - value * sizes, np.nan) / sizes.sum())
 
 
-def with_errors(means: Means) -> dict[str, Any]:
+def with_errors(means: Means) -> JsonObject:
     """The keys and values of results: each mean and its standard error."""
-    found: dict[str, Any] = {}
+    found: JsonObject = {}
     for name, each in means.items():
         found |= {name: each.value, f"{name}_standard_error": each.error}
     return found
@@ -114,7 +114,7 @@ class Measured:
         return mean(self.material.by_block(values), self.material.by_block(sizes))
 
 
-def model_scores(measured: Measured, other: Measured | None = None) -> dict[str, Any]:
+def model_scores(measured: Measured, other: Measured | None = None) -> JsonObject:
     """What a model's entry in the results states: its losses, and its differences from another model on the same tokens,
     with paired standard errors.
     """

@@ -149,7 +149,7 @@ def text_material(pieces: Sequence[Piece], tokenizer: Any, *, window: int) -> Ma
     """
     begin = np.array([] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id], np.int64)
     beginning = begin, np.zeros_like(begin)
-    examples: list[Example] = []
+    examples = []
     first_block = 0
     parts = [beginning]
     for piece in pieces:

@@ -88,8 +88,7 @@ class _Pass(NamedTuple):
 def _passes(scored: Scored, size: int) -> Iterator[_Pass]:
     """The forward passes of a model, whose output layer is taken out meanwhile."""
     model, material = scored
-    first = next(material.batches(size))
-    with without_output_layer(model, _inputs(model, first)) as layer:
+    with without_output_layer(model, _inputs(model, next(material.batches(size)))) as layer:
         for batch in material.batches(size):
             given: dict[str, Any] = _inputs(model, batch)
             if "encoder_outputs" in given:

@@ -17,6 +17,7 @@ from gqa_convert.data.model_tokenizer import check_vocabulary
 from gqa_convert.data.sources import Source, find_commits, pinned
 from gqa_convert.data.speech import SpeechModel
 from gqa_convert.errors import OptionError
+from gqa_convert.families.context_length import LONGEST, SPAN_LENGTH
 from gqa_convert.families.loading import no_bars
 from gqa_convert.measuring import Progress, no_progress
 from gqa_convert.measuring.evaluation import candidates
@@ -111,7 +112,8 @@ def evaluate(
         warnings.simplefilter("ignore")  # torch's and transformers', for those who program with them
         found = candidates.find_models(names, options.revision)
         objective = candidates.common_objective(found, pairs=data is not None and data.kind == "pairs")
-        window = candidates.common_window(found, objective, options.window)
+        most = SPAN_LENGTH if objective == SPANS else LONGEST
+        window = candidates.common_length(found, f"--window is {options.window}", options.window, most)
         asked = None
         if options.retrieval:
             asked = asked_questions(found, objective, options.retrieval)
@@ -198,8 +200,9 @@ class _Evaluation:
             found = model_scores(subject.measured, first.measured)
         if self.questions:
             show = partial(self.progress, f"asking {candidate.name}")
-            batch = self.options.batch
-            subject.asked = ask_about_long_contexts(candidate, subject.model, self.questions, first.model, batch, show)
+            subject.asked = ask_about_long_contexts(
+                candidate, subject.model, self.questions, first.model, self.options.batch, show
+            )
             found["retrieval"] = retrieval(subject.asked, first.asked)
         if self.first is None:
             self.first = subject

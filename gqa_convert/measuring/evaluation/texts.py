@@ -31,13 +31,17 @@ def read_documents(source: Source, tokenizer: Any, limit: int | None, progress: 
         fields = Fields((source.source_field, source.target_field), "pair")
     if limit is None and not isinstance(text, Files):
         limit = STREAM_TOKENS
-    found: list[Piece] = []
+    found = []
     read = 0
     try:
         for piece in text.pieces(fields):
             found.append(piece)
             if fields.holds == "pair":
-                _check_pair(piece, fields)
+                for field, side in zip(fields.names, piece.text, strict=True):
+                    if not side:
+                        raise DataError(
+                            f"{piece.where}: {field!r} is empty, expected text: remove the row, or name another field"
+                        )
                 read += 1
             elif limit is not None:
                 sizes = encode(tokenizer, piece.text)[1][: limit - read]
@@ -55,9 +59,3 @@ def read_documents(source: Source, tokenizer: Any, limit: int | None, progress: 
     if not found:
         raise DataError(f"{text.label} holds no text: name another source or --text-field")
     return found
-
-
-def _check_pair(piece: Piece, fields: Fields) -> None:
-    for field, side in zip(fields.names, piece.text, strict=True):
-        if not side:
-            raise DataError(f"{piece.where}: {field!r} is empty, expected text: remove the row, or name another field")

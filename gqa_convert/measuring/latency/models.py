@@ -113,7 +113,13 @@ def make_models(
         made = source
         if plan.stated_groups != own:
             made = _build(plan.config, name, dtype, attention, device)
-            _share(made, weights)
+            shapes = {key: parameter.shape for key, parameter in made.named_parameters(remove_duplicate=False)}
+            shared = {key: weight for key, weight in weights.items() if weight.shape == shapes.get(key)}
+            made.load_state_dict(shared, strict=False, assign=True)
+            with torch.no_grad():  # random numbers elsewhere
+                for key, parameter in made.named_parameters():
+                    if key not in shared:
+                        parameter.normal_(std=0.02)
         models.append(made.requires_grad_(False))
     return models, attention
 
@@ -141,23 +147,11 @@ def _build(config: JsonObject, name: str, dtype: str, attention: str, device: An
     family = family_of(config)
     if family.is_converted:
         register_modeling(family.model_type)
-    kind = getattr(torch, dtype)
     with explained(name), no_init_weights(), torch.device(device):
         made = CONFIG_MAPPING[family.model_type].from_dict(config)
         auto = getattr(transformers, auto_class(config))
-        model = auto.from_config(made, trust_remote_code=False, dtype=kind, attn_implementation=attention)
+        model = auto.from_config(
+            made, trust_remote_code=False, dtype=getattr(torch, dtype), attn_implementation=attention
+        )
         model.tie_weights()
     return model.eval()
-
-
-def _share(model: Any, weights: dict[str, Any]) -> None:
-    """Share `weights` where name and shape agree, and fill the other parameters with small random numbers."""
-    import torch
-
-    shapes = {name: parameter.shape for name, parameter in model.named_parameters(remove_duplicate=False)}
-    shared = {name: weight for name, weight in weights.items() if weight.shape == shapes.get(name)}
-    model.load_state_dict(shared, strict=False, assign=True)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name not in shared:
-                parameter.normal_(std=0.02)

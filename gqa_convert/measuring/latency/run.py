@@ -8,13 +8,13 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
 
 import numpy as np
 
 from gqa_convert.checkpoint.devices import chosen_device
 from gqa_convert.checkpoint.fingerprint import fingerprint
 from gqa_convert.checkpoint.machine import measurement
+from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.errors import OptionError
 from gqa_convert.families.context_length import stated_positions
 from gqa_convert.measuring import Progress, no_progress
@@ -23,12 +23,12 @@ from gqa_convert.measuring.latency.models import make_models, open_model, plan_v
 from gqa_convert.measuring.out_of_memory import memory_explained
 from gqa_convert.measuring.results import BenchmarkFile, TimedCell
 
-CONTEXT: Final = 512
+CONTEXT = 512
 """The default number of cached tokens."""
-_PREFILLS: Final = 3
+_PREFILLS = 3
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class BenchmarkOptions:
     """How a model is timed. Named as the command line names them.
 
@@ -84,11 +84,16 @@ def benchmark_model(
     assert opened.folder is not None
     dtype = stated_dtype(opened.config, options.dtype)
     device = torch.device(chosen_device(options.device))
-    contexts = _contexts(options, stated_positions(opened.config))
+    positions = stated_positions(opened.config)
+    contexts = options.context or [min(CONTEXT, (positions or 2 * CONTEXT) // 2)]
+    if positions is not None and max(contexts) >= positions - STEPS:
+        raise OptionError(
+            f"--context {max(contexts)}: the model has {positions} positions, and decode steps follow: give at most {positions - 1 - STEPS}"
+        )
     plans, own = plan_versions(opened, options.candidates)
     known = fingerprint(opened.folder)
     settings = list(itertools.product(options.batch, contexts))
-    cells: list[TimedCell] = []
+    cells = []
     with memory_explained(opened.source_id, "time fewer --candidates, or a smaller --batch or --context"):
         progress("building models", 0, 1)
         models, attention = make_models(opened, plans, own, dtype, device)
@@ -126,15 +131,6 @@ def benchmark_model(
     )
 
 
-def _contexts(options: BenchmarkOptions, positions: int | None) -> Sequence[int]:
-    contexts = options.context or [min(CONTEXT, (positions or 2 * CONTEXT) // 2)]
-    if positions is not None and max(contexts) >= positions - STEPS:
-        raise OptionError(
-            f"--context {max(contexts)}: the model has {positions} positions, and decode steps follow: give at most {positions - 1 - STEPS}"
-        )
-    return contexts
-
-
 def _alternate(turns: Sequence[Callable[[], float]], repetitions: int) -> list[list[float]]:
     """What the calls of each version return in so many repetitions, each of which starts one version later, after a
     warm-up.
@@ -147,7 +143,7 @@ def _alternate(turns: Sequence[Callable[[], float]], repetitions: int) -> list[l
     return [found[1:] for found in measured]
 
 
-def times_of(batch: int, prefills: Sequence[float], decodes: Sequence[float]) -> dict[str, Any]:
+def times_of(batch: int, prefills: Sequence[float], decodes: Sequence[float]) -> JsonObject:
     """The keys of a cell that state times: from the seconds of prefills, and of the decode steps of a token."""
     low, middle, high = (1e3 * np.quantile(decodes, (0.25, 0.5, 0.75))).tolist()
     return {

@@ -8,12 +8,11 @@ with the largest number that fits all layers.
 """
 
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Final
 
 import torch
 
@@ -45,10 +44,16 @@ from gqa_convert.measuring.sensitivity.kv_budget import (
     largest_uniform,
     least_sum,
 )
-from gqa_convert.measuring.sensitivity.merged_copies import SensitivityInputs, open_inputs, score_copies, tokens_of
+from gqa_convert.measuring.sensitivity.merged_copies import (
+    Batches,
+    SensitivityInputs,
+    open_inputs,
+    score_copies,
+    tokens_of,
+)
 from gqa_convert.merging.methods import DEFAULT
 
-FIT_MARGIN: Final = 0.95
+FIT_MARGIN = 0.95
 """What a list's divergence after short fits must be, as a share of the uniform number's, to be chosen: a short fit is not
 the whole fit.
 """
@@ -137,7 +142,7 @@ def _fits_store(plan: Plan, out: str | Path | None, digest: str, text: Calibrati
             yield store
 
 
-def made_up_batches(plan: Plan, held_out: Sequence[Batch], seed: int) -> list[Batch]:
+def made_up_batches(plan: Plan, held_out: Batches, seed: int) -> list[Batch]:
     """Batches of made-up records of the sizes of `held_out`; none for a model that does not continue text.
 
     Args:
@@ -154,7 +159,7 @@ def made_up_batches(plan: Plan, held_out: Sequence[Batch], seed: int) -> list[Ba
     return [{"input_ids": rows} for rows in torch.from_numpy(blocks).view(-1, length).split(sizes)]
 
 
-def measure_costs(inputs: SensitivityInputs, held_out: Sequence[Batch], progress: Progress) -> list[LayerCosts]:
+def measure_costs(inputs: SensitivityInputs, held_out: Batches, progress: Progress) -> list[LayerCosts]:
     """The divergences with one layer alone merged, in the order of the layers' numbers.
 
     Args:
@@ -175,7 +180,7 @@ def measure_costs(inputs: SensitivityInputs, held_out: Sequence[Batch], progress
 
 
 def measure_candidates(
-    inputs: SensitivityInputs, held_out: Sequence[Batch], layers: list[LayerCosts], limit: int, progress: Progress
+    inputs: SensitivityInputs, held_out: Batches, layers: list[LayerCosts], limit: int, progress: Progress
 ) -> list[HeadAllocation]:
     """The largest number of K/V heads that fits all layers, and the list with the least sum of costs if it is another one,
     measured with all layers merged.

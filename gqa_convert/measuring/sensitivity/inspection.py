@@ -20,7 +20,7 @@ from gqa_convert.measuring import Progress, no_progress
 from gqa_convert.measuring.sensitivity.kv_budget import BudgetChoice, KVBudget, numbers_text
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class MergedLoss:
     """The loss with all layers merged into `groups` K/V heads by the closed form, and its increase over the source, in
     nats per token; None where not finite.
@@ -31,7 +31,7 @@ class MergedLoss:
     increase: float | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class HeldOutLosses:
     """Losses on the held-out part of the calibration text, of the source in nats per token and of its merged copies."""
 
@@ -40,7 +40,7 @@ class HeldOutLosses:
     by_groups: tuple[MergedLoss, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Recommendation:
     """What a user should convert to.
 
@@ -55,7 +55,7 @@ class Recommendation:
     command: str | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Inspection(Result):
     """What `inspect --json` prints.
 

@@ -11,7 +11,7 @@ from gqa_convert.conversion.plan import merging_counts
 from gqa_convert.errors import OptionError
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class KVBudget:
     """What the K/V cache of a result may take per token, over all layers.
 
@@ -46,7 +46,7 @@ _Numbers = tuple[float, tuple[int, ...]]
 """The sum of costs, and the number of K/V heads of each layer."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LayerCosts:
     """What merging one layer alone costs.
 
@@ -64,7 +64,7 @@ class LayerCosts:
     kl: Mapping[int, float | None]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class HeadAllocation:
     """A number of K/V heads for each layer that stays within the budget.
 
@@ -82,7 +82,7 @@ class HeadAllocation:
     kl: float | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class BudgetChoice(Result):
     """What `choose_num_kv_heads` found.
 

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Final
 
 import numpy as np
 
@@ -18,12 +17,13 @@ from gqa_convert.errors import NonFiniteError
 from gqa_convert.merging.attention_heads import Tensors
 from gqa_convert.merging.merge_layer import Moments, merge_layer
 
-SHORT_STEPS: Final = 20
+SHORT_STEPS = 20
 """Gradient steps of a short fit."""
-_BATCHES: Final = 6
+_BATCHES = 6
 """Batches of text of a short fit, of which one is held out from the gradient steps. Twelve leave 4% less (benchmarks/log.md)."""
 
-Merging = Callable[[SourceLayer, CapturedAttention, Sequence[int]], Iterator[tuple[int, Installing]]]
+Installations = Iterator[tuple[int, Installing]]
+Merging = Callable[[SourceLayer, CapturedAttention, Sequence[int]], Installations]
 """Merges a layer of the source into each number of K/V heads, one in memory at a time.
 
 It is called with the layer, its module in the source with its calls on the text, and the numbers; it yields each number, and
@@ -32,9 +32,7 @@ NaN or Inf.
 """
 
 
-def merge_by_closed_form(
-    layer: SourceLayer, attention: CapturedAttention, candidates: Sequence[int]
-) -> Iterator[tuple[int, Installing]]:
+def merge_by_closed_form(layer: SourceLayer, attention: CapturedAttention, candidates: Sequence[int]) -> Installations:
     """Merge as method `factor` does; see `Merging`."""
     moments = _finite_moments(attention)
     heads = layer.layout.split_heads(layer.tensors)
@@ -44,7 +42,7 @@ def merge_by_closed_form(
         yield groups, _installing(layer, attention, layer.layout.merge_heads(merged, wide, groups), groups)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ShortFits:
     """Merges as `fit` does, on less text and in fewer steps. Each layer is fitted once for each number of K/V heads.
 
@@ -56,9 +54,7 @@ class ShortFits:
     store: LayerStore
     options: FitOptions
 
-    def merge(
-        self, layer: SourceLayer, attention: CapturedAttention, candidates: Sequence[int]
-    ) -> Iterator[tuple[int, Installing]]:
+    def merge(self, layer: SourceLayer, attention: CapturedAttention, candidates: Sequence[int]) -> Installations:
         """See `Merging`."""
         for groups in candidates:
             key = f"layer-{layer.layout.layer.number:05d}-{groups}"

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,15 +30,16 @@ from gqa_convert.measuring import StageProgress
 from gqa_convert.measuring.sensitivity.layer_merging import SHORT_STEPS, Merging, ShortFits, merge_by_closed_form
 from gqa_convert.merging.methods import CALIBRATED_DEFAULT
 
+Batches = Sequence[Batch]
 Copy = Mapping[str, int]
 """The number of K/V heads of each merged layer, by the layer's module; other layers are the source's."""
-MOST_COPIES: Final = 64
+MOST_COPIES = 64
 """Maximum number of copies whose activations are in memory together."""
-_HELD_OUT: Final = 5
+_HELD_OUT = 5
 """One in this many blocks of text is held out."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class SensitivityInputs:
     """The loaded source, and the text that its copies are merged and measured on.
 
@@ -55,13 +56,13 @@ class SensitivityInputs:
     plan: Plan
     model: Any
     read_layer: ReadLayer
-    text: Sequence[Batch]
-    held_out: Sequence[Batch]
+    text: Batches
+    held_out: Batches
     merge: Merging
     precision: Precision
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Score:
     """Of the source, or of a copy; None where it yields NaN or Inf.
 
@@ -74,7 +75,7 @@ class Score:
     kl: float | None
 
 
-def split(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch]]:
+def split(batches: Batches) -> tuple[list[Batch], list[Batch]]:
     """Calibration text to merge on, and a fifth of its blocks, at least one, to measure on.
 
     Raises:
@@ -99,7 +100,7 @@ def split(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch]]:
 
 @contextmanager
 def open_inputs(
-    plan: Plan, batches: Sequence[Batch], text: CalibrationOptions, store: LayerStore | None = None
+    plan: Plan, batches: Batches, text: CalibrationOptions, store: LayerStore | None = None
 ) -> Iterator[SensitivityInputs]:
     """Load a plan's source, and hold out a part of the text.
 
@@ -138,13 +139,13 @@ def predicted_tokens(batch: Batch) -> Tensor:
     return torch.nn.functional.pad(tokens_of(batch)[:, 1:], (0, 1), value=IGNORED)
 
 
-def count_predicted(batches: Sequence[Batch]) -> int:
+def count_predicted(batches: Batches) -> int:
     """The number of predicted tokens."""
     return sum(int((predicted_tokens(batch) != IGNORED).sum()) for batch in batches)
 
 
 def score_copies(
-    inputs: SensitivityInputs, copies: Sequence[Copy], held_out: Sequence[Batch], progress: StageProgress
+    inputs: SensitivityInputs, copies: Sequence[Copy], held_out: Batches, progress: StageProgress
 ) -> list[Score]:
     """The scores of the source, and then of each copy: these are merged layer by layer, then their logits are compared,
     those of one copy at a time.
