@@ -82,6 +82,12 @@ class Checkpoint:
     """Sentences on what is rewritten, and how it differs."""
 
     @property
+    def local_folder(self) -> Path:
+        """The folder of a checkpoint whose files are known to be local."""
+        assert self.folder is not None
+        return self.folder
+
+    @property
     def origin(self) -> "Checkpoint":
         """The checkpoint that the user named."""
         return self.rewritten_from or self

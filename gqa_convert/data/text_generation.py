@@ -10,7 +10,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from gqa_convert.checkpoint.atomic_files import write_whole
 from gqa_convert.checkpoint.devices import chosen_device
@@ -23,17 +23,17 @@ from gqa_convert.errors import DataError, OptionError
 from gqa_convert.families import loading
 from gqa_convert.families.context_length import stated_positions
 
-GENERATING: Final = "generating text"
+GENERATING = "generating text"
 """The label of progress."""
-LENGTH: Final = 512
+LENGTH = 512
 """The most tokens of one text."""
-QUESTION: Final = 96
+QUESTION = 96
 """The most tokens of a question in a conversation."""
-BATCH: Final = 32
+BATCH = 32
 """The texts that are generated at once."""
-_MARKS: Final = ("<<question>>", "<<answer>>")
+_MARKS = ("<<question>>", "<<answer>>")
 """Stand for messages while a chat template is taken apart."""
-_NEEDS_HEAD: Final = "text is sampled from its predictions; name the language model that the checkpoint was made from"
+_NEEDS_HEAD = "text is sampled from its predictions; name the language model that the checkpoint was made from"
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def own_text(
     seed: int = 0,
     device: str | None = None,
     conversations: bool = False,
-    progress: OnTokenize = lambda label, done, total: None,
+    progress: OnTokenize = lambda *_: None,
 ) -> OwnText:
     """The text that a checkpoint writes, generated unless the cache has it.
 
@@ -81,27 +81,28 @@ def own_text(
         DataError: the tokenizer has no token to begin with, or no chat template.
     """
     checkpoint = open_checkpoint(str(model), download=True)
-    assert checkpoint.folder is not None
     settings: list[Any] = [LENGTH, BATCH, seed, tokens, conversations]
-    for path in sorted(checkpoint.folder.iterdir()):
+    for path in sorted(checkpoint.local_folder.iterdir()):
         stat = path.stat()
         settings += [str(path), stat.st_size, stat.st_mtime_ns]
     file = cache / f"own-text-{hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:32]}.jsonl"
-    name, kind = local_path(checkpoint.source_id).name, "conversations" if conversations else "text"
+    name = local_path(checkpoint.source_id).name
+    kind = "conversations" if conversations else "text"
     label = f"{name}'s own {kind} (at least {tokens:,} tokens at temperature 1, seed {seed})"
     if not file.is_file():
         with loading.explained(checkpoint.source_id), loading.no_bars():
             writer = _Writer(checkpoint, chosen_device(device))
         write = writer.conversations if conversations else writer.documents
-        done, rows, batches = 0, list[dict[str, Any]](), 0
+        rows: list[dict[str, Any]] = []
+        done = batches = 0
         while done < tokens:
             written, count = write(mix(seed, batches))
             rows += written
-            done, batches = done + count, batches + 1
+            done += count
+            batches += 1
             progress(GENERATING, min(done, tokens), tokens)
         cache.mkdir(parents=True, exist_ok=True)
-        lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
-        write_whole(file, "".join(lines).encode())
+        write_whole(file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
     return OwnText(file, label)
 
 
@@ -112,8 +113,9 @@ class _Writer:
         import torch
         from transformers import GenerationConfig
 
-        name, folder, config = checkpoint.source_id, checkpoint.folder, checkpoint.config
-        assert folder is not None
+        name = checkpoint.source_id
+        folder = checkpoint.local_folder
+        config = checkpoint.config
         if loading.is_encoder_decoder(config):
             raise OptionError(f"{name} is an encoder-decoder, and only decoders write text: name text for it instead")
         loading.check_language_model(name, config, _NEEDS_HEAD)
@@ -122,7 +124,8 @@ class _Writer:
         if begin is None:
             raise DataError("the tokenizer has no token that begins a document: name text instead")
         check_vocabulary(config, max(begin, tokenizer.pad_token_id or 0), folder)
-        self._begin, self._context = int(begin), stated_positions(config)
+        self._begin = int(begin)
+        self._context = stated_positions(config)
         dtype = torch.bfloat16 if loading.multiplies_bfloat16(torch.device(device)) else torch.float32
         model, _ = loading.load_model(folder, dtype)
         self._model = model.to(device).eval()
@@ -154,13 +157,13 @@ class _Writer:
         rows = []
         for question, answer in zip(questions, answers, strict=True):
             answered = self._tokenizer.decode(answer, skip_special_tokens=True)
-            messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answered}]
-            rows.append({"messages": messages})
+            rows.append(
+                {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answered}]}
+            )
         return rows, sum(map(len, asked)) + sum(map(len, answers))
 
     def _texts(self, sampled: Sequence[Sequence[int]]) -> list[str]:
-        texts: list[str] = self._tokenizer.batch_decode(sampled, skip_special_tokens=True)
-        return [text for text in texts if text.strip()]
+        return [text for text in self._tokenizer.batch_decode(sampled, skip_special_tokens=True) if text.strip()]
 
     def _sampled(self, beginnings: Sequence[Sequence[int]], seed: int, most: int) -> list[list[int]]:
         """The tokens that the model writes behind each beginning, at most so many and as its context allows, up to the first

@@ -8,7 +8,7 @@ size.
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -18,7 +18,7 @@ from gqa_convert.checkpoint.atomic_files import sync
 from gqa_convert.checkpoint.resource_errors import is_disk_full, no_space
 from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.errors import GQAConvertError, ResumeError, first_line
-from gqa_convert.training.distributed import together, waiting_group
+from gqa_convert.training.distributed import Say, together, waiting_group
 from gqa_convert.training.sharding import unwrapped
 
 if TYPE_CHECKING:
@@ -67,7 +67,9 @@ class Checkpoints:
     """
 
     def __init__(self, folder: Path, kept: int, *, main: bool) -> None:
-        self.folder, self._kept, self._main = folder, kept, main
+        self.folder = folder
+        self._kept = kept
+        self._main = main
 
     def path(self, step: int) -> Path:
         return self.folder / f"step-{step:06d}"
@@ -76,7 +78,7 @@ class Checkpoints:
         """The checkpoints, newest first."""
         return sorted(self.folder.glob("step-*"), key=_place, reverse=True)
 
-    def whole(self, say: Callable[[str], None] = lambda _: None) -> list[Progress]:
+    def whole(self, say: Say = lambda _: None) -> list[Progress]:
         """The records of the checkpoints that have one and all files in the sizes that it states, newest first.
 
         Args:
@@ -90,7 +92,7 @@ class Checkpoints:
                 say(f"{path} is damaged ({problem}) and is passed over")
         return records
 
-    def newest(self, say: Callable[[str], None] = lambda _: None) -> Progress | None:
+    def newest(self, say: Say) -> Progress | None:
         """The record of the newest checkpoint that is whole; None if there is no checkpoint.
 
         Args:
@@ -118,7 +120,8 @@ class Checkpoints:
         """
         import torch.distributed.checkpoint as dcp
 
-        final, group = self.path(record.step), waiting_group()
+        final = self.path(record.step)
+        group = waiting_group()
         work = self.folder / f"{_UNFINISHED}{final.name}"
         try:
             with together():

@@ -6,7 +6,7 @@ ones, wastes days. An error on one process is raised on all of them, so that non
 
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -34,6 +34,9 @@ _ADVICE = (
 )
 _BROKEN = ("DistBackendError", "DistNetworkError", "Connection closed by peer", "Connection reset by peer", "gloo/")
 """Texts in torch's errors when another process has ended."""
+
+Say = Callable[[str], None]
+"""Called on the main process with messages about events between the steps."""
 
 _waiting_group: Any = None
 

@@ -113,7 +113,8 @@ def estimate(path: str | Path, overrides: Sequence[str], gpus: int, gpu: str) ->
         raise RecipeError(
             f"{recipe.model} (model type {student.config.get('model_type')!r}) can be trained, but not estimated: {first_line(problem)}"
         ) from None
-    samples_per_step, steps = recipe.samples_per_step(tokens_per_sample), recipe.steps(tokens_per_sample)
+    samples_per_step = recipe.samples_per_step(tokens_per_sample)
+    steps = recipe.steps(tokens_per_sample)
     flops = round(flops * samples_per_step / recipe.micro_batch_size)
     return Estimate(
         model=recipe.model,
@@ -151,7 +152,8 @@ def _costs(
         # FSDP2 computes in bfloat16 weights, and adapters are on such; otherwise autocasting does
         model = _outline(student, in_bf16 and (shards > 1 or recipe.lora is not None))
         count = learning = _numbers(model.parameters())
-        fixed, copied = 0.0, 0
+        fixed = 0.0
+        copied = 0
         if recipe.lora is not None:
             fixed = count * (_NF4 if recipe.lora.quantize else size)
             adapted = [model.get_submodule(name).weight.shape for name in target_modules(model)]
@@ -162,12 +164,10 @@ def _costs(
             model.get_input_embeddings().requires_grad_(True)  # gradients pass all layers, as those of adapters do
         blocks = [_numbers(layer.parameters()) for layer in layers(model)]
         outside = _numbers(model.parameters()) - sum(blocks)
-        vocabulary = model.get_output_embeddings().weight.shape[0]
         flops, saved = _pass(model, shapes, in_bf16)
         # the logits of a part of the positions, and their distributions and gradients in float32
         positions = math.prod(shapes.get("decoder_input_ids") or shapes["input_ids"])
-        logits = vocabulary * positions_at_once(positions)
-        loss = logits * (size + 8)
+        logits = model.get_output_embeddings().weight.shape[0] * positions_at_once(positions)
         saved += copied * positions
         if recipe.gradient_checkpointing:  # the inputs of all layers; then one layer at a time
             one_layer = saved // max(1, len(blocks))
@@ -179,7 +179,7 @@ def _costs(
             "gradients": 4 * learning / shards,
             "moments": 8 * learning / shards if recipe.optimizer == "adamw" else 0,  # Adafactor's are small
             "activations": saved,
-            "logits": loss,
+            "logits": logits * (size + 8),
         }
         if shards > 1:  # two layers, what is outside the layers, and the gradients of one layer and of that
             memory["gathered layers"] = size * (2 * max(blocks) + outside) + (size + 4) * (max(blocks) + outside)

@@ -31,7 +31,6 @@ def export_model(model: Any, state: StateDict, source: Checkpoint, out: Path, re
         out: the folder.
         record: the entries that training adds to the provenance.
     """
-    assert source.folder is not None
     with staged_folder(out) as staged:
         model.save_pretrained(staged.path, state_dict=_in_first_type(model, state, source), max_shard_size=_SHARD)
         for path in staged.path.iterdir():
@@ -42,7 +41,7 @@ def export_model(model: Any, state: StateDict, source: Checkpoint, out: Path, re
             if name != PROVENANCE:
                 target = staged.path / name
                 target.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(source.folder / name, target)
+                shutil.copyfile(source.local_folder / name, target)
         conversion = earlier_record(source) or {}
         conversion["uptraining_tokens"] = conversion.get("uptraining_tokens", 0) + record["tokens"]
         conversion["uptraining"] = [*conversion.get("uptraining", []), record]

@@ -28,9 +28,11 @@ def check_lora(lora: Lora | None, *, sharded: bool) -> None:
         MissingExtraError: PEFT is not installed.
         LaunchError: the model would be sharded.
     """
-    if lora is not None and importlib.util.find_spec("peft") is None:
+    if lora is None:
+        return
+    if importlib.util.find_spec("peft") is None:
         raise MissingExtraError("lora needs PEFT, which is not installed: pip install 'gqa-convert[lora]'")
-    if lora is not None and sharded:
+    if sharded:
         raise LaunchError(
             "lora trains adapters beside whole weights, and the launch or the recipe asks for FSDP: launch with "
             "recipes/accelerate/multi_gpu.yaml, or set sharding to replicate"
@@ -52,13 +54,15 @@ def loading_options(recipe: Recipe) -> dict[str, Any]:
         )
     from transformers import BitsAndBytesConfig
 
-    quantization = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type=recipe.lora.quantize,
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=dtype,
-    )
-    return {"dtype": dtype, "quantization_config": quantization}
+    return {
+        "dtype": dtype,
+        "quantization_config": BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type=recipe.lora.quantize,
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=dtype,
+        ),
+    }
 
 
 def add_adapters(model: nn.Module, lora: Lora) -> None:

@@ -71,7 +71,10 @@ class RunLog:
     """
 
     def __init__(self, path: Path, step: int, steps: int, accelerator: Any, on_step: OnStep) -> None:
-        self._path, self._steps, self._accelerator, self._on_step = path, steps, accelerator, on_step
+        self._path = path
+        self._steps = steps
+        self._accelerator = accelerator
+        self._on_step = on_step
         if accelerator.is_main_process:
             kept = [line for line in read_metrics(path) if line["step"] <= step]
             write_whole(path, "".join(json.dumps(line) + "\n" for line in kept).encode())
@@ -80,7 +83,13 @@ class RunLog:
         """Log a step."""
         if not self._accelerator.is_main_process:
             return
-        metrics.peak_memory_gb = round(_peak_memory(self._accelerator.device) / 1e9, 3)
+        device = self._accelerator.device
+        used = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        if device.type == "cuda":
+            import torch
+
+            used = torch.cuda.max_memory_allocated(device)
+        metrics.peak_memory_gb = round(used / 1e9, 3)
         numbers = metrics.as_json()
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(numbers) + "\n")
@@ -115,15 +124,6 @@ def read_metrics(path: Path) -> list[JsonObject]:
     with suppress(FileNotFoundError, ValueError):  # what stands before a broken line remains
         lines.extend(json.loads(text) for text in path.read_bytes().split(b"\n")[:-1])
     return lines
-
-
-def _peak_memory(device: Any) -> int:
-    """The most bytes that this process has used on its GPU, or else in RAM."""
-    if device.type == "cuda":
-        import torch
-
-        return int(torch.cuda.max_memory_allocated(device))
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,6 +178,8 @@ def recovery(evaluations: dict[str, float]) -> dict[str, float | None]:
         The losses of the converted checkpoint, `start`, of its `source` (None if it was not measured) and of the trained
         model, `final`; and the `recovered_share` of the gap between the first two, None without a gap.
     """
-    start, source, final = evaluations["start"], evaluations.get("source"), evaluations["last"]
+    start = evaluations["start"]
+    source = evaluations.get("source")
+    final = evaluations["last"]
     share = None if source is None or start <= source else (start - final) / (start - source)
     return {"start": start, "source": source, "final": final, "recovered_share": share}

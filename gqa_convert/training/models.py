@@ -71,12 +71,6 @@ def load_frozen(folder: Path, device_type: str, *, sharded: bool = False) -> Any
     return model.requires_grad_(False)
 
 
-def place_frozen(model: Any, accelerator: Any, *, sharded: bool) -> Any:
-    """Place a teacher on the device of this process, whole or sharded."""
-    device = accelerator.device
-    return sharding.shard(model, device, bf16=False) if sharded else model.to(device)
-
-
 def teacher_logits(teacher: Any, inputs: Mapping[str, Tensor]) -> Tensor:
     """The teacher's logits [b, L, V], or its states [b, L, d] if its output layer was removed.
 

@@ -2,7 +2,7 @@
 open by the config and the tokenizer of the student.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from gqa_convert.families import loading
 from gqa_convert.families.composite import decoder_config
 from gqa_convert.families.config_sizes import VOCABULARY_KEYS
 from gqa_convert.families.context_length import SPAN_LENGTH, block_length, stated_count, stated_positions
-from gqa_convert.training.distributed import gathered, rank, together
+from gqa_convert.training.distributed import Say, gathered, rank, together
 from gqa_convert.training.recipe import Recipe
 
 NEEDS_HEAD = "uptraining trains the predictions of one; name the language model that the checkpoint was made from"
@@ -31,7 +31,6 @@ class Opened(NamedTuple):
     Attributes:
         recipe: with the commits of Hub datasets.
         student: the checkpoint that is trained.
-        folder: where it is.
         teacher: the folder of the teacher.
         dataset_commits: the commits of the recipe's Hub datasets.
         samples: the training samples, as many as the whole budget takes.
@@ -40,16 +39,13 @@ class Opened(NamedTuple):
 
     recipe: Recipe
     student: Checkpoint
-    folder: Path
     teacher: Path | None
     dataset_commits: DatasetCommits
     samples: Samples
     held_out: EvaluationBlocks | None
 
 
-def open_recipe(
-    recipe: Recipe, known: DatasetCommits, progress: OnTokenize, say: Callable[[str], None] = lambda _: None
-) -> Opened:
+def open_recipe(recipe: Recipe, known: DatasetCommits, progress: OnTokenize, say: Say = lambda _: None) -> Opened:
     """Read the configs and tokenizers of a recipe's models, and open its texts. The main process finds commits that are
     not known, so that all machines read the same text.
 
@@ -69,15 +65,12 @@ def open_recipe(
         student = open_checkpoint(recipe.model, download=True)
         loading.check_language_model(recipe.model, student.config, NEEDS_HEAD)
         settings = sample_settings(recipe, student)
-        folder = student.folder
-        assert folder is not None
         if recipe.teacher is not None:
             teacher = open_checkpoint(recipe.teacher, download=True)
             loading.check_language_model(recipe.teacher, teacher.config, NEEDS_HEAD)
-            teacher_folder = teacher.folder
-            assert teacher_folder is not None
+            teacher_folder = teacher.local_folder
             with loading.explained(f"the tokenizer of {recipe.teacher}"):
-                check_vocabularies(folder, teacher_folder)
+                check_vocabularies(student.local_folder, teacher_folder)
         is_converted = earlier_record(student) is not None
     if not is_converted:
         say(f"{recipe.model} has no {PROVENANCE}: it was not converted by gqa-convert and is trained unchanged")
@@ -88,13 +81,14 @@ def open_recipe(
         if rank() == 0:
             commits = find_commits((*recipe.data, *(recipe.evaluation_data or ())), known)
     commits = gathered(commits)[0]
-    pinned, held_out = recipe.pinned(commits), None
+    pinned = recipe.pinned(commits)
+    held_out = None
     most = recipe.budget_tokens + recipe.tokens_per_step  # the last step may go beyond the budget
     with together():
         samples = open_samples(pinned.data, settings, progress, tokens=most, seed=recipe.seed)
         if pinned.evaluation_data is not None:
             held_out = evaluation_blocks(pinned.evaluation_data, settings, progress, tokens=recipe.evaluation_tokens)
-    return Opened(pinned, student, folder, teacher_folder, commits, samples, held_out)
+    return Opened(pinned, student, teacher_folder, commits, samples, held_out)
 
 
 def sample_settings(recipe: Recipe, student: Checkpoint) -> SampleSettings:
@@ -103,8 +97,8 @@ def sample_settings(recipe: Recipe, student: Checkpoint) -> SampleSettings:
     Raises:
         RecipeError: objective or sequence length don't suit the model.
     """
-    config, folder = student.config, student.folder
-    assert folder is not None
+    config = student.config
+    folder = student.local_folder
     with loading.explained(f"the tokenizer of {recipe.model}"):
         tokenizer = loading.load_tokenizer(folder)
     return SampleSettings(
@@ -130,7 +124,8 @@ def choose_objective(recipe: Recipe, config: Mapping[str, Any]) -> str:
     choices = {name: each for name, each in OBJECTIVES.items() if each.models == kind}
     if recipe.objective in choices:
         return recipe.objective
-    held, stated = recipe.data[0].kind, f"objective is {recipe.objective}"
+    held = recipe.data[0].kind
+    stated = f"objective is {recipe.objective}"
     if recipe.objective == "auto":
         for name, each in choices.items():
             if held in each.reads:
@@ -147,7 +142,9 @@ def sample_length(recipe: Recipe, config: Mapping[str, Any]) -> int:
     Raises:
         RecipeError: the recipe states more than the model has positions for.
     """
-    stated, context, usual = recipe.sequence_length, stated_positions(config), block_length(config)
+    stated = recipe.sequence_length
+    context = stated_positions(config)
+    usual = block_length(config)
     if stated is not None and context is not None and stated > context:
         raise RecipeError(f"sequence_length is {stated} and {recipe.model} has positions for {context}: lower it")
     return stated or (min(usual, SPAN_LENGTH) if loading.is_encoder_decoder(config) else usual)
@@ -165,7 +162,8 @@ def check_vocabularies(student: Path, teacher: Path) -> None:
         ConfigError: a config does not state the vocabulary size.
         RecipeError: an id stands for different tokens, or the student's tokenizer has tokens beyond the shared part.
     """
-    own, theirs = _vocabulary_size(student), _vocabulary_size(teacher)
+    own = _vocabulary_size(student)
+    theirs = _vocabulary_size(teacher)
     tokens, others = (loading.load_tokenizer(folder).get_vocab() for folder in (student, teacher))
     needed = max(tokens.values(), default=-1) + 1
     if own != theirs and needed > min(own, theirs):

@@ -27,7 +27,8 @@ def learning_rate(recipe: Recipe, step: int, steps: int) -> float:
     `final_learning_rate` (Loshchilov & Hutter 2017, without restarts); `wsd` is constant and falls linearly over the
     last `decay_share` of the steps (after Hu et al. 2024, whose decay is exponential).
     """
-    warmup, final = recipe.warmup(steps), recipe.final_learning_rate
+    warmup = recipe.warmup(steps)
+    final = recipe.final_learning_rate
     share = 1.0
     if step <= warmup:
         share = step / warmup

@@ -161,7 +161,8 @@ class Recipe:
         """
         found = []
         for name, key in fields_of(Recipe).items():
-            before, after = getattr(self, name), getattr(other, name)
+            before = getattr(self, name)
+            after = getattr(other, name)
             if before != after and key.json_schema_extra["change"] in kinds:
                 found.append(f"{name} was {_brief(before)} and is now {_brief(after)}")
         return found
@@ -233,23 +234,18 @@ def _source_mistakes(recipe: Recipe) -> Iterator[str]:
     reads: tuple[SourceKind, ...] = ("pairs",) if first == "pairs" else ("text", "chat")
     reason = f"data holds {KINDS[first]}"
     if recipe.objective != "auto":
-        reads, reason = OBJECTIVES[recipe.objective].reads, f"objective is {recipe.objective}"
+        reads = OBJECTIVES[recipe.objective].reads
+        reason = f"objective is {recipe.objective}"
     for key, sources in (("data", recipe.data), ("evaluation_data", recipe.evaluation_data or ())):
         for number, source in enumerate(sources):
             name = f"{key}[{number}]"
-            for mistake in _contradictions(source):
-                yield f"{name} {mistake}"
+            stated = source.stated()
+            if ("source_field" in stated) != ("target_field" in stated):
+                yield f"{name} names only one of source_field and target_field: give both, or neither"
+            if source.kind == "pairs" and "text_field" in stated:
+                yield f"{name} has text_field, which belongs to running text: remove text_field"
+            if source.kind == "pairs" and source.format == "chat":
+                yield f"{name} has format chat, and pairs are no conversations: remove format"
             if source.kind not in reads:
                 wanted = " or ".join(KINDS[kind] for kind in reads)
                 yield f"{reason}, and {name} holds {KINDS[source.kind]}: name {wanted}, or change objective"
-
-
-def _contradictions(source: Source) -> Iterator[str]:
-    """What is wrong with the keys of one source; phrases that follow its name."""
-    stated = source.stated()
-    if ("source_field" in stated) != ("target_field" in stated):
-        yield "names only one of source_field and target_field: give both, or neither"
-    if source.kind == "pairs" and "text_field" in stated:
-        yield "has text_field, which belongs to running text: remove text_field"
-    if source.kind == "pairs" and source.format == "chat":
-        yield "has format chat, and pairs are no conversations: remove format"

@@ -68,8 +68,7 @@ def read_recipe(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> 
     try:
         return make_recipe(values | changes)
     except RecipeError as mistake:
-        lines = str(mistake).splitlines()
-        raise RecipeError("\n".join(f"{path}: {line}" for line in lines)) from None
+        raise RecipeError("\n".join(f"{path}: {line}" for line in str(mistake).splitlines())) from None
 
 
 def _read_file(path: Path) -> dict[str, Any]:
@@ -86,7 +85,7 @@ def _read_file(path: Path) -> dict[str, Any]:
 
 
 def _read_overrides(overrides: Iterable[str]) -> dict[str, Any]:
-    values: dict[str, Any] = {}
+    values = {}
     for override in overrides:
         name, sign, text = override.partition("=")
         name = name.strip()

@@ -1,6 +1,5 @@
 """A run: sets it up from its recipe and the state of its output folder, trains, and publishes the model."""
 
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -14,11 +13,11 @@ from gqa_convert.data.token_files import OnTokenize
 from gqa_convert.errors import DivergedError, ResumeError, StoppedError
 from gqa_convert.training import sharding
 from gqa_convert.training.checkpoints import Checkpoints, Progress, set_state, state_of, whole_model
-from gqa_convert.training.distributed import join, together
+from gqa_convert.training.distributed import Say, join, together
 from gqa_convert.training.export import export_model
 from gqa_convert.training.lora import check_lora, merged_model
 from gqa_convert.training.metrics import OnStep, RunLog, RunSummary, check_trackers, read_metrics, recovery
-from gqa_convert.training.models import load_frozen, load_student, place_frozen, place_student, remove_output
+from gqa_convert.training.models import load_frozen, load_student, place_student, remove_output
 from gqa_convert.training.opening import Opened, open_recipe
 from gqa_convert.training.optimizers import build_optimizer
 from gqa_convert.training.recipe import Recipe, make_recipe
@@ -33,7 +32,7 @@ _LONGEST_STREAK = 5
 def start_run(
     recipe: Recipe,
     stops: StopRequests,
-    on_message: Callable[[str], None],
+    on_message: Say,
     on_step: OnStep,
     on_tokenize: OnTokenize,
     command: list[str] | None,
@@ -92,9 +91,12 @@ class Run:
         folder: RunFolder,
         accelerator: Any,
         stops: StopRequests,
-        on_message: Callable[[str], None],
+        on_message: Say,
     ) -> None:
-        self.recipe, self.folder, self.accelerator, self.stops = recipe, folder, accelerator, stops
+        self.recipe = recipe
+        self.folder = folder
+        self.accelerator = accelerator
+        self.stops = stops
         self.main = bool(accelerator.is_main_process)
         self.say = on_message if self.main else lambda _: None
         self.sharded = sharding.number_of_shards(recipe.sharding, accelerator.num_processes) > 1
@@ -108,11 +110,13 @@ class Run:
             ResumeError: the output folder holds a run that this recipe can't resume.
         """
         recipe = self.recipe
-        finished, newest = self.folder.finished(), self.checkpoints.newest(self.say)
+        finished = self.folder.finished()
+        newest = self.checkpoints.newest(self.say)
         known = finished or newest
         if known is None:
             return None
-        commits, earlier = self.folder.read_commits(), make_recipe(known.recipe)
+        commits = self.folder.read_commits()
+        earlier = make_recipe(known.recipe)
         different = earlier.pinned(commits).differences(recipe.pinned(commits), "never")
         if recipe.budget_tokens < earlier.budget_tokens:
             different.append(f"the budget was {earlier.budget_tokens} tokens and is now {recipe.budget_tokens}")
@@ -155,18 +159,22 @@ class Run:
 
     def load(self) -> None:
         """Load the models, and place them on the devices."""
-        recipe, opened, samples = self.recipe, self.opened, self.opened.samples
+        recipe = self.recipe
+        opened = self.opened
+        samples = opened.samples
         steps = recipe.steps(samples.tokens_per_sample)
         recipe.warmup(steps)  # raises an error if the warm-up is longer than the run
         torch.manual_seed(recipe.seed)
         with together():
-            model = load_student(recipe, opened.folder, sharded=self.sharded)
+            model = load_student(recipe, opened.student.local_folder, sharded=self.sharded)
         student = place_student(model, self.accelerator, sharded=self.sharded, bf16=recipe.precision == "bf16")
-        optimizer, teacher = build_optimizer(model, recipe), None
+        optimizer = build_optimizer(model, recipe)
+        teacher = None
         if opened.teacher is not None:
             with together():
                 teacher = load_frozen(opened.teacher, self.accelerator.device.type, sharded=self.sharded)
-            teacher = place_frozen(teacher, self.accelerator, sharded=self.sharded)
+            device = self.accelerator.device
+            teacher = sharding.shard(teacher, device, bf16=False) if self.sharded else teacher.to(device)
         # the losses of student and teacher are computed of logits, or of the states before them
         if remove_output(model, samples.batch([0])) and teacher is not None:
             remove_output(teacher, samples.batch([0]))
@@ -179,27 +187,21 @@ class Run:
         with together():
             if self.main:
                 self.folder.begin(self.recipe, self.opened.dataset_commits)
-        self._evaluate_start_and_teacher()
-        if self.progress.step:
+        trainer = self.trainer
+        progress = self.progress
+        held_out = self.opened.held_out
+        if held_out and not progress.evaluations:  # the losses relative to which recovery is stated
+            start = trainer.evaluate(trainer.model, held_out)
+            progress.evaluations = {"start": start}
+            self.say(f"language-model loss at the start: {start:.4f} nats per token of the evaluation data")
+            if trainer.teacher is not None:
+                progress.evaluations["source"] = trainer.evaluate(trainer.teacher, held_out)
+                self.say(f"language-model loss of the source: {progress.evaluations['source']:.4f} nats per token")
+        if progress.step:
             with self.stops.at_boundaries():  # until the checkpoint is restored
-                model, optimizer = self.trainer.model, self.trainer.optimizer
-                state = state_of(model, optimizer)
-                self.checkpoints.load(self.progress.step, state)
-                set_state(model, optimizer, state)
-
-    def _evaluate_start_and_teacher(self) -> None:
-        """Measure the losses at the start and of the teacher, relative to which recovery is stated, unless they are
-        recorded.
-        """
-        trainer, progress, held_out = self.trainer, self.progress, self.opened.held_out
-        if not held_out or progress.evaluations:
-            return
-        start = trainer.evaluate(trainer.model, held_out)
-        progress.evaluations = {"start": start}
-        self.say(f"language-model loss at the start: {start:.4f} nats per token of the evaluation data")
-        if trainer.teacher is not None:
-            progress.evaluations["source"] = trainer.evaluate(trainer.teacher, held_out)
-            self.say(f"language-model loss of the source: {progress.evaluations['source']:.4f} nats per token")
+                state = state_of(trainer.model, trainer.optimizer)
+                self.checkpoints.load(progress.step, state)
+                set_state(trainer.model, trainer.optimizer, state)
 
     def train(self, on_step: OnStep) -> None:
         """Take the remaining steps; log, evaluate and save between them.
@@ -208,7 +210,10 @@ class Run:
             StoppedError: a signal asked to stop, and the state is saved.
             DivergedError: too many consecutive steps had no finite gradient.
         """
-        recipe, trainer, progress, held_out = self.recipe, self.trainer, self.progress, self.opened.held_out
+        recipe = self.recipe
+        trainer = self.trainer
+        progress = self.progress
+        held_out = self.opened.held_out
         steps = trainer.steps
         with together():
             log = RunLog(self.folder.metrics, progress.step, steps, self.accelerator, on_step)
@@ -232,7 +237,14 @@ class Run:
                 if metrics.skipped:
                     self.say(f"step {step}: the loss or a gradient is not finite; no update")
                 if progress.skipped_in_a_row >= _LONGEST_STREAK:
-                    raise self._diverged()
+                    whole = self.checkpoints.whole()
+                    where = (
+                        f"{self.checkpoints.path(whole[0].step)} is intact" if whole else "there is no checkpoint yet"
+                    )
+                    raise DivergedError(
+                        f"{_LONGEST_STREAK} consecutive steps up to step {step} had a loss or a gradient that is not finite; {where}: run "
+                        "again with a lower learning_rate, a lower gradient_clipping or precision=no"
+                    )
                 if last or step % recipe.save_every == 0:
                     self._save(log)
                     saved = step
@@ -251,17 +263,11 @@ class Run:
 
     def _save(self, log: RunLog) -> None:
         log.sync()
-        progress, opened = self.progress, self.opened
-        progress.recipe, progress.samples = opened.recipe.resolved(), opened.samples.fingerprint
+        progress = self.progress
+        opened = self.opened
+        progress.recipe = opened.recipe.resolved()
+        progress.samples = opened.samples.fingerprint
         self.checkpoints.save(state_of(self.trainer.model, self.trainer.optimizer), progress)
-
-    def _diverged(self) -> DivergedError:
-        whole = self.checkpoints.whole()
-        where = f"{self.checkpoints.path(whole[0].step)} is intact" if whole else "there is no checkpoint yet"
-        return DivergedError(
-            f"{_LONGEST_STREAK} consecutive steps up to step {self.progress.step} had a loss or a gradient that is not finite; {where}: run "
-            "again with a lower learning_rate, a lower gradient_clipping or precision=no"
-        )
 
     def finish(self, command: list[str] | None) -> RunSummary | None:
         """Write the trained model and, last, the summary; returns the summary on the main process.
@@ -269,14 +275,17 @@ class Run:
         Args:
             command: the command line, for the records.
         """
-        recipe, folder, summary = self.recipe, self.folder, None
-        model, state = sharding.unwrapped(self.trainer.model), {}
+        recipe = self.recipe
+        folder = self.folder
+        summary = None
+        model = sharding.unwrapped(self.trainer.model)
+        state = {}
         if recipe.lora is None:
             state = whole_model(self.trainer.model)
         with together():
             if self.main:
                 if recipe.lora is not None:
-                    model, state = merged_model(model, self.opened.folder)
+                    model, state = merged_model(model, self.opened.student.local_folder)
                 summary = self._summary(command)
                 export_model(model, state, self.opened.student, folder.model, summary.provenance())
                 self.checkpoints.prune()  # a run may have been killed between its last checkpoint and this point
@@ -286,7 +295,9 @@ class Run:
         return summary
 
     def _summary(self, command: list[str] | None) -> RunSummary:
-        recipe, progress, lines = self.recipe, self.progress, read_metrics(self.folder.metrics)
+        recipe = self.recipe
+        progress = self.progress
+        lines = read_metrics(self.folder.metrics)
         return RunSummary(
             **measurement("uptrain", command, str(self.accelerator.device)),
             processes=self.accelerator.num_processes,

@@ -12,6 +12,7 @@ from gqa_convert.checkpoint.atomic_files import write_json, write_whole
 from gqa_convert.checkpoint.locks import try_lock
 from gqa_convert.data.sources import DatasetCommits
 from gqa_convert.errors import LaunchError, OutputError
+from gqa_convert.families.loading import read_object
 from gqa_convert.training.metrics import RunSummary
 from gqa_convert.training.recipe import Recipe
 
@@ -35,9 +36,13 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.checkpoints, self.model, self.trackers = path / "checkpoints", path / "model", path / "trackers"
-        self.metrics, self.summary = path / "metrics.jsonl", path / "summary.json"
-        self.dataset_commits, self.recipe = path / "dataset_commits.json", path / "resolved_recipe.yaml"
+        self.checkpoints = path / "checkpoints"
+        self.model = path / "model"
+        self.trackers = path / "trackers"
+        self.metrics = path / "metrics.jsonl"
+        self.summary = path / "summary.json"
+        self.dataset_commits = path / "dataset_commits.json"
+        self.recipe = path / "resolved_recipe.yaml"
 
     def refuse_foreign(self) -> None:
         """Refuse a folder in which files that no run wrote have the names of a run's files; other files are ignored.
@@ -91,10 +96,7 @@ class RunFolder:
 
     def read_commits(self) -> DatasetCommits:
         """The commits of Hub datasets that the run keeps; empty if none are recorded."""
-        commits = DatasetCommits()
-        with contextlib.suppress(OSError, ValueError):
-            commits = json.loads(self.dataset_commits.read_bytes())
-        return commits
+        return read_object(self.dataset_commits)
 
     def finished(self) -> RunSummary | None:
         """The summary of a complete run; None if the run is not complete."""

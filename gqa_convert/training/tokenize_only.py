@@ -49,7 +49,7 @@ def tokenize_recipe(
     path: str | Path,
     overrides: Sequence[str] = (),
     *,
-    on_tokenize: OnTokenize = lambda label, done, total: None,
+    on_tokenize: OnTokenize = lambda *_: None,
 ) -> TokenizedRecipe:
     """Tokenise the text of a recipe into the cache in which its run looks for it. A call that was stopped is continued
     by the next one. Hub datasets are streams, which are tokenised as far as the budget of the run needs them.
@@ -70,7 +70,8 @@ def tokenize_recipe(
     except InterruptedRunError as stopped:
         reason = str(stopped).split(":")[0]
         raise StoppedError(f"{reason}: what is ready is kept, run the same command again to resume") from None
-    samples, sources = opened.samples, []
+    samples = opened.samples
+    sources = []
     for stated, tokens in zip(opened.recipe.data, samples.sources, strict=True):
         sources.append(TokenizedSource(stated.source, stated.revision, tokens.size, tokens.complete))
     steps = recipe.steps(samples.tokens_per_sample)

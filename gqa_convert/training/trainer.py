@@ -80,7 +80,8 @@ class Trainer:
         """This process's share of a step's samples, the same number of batches on every process; surplus samples have
         ignored labels.
         """
-        processes, size = self.accelerator.num_processes, self.recipe.micro_batch_size
+        processes = self.accelerator.num_processes
+        size = self.recipe.micro_batch_size
         first = (step - 1) * self.samples_per_step
         most = -(-self.samples_per_step // processes)
         own = range(first + self.accelerator.process_index, first + self.samples_per_step, processes)
@@ -93,7 +94,8 @@ class Trainer:
 
     def _step(self, step: int, batches: list[Batch], count: float) -> StepMetrics:
         """One optimizer step on a process's batches, which hold `count` labels on all processes together."""
-        accelerator, progress = self.accelerator, self.progress
+        accelerator = self.accelerator
+        progress = self.progress
         torch.manual_seed(mix(self.recipe.seed, step, accelerator.process_index))  # dropout of adapters
         rate = learning_rate(self.recipe, step, self.steps)
         for group in self.optimizer.param_groups:
@@ -158,12 +160,13 @@ class Trainer:
 
     def evaluate(self, model: Any, blocks: EvaluationBlocks) -> float:
         """The mean loss in nats per token over held-out text, which the processes share, in the precision of training."""
-        rank, processes = self.accelerator.process_index, self.accelerator.num_processes
+        rank = self.accelerator.process_index
+        processes = self.accelerator.num_processes
         size = self.recipe.micro_batch_size
         starts = range(0, len(blocks), size)
         was_training = model.training
         model.eval()
-        total, count = 0.0, 0.0
+        total = count = 0.0
         # every process runs the same number of forward passes, because those of a sharded model are collective
         for at in range(rank, rank + len(starts), processes):
             start = starts[min(at, len(starts) - 1)]

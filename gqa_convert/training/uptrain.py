@@ -3,7 +3,7 @@
 """
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 from gqa_convert.checkpoint.resource_errors import is_disk_full, is_out_of_memory, no_space
 from gqa_convert.errors import GQAConvertError, OutputError
 from gqa_convert.families.loading import no_bars
-from gqa_convert.training.distributed import out_of_memory, taking_part
+from gqa_convert.training.distributed import Say, out_of_memory, taking_part
 from gqa_convert.training.recipe_files import read_recipe
 from gqa_convert.training.stopping import StopRequests
 
-if TYPE_CHECKING:  # these import torch
+if TYPE_CHECKING:  # these import numpy and torch
+    from gqa_convert.data.token_files import OnTokenize
     from gqa_convert.training.metrics import OnStep, RunSummary
 
 
@@ -23,9 +24,9 @@ def uptrain_checkpoint(
     path: str | Path,
     overrides: list[str],
     *,
-    on_message: Callable[[str], None] = lambda _: None,
-    on_step: "OnStep" = lambda metrics, steps: None,
-    on_tokenize: Callable[[str, int, int], None] = lambda label, done, total: None,
+    on_message: Say = lambda _: None,
+    on_step: "OnStep" = lambda *_: None,
+    on_tokenize: "OnTokenize" = lambda *_: None,
     command: list[str] | None = None,
 ) -> "RunSummary | None":
     """Uptrain a converted checkpoint by a recipe; a run with checkpoints is resumed.
@@ -75,7 +76,7 @@ def _explained(output: Path) -> Iterator[None]:
             raise no_space(output, "resumes from the last checkpoint") from None
         if is_out_of_memory(problem):
             raise out_of_memory() from None
-        path = getattr(problem, "filename", None) if isinstance(problem, OSError) else None
+        path = problem.filename if isinstance(problem, OSError) else None
         if path is not None and Path(str(path)).absolute().is_relative_to(output.absolute()):
             raise OutputError(f"{output} can't be used ({problem}): name a writable folder") from None
         raise

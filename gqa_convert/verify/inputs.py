@@ -101,9 +101,9 @@ def read_inputs(
 
 
 def _open_source(checkpoint: Checkpoint) -> Weights:
-    assert checkpoint.folder is not None
     try:
-        return Weights(checkpoint.folder, {name: _TORCH[dtype] for name, dtype in checkpoint.result_dtypes.items()})
+        result_dtypes = {name: _TORCH[dtype] for name, dtype in checkpoint.result_dtypes.items()}
+        return Weights(checkpoint.local_folder, result_dtypes)
     except Exception as problem:
         raise CorruptCheckpointError(
             f"{checkpoint.folder} cannot be read ({first_line(problem)}): download or copy the source again"
