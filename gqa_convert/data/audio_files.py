@@ -4,10 +4,8 @@ A `metadata.jsonl` states `file_name` and `text` for each file; without one, eve
 there are no texts. soundfile decodes the files, and soxr resamples them.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -55,7 +53,8 @@ def _described(metadata: Path) -> list[AudioFile]:
     with explained(metadata), metadata.open("rb") as handle:
         rows = [row for _, row in read_rows(metadata, handle, ("file_name",))]
     for row in rows:
-        name, text = row.get("file_name"), row.get("text")
+        name = row.get("file_name")
+        text = row.get("text")
         if not isinstance(name, str):
             raise DataError(f"{metadata} has a row without file_name: every row names its audio file")
         path = metadata.parent / name
@@ -73,20 +72,6 @@ def _described(metadata: Path) -> list[AudioFile]:
     return [AudioFile(path, text) for path, text in found.items()]
 
 
-def seconds_of(files: Sequence[AudioFile]) -> float:
-    """How long files last together, by their headers.
-
-    Raises:
-        DataError: a file is no sound.
-        MissingExtraError: soundfile or soxr is not installed.
-    """
-    seconds = 0.0
-    for file in files:
-        with _opened(file.path) as sound:
-            seconds += sound.frames / sound.samplerate
-    return seconds
-
-
 def read_audio(path: Path, rate: int) -> Samples:
     """The samples of a file, [n], of one channel at `rate` samples per second.
 
@@ -94,11 +79,17 @@ def read_audio(path: Path, rate: int) -> Samples:
         DataError: the file can't be decoded, is shorter than `SHORTEST_SECONDS`, or holds NaN.
         MissingExtraError: soundfile or soxr is not installed.
     """
-    with _opened(path) as file:
-        channels = file.read(dtype="float32", always_2d=True)
-        found_rate = file.samplerate
-    import soxr
-
+    try:
+        import soundfile
+        import soxr
+    except ImportError as problem:
+        raise MissingExtraError(
+            f"reading sound needs {problem.name}, which is not installed: pip install 'gqa-convert[audio]'"
+        ) from None
+    try:
+        channels, found_rate = soundfile.read(path, dtype="float32", always_2d=True)
+    except (soundfile.SoundFileError, OSError) as problem:
+        raise DataError(f"{path} can't be read as sound ({problem}): repair it, or take it out of the folder") from None
     samples: Samples = soxr.resample(channels.mean(axis=1), found_rate, rate)
     if len(samples) < SHORTEST_SECONDS * rate:
         raise DataError(
@@ -107,20 +98,3 @@ def read_audio(path: Path, rate: int) -> Samples:
     if not np.isfinite(samples).all():
         raise DataError(f"{path} holds samples that are no finite numbers: repair it, or take it out of the folder")
     return samples
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    """A file as soundfile's `SoundFile`."""
-    try:
-        import soundfile
-        import soxr  # noqa: F401
-    except ImportError as problem:
-        raise MissingExtraError(
-            f"reading sound needs {problem.name}, which is not installed: pip install 'gqa-convert[audio]'"
-        ) from None
-    try:
-        with soundfile.SoundFile(path) as file:
-            yield file
-    except (soundfile.SoundFileError, OSError) as problem:
-        raise DataError(f"{path} can't be read as sound ({problem}): repair it, or take it out of the folder") from None

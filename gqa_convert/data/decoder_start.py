@@ -1,12 +1,12 @@
 """The first token of the decoder's input."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 from gqa_convert.checkpoint.strict_json import Config
 from gqa_convert.data.encoders import end_of_text
 from gqa_convert.data.span_corruption import has_sentinels
+from gqa_convert.families.loading import read_object
 from gqa_convert.families.table import FAMILIES
 
 
@@ -17,20 +17,11 @@ def decoder_start(folder: Path, config: Config, tokenizer: Any) -> int:
     Raises:
         DataError: the checkpoint states none, and the tokenizer has no end-of-text token.
     """
-    for values in (config, generation_config(folder)):
+    for values in (config, read_object(folder / "generation_config.json")):
         if isinstance(start := values.get("decoder_start_token_id"), int):
             return start
     pad = tokenizer.pad_token_id if has_sentinels(tokenizer) else None
     return end_of_text(tokenizer) if pad is None else int(pad)
-
-
-def generation_config(folder: Path) -> dict[str, Any]:
-    """The content of a checkpoint's generation_config.json; empty if it has none."""
-    try:
-        found: dict[str, Any] = json.loads((folder / "generation_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found
 
 
 def starts_with_last(config: Config) -> bool:

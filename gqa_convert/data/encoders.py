@@ -26,18 +26,20 @@ class TextEncoder:
     """
 
     def __init__(self, tokenizer: Any, fields: Fields, *, closed: bool) -> None:
-        self._tokenizer, self.fields = tokenizer, fields
-        eos, bos = end_of_text(tokenizer), tokenizer.bos_token_id
+        self._tokenizer = tokenizer
+        self.fields = fields
+        eos = end_of_text(tokenizer)
+        bos = tokenizer.bos_token_id
         self._begin: list[int] = []
         self._end = [eos] if closed else []
-        if closed and bos not in (None, eos):
-            # where the tokenizer begins every text with it
-            self._begin = [bos] if tokenizer("a")["input_ids"][:1] == [bos] else []
+        if closed and bos not in (None, eos) and tokenizer("a")["input_ids"][:1] == [bos]:
+            self._begin = [bos]  # the tokenizer begins every text with it
         self.key = [tokenizer_state(tokenizer), self._begin, self._end]
 
     def encode(self, pieces: Sequence[Piece]) -> Marked:
         """The tokens of the pieces, one behind the other: [tokens]."""
-        texts, parts = [piece.text for piece in pieces], []
+        texts = [piece.text for piece in pieces]
+        parts = []
         found = self._tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
         for piece, ids in zip(pieces, found["input_ids"], strict=True):
             begin = self._begin if piece.first else []
@@ -63,7 +65,8 @@ def tokenizer_state(tokenizer: Any) -> list[Any]:
     """Everything that the tokens of a text depend on, as plain data: the content of tokenizer.json, or of a tokenizer
     without one the vocabulary and the settings.
     """
-    backend, name = getattr(tokenizer, "backend_tokenizer", None), type(tokenizer).__name__
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    name = type(tokenizer).__name__
     if backend is None:
         return [name, sorted(tokenizer.get_vocab().items()), repr(sorted(tokenizer.init_kwargs.items()))]
     state = json.loads(backend.to_str())
@@ -102,18 +105,16 @@ class ChatEncoder:
         Raises:
             DataError: the template refuses a conversation.
         """
-        texts = [self._rendered(piece) for piece in pieces]
+        texts = []
+        for piece in pieces:
+            try:
+                texts.append(self._tokenizer.apply_chat_template(piece.text, tokenize=False))
+            except Exception as problem:  # a template may fail in any way
+                raise DataError(
+                    f"{piece.where}: the chat template refuses the conversation ({first_line(problem)}): correct or remove the row"
+                ) from None
         found = self._tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
         return packed(found["input_ids"], [True] * len(pieces))
-
-    def _rendered(self, piece: Piece) -> str:
-        try:
-            text: str = self._tokenizer.apply_chat_template(piece.text, tokenize=False)
-        except Exception as problem:  # a template may fail in any way
-            raise DataError(
-                f"{piece.where}: the chat template refuses the conversation ({first_line(problem)}): correct or remove the row"
-            ) from None
-        return text
 
 
 def text_encoder(

@@ -5,7 +5,6 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import islice
 from pathlib import Path
 from typing import IO, Any
 
@@ -37,7 +36,9 @@ class Files:
     is_stream = False
 
     def __init__(self, label: str, files: Sequence[Path], *, lenient: bool = False) -> None:
-        self.label, self.files, self.lenient = label, list(files), lenient
+        self.label = label
+        self.files = list(files)
+        self.lenient = lenient
         self.bytes_read = self.total_bytes = 0
         self._identity: list[Any] = []
         for path in self.files:
@@ -50,19 +51,15 @@ class Files:
         """Everything that the documents depend on, as plain data for a cache key."""
         return ["files", self._identity, self.lenient]
 
-    def pieces(self, fields: Fields, skip: int = 0) -> Iterator[Piece]:
+    def pieces(self, fields: Fields) -> Iterator[Piece]:
         """The documents, long text files in several pieces.
 
         Args:
             fields: the fields of JSON and Parquet files.
-            skip: the pieces at the beginning that are left out.
 
         Raises:
             DataError: a file can't be read, a row lacks a field, or plain text has no such fields.
         """
-        return islice(self._pieces(fields), skip, None)
-
-    def _pieces(self, fields: Fields) -> Iterator[Piece]:
         finished = 0
         for path, (_, size, _) in zip(self.files, self._identity, strict=True):
             with explained(path), path.open("rb") as handle:
@@ -127,13 +124,15 @@ def _lines(handle: io.BufferedReader) -> IO[str]:
 
 def _text_pieces(text: IO[str]) -> Iterator[Piece]:
     """A text file as one document, in pieces that end at line ends if possible."""
-    pending, first = "", True
+    pending = ""
+    first = True
     while more := text.read(PIECE):
         pending += more
         while len(pending) > PIECE:
             cut = pending.rfind("\n", 0, PIECE) + 1 or PIECE
             yield Piece(pending[:cut], last=False, first=first)
-            pending, first = pending[cut:], False
+            pending = pending[cut:]
+            first = False
     if pending:
         yield Piece(pending, first=first)
 
@@ -153,17 +152,13 @@ def read_rows(path: Path, handle: io.BufferedReader, fields: Sequence[str]) -> I
         for number, line in enumerate(lines, 1):
             if line.strip():
                 where = f"{path} line {number}"
-                yield where, _parsed(line, where)
-
-
-def _parsed(line: str, where: str) -> Row:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as problem:
-        raise DataError(f"{where} is not JSON ({problem}): expected one object per line") from None
-    if not isinstance(row, dict):
-        raise DataError(f"{where} holds a {type(row).__name__}, expected one object per line")
-    return row
+                try:
+                    row = json.loads(line)
+                except (ValueError, RecursionError) as problem:
+                    raise DataError(f"{where} is not JSON ({problem}): expected one object per line") from None
+                if not isinstance(row, dict):
+                    raise DataError(f"{where} holds a {type(row).__name__}, expected one object per line")
+                yield where, row
 
 
 def _parquet_rows(path: Path, handle: io.BufferedReader, fields: Sequence[str]) -> Iterator[tuple[str, Row]]:

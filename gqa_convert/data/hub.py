@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Iterator
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,10 @@ class HubDataset:
     is_stream = True
 
     def __init__(self, label: str, commit: str, name: str | None, split: str) -> None:
-        self.label, self.commit, self._name, self._split = label, commit, name, split
+        self.label = label
+        self.commit = commit
+        self._name = name
+        self._split = split
 
     def identity(self) -> list[Any]:
         """Everything that the documents depend on, as plain data for a cache key."""
@@ -53,20 +55,15 @@ class HubDataset:
                 f"the dataset {self.label} can't be opened ({problem}): check its name, configuration and split"
             ) from problem
 
-    def pieces(self, fields: Fields, skip: int = 0) -> Iterator[Piece]:
+    def pieces(self, fields: Fields) -> Iterator[Piece]:
         """The documents.
 
         Args:
             fields: the fields of the rows.
-            skip: the documents at the beginning that are left out. They are read again, which takes little beside
-                tokenising.
 
         Raises:
             DataError: the dataset can't be read, or a row lacks a field.
         """
-        return islice(self._pieces(fields), skip, None)
-
-    def _pieces(self, fields: Fields) -> Iterator[Piece]:
         rows = self.open_rows()
         if columns := columns_of(fields.names, getattr(rows, "column_names", None) or ()):
             rows = rows.select_columns(columns)

@@ -1,6 +1,4 @@
 """The convention for the labels of a batch."""
 
-from typing import Final
-
-IGNORED: Final = -100
+IGNORED = -100
 """The label of positions that the loss ignores, as in PyTorch and transformers."""

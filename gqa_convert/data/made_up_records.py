@@ -107,7 +107,8 @@ class _Records:
         return lines
 
     def log(self) -> Lines:
-        lines, second = [], self.chance.randrange(40_000)
+        lines = []
+        second = self.chance.randrange(40_000)
         for row in self._rows():
             second += self.chance.randrange(1, 500)
             clock = f"{second // 3600:02}:{second // 60 % 60:02}:{second % 60:02}"
@@ -159,7 +160,7 @@ _WAYS_TO_ASK = (
 )
 
 
-def made_up_records(seed: int, characters: int, filler: Sequence[str] = ()) -> Iterator[str]:
+def made_up_records(seed: int, characters: int, filler: Sequence[str]) -> Iterator[str]:
     """Documents without end.
 
     Args:
@@ -176,7 +177,8 @@ def made_up_records(seed: int, characters: int, filler: Sequence[str] = ()) -> I
 def _document(chance: Random, characters: int, filler: Sequence[str]) -> str:
     records = _Records(chance, _one_of(chance, "subjects")[0], {})
     fields = chance.sample(_FIELDS, chance.choice((1, 1, 2, 3)))
-    state, ask = chance.choice(_WAYS_TO_STATE), chance.choice(_WAYS_TO_ASK)
+    state = chance.choice(_WAYS_TO_STATE)
+    ask = chance.choice(_WAYS_TO_ASK)
     share = chance.uniform(0.1, 0.6) if filler and chance.random() < 0.5 else 0.0
     draw_key = _VALUES[chance.choice(("name", "name", "code", "word"))]
     size = 0.0

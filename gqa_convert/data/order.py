@@ -91,7 +91,8 @@ def _spread(parts: list[int]) -> list[tuple[int, int]]:
     earliest deadline first meets all deadlines, as in the scheduling of periodic unit tasks on one processor, which
     bounds the error by one.
     """
-    period, turns = sum(parts), [0] * len(parts)
+    period = sum(parts)
+    turns = [0] * len(parts)
     order = []
     for place in range(period):
         released = [each for each, part in enumerate(parts) if turns[each] * period // part <= place]

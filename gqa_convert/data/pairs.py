@@ -44,7 +44,8 @@ class PairEncoder:
     """
 
     def __init__(self, tokenizer: Any, fields: Fields) -> None:
-        self._tokenizer, self.fields = tokenizer, fields
+        self._tokenizer = tokenizer
+        self.fields = fields
         eos = tokenizer.eos_token_id
         self._end = [] if eos is None else [eos]
         self.key = ["pairs", tokenizer_state(tokenizer), self._end]
@@ -88,7 +89,8 @@ class PairSampler(Sampler):
         super().__init__(settings)
         refuse_languages(settings.tokenizer)
         self.raw_tokens = Fraction(2 * settings.length)
-        self._start, pad = settings.first_token, settings.tokenizer.pad_token_id
+        self._start = settings.first_token
+        pad = settings.tokenizer.pad_token_id
         self._pad = self._start if pad is None else int(pad)
 
     def encoder(self, source: Source, text: TextSource) -> Encoder:
@@ -131,9 +133,12 @@ class PairSampler(Sampler):
             `input_ids` [b, Le]; `labels` [b, Ld], IGNORED behind the end of a target; `decoder_input_ids` [b, Ld], the
             targets shifted right by one; and `attention_mask` [b, Le] if the sources differ in length.
         """
-        sources, targets, shifted = [], [], []
+        sources = []
+        targets = []
+        shifted = []
         for tokens, number in places:
-            source, target = self._text(tokens, 2 * number), self._text(tokens, 2 * number + 1)
+            source = self._text(tokens, 2 * number)
+            target = self._text(tokens, 2 * number + 1)
             start = target[-1] if self.settings.starts_with_last else self._start
             sources.append(source)
             targets.append(target)

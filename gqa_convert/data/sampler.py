@@ -9,7 +9,7 @@ would lose samples; a place in a window is computed from the number of the sampl
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,7 @@ from gqa_convert.data.order import mix, permuted
 from gqa_convert.data.sources import Source, TextSource
 from gqa_convert.data.token_files import Encoder, TokenSource
 
-SHUFFLE_WINDOW: Final = 1 << 22
+SHUFFLE_WINDOW = 1 << 22
 """The tokens of a stream over which the samples of its first epoch are shuffled: thousands of documents, which are
 tokenised in seconds.
 """

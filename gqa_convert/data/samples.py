@@ -29,7 +29,8 @@ class Samples:
 
     def __init__(self, sources: Sequence[tuple[TokenSource, float]], sampler: Sampler, seed: int) -> None:
         self.sources = [tokens for tokens, _ in sources]
-        self.sampler, self._seed = sampler, seed
+        self.sampler = sampler
+        self._seed = seed
         self._mixture = Mixture([weight for _, weight in sources])
         shares = list(zip(self.sources, self._mixture.parts, strict=True))
         sampler.measure(shares)
@@ -89,7 +90,8 @@ def open_samples(
             written.
     """
     sampler = make_sampler(settings)
-    count, parts = int(tokens // sampler.raw_tokens) + 1, Mixture([source.weight for source in sources]).parts
+    count = int(tokens // sampler.raw_tokens) + 1
+    parts = Mixture([source.weight for source in sources]).parts
     opened = []
     for source, part in zip(sources, parts, strict=True):
         needed = sampler.tokens_for(-(-count * part // sum(parts)))
@@ -104,7 +106,8 @@ def evaluation_blocks(
     arguments are those of `open_samples`.
     """
     sampler = make_sampler(settings)
-    total, reads_all = sum(source.weight for source in sources), sampler.tokens_for(1) is None
+    total = sum(source.weight for source in sources)
+    reads_all = sampler.tokens_for(1) is None
     opened = []
     for source in sources:
         limit = max(sampler.shortest, round(tokens * source.weight / total))
@@ -116,9 +119,8 @@ def evaluation_blocks(
 def _tokens(source: Source, sampler: Sampler, needed: int | None, progress: OnTokenize) -> TokenSource:
     """The tokens of a source, as many as needed if it is a stream."""
     text = open_source(source)
-    encoder = sampler.encoder(source, text)
     least = max(needed, sampler.shortest) if needed is not None and text.is_stream else None
-    tokens = tokenize(text, encoder, default_cache(), needed=least, progress=progress)
+    tokens = tokenize(text, sampler.encoder(source, text), default_cache(), needed=least, progress=progress)
     if tokens.size < sampler.shortest:
         raise DataError(
             f"{text.label} has {tokens.size} tokens, fewer than one sample of {sampler.shortest}: add text, or make sequence_length smaller"

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 from pydantic.dataclasses import dataclass
@@ -30,7 +30,7 @@ DatasetCommits = dict[str, str]
 
 TextSource = Files | HubDataset
 SourceKind = Literal["text", "chat", "pairs"]
-KINDS: Final[dict[SourceKind, str]] = {
+KINDS: dict[SourceKind, str] = {
     "text": "running text",
     "chat": "conversations",
     "pairs": "pairs of texts (source_field and target_field)",
@@ -62,8 +62,7 @@ class Source:
 
     def stated(self) -> dict[str, Any]:
         """The values that are not the defaults."""
-        fields = fields_of(Source)
-        return {name: value for name, value in asdict(self).items() if value != fields[name].default}
+        return {name: value for name, value in asdict(self).items() if value != fields_of(Source)[name].default}
 
 
 def _read_source(item: Any) -> Any:
@@ -112,7 +111,8 @@ def open_source(source: Source) -> TextSource:
         DataError: the file or dataset does not exist, a pattern matches nothing, or a key that only applies to Hub
             datasets is given for local files.
     """
-    given, path = source.source, local_path(source.source)
+    given = source.source
+    path = local_path(given)
     if is_on_hub(source):
         return HubDataset(given, commit_of(given, source.revision), source.name, source.split)
     is_stdlib = given in (STDLIB, HELD_OUT)

@@ -7,7 +7,7 @@ has exactly `sequence_length` tokens, end-of-text included, and neither side is 
 Shape legend: b blocks, n tokens of a block, s removed spans.
 """
 
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,9 +21,9 @@ from gqa_convert.data.token_files import Encoder, TokenSource
 from gqa_convert.errors import DataError
 
 Flags = npt.NDArray[np.bool_]
-_DENSITY: Final = 0.15
-_MEAN_LENGTH: Final = 3.0
-_SHORTEST_INPUT: Final = 3
+_DENSITY = 0.15
+_MEAN_LENGTH = 3.0
+_SHORTEST_INPUT = 3
 """A token, a sentinel, and end-of-text."""
 
 
@@ -92,7 +92,8 @@ class SpanCorruption:
     """
 
     def __init__(self, tokenizer: Any, decoder_start: int) -> None:
-        self._start, self._eos = decoder_start, end_of_text(tokenizer)
+        self._start = decoder_start
+        self._eos = end_of_text(tokenizer)
         self.sentinels = sentinel_ids(tokenizer)
         if not len(self.sentinels):
             raise DataError(
@@ -105,7 +106,8 @@ class SpanCorruption:
         Raises:
             DataError: no block has so short an input, or the tokenizer has too few sentinels for so long a one.
         """
-        shape, count = shape_for(length), len(self.sentinels)
+        shape = shape_for(length)
+        count = len(self.sentinels)
         if shape.spans > count:
             raise DataError(
                 f"an encoder input of {length} tokens needs {shape.spans} sentinel tokens, the tokenizer has {count}: "
@@ -124,9 +126,15 @@ class SpanCorruption:
             `input_ids` [b, n - noise + s + 1], `labels` [b, noise + s + 1], and `decoder_input_ids`, the labels shifted
             right by one.
         """
-        numbers = raw.shape[1] - 2
+        shape = shape_of(raw.shape[1])
+        numbers = shape.raw - 2
+        kept = shape.raw - shape.noise
         drawn = np.stack([np.random.Philox(key=np.array(key, np.uint64)).random_raw(numbers) for key in keys])
-        removed = _removed(shape_of(raw.shape[1]), drawn)
+        # all divisions into spans are equally likely
+        texts = segmented(kept, shape.spans, drawn[:, : kept - 1])
+        spans = segmented(shape.noise, shape.spans, drawn[:, kept - 1 :])
+        lengths = np.stack([texts, spans], axis=2)
+        removed = np.repeat(np.broadcast_to([False, True], lengths.shape), lengths.ravel()).reshape(raw.shape)
         labels = self._marked(raw, ~removed)
         decoder = np.roll(labels, 1, axis=1)
         decoder[:, 0] = self._start
@@ -142,21 +150,6 @@ class SpanCorruption:
         numbers = np.cumsum(begins, axis=1) - 1
         rows = np.where(begins, self.sentinels[numbers], raw)[begins | ~dropped].reshape(len(raw), -1)
         return np.pad(rows, ((0, 0), (0, 1)), constant_values=self._eos)
-
-
-def _removed(shape: Shape, keys: npt.NDArray[np.uint64]) -> Flags:
-    """Which tokens are removed, [b, n]. All divisions into spans are equally likely.
-
-    Args:
-        shape: of the blocks.
-        keys: [b, n - 2] random numbers.
-    """
-    kept = shape.raw - shape.noise
-    texts = segmented(kept, shape.spans, keys[:, : kept - 1])
-    spans = segmented(shape.noise, shape.spans, keys[:, kept - 1 :])
-    lengths = np.stack([texts, spans], axis=2)
-    removed = np.broadcast_to([False, True], lengths.shape)
-    return np.repeat(removed, lengths.ravel()).reshape(len(keys), shape.raw)
 
 
 def segmented(total: int, parts: int, keys: npt.NDArray[np.uint64]) -> Integers:

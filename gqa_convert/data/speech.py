@@ -66,7 +66,8 @@ class SpeechModel:
         with explained(f"the tokenizer or the feature extractor of {folder}"):
             self.tokenizer = load_tokenizer(folder)
             self._extractor = AutoFeatureExtractor.from_pretrained(folder)
-        self.rate, self.window_samples = int(self._extractor.sampling_rate), int(self._extractor.n_samples)
+        self.rate = int(self._extractor.sampling_rate)
+        self.window_samples = int(self._extractor.n_samples)
 
     def features(self, windows: Sequence[Window]) -> Tensor:
         """The encoder's input, [windows, mel bins, frames], float32."""
@@ -106,8 +107,7 @@ class SpeechModel:
         sound = self.encoder_outputs(encoded)
         with torch.no_grad(), no_warnings():
             ids = self.model.generate(encoder_outputs=sound, num_beams=1, do_sample=False, max_new_tokens=most, **task)
-        texts: list[str] = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
-        return [text.strip() for text in texts]
+        return [text.strip() for text in self.tokenizer.batch_decode(ids, skip_special_tokens=True)]
 
     @property
     def _is_multilingual(self) -> bool:
@@ -127,7 +127,8 @@ def cut_windows(files: Iterable[AudioFile], speech: SpeechModel) -> Iterator[Win
     them is not known, so that they have none.
     """
     for file in files:
-        samples, length = read_audio(file.path, speech.rate), speech.window_samples
+        samples = read_audio(file.path, speech.rate)
+        length = speech.window_samples
         if len(samples) <= length:
             yield Window(samples, file.text)
             continue
@@ -175,7 +176,7 @@ def speech_batches(
     size: SpeechSize,
     *,
     seed: int,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: Callable[[int, int], None] = lambda *_: None,
 ) -> Speech:
     """Draw windows of sound from all files without replacement; of less sound than is asked for, all is used.
 
@@ -232,7 +233,8 @@ def _divided(found: list[SpokenText], size: SpeechSize) -> tuple[list[SpokenText
     if not size.held_out or len(found) == 1:
         judged = layers
     elif judged > len(found):
-        layers, judged = len(found) - max(1, len(found) // 9), len(found)
+        layers = len(found) - max(1, len(found) // 9)
+        judged = len(found)
     return found[:layers], found[layers:judged], found[judged:]
 
 

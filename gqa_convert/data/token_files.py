@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -33,7 +33,7 @@ from gqa_convert.errors import DataError
 
 Marked = npt.NDArray[np.uint32]
 """Token ids, the last one of each document with its mark."""
-LAST: Final = np.uint32(1 << 31)
+LAST = np.uint32(1 << 31)
 """The mark of the last token of a document."""
 _FORMAT = 2
 _BATCH_CHARACTERS = 1 << 22
@@ -132,7 +132,7 @@ def tokenize(
     cache: Path,
     *,
     needed: int | None = None,
-    progress: OnTokenize = lambda label, done, total: None,
+    progress: OnTokenize = lambda *_: None,
 ) -> TokenSource:
     """The tokens of a source, which is tokenised as far as the cache doesn't have it. If several processes call this at
     once, one tokenises and the others wait.
@@ -193,7 +193,8 @@ def _appended(
         path.unlink(missing_ok=True)  # another run may have mapped it
     with path.open("ab") as file:
         file.truncate(record.tokens * LAST.itemsize)  # what was written after the last record
-        for pieces in batched(text.pieces(encoder.fields, record.pieces)):
+        # those before are read again, which takes little beside tokenising
+        for pieces in batched(islice(text.pieces(encoder.fields), record.pieces, None)):
             tokens = encoder.encode(pieces)
             data = tokens.tobytes()
             file.write(data)
@@ -215,14 +216,15 @@ def _appended(
 
 def batched(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
     """Pieces in batches, large enough for several threads and small enough for memory."""
-    batch: list[Piece] = []
+    batch = []
     characters = 0
     for piece in pieces:
         batch.append(piece)
         characters += len(str(piece.text))
         if characters >= _BATCH_CHARACTERS or len(batch) >= _BATCH_PIECES:
             yield batch
-            batch, characters = [], 0
+            batch = []
+            characters = 0
     if batch:
         yield batch
 
