@@ -40,8 +40,11 @@ def check_config(result: Result) -> str:
 
 
 def _expected_config(result: Result) -> dict[str, Any]:
-    inputs, family, modeling = result.inputs, result.inputs.family, result.modeling
-    original, groups = inputs.config, result.geometry.groups
+    inputs = result.inputs
+    family = result.inputs.family
+    modeling = result.modeling
+    original = inputs.config
+    groups = result.geometry.groups
     added = _modelling_keys(modeling, original) if modeling else legacy_config_keys(original)
     if modeling and modeling in family.layerwise:
         return restate(modeling, original, tuple(result.geometry.counts)) | added

@@ -51,14 +51,16 @@ def check_copied(inputs: Inputs, modeling: Modeling | None) -> str:
         inputs: the checkpoints.
         modeling: whose files another check compares.
     """
-    out, source = inputs.out, inputs.source.folder
+    out = inputs.out
+    source = inputs.source.folder
     written = {CONFIG, PROVENANCE, *(file.name for file in (modeling.files if modeling else ()))}
 
     def copied(folder: Path) -> set[str]:
-        names = (name for name in _list_files(folder) if not _matches(name, _PROSE) and not _is_weights(name))
-        return set(names) - written
+        names = {name for name in _list_files(folder) if not _matches(name, _PROSE) and not _is_weights(name)}
+        return names - written
 
-    ours, theirs = copied(out), {name for name in copied(source) if _is_own(source / name, source)}
+    ours = copied(out)
+    theirs = {name for name in copied(source) if _is_own(source / name, source)}
     if missing := theirs - ours:
         raise Failure(f"{min(missing)} of SOURCE is missing")
     if extra := ours - theirs:
@@ -101,8 +103,7 @@ def _list_files(folder: Path) -> Iterator[str]:
     """The paths of all files relative to the folder, except hidden files and Python's caches."""
     for path in folder.rglob("*"):
         name = path.relative_to(folder)
-        hidden = any(part.startswith(".") or part == "__pycache__" for part in name.parts)
-        if path.is_file() and not hidden:
+        if path.is_file() and not any(part.startswith(".") or part == "__pycache__" for part in name.parts):
             yield name.as_posix()
 
 
@@ -110,7 +111,8 @@ def _is_own(path: Path, folder: Path) -> bool:
     """Whether a path leads to a visible file of its folder, or to a blob of the same repository in the Hub's cache; a link
     may lead to any file of the machine.
     """
-    target, home = path.resolve(), folder.resolve()
+    target = path.resolve()
+    home = folder.resolve()
     if target.is_relative_to(home):
         return path.is_file() and not any(part.startswith(".") for part in target.relative_to(home).parts)
     return target.parent in [parent.parent / "blobs" for parent in home.parents if parent.name == "snapshots"]

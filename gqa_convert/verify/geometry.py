@@ -16,6 +16,7 @@ from torch import Tensor
 from gqa_convert.errors import ConfigError
 from gqa_convert.families.composite import config_value
 from gqa_convert.families.family import Family
+from gqa_convert.families.layerwise import heads_text
 from gqa_convert.verify.report import Failure
 
 Kind = Literal["decoder", "cross", "encoder"]
@@ -41,11 +42,6 @@ class HeadTensor:
     before: Heads
     after: Heads
     """The numbers of the rows of heads."""
-
-    def shape_after(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape in OUT of a tensor that has `shape` in SOURCE."""
-        rows = sum(each.numel() for each in self.after.values()) // len(self.names_after)
-        return *shape[: self.axis], rows, *shape[self.axis + 1 :]
 
     def read(self, tensors: Tensors) -> Heads:
         """The heads in SOURCE's tensors."""
@@ -118,13 +114,8 @@ class Geometry:
         """Heads and layers in one line."""
         kinds = Counter(module.kind for module in self.modules)
         modules = ", ".join(f"{count} modules of {kind} attention" for kind, count in kinds.items())
-        before = span_of([module.before for module in self.decoder])
-        return f"{self.decoder[0].heads} query heads, {before} -> {span_of(self.counts)} K/V heads in {modules}"
-
-
-def span_of(counts: list[int]) -> str:
-    """Numbers as "3" or, where they differ, "1 to 4"."""
-    return f"{min(counts)} to {max(counts)}" if len(set(counts)) > 1 else str(counts[0])
+        before = heads_text([module.before for module in self.decoder])
+        return f"{self.decoder[0].heads} query heads, {before} -> {heads_text(self.counts)} K/V heads in {modules}"
 
 
 def read_geometry(family: Family, config: dict[str, Any], source: Tensors, out: Tensors, *, encoder: bool) -> Geometry:
@@ -141,13 +132,13 @@ def read_geometry(family: Family, config: dict[str, Any], source: Tensors, out: 
         ConfigError: SOURCE has no attention.
         Failure: OUT's numbers of K/V heads cannot be determined, or do not fit SOURCE's.
     """
-    kinds = _find_modules(family, source)
-    modules = [
-        _read_module(name, kind, family, config, source, out)
-        for name, kind in kinds.items()
-        if encoder or kind != "encoder"
-    ]
-    geometry = Geometry(modules)
+    geometry = Geometry(
+        [
+            _read_module(name, kind, family, config, source, out)
+            for name, kind in _find_modules(family, source).items()
+            if encoder or kind != "encoder"
+        ]
+    )
     if not geometry.decoder:
         raise ConfigError(
             f"SOURCE is not a {family.model_type} checkpoint: it has no attention modules, check its config"

@@ -23,39 +23,28 @@ def attention_parameters(model: Any, family: Family) -> dict[str, Tensor]:
     }
 
 
-def repeated_heads(geometry: Geometry, source: Tensors, out: Tensors, *, folds: bool) -> Tensors:
-    """SOURCE's parameters with OUT's heads, each K/V head repeated for its group.
+def repeated_heads(geometry: Geometry, source: Tensors, out: Tensors | None, *, folds: bool) -> Tensors:
+    """SOURCE's parameters with other heads, each K/V head repeated for its group.
 
     Args:
         geometry: of the loaded models.
         source: the loaded SOURCE's attention parameters.
-        out: those of the loaded OUT.
+        out: those of the loaded OUT, whose heads they are; None for the mean of each group of SOURCE's K/V heads.
         folds: whether queries and outputs are OUT's too.
     """
     made: dict[str, Tensor] = {}
     for module in geometry.merged:
         for tensor in module.tensors:
-            ours = {role: heads for role, heads in tensor.read_after(out).items() if folds or role in MERGED}
-            if ours:
-                made |= tensor.replace(source, _repeated(ours, module.before // module.after))
+            found: Heads = {}
+            for role, heads in (tensor.read(source) if out is None else tensor.read_after(out)).items():
+                if role in MERGED:
+                    kept = heads.unflatten(0, (module.after, -1)).mean(1) if out is None else heads
+                    found[role] = kept.repeat_interleave(module.before // module.after, 0)
+                elif folds:
+                    found[role] = heads
+            if found:
+                made |= tensor.replace(source, found)
     return made
-
-
-def pooled_heads(geometry: Geometry, source: Tensors) -> Tensors:
-    """SOURCE's parameters with the mean of each group in place of its K/V heads."""
-    made: dict[str, Tensor] = {}
-    for module in geometry.merged:
-        for tensor in module.tensors:
-            theirs = {role: heads for role, heads in tensor.read(source).items() if role in MERGED}
-            means: Heads = {role: heads.unflatten(0, (module.after, -1)).mean(1) for role, heads in theirs.items()}
-            if means:
-                made |= tensor.replace(source, _repeated(means, module.before // module.after))
-    return made
-
-
-def _repeated(heads: Heads, times: int) -> Heads:
-    """Each K/V head as often as its group has heads, and all other heads as they are."""
-    return {role: each.repeat_interleave(times, 0) if role in MERGED else each for role, each in heads.items()}
 
 
 @contextmanager

@@ -15,10 +15,11 @@ from torch.nn.functional import kl_div
 from gqa_convert.errors import first_line
 from gqa_convert.families import loading
 from gqa_convert.families.family import Modeling
+from gqa_convert.families.layerwise import heads_text
 from gqa_convert.verify import heads
-from gqa_convert.verify.geometry import read_geometry, span_of
+from gqa_convert.verify.geometry import read_geometry
 from gqa_convert.verify.inputs import Progress
-from gqa_convert.verify.probe import STEPS, Probe, Shape
+from gqa_convert.verify.probe import STEPS, Probe
 from gqa_convert.verify.report import Failure, VerificationReport
 from gqa_convert.verify.result import Result
 
@@ -41,7 +42,8 @@ class ModelChecks:
     """
 
     def __init__(self, result: Result) -> None:
-        self.result, self.inputs = result, result.inputs
+        self.result = result
+        self.inputs = result.inputs
         numbers = sum(tensor.numel() for tensor in self.inputs.source.tensors.values())
         self.dtype: Any = torch.float32 if numbers <= FLOAT32_LIMIT else "auto"
         self.has_cross = any(module.kind == "cross" for module in result.geometry.modules)
@@ -53,7 +55,8 @@ class ModelChecks:
         modeling = self.result.modeling
         model = load_model(self.inputs.out, self.dtype, modeling)
         self.probe = Probe(model, cross=self.has_cross)
-        self.output, self.decoding = self.probe.output(model), self.probe.decode(model)
+        self.output = self.probe.output(model)
+        self.decoding = self.probe.decode(model)
         self.attention = heads.attention_parameters(model, self.inputs.family)
         own = " of its own modelling file" if modeling else ""
         dtype = str(model.dtype).removeprefix("torch.")
@@ -74,7 +77,7 @@ class ModelChecks:
             inputs.family, inputs.decoder_config, own, self.attention, encoder=self.result.encoder
         )
         self.repeated = heads.repeated_heads(self.geometry, own, self.attention, folds=self.result.folds)
-        self.pooled = heads.pooled_heads(self.geometry, own)
+        self.pooled = heads.repeated_heads(self.geometry, own, None, folds=False)
         return type(self.source).__name__
 
     def same_outputs(self) -> str:
@@ -88,7 +91,8 @@ class ModelChecks:
 
     def same_steps(self) -> str:
         """OUT's steps on a cache compute what those of SOURCE with OUT's heads compute."""
-        ours, theirs = self.decoding, self.source_decoding
+        ours = self.decoding
+        theirs = self.source_decoding
         if theirs.output is None:
             return f"not compared: SOURCE cannot decode with a cache ({theirs.problem})"
         if ours.output is None:
@@ -136,10 +140,13 @@ class ModelChecks:
             ours, theirs = (decoding.caches.get(kind, []) for decoding in (self.decoding, self.source_decoding))
             if len(set(by_layer)) == 1:
                 by_layer = by_layer[:1] * len(theirs)  # some layers may keep no keys
-            wanted = [with_heads(*each) for each in zip(theirs, by_layer, strict=True)] if geometry.changed else theirs
+            wanted = theirs
+            if geometry.changed:
+                pairs = zip(theirs, by_layer, strict=True)
+                wanted = [((k[0], heads, *k[2:]), (v[0], heads, *v[2:])) for (k, v), heads in pairs]
             if not ours or ours != wanted:
                 raise Failure(f"{kind}-attention caches shapes {ours}, expected {wanted} {self.decoding.problem}")
-            span = span_of([keys[1] for keys, _ in ours])
+            span = heads_text([keys[1] for keys, _ in ours])
             found.append(f"{span} heads in each of {len(ours)} layers of {kind}-attention, {theirs[0][0][1]} in SOURCE")
         return "; ".join(found)
 
@@ -177,12 +184,6 @@ def check_models(report: VerificationReport, result: Result, progress: Progress)
         report.check("rewritten source", checks.same_as_original)
 
 
-def with_heads(shapes: tuple[Shape, Shape], heads: int) -> tuple[Shape, Shape]:
-    """The shapes of a layer's keys and values with another number of heads."""
-    keys, values = ((shape[0], heads, *shape[2:]) for shape in shapes)
-    return keys, values
-
-
 def load_model(folder: Path, dtype: Any, code: Modeling | None = None) -> Any:
     """A model on the CPU in evaluation mode.
 
@@ -198,7 +199,12 @@ def load_model(folder: Path, dtype: Any, code: Modeling | None = None) -> Any:
         loaded = folder
         if code is not None:
             loaded = Path(root) / "gqa_checkpoint"  # a constant name: transformers keeps a copy of the code under it
-            _link_with_code(folder, code, loaded)
+            loaded.mkdir()
+            for path in folder.iterdir():  # none of the other code beside the modelling files
+                if path.is_file() and path.suffix != ".py":
+                    (loaded / path.name).symlink_to(path.resolve())
+            for file in code.files:
+                shutil.copyfile(folder / file.name, loaded / file.name)
         try:
             model, missing = loading.load_model(loaded, dtype, run_code=code is not None)
         except Exception as problem:
@@ -206,16 +212,6 @@ def load_model(folder: Path, dtype: Any, code: Modeling | None = None) -> Any:
     if missing:
         raise Failure(f"transformers finds no fitting tensor for {min(missing)} in {folder} ({len(missing)} missing)")
     return model
-
-
-def _link_with_code(out: Path, code: Modeling, folder: Path) -> None:
-    """Make a folder with OUT's files and its modelling files, and none of the other code beside them."""
-    folder.mkdir()
-    for path in out.iterdir():
-        if path.is_file() and path.suffix != ".py":
-            (folder / path.name).symlink_to(path.resolve())
-    for file in code.files:
-        shutil.copyfile(out / file.name, folder / file.name)
 
 
 def divergence(source: Tensor, other: Tensor) -> float:

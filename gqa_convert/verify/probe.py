@@ -18,7 +18,9 @@ example where a router chooses another expert.
 """
 STEPS = 4
 """Decoding steps on a cache."""
-_ROWS, _LENGTH, _ENCODER_LENGTH = 3, 32, 24
+_ROWS = 3
+_LENGTH = 32
+_ENCODER_LENGTH = 24
 
 Shape = tuple[int, ...]
 Shapes = list[tuple[Shape, Shape]]
@@ -55,8 +57,7 @@ class Probe:
         self._memory: dict[str, Any] = {}
         """The inputs besides the decoder's tokens."""
         if self._pairs and model.main_input_name == "input_features":
-            sound = self._noise(model, config.num_mel_bins, 2 * config.max_source_positions)
-            self._memory["input_features"] = sound
+            self._memory["input_features"] = self._noise(model, config.num_mel_bins, 2 * config.max_source_positions)
         elif self._pairs:
             self._memory["input_ids"] = self._tokens(config, _ENCODER_LENGTH, config.vocab_size)
         elif cross:

@@ -8,8 +8,12 @@ from gqa_convert.verify.weights import CONFIG, PROVENANCE
 
 
 def check_provenance(result: Result) -> str:
-    """The type, the heads, the method and the source that OUT claims are those that the files show."""
-    claims, geometry, inputs = result.claims, result.geometry, result.inputs
+    """The type, the heads and the method that OUT claims are those that the files show, and the type, the sizes and the
+    hashes that it claims of SOURCE are those of the checkpoint that the user named.
+    """
+    claims = result.claims
+    geometry = result.geometry
+    inputs = result.inputs
     if not claims:
         raise Failure(f"{PROVENANCE} is missing, or no JSON object")
     if claims.get("uptraining_tokens"):
@@ -32,18 +36,15 @@ def check_provenance(result: Result) -> str:
     was_read = text is not None and text["tokens"] > 0
     if was_read != result.has_text or (result.method != FACTORED and was_read != (result.method == FITTED)):
         raise Failure(f"{PROVENANCE} claims calibration = {text!r} for method {result.method}")
-    _check_source(result)
-    return f"as the files show, method {result.method}"
-
-
-def _check_source(result: Result) -> None:
-    """The recorded type, sizes and hashes are those of SOURCE as the user named it."""
-    origin, source = result.claims["source"], result.inputs.original
-    model_type = result.inputs.original_config.get("model_type")
-    compare_json(f"{PROVENANCE}: source", {"model_type": origin["model_type"]}, {"model_type": model_type})
+    origin = claims["source"]
+    source = inputs.original
+    stated_type = {"model_type": inputs.original_config.get("model_type")}
+    compare_json(f"{PROVENANCE}: source", {"model_type": origin["model_type"]}, stated_type)
     for name in (CONFIG, *source.files):
-        file, stated = source.folder / name, origin["files"].get(name, {})
+        file = source.folder / name
+        stated = origin["files"].get(name, {})
         if name != CONFIG and stated.get("bytes") != file.stat().st_size:
             raise Failure(f"{PROVENANCE} claims other bytes of SOURCE's {name}: {stated.get('bytes')}")
         if stated.get("sha256") and stated["sha256"] != file_sha256(file):
             raise Failure(f"{PROVENANCE} claims another SHA-256 of SOURCE's {name}")
+    return f"as the files show, method {result.method}"

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Final
+from typing import Any
 
 from gqa_convert.families.composite import config_value
 from gqa_convert.families.family import Modeling
@@ -10,11 +10,11 @@ from gqa_convert.verify.geometry import Geometry, Role, read_geometry
 from gqa_convert.verify.inputs import Inputs
 from gqa_convert.verify.weights import Weights
 
-PLAIN: Final = ("mean", "first")
+PLAIN = ("mean", "first")
 """Methods whose K/V heads are computed from SOURCE's K/V heads alone and are proven bit for bit."""
-FACTORED: Final = "factor"
+FACTORED = "factor"
 """The method that also changes queries and outputs; without a text, only of heads that may absorb maps."""
-FITTED: Final = "fit"
+FITTED = "fit"
 """The method that depends on a text."""
 
 
@@ -61,7 +61,8 @@ class Result:
         names = [module.name for module in self.geometry.merged] if self.folds else []
         if self.has_text:
             return {name: {"query", "key", "value", "output", "output_bias"} for name in names}
-        family, config = self.inputs.family, self.inputs.decoder_config
+        family = self.inputs.family
+        config = self.inputs.decoder_config
         is_clipped = config_value(config, "clip_qkv") or config_value(config, "attn_config.clip_qkv")
         is_normed = family.gainless_key_norm is not None and config.get(*family.gainless_key_norm)
         found: dict[str, set[Role]] = {}
@@ -78,10 +79,10 @@ class Result:
 
 def read_result(inputs: Inputs, weights: Weights, claims: dict[str, Any]) -> tuple[Result, str]:
     """Find the heads of OUT, and say which they are; raises as `read_geometry` does."""
-    family, modeling = inputs.family, inputs.modeling
+    family = inputs.family
+    modeling = inputs.modeling
     encoder = claims.get("encoder") is True
-    tensors = inputs.source.tensors, weights.tensors
-    geometry = read_geometry(family, inputs.decoder_config, *tensors, encoder=encoder)
+    geometry = read_geometry(family, inputs.decoder_config, inputs.source.tensors, weights.tensors, encoder=encoder)
     if modeling is family.modeling and not geometry.changed and not family.is_converted:
         modeling = None  # stock classes load it
     return Result(inputs, weights, geometry, claims, encoder, modeling), geometry.describe()

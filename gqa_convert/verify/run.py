@@ -66,7 +66,12 @@ def _check_stored(report: VerificationReport, inputs: Inputs, progress: Progress
     if weights is not None:
         result = report.find("heads", read_result, inputs, weights, claims)
     if result is not None:
-        _check_contents(report, result, progress)
+        tensors = TensorChecks(result, progress)
+        report.check("tensor names", tensors.names)
+        report.check("untouched tensors", tensors.untouched)
+        report.check("merged tensors", tensors.merged)
+        report.check("config", check_config, result)
+        report.check("provenance", check_provenance, result)
     modeling = result.modeling if result else inputs.modeling
     runnable = result
     if result and modeling and not report.check("modelling file", check_modelling_file, inputs, modeling):
@@ -77,28 +82,19 @@ def _check_stored(report: VerificationReport, inputs: Inputs, progress: Progress
     return runnable
 
 
-def _check_contents(report: VerificationReport, result: Result, progress: Progress) -> None:
-    """Check tensors, index, config and record."""
-    tensors = TensorChecks(result, progress)
-    report.check("tensor names", tensors.names)
-    report.check("untouched tensors", tensors.untouched)
-    report.check("merged tensors", tensors.merged)
-    report.check("config", check_config, result)
-    report.check("provenance", check_provenance, result)
-
-
 def _check_computed(report: VerificationReport, inputs: Inputs, result: Result | None, progress: Progress) -> None:
     """Check what the tokenizer and the models do."""
     if not inputs.has_class:
-        why = f"transformers has no class of type {inputs.family.model_type}"
-        detail = f"not run: {why}, and code in checkpoints is never executed"
+        detail = f"not run: transformers has no class of type {inputs.family.model_type}, and code in checkpoints is never executed"
         report.checks.append(Check("behaviour", True, detail))
         return
     if inputs.out_config.get("model_type") != inputs.original_config.get("model_type"):
         report.check("tokenizer", check_tokenizer, inputs)
     if result is None:
-        why = "OUT's files or heads did not pass their checks, and code other than the package's is not executed"
-        report.checks.append(Check("loads", False, f"not run: {why}"))
+        detail = (
+            "not run: OUT's files or heads did not pass their checks, and code other than the package's is not executed"
+        )
+        report.checks.append(Check("loads", False, detail))
         return
     check_models(report, result, progress)
 

@@ -23,9 +23,11 @@ class TensorChecks:
 
     def __init__(self, result: Result, progress: Progress) -> None:
         self._result = result
-        self._source, self._out = result.inputs.source, result.weights
+        self._source = result.inputs.source
+        self._out = result.weights
         self._progress = progress
-        self._done, self._total = 0, sum(tensor.nbytes for tensor in self._out.tensors.values())
+        self._done = 0
+        self._total = sum(tensor.nbytes for tensor in self._out.tensors.values())
         self._touched: list[tuple[Module, HeadTensor]] = []
         """The tensors that hold merged heads, or heads that the method may change."""
         for module in result.geometry.changed:
@@ -35,7 +37,8 @@ class TensorChecks:
     def names(self) -> str:
         """OUT has SOURCE's tensors, except the norms of K/V heads that it does not have."""
         dropped = {name for _, tensor in self._touched for name in tensor.names[len(tensor.names_after) :]}
-        expected, found = self._source.tensors.keys() - dropped, self._out.tensors.keys()
+        expected = self._source.tensors.keys() - dropped
+        found = self._out.tensors.keys()
         if expected != found:
             raise Failure(f"missing: {sorted(expected - found)[:3]}, not in SOURCE: {sorted(found - expected)[:3]}")
         return f"{len(expected)} tensors"
@@ -55,7 +58,8 @@ class TensorChecks:
         """Every K/V head is what the method makes of its group, as far as that can be said from the heads alone; query
         heads and gates that the method leaves alone are SOURCE's.
         """
-        result, known = self._result, (*PLAIN, FACTORED, FITTED)
+        result = self._result
+        known = (*PLAIN, FACTORED, FITTED)
         if result.geometry.merged and result.method not in known:
             raise Failure(f"method {result.method!r} is none of {', '.join(known)}")
         for module, tensor in self._touched:
@@ -66,7 +70,8 @@ class TensorChecks:
     def _check_header(self, name: str, shape: tuple[int, ...]) -> None:
         if name not in self._out.tensors:
             raise Failure(f"{name} is missing")
-        tensor, dtype = self._out.tensors[name], self._source.result_dtype(name)
+        tensor = self._out.tensors[name]
+        dtype = self._source.result_dtype(name)
         self._done += tensor.nbytes
         self._progress("tensors", self._done, self._total)
         if tensor.dtype != dtype or tensor.shape != shape:
@@ -76,7 +81,9 @@ class TensorChecks:
         """Compare a tensor role by role."""
         names = tensor.names_after
         for name in names:
-            self._check_header(name, tensor.shape_after(self._source.tensors[name].shape))
+            shape = list(self._source.tensors[name].shape)
+            shape[tensor.axis] = sum(rows.numel() for rows in tensor.after.values()) // len(names)
+            self._check_header(name, tuple(shape))
         theirs = tensor.read(self._source.tensors)
         for role, ours in tensor.read_after(self._out.tensors).items():
             if role in foldable:
