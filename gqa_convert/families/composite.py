@@ -2,17 +2,17 @@
 
 import copy
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any
 
 from gqa_convert.checkpoint.strict_json import Config, JsonObject
 from gqa_convert.errors import UnsupportedFamilyError
 from gqa_convert.families.family import Family
 from gqa_convert.families.records import COMPOSITES, record_of
 
-SECTION: Final = "text_config"
+SECTION = "text_config"
 """The config key of the decoder's own config."""
 
-PREFIXES: Final = (
+PREFIXES = (
     "language_model.model.",
     "model.language_model.model.",
     "model.language_model.",

@@ -88,7 +88,8 @@ def kv_heads_by_layer(config: Config, where: str) -> tuple[int, ...]:
         ConfigError: `block_configs` does not state them.
         UnsupportedFamilyError: a layer has no attention, or no MLP.
     """
-    heads, counts = config.get("num_attention_heads"), []
+    heads = config.get("num_attention_heads")
+    counts = []
     try:
         for number, block in enumerate(config["block_configs"]):
             parts = block["attention"], block["ffn"]

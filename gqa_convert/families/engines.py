@@ -41,7 +41,8 @@ def same_up_to(engine: str, config: Config) -> int | None:
         config: of the result.
     """
     stated = decoder_config(config)
-    window, positions = stated.get("sliding_window"), stated.get("max_position_embeddings")
+    window = stated.get("sliding_window")
+    positions = stated.get("max_position_embeddings")
     is_wider = engine in record_of(config).beyond_window_in and stated.get("use_sliding_window") is not False
     if not is_wider or not isinstance(window, int):
         return None

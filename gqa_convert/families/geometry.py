@@ -116,7 +116,8 @@ class AttentionFinder:
 
     def _kv_heads(self) -> int:
         """The source's K/V heads outside an encoder, which are as many as query heads where no key states them."""
-        family, config = self.family, self.config
+        family = self.family
+        config = self.config
         key = family.kv_heads_keys[0]
         if family.kv_heads == "falcon":  # the count acts in the new architecture only
             key = "num_kv_heads"
@@ -130,7 +131,8 @@ class AttentionFinder:
         """The query heads and the K/V heads of a module."""
         family = self.family
         if attention_kind == "encoder":
-            heads, key = self._query_heads(str(family.encoder_heads_key)), family.encoder_kv_heads_key
+            heads = self._query_heads(str(family.encoder_heads_key))
+            key = family.encoder_kv_heads_key
             is_stated = family.kv_heads == "stated" and config_value(self.config, key) is not None
             return heads, self._count(key, heads) if is_stated else heads
         if not self._by_layer:
@@ -207,7 +209,9 @@ class AttentionFinder:
 
     def _divisions(self, layer: AttentionLayer) -> Divisions:
         """The weights, then the biases of projections and norms that the checkpoint holds."""
-        family, kv_heads, head_dim = self.family, layer.kv_heads, layer.key_head_dim
+        family = self.family
+        kv_heads = layer.kv_heads
+        head_dim = layer.key_head_dim
         parts: dict[str, Sections] = {}
         has_query = not family.fused or layer.attention_kind == "cross"
         if has_query:

@@ -21,7 +21,8 @@ def legacy_config_keys(config: Config) -> JsonObject:
     legacy = record_of(config).legacy
     found = _renamed(config, ("dtype", "torch_dtype"), *legacy.renamed)
     rotary = config.get("rope_parameters") or {}
-    sliding, full = rotary.get("sliding_attention"), rotary.get("full_attention") or {}
+    sliding = rotary.get("sliding_attention")
+    full = rotary.get("full_attention") or {}
     if not any(isinstance(value, dict) for value in rotary.values()):
         found |= _rotary_keys(rotary, legacy)
     elif sliding and legacy.local_rotary_base is not None:

@@ -5,17 +5,17 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from gqa_convert.checkpoint.strict_json import Config, JsonObject
 from gqa_convert.families.family import CONVERTED_PREFIX, Family, LegacyConfigKeys, Modeling
 
-_FOLDER: Final = Path(__file__).parent
-_DERIVED: Final[JsonObject] = json.loads((_FOLDER / "derived.json").read_text(encoding="utf-8"))
-_FACTS: Final[JsonObject] = tomllib.loads((_FOLDER / "facts.toml").read_text(encoding="utf-8"))
+_FOLDER = Path(__file__).parent
+_DERIVED: JsonObject = json.loads((_FOLDER / "derived.json").read_text(encoding="utf-8"))
+_FACTS: JsonObject = tomllib.loads((_FOLDER / "facts.toml").read_text(encoding="utf-8"))
 
-DECILM: Final = "nemotron-nas"
-DECILM_SOURCES: Final = ("llama", "mistral", "qwen2")
+DECILM = "nemotron-nas"
+DECILM_SOURCES = ("llama", "mistral", "qwen2")
 """Model types whose layers compute what a DeciLM's compute."""
 
 _UNLISTED = "its model type is on no list"
@@ -33,8 +33,7 @@ def _row(model_type: str) -> JsonObject:
     """What the two files state about a type."""
     facts = _FACTS["types"]
     own = facts[model_type]
-    row: JsonObject = {"classes": {}, **_DERIVED.get(model_type, {}), **facts.get(own.get("like"), {}), **own}
-    return row
+    return {"classes": {}, **_DERIVED.get(model_type, {}), **facts.get(own.get("like"), {}), **own}
 
 
 def _frozen(value: Any) -> Any:
@@ -113,23 +112,23 @@ def with_key_norm(family: Family, tensors: Mapping[str, Any], kv_heads: int) -> 
     return family
 
 
-ALL: Final[dict[str, Family]] = {}
+ALL: dict[str, Family] = {}
 """Every record."""
 
 for _name in _FACTS["types"]:
     _add(ALL, _name)
 
-COMPOSITES: Final[dict[str, str]] = _FACTS["composites"]
+COMPOSITES: dict[str, str] = _FACTS["composites"]
 """Models that wrap a decoder, such as vision-language models, each with the type of a decoder whose config does not name
 its own."""
 
-INNER: Final = {name: ALL[name] for name in COMPOSITES.values() if "AutoModelForCausalLM" not in _row(name)["classes"]}
+INNER = {name: ALL[name] for name in COMPOSITES.values() if "AutoModelForCausalLM" not in _row(name)["classes"]}
 """Decoders that exist only inside a composite."""
 
-FAMILIES: Final = {name: family for name, family in ALL.items() if name not in INNER and not family.one_kv_head_key}
+FAMILIES = {name: family for name, family in ALL.items() if name not in INNER and not family.one_kv_head_key}
 """Every model type that can be converted, with those of results that have a modelling file."""
 
-REFUSALS: Final = {name: reason for reason, names in _FACTS["refused"].items() for name in names.split()}
+REFUSALS = {name: reason for reason, names in _FACTS["refused"].items() for name in names.split()}
 """Model types that are known and not converted, with the end of the sentence "model type X can't be converted: ..."."""
 
 

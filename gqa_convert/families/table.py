@@ -29,7 +29,8 @@ def family_of(config: Config) -> Family:
         UnsupportedFamilyError: the model type, or that of the decoder inside, is unknown or can't be converted.
     """
     check_per_layer_config(config, "config.json")
-    model_type, decoder = config.get("model_type"), decoder_config(config)
+    model_type = config.get("model_type")
+    decoder = decoder_config(config)
     stated = decoder.get("num_key_value_heads")
     layers = (decoder.get("per_layer_config") or {}).values()
     if any(layer.get("num_key_value_heads") not in (None, stated) for layer in layers):
@@ -47,8 +48,7 @@ def family_of(config: Config) -> Family:
     one_kv_head_key = record_of(config).one_kv_head_key
     if one_kv_head_key and config.get(one_kv_head_key) is False:
         return record_of(config)
-    is_known = any(model_type in table for table in (ALL, REFUSALS))
-    if isinstance(model_type, str) and not is_known and type(stated) is int:
+    if isinstance(model_type, str) and model_type not in ALL | REFUSALS and type(stated) is int:
         return unlisted(model_type)
     return find_family(model_type)
 
