@@ -78,11 +78,11 @@ def test_other_files_are_refused_in_one_line(tmp_path: Path, content: bytes | No
 
 
 def test_files_that_exist_are_kept(tmp_path: Path) -> None:
-    file = tmp_path / "a.json"
-    file.write_bytes(changed())
+    file, before = tmp_path / "a.json", changed()
+    file.write_bytes(before)
     with pytest.raises(OutputError, match="exists already: name a new file"):
         write_result(file, evaluation(scores("m")))
-    assert file.read_bytes() == changed()
+    assert file.read_bytes() == before
     assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
 
 
