@@ -22,7 +22,8 @@ def modules_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("modules")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(folder))
-        patch.setattr(sys, "path", list(sys.path))
+        other = [path for path in sys.path if (Path(path) / "transformers_modules").is_dir()]  # found before this one
+        patch.setattr(sys, "path", [path for path in sys.path if path not in other])
         for name in [name for name in sys.modules if name.partition(".")[0] == "transformers_modules"]:
             patch.delitem(sys.modules, name)  # they look for code in an earlier folder
         yield folder
