@@ -40,7 +40,11 @@ def load_student(recipe: Recipe, folder: Path, *, sharded: bool = False) -> Any:
 
 def recompute(model: Any) -> None:
     """Recompute the activations of every layer in the backward pass."""
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    options = {"use_reentrant": False}
+    if hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
+    else:  # older transformers
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
 
 
 def place_student(model: Any, accelerator: Any, *, sharded: bool, bf16: bool) -> Any:
