@@ -30,8 +30,6 @@ _HEADLESS = (
 _HEADS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 """How the names of classes with a language-model head end, almost all of them."""
 
-SOUND_POSITIONS = 50
-"""Positions for which the encoder of a model that hears has an output, for each second of sound."""
 
 for _noisy in ("torchao", "torch.utils._pytree"):
     # transformers and accelerate import torchao where it is installed, which reports kernels that are not used here

@@ -42,7 +42,7 @@ def test_the_tests_know_the_family(model_type: str) -> None:
     """Norms, gates and layouts stand a second time in the tests, and a type must not be missing there."""
     family = FAMILIES[model_type]
     if family.modeling is not None:
-        assert model_type in own_files.SIZES, f"add a tiny {model_type} to SIZES in tests/helpers/own_files.py"
+        assert model_type in own_files.SIZES, f"add a tiny {model_type} to tests/helpers/own_files.yaml"
         for path in family.modeling.files:
             assert path.is_file(), f"the record of {model_type} names {path}: write it"
     normed = family.key_norm != "none" or family.gainless_key_norm is not None

@@ -1,7 +1,7 @@
 """Long texts that state made-up facts, and questions about them, in the tokens of any tokenizer.
 
 A text is prose of the Python standard library's manual with two single sentences, a few key-value records, a small table
-and two spans of random words in it. Behind it stands the beginning of what was stated, whose end the text contains once.
+and two spans of random words or numbers in it. Behind it stands the beginning of what was stated, whose end the text contains once.
 The wordings are used nowhere else in this package, so that nothing is calibrated or trained on them.
 
 All prompts of a text have one length and share all but their last tokens.
