@@ -94,7 +94,7 @@ def test_recipes_state_the_memory_and_the_time_that_are_estimated(
         folder = tmp_path / source.replace("/", "-")
         tokenizer.save_pretrained(folder)
         (folder / "config.json").write_text(json.dumps(folders[source]))
-        return SimpleNamespace(folder=folder, config=folders[source])
+        return SimpleNamespace(folder=folder, local_folder=folder, config=folders[source])
 
     monkeypatch.setattr("gqa_convert.training.estimate.open_checkpoint", opened)
     found = estimate(path, [], known["gpus"], "h100")
