@@ -134,6 +134,8 @@ def staged_folder(out: Path) -> Iterator[StagedFolder]:
             while handle is None:  # another process's sweep has it for a moment
                 handle = try_lock(lock)
         staged.path.mkdir()
+        if staged.out.is_dir() and any(staged.out.iterdir()):
+            _check_exchange(staged.path)  # before hours of work, not after them
         yield staged
     except OSError as problem:
         raise _explained(problem, staged.out) from problem
@@ -156,6 +158,20 @@ def _explained(problem: OSError, out: Path) -> GQAConvertError:
     return OutputError(
         f"{out} cannot be written ({detail}{at}) and nothing was left there: check the disk, or name another folder"
     )
+
+
+def _check_exchange(folder: Path) -> None:
+    """Exchange two folders inside another.
+
+    Raises:
+        OSError: the filesystem cannot.
+    """
+    one, other = folder / "one", folder / "other"
+    one.mkdir()
+    other.mkdir()
+    _exchange(one, other)
+    one.rmdir()
+    other.rmdir()
 
 
 def _exchange(first: Path, second: Path) -> None:

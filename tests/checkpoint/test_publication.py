@@ -348,6 +348,7 @@ class TestSweep:
         by_mean(source, out, 3)
         old = digests(out)
         monkeypatch.setattr(publication, "_RENAME_EXCHANGE", 1 << 20)
+        monkeypatch.setattr("gqa_convert.conversion.run.prepare_layers", lambda *_: pytest.fail("the work has begun"))
         with refused(OutputError, "cannot exchange it for the new one in one step"):
             by_mean(source, out, overwrite=True)
         assert digests(out) == old
