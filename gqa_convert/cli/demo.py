@@ -1,6 +1,7 @@
 """`gqa-convert demo`."""
 
 from pathlib import Path
+from typing import Any
 
 import typer
 
@@ -19,7 +20,6 @@ def demo(out: Path = Path("gqa-demo"), as_json: Json = False) -> None:
         OUT: New folder for the results.
     """
     from gqa_convert.demo import run_demo
-    from gqa_convert.measuring.tables import filled
 
     from .console.progress import ProgressScreen
     from .console.screen import print_json, stdout_console
@@ -30,9 +30,8 @@ def demo(out: Path = Path("gqa-demo"), as_json: Json = False) -> None:
     if as_json:
         print_json(summary)
     else:
-        shown = ("name", "groups", "kv_bytes_per_token", "loss", "verified")
-        rows = [{key.replace("_", " "): _cell(row[key]) for key in shown} for row in summary["results"]]
-        show_table(filled(rows), f"Loss in nats per token over {summary['held_out_tokens']:,} held-out tokens")
+        rows = [_row(result) for result in summary["results"]]
+        show_table(rows, f"Loss in nats per token over {summary['held_out_tokens']:,} held-out tokens")
         console = stdout_console()
         console.print(f"results  {Path(summary['results'][1]['model']).parent}")
         console.print("next     gqa-convert convert YOUR-MODEL --groups 8 --dry-run")
@@ -40,7 +39,14 @@ def demo(out: Path = Path("gqa-demo"), as_json: Json = False) -> None:
         raise typer.Exit(1)
 
 
-def _cell(value: object) -> str:
-    if isinstance(value, float):
-        return f"{value:.3f}"
-    return "" if value is None else str(value)
+def _row(result: dict[str, Any]) -> dict[str, str]:
+    """What is shown of a model; the source and the uptrained model have nothing to prove."""
+    from gqa_convert.checkpoint.byte_sizes import size
+
+    return {
+        "model": result["name"],
+        "K/V heads": str(result["groups"]),
+        "K/V cache per token": size(result["kv_bytes_per_token"]),
+        "loss": f"{result['loss']:.3f}",
+        "verified": {None: "", True: "yes", False: "no"}[result["verified"]],
+    }

@@ -59,8 +59,8 @@ def test_the_demo_runs_the_whole_workflow(demo: tuple[Path, dict[str, Any]]) -> 
 
 def test_the_table_of_the_demo(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "120")
-    row = {"model": "out/mean", "groups": 3, "kv_bytes_per_token": 1920, "loss": 4.5, "verified": False}
-    source = row | {"name": "source", "groups": 12, "loss": 2.25, "verified": None}
+    row = {"model": "out/mean", "groups": 3, "kv_bytes_per_token": 1920.0, "loss": 4.5, "verified": False}
+    source = row | {"name": "source", "groups": 12, "kv_bytes_per_token": 7680.0, "loss": 2.25, "verified": None}
     counts = {"held_out_tokens": 40_000, "calibration_tokens": 20_480, "uptraining_tokens": 122_880}
     monkeypatch.setattr(
         "gqa_convert.demo.run_demo",
@@ -70,8 +70,8 @@ def test_the_table_of_the_demo(capsys: pytest.CaptureFixture[str], monkeypatch: 
         demo_command.demo(Path("out"))
     shown = capsys.readouterr().out.splitlines()
     assert shown[0].startswith("Loss in nats per token over 40,000 held-out tokens")
-    assert [line.split() for line in shown if " 1920" in line] == [
-        ["source", "12", "1920", "2.250"],
-        ["mean", "3", "1920", "4.500", "False"],
+    assert [line.split() for line in shown if " kB" in line] == [
+        ["source", "12", "7.7", "kB", "2.250"],
+        ["mean", "3", "1.9", "kB", "4.500", "no"],
     ]
     assert shown[-2:] == ["results  out", "next     gqa-convert convert YOUR-MODEL --groups 8 --dry-run"]
