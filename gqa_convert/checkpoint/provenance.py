@@ -64,6 +64,5 @@ def earlier_record(checkpoint: Checkpoint) -> JsonObject | None:
     """
     if PROVENANCE not in checkpoint.carried:
         return None
-    assert checkpoint.folder is not None
-    path = checkpoint.folder / PROVENANCE
+    path = checkpoint.local_folder / PROVENANCE
     return parse_object(path.read_bytes(), str(path))

@@ -83,8 +83,7 @@ class SourceFiles(ExitStack):
     def _unchanged(self, number: int) -> Path:
         """The path of a file, which must be as it was when its header was read."""
         shard = self._stored.shards[number]
-        assert self._stored.folder is not None
-        path = self._stored.folder / shard.file
+        path = self._stored.local_folder / shard.file
         status = path.stat()
         if (status.st_size, status.st_mtime_ns) != (shard.size, shard.modified_ns):
             raise CorruptCheckpointError(

@@ -41,13 +41,12 @@ def record_conversion(
         folder: the result, which is complete but for the record.
     """
     source, stated, result = plan.checkpoint.origin, plan.summary(), None
-    assert source.folder is not None
     # files that are copied are small and hashed, weights if asked for
     shards = {shard.file for shard in source.shards}
     hashed = [
         name for name in source.sizes if name not in source.left_behind and (options.hash_weights or name not in shards)
     ]
-    known = {name: {"bytes": nbytes} for name, nbytes in source.sizes.items()} | hash_files(source.folder, hashed)
+    known = {name: {"bytes": nbytes} for name, nbytes in source.sizes.items()} | hash_files(source.local_folder, hashed)
     # methods that work on whole layers take so long that hashing their result costs little
     if options.hash_weights or merged.errors is not None:
         result = {"files": hash_files(folder, [file.file for file in plan.files])}
@@ -59,7 +58,7 @@ def record_conversion(
         "source": {
             "id": source.source_id,
             "revision": source.revision,
-            "fingerprint": fingerprint(source.folder),
+            "fingerprint": fingerprint(source.local_folder),
             "model_type": str(source.config.get("model_type")),
             "files": dict(sorted(known.items())),
         },

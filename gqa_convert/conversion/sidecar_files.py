@@ -41,9 +41,8 @@ def copy_files(checkpoint: Checkpoint, folder: Path) -> None:
 
     A source in another form may need values in its tokenizer's config that the tokenizer's class used to imply.
     """
-    assert checkpoint.folder is not None
     for name in checkpoint.carried:
-        _copy(checkpoint.folder / name, folder / name)
+        _copy(checkpoint.local_folder / name, folder / name)
     path = folder / _TOKENIZER_CONFIG
     has_tokenizer = path.is_file() or (folder / "tokenizer.json").is_file()
     if has_tokenizer and checkpoint.tokenizer_defaults:

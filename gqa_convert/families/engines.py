@@ -4,7 +4,7 @@ from gqa_convert.checkpoint.strict_json import Config
 from gqa_convert.families.composite import decoder_config
 from gqa_convert.families.records import record_of
 
-ENGINES = ("transformers", "vLLM", "llama.cpp")
+LOADERS = ("transformers", "vLLM", "llama.cpp")
 """The software that a plan reports on."""
 
 # The engine ignores scaled positions other than these, or is not known to heed them.
@@ -37,7 +37,7 @@ def same_up_to(engine: str, config: Config) -> int | None:
     """Number of tokens of a text up to which an engine computes the same as transformers; None for any number.
 
     Args:
-        engine: one of `ENGINES`.
+        engine: one of `LOADERS`.
         config: of the result.
     """
     stated = decoder_config(config)

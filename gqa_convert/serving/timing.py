@@ -59,14 +59,13 @@ def time_engine(
     for done, plan in enumerate(plans):
         progress("timing", done, len(plans))
         checkpoint = plan.checkpoint
-        assert checkpoint.folder is not None
         request = Request(
-            folder=str(checkpoint.folder.resolve()),
+            folder=str(checkpoint.local_folder.resolve()),
             config=checkpoint.config,
             dtype=stated_dtype(checkpoint.config, options.dtype),
             # a prompt, its first token, and those that are timed
             context=max(context for _, context in settings) + 1 + options.new_tokens,
-            run_code=has_our_code(checkpoint.folder, checkpoint.config),
+            run_code=has_our_code(checkpoint.local_folder, checkpoint.config),
             timings=settings,
             new_tokens=options.new_tokens,
             repetitions=options.repetitions,
@@ -75,7 +74,7 @@ def time_engine(
         if outcome.status != OK:
             raise WorkerError(f"the engine did not run {checkpoint.source_id} ({outcome.status}): {outcome.detail}")
         head["machine"]["device"] = outcome.device
-        known = fingerprint(checkpoint.folder)
+        known = fingerprint(checkpoint.local_folder)
         counts = [layer.kv_heads for layer in sorted(plan.layers, key=lambda layer: layer.number)]
         for (batch, context), times in zip(settings, outcome.times, strict=True):
             decodes = [(last - first) / options.new_tokens for first, last in times]

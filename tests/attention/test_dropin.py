@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from gqa_convert.attention import GroupedMultiheadAttention, GroupedQueryAttention, convert_module
 from gqa_convert.errors import GroupsError, NonFiniteError, OptionError
+from gqa_convert.merging.methods import METHODS
 from tests.helpers.attention import numbers
 from tests.helpers.checkpoints import refused
 
@@ -129,7 +130,7 @@ def test_a_causal_hint_gives_what_it_gives_there(groups: int, queries: int) -> N
         theirs(query, key, key, is_causal=True)
 
 
-@pytest.mark.parametrize("method", ["mean", "first"])
+@pytest.mark.parametrize("method", [name for name, method in METHODS.items() if method.pooling])
 def test_the_layer_takes_the_same_weights(method: Any) -> None:
     source = shaken(nn.MultiheadAttention(EMBED_DIM, HEADS, kdim=10, vdim=14, dtype=torch.float64, batch_first=True))
     ours = GroupedQueryAttention.from_multihead(source, 2, method)

@@ -10,7 +10,7 @@ from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions
 from gqa_convert.conversion.plan import make_plan
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import GroupsError, OptionError
-from gqa_convert.families.engines import ENGINES, computes_otherwise
+from gqa_convert.families.engines import LOADERS, computes_otherwise
 from gqa_convert.families.records import DECILM as MODEL_TYPE
 from gqa_convert.verify import verify_checkpoint
 from tests.helpers.checkpoints import read_weights
@@ -54,7 +54,7 @@ def test_the_plan(source: Path) -> None:
     assert plan.tensor_parallel_degrees() == [1]
     assert plan.loads_in == {"vLLM", "llama.cpp"}
     scaled = {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}
-    assert [computes_otherwise(engine, plan.config | scaled) for engine in ENGINES] == [False, False, True]
+    assert [computes_otherwise(engine, plan.config | scaled) for engine in LOADERS] == [False, False, True]
     assert make_plan(open_checkpoint(source), [6, 4, 2, 2]).tensor_parallel_degrees() == [1, 2]
 
 

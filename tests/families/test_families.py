@@ -22,7 +22,7 @@ from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions
 from gqa_convert.conversion.plan import make_plan
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import ConfigError, GroupsError, UnsupportedFamilyError
-from gqa_convert.families.engines import ENGINES
+from gqa_convert.families.engines import LOADERS
 from gqa_convert.families.geometry import AttentionFinder
 from gqa_convert.families.table import COMPOSITES, FAMILIES, REFUSALS, find_family
 from tests.helpers.elsewhere import cached_heads, generated, logits
@@ -145,9 +145,9 @@ def test_a_plan_tells_what_loads_the_result(
     show_plan(plan, estimate_needs(plan, CalibrationOptions()), {})
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("loads in:")]
     assert line.removeprefix("loads in:").strip() == told
-    says_yes = {engine for engine in ENGINES if f"{engine} yes" in told}
+    says_yes = {engine for engine in LOADERS if f"{engine} yes" in told}
     assert says_yes == set(plan.summary()["loads_in"])
-    assert {engine for engine in ENGINES if f"{engine} untested" in told} == set(plan.summary()["listed_in"])
+    assert {engine for engine in LOADERS if f"{engine} untested" in told} == set(plan.summary()["listed_in"])
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ def show_conversion(result: "ConversionResult") -> None:
     rows["folder"] = out
     rows["loads in"] = loaded_by(plan)
     rows["next"] = shlex.join(["gqa-convert", "verify", out, "--source", source])
-    show_done(f"{heads_change(plan)} ({plan.effective_method}) in {len(plan.layers)} layers", rows)
+    show_done(f"{heads_change(plan)} ({plan.merge_method.name}) in {len(plan.layers)} layers", rows)
     for note in plan.warnings:
         print_note(note)
     method = plan.merge_method

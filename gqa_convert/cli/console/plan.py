@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from gqa_convert.checkpoint.byte_sizes import size
 from gqa_convert.families.context_length import stated_encoder_positions, stated_positions
-from gqa_convert.families.engines import ENGINES, same_up_to
+from gqa_convert.families.engines import LOADERS, same_up_to
 from gqa_convert.families.layerwise import heads_text
 
 from .screen import print_note, stdout_console, tokens_text
@@ -119,7 +119,7 @@ def loaded_by(plan: "Plan") -> str:
     if plan.modeling:
         return f"transformers 5 with trust_remote_code=True, by the file {plan.modeling.file}.py beside the weights"
     found = []
-    for engine in ENGINES:
+    for engine in LOADERS:
         tokens = same_up_to(engine, plan.config)
         if engine in plan.listed_in:
             answer = "untested (it lists the type)"

@@ -53,8 +53,7 @@ def prepare_calibration(
     from gqa_convert.data.text_generation import OwnText, has_chat_template, own_text
     from gqa_convert.families.rotary import rotary_pairs
 
-    tokens, folder, config = wanted_tokens(plan, options), plan.checkpoint.folder, plan.checkpoint.config
-    assert folder is not None
+    tokens, folder, config = wanted_tokens(plan, options), plan.checkpoint.local_folder, plan.checkpoint.config
     held_out = fresh = 0
     if plan.merge_method.trains:
         held_out, fresh = tokens // _HELD_OUT, steps_together(options)

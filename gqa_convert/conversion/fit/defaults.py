@@ -65,7 +65,7 @@ def plan_conversion(
     )
     check_calibration(plan.method, calibration)
     check_predicts(plan, calibration)
-    if reason and plan.effective_method == MEAN.name:
+    if reason and plan.merge_method.name == MEAN.name:
         warning = f"heads are averaged by default, because {reason}: --method factor merges by weights alone"
         plan = replace(plan, warnings=(*plan.warnings, warning))
     return plan, calibration

@@ -60,7 +60,7 @@ def estimate_needs(plan: Plan, options: CalibrationOptions) -> Needs:
         plan: of the conversion.
         options: of its calibration.
     """
-    tokens, device, work, rewritten = None, "cpu", plan.effective_method, 0
+    tokens, device, work, rewritten = None, "cpu", plan.merge_method.name, 0
     memory: float = _NUMPY_BASE
     disk = plan.disk_bytes
     if plan.merge_method.merges_layers:

@@ -139,7 +139,6 @@ def fit_checkpoint(
     from gqa_convert.conversion.fit.model_loading import open_model, precision_of, running_device
     from gqa_convert.conversion.fit.one_layer import FitOptions
 
-    assert plan.checkpoint.folder is not None
     count = len(plan.merged_layers)
     request = {"kl_steps": options.kl_steps, "data": digest_of([], [*calibration.fresh, *calibration.held_out])}
     finished = store.record(_TOGETHER)
@@ -149,7 +148,7 @@ def fit_checkpoint(
     store.discard(_TOGETHER)
     with _explained_errors(store.path.parent):
         on_progress(FitProgress(MERGING_LAYERS, 0, count, "loading the source"))
-        model = open_model(plan.checkpoint.folder, device=chosen_device(options.device))
+        model = open_model(plan.checkpoint.local_folder, device=chosen_device(options.device))
         steps = _last_stage_steps(plan, model, calibration, options)
         for note in (calibration.note, calibration.warning):
             if note is not None:

@@ -141,13 +141,8 @@ class Plan:
         return tuple((layer, groups) for layer, groups in pairs if groups < layer.kv_heads)
 
     @property
-    def effective_method(self) -> str:
-        """The method that applies: `copy` where no layer's count changes, `repeat` above it, else the method asked for."""
-        return self.merge_method.name
-
-    @property
     def merge_method(self) -> MergeMethod:
-        """The registry's record of the effective method."""
+        """The method that applies: `copy` where no layer's count changes, `repeat` above it, else the method asked for."""
         if self.merged_layers:
             return METHODS[self.method]
         return REPEAT if self.regrouped else COPY
@@ -235,7 +230,7 @@ class Plan:
             "heads": self.heads,
             "source_kv_heads": self.source_kv_heads,
             "groups": self.stated_groups,
-            "method": self.effective_method,
+            "method": self.merge_method.name,
             "attention_layers": len(self.layers),
             "changes": [change.as_json() for change in self.changes],
             "parameters": {"before": self.parameters_before, "after": self.parameters_after},

@@ -60,8 +60,7 @@ def find_models(names: Sequence[str], revision: str | None) -> list[Candidate]:
     found = []
     for name in names:
         checkpoint = open_checkpoint(name, revision=revision, download=True)
-        folder, config = checkpoint.folder, checkpoint.config
-        assert folder is not None
+        folder, config = checkpoint.local_folder, checkpoint.config
         loading.check_language_model(name, config, _HEAD)
         shown = str(folder.resolve()) if Path(name).name in ("", "..") else expanded(name)  # for `.` too
         tokenizer, cache = usable_tokenizer(folder), None

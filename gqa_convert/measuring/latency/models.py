@@ -98,8 +98,7 @@ def make_models(
     from gqa_convert.attention.support import why_unsupported
 
     register()
-    name, folder, attention = checkpoint.source_id, checkpoint.folder, "eager"
-    assert folder is not None
+    name, folder, attention = checkpoint.source_id, checkpoint.local_folder, "eager"
     with explained(name):
         source, missing = load_model(folder, getattr(torch, dtype), attn_implementation=attention)
     check_complete(name, folder, missing, _NEEDS_HEAD)

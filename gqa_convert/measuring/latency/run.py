@@ -81,7 +81,6 @@ def benchmark_model(
     import torch
 
     opened = open_model(model, options.revision)
-    assert opened.folder is not None
     dtype = stated_dtype(opened.config, options.dtype)
     device = torch.device(chosen_device(options.device))
     positions = stated_positions(opened.config)
@@ -91,7 +90,7 @@ def benchmark_model(
             f"--context {max(contexts)}: the model has {positions} positions, and decode steps follow: give at most {positions - 1 - STEPS}"
         )
     plans, own = plan_versions(opened, options.candidates)
-    known = fingerprint(opened.folder)
+    known = fingerprint(opened.local_folder)
     settings = list(itertools.product(options.batch, contexts))
     cells = []
     with memory_explained(opened.source_id, "time fewer --candidates, or a smaller --batch or --context"):

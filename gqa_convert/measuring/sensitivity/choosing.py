@@ -133,8 +133,7 @@ def _plan(checkpoint: Checkpoint, budget: KVBudget, options: ConversionOptions) 
 @contextmanager
 def _fits_store(plan: Plan, out: str | Path | None, digest: str, text: CalibrationOptions) -> Iterator[LayerStore]:
     """Where short fits are kept: beside the result, or in a temporary folder if there is no result."""
-    assert plan.checkpoint.folder is not None
-    source = fingerprint(plan.checkpoint.folder)
+    source = fingerprint(plan.checkpoint.local_folder)
     depends_on = {"version": __version__, "source": source, "text": digest, "fit": [steps_per_layer(text), text.seed]}
     with tempfile.TemporaryDirectory(prefix="gqa-budget-") as folder:
         beside = folder if out is None else local_path(out)
@@ -152,10 +151,9 @@ def made_up_batches(plan: Plan, held_out: Batches, seed: int) -> list[Batch]:
     """
     if "input_ids" not in held_out[0] or is_encoder_decoder(plan.checkpoint.config):
         return []
-    assert plan.checkpoint.folder is not None
     sizes = [len(batch["input_ids"]) for batch in held_out]
     length = held_out[0]["input_ids"].shape[1]
-    blocks = MadeUpRecords(seed).blocks(usable_tokenizer(plan.checkpoint.folder), length, sum(sizes))
+    blocks = MadeUpRecords(seed).blocks(usable_tokenizer(plan.checkpoint.local_folder), length, sum(sizes))
     return [{"input_ids": rows} for rows in torch.from_numpy(blocks).view(-1, length).split(sizes)]
 
 

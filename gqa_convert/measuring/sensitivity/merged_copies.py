@@ -114,8 +114,7 @@ def open_inputs(
         DataError: there is only one block of text.
     """
     before, held_out = split(batches)
-    assert plan.checkpoint.folder is not None
-    model = open_model(plan.checkpoint.folder, device=chosen_device(text.device))
+    model = open_model(plan.checkpoint.local_folder, device=chosen_device(text.device))
     merge: Merging = merge_by_closed_form
     precision: Precision = nullcontext
     if store is not None:
