@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from gqa_convert.conversion.rewriting.stock_config import STOCK_TYPES
-from gqa_convert.families.engines import ENGINES
+from gqa_convert.families.engines import LOADERS
 from gqa_convert.families.records import DECILM_SOURCES, record_of
 from gqa_convert.families.table import COMPOSITES, FAMILIES
 
@@ -88,7 +88,7 @@ def engines(model_type: str) -> str:
     """What is known of a type in each engine besides transformers, as cells."""
     record = record_of({"model_type": model_type})
     run, listed = record.run_in, record.listed_in
-    return " | ".join("yes" if name in run else "listed" if name in listed else "" for name in ENGINES[1:])
+    return " | ".join("yes" if name in run else "listed" if name in listed else "" for name in LOADERS[1:])
 
 
 def rows(types: dict[str, list[str]]) -> str:
