@@ -30,7 +30,7 @@ class HubServer:
 
     Args:
         repos: id -> branch -> folder.
-        together: where as many range requests wait for one another before they are answered.
+        together: where as many range requests for weights wait for one another before they are answered.
         moves_to: the branch whose commit is the main branch's from the second question for the main branch on.
     """
 
@@ -147,7 +147,7 @@ class HubServer:
         asked = re.fullmatch(r"bytes=(\d+)-(\d*)", request.headers.get("Range") or "")
         if not asked:
             return self._send(request, 200, raw, headers or {})
-        if self.together is not None:
+        if self.together is not None and name.endswith(".safetensors"):
             self.together.wait()  # an error closes the connection
         first, last = int(asked[1]), int(asked[2] or len(raw) - 1)
         part = raw[first : last + 1]
