@@ -27,8 +27,8 @@ def run_demo(
     out: str | Path,
     *,
     calibration_tokens: int = 20_480,
-    held_out_tokens: int = 40_000,
-    uptraining_tokens: int = 122_880,
+    held_out_tokens: int = 24_000,
+    uptraining_tokens: int = 49_152,
     progress: Progress = no_progress,
 ) -> JsonObject:
     """Convert the bundled checkpoint by mean pooling and by fitting, prove both results, and uptrain the fitted one.
