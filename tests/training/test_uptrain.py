@@ -242,6 +242,7 @@ def test_steps_are_those_of_whole_logits(home: Path, tmp_path: Path, monkeypatch
     """In training and in evaluation, of the student and of the teacher, no logits of a whole micro-batch are made."""
     keys: dict[str, Any] = {"tokens": 2 * 64, "micro_batch_size": 2, "evaluation_data": str(home / "other.txt")}
     keys |= {"teacher": str(DEMO), "distillation_weight": 0.6, "evaluate_every": 1, "z_loss": 1e-3}
+    keys |= {"evaluation_tokens": 4 * 64}
     monkeypatch.setattr(distillation, "_POSITIONS", 24)
     with LargestWith(2048, 192) as largest:
         run(home, tmp_path / "parts", **keys)
