@@ -20,6 +20,7 @@ from gqa_convert.verify import verify_checkpoint
 from tests.helpers.checkpoints import read_weights
 from tests.helpers.elsewhere import WAYS, generated, logits, logits_in_parts, measure
 from tests.helpers.native import distance
+from tests.helpers.selection import slow_but
 from tests.helpers.tiny import make_checkpoint, make_config, randomise
 from tests.helpers.verification import details, failed
 
@@ -27,6 +28,7 @@ pytestmark = pytest.mark.usefixtures("modeling_files_registered")
 
 COUNTS = [12, 4, 3, 1]
 TYPES = sorted(family.stock_type for family in FAMILIES.values() if family.kv_heads == "listed")
+EVERY_RUN = ("cohere2", "gemma3_text", "gpt_oss", "llama", "mistral", "nemotron", "phi3", "qwen2", "stablelm")
 
 
 def by_layer(config: Any, counts: list[int]) -> Any:
@@ -35,7 +37,7 @@ def by_layer(config: Any, counts: list[int]) -> Any:
     return made.from_dict({**config.to_dict(), "num_key_value_heads": counts})
 
 
-@pytest.mark.parametrize("model_type", TYPES)
+@pytest.mark.parametrize("model_type", slow_but(EVERY_RUN, TYPES))
 def test_it_computes_what_the_stock_class_computes_with_the_heads_repeated(model_type: str, tmp_path: Path) -> None:
     source, out = make_checkpoint(model_type, tmp_path / "source", num_hidden_layers=4), tmp_path / "out"
     convert_checkpoint(source, out, COUNTS, ConversionOptions(method="mean"))

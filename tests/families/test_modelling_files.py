@@ -25,6 +25,7 @@ from tests.helpers.folding_cases import EXACT, SOURCE_HEADS, Case, pool
 from tests.helpers.hub_server import HubServer
 from tests.helpers.native import distance
 from tests.helpers.own_files import CASES, auto_class, load_stock, make_source
+from tests.helpers.selection import slow_but
 from tests.helpers.tiny import HEADS
 
 FILES = sorted(MODELING.glob("gqa_*.py"))
@@ -224,7 +225,7 @@ def check_saved(row: Row, found: dict[str, Any]) -> None:
     assert torch.equal(saved["logits"], found["logits"])
 
 
-@pytest.mark.parametrize("model_type", OWN)
+@pytest.mark.parametrize("model_type", slow_but(("bart", "t5", "gpt_neox", "whisper", "bloom"), OWN))
 def test_every_auto_class_loads_it(model_type: str, sources: Callable[[str], Path], elsewhere: Elsewhere) -> None:
     """Each one that the config names: what it lacks is what the stock class lacks, and it computes the same."""
     row, source = Row(model_type), sources(model_type)
@@ -249,7 +250,7 @@ print(type(model).__module__, type(model).__name__)
 """
 
 
-@pytest.mark.parametrize("model_type", ["marian", "gpt_neox"])
+@pytest.mark.parametrize("model_type", slow_but(("marian",), ["marian", "gpt_neox"]))
 def test_it_loads_from_a_hub(model_type: str, sources: Callable[[str], Path], tmp_path: Path) -> None:
     """transformers downloads both files."""
     folder = converted(sources(model_type), 3)
@@ -269,6 +270,7 @@ transformers.AutoModelForSeq2SeqLM.from_pretrained(sys.argv[1], trust_remote_cod
 """
 
 
+@pytest.mark.slow
 def test_a_module_that_transformers_lacks_breaks_no_other(sources: Callable[[str], Path], tmp_path: Path) -> None:
     environment = {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     for model_type, code in (("bart", 0), ("marian", 1)):

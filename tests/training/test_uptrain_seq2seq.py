@@ -20,6 +20,7 @@ from gqa_convert.training.opening import choose_objective
 from gqa_convert.training.recipe import make_recipe
 from tests.helpers.data_helpers import open_samples, span_tokenizer
 from tests.helpers.own_files import SIZES
+from tests.helpers.selection import slow_but
 from tests.helpers.seq2seq import bart_tokenizer, model, write_pairs
 from tests.helpers.uptrain_runs import losses, metrics, run, weights
 
@@ -57,7 +58,9 @@ def tokenizer_for(kind: str) -> Any:
     return bart_tokenizer()
 
 
-@pytest.mark.parametrize("kind", [kind for kind in SEQ2SEQ if kind != "whisper"])
+@pytest.mark.parametrize(
+    "kind", slow_but(("bart", "marian", "mbart", "t5"), [kind for kind in SEQ2SEQ if kind != "whisper"])
+)
 def test_the_loss_on_pairs_is_that_of_transformers(home: Path, tmp_path: Path, kind: str) -> None:
     """`model(input_ids, attention_mask, labels)`, which shifts the labels by itself; also for the converted model's own
     file.
