@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from gqa_convert.data.documents import Fields
-from gqa_convert.data.files import Files
 from gqa_convert.data.model_tokenizer import usable_tokenizer
 from gqa_convert.data.sources import as_source, open_source
 from gqa_convert.families.loading import load_model
@@ -26,7 +25,7 @@ WARM = 4
 BLOCKS = 128
 
 
-def make_blocks(text: Files, tokenizer: Any) -> torch.Tensor:
+def make_blocks(text: Any, tokenizer: Any) -> torch.Tensor:
     """[BLOCKS, 2 * SPAN + BETWEEN], in the order of the text."""
     ids: list[int] = []
     for document in text.pieces(Fields()):

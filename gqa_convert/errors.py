@@ -93,10 +93,13 @@ class MissingExtraError(GQAConvertError):
     """An optional package that the command needs is not installed."""
 
 
-class InterruptedRunError(GQAConvertError):
-    """The user or the system asked the program to stop."""
+class InterruptedRunError(BaseException):
+    """The user or the system asked the program to stop. Like KeyboardInterrupt it is no Exception, so that nobody who
+    expects mistakes takes it for one.
+    """
 
     exit_code = 130
+    reported_elsewhere = False
 
 
 class LaunchError(GQAConvertError):

@@ -138,6 +138,7 @@ class GroupedProjections(nn.Module):  # type: ignore[misc]  # torch is not follo
             **options,
         )
         made.load_state_dict(merged_state(module, groups, method, name))
+        made.requires_grad_(weight.requires_grad)
         made.train(module.training)
         return made
 

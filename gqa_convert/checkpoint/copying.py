@@ -136,7 +136,10 @@ class WrittenFile:
         else:
             self._advance(nbytes)
             return
-        pages = memoryview(mmap.mmap(source.fileno(), 0, prot=mmap.PROT_READ))
+        try:
+            pages = memoryview(mmap.mmap(source.fileno(), 0, prot=mmap.PROT_READ))
+        except ValueError:  # nothing is left of the file
+            raise source.ended() from None
         if len(pages) < end:
             raise source.ended()
         for first in range(start, end, _STEP):

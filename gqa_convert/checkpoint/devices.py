@@ -23,17 +23,16 @@ def chosen_device(asked: str | None) -> str:
     Raises:
         OptionError: there is no such device.
     """
-    if asked == "cpu":
-        return asked
-    if asked is not None and not re.fullmatch(r"(cpu|cuda)(:0|:[1-9][0-9]*)?", asked):
+    if asked in ("cpu", "cpu:0"):
+        return "cpu"
+    if asked is not None and not re.fullmatch(r"cuda(:0|:[1-9][0-9]*)?", asked):
         raise OptionError(f"--device {asked!r} is neither the CPU nor a GPU: write it like cpu, cuda or cuda:1")
     import torch
 
     if asked is None:
         return "cuda" if torch.cuda.is_available() else "cpu"
-    kind, _, number = asked.partition(":")
     count = torch.cuda.device_count()
-    if kind == "cuda" and int(number or 0) >= count:
+    if int(asked.partition(":")[2] or 0) >= count:
         raise OptionError(
             f"--device is {asked}, and torch finds {count} GPUs here, counted from 0: name one of them, use --device cpu, or "
             "install torch for the GPU"

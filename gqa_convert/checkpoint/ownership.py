@@ -69,7 +69,8 @@ def foreign_files(folder: Path) -> list[str]:
             name = path.relative_to(folder).as_posix()
             is_ours = name in ours and not path.is_symlink() and _is_unchanged(path, ours[name])
             if ours and not is_ours:  # a model card of `publish` is written after the record
-                is_card = name == CARD and is_our_card(path.read_text("utf-8", "surrogateescape"))
+                is_file = path.is_file() and not path.is_symlink()
+                is_card = is_file and name == CARD and is_our_card(path.read_text("utf-8", "surrogateescape"))
                 is_ours = is_card or name == RECORD
             if not is_ours:
                 found.append(name)

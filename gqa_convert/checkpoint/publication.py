@@ -20,7 +20,7 @@ from gqa_convert.checkpoint.ownership import foreign_files, some
 from gqa_convert.checkpoint.resource_errors import is_disk_full
 from gqa_convert.errors import GQAConvertError, NoSpaceError, OutputError
 
-_LOCK = re.compile(r"\.(?P<out>.+)\.gqa-convert-[0-9a-f]{8}\.lock")
+_LOCK = re.compile(r"\..+\.gqa-convert-[0-9a-f]{8}\.lock")
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
@@ -46,12 +46,12 @@ def check_destination(out: Path, source: Path | None, *, overwrite: bool) -> Non
             return
         if not real.is_dir():
             raise OutputError(f"{out} is a file: name a folder")
+        if any(real.iterdir()) and not overwrite:
+            raise OutputError(f"{out} exists already: name a new folder, or replace an earlier result with --overwrite")
         if foreign := foreign_files(real):
             raise OutputError(
                 f"{out} exists already and holds files that gqa-convert did not write or that were changed or copied there later ({some(foreign)}): name a new folder, or move them away"
             )
-        if any(real.iterdir()) and not overwrite:
-            raise OutputError(f"{out} exists already: name a new folder, or replace it with --overwrite")
         if os.path.ismount(real):
             raise OutputError(f"{out} is a mount point, which cannot be replaced as a whole: name a new folder in it")
     except OSError as problem:
@@ -96,8 +96,9 @@ class StagedFolder:
         """
         for root, _, _ in os.walk(self.path):
             sync(Path(root))
-        check_destination(self.out, None, overwrite=overwrite)
         if self.out.exists() and any(self.out.iterdir()):
+            if not overwrite:
+                raise OutputError(f"{self.out} appeared during the run: name a new folder")
             _exchange(self.path, self.out)
             try:
                 if foreign := foreign_files(self.path):
@@ -115,12 +116,12 @@ class StagedFolder:
             raise OutputError(
                 f"{self.out} is complete, but the disk has not confirmed its name ({problem.strerror}): check the disk"
             ) from None
-        shutil.rmtree(self.path, ignore_errors=True)  # an earlier result
 
 
 @contextmanager
 def staged_folder(out: Path) -> Iterator[StagedFolder]:
-    """A context with a new, locked, temporary sibling of `out`, after a sweep; it goes at the end unless it was published.
+    """A context with a new, locked, temporary sibling of `out`, after a sweep. At the end it goes, unless it was published;
+    the earlier result goes then.
 
     An OSError that leaves the context becomes a NoSpaceError or an OutputError.
     """
@@ -149,12 +150,17 @@ def staged_folder(out: Path) -> Iterator[StagedFolder]:
 
 def _explained(problem: OSError, out: Path) -> GQAConvertError:
     """Turn an error of the operating system into one line."""
+    detail = problem.strerror or str(problem) or type(problem).__name__
+    path = Path(str(problem.filename or out))
+    if not path.is_relative_to(out.parent):
+        return OutputError(
+            f"{path} cannot be read or written ({detail}), and nothing was left at {out}: check its disk"
+        )
     if is_disk_full(problem):
         return NoSpaceError(
             f"the disk or quota of {out.parent} is full and nothing was written: free some space, or name a folder on another disk"
         )
     at = f" at {problem.filename}" if problem.filename else ""
-    detail = problem.strerror or str(problem) or type(problem).__name__
     return OutputError(
         f"{out} cannot be written ({detail}{at}) and nothing was left there: check the disk, or name another folder"
     )

@@ -18,6 +18,13 @@ from gqa_convert.checkpoint.torch_files import describe_tensors
 from gqa_convert.errors import ConfigError, CorruptCheckpointError, SourceNotFoundError
 
 CONFIG = "config.json"
+_JSON: dict[type, str] = {dict: "an object", list: "a list", int: "a whole number"}
+_KINDS: dict[str, type] = {
+    **dict.fromkeys(("attn_config", "auto_map", "rope_parameters", "rope_scaling"), dict),
+    "architectures": list,
+    "sliding_window": int,
+}
+"""What the values of some keys of a config are, where they are not null."""
 _LFS_POINTER = b"version https://git-lfs"
 _POINTER_BYTES = 1024
 """Git LFS pointers are shorter than this."""
@@ -204,6 +211,9 @@ def read_checkpoint(files: CheckpointFiles, *, download: bool = False) -> Checkp
     if CONFIG not in files.sizes:
         raise ConfigError(f"{files.name} has no config.json: name the folder that save_pretrained wrote")
     config = parse_object(files.read(CONFIG, files.sizes[CONFIG]), f"{files.name}/{CONFIG}", ConfigError)
+    for key, kind in _KINDS.items():
+        if not isinstance(config.get(key), kind | None):
+            raise ConfigError(f"{files.name}/{CONFIG} has {key!r}: {config[key]!r}, expected {_JSON[kind]}: correct it")
     quantised.refuse_quantised_config(config, files.name)
     weight_map, metadata, names = None, None, [chosen]
     if chosen.endswith(".json"):

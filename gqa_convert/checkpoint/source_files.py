@@ -84,7 +84,12 @@ class SourceFiles(ExitStack):
         """The path of a file, which must be as it was when its header was read."""
         shard = self._stored.shards[number]
         path = self._stored.local_folder / shard.file
-        status = path.stat()
+        try:
+            status = path.stat()
+        except OSError as problem:
+            raise CorruptCheckpointError(
+                f"{path} can't be read any more ({problem.strerror}): restore it, and try again"
+            ) from None
         if (status.st_size, status.st_mtime_ns) != (shard.size, shard.modified_ns):
             raise CorruptCheckpointError(
                 f"{path} has changed since its header was read: do not write to the source during a conversion, and try again"

@@ -29,7 +29,7 @@ def run(app: Any) -> Never:
                     f"the argument {argument} is not UTF-8, so that records cannot hold it: rename the file or folder"
                 )
         code = app(prog_name="gqa-convert", standalone_mode=False)
-    except GQAConvertError as mistake:
+    except (GQAConvertError, InterruptedRunError) as mistake:
         if isinstance(mistake, InterruptedRunError):
             sys.unraisablehook = lambda _: (
                 None

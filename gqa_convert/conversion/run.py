@@ -1,6 +1,6 @@
 """Runs a plan: streams the source's bytes into a new checkpoint folder that appears whole or not at all.
 
-Only K/V heads are read into memory; the kernel copies everything else. Memory does not depend on the model's size.
+Of methods that merge heads without text, the memory does not depend on the model's size.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +28,7 @@ from gqa_convert.conversion.provenance import record_conversion
 from gqa_convert.conversion.rewriting.folder import rewritten_folder
 from gqa_convert.conversion.rewriting.planning import plan_rewriting
 from gqa_convert.conversion.sidecar_files import write_sidecar_files
-from gqa_convert.conversion.writing import Progress, write_weights
+from gqa_convert.conversion.writing import Progress, check_room, write_weights
 from gqa_convert.errors import UnsupportedFamilyError
 
 _DEFAULTS = ConversionOptions()
@@ -108,6 +108,7 @@ def convert_checkpoint(
             rewritten = stack.enter_context(rewritten_folder(plan.checkpoint, folder, on_layer))
             plan = replace(plan, checkpoint=rewritten)
         staged = stack.enter_context(staged_folder(folder))
+        check_room("the result", plan.disk_bytes, staged.path)
         merged = prepare_layers(plan, folder, calibration, stack, on_layer)
         errors = write_weights(plan, staged.path, merged.tensors, progress)
         if merged.errors is not None:
@@ -116,6 +117,6 @@ def convert_checkpoint(
         write_json(staged.path / PROVENANCE, record_conversion(plan, options, merged, errors, previous, staged.path))
         if not plan.family.listed and prove is not None:
             prove(staged.path)
+        total = sum(path.stat().st_size for path in staged.path.rglob("*") if path.is_file())
         staged.publish(overwrite=options.overwrite)
-        total = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     return ConversionResult(plan, folder, total, errors, merged.calibration)

@@ -1,4 +1,4 @@
-"""Writes weight files: each tensor is copied inside the kernel, or computed in memory; every file is synced."""
+"""Writes weight files: each tensor is copied, or computed in memory; every file is synced."""
 
 import math
 import shutil
@@ -40,7 +40,7 @@ def write_weights(plan: Plan, folder: Path, merged: Mapping[str, Path], progress
         NonFiniteError: a tensor that is merged holds NaN or Inf.
         CorruptCheckpointError: a source file changed during the conversion.
     """
-    check_room("the result", plan.disk_bytes, folder)
+    check_room("the result", plan.disk_bytes, folder)  # again, where merging has taken hours
     errors: dict[str, float] = {}
     touched = plan.regrouped.keys() | merged.keys()
     with SourceFiles(plan.checkpoint) as sources:

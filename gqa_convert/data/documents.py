@@ -64,7 +64,12 @@ def _value(row: Row, field: str, where: str, advice: str) -> Any:
 
 
 def _text(row: Row, field: str, where: str, keys: str) -> str:
-    value = _value(row, field, where, f"name the fields with {keys}, or set `format: chat` for conversations")
+    value = _value(
+        row,
+        field,
+        where,
+        f"rename it, or in a recipe name the fields with {keys}, or set `format: chat` for conversations",
+    )
     if not isinstance(value, str | None):
         raise DataError(
             f"{where}: {field!r} holds a {type(value).__name__}, expected text: name another field with {keys}"

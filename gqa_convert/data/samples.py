@@ -58,10 +58,15 @@ class EvaluationBlocks:
     Args:
         sources: the tokens of each source, and how many of them are scored.
         sampler: makes the samples.
+
+    Attributes:
+        fingerprint: a hash of the tokens and of how many are scored.
     """
 
     def __init__(self, sources: Sequence[tuple[TokenSource, int]], sampler: Sampler) -> None:
         self.sampler = sampler
+        stated = [f"{tokens.fingerprint} {limit}" for tokens, limit in sources]
+        self.fingerprint = hashlib.sha256("\n".join(stated).encode()).hexdigest()
         self._places = [(tokens, place) for tokens, limit in sources for place in sampler.first(tokens, limit)]
 
     def __len__(self) -> int:

@@ -61,6 +61,7 @@ def own_text(
     seed: int = 0,
     device: str | None = None,
     conversations: bool = False,
+    origin: Checkpoint | None = None,
     progress: OnTokenize = lambda *_: None,
 ) -> OwnText:
     """The text that a checkpoint writes, generated unless the cache has it.
@@ -74,6 +75,7 @@ def own_text(
         seed: of the sampling.
         device: such as `cpu` or `cuda:1`; None for a GPU if there is one.
         conversations: of one question and one answer, in place of documents.
+        origin: the checkpoint that the user named, where `model` is another form of it in a temporary folder.
         progress: called with a label, the tokens that are generated and their number.
 
     Raises:
@@ -81,12 +83,13 @@ def own_text(
         DataError: the tokenizer has no token to begin with, or no chat template.
     """
     checkpoint = open_checkpoint(str(model), download=True)
-    settings: list[Any] = [LENGTH, BATCH, seed, tokens, conversations]
-    for path in sorted(checkpoint.local_folder.iterdir()):
+    origin = origin or checkpoint
+    settings: list[Any] = [LENGTH, BATCH, seed, tokens, conversations, checkpoint.config["model_type"]]
+    for path in sorted(origin.local_folder.iterdir()):
         stat = path.stat()
         settings += [str(path), stat.st_size, stat.st_mtime_ns]
     file = cache / f"own-text-{hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:32]}.jsonl"
-    name = local_path(checkpoint.source_id).name
+    name = local_path(origin.source_id).name
     kind = "conversations" if conversations else "text"
     label = f"{name}'s own {kind} (at least {tokens:,} tokens at temperature 1, seed {seed})"
     if not file.is_file():

@@ -19,7 +19,7 @@ class PublishOptions:
     Attributes:
         repo_id: of the form org/name.
         private: create a new repository as private.
-        results: files of evaluate, benchmark and lm-eval.
+        results: files of evaluate.
         base_model: id on the Hub of the model that it was made from.
         license: identifier of the Hub.
 

@@ -243,7 +243,9 @@ def _evaluate(logits: Tensor, labels: Tensor, teacher: Tensor | None, terms: _Te
         log_z = torch.zeros_like(lm)
         if terms.z_loss:
             log_z = (ours.amax(-1) - found.all.amax(-1)).masked_fill_(wanted == IGNORED, 0.0)
-        total = (1 - terms.weight) * lm + terms.weight * kl + terms.z_loss * log_z.square()
+        total = terms.weight * kl + terms.z_loss * log_z.square()
+        if terms.weight < 1:  # the cross-entropy of a token without probability is infinite
+            total = total + (1 - terms.weight) * lm
         totals = totals + torch.stack([total.sum(), lm.sum(), kl.sum()])
         if differentiable:
             slope = _gradient(found, wanted, terms, log_z)

@@ -1,4 +1,4 @@
-"""The files that `evaluate` and `benchmark` write: their keys, reading, writing, and to which checkpoint they belong."""
+"""The results of `evaluate` and `benchmark`: their keys, reading, writing, and to which checkpoint they belong."""
 
 import json
 from pathlib import Path
@@ -166,7 +166,7 @@ class TimedCell(_Stored):
 
 
 class BenchmarkFile(_Measurement):
-    """What `benchmark` writes; `engine` is null for transformers."""
+    """What `benchmark` measures; `engine` is null for transformers."""
 
     kind: Literal["benchmark"] = "benchmark"
     engine: str | None = None

@@ -23,7 +23,7 @@ def make_prompts(config: JsonObject) -> TokenIds:
     room = (stated_positions(config) or max(_LENGTHS) + NEW_TOKENS) - NEW_TOKENS
     first = min(8, config["vocab_size"] - 1)  # the first ids are often special tokens
     ids = np.random.default_rng(0).integers(first, config["vocab_size"], max(_LENGTHS)).tolist()
-    return [ids[:length] for length in sorted({min(length, room) for length in _LENGTHS})]
+    return [ids[:length] for length in sorted({max(1, min(length, room)) for length in _LENGTHS})]
 
 
 def ask_transformers(folder: Path) -> tuple[TokenIds, Outcome]:

@@ -44,7 +44,7 @@ class Progress:
         evaluations: losses on the evaluation data: that at the `start`, that of the `source`, and the `last` one.
         changes: changes of the recipe during the run.
         recipe: the resolved recipe, which is compared when the run resumes.
-        samples: the fingerprint of the training data, which is compared too.
+        inputs: fingerprints of the texts and of the models, which are compared too.
     """
 
     step: int = 0
@@ -54,7 +54,7 @@ class Progress:
     evaluations: dict[str, float] = field(default_factory=dict)
     changes: list[str] = field(default_factory=list)
     recipe: JsonObject = field(default_factory=dict)
-    samples: str = ""
+    inputs: dict[str, str] = field(default_factory=dict)
 
 
 class Checkpoints:
@@ -135,7 +135,7 @@ class Checkpoints:
             with together():
                 if self._main:
                     self._publish(work, final, record)
-        except Exception as problem:
+        except BaseException as problem:
             shutil.rmtree(work, ignore_errors=True)
             if is_disk_full(problem) or is_disk_full(problem.__cause__ or problem):
                 raise no_space(self.folder, "resumes from the last checkpoint") from None
@@ -166,7 +166,7 @@ class Checkpoints:
         try:
             with _first_failure():
                 dcp.load(state, checkpoint_id=self.path(step), no_dist=group is None, process_group=group)
-        except GQAConvertError:  # a second Ctrl-C
+        except GQAConvertError:  # a signal's
             raise
         except Exception as problem:
             raise ResumeError(

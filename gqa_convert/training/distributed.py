@@ -13,7 +13,7 @@ from typing import Any
 
 from gqa_convert import errors
 from gqa_convert.checkpoint.resource_errors import is_out_of_memory
-from gqa_convert.errors import DeviceMemoryError, GQAConvertError, LaunchError
+from gqa_convert.errors import DeviceMemoryError, GQAConvertError, InterruptedRunError, LaunchError
 
 _TASK_COUNTS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 """Environment variables in which srun and MPI launchers state how many tasks they started."""
@@ -55,6 +55,7 @@ def join(**options: Any) -> Any:
 
     # the recipe's precision decides, in trainer and sharding
     accelerator = Accelerator(mixed_precision="no", **options)
+    accelerator.gradient_accumulation_steps = 1  # it would divide gradients by what a variable of its launcher says
     stated = _number(os.environ, "WORLD_SIZE") or 1
     if accelerator.num_processes != stated:
         raise LaunchError(
@@ -131,17 +132,17 @@ def together() -> Iterator[None]:
 
     Processes must not wait for one another inside the context, unless they also do so when they fail.
     """
-    problem: Exception | None = None
+    problem: BaseException | None = None
     try:
         yield
-    except Exception as raised:
+    except (Exception, InterruptedRunError) as raised:
         problem = out_of_memory() if is_out_of_memory(raised) else raised
     stated = None if problem is None else (type(problem).__name__, str(problem))
     for process, found in enumerate(gathered(stated)):
         if found is None:
             continue
         error = problem or _error(process, *found)
-        if isinstance(error, GQAConvertError):
+        if isinstance(error, GQAConvertError | InterruptedRunError):
             error.reported_elsewhere = process != rank()
         raise error
 
@@ -154,10 +155,10 @@ def out_of_memory() -> DeviceMemoryError:
     )
 
 
-def _error(process: int, name: str, text: str) -> GQAConvertError:
+def _error(process: int, name: str, text: str) -> GQAConvertError | InterruptedRunError:
     """The error of another process."""
     known = getattr(errors, name, None)
-    if isinstance(known, type) and issubclass(known, GQAConvertError):
+    if isinstance(known, type) and issubclass(known, GQAConvertError | InterruptedRunError):
         return known(text)
     return LaunchError(f"process {process} failed: {name}: {text}")
 
@@ -193,7 +194,7 @@ def taking_part() -> Iterator[None]:
     """
     try:
         yield
-    except GQAConvertError:
+    except (GQAConvertError, InterruptedRunError):
         _leave()
         raise
     except RuntimeError as problem:  # in the middle of a step

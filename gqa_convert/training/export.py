@@ -32,7 +32,7 @@ def export_model(model: Any, state: StateDict, source: Checkpoint, out: Path, re
         record: the entries that training adds to the provenance.
     """
     with staged_folder(out) as staged:
-        model.save_pretrained(staged.path, state_dict=_in_first_type(model, state, source), max_shard_size=_SHARD)
+        model.save_pretrained(staged.path, state_dict=_in_source_dtypes(model, state, source), max_shard_size=_SHARD)
         for path in staged.path.iterdir():
             if not path.name.startswith("model"):
                 path.unlink()
@@ -58,10 +58,12 @@ def export_model(model: Any, state: StateDict, source: Checkpoint, out: Path, re
         staged.publish(overwrite=True)
 
 
-def _in_first_type(model: Any, state: StateDict, source: Checkpoint) -> StateDict:
-    """The tensors in the dtype of the source's largest one; tensors that are shared in the model are there once."""
-    entries = [entry for _, _, entry in source.tensors() if entry.dtype in _DTYPES]
-    dtype = getattr(torch, _DTYPES[max(entries, key=lambda entry: entry.nbytes).dtype])
+def _in_source_dtypes(model: Any, state: StateDict, source: Checkpoint) -> StateDict:
+    """The tensors in the source's dtypes, those of other names in that of its largest one; tensors that are shared in the
+    model are there once.
+    """
+    entries = {name: entry for _, name, entry in source.tensors() if entry.dtype in _DTYPES}
+    largest = max(entries.values(), key=lambda entry: entry.nbytes)
     named = dict(model.named_parameters(remove_duplicate=False))
     for name, _ in model.named_parameters():
         del named[name]
@@ -69,5 +71,6 @@ def _in_first_type(model: Any, state: StateDict, source: Checkpoint) -> StateDic
     for name in list(state):
         tensor = state.pop(name)
         if name not in named:
+            dtype = getattr(torch, _DTYPES[entries.get(name, largest).dtype])
             made[name] = tensor.to(dtype) if tensor.is_floating_point() else tensor
     return made

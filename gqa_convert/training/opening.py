@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from gqa_convert.checkpoint.fingerprint import fingerprint
 from gqa_convert.checkpoint.provenance import PROVENANCE, earlier_record
 from gqa_convert.checkpoint.source import Checkpoint, open_checkpoint
 from gqa_convert.data.decoder_start import decoder_start, starts_with_last
@@ -35,6 +36,7 @@ class Opened(NamedTuple):
         dataset_commits: the commits of the recipe's Hub datasets.
         samples: the training samples, as many as the whole budget takes.
         held_out: the held-out text; None without evaluation_data.
+        inputs: what a run must find as it was when it resumes, as messages call it, each with a fingerprint.
     """
 
     recipe: Recipe
@@ -43,6 +45,7 @@ class Opened(NamedTuple):
     dataset_commits: DatasetCommits
     samples: Samples
     held_out: EvaluationBlocks | None
+    inputs: dict[str, str]
 
 
 def open_recipe(recipe: Recipe, known: DatasetCommits, progress: OnTokenize, say: Say = lambda _: None) -> Opened:
@@ -69,6 +72,11 @@ def open_recipe(recipe: Recipe, known: DatasetCommits, progress: OnTokenize, say
             teacher = open_checkpoint(recipe.teacher, download=True)
             loading.check_language_model(recipe.teacher, teacher.config, NEEDS_HEAD)
             teacher_folder = teacher.local_folder
+            kinds = [loading.is_encoder_decoder(each.config) for each in (student, teacher)]
+            if kinds[0] != kinds[1]:
+                raise RecipeError(
+                    f"one of model and teacher ({recipe.model}, {recipe.teacher}) is an encoder-decoder and the other is not: name the source of model as teacher"
+                )
             with loading.explained(f"the tokenizer of {recipe.teacher}"):
                 check_vocabularies(student.local_folder, teacher_folder)
         is_converted = earlier_record(student) is not None
@@ -88,7 +96,15 @@ def open_recipe(recipe: Recipe, known: DatasetCommits, progress: OnTokenize, say
         samples = open_samples(pinned.data, settings, progress, tokens=most, seed=recipe.seed)
         if pinned.evaluation_data is not None:
             held_out = evaluation_blocks(pinned.evaluation_data, settings, progress, tokens=recipe.evaluation_tokens)
-    return Opened(pinned, student, teacher_folder, commits, samples, held_out)
+    inputs = {
+        "the training text or the tokenizer": samples.fingerprint,
+        "the checkpoint of model": fingerprint(student.local_folder),
+    }
+    if teacher_folder is not None:
+        inputs["the checkpoint of teacher"] = fingerprint(teacher_folder)
+    if held_out is not None:
+        inputs["the evaluation data"] = held_out.fingerprint
+    return Opened(pinned, student, teacher_folder, commits, samples, held_out, inputs)
 
 
 def sample_settings(recipe: Recipe, student: Checkpoint) -> SampleSettings:

@@ -140,7 +140,7 @@ class Run:
             on_tokenize: called with a source of text, what is tokenised and the total.
 
         Raises:
-            ResumeError: the text is not that of the checkpoint.
+            ResumeError: a text or a model is not that of the checkpoint.
         """
         progress = self.progress
         with together():
@@ -152,10 +152,11 @@ class Run:
                 progress.changes.append(f"from step {progress.step + 1}: {change}")
                 self.say(change)
         self.opened = open_recipe(self.recipe, self.folder.read_commits(), on_tokenize, self.say)
-        if progress.samples not in ("", self.opened.samples.fingerprint):
-            raise ResumeError(
-                f"the training text or the tokenizer has changed since {self.checkpoints.path(progress.step)} was saved: restore it, or name another output"
-            )
+        for name, known in progress.inputs.items():
+            if self.opened.inputs.get(name, known) != known:
+                raise ResumeError(
+                    f"{name} has changed since {self.checkpoints.path(progress.step)} was saved: restore it, or name another output"
+                )
 
     def load(self) -> None:
         """Load the models, and place them on the devices."""
@@ -266,7 +267,7 @@ class Run:
         progress = self.progress
         opened = self.opened
         progress.recipe = opened.recipe.resolved()
-        progress.samples = opened.samples.fingerprint
+        progress.inputs = opened.inputs
         self.checkpoints.save(state_of(self.trainer.model, self.trainer.optimizer), progress)
 
     def finish(self, command: list[str] | None) -> RunSummary | None:

@@ -45,14 +45,15 @@ class RunFolder:
         self.recipe = path / "resolved_recipe.yaml"
 
     def refuse_foreign(self) -> None:
-        """Refuse a folder in which files that no run wrote have the names of a run's files; other files are ignored.
+        """Refuse a checkpoint, and a folder in which files that no run wrote have the names of a run's files; other files are
+        ignored.
 
         Raises:
             OutputError: there are such files.
         """
         if self.recipe.exists():
             return
-        for path in (self.checkpoints, self.model, self.metrics, self.summary):
+        for path in (self.checkpoints, self.model, self.metrics, self.summary, self.path / "config.json"):
             if os.path.lexists(path):
                 raise OutputError(
                     f"{path} exists and was not written by a run of this program: name another output, or move it away"

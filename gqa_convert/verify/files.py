@@ -125,7 +125,7 @@ def _matches(name: str, patterns: tuple[str, ...]) -> bool:
 
 def _is_weights(name: str) -> bool:
     """Whether a file holds weights."""
-    return _matches(name, _WEIGHTS) or name.startswith(_FOREIGN_FOLDERS)
+    return _matches(name, _WEIGHTS) or ("/" in name and name.startswith(_FOREIGN_FOLDERS))
 
 
 def _is_renamed_tokenizer(ours: Path, theirs: Path) -> bool:

@@ -28,7 +28,7 @@ def check_provenance(result: Result) -> str:
         "source_kv_heads": max(module.before for module in geometry.decoder),
         "groups": geometry.groups,
         "method": result.method,
-        "encoder": result.encoder,
+        "encoder": result.encoder and any(module.kind == "encoder" for module in geometry.modules),
         "route": "own file" if result.modeling else route,
     }
     compare_json(PROVENANCE, {key: claims.get(key) for key in truth}, truth)

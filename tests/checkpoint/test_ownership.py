@@ -68,7 +68,7 @@ def test_other_files_in_a_result(source: Path, out: Path) -> None:
     (out / "data" / "rows.csv").write_text("1,2")
     (out / "assets" / "mine.txt").write_text("x")
     refused(source, out, "thesis.tex", "data/rows.csv", "assets/mine.txt")
-    refused(source, out, "thesis.tex", "move them away", overwrite=False)
+    refused(source, out, "exists already: name a new folder", overwrite=False)
     (out / "thesis.tex").unlink()
     shutil.rmtree(out / "data")
     (out / "assets" / "mine.txt").unlink()
@@ -81,6 +81,9 @@ def test_other_files_in_a_result(source: Path, out: Path) -> None:
         (out / "link").symlink_to(target)
         refused(source, out, "link")
         (out / "link").unlink()
+    (out / "README.md").symlink_to("nowhere")
+    refused(source, out, "README.md")
+    (out / "README.md").unlink()
     replaced(source, out)
 
 

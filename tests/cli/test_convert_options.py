@@ -62,13 +62,15 @@ def test_mistakes(tmp_path: Path) -> None:
     for arguments, words in (
         (["-n", "3", "-m", "fit"], ["--calibration", "factor"]),
         (["-n", "3", "-m", "mean", "-c", __file__], ["--calibration", "mean", "fit"]),
+        (["-n", "3", "-m", "mean", "--device", "cpu"], ["--device cpu is of no use to --method mean"]),
+        (["-n", "3", "-c", "nofile.txt", "--dry-run"], ["nofile.txt does not exist"]),
         (
             ["-n", "3", "-m", "factor", "--calibration-length", "64"],
             ["--calibration-length 64", "needs calibration text"],
         ),
         (["-n", "3", "--calibration-tokens", "500"], ["--calibration-tokens 500", "--calibration"]),
         (["-n", "3", "-m", "factor", "-c", __file__, "--kl-steps", "5"], ["--kl-steps 5", "factor", "fit"]),
-        (["-n", "3", "-c", __file__, "--kl-steps", "-1"], ["--kl-steps -1"]),
+        (["-n", "3", "-c", __file__, "--kl-steps", "-1"], ["--kl-steps is -1, expected 0 or more"]),
         (
             ["-n", "3", "-c", __file__, "--calibration-tokens", "90000", "--kl-steps", "5", "--no-mix"],
             ["--kl-steps 5", "more text"],
@@ -87,7 +89,7 @@ def test_mistakes(tmp_path: Path) -> None:
 
 
 def test_plan_says_it() -> None:
-    options = ("--calibration", "text.txt", "--calibration-tokens", "4096", "--fit-steps", "10", "--kl-steps", "0")
+    options = ("--calibration", "python-stdlib", "--calibration-tokens", "4096", "--fit-steps", "10", "--kl-steps", "0")
     shown = run("convert", MODEL, "--groups", "2", *options, "--dry-run")
     assert (shown.returncode, shown.stderr) == (0, "")
     line = r"^needs: +about [\d.]+ (MiB|GiB) of memory on cpu, [\d.]+ MB of disk \(fit on 4,096 tokens\)$"

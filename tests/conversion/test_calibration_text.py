@@ -201,6 +201,7 @@ def test_a_hub_dataset_is_streamed_as_far_as_needed(tmp_path: Path, monkeypatch:
 
 def test_t5_gets_text_with_spans_taken_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibration_text, "BATCH_TOKENS", 100)
+    monkeypatch.setattr(calibration_text, "_LEAST", 2)
     model, found = model_of(tmp_path / "model", T5), documents(300)
     path, tokens = written(tmp_path / "a.jsonl", found), stream_of(found, closed=False)
     for wanted, length in ((400, 40), (10**6, 40), (10**6, None)):
@@ -238,14 +239,18 @@ def test_bart_gets_a_block_on_both_sides(tmp_path: Path) -> None:
     assert all(attention_kind_of(row, tokens) >= 0 for row in rows_of(made))
 
 
-def test_short_texts(tmp_path: Path) -> None:
+def test_short_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, path = model_of(tmp_path / "model", CAUSAL), tmp_path / "a.txt"
+    path.write_text(" ".join(["w5"] * 50))
+    with pytest.raises(DataError, match="holds 51 tokens, calibration needs at least 64, and thousands to be of use"):
+        calibration_batches(model, path, 1000, seed=0)
+    monkeypatch.setattr(calibration_text, "_LEAST", 2)
     path.write_text("w5")
     made = calibration_batches(model, path, 1000, seed=0)
     assert rows_of(made) == [[8, EOS]]
     assert "1 block of 2" in made.description
     path.write_text("")
-    with pytest.raises(DataError, match="holds 0 tokens, calibration needs at least 2"):
+    with pytest.raises(DataError, match="holds 0 tokens, calibration needs at least 2,"):
         calibration_batches(model, path, 1000, seed=0)
     other = written(tmp_path / "other.jsonl", documents(20))
     with pytest.raises(DataError, match=rf"^{path} holds 0 tokens"):

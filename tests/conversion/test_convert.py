@@ -3,16 +3,18 @@
 import hashlib
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
 from gqa_convert.checkpoint.source import open_checkpoint
+from gqa_convert.conversion import run, writing
 from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.plan import make_plan
 from gqa_convert.conversion.run import convert_checkpoint
-from gqa_convert.errors import ConfigError, GroupsError, NonFiniteError, UnsupportedFormatError
+from gqa_convert.errors import ConfigError, GroupsError, NonFiniteError, NoSpaceError, UnsupportedFormatError
 from gqa_convert.verify import verify_checkpoint
 from tests.helpers.checkpoints import (
     CONFIG,
@@ -145,12 +147,20 @@ def test_code_beside_the_weights_is_carried_and_never_run(source: Path, tmp_path
     assert not canary.exists()
 
 
+def test_a_full_disk_is_found_before_the_work(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writing.shutil, "disk_usage", lambda folder: SimpleNamespace(free=1000))
+    monkeypatch.setattr(run, "prepare_layers", lambda *_: pytest.fail("layers were merged"))
+    with pytest.raises(NoSpaceError, match=r"the result needs [\d,]+ bytes, and the disk of .* has 1,000 free"):
+        convert_checkpoint(source, tmp_path / "out", 3, ConversionOptions(method="factor"))
+
+
 def test_which_further_files_are_kept(source: Path, tmp_path: Path) -> None:
     (source / "stray").mkdir()
     save_file({"linear.weight": np.ones((2, 2), np.float32)}, source / "stray" / "model.safetensors")
     (source / "optimizer.pt").write_bytes(b"x")
     (source / "notes" / "deep").mkdir(parents=True)
     (source / "notes" / "deep" / "a.txt").write_text("kept")
+    (source / "global_step.txt").write_text("100")
     result = convert_checkpoint(source, tmp_path / "out", 3, MEAN)
     assert result.as_json()["left_behind"] == ["optimizer.pt", "stray/model.safetensors"]
     assert not (tmp_path / "out" / "optimizer.pt").exists()

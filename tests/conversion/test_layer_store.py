@@ -51,6 +51,19 @@ def test_other_work_and_damage(tmp_path: Path) -> None:
         assert store.layer(0) is None
 
 
+def test_a_store_that_cannot_be_opened_leaves_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError("full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(layer_store, "write_whole", full)
+        with pytest.raises(OSError, match="full"):
+            LayerStore(tmp_path / "out", {}, keep=True).__enter__()
+    assert list(tmp_path.iterdir()) == []
+    with LayerStore(tmp_path / "out", {}, keep=True):
+        pass
+
+
 def test_what_is_written_is_whole_or_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with LayerStore(tmp_path / "out", {}, keep=False) as store:
         store.write("together", {}, {"kl_steps": 0})

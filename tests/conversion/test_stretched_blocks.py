@@ -24,7 +24,7 @@ def blocks(count: int) -> np.ndarray:
 def test_every_second_block_is_stretched() -> None:
     ids = blocks(6)
     before = ids.copy()
-    batch = stretched(ids, 1, CONTEXT, 7)
+    batch = stretched(ids, 1, CONTEXT, 7, [True] * len(ids))
     assert (ids == before).all(), "the text itself stays as it is"
     assert (batch["attention_mask"] == 1).all()
     for row in (1, 3, 5):
@@ -45,11 +45,11 @@ def test_every_second_block_is_stretched() -> None:
 
 def test_what_is_not_stretched() -> None:
     short = np.arange(SHORTEST - 1)[None]
-    assert stretched(short, 1, CONTEXT, 0).keys() == {"input_ids"}
-    assert (stretched(short, 1, CONTEXT, 0)["input_ids"] == short).all()
+    assert stretched(short, 1, CONTEXT, 0, [True] * len(short)).keys() == {"input_ids"}
+    assert (stretched(short, 1, CONTEXT, 0, [True] * len(short))["input_ids"] == short).all()
     for context in (None, LENGTH):
-        assert stretched(blocks(2), 0, context, 0).keys() == {"input_ids"}
-    assert stretched(blocks(2), 0, LENGTH + 1, 0)["position_ids"][1, -1] == LENGTH
+        assert stretched(blocks(2), 0, context, 0, [True] * 2).keys() == {"input_ids"}
+    assert stretched(blocks(2), 0, LENGTH + 1, 0, [True] * 2)["position_ids"][1, -1] == LENGTH
 
 
 @pytest.mark.parametrize(

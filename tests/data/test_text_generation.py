@@ -52,6 +52,7 @@ def test_it_is_generated_once_for_each_setting(tmp_path: Path, monkeypatch: pyte
     shutil.copytree(DEMO, tmp_path / "other")
     with pytest.raises(DataError, match="generated again"):
         own_text(tmp_path / "other", tmp_path / "here", **SMALL)
+    assert own_text(tmp_path / "other", tmp_path / "here", **SMALL, origin=open_checkpoint(DEMO)) == own
 
 
 def test_a_text_may_hold_every_end_of_a_line(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 import gqa_convert
 from gqa_convert import convert_checkpoint
 from gqa_convert.conversion.options import ConversionOptions
-from gqa_convert.errors import GQAConvertError
+from gqa_convert.errors import GQAConvertError, InterruptedRunError
 from gqa_convert.training.uptrain import uptrain_checkpoint
 
 DEMO = Path(gqa_convert.__file__).parent / "demo_checkpoint"
@@ -123,7 +123,7 @@ def _act(action: Callable[[], Any], pipe: int) -> Never:
     status = 0
     try:
         action()
-    except GQAConvertError as mistake:
+    except (GQAConvertError, InterruptedRunError) as mistake:
         status = mistake.exit_code
         os.write(pipe, str(mistake).encode())
     except BaseException as problem:

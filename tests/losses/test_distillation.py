@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from gqa_convert.losses import distillation
-from gqa_convert.losses.distillation import combined_loss, labelled_positions, token_losses
+from gqa_convert.losses.distillation import combined_loss, labelled_positions, summed_divergence, token_losses
 from gqa_convert.losses.output_layer import OutputLayer
 from tests.helpers.largest import LargestWith
 
@@ -223,3 +223,5 @@ def test_tokens_without_probability_add_nothing() -> None:
     wanted = plain(student[..., keep], labels, teacher[..., keep], 1.0, 0.0)
     torch.testing.assert_close(found, 3.7 * wanted)
     assert gradient.isfinite().all()
+    student[..., 0] = teacher[..., 0] = -torch.inf
+    assert summed_divergence(student, teacher).isfinite()

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gqa_convert import convert_checkpoint
 from gqa_convert.conversion.options import ConversionOptions
-from gqa_convert.errors import CorruptCheckpointError, DeviceMemoryError, MissingExtraError, RecipeError
+from gqa_convert.errors import CorruptCheckpointError, DeviceMemoryError, MissingExtraError, OutputError, RecipeError
 from gqa_convert.families.loading import load_model
 from gqa_convert.losses import distillation
 from gqa_convert.training import models
@@ -25,7 +25,9 @@ from gqa_convert.training.trainer import Trainer
 from tests.helpers import seq2seq
 from tests.helpers.data_helpers import open_samples, span_tokenizer
 from tests.helpers.largest import LargestWith
+from tests.helpers.tiny import make_checkpoint
 from tests.helpers.uptrain_runs import DEMO, STEPS, in_float32, leftovers, losses, metrics, run, student_home, weights
+from tests.helpers.verification import save_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -215,8 +217,14 @@ def test_mistakes_are_found_before_anything_is_trained(
         run(home, tmp_path / "run", model=str(t5), objective="causal")
     with pytest.raises(RecipeError, match=r"sequence_length is 1000000 .* has positions for \d+: lower it"):
         run(home, tmp_path / "run", sequence_length=1_000_000, tokens_per_step=1_000_000, tokens=1_000_000)
-    with pytest.raises(RecipeError, match="distillation needs a teacher with the student's vocabulary"):
+    with pytest.raises(RecipeError, match="is an encoder-decoder and the other is not: name the source of model"):
         run(home, tmp_path / "run", teacher=str(t5))
+    other = make_checkpoint("llama", tmp_path / "other")
+    save_tokenizer(other)
+    with pytest.raises(RecipeError, match="distillation needs a teacher with the student's vocabulary"):
+        run(home, tmp_path / "run", teacher=str(other))
+    with pytest.raises(OutputError, match=r"config\.json exists and was not written by a run"):
+        run(home, other)
     missing = next(name for name in ("aim", "swanlab", "clearml") if importlib.util.find_spec(name) is None)
     with pytest.raises(
         MissingExtraError, match=f"trackers names {missing}, which is not installed: pip install {missing}"

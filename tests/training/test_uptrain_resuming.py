@@ -255,6 +255,22 @@ def test_divergence_ends_a_run_that_can_go_on_otherwise(
     assert sorted(path.name for path in (output / "checkpoints").iterdir()) == ["step-000012"]
 
 
+def test_a_run_does_not_go_on_with_other_inputs(home: Path, tmp_path: Path) -> None:
+    held_out, model = tmp_path / "held-out.txt", tmp_path / "model"
+    held_out.write_text((home / "other.txt").read_text())
+    shutil.copytree(home / "student", model)
+    keys = {"model": str(model), "evaluation_data": str(held_out), "schedule": "constant", "warmup_steps": 0}
+    run(home, tmp_path / "run", **keys, tokens=2 * 64)
+    for changed, name in ((held_out, "the evaluation data"), (model / "model.safetensors", "the checkpoint of model")):
+        before = changed.read_bytes()
+        middle = len(before) // 2
+        changed.write_bytes(before[:middle] + b"def f(): pass\n" + before[middle + 14 :])
+        with pytest.raises(ResumeError, match=f"^{name} has changed since .*step-000002 was saved"):
+            run(home, tmp_path / "run", **keys, tokens=4 * 64)
+        changed.write_bytes(before)
+    assert run(home, tmp_path / "run", **keys, tokens=4 * 64)["steps"] == 4
+
+
 def stopped_and_turned_into(error: Exception | None) -> None:
     with StopRequests():
         try:

@@ -1,4 +1,4 @@
-"""The consoles on stdout and stderr, the JSON object on stdout, notes, and the format of sizes."""
+"""The consoles on stdout and stderr, the JSON object on stdout, and notes."""
 
 import io
 import json

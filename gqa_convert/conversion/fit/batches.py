@@ -72,6 +72,7 @@ def prepare_calibration(
             seed=options.seed,
             device=device,
             conversations=conversations,
+            origin=plan.checkpoint.origin,
             progress=lambda _, done, total: progress(OWN_TEXT, done, total),
         )
 

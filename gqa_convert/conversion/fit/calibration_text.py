@@ -41,6 +41,8 @@ from gqa_convert.families.loading import is_encoder_decoder, read_config
 if TYPE_CHECKING:
     from torch import Tensor
 
+_LEAST = 64
+"""Tokens of calibration text; with fewer, anything fits."""
 _TOKENS = frozenset({"input_ids", "decoder_input_ids", "labels"})
 _PER_HIDDEN = 8
 _PER_SMALL_HIDDEN = 500
@@ -347,8 +349,10 @@ def _read_all(source: Any, tokenizer: Any, wanted: Sequence[int], blocks: _Block
         label, tokens = _read(given, tokenizer, needed, closed=closed)
         if is_mixed_in:
             tokens = tokens[: int(share * most) // blocks.raw * blocks.raw]
-        elif len(tokens) < 2:
-            raise DataError(f"{label} holds {len(tokens)} tokens, calibration needs at least 2: name more text")
+        elif len(tokens) < _LEAST:
+            raise DataError(
+                f"{label} holds {len(tokens)} tokens, calibration needs at least {_LEAST}, and thousands to be of use: name more text"
+            )
         else:
             labels.append(label)
         texts.append(_Text(tokens, share, is_sampled=is_mixed_in and isinstance(given, OwnText)))

@@ -1,6 +1,6 @@
 """Keeps merged layers on disk until the result is written, so that a killed run resumes.
 
-Each layer is one safetensors file with its tensors as the result has them: K/V heads once, in the result's types. Its
+Each layer is one safetensors file with its tensors: K/V heads once, in the types of the result, or of a rewritten source. Its
 record is JSON in the metadata of the file. The last stage is one more such file, with the trained tensors of all layers.
 """
 
@@ -72,6 +72,15 @@ class LayerStore:
 
     def __enter__(self) -> "LayerStore":
         self._lock = self._take_lock()
+        try:
+            self._prepare()
+        except BaseException as error:
+            self.__exit__(type(error), error, None)
+            raise
+        return self
+
+    def _prepare(self) -> None:
+        """Remove what is of no use here, and say what the layers depend on."""
         state = self.path / "state.json"
         is_known = state.is_file() and state.read_bytes() == self._fingerprint
         for path in self.path.iterdir():
@@ -80,7 +89,6 @@ class LayerStore:
             elif path.suffix == ".safetensors" and not is_known:
                 path.unlink()
         write_whole(state, self._fingerprint)
-        return self
 
     def _take_lock(self) -> int | None:
         """A descriptor that holds the lock; None on a file system without locks."""

@@ -151,7 +151,8 @@ def precision_of(plan: Plan, device: torch.device) -> Precision:
         device: where the model runs.
     """
     changed = {change.name for change in plan.changes}
-    dtypes = {entry.dtype for _, name, entry in plan.checkpoint.tensors() if name in changed}
+    wide = plan.checkpoint.result_dtypes
+    dtypes = {wide.get(name, entry.dtype) for _, name, entry in plan.checkpoint.tensors() if name in changed}
     hidden_size = stated_count(plan.checkpoint.config, HIDDEN_SIZE_KEYS) or 0
     if dtypes <= {"F16", "BF16"} and hidden_size >= _WIDE and multiplies_bfloat16(device):
         return partial(torch.autocast, device.type, torch.bfloat16)

@@ -97,20 +97,23 @@ def check_calibration(method: str, options: CalibrationOptions) -> None:
             "--calibration-length": options.sequence_length,
             "--device": options.device,
         }
+        problem = "needs calibration text: name a text file or dataset with --calibration"
+        if wanted.text == "never":
+            problem = f"is of no use to --method {method}: leave it out"
         for option, value in unread.items():
             if value is not None:
-                raise OptionError(
-                    f"{option} {value} needs calibration text: name a text file or dataset with --calibration"
-                )
+                raise OptionError(f"{option} {value} {problem}")
     elif wanted.text == "never":
         measuring = names(each for each in CHOICES if each.text != "never")
         raise OptionError(
             f"--calibration is of no use to --method {method}: leave it out, or choose one of {measuring}"
         )
     for option, value in training.items():
-        if value is not None and (not wanted.trains or value < 0):
+        if value is not None and not wanted.trains:
             able = names(each for each in CHOICES if each.trains)
-            raise OptionError(f"{option} {value} with --method {method}: only {able} takes it, 0 or more")
+            raise OptionError(f"{option} {value} with --method {method}: only {able} takes it")
+        if value is not None and value < 0:
+            raise OptionError(f"{option} is {value}, expected 0 or more")
     if not options.mix and not wanted.trains:
         raise OptionError(f"--no-mix with --method {method}: nothing is mixed into its text, leave the option out")
     if options.tokens is not None and options.tokens < 1:
@@ -122,14 +125,22 @@ def check_calibration(method: str, options: CalibrationOptions) -> None:
 def check_predicts(
     plan: Plan, options: CalibrationOptions, advice: str = "choose --method factor without --calibration"
 ) -> None:
-    """Refuse calibration of a source that transformers cannot run as a language model, or that text runs only in part.
+    """Refuse calibration of a source that transformers cannot run as a language model, or that text runs only in part, and
+    local text that is not there.
 
     Raises:
+        DataError: there is no such file or folder.
         NoLanguageModelError: it was saved without its language-model head.
         OptionError: transformers has no class for it, or it has cross-attention that only images run.
     """
     if not options.has_data:
         return
+    if not hears(plan.checkpoint.config):
+        from gqa_convert.data.sources import as_source, is_on_hub, is_self, open_source
+
+        for text in each_of(options.source):
+            if not is_self(text) and not is_on_hub(as_source(text)):
+                open_source(as_source(text))
     if plan.family.reads_images_alone:
         raise OptionError(
             f"--calibration runs the source on text, and the cross-attention of a {plan.family.model_type} runs on images alone: "

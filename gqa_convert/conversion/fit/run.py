@@ -80,15 +80,16 @@ def prepare_layers(
         merge_layers(plan, store, on_progress)
     else:
         on_progress(FitProgress(MERGING_LAYERS, 0, count, "reading the text"))
-        calibration = prepare_calibration(
-            plan, options, lambda label, done, total: on_progress(FitProgress(label, done, total))
-        )
+        with _explained_errors(out.parent):
+            calibration = prepare_calibration(
+                plan, options, lambda label, done, total: on_progress(FitProgress(label, done, total))
+            )
         record = CalibrationRecord(
             text=calibration.description,
             tokens=calibration.tokens,
             sequence_length=calibration.sequence_length,
             seed=options.seed,
-            steps=steps_per_layer(options),
+            steps=steps_per_layer(options) if plan.merge_method.trains else 0,
             digest=calibration.digest,
         )
         store = stack.enter_context(LayerStore(out, fingerprint | record.inputs(), keep=True))
@@ -202,7 +203,7 @@ def _explained_errors(folder: Path) -> Iterator[None]:
     """Translate a full disk or memory.
 
     Args:
-        folder: where merged layers are kept.
+        folder: where the work is kept, unless the error says otherwise.
 
     Raises:
         NoSpaceError: the disk is full.
@@ -214,9 +215,8 @@ def _explained_errors(folder: Path) -> Iterator[None]:
     except OSError as problem:
         if not is_disk_full(problem):
             raise
-        raise NoSpaceError(
-            f"the disk or quota of {folder} is full, where merged layers are stored: make room, {again}"
-        ) from None
+        full = Path(problem.filename).parent if problem.filename else folder
+        raise NoSpaceError(f"the disk or quota of {full} is full: make room, {again}") from None
     except (MemoryError, RuntimeError) as problem:
         if not is_out_of_memory(problem):
             raise

@@ -27,9 +27,7 @@ def stretches(length: int, context: int | None) -> bool:
     return context is not None and context > length >= SHORTEST
 
 
-def stretched(
-    ids: Integers, first: int, context: int | None, seed: int, copied: Sequence[bool] = ()
-) -> dict[str, Integers]:
+def stretched(ids: Integers, first: int, context: int | None, seed: int, copied: Sequence[bool]) -> dict[str, Integers]:
     """A batch of blocks, of which every second one is stretched.
 
     Args:
@@ -37,7 +35,7 @@ def stretched(
         first: the number of the first block among all; odd ones are stretched.
         context: the position up to which they skip; None leaves all blocks as they are.
         seed: of the spans and the positions.
-        copied: for each block, whether spans are copied over its end; by default all blocks.
+        copied: for each block, whether spans are copied over its end.
 
     Returns:
         The arguments of the model's forward pass: `input_ids` [b, L], and where blocks are stretched also
@@ -52,7 +50,7 @@ def stretched(
     for row in range(len(ids)):
         if (first + row) % _EVERY:
             chance = random.Random(mix(seed, first + row))
-            if not copied or copied[row]:
+            if copied[row]:
                 _copy_spans(ids[row], chance)
             place = chance.randrange(length // 8, length - length // 8)
             most = context - length

@@ -30,7 +30,8 @@ def converted_config(
             *sections, key = dotted.split(".")
             section = result
             for name in sections:
-                section = section.setdefault(name, {})
+                section[name] = section.get(name) or {}
+                section = section[name]
             section[key] = groups
         if encoder:
             result[family.encoder_kv_heads_key] = groups
@@ -66,7 +67,7 @@ def modeling_keys(config: JsonObject, modeling: Modeling) -> JsonObject:
     stated = [f"GQA{name.removeprefix('GQA')}" for name in config.get("architectures") or ()]
     kept = {
         auto: target
-        for auto, target in config.get("auto_map", {}).items()
+        for auto, target in (config.get("auto_map") or {}).items()
         if not auto.startswith(("AutoConfig", "AutoModel"))
     }
     tokenizer = config.get("tokenizer_class")
