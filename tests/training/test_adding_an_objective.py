@@ -14,7 +14,7 @@ from gqa_convert.training.estimate import estimate
 from gqa_convert.training.recipe import make_recipe
 from gqa_convert.training.tokenize_only import tokenize_recipe
 from tests.helpers.data_helpers import demo_tokenizer, open_samples
-from tests.helpers.uptrain_runs import losses, recipe, run, student_home, weights
+from tests.helpers.uptrain_runs import losses, metrics, recipe, run, student_home, weights
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_second_objective_of_decoders_trains_and_resumes(home: Path, tmp_path: Path) -> None:
-    """The first loss is that of text that is read backwards, by independent arithmetic."""
+    """The first loss and the norm of its gradient are those of text that is read backwards, by independent arithmetic."""
     keys = {
         "objective": "backwards",
         "schedule": "constant",
@@ -48,9 +48,11 @@ def test_a_second_objective_of_decoders_trains_and_resumes(home: Path, tmp_path:
     batch = forwards.batch([0, 1])
     text = np.concatenate([batch["input_ids"], batch["labels"][:, -1:]], axis=1)[:, ::-1].copy()
     model, _ = load_model(home / "student", torch.float32)
-    with torch.no_grad():
-        expected = model(input_ids=torch.from_numpy(text), labels=torch.from_numpy(text)).loss.item()
-    assert losses(tmp_path / "run")[0] == pytest.approx(expected, rel=1e-5)
+    expected = model(input_ids=torch.from_numpy(text), labels=torch.from_numpy(text)).loss
+    expected.backward()
+    norm = torch.cat([each.grad.flatten() for each in model.parameters()]).norm()
+    first = metrics(tmp_path / "run")[0]
+    assert (first["loss"], first["gradient_norm"]) == pytest.approx((expected.item(), norm.item()), rel=1e-3)
 
 
 def test_the_default_and_estimates_and_tokenising_and_refusals_know_it(home: Path, tmp_path: Path) -> None:
