@@ -46,7 +46,7 @@ def uptrain(
     if not dry_run:
         refuse({"--hardware": hardware}, "describes GPUs for the estimate of --dry-run")
     elif tokenize_only:
-        refuse({"--tokenize-only": True}, "does something, and --dry-run does nothing")
+        refuse({"--tokenize-only": True}, "writes tokens, and --dry-run writes nothing")
     from .console.progress import ProgressScreen
     from .console.screen import print_json
     from .console.training import show_estimate, show_step, show_tokenized, show_training
