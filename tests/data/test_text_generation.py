@@ -19,6 +19,7 @@ from gqa_convert.data.text_generation import OwnText, has_chat_template, own_tex
 from gqa_convert.errors import DataError
 from tests.helpers.chat_template import CHAT, with_chat_template
 from tests.helpers.uptrain_runs import DEMO
+from tests.helpers.verification import edit_json
 
 SMALL: dict[str, Any] = {"tokens": 40, "device": "cpu"}
 
@@ -95,6 +96,9 @@ def test_conversations_begin_where_the_template_lets_a_user_speak(
     assert [messages[0]["content"] for messages in found[: len(questions)]] == questions
     answers = sampled([f"<user>{question}</user>\n<assistant>" for question in questions], 8, mix(seed, 1))
     assert [messages[1]["content"] for messages in found[: len(answers)]] == answers
+    edit_json(source / "config.json", max_position_embeddings=4)
+    with pytest.raises(DataError, match="a conversation does not fit the model's 4 positions"):
+        own_text(source, tmp_path / "cache", **SMALL, conversations=True)
 
 
 def test_a_beginning_that_the_model_has_no_embedding_for_is_refused(tmp_path: Path) -> None:

@@ -52,6 +52,11 @@ def refusal(folder: Path, text: str, *overrides: str) -> str:
         ("500M", 5 * 10**8),
         ("640k", 640_000),
         ("64Ki", 65536),
+        ("1Mi", 2**20),
+        ("1Gi", 2**30),
+        ("20K", 20_000),
+        ("2G", 2 * 10**9),
+        ("1T", 10**12),
         ("0.3B", 3 * 10**8),
         ("1.1e10", 11 * 10**9),
     ],
@@ -182,6 +187,8 @@ def test_overrides(tmp_path: Path) -> None:
     assert recipe.gradient_checkpointing
     assert recipe.gradient_clipping is None
     assert recipe.output == "x=y"
+    with pytest.raises(RecipeError, match="the override 'seed' has no value: write it as key=value"):
+        read_recipe(path, ["seed"])
 
 
 @given(st.integers(1, 10**7), st.integers(1, 10**5), st.integers(0, 10**10))
