@@ -68,7 +68,7 @@ def _text(row: Row, field: str, where: str, keys: str) -> str:
         row,
         field,
         where,
-        f"rename it, or in a recipe name the fields with {keys}, or set `format: chat` for conversations",
+        f"rename it, or name the fields (evaluate has options for {keys}, a recipe has keys), or set `format: chat` in a recipe",
     )
     if not isinstance(value, str | None):
         raise DataError(

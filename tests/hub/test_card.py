@@ -121,7 +121,7 @@ def test_a_native_one(out: Path) -> None:
         "**Conversion** from 12 K/V heads per layer to 3, method `mean`: the K/V heads of a group were replaced by their mean",
         "gqa-convert convert org/model 'out folder' --groups 3",
         f"within one method only: {sum(errors) / 4:.4g} in the mean over 4 tensors, {max(errors):.4g} at most.",
-        "- Its quality was not measured",
+        "- Its loss was not measured",
     ):
         assert words in text
     assert "trust_remote_code" not in text
@@ -158,7 +158,7 @@ def test_an_uptrained_one(out: Path) -> None:
     assert "teacher `org/model`" in text
     assert "3.125 at the start, 2.625 at the end, 2.5 for the source (nats per token); 80.0% of the gap closed." in text
     assert text.index("gqa-convert convert org/model") < text.index("gqa-convert uptrain recipe.yaml")
-    assert "quality was not measured" not in text
+    assert "loss was not measured" not in text
     assert "It was fitted" in text
     assert "It was not uptrained" not in text
     assert front["tags"][-1] == "uptrained"

@@ -79,7 +79,7 @@ def test_losses_of_the_model_and_its_source(base: Path, tmp_path: Path) -> None:
     ):
         assert words in text
     assert "9.75" not in text
-    assert "quality was not measured" not in text
+    assert "loss was not measured" not in text
     assert "Loss: not measured" not in text
 
 
@@ -110,7 +110,7 @@ def test_what_the_model_and_its_source_find(base: Path, tmp_path: Path, with_tex
     ]
     row = "| this model | 2.5000 ±0.0625 | 1.2500 | 1.5000 ±0.2500 | 0.7500 |"
     assert (row in text) == with_text
-    assert "quality was not measured" not in text
+    assert "loss was not measured" not in text
     assert text.count("gqa-convert evaluate 'a b'") == 1
 
 

@@ -177,4 +177,4 @@ def test_the_command_for_people_and_for_scripts(planted: tuple[Path, Path]) -> N
     assert printed["loss"]["by_groups"][0].keys() == {"groups", "loss", "increase"}
     assert_mistake(run("inspect", planted[0], "--candidates", "1,x"), "'--candidates': '1,x' is not a list of numbers")
     assert_mistake(run(*options[:-1], "5"), "choose among [1, 2, 3, 4, 6]")
-    assert_mistake(run("inspect", planted[0]), "weights predict no loss: name text", "--calibration")
+    assert_mistake(run("inspect", planted[0]), "measures losses on text: name a file", "--calibration")

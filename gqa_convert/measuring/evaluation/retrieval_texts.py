@@ -191,7 +191,7 @@ def _fill(tokenizer: Any, facts: Sequence[_Facts], shares: Sequence[float], firs
         before = first - len(sentences)
         sentences = [*map(_sentence, range(before - few, before)), *sentences]
     if not sentences:
-        raise OptionError("a length is too short for the questions, which need some 500 tokens: raise --lengths")
+        raise OptionError(f"{size} tokens are too few for the questions, which need some 500: raise --lengths")
     return begin + ids[len(ids) - size :]
 
 

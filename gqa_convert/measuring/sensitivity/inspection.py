@@ -112,7 +112,7 @@ def inspect_checkpoint(
     if max_loss_increase is not None and kv_budget is not None:
         raise OptionError("--max-loss-increase and --kv-budget exclude each other: state one of them")
     if calibration is None:
-        raise OptionError("weights predict no loss: name text, a file or a dataset, with --calibration")
+        raise OptionError("inspect measures losses on text: name a file or a dataset with --calibration")
     text = CalibrationOptions(calibration, calibration_tokens, device=device)
     check_calibration("factor", text)
     check = partial(_plan, candidates=candidates, text=text)
