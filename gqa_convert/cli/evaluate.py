@@ -79,8 +79,8 @@ def evaluate(
 
     files = check_page(html, earlier or ())
     if html is not None and files and not models and data is None:
-        unread = {"--output": output, "--reference": reference, "--tokens": tokens, "--window": window}
-        refuse(unread | {"--retrieval": retrieval or None}, "measures a MODEL, and none is named")
+        unread = {"--output": output, "--reference": reference, "--retrieval": retrieval or None}
+        refuse(unread, "measures a MODEL, and none is named")
         draw_page(files, html)
         if as_json:
             print_json({"html": str(html)})
