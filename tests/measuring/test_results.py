@@ -42,10 +42,11 @@ def times() -> BenchmarkFile:
 
 
 def test_what_was_written_is_read_back(tmp_path: Path) -> None:
-    write_result(tmp_path / "c.json", evaluation(scores("m")))
-    assert load_evaluation(tmp_path / "c.json") == evaluation(scores("m"))
+    made = evaluation(scores("m"))
+    write_result(tmp_path / "c.json", made)
+    assert load_evaluation(tmp_path / "c.json") == made
     written = json.loads((tmp_path / "c.json").read_text())
-    assert written == evaluation(scores("m")).as_json()
+    assert written == made.as_json()
     assert type(written["machine"]["memory_bytes"]) is int
     assert written["results"][0]["kl"] is None
 
