@@ -19,6 +19,7 @@ from gqa_convert.errors import GroupsError, NonFiniteError, OptionError
 from gqa_convert.merging.methods import METHODS
 from tests.helpers.attention import numbers
 from tests.helpers.checkpoints import refused
+from tests.helpers.selection import slow_but
 
 EMBED_DIM, HEADS, BATCH, QUERIES, KEYS = 24, 6, 3, 5, 7
 GROUPS = [1, 2, 6]
@@ -180,7 +181,7 @@ def left_aligned(*shape: int) -> Tensor:
     return torch.arange(shape[1]) >= torch.randint(2, shape[1], (shape[0], 1))
 
 
-@pytest.mark.parametrize("groups", [2, 6])
+@pytest.mark.parametrize("groups", slow_but((2, 6), GROUPS))
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("stacked", [False, True])
 @pytest.mark.parametrize("options", [{}, {"norm_first": True}, {"bias": False, "activation": "gelu"}])

@@ -52,7 +52,8 @@ def test_a_second_objective_of_decoders_trains_and_resumes(home: Path, tmp_path:
     expected.backward()
     norm = torch.cat([each.grad.flatten() for each in model.parameters()]).norm()
     first = metrics(tmp_path / "run")[0]
-    assert (first["loss"], first["gradient_norm"]) == pytest.approx((expected.item(), norm.item()), rel=1e-3)
+    assert first["loss"] == pytest.approx(expected.item(), rel=1e-5)
+    assert first["gradient_norm"] == pytest.approx(norm.item(), rel=1e-3)
 
 
 def test_the_default_and_estimates_and_tokenising_and_refusals_know_it(home: Path, tmp_path: Path) -> None:
