@@ -10,11 +10,15 @@ does not show in them, and hardly what it does to find an earlier passage again.
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from gqa_convert.data.order import Integers, mix
 
+MADE_UP = "made_up"
+"""The name, in a batch, of which tokens are made up: records, and spans that are copied. It is no argument of the model."""
 SPAN = 32
 """Tokens of a copied span."""
 SHORTEST = 16 * SPAN
@@ -27,7 +31,9 @@ def stretches(length: int, context: int | None) -> bool:
     return context is not None and context > length >= SHORTEST
 
 
-def stretched(ids: Integers, first: int, context: int | None, seed: int, copied: Sequence[bool]) -> dict[str, Integers]:
+def stretched(
+    ids: Integers, first: int, context: int | None, seed: int, copied: Sequence[bool]
+) -> dict[str, npt.NDArray[Any]]:
     """A batch of blocks, of which every second one is stretched.
 
     Args:
@@ -35,32 +41,34 @@ def stretched(ids: Integers, first: int, context: int | None, seed: int, copied:
         first: the number of the first block among all; odd ones are stretched.
         context: the position up to which they skip; None leaves all blocks as they are.
         seed: of the spans and the positions.
-        copied: for each block, whether spans are copied over its end.
+        copied: for each block, whether spans are copied over its end; no block of made-up text is copied over.
 
     Returns:
         The arguments of the model's forward pass: `input_ids` [b, L], and where blocks are stretched also
         `position_ids` [b, L] and `attention_mask` [b, L] of ones, without which transformers takes a skip for the
-        beginning of another text.
+        beginning of another text. And `MADE_UP`, bool [b, L].
     """
     length = ids.shape[1]
+    made_up = np.array([[not each] * length for each in copied])
     if not stretches(length, context):
-        return {"input_ids": ids}
+        return {"input_ids": ids, MADE_UP: made_up}
     assert context is not None
     ids, positions = ids.copy(), np.tile(np.arange(length), (len(ids), 1))
     for row in range(len(ids)):
         if (first + row) % _EVERY:
             chance = random.Random(mix(seed, first + row))
             if copied[row]:
-                _copy_spans(ids[row], chance)
+                _copy_spans(ids[row], made_up[row], chance)
             place = chance.randrange(length // 8, length - length // 8)
             most = context - length
             least = min(most, length // 8)
             positions[row, place:] += round(least * (most / least) ** chance.random())
-    return {"input_ids": ids, "position_ids": positions, "attention_mask": np.ones_like(ids)}
+    return {"input_ids": ids, "position_ids": positions, "attention_mask": np.ones_like(ids), MADE_UP: made_up}
 
 
-def _copy_spans(tokens: Integers, chance: random.Random) -> None:
+def _copy_spans(tokens: Integers, made_up: npt.NDArray[np.bool_], chance: random.Random) -> None:
     begin = len(tokens) - len(tokens) // 4
     for place in range(begin, len(tokens) - SPAN + 1, SPAN):
         start = chance.randrange(begin - SPAN)
         tokens[place : place + SPAN] = tokens[start : start + SPAN]
+        made_up[place : place + SPAN] = True
