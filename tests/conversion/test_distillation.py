@@ -86,6 +86,20 @@ def test_made_up_tokens_count_as_often_as_the_student_misses_them() -> None:
     assert torch.allclose(gradients[0].float(), gradients[1], atol=1e-6)
 
 
+def test_the_stage_counts_made_up_tokens_so(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distillation, "RATE", 2e-3)
+    plain = batches_for(open_model(llama), count=1) * 3
+    marked = [batch | {MADE_UP: torch.ones_like(batch["input_ids"], dtype=torch.bool)} for batch in plain]
+
+    def trained(name: str, fresh: list[dict[str, Tensor]]) -> dict[str, str]:
+        assert fitted(llama, tmp_path / name, steps=0, fresh=fresh, kl_steps=3)[1] == 3
+        return digests(tmp_path / name)
+
+    unmarked, weighted = trained("plain", plain), trained("marked", marked)
+    monkeypatch.setattr(distillation, "_MOST", 1)
+    assert trained("once", marked) == unmarked != weighted
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_where_nothing_is_won_nothing_is_changed(tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Because nothing was lost, or because steps are far too long."""
