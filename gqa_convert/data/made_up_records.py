@@ -72,10 +72,7 @@ class _Records:
         return [json.dumps(row) for row in self._rows()]
 
     def json_object(self) -> Lines:
-        found: dict[str, Any] = dict(self.fields)
-        for key, fields in self.fields.items():
-            if len(fields) == 1:
-                (found[key],) = fields.values()
+        found = {key: fields if len(fields) > 1 else next(iter(fields.values())) for key, fields in self.fields.items()}
         return json.dumps(found, indent=2).splitlines()
 
     def settings(self) -> Lines:

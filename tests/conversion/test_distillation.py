@@ -11,10 +11,11 @@ from torch import Tensor
 from torch.nn.functional import log_softmax
 
 from gqa_convert.conversion.fit import distillation, memory
-from gqa_convert.conversion.fit.distillation import missed_more
+from gqa_convert.conversion.fit.attention_calls import inputs_of
 from gqa_convert.conversion.fit.layer_store import LayerStore
 from gqa_convert.conversion.fit.model_loading import open_model
 from gqa_convert.conversion.fit.stretched_blocks import MADE_UP
+from gqa_convert.losses import distillation as losses
 from tests.helpers import folding_cases as folded
 from tests.helpers.checkpoints import digests
 from tests.helpers.fitting import batches_for, fit, fitted, plan_of
@@ -57,46 +58,20 @@ def test_the_result_diverges_as_little_as_is_said(name: str, tmp_path: Path, mon
     assert distance(case.logits(result), case.logits(folded.placed(case, result, 3))) < folded.EXACT
 
 
-def test_made_up_tokens_count_as_often_as_the_student_misses_them() -> None:
-    """By the definition, token after token."""
-    chance = torch.Generator().manual_seed(0)
-    found, wanted = (2 * torch.randn(2, 9, 7, generator=chance) for _ in range(2))
-    ids = torch.randint(6, (2, 9), generator=chance)
-    ids[0, 4] = 6
-    made_up = torch.rand(2, 9, generator=chance) < 0.6
-    for logits in (found, wanted):  # a token that neither predicts
-        logits[..., 6] = -torch.inf
-    made_up[0, 4] = True
-    batch = {"input_ids": ids, MADE_UP: made_up}
-    expected, times = torch.zeros((), dtype=torch.float64), []
-    ours = found.double().requires_grad_()
-    for row, place in made_up.nonzero().tolist():
-        if place:
-            p, q = (log_softmax(logits[row, place - 1, :6].double(), -1) for logits in (wanted, ours))
-            token = int(ids[row, place])
-            times.append(1.0 if token == 6 else min(5.0, max(1.0, float((p - q)[token].detach().exp()))))
-            expected = expected + (times[-1] - 1) * (p.exp() * (p - q)).sum()
-    assert min(times) == 1
-    assert max(times) == 5
-    assert any(1 < each < 5 for each in times)
-    trained = found.clone().requires_grad_()
-    extra = missed_more(trained, wanted, batch)
-    assert extra.item() == pytest.approx(expected.item(), rel=1e-5)
-    gradients = [torch.autograd.grad(value, logits)[0] for value, logits in ((expected, ours), (extra, trained))]
-    assert torch.allclose(gradients[0].float(), gradients[1], atol=1e-6)
-
-
 def test_the_stage_counts_made_up_tokens_so(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(distillation, "RATE", 2e-3)
     plain = batches_for(open_model(llama), count=1) * 3
-    marked = [batch | {MADE_UP: torch.ones_like(batch["input_ids"], dtype=torch.bool)} for batch in plain]
+    assert inputs_of({"input_ids": plain[0]["input_ids"], MADE_UP: plain[0]["input_ids"]}, "cpu").keys() == {
+        "input_ids"
+    }
+    marked = [batch | {MADE_UP: batch["input_ids"].roll(-1, 1)} for batch in plain]
 
     def trained(name: str, fresh: list[dict[str, Tensor]]) -> dict[str, str]:
         assert fitted(llama, tmp_path / name, steps=0, fresh=fresh, kl_steps=3)[1] == 3
         return digests(tmp_path / name)
 
     unmarked, weighted = trained("plain", plain), trained("marked", marked)
-    monkeypatch.setattr(distillation, "_MOST", 1)
+    monkeypatch.setattr(losses, "MOST_TIMES", 1)
     assert trained("once", marked) == unmarked != weighted
 
 

@@ -176,7 +176,7 @@ def test_questions_are_not_copied_over(words: Path, tmp_path: Path) -> None:
     is_record = ["zebra" not in tokenizer.decode(row) for row in rows]
     records = [row.numpy() for row, chosen in zip(rows, is_record, strict=True) if chosen]
     assert len(records) == 4
-    assert [bool(row.all()) for batch in made.batches for row in batch[MADE_UP]] == is_record
+    assert [bool((row[:300] >= 0).all()) for batch in made.batches for row in batch[MADE_UP]] == is_record
     for row, expected in zip(records, whole, strict=True):
         assert np.array_equal(row, expected)
     skipping = [bool(positions[-1] > 511) for batch in made.batches for positions in batch["position_ids"]]

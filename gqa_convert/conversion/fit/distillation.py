@@ -23,15 +23,13 @@ from gqa_convert.conversion.fit.source_layers import attention_of
 from gqa_convert.conversion.fit.stretched_blocks import MADE_UP
 from gqa_convert.conversion.fit.training_attention import TrainingAttention
 from gqa_convert.conversion.plan import Plan
-from gqa_convert.losses.distillation import summed_divergence, token_losses
+from gqa_convert.losses.distillation import summed_divergence
 from gqa_convert.merging.attention_heads import LayerLayout, Tensors
 
 RATE = 0.005
 """Of `RelativeAdam`."""
 WORTHWHILE = 0.02
 """Nats per token: where the divergence after the layers is smaller, the stage gains too little for its time."""
-_MOST = 5.0
-"""Times that a made-up token counts at most."""
 AllWeights = Sequence[Mapping[str, Tensor]]
 """Weights and biases of each merged layer."""
 
@@ -94,23 +92,6 @@ class Student:
         return made
 
 
-def missed_more(found: Tensor, wanted: Tensor, batch: Batch) -> Tensor:
-    """What made-up tokens add to the divergence, in nats: each counts as many times as it is less likely by the student
-    than by the source, which is where the student does not find again what the source finds.
-
-    Args:
-        found: [B, L, V], the student's logits.
-        wanted: [B, L, V], the source's.
-        batch: their input, with `MADE_UP`.
-    """
-    made_up = batch[MADE_UP][:, 1:]
-    labels = batch["input_ids"][:, 1:][made_up].to(found.device)
-    theirs = wanted[:, :-1][made_up]
-    lm, kl = token_losses(found[:, :-1][made_up], labels, theirs)
-    times = (lm.detach() - token_losses(theirs, labels)[0]).exp().nan_to_num(1).clamp(1, _MOST)
-    return ((times - 1) * kl).sum()
-
-
 def train_together(
     student: Student,
     batches: Sequence[Batch],
@@ -144,10 +125,7 @@ def train_together(
             with torch.no_grad(), student.precision():
                 wanted = student.logits(part)
             with torch.enable_grad(), student.precision(), TrainingAttention(), student.installed(optimizer.layers):
-                found = student.logits(part)
-                # first, because what follows overwrites the logits
-                extra = missed_more(found, wanted, part) if MADE_UP in part else 0
-                divergence = extra + summed_divergence(found, wanted)
+                divergence = summed_divergence(student.logits(part), wanted, part.get(MADE_UP))
                 torch.autograd.backward(divergence / tokens_of(batches[number]).numel())
         optimizer.step()
         on_progress(FitProgress(ALL_TOGETHER, done, steps, f"step {done:,} of {steps:,}, KL {before:.3f} before"))
