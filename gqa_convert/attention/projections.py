@@ -88,6 +88,9 @@ class GroupedProjections(nn.Module):  # type: ignore[misc]  # torch is not follo
         self.v_proj = linear("v", self.vdim, groups * self.value_head_dim)
         self.out_proj = linear("out", num_heads * self.value_head_dim, embed_dim)
 
+    def extra_repr(self) -> str:
+        return f"num_heads={self.num_heads}, groups={self.groups}, head_dim={self.head_dim}, batch_first={self.batch_first}"
+
     def project(self, inputs: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [b, H, q, c], keys [b, N, k, c] and values [b, N, k, e], of inputs that are batch first."""
         return (

@@ -10,8 +10,6 @@ import json
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -22,6 +20,8 @@ _SHORTEST = 300
 """Characters of a document, unless less is asked for."""
 _FEWEST = 3
 """Records of a document."""
+_ASKED = 12
+"""The most facts that one asks for."""
 
 Lines = list[str]
 
@@ -64,15 +64,27 @@ class _Records:
         """The records with their keys as the first field."""
         return [{self.subject: key} | fields for key, fields in self.fields.items()]
 
-    def table(self, separator: str, edge: str = "") -> Lines:
+    def _table(self, separator: str, edge: str = "") -> Lines:
         rows = self._rows()
         return [f"{edge}{separator.join(cells)}{edge[::-1]}" for cells in (rows[0], *(row.values() for row in rows))]
+
+    def commas(self) -> Lines:
+        return self._table(",")
+
+    def tabs(self) -> Lines:
+        return self._table("\t")
+
+    def bars(self) -> Lines:
+        return self._table(" | ", "| ")
 
     def json_lines(self) -> Lines:
         return [json.dumps(row) for row in self._rows()]
 
     def json_object(self) -> Lines:
-        found = {key: fields if len(fields) > 1 else next(iter(fields.values())) for key, fields in self.fields.items()}
+        found: dict[str, Any] = dict(self.fields)
+        for key, fields in self.fields.items():
+            if len(fields) == 1:
+                (found[key],) = fields.values()
         return json.dumps(found, indent=2).splitlines()
 
     def settings(self) -> Lines:
@@ -99,9 +111,8 @@ class _Records:
         second = self.chance.randrange(40_000)
         for row in self._rows():
             second += self.chance.randrange(1, 500)
-            lines.append(
-                f"{timedelta(seconds=second)} INFO " + " ".join(f"{name}={value}" for name, value in row.items())
-            )
+            clock = f"{second // 3600:02}:{second // 60 % 60:02}:{second % 60:02}"
+            lines.append(f"{clock} INFO " + " ".join(f"{name}={value}" for name, value in row.items()))
         return lines
 
     def _facts(self, key: str, pattern: str) -> Lines:
@@ -124,11 +135,10 @@ class _Records:
         return self._questions("The {subject} whose {field} is {value}: {key}")
 
 
-_COMMAS = partial(_Records.table, separator=",")
 _WAYS_TO_STATE = (
-    _COMMAS,
-    partial(_Records.table, separator="\t"),
-    partial(_Records.table, separator=" | ", edge="| "),
+    _Records.commas,
+    _Records.tabs,
+    _Records.bars,
     _Records.json_lines,
     _Records.json_object,
     _Records.settings,
@@ -146,7 +156,7 @@ _WAYS_TO_ASK = (
     _Records.json_lines,
     _Records.sentences,
     _Records.assignments,
-    _COMMAS,
+    _Records.commas,
 )
 
 
@@ -183,6 +193,6 @@ def _document(chance: Random, characters: int, filler: Sequence[str]) -> str:
         lines.append(line)
         if chance.random() < share:
             lines.append(chance.choice(filler))
-    asked = chance.randrange(1, len(records.fields) + 1)
+    asked = min(len(records.fields), chance.randrange(1, _ASKED + 1))
     records.fields = dict(chance.sample(list(records.fields.items()), asked))
     return "\n".join([*lines, "", *ask(records)]) + "\n"

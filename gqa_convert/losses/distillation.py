@@ -23,7 +23,6 @@ from gqa_convert.losses.output_layer import OutputLayer, capped
 CHUNK: Final = 1 << 18
 """The number of logits whose losses a CPU thread computes at a time: 1 MiB in float32, which fits its cache."""
 CHUNK_ON_ACCELERATOR: Final = 1 << 24
-MOST_TIMES: Final = 5
 _POSITIONS: Final = 1024
 _PARTS: Final = 8
 """Positions whose logits are made at a time, and into how many parts a batch is divided at most: with more of them,
@@ -49,16 +48,15 @@ class _Terms(NamedTuple):
     cap: float | None
 
 
-def summed_divergence(student: Tensor, teacher: Tensor, missed: Tensor | None = None) -> Tensor:
+def summed_divergence(student: Tensor, teacher: Tensor) -> Tensor:
     """Forward KL(teacher || student) (Hinton et al. 2015), summed over all positions, in nats.
 
     Args:
         student: [..., V], logits; see `combined_loss`.
         teacher: [..., V], logits; receives no gradient.
-        missed: see `combined_loss`.
     """
     labels = torch.zeros(teacher.shape[:-1], dtype=torch.long, device=teacher.device)
-    return combined_loss(student, labels, teacher, missed=missed, weight=1.0).sum
+    return combined_loss(student, labels, teacher, weight=1.0).sum
 
 
 def combined_loss(
@@ -69,7 +67,6 @@ def combined_loss(
     layer: OutputLayer | None = None,
     teacher_layer: OutputLayer | None = None,
     labelled: Tensor | None = None,
-    missed: Tensor | None = None,
     weight: float = 0.0,
     z_loss: float = 0.0,
 ) -> CombinedLoss:
@@ -87,8 +84,6 @@ def combined_loss(
         layer: the student's output layer; None if `output` contains logits.
         teacher_layer: the teacher's output layer; None if `teacher` contains logits.
         labelled: [k], the numbers of the positions that have labels, which alone get logits; by default all do.
-        missed: [...], a token at each position, or -100. The position counts as many times as the teacher makes this token
-            likelier than the student does, from 1 to `MOST_TIMES`. Only where there is a teacher and all positions have labels.
         weight: the weight of the divergence, from 0 (cross-entropy only) to 1 (divergence only).
         z_loss: the weight of log(Z)^2, which is added; Z is the sum of the exponentials of a position's logits. T5 and PaLM
             were pretrained with 1e-4, which keeps the logits from drifting.
@@ -105,8 +100,7 @@ def combined_loss(
         teacher = None if teacher is None else teacher[labelled]
     weights, bias, cap = layer or (None, None, None)
     terms, differentiable = _Terms(weight, z_loss, cap), torch.is_grad_enabled()
-    missed = None if missed is None else missed.flatten().to(output.device)
-    total, lm, kl = _Loss.apply(output, weights, bias, labels, teacher, teacher_layer, terms, differentiable, missed)
+    total, lm, kl = _Loss.apply(output, weights, bias, labels, teacher, teacher_layer, terms, differentiable)
     return CombinedLoss(total, (labels != IGNORED).sum().to(total.dtype), lm, kl)
 
 
@@ -178,7 +172,6 @@ class _Loss(torch.autograd.Function):  # type: ignore[misc]
         teacher_layer: OutputLayer | None,
         terms: _Terms,
         differentiable: bool,
-        missed: Tensor | None,
     ) -> tuple[Tensor, ...]:
         """See `combined_loss`: states [n, d] and weights [V, d], or logits [n, V] and None."""
         states, kind = states.detach(), states.device.type
@@ -201,8 +194,7 @@ class _Loss(torch.autograd.Function):  # type: ignore[misc]
                     theirs = teacher_layer.logits(theirs)
                 inputs = states[part].to(dtype)
                 logits = inputs if matrix is None else linear(inputs, matrix, offset)
-                made_up = None if missed is None else missed[part]
-                totals = totals + _evaluate(logits, labels[part], theirs, terms, made_up, differentiable=any(needed))
+                totals = totals + _evaluate(logits, labels[part], theirs, terms, differentiable=any(needed))
                 if matrix is None:
                     continue
                 if of_states is not None:
@@ -227,18 +219,10 @@ class _Loss(torch.autograd.Function):  # type: ignore[misc]
             for rows in () if gradient is None else gradient.split(_rows_at_once(gradient)):
                 # rounding the scale to the gradient's dtype would put the same error into all numbers
                 rows.copy_(rows.to(scale.dtype) * scale)
-        return *gradients, *[None] * 6
+        return *gradients, *[None] * 5
 
 
-def _evaluate(
-    logits: Tensor,
-    labels: Tensor,
-    teacher: Tensor | None,
-    terms: _Terms,
-    missed: Tensor | None,
-    *,
-    differentiable: bool,
-) -> Tensor:
+def _evaluate(logits: Tensor, labels: Tensor, teacher: Tensor | None, terms: _Terms, *, differentiable: bool) -> Tensor:
     """The sums of the weighted losses, the cross-entropies and the divergences of positions, [3].
 
     Args:
@@ -246,7 +230,6 @@ def _evaluate(
         labels: [n].
         teacher: [n, V'], logits.
         terms: of the loss.
-        missed: [n]; see `combined_loss`.
         differentiable: whether a gradient is asked for.
     """
     totals = torch.zeros(3, dtype=torch.float32, device=logits.device)
@@ -263,25 +246,11 @@ def _evaluate(
         total = terms.weight * kl + terms.z_loss * log_z.square()
         if terms.weight < 1:  # the cross-entropy of a token without probability is infinite
             total = total + (1 - terms.weight) * lm
-        if missed is not None:
-            times = _times(found, missed[part])
-            total = total * times
         totals = totals + torch.stack([total.sum(), lm.sum(), kl.sum()])
         if differentiable:
             slope = _gradient(found, wanted, terms, log_z)
-            if missed is not None:
-                slope.mul_(times[:, None])
             rows.copy_(slope if terms.cap is None else slope.mul_(1 - (ours / terms.cap).square_()))
     return totals
-
-
-def _times(found: _LogProbabilities, tokens: Tensor) -> Tensor:
-    """How many times each position counts, [n], by the probabilities of a token, [n]; once where it is -100."""
-    assert found.teacher is not None
-    at = tokens.clamp(min=0)[:, None]
-    likelier = found.teacher.gather(1, at) - found.shared.gather(1, at)
-    times = likelier[:, 0].exp().nan_to_num(1).clamp(1, MOST_TIMES)  # no number for a token that neither predicts
-    return times.masked_fill(tokens == IGNORED, 1)
 
 
 def _gradient(found: _LogProbabilities, labels: Tensor, terms: _Terms, log_z: Tensor) -> Tensor:

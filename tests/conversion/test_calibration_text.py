@@ -12,7 +12,6 @@ from transformers.models.bart.modeling_bart import shift_tokens_right
 
 from gqa_convert.conversion.fit import calibration_text
 from gqa_convert.conversion.fit.calibration_text import Calibration, calibration_batches, calibration_tokens_for
-from gqa_convert.conversion.fit.stretched_blocks import MADE_UP
 from gqa_convert.data import sources
 from gqa_convert.data.hub import HubDataset
 from gqa_convert.errors import ConfigError, DataError, GQAConvertError, OptionError
@@ -104,8 +103,7 @@ def test_a_text_is_used_whole_where_it_is_short(tmp_path: Path, monkeypatch: pyt
     assert (made.tokens, made.sequence_length) == (len(tokens), LENGTH)
     shapes = [tuple(batch["input_ids"].shape) for batch in made.batches]
     assert shapes == [*[(2, 12)] * 4, (1, 12), (1, len(tokens) - 108)]
-    assert all(set(batch) == {"input_ids", MADE_UP} for batch in made.batches)
-    assert all(batch["input_ids"].dtype == torch.int64 and (batch[MADE_UP] < 0).all() for batch in made.batches)
+    assert all(set(batch) == {"input_ids"} and batch["input_ids"].dtype == torch.int64 for batch in made.batches)
     assert made.warning is not None
     assert f"has only {len(tokens)}" in made.warning
     assert f"{len(tokens)} tokens of {tmp_path / 'a.jsonl'}: 10 blocks of up to 12" in made.description

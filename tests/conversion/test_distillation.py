@@ -11,11 +11,8 @@ from torch import Tensor
 from torch.nn.functional import log_softmax
 
 from gqa_convert.conversion.fit import distillation, memory
-from gqa_convert.conversion.fit.attention_calls import inputs_of
 from gqa_convert.conversion.fit.layer_store import LayerStore
 from gqa_convert.conversion.fit.model_loading import open_model
-from gqa_convert.conversion.fit.stretched_blocks import MADE_UP
-from gqa_convert.losses import distillation as losses
 from tests.helpers import folding_cases as folded
 from tests.helpers.checkpoints import digests
 from tests.helpers.fitting import batches_for, fit, fitted, plan_of
@@ -56,23 +53,6 @@ def test_the_result_diverges_as_little_as_is_said(name: str, tmp_path: Path, mon
     assert kl.after < 0.97 * kl.before
     assert divergence(open_model(source), result, [batches[0]]) == pytest.approx(kl.after, rel=2e-3)
     assert distance(case.logits(result), case.logits(folded.placed(case, result, 3))) < folded.EXACT
-
-
-def test_the_stage_counts_made_up_tokens_so(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(distillation, "RATE", 2e-3)
-    plain = batches_for(open_model(llama), count=1) * 3
-    assert inputs_of({"input_ids": plain[0]["input_ids"], MADE_UP: plain[0]["input_ids"]}, "cpu").keys() == {
-        "input_ids"
-    }
-    marked = [batch | {MADE_UP: batch["input_ids"].roll(-1, 1)} for batch in plain]
-
-    def trained(name: str, fresh: list[dict[str, Tensor]]) -> dict[str, str]:
-        assert fitted(llama, tmp_path / name, steps=0, fresh=fresh, kl_steps=3)[1] == 3
-        return digests(tmp_path / name)
-
-    unmarked, weighted = trained("plain", plain), trained("marked", marked)
-    monkeypatch.setattr(losses, "MOST_TIMES", 1)
-    assert trained("once", marked) == unmarked != weighted
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from gqa_convert.conversion.fit.stretched_blocks import MADE_UP, SHORTEST, SPAN, stretched
-from gqa_convert.data.labels import IGNORED
+from gqa_convert.conversion.fit.stretched_blocks import SHORTEST, SPAN, stretched
 from gqa_convert.families.context_length import FARTHEST, reachable_context
 from tests.helpers.tiny import VOCAB, make_config, make_model
 
@@ -30,7 +29,6 @@ def test_every_second_block_is_stretched() -> None:
     assert (batch["attention_mask"] == 1).all()
     for row in (1, 3, 5):
         assert (batch["input_ids"][row] == ids[row]).all()
-        assert (batch[MADE_UP][row] == IGNORED).all()
         assert (batch["position_ids"][row] == np.arange(LENGTH)).all()
     for row in (0, 2, 4):
         found, positions = batch["input_ids"][row], batch["position_ids"][row]
@@ -39,9 +37,6 @@ def test_every_second_block_is_stretched() -> None:
             span = found[place : place + SPAN]
             assert (np.diff(span) == 1).all(), "one piece"
             assert ids[row, 0] <= span[0] <= span[-1] < ids[row, BEGIN], "of the rest of the block"
-        assert (batch[MADE_UP][row, BEGIN - 1 : -1] == found[BEGIN:]).all(), "what follows"
-        assert (batch[MADE_UP][row, : BEGIN - 1] == IGNORED).all()
-        assert batch[MADE_UP][row, -1] == IGNORED
         steps = np.diff(positions)
         assert positions[0] == 0
         assert (steps > 1).sum() == 1
@@ -50,14 +45,10 @@ def test_every_second_block_is_stretched() -> None:
 
 def test_what_is_not_stretched() -> None:
     short = np.arange(SHORTEST - 1)[None]
-    batch = stretched(short, 1, CONTEXT, 0, [True] * len(short))
-    assert batch.keys() == {"input_ids", MADE_UP}
-    assert (batch["input_ids"] == short).all()
+    assert stretched(short, 1, CONTEXT, 0, [True] * len(short)).keys() == {"input_ids"}
+    assert (stretched(short, 1, CONTEXT, 0, [True] * len(short))["input_ids"] == short).all()
     for context in (None, LENGTH):
-        batch = stretched(blocks(2), 0, context, 0, [True, False])
-        assert batch.keys() == {"input_ids", MADE_UP}
-        assert (batch[MADE_UP][0] == IGNORED).all()
-        assert batch[MADE_UP][1].tolist() == [*range(LENGTH + 1, 2 * LENGTH), IGNORED]
+        assert stretched(blocks(2), 0, context, 0, [True] * 2).keys() == {"input_ids"}
     assert stretched(blocks(2), 0, LENGTH + 1, 0, [True] * 2)["position_ids"][1, -1] == LENGTH
 
 

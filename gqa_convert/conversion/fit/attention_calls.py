@@ -6,10 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from gqa_convert.conversion.fit.stretched_blocks import MADE_UP
-
 Batch = Mapping[str, Tensor]
-"""The inputs of the model: tensors by argument, with a row for each sequence; and `MADE_UP`, which is none."""
+"""The inputs of the model: tensors by argument, with a row for each sequence."""
 
 _STATES = ("key_value_states", "encoder_hidden_states")
 """Keyword arguments for the states that keys and values are projected from, in cross-attention."""
@@ -20,11 +18,6 @@ _TOKENS_TOGETHER = 512
 def tokens_of(batch: Batch) -> Tensor:
     """[B, L], the tokens at whose positions the model predicts."""
     return batch["decoder_input_ids" if "decoder_input_ids" in batch else "input_ids"]
-
-
-def inputs_of(batch: Batch, device: Any) -> Batch:
-    """The arguments of the model's forward pass, on a device."""
-    return {name: tensor.to(device) for name, tensor in batch.items() if name != MADE_UP}
 
 
 def parts_of(batch: Batch) -> list[Batch]:

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 _HELD_OUT = 8
 """Times as many tokens are fitted on as the last stage of `fit` is judged by."""
-_SPARE = 1.125
-"""Times as many tokens of the model's own text are generated as are asked for."""
+_SPARE = 8
+"""One in so many tokens of the model's own text is spare."""
 
 Progress = Callable[[str, int, int], None]
 """Called with a label of `progress`, the tokens that are there and their number."""
@@ -68,7 +68,7 @@ def prepare_calibration(
         return own_text(
             folder,
             default_cache(),
-            tokens=math.ceil(_SPARE * count),
+            tokens=math.ceil(count * (_SPARE + 1) / _SPARE),
             seed=options.seed,
             device=device,
             conversations=conversations,

@@ -13,14 +13,13 @@ import torch
 from torch import Tensor
 
 from gqa_convert.checkpoint.provenance import Divergence
-from gqa_convert.conversion.fit.attention_calls import Batch, inputs_of, parts_of, tokens_of
+from gqa_convert.conversion.fit.attention_calls import Batch, parts_of, tokens_of
 from gqa_convert.conversion.fit.layer_store import LayerStore, layer_key
 from gqa_convert.conversion.fit.merged_attention import MergedAttention
 from gqa_convert.conversion.fit.model_loading import Precision, find_modules
 from gqa_convert.conversion.fit.optimizer import RelativeAdam, batch_order
 from gqa_convert.conversion.fit.progress import ALL_TOGETHER, FitProgress, OnProgress
 from gqa_convert.conversion.fit.source_layers import attention_of
-from gqa_convert.conversion.fit.stretched_blocks import MADE_UP
 from gqa_convert.conversion.fit.training_attention import TrainingAttention
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.losses.distillation import summed_divergence
@@ -69,7 +68,8 @@ class Student:
 
     def logits(self, batch: Batch) -> Tensor:
         """[B, L, vocabulary], of the source, or of the student inside `installed`."""
-        logits: Tensor = self.model(**inputs_of(batch, self.model.device), use_cache=False).logits
+        moved = {name: tensor.to(self.model.device) for name, tensor in batch.items()}
+        logits: Tensor = self.model(**moved, use_cache=False).logits
         return logits
 
     def divergence(self, batches: Sequence[Batch], weights: AllWeights) -> float:
@@ -125,7 +125,7 @@ def train_together(
             with torch.no_grad(), student.precision():
                 wanted = student.logits(part)
             with torch.enable_grad(), student.precision(), TrainingAttention(), student.installed(optimizer.layers):
-                divergence = summed_divergence(student.logits(part), wanted, part.get(MADE_UP))
+                divergence = summed_divergence(student.logits(part), wanted)
                 torch.autograd.backward(divergence / tokens_of(batches[number]).numel())
         optimizer.step()
         on_progress(FitProgress(ALL_TOGETHER, done, steps, f"step {done:,} of {steps:,}, KL {before:.3f} before"))

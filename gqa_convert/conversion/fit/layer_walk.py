@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gqa_convert.conversion.fit.attention_calls import AttentionCall, Batch, CapturedAttention, inputs_of
+from gqa_convert.conversion.fit.attention_calls import AttentionCall, Batch, CapturedAttention
 from gqa_convert.conversion.fit.model_loading import find_modules, running_device, wrapped_forward
 from gqa_convert.conversion.fit.residual_stream import StreamPlace, find_stream, first_tensor, on_passing
 from gqa_convert.errors import UnsupportedFamilyError
@@ -86,7 +86,7 @@ class LayerWalk:
     ) -> None:
         self.model, self.projection, self._precision = model, projection, precision
         device = running_device(model)
-        self.batches = [inputs_of(batch, device) for batch in batches]
+        self.batches = [{name: tensor.to(device) for name, tensor in batch.items()} for batch in batches]
         self.modules = find_modules(model, names)
         self.places: dict[str, StreamPlace] = {}
         self.layers: list[WalkedLayer] = []

@@ -13,13 +13,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from gqa_convert.data.labels import IGNORED
 from gqa_convert.data.order import Integers, mix
 
-MADE_UP = "made_up"
-"""The name, in a batch, of the next tokens that are made up: records, and spans that are copied. It is no argument of the
-model.
-"""
 SPAN = 32
 """Tokens of a copied span."""
 SHORTEST = 16 * SPAN
@@ -27,46 +22,45 @@ SHORTEST = 16 * SPAN
 _EVERY = 2
 
 
+def stretches(length: int, context: int | None) -> bool:
+    """Whether blocks of this length are stretched: if the context is longer, and the block long enough to copy from."""
+    return context is not None and context > length >= SHORTEST
+
+
 def stretched(ids: Integers, first: int, context: int | None, seed: int, copied: Sequence[bool]) -> dict[str, Integers]:
-    """A batch of blocks, of which every second one is stretched, if the context is longer and they are not too short to copy
-    from.
+    """A batch of blocks, of which every second one is stretched.
 
     Args:
         ids: tokens [b, L].
         first: the number of the first block among all; odd ones are stretched.
         context: the position up to which they skip; None leaves all blocks as they are.
         seed: of the spans and the positions.
-        copied: for each block, whether spans are copied over its end; made-up blocks, which are not copied over, are made
-            up as a whole.
+        copied: for each block, whether spans are copied over its end.
 
     Returns:
         The arguments of the model's forward pass: `input_ids` [b, L], and where blocks are stretched also
         `position_ids` [b, L] and `attention_mask` [b, L] of ones, without which transformers takes a skip for the
-        beginning of another text. And `MADE_UP`, [b, L], where the next token is made up, and -100 elsewhere.
+        beginning of another text.
     """
     length = ids.shape[1]
-    ids, made_up = ids.copy(), np.array([[not each] * length for each in copied])
-    batch = {"input_ids": ids}
-    if context is not None and context > length >= SHORTEST:
-        positions = np.tile(np.arange(length), (len(ids), 1))
-        for row in range(len(ids)):
-            if (first + row) % _EVERY:
-                chance = random.Random(mix(seed, first + row))
-                if copied[row]:
-                    made_up[row, _copy_spans(ids[row], chance)] = True
-                place = chance.randrange(length // 8, length - length // 8)
-                most = context - length
-                least = min(most, length // 8)
-                positions[row, place:] += round(least * (most / least) ** chance.random())
-        batch |= {"position_ids": positions, "attention_mask": np.ones_like(ids)}
-    made_up[:, 0] = False
-    return batch | {MADE_UP: np.roll(np.where(made_up, ids, IGNORED), -1, axis=1)}
+    if not stretches(length, context):
+        return {"input_ids": ids}
+    assert context is not None
+    ids, positions = ids.copy(), np.tile(np.arange(length), (len(ids), 1))
+    for row in range(len(ids)):
+        if (first + row) % _EVERY:
+            chance = random.Random(mix(seed, first + row))
+            if copied[row]:
+                _copy_spans(ids[row], chance)
+            place = chance.randrange(length // 8, length - length // 8)
+            most = context - length
+            least = min(most, length // 8)
+            positions[row, place:] += round(least * (most / least) ** chance.random())
+    return {"input_ids": ids, "position_ids": positions, "attention_mask": np.ones_like(ids)}
 
 
-def _copy_spans(tokens: Integers, chance: random.Random) -> slice:
-    """Copy spans over the end, and return which tokens they are."""
+def _copy_spans(tokens: Integers, chance: random.Random) -> None:
     begin = len(tokens) - len(tokens) // 4
     for place in range(begin, len(tokens) - SPAN + 1, SPAN):
         start = chance.randrange(begin - SPAN)
         tokens[place : place + SPAN] = tokens[start : start + SPAN]
-    return slice(begin, place + SPAN)

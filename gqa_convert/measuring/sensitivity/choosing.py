@@ -22,7 +22,7 @@ from gqa_convert.checkpoint.headers import ITEM_BYTES
 from gqa_convert.checkpoint.paths import local_path
 from gqa_convert.checkpoint.publication import check_destination
 from gqa_convert.checkpoint.source import Checkpoint, open_local
-from gqa_convert.conversion.fit.attention_calls import Batch, tokens_of
+from gqa_convert.conversion.fit.attention_calls import Batch
 from gqa_convert.conversion.fit.batches import prepare_calibration
 from gqa_convert.conversion.fit.defaults import BUILT_IN_TOKENS, plan_conversion, why_no_text
 from gqa_convert.conversion.fit.layer_store import LayerStore
@@ -49,6 +49,7 @@ from gqa_convert.measuring.sensitivity.merged_copies import (
     SensitivityInputs,
     open_inputs,
     score_copies,
+    tokens_of,
 )
 from gqa_convert.merging.methods import DEFAULT
 
@@ -148,7 +149,7 @@ def made_up_batches(plan: Plan, held_out: Batches, seed: int) -> list[Batch]:
         held_out: batches of text.
         seed: of the records.
     """
-    if is_encoder_decoder(plan.checkpoint.config):
+    if "input_ids" not in held_out[0] or is_encoder_decoder(plan.checkpoint.config):
         return []
     sizes = [len(batch["input_ids"]) for batch in held_out]
     length = held_out[0]["input_ids"].shape[1]

@@ -189,8 +189,7 @@ def _measure(
 ) -> tuple[JsonObject, HeldOutLosses]:
     """A description of the text, and the losses of the source and of a copy with all layers merged for each candidate."""
     calibration = prepare_calibration(plan, text, progress)
-    from gqa_convert.conversion.fit.attention_calls import tokens_of
-    from gqa_convert.measuring.sensitivity.merged_copies import count_predicted, open_inputs, score_copies
+    from gqa_convert.measuring.sensitivity.merged_copies import count_predicted, open_inputs, score_copies, tokens_of
 
     copies = [{layer.module: count for layer in plan.layers} for count in candidates]
     with open_inputs(plan, calibration.batches, text) as inputs:

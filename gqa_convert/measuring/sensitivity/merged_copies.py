@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gqa_convert.checkpoint.devices import chosen_device
-from gqa_convert.conversion.fit.attention_calls import Batch, tokens_of
+from gqa_convert.conversion.fit.attention_calls import Batch
 from gqa_convert.conversion.fit.layer_store import LayerStore
 from gqa_convert.conversion.fit.layer_walk import Installing, LayerWalk
 from gqa_convert.conversion.fit.merged_attention import check_holds
@@ -124,6 +124,11 @@ def open_inputs(
         merge = ShortFits(store, options).merge
     with open_layers(plan) as read_layer:
         yield SensitivityInputs(plan, model, read_layer, before, held_out, merge, precision)
+
+
+def tokens_of(batch: Batch) -> Tensor:
+    """[B, L], the tokens that a model reads: those of what is said, where it hears."""
+    return batch["input_ids"] if "input_ids" in batch else batch["decoder_input_ids"]
 
 
 def predicted_tokens(batch: Batch) -> Tensor:
