@@ -22,6 +22,7 @@ from gqa_convert.data.token_files import OnTokenize
 from gqa_convert.errors import DataError, OptionError
 from gqa_convert.families import loading
 from gqa_convert.families.context_length import stated_positions
+from gqa_convert.families.generating import generating_with
 
 GENERATING = "generating text"
 """The label of progress."""
@@ -114,7 +115,6 @@ class _Writer:
 
     def __init__(self, checkpoint: Checkpoint, device: str) -> None:
         import torch
-        from transformers import GenerationConfig
 
         name = checkpoint.source_id
         folder = checkpoint.local_folder
@@ -135,10 +135,7 @@ class _Writer:
         ends = model.generation_config.eos_token_id or tokenizer.eos_token_id
         self._ends = ends if isinstance(ends, list) else [ends]
         self._pad = (self._ends[0] or 0) if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-        # a model's own settings, such as a repetition penalty, would change its distribution
-        self._model.generation_config = GenerationConfig(
-            eos_token_id=ends, pad_token_id=self._pad, do_sample=True, top_k=0
-        )
+        self._settings = {"eos_token_id": ends, "pad_token_id": self._pad, "do_sample": True, "top_k": 0}
 
     def documents(self, seed: int) -> tuple[list[dict[str, Any]], int]:
         """A batch of texts as rows, without empty ones, and the tokens generated."""
@@ -184,7 +181,7 @@ class _Writer:
         rows = [[self._pad] * left + [*ids] for left, ids in zip(padding, beginnings, strict=True)]
         mask = [[0] * left + [1] * (width - left) for left in padding]
         ids, mask = (torch.tensor(each, device=self._model.device) for each in (rows, mask))
-        with torch.inference_mode():
+        with generating_with(self._model, **self._settings), torch.inference_mode():
             made = self._model.generate(ids, attention_mask=mask, max_new_tokens=most)
         texts = []
         for tokens in made[:, width:].tolist():

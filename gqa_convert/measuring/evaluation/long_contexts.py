@@ -10,12 +10,13 @@ import torch
 from gqa_convert.data.model_tokenizer import check_vocabulary
 from gqa_convert.data.order import mix
 from gqa_convert.errors import OptionError
+from gqa_convert.families.generating import generating_with
 from gqa_convert.measuring import StageProgress, no_progress
 from gqa_convert.measuring.evaluation.candidates import CAUSAL, Candidate, common_length
 from gqa_convert.measuring.evaluation.comparison import Mean, mean, with_errors
 from gqa_convert.measuring.evaluation.examples import Array, Example, Integers, Material
 from gqa_convert.measuring.evaluation.forward import Scored, score
-from gqa_convert.measuring.evaluation.retrieval import LENGTHS, QUESTIONS, Answer, ask, generating_with, share_found
+from gqa_convert.measuring.evaluation.retrieval import LENGTHS, QUESTIONS, Answer, ask, share_found
 from gqa_convert.measuring.evaluation.retrieval_texts import KINDS, filler, text_beginnings
 from gqa_convert.measuring.results import AskedQuestions, Found, Retrieval
 

@@ -10,8 +10,7 @@ Those of one text are alike, so standard errors are computed over texts.
 """
 
 import copy
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gqa_convert.families.generating import generating_with
 from gqa_convert.measuring import StageProgress, no_progress
 from gqa_convert.measuring.evaluation.comparison import Mean, mean
 from gqa_convert.measuring.evaluation.retrieval_texts import PER_TEXT, Question, RetrievalText, make_text
@@ -82,19 +82,6 @@ def ask(
                     answers.append(Answer(**vars(question), written=each))
                 progress(place * count + number + 1, len(lengths) * count)
     return answers
-
-
-@contextmanager
-def generating_with(model: Any, **settings: Any) -> Iterator[None]:
-    """The model with these settings for generation and none of its own, such as a repetition penalty."""
-    from transformers import GenerationConfig
-
-    stated = model.generation_config
-    model.generation_config = GenerationConfig(**settings)
-    try:
-        yield
-    finally:
-        model.generation_config = stated
 
 
 def continuations(model: Any, text: RetrievalText, batch: int) -> list[Tensor]:

@@ -1,0 +1,36 @@
+"""Generation: the kernel that a decoding step takes on a CPU, and what is put back after it."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from gqa_convert.families.generating import generating_with
+from tests.helpers.tiny import make_config, make_model
+
+WRITTEN = 3
+
+
+def test_a_step_reads_each_kv_head_once_and_writes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = make_model(make_config("llama", kv_heads=3))
+    attention = torch.nn.functional.scaled_dot_product_attention
+    queries: list[tuple[int, int]] = []
+
+    def seen(query: torch.Tensor, key: torch.Tensor, *others: Any, **options: Any) -> torch.Tensor:
+        queries.append((query.shape[1], key.shape[1]))
+        return attention(query, key, *others, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", seen)
+    settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": WRITTEN, "pad_token_id": 0}
+    prompt = torch.tensor([[5, 3, 8, 2]])
+    usual = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    with generating_with(model, **settings):
+        written = model.generate(prompt)
+    layers = model.config.num_hidden_layers
+    assert len(queries) == WRITTEN * layers
+    assert queries[layers:] == [(3, 3)] * (WRITTEN - 1) * layers, (
+        "the query heads of a K/V head are rows of one product"
+    )
+    assert ALL_ATTENTION_FUNCTIONS["sdpa"] is usual
+    assert torch.equal(written, model.generate(prompt, **settings))
