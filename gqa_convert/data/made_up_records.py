@@ -10,6 +10,7 @@ import json
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -64,27 +65,15 @@ class _Records:
         """The records with their keys as the first field."""
         return [{self.subject: key} | fields for key, fields in self.fields.items()]
 
-    def _table(self, separator: str, edge: str = "") -> Lines:
+    def table(self, separator: str = ",", edge: str = "") -> Lines:
         rows = self._rows()
         return [f"{edge}{separator.join(cells)}{edge[::-1]}" for cells in (rows[0], *(row.values() for row in rows))]
-
-    def commas(self) -> Lines:
-        return self._table(",")
-
-    def tabs(self) -> Lines:
-        return self._table("\t")
-
-    def bars(self) -> Lines:
-        return self._table(" | ", "| ")
 
     def json_lines(self) -> Lines:
         return [json.dumps(row) for row in self._rows()]
 
     def json_object(self) -> Lines:
-        found: dict[str, Any] = dict(self.fields)
-        for key, fields in self.fields.items():
-            if len(fields) == 1:
-                (found[key],) = fields.values()
+        found = {key: fields if len(fields) > 1 else next(iter(fields.values())) for key, fields in self.fields.items()}
         return json.dumps(found, indent=2).splitlines()
 
     def settings(self) -> Lines:
@@ -136,9 +125,9 @@ class _Records:
 
 
 _WAYS_TO_STATE = (
-    _Records.commas,
-    _Records.tabs,
-    _Records.bars,
+    _Records.table,
+    partial(_Records.table, separator="\t"),
+    partial(_Records.table, separator=" | ", edge="| "),
     _Records.json_lines,
     _Records.json_object,
     _Records.settings,
@@ -156,7 +145,7 @@ _WAYS_TO_ASK = (
     _Records.json_lines,
     _Records.sentences,
     _Records.assignments,
-    _Records.commas,
+    _Records.table,
 )
 
 

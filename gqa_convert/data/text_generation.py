@@ -7,7 +7,7 @@ begins a user's message, so that the model asks itself, and then answers (Xu et 
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,14 +18,11 @@ from gqa_convert.checkpoint.paths import local_path
 from gqa_convert.checkpoint.source import Checkpoint, open_checkpoint
 from gqa_convert.data.model_tokenizer import check_vocabulary
 from gqa_convert.data.order import mix
-from gqa_convert.data.token_files import OnTokenize
 from gqa_convert.errors import DataError, OptionError
 from gqa_convert.families import loading
 from gqa_convert.families.context_length import stated_positions
 from gqa_convert.families.generating import generating_with
 
-GENERATING = "generating text"
-"""The label of progress."""
 LENGTH = 512
 """The most tokens of one text."""
 QUESTION = 96
@@ -63,7 +60,7 @@ def own_text(
     device: str | None = None,
     conversations: bool = False,
     origin: Checkpoint | None = None,
-    progress: OnTokenize = lambda *_: None,
+    progress: Callable[[int, int], None] = lambda *_: None,
 ) -> OwnText:
     """The text that a checkpoint writes, generated unless the cache has it.
 
@@ -77,7 +74,7 @@ def own_text(
         device: such as `cpu` or `cuda:1`; None for a GPU if there is one.
         conversations: of one question and one answer, in place of documents.
         origin: the checkpoint that the user named, where `model` is another form of it in a temporary folder.
-        progress: called with a label, the tokens that are generated and their number.
+        progress: called with the tokens that are generated and their number.
 
     Raises:
         OptionError: the model is an encoder-decoder.
@@ -102,9 +99,9 @@ def own_text(
         while done < tokens:
             written, count = write(mix(seed, batches))
             rows += written
-            done += count
+            done += count or BATCH  # all of them ended at once
             batches += 1
-            progress(GENERATING, min(done, tokens), tokens)
+            progress(min(done, tokens), tokens)
         cache.mkdir(parents=True, exist_ok=True)
         write_whole(file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
     return OwnText(file, label)
@@ -126,21 +123,21 @@ class _Writer:
         begin = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
         if begin is None:
             raise DataError("the tokenizer has no token that begins a document: name text instead")
-        check_vocabulary(config, max(begin, tokenizer.pad_token_id or 0), folder)
+        if tokenizer.pad_token is None:
+            tokenizer.pad_token = tokenizer.convert_ids_to_tokens(begin)
+        check_vocabulary(config, max(begin, tokenizer.pad_token_id), folder)
         self._begin = int(begin)
         self._context = stated_positions(config)
         dtype = torch.bfloat16 if loading.multiplies_bfloat16(torch.device(device)) else torch.float32
         model, _ = loading.load_model(folder, dtype)
         self._model = model.to(device).eval()
         ends = model.generation_config.eos_token_id or tokenizer.eos_token_id
-        self._ends = ends if isinstance(ends, list) else [ends]
-        self._pad = (self._ends[0] or 0) if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-        self._settings = {"eos_token_id": ends, "pad_token_id": self._pad, "do_sample": True, "top_k": 0}
+        self._settings = {"eos_token_id": ends, "pad_token_id": tokenizer.pad_token_id, "do_sample": True, "top_k": 0}
 
     def documents(self, seed: int) -> tuple[list[dict[str, Any]], int]:
         """A batch of texts as rows, without empty ones, and the tokens generated."""
         sampled = self._sampled([[self._begin]] * BATCH, seed, LENGTH)
-        return [{"text": text} for text in self._texts(sampled)], sum(map(len, sampled))
+        return [{"text": text} for text in self._texts(sampled)], self._count(sampled)
 
     def conversations(self, seed: int) -> tuple[list[dict[str, Any]], int]:
         """A batch of conversations that have a question as rows, and the tokens generated for them."""
@@ -160,34 +157,31 @@ class _Writer:
             rows.append(
                 {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answered}]}
             )
-        return rows, sum(map(len, asked)) + sum(map(len, answers))
+        return rows, self._count(asked) + self._count(answers)
 
-    def _texts(self, sampled: Sequence[Sequence[int]]) -> list[str]:
+    def _count(self, sampled: Any) -> int:
+        return int((sampled != self._tokenizer.pad_token_id).sum())
+
+    def _texts(self, sampled: Any) -> list[str]:
         return [text for text in self._tokenizer.batch_decode(sampled, skip_special_tokens=True) if text.strip()]
 
-    def _sampled(self, beginnings: Sequence[Sequence[int]], seed: int, most: int) -> list[list[int]]:
-        """The tokens that the model writes behind each beginning, at most so many and as its context allows, up to the first
-        end-of-text, which is included.
+    def _sampled(self, beginnings: Sequence[Sequence[int]], seed: int, most: int) -> Any:
+        """The tokens that the model writes behind each beginning, at most so many and as its context allows, with padding
+        behind the end of a text.
         """
         import torch
 
         torch.manual_seed(seed)
-        width = max(map(len, beginnings))
+        given = {"input_ids": beginnings}
+        rows = self._tokenizer.pad(given, padding_side="left", return_attention_mask=True, return_tensors="pt")
+        width = rows["input_ids"].shape[1]
         if self._context is not None:
             most = min(most, self._context - width)
         if most < 1:
             raise DataError(f"a conversation does not fit the model's {self._context} positions: name text instead")
-        padding = [width - len(beginning) for beginning in beginnings]
-        rows = [[self._pad] * left + [*ids] for left, ids in zip(padding, beginnings, strict=True)]
-        mask = [[0] * left + [1] * (width - left) for left in padding]
-        ids, mask = (torch.tensor(each, device=self._model.device) for each in (rows, mask))
         with generating_with(self._model, **self._settings), torch.inference_mode():
-            made = self._model.generate(ids, attention_mask=mask, max_new_tokens=most)
-        texts = []
-        for tokens in made[:, width:].tolist():
-            end = next((at + 1 for at, token in enumerate(tokens) if token in self._ends), len(tokens))
-            texts.append(tokens[:end])
-        return texts
+            made = self._model.generate(**rows.to(self._model.device), max_new_tokens=most)
+        return made[:, width:]
 
 
 def has_chat_template(tokenizer: Any) -> bool:

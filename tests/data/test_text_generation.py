@@ -35,7 +35,7 @@ def short(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def test_it_is_generated_once_for_each_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[int, int]] = []
-    own = own_text(DEMO, tmp_path / "here", **SMALL, progress=lambda _, done, total: seen.append((done, total)))
+    own = own_text(DEMO, tmp_path / "here", **SMALL, progress=lambda done, total: seen.append((done, total)))
     assert own.label == "demo_checkpoint's own text (at least 40 tokens at temperature 1, seed 0)"
     assert seen[-1] == (40, 40)
     other = own_text(DEMO, tmp_path / "there", **SMALL)

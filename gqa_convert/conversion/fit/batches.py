@@ -73,7 +73,7 @@ def prepare_calibration(
             device=device,
             conversations=conversations,
             origin=plan.checkpoint.origin,
-            progress=lambda _, done, total: progress(OWN_TEXT, done, total),
+            progress=partial(progress, OWN_TEXT),
         )
 
     named = each_of(options.source)

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from gqa_convert.checkpoint.strict_json import Config
 from gqa_convert.conversion.fit.mixed_text import MadeUpRecords, SharedText
 from gqa_convert.conversion.fit.options import BATCH_TOKENS, each_of
-from gqa_convert.conversion.fit.stretched_blocks import stretched, stretches
+from gqa_convert.conversion.fit.stretched_blocks import stretched
 from gqa_convert.data.decoder_start import decoder_start
 from gqa_convert.data.documents import Piece
 from gqa_convert.data.encoders import text_encoder
@@ -174,8 +174,7 @@ def calibration_batches(
     used, number = sum(lengths), len(lengths)
     length = made[0]["input_ids"].shape[1]
     count = f"{number} block{'s' if number != 1 else ''} of {'up to ' if len({*lengths}) > 1 else ''}{length}"
-    is_stretched = blocks.kind == "causal" and stretches(blocks.length, context)
-    reaching = f", every second one stretched to {context} positions" if is_stretched else ""
+    reaching = f", every second one stretched to {context} positions" if "position_ids" in made[0] else ""
     warning = None
     if used < tokens:
         warning = f"{label} has only {used} of the {tokens} calibration tokens requested: all of them are used; more text may give a better merge"

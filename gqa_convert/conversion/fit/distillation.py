@@ -20,7 +20,6 @@ from gqa_convert.conversion.fit.model_loading import Precision, find_modules
 from gqa_convert.conversion.fit.optimizer import RelativeAdam, batch_order
 from gqa_convert.conversion.fit.progress import ALL_TOGETHER, FitProgress, OnProgress
 from gqa_convert.conversion.fit.source_layers import attention_of
-from gqa_convert.conversion.fit.training_attention import TrainingAttention
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.losses.distillation import summed_divergence
 from gqa_convert.merging.attention_heads import LayerLayout, Tensors
@@ -124,7 +123,7 @@ def train_together(
         for part in parts_of(batches[number]):  # a backward pass needs memory for a part
             with torch.no_grad(), student.precision():
                 wanted = student.logits(part)
-            with torch.enable_grad(), student.precision(), TrainingAttention(), student.installed(optimizer.layers):
+            with torch.enable_grad(), student.precision(), student.installed(optimizer.layers):
                 divergence = summed_divergence(student.logits(part), wanted)
                 torch.autograd.backward(divergence / tokens_of(batches[number]).numel())
         optimizer.step()

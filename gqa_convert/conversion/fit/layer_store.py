@@ -67,7 +67,7 @@ class LayerStore:
         real = Path(os.path.realpath(out))
         self.path = real.parent / f".{real.name}.gqa-merging"
         self._out, self._keep = out, keep
-        self._fingerprint = json.dumps(dict(fingerprint), sort_keys=True).encode()
+        self._fingerprint = json.dumps(fingerprint, sort_keys=True).encode()
         self._lock: int | None = None
 
     def __enter__(self) -> "LayerStore":

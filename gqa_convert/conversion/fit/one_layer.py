@@ -22,7 +22,6 @@ from gqa_convert.conversion.fit.model_loading import Precision
 from gqa_convert.conversion.fit.optimizer import RelativeAdam, batch_order
 from gqa_convert.conversion.fit.source_layers import SourceLayer
 from gqa_convert.conversion.fit.statistics import Regression, best_strength, moments_of
-from gqa_convert.conversion.fit.training_attention import TrainingAttention
 from gqa_convert.merging.attention_heads import Heads, Tensors, regroup_heads, rows_first
 from gqa_convert.merging.head_grouping import find_head_order, reorder_heads
 from gqa_convert.merging.key_trials import key_trials
@@ -181,7 +180,7 @@ class OneLayer:
         for done, number in enumerate(batch_order(len(calls), steps, self._options.seed)):
             self._tell(f"gradient steps {done:,} of {steps:,}")
             target = calls[number].between(share)
-            with torch.enable_grad(), TrainingAttention():
+            with torch.enable_grad():
                 output, _ = self._run(calls[number], optimizer.layers[0])
                 torch.autograd.backward(squared(output.float() - target) / (target.numel() * mean_square or 1.0))
             optimizer.step()

@@ -22,13 +22,9 @@ SHORTEST = 16 * SPAN
 _EVERY = 2
 
 
-def stretches(length: int, context: int | None) -> bool:
-    """Whether blocks of this length are stretched: if the context is longer, and the block long enough to copy from."""
-    return context is not None and context > length >= SHORTEST
-
-
 def stretched(ids: Integers, first: int, context: int | None, seed: int, copied: Sequence[bool]) -> dict[str, Integers]:
-    """A batch of blocks, of which every second one is stretched.
+    """A batch of blocks, of which every second one is stretched if the context is longer, and the block long enough to
+    copy from.
 
     Args:
         ids: tokens [b, L].
@@ -43,9 +39,8 @@ def stretched(ids: Integers, first: int, context: int | None, seed: int, copied:
         beginning of another text.
     """
     length = ids.shape[1]
-    if not stretches(length, context):
+    if context is None or not SHORTEST <= length < context:
         return {"input_ids": ids}
-    assert context is not None
     ids, positions = ids.copy(), np.tile(np.arange(length), (len(ids), 1))
     for row in range(len(ids)):
         if (first + row) % _EVERY:

@@ -149,7 +149,7 @@ def made_up_batches(plan: Plan, held_out: Batches, seed: int) -> list[Batch]:
         held_out: batches of text.
         seed: of the records.
     """
-    if "input_ids" not in held_out[0] or is_encoder_decoder(plan.checkpoint.config):
+    if is_encoder_decoder(plan.checkpoint.config):
         return []
     sizes = [len(batch["input_ids"]) for batch in held_out]
     length = held_out[0]["input_ids"].shape[1]
