@@ -74,6 +74,24 @@ def test_it_is_what_generate_samples(tmp_path: Path) -> None:
     assert texts == [text for text in expected if text.strip()]
 
 
+def test_a_model_that_ends_every_text_at_once_is_not_asked_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    padding = AutoTokenizer.from_pretrained(DEMO).pad_token_id
+    left = iter([torch.full((8, 3), padding)] * 5)
+    monkeypatch.setattr("gqa_convert.data.text_generation._Writer._sampled", lambda *_: next(left))
+    assert own_text(DEMO, tmp_path, **SMALL).texts() == []
+    assert next(left, None) is None
+
+
+def test_a_tokenizer_without_padding(tmp_path: Path) -> None:
+    shutil.copytree(DEMO, tmp_path / "source")
+    edit_json(tmp_path / "source" / "tokenizer_config.json", pad_token=None)
+    assert AutoTokenizer.from_pretrained(tmp_path / "source").pad_token_id is None
+    made = own_text(tmp_path / "source", tmp_path / "here", **SMALL)
+    assert made.texts() == own_text(DEMO, tmp_path / "there", **SMALL).texts()
+
+
 def test_conversations_begin_where_the_template_lets_a_user_speak(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
