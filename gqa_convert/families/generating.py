@@ -4,8 +4,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor
-
 _ROOM = 256
 """Tokens for which memory is taken at once."""
 
@@ -33,7 +31,7 @@ def generating_with(model: Any, **settings: Any) -> Iterator[None]:
         model.generation_config = stated
 
 
-def _update(layer: Any, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+def _update(layer: Any, keys: Any, values: Any, *_: Any, **__: Any) -> tuple[Any, Any]:
     """Add to a layer's cache; returns all its keys and values."""
     if not layer.is_initialized:
         layer.lazy_initialization(keys, values)
@@ -41,7 +39,7 @@ def _update(layer: Any, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tup
     return layer.keys, layer.values
 
 
-def _appended(kept: Tensor, new: Tensor) -> Tensor:
+def _appended(kept: Any, new: Any) -> Any:
     """[B, N, S + L, c], of [B, N, S, c] or nothing and [B, N, L, c]: the beginning of a tensor with room for more, in
     which the heads' strides tell how much.
     """
