@@ -116,3 +116,7 @@ def test_where_it_runs(calls: list[int]) -> None:
     assert not runs(*own, dropout_p=0.5)
     long = torch.empty(1, 4, attention.LENGTHS.stop, 1, requires_grad=True)
     assert not runs(long, long, long)
+    shared = query, *(tensor[:, :1].expand_as(tensor) for tensor in (key, value))
+    with attention.TrainingAttention(1):
+        found = scaled_dot_product_attention(*shared, is_causal=True, scale=0.3)
+    torch.testing.assert_close(found, scaled_dot_product_attention(*shared, is_causal=True, scale=0.3))
