@@ -20,6 +20,7 @@ from itertools import islice
 from pathlib import Path
 from random import Random
 
+from gqa_convert.checkpoint.atomic_files import write_whole
 from gqa_convert.data.documents import Fields
 from gqa_convert.data.made_up_records import made_up_records
 from gqa_convert.data.sources import as_source, open_source
@@ -67,6 +68,8 @@ def main() -> None:
     parser.add_argument("--texts", type=int, default=250, help="of some 16,000 tokens each; default 250")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
+    if options.texts < 1:
+        parser.error(f"--texts is {options.texts}: expected 1 or more")
     if options.out.exists():
         parser.error(f"{options.out} exists: name another file")
     try:
@@ -77,9 +80,9 @@ def main() -> None:
         parser.error(
             f"{options.text} has no paragraphs of {PARAGRAPH.start} to {PARAGRAPH.stop} characters between empty lines"
         )
-    with options.out.open("x", encoding="utf-8") as file:
-        for text in islice(asked_later(options.seed, paragraphs), options.texts):
-            file.write(json.dumps({"text": text}) + "\n")
+    texts = islice(asked_later(options.seed, paragraphs), options.texts)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(options.out, "".join(json.dumps({"text": text}) + "\n" for text in texts).encode())
 
 
 if __name__ == "__main__":

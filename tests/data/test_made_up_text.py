@@ -30,7 +30,7 @@ def test_questions_and_copies_follow_what_they_ask_for() -> None:
 
 
 def test_a_file_is_written_and_never_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    source, out = tmp_path / "prose.txt", tmp_path / "made-up.jsonl"
+    source, out = tmp_path / "prose.txt", tmp_path / "new" / "made-up.jsonl"
     source.write_text("\n\n".join(PARAGRAPHS), "utf-8")
     monkeypatch.setattr("sys.argv", ["made_up_text.py", str(source), str(out), "--texts", "2"])
     runpy.run_path(str(SCRIPT), run_name="__main__")
