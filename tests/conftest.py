@@ -1,6 +1,7 @@
 """Settings and fixtures of the whole suite."""
 
 import gc
+import json
 import os
 import sys
 from collections.abc import Callable, Generator, Iterator
@@ -9,6 +10,8 @@ from typing import Any
 
 import hypothesis
 import pytest
+
+from gqa_convert.checkpoint.devices import STATED
 
 pytest.register_assert_rewrite("tests.helpers")
 
@@ -57,6 +60,13 @@ def environment_restored() -> Iterator[None]:
     if os.environ != before:
         os.environ.clear()
         os.environ.update(before)
+
+
+@pytest.fixture(params=[True, False], ids=["fast bfloat16", "slow bfloat16"])
+def fast_bfloat16(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether the processor has instructions for bfloat16: what depends on it is tested under both answers."""
+    monkeypatch.setenv(STATED, json.dumps({"bfloat16": request.param}))
+    return bool(request.param)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -26,7 +26,7 @@ from torch import Tensor
 from benchmarks.pages import table
 from gqa_convert.conversion.fit.mixed_text import MadeUpRecords
 from gqa_convert.data.order import Integers
-from gqa_convert.families.loading import load_model, load_tokenizer
+from gqa_convert.families.loading import cache_name, load_model, load_tokenizer
 from gqa_convert.measuring.evaluation.retrieval_texts import RetrievalText, make_text
 
 PARTS = {
@@ -80,9 +80,10 @@ def answer_losses(model: Any, tokenizer: Any, text: RetrievalText) -> list[float
     read = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(model.device)
     with torch.inference_mode():
         beginning = torch.tensor([text.questions[0].prompt[: text.shared]], device=model.device)
-        cache = model(beginning, use_cache=True, logits_to_keep=1).past_key_values
+        name = cache_name(model)
+        cache = getattr(model(beginning, use_cache=True, logits_to_keep=1), name)
         cache.batch_repeat_interleave(len(rows))
-        logits = model(read, past_key_values=cache).logits.float().log_softmax(-1)
+        logits = model(read, **{name: cache}).logits.float().log_softmax(-1)
     losses = []
     for row, answer, scores in zip(rows, answers, logits, strict=True):
         predicted = scores[len(row) - len(answer) - 1 : len(row) - 1]

@@ -1,17 +1,53 @@
-"""The device of a computation: the user's choice, or a GPU if there is one."""
+"""What the program asks the machine: which device to compute on, how much memory is free, what is fast.
 
+A test states the answers by an environment variable, so that a run on one machine shows what another would do.
+"""
+
+import json
+import os
 import re
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from gqa_convert.errors import OptionError
+
+STATED = "GQA_CONVERT_MACHINE"
+"""The environment variable that tests set: a JSON object of answers, by the names that `_stated` is called with."""
+
+PROC, _GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
 _OF_GPUS = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/dev/kfd")
 """Files of the drivers of GPUs (NVIDIA's, those in WSL, AMD's)."""
 
 
+def _stated(name: str) -> Any:
+    """A test's answer to a question; None where the machine answers."""
+    return json.loads(os.environ.get(STATED, "{}")).get(name)
+
+
 def has_gpu_driver() -> bool:
     """Whether this machine may have a GPU, found without importing torch."""
-    return any(Path(file).exists() for file in _OF_GPUS)
+    stated = _stated("gpu_driver")
+    return any(Path(file).exists() for file in _OF_GPUS) if stated is None else bool(stated)
+
+
+def usable_cores() -> int:
+    """The number of processor cores that this process may use."""
+    return _stated("cores") or len(os.sched_getaffinity(0))
+
+
+def multiplies_bfloat16(device: Any) -> bool:
+    """Whether a torch device has instructions for products of bfloat16, which are slow without them."""
+    stated = _stated("bfloat16")
+    if stated is not None:
+        return bool(stated)
+    import torch
+
+    if device.type == "cpu":
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return device.type == "cuda" and bool(torch.cuda.is_bf16_supported(including_emulation=False))
 
 
 def chosen_device(asked: str | None) -> str:
@@ -38,3 +74,45 @@ def chosen_device(asked: str | None) -> str:
             "install torch for the GPU"
         )
     return asked
+
+
+def available_memory(device: Any) -> int | None:
+    """Return the bytes that this process may use: its GPU's free memory with what torch keeps for it, or Linux's
+    available memory, as far as the limits of its control groups allow.
+
+    Args:
+        device: a torch device.
+    """
+    stated = _stated("memory")
+    if stated is not None:
+        return int(stated)
+    if device.type == "cuda":
+        import torch
+
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0] + kept)
+    free = [1024 * kibibytes for kibibytes in _numbers(PROC / "meminfo", "MemAvailable:")]
+    return max(0, min([*free, *_left_by_limits()])) if free else None
+
+
+def _left_by_limits() -> Iterator[int]:
+    """The bytes that each memory limit on this process leaves, of control groups of version 2."""
+    for line in system_lines(PROC / "self" / "cgroup"):
+        group = _GROUPS / line.split(":", 2)[2].lstrip("/")
+        for folder in (group, *group.parents):
+            cached = sum(_numbers(folder / "memory.stat", "inactive_file"))
+            with suppress(OSError, ValueError):  # there is no such group here, or it has no limit
+                yield int((folder / "memory.max").read_text()) - int((folder / "memory.current").read_text()) + cached
+
+
+def _numbers(path: Path, key: str) -> list[int]:
+    """The numbers after a word that begins a line."""
+    return [int(line.split()[1]) for line in system_lines(path) if line.startswith(f"{key} ")]
+
+
+def system_lines(path: Path) -> list[str]:
+    """The lines of a file of the system, if there is one."""
+    try:
+        return path.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from gqa_convert.checkpoint.atomic_files import write_whole
-from gqa_convert.checkpoint.devices import chosen_device
+from gqa_convert.checkpoint.devices import chosen_device, multiplies_bfloat16
 from gqa_convert.checkpoint.paths import local_path
 from gqa_convert.checkpoint.source import Checkpoint, open_checkpoint
 from gqa_convert.data.model_tokenizer import check_vocabulary
@@ -128,7 +128,7 @@ class _Writer:
         check_vocabulary(config, max(begin, tokenizer.pad_token_id), folder)
         self._begin = int(begin)
         self._context = stated_positions(config)
-        dtype = torch.bfloat16 if loading.multiplies_bfloat16(torch.device(device)) else torch.float32
+        dtype = torch.bfloat16 if multiplies_bfloat16(torch.device(device)) else torch.float32
         model, _ = loading.load_model(folder, dtype)
         self._model = model.to(device).eval()
         ends = model.generation_config.eos_token_id or tokenizer.eos_token_id

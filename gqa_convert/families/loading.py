@@ -4,6 +4,7 @@ Code from a checkpoint never runs unless the caller asks for it. Results with a 
 through the package's own copy.
 """
 
+import inspect
 import json
 import logging
 from collections.abc import Iterator, Mapping
@@ -321,10 +322,6 @@ def load_tokenizer(folder: Path) -> Any:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
 
 
-def multiplies_bfloat16(device: Any) -> bool:
-    """Whether a torch device has instructions for it."""
-    import torch
-
-    if device.type == "cpu":
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return device.type == "cuda" and bool(torch.cuda.is_bf16_supported(including_emulation=False))
+def cache_name(model: Any) -> str:
+    """What transformers calls the cache among a model's arguments and outputs: `cache` since 5.24."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"

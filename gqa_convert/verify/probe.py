@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gqa_convert.errors import first_line
+from gqa_convert.families.loading import cache_name
 
 TOLERANCE = 1e-4
 """The tolerance in float32 for the largest difference of two outputs, relative to the outputs' standard deviation."""
@@ -98,7 +99,7 @@ class Probe:
 
         found = Decoding()
         prompt, *steps = self._ids.split([self._ids.shape[1] - STEPS, *[1] * STEPS], dim=1)
-        memory = self._memory
+        memory, name = self._memory, cache_name(model)
         try:
             if self._pairs:  # the encoder runs once, as in generation
                 with torch.no_grad():
@@ -108,9 +109,9 @@ class Probe:
                 cache = DynamicCache(config=model.config)
                 if memory:
                     cache = EncoderDecoderCache(cache, DynamicCache(config=model.config))
-                self._forward(model, prompt, memory, use_cache=True, past_key_values=cache)
+                self._forward(model, prompt, memory, use_cache=True, **{name: cache})
             found.caches = _cached_shapes(cache)
-            parts = [self._forward(model, step, memory, use_cache=True, past_key_values=cache)[0] for step in steps]
+            parts = [self._forward(model, step, memory, use_cache=True, **{name: cache})[0] for step in steps]
             found.output = torch.cat(parts, dim=1)
         except Exception as problem:
             found.problem = first_line(problem)
@@ -121,7 +122,7 @@ class Probe:
         options["decoder_input_ids" if self._pairs else "input_ids"] = ids
         with torch.no_grad():
             result = model(**memory, **options)
-        return result.logits.float(), getattr(result, "past_key_values", None)
+        return result.logits.float(), getattr(result, cache_name(model), None)
 
 
 def _cached_shapes(cache: Any) -> dict[str, Shapes]:

@@ -24,6 +24,7 @@ import gqa_convert.families.modeling
 from gqa_convert.attention import register
 from gqa_convert.attention.support import why_unsupported
 from gqa_convert.errors import OptionError, UnsupportedAttentionError
+from gqa_convert.families.loading import cache_name
 from gqa_convert.families.table import FAMILIES
 from tests.helpers.own_files import CASES, SIZES, auto_class
 from tests.helpers.selection import slow_but
@@ -130,8 +131,8 @@ def in_steps(model: Any, tokens: Tensor, new_cache: Callable[[Any], Any], mask: 
         options: dict[str, Any] = {} if mask is None else {"attention_mask": mask[:, :end]}
         if mask is not None and "position_ids" in inspect.signature(model.forward).parameters:
             options["position_ids"] = (mask[:, :end].cumsum(1) - 1).clamp(min=0)[:, done:]
-        output = model(tokens[:, done:end], past_key_values=cache, use_cache=True, **options)
-        cache = getattr(output, "past_key_values", cache)
+        output = model(tokens[:, done:end], use_cache=True, **options, **{cache_name(model): cache})
+        cache = getattr(output, cache_name(model), cache)
         outputs.append(output.logits)
         done = end
     return torch.cat(outputs, 1)
@@ -206,9 +207,9 @@ def encoder_decoder_cases(config: Any) -> Iterator[Case]:
 
 def decoded_in_steps(model: Any, given: dict[str, Any], target: Tensor, own: Callable[[Any], Any]) -> Tensor:
     encoded = {"encoder_outputs": model.get_encoder()(**given), "attention_mask": given["attention_mask"]}
-    cache = EncoderDecoderCache(own(model.config), DynamicCache())
     parts = target.split(STEPS, 1)
-    outputs = [model(**encoded, decoder_input_ids=part, past_key_values=cache, use_cache=True) for part in parts]
+    encoded[cache_name(model)] = EncoderDecoderCache(own(model.config), DynamicCache())
+    outputs = [model(**encoded, decoder_input_ids=part, use_cache=True) for part in parts]
     return torch.cat([output.logits for output in outputs], 1)
 
 

@@ -176,14 +176,13 @@ def test_least_finds_the_bottom() -> None:
         assert len(asked) == len(set(asked)) < 13
 
 
-def test_precision_is_reduced_for_wide_sources_of_16_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gqa_convert.conversion.fit.model_loading.multiplies_bfloat16", lambda device: True)
+def test_precision_is_reduced_for_wide_sources_of_16_bits(tmp_path: Path, fast_bfloat16: bool) -> None:
     for hidden_size, dtype in ((128, torch.bfloat16), (256, torch.float32), (256, torch.bfloat16)):
         sizes = {"num_attention_heads": 4, "num_hidden_layers": 1, "intermediate_size": 32, "vocab_size": 64}
         folder = tmp_path / f"{hidden_size}-{dtype}"
         LlamaForCausalLM(LlamaConfig(hidden_size=hidden_size, **sizes)).to(dtype).save_pretrained(folder)
         is_reduced = precision_of(plan_of(folder, 2), torch.device("cpu")) is not nullcontext
-        assert is_reduced == (hidden_size == 256 and dtype == torch.bfloat16)
+        assert is_reduced == (fast_bfloat16 and hidden_size == 256 and dtype == torch.bfloat16)
 
 
 @pytest.mark.parametrize("reduced", [False, True])

@@ -98,7 +98,7 @@ def test_decoders(name: str, tmp_path: Path) -> None:
     assert distance(case.logits(result), case.logits()) < FOLDED
     assert distance(unmerged, case.logits()) > 0.01
     assert elsewhere.generated(result) == elsewhere.generated(case.model)
-    cache = result(input_ids=elsewhere.PADDED).past_key_values
+    cache = getattr(result(input_ids=elsewhere.PADDED), elsewhere.cache_name(result))
     assert all(layer.keys.shape[-3] == groups for layer in cache.layers)
     changed = {change.name for change in converted.plan.changes if change.before != change.entry.shape}
     assert set(converted.merge_error) == changed

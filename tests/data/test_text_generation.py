@@ -61,9 +61,9 @@ def test_a_text_may_hold_every_end_of_a_line(tmp_path: Path) -> None:
     assert OwnText(tmp_path / "own.jsonl", "").texts() == ["one\u2028two", "three"]
 
 
-def test_it_is_what_generate_samples(tmp_path: Path) -> None:
+def test_it_is_what_generate_samples(tmp_path: Path, fast_bfloat16: bool) -> None:
     texts = own_text(DEMO, tmp_path, **SMALL | {"tokens": 65}).texts()
-    model = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.bfloat16 if fast_bfloat16 else torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(DEMO)
     begin = torch.full((8, 1), tokenizer.bos_token_id)
     expected: list[str] = []

@@ -11,6 +11,7 @@ from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions
 from gqa_convert.conversion.plan import make_plan
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import GroupsError, UnsupportedFamilyError
+from gqa_convert.families.loading import cache_name
 from gqa_convert.verify.run import verify_checkpoint
 from tests.helpers.checkpoints import refused
 from tests.helpers.fitting import calibrate_on
@@ -37,10 +38,11 @@ def test_the_stock_class_loads_a_result_that_verify_proves(
     convert_checkpoint(source, out, 3, METHODS[method])
     assert failed(verify_checkpoint(out, source)) == {}
     assert [path for path in out.iterdir() if path.suffix == ".py"] == []
-    cached = load(out).generate(
-        TOKENS[1:], max_new_tokens=2, do_sample=False, return_dict_in_generate=True, pad_token_id=0
-    )
-    keys = [layer.keys for layer in cached.past_key_values.layers if getattr(layer, "keys", None) is not None]
+    model = load(out)
+    cached = model.generate(TOKENS[1:], max_new_tokens=2, do_sample=False, return_dict_in_generate=True, pad_token_id=0)
+    keys = [
+        layer.keys for layer in getattr(cached, cache_name(model)).layers if getattr(layer, "keys", None) is not None
+    ]
     assert [(key.shape[1], key.shape[3]) for key in keys] == [(3, 16), (3, 32)] * ((6 - shared) // 2)
 
 

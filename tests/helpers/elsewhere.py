@@ -58,6 +58,11 @@ def logits(model: nn.Module) -> torch.Tensor:
     return model(**given, use_cache=False).logits[mask]
 
 
+def cache_name(model: nn.Module) -> str:
+    """What the installed transformers calls the cache among a model's arguments and outputs."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
 @torch.no_grad()
 def logits_in_parts(model: nn.Module) -> torch.Tensor:
     """Return the same logits from two passes, the second of which adds several tokens to a cache."""
@@ -70,7 +75,8 @@ def logits_in_parts(model: nn.Module) -> torch.Tensor:
         tokens, padding = "decoder_input_ids", "decoder_attention_mask"
     half = given[tokens].shape[1] // 2
     first = model(**given | {tokens: given[tokens][:, :half], padding: given[padding][:, :half]}, use_cache=True)
-    second = model(**given | {tokens: given[tokens][:, half:]}, past_key_values=first.past_key_values, use_cache=True)
+    name = cache_name(model)
+    second = model(**given | {tokens: given[tokens][:, half:], name: getattr(first, name)}, use_cache=True)
     return torch.cat([first.logits, second.logits], dim=1)[mask]
 
 
@@ -98,7 +104,7 @@ def generated(model: nn.Module, **options: Any) -> list[list[int]]:
 
 def cached_heads(model: nn.Module) -> dict[str, list[int]]:
     """K/V heads that each kind of cache holds."""
-    cache = generate(model).past_key_values
+    cache = getattr(generate(model), cache_name(model))
     caches = {"self": cache}
     if isinstance(cache, EncoderDecoderCache):
         caches = {"self": cache.self_attention_cache, "cross": cache.cross_attention_cache}

@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from types import SimpleNamespace
 
-from gqa_convert.checkpoint.devices import chosen_device, has_gpu_driver
-from gqa_convert.checkpoint.machine import available_memory
+from gqa_convert.checkpoint.devices import available_memory, chosen_device, has_gpu_driver
 from gqa_convert.checkpoint.results import Result
 from gqa_convert.conversion.fit.options import BATCH_TOKENS, CalibrationOptions, steps_together, wanted_tokens
 from gqa_convert.conversion.plan import Plan

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers.modeling_outputs import BaseModelOutput
 
+from gqa_convert.checkpoint.devices import multiplies_bfloat16
 from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.conversion.fit.memory import WEIGHTS_SHARE, free_memory
 from gqa_convert.conversion.plan import Plan
@@ -18,7 +19,7 @@ from gqa_convert.errors import ConfigError
 from gqa_convert.families.composite import is_composite
 from gqa_convert.families.config_sizes import HIDDEN_SIZE_KEYS
 from gqa_convert.families.context_length import stated_count
-from gqa_convert.families.loading import check_complete, load_model, multiplies_bfloat16
+from gqa_convert.families.loading import check_complete, load_model
 from gqa_convert.families.table import family_of
 
 _HEAD = "calibration compares its predictions; merge its heads without text"

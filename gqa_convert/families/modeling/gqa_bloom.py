@@ -6,24 +6,26 @@ that transformers loads the checkpoint without gqa-convert.
 
 from transformers.models.bloom.modeling_bloom import dropout_add
 
-from .gqa_common import FusedAttention, attend, class_maker
+from .gqa_common import FusedAttention, attend, class_maker, misfit, sdpa_attention_forward, taken
 
 
 class GroupedBloomAttention(FusedAttention):
     """BLOOM's attention with ALiBi for each query head, through the configured attention function."""
 
     is_causal = True
+    handed_on = ("use_cache", "output_attentions")
 
-    def forward(self, hidden_states, residual, alibi, attention_mask, layer_past=None, **_):
+    def regroup(self, num_key_value_groups):
+        if "position_bias" not in taken(sdpa_attention_forward):
+            raise misfit(type(self), "can't add ALiBi in sdpa attention")
+        super().regroup(num_key_value_groups)
+
+    def forward(self, hidden_states, residual, alibi, attention_mask, **options):
         query, key, value = self.split(self.query_key_value(hidden_states))
         batch, heads, length, _ = query.shape
-        options = {
-            "position_bias": alibi.view(batch, heads, 1, -1).expand(-1, -1, length, -1),
-            "scaling": self.inv_norm_factor,
-        }
-        output, weights = attend(
-            self, query, key, value, attention_mask, self.attention_dropout.p, layer_past, **options
-        )
+        options["position_bias"] = alibi.view(batch, heads, 1, -1).expand(-1, -1, length, -1)
+        options["scaling"] = self.inv_norm_factor
+        output, weights = attend(self, query, key, value, attention_mask, self.attention_dropout.p, **options)
         return dropout_add(self.dense(output), residual, self.hidden_dropout, self.training), weights
 
 

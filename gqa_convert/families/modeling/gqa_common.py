@@ -13,6 +13,7 @@ Shape legend: B batch, L queries, S keys, H query heads, N K/V heads, c head_dim
 
 import copy
 import functools
+import inspect
 import sys
 from collections.abc import Mapping
 from types import FunctionType
@@ -26,18 +27,37 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import AttentionInterface
 
 PREFIX = "GQA"
+CACHE_NAMES = ("cache", "past_key_values", "layer_past")
+"""What transformers has called the cache among the arguments of attention modules, the newest name first."""
+
+
+def misfit(stock, what):
+    """The error where this file does not fit the installed transformers, with which it could compute something else.
+
+    Args:
+        stock: the class of transformers.
+        what: the rest of a sentence about it.
+    """
+    return ImportError(
+        f"{stock.__name__} of transformers {transformers.__version__} {what}, which this modelling file does not know: "
+        "install a transformers that `transformers_tested` in config.json allows, or renew the file by "
+        "`gqa-convert verify FOLDER --refresh`"
+    )
+
 
 # Attention
 
 
-def eager_attention(module, query, key, value, mask, scaling, dropout=0.0, position_bias=None, **_options):
+def eager_attention(module, query, key, value, attention_mask, scaling, dropout=0.0, position_bias=None, **_options):
     """Attention whose scores [B, H, L, S] are added to a bias and a mask that broadcast to them, with a softmax in
     float32.
+
+    transformers' own functions ignore further options as well; `check_fit` refuses one that they begin to use.
     """
     size = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(size, 1), value.repeat_interleave(size, 1)
     scores = query @ key.transpose(-1, -2) * scaling
-    for added in (position_bias, mask):
+    for added in (position_bias, attention_mask):
         scores = scores if added is None else scores + added
     weights = nn.functional.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype)
     weights = nn.functional.dropout(weights, p=dropout, training=module.training)
@@ -59,7 +79,7 @@ ATTENTION_FUNCTIONS = AttentionInterface()
 ATTENTION_FUNCTIONS["sdpa"] = sdpa
 
 
-def attend(module, query, key, value, mask, dropout, past=None, **options):
+def attend(module, query, key, value, mask, dropout, **options):
     """Attention through the function that the config names.
 
     Args:
@@ -69,14 +89,15 @@ def attend(module, query, key, value, mask, dropout, past=None, **options):
         value: [B, N, S, c], likewise.
         mask: None, or broadcasting to [B, H, L, S].
         dropout: probability in training.
-        past: the cache, to which keys and values are added first.
-        options: further arguments of the function.
+        options: the cache, if there is one, to which keys and values are added first, under the name that the stock
+            class has for it; further arguments of the function.
 
     Returns:
         The output [B, L, H * c] and, from eager attention, the attention weights [B, H, L, S].
     """
-    if past is not None:
-        key, value = past.update(key, value, module.layer_idx)
+    cache = options.pop(module.cache_name, None)
+    if cache is not None:
+        key, value = cache.update(key, value, module.layer_idx, kwargs=options)
     options["dropout"] = dropout if module.training else 0.0
     function = ATTENTION_FUNCTIONS.get_interface(module.config._attn_implementation, eager_attention)
     output, weights = function(module, query, key, value, mask, **options)
@@ -93,18 +114,23 @@ class GroupedAttention:
 
     projections: tuple[str, ...] = ("k_proj", "v_proj")
     heads_name = "num_heads"
+    replaced: tuple[str, ...] = ("eager_attention_forward", "ALL_ATTENTION_FUNCTIONS")
+    """What the stock forward must use, where it runs, so that what stands here for these names acts."""
+    handed_on: tuple[str, ...] = ()
+    """Arguments of the stock forward that a forward of our own gives to the attention function, unread."""
+    cache_name: str
 
-    def regroup(self, groups):
+    def regroup(self, num_key_value_groups):
         """Make the projections of keys and values smaller.
 
         Args:
-            groups: the number of query heads that share a K/V head.
+            num_key_value_groups: the number of query heads that share a K/V head.
         """
-        self.num_key_value_groups = groups
+        self.num_key_value_groups = num_key_value_groups
         for name in self.projections:
             stock = getattr(self, name)
-            made = nn.Linear(stock.in_features, stock.out_features // groups, bias=stock.bias is not None)
-            setattr(self, name, made)
+            width = stock.out_features // num_key_value_groups
+            setattr(self, name, nn.Linear(stock.in_features, width, bias=stock.bias is not None))
 
 
 class FusedAttention(GroupedAttention):
@@ -112,12 +138,12 @@ class FusedAttention(GroupedAttention):
 
     projections = ("query_key_value",)
 
-    def regroup(self, groups):
-        self.num_key_value_groups = groups
+    def regroup(self, num_key_value_groups):
+        self.num_key_value_groups = num_key_value_groups
         (name,) = self.projections
         stock = getattr(self, name)
         hidden_size = stock.in_features
-        self.widths = [hidden_size, hidden_size // groups, hidden_size // groups]
+        self.widths = [hidden_size, hidden_size // num_key_value_groups, hidden_size // num_key_value_groups]
         setattr(self, name, type(stock)(hidden_size, sum(self.widths), bias=stock.bias is not None))
 
     def split(self, states):
@@ -126,12 +152,41 @@ class FusedAttention(GroupedAttention):
         return [split_heads(part, head_dim) for part in states.split(self.widths, dim=-1)]
 
 
+def taken(function):
+    """The names of a function's arguments, but for those that it collects."""
+    parameters = inspect.signature(function).parameters.values()
+    return {each.name for each in parameters if each.kind is not each.VAR_KEYWORD}
+
+
+def check_fit(stock, grouped):
+    """Check that this file knows the attention class of the installed transformers.
+
+    Raises:
+        ImportError: it does not, so that numbers could be wrong in silence.
+    """
+    if grouped.forward is not stock.forward:
+        own = taken(grouped.forward)
+        for name in sorted(own - taken(stock.forward)):
+            raise misfit(stock, f"has no argument {name}")
+        for name in sorted(taken(stock.forward) - own - {*CACHE_NAMES, *grouped.handed_on}):
+            raise misfit(stock, f"takes {name}")
+        return
+    forward = inspect.unwrap(stock.forward)
+    for name in grouped.replaced:
+        if name not in forward.__code__.co_names:
+            raise misfit(stock, f"does without {name}")
+    eager = forward.__globals__.get("eager_attention_forward", eager_attention)
+    for name in sorted(taken(eager) - taken(eager_attention)):
+        raise misfit(stock, f"hands {name} to attention")
+
+
 def grouped_forward(forward):
     """The forward function of a stock attention class with the attention functions of this file.
 
-    It is the same compiled code, with two names of its module bound anew. Without the module's own name, torch.compile
-    reads these names here and not in the module.
+    It is the same compiled code, without its decorators, with two names of its module bound anew. Without the module's
+    own name, torch.compile reads these names here and not in the module.
     """
+    forward = inspect.unwrap(forward)
     names = forward.__globals__ | {
         "eager_attention_forward": eager_attention,
         "ALL_ATTENTION_FUNCTIONS": ATTENTION_FUNCTIONS,
@@ -144,8 +199,16 @@ def grouped_forward(forward):
 
 @functools.cache
 def attention_class(stock, grouped):
-    """The class of an attention module of type `stock` with `grouped` added."""
+    """The class of an attention module of type `stock` with `grouped` added.
+
+    Raises:
+        ImportError: this file does not know the class as it is in the installed transformers.
+    """
     made = type(PREFIX + stock.__name__, (grouped, stock), {})
+    check_fit(stock, made)
+    made.cache_name = next((name for name in CACHE_NAMES if name in taken(stock.forward)), None)
+    if made.cache_name is None:
+        raise misfit(stock, "takes its cache under another name")
     if made.forward is stock.forward:
         made.forward = grouped_forward(stock.forward)
     globals()[made.__name__] = made  # where pickle looks for it

@@ -12,16 +12,18 @@ from .gqa_common import GroupedAttention, class_maker
 class GroupedGPT2Attention(GroupedAttention):
     """GPT-2's attention: `c_attn` is [q | k | v], or [k | v] beside `q_attn` where it reads an encoder's output."""
 
-    def regroup(self, groups):
-        self.num_key_value_groups = groups
-        width = self.embed_dim // groups
+    replaced = (*GroupedAttention.replaced, "_upcast_and_reordered_attn", "split_size")
+
+    def regroup(self, num_key_value_groups):
+        self.num_key_value_groups = num_key_value_groups
+        width = self.embed_dim // num_key_value_groups
         widths = [width, width] if self.is_cross_attention else [self.embed_dim, width, width]
         self.split_size = widths  # of the parts that the forward takes from c_attn
         self.c_attn = Conv1D(sum(widths), self.embed_dim)
 
     def _upcast_and_reordered_attn(self, query, key, value, mask=None):
-        groups = self.num_key_value_groups
-        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+        size = self.num_key_value_groups
+        key, value = key.repeat_interleave(size, 1), value.repeat_interleave(size, 1)
         return super()._upcast_and_reordered_attn(query, key, value, mask)
 
 

@@ -12,12 +12,14 @@ from .gqa_common import GroupedAttention, class_maker, split_heads
 class GroupedGPTNeoAttention(GroupedAttention):
     """GPT-Neo's attention, whose functions of transformers' class take other numbers of heads here."""
 
+    replaced = ("_split_heads", "_attn")
+
     def _split_heads(self, tensor, _num_heads, head_dim):
         return split_heads(tensor, head_dim)
 
     def _attn(self, query, key, value, mask=None):
-        groups = self.num_key_value_groups
-        return super()._attn(query, key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1), mask)
+        size = self.num_key_value_groups
+        return super()._attn(query, key.repeat_interleave(size, 1), value.repeat_interleave(size, 1), mask)
 
 
 def eager_only(model, implementation, **options):

@@ -16,18 +16,11 @@ class GroupedGPTNeoXAttention(FusedAttention):
         """Query heads."""
         return int(self.config.num_attention_heads)
 
-    def forward(
-        self,
-        hidden_states,
-        attention_mask,
-        layer_past=None,
-        position_embeddings=None,
-        **options,
-    ):
+    def forward(self, hidden_states, attention_mask, position_embeddings=None, **options):
         query, key, value = self.split(self.query_key_value(hidden_states))
         query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
         options["scaling"] = self.scaling
-        output, weights = attend(self, query, key, value, attention_mask, self.attention_dropout, layer_past, **options)
+        output, weights = attend(self, query, key, value, attention_mask, self.attention_dropout, **options)
         return self.dense(output), weights
 
 

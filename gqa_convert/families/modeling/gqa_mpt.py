@@ -15,24 +15,18 @@ class GroupedMptAttention(FusedAttention):
     projections = ("Wqkv",)
     heads_name = "n_heads"
 
-    def forward(
-        self,
-        hidden_states,
-        position_bias,
-        past_key_values=None,
-        attention_mask=None,
-        **_options,
-    ):
+    def forward(self, hidden_states, position_bias, attention_mask=None, **options):
         states = self.Wqkv(hidden_states)
         if self.clip_qkv:
             states = states.clamp(min=-self.clip_qkv, max=self.clip_qkv)
         query, key, value = self.split(states)
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.layer_idx)
+        cache = options.pop(self.cache_name, None)
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer_idx, kwargs=options)
         bias = position_bias[None, :, :, -key.shape[2] :]  # ALiBi [H, 1, longest] counts back from its end
         if attention_mask is not None:
             bias = torch.where(attention_mask, torch.finfo(query.dtype).min, bias)
-        options = {"position_bias": bias, "scaling": self.softmax_scale}
+        options |= {"position_bias": bias, "scaling": self.softmax_scale}
         output, weights = attend(self, query, key, value, None, self.attn_dropout_p, **options)
         return self.out_proj(output), weights
 

@@ -10,12 +10,14 @@ from .gqa_common import GroupedAttention, attend, class_maker, split_heads
 class GroupedOPTAttention(GroupedAttention):
     """OPT's attention, in which the queries rather than the scores are scaled."""
 
-    def forward(self, hidden_states, past_key_values=None, attention_mask=None, **options):
+    handed_on = ("output_attentions",)
+
+    def forward(self, hidden_states, attention_mask=None, **options):
         query = split_heads(self.q_proj(hidden_states) * self.scaling, self.head_dim)
         key = split_heads(self.k_proj(hidden_states), self.head_dim)
         value = split_heads(self.v_proj(hidden_states), self.head_dim)
         options["scaling"] = 1.0
-        output, weights = attend(self, query, key, value, attention_mask, self.dropout, past_key_values, **options)
+        output, weights = attend(self, query, key, value, attention_mask, self.dropout, **options)
         return self.out_proj(output), weights
 
 

@@ -6,7 +6,7 @@ families, so that transformers loads the checkpoint without gqa-convert.
 
 import functools
 
-from .gqa_common import GroupedAttention, class_maker, grouped_forward
+from .gqa_common import GroupedAttention, attention_class, class_maker
 
 
 class GroupedT5Attention(GroupedAttention):
@@ -19,7 +19,7 @@ def t5_forward():
     """The forward function of T5's attention."""
     from transformers.models.t5.modeling_t5 import T5Attention
 
-    return grouped_forward(T5Attention.forward)
+    return attention_class(T5Attention, GroupedT5Attention).forward
 
 
 class GroupedUMT5Attention(GroupedT5Attention):
@@ -27,16 +27,9 @@ class GroupedUMT5Attention(GroupedT5Attention):
 
     gradient_checkpointing = False
 
-    def forward(
-        self,
-        hidden_states,
-        encoder_hidden_states=None,
-        past_key_values=None,
-        attention_mask=None,
-        **options,
-    ):
-        given = hidden_states, attention_mask, encoder_hidden_states, None, past_key_values
-        output, _, weights = t5_forward()(self, *given, **options)
+    def forward(self, hidden_states, encoder_hidden_states=None, attention_mask=None, **options):
+        states = {"mask": attention_mask, "key_value_states": encoder_hidden_states}
+        output, _, weights = t5_forward()(self, hidden_states, **states, **options)
         return output, weights
 
 

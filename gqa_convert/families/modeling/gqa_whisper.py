@@ -8,9 +8,11 @@ from .gqa_common import GroupedAttention, class_maker, config_class
 
 
 class GroupedWhisperAttention(GroupedAttention):
-    def regroup(self, groups):
-        super().regroup(groups)
-        self.num_heads //= groups  # the forward counts the heads of keys and values by it
+    replaced = (*GroupedAttention.replaced, "num_heads")
+
+    def regroup(self, num_key_value_groups):
+        super().regroup(num_key_value_groups)
+        self.num_heads //= num_key_value_groups  # the forward counts the heads of keys and values by it
 
 
 def whisper_config(stock):

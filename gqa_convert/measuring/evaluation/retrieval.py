@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from gqa_convert.families.generating import generating_with
+from gqa_convert.families.loading import cache_name
 from gqa_convert.measuring import StageProgress, no_progress
 from gqa_convert.measuring.evaluation.comparison import Mean, mean
 from gqa_convert.measuring.evaluation.retrieval_texts import PER_TEXT, Question, RetrievalText, make_text
@@ -93,11 +94,12 @@ def continuations(model: Any, text: RetrievalText, batch: int) -> list[Tensor]:
         batch: prompts at a time.
     """
     prompts = torch.tensor([question.prompt for question in text.questions], device=model.device)
-    shared = _continue(model, prompts[:1, : text.shared], 1).past_key_values
+    name = cache_name(model)
+    shared = getattr(_continue(model, prompts[:1, : text.shared], 1), name)
     written: list[Tensor] = []
     for rows in prompts.split(batch):
         cache = _repeated(shared, len(rows))
-        found = _continue(model, rows, text.room, past_key_values=cache)
+        found = _continue(model, rows, text.room, **{name: cache})
         written += found.sequences[:, rows.shape[1] :].cpu()
     return written
 

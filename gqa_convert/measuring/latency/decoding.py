@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from gqa_convert.families.loading import cache_name
+
 STEPS = 8
 """Timed decode steps of a turn."""
 
@@ -73,9 +75,10 @@ class Decoder:
         return _nbytes(own.layers), _nbytes(cross.layers if cross else [])
 
     def _read(self, ids: torch.Tensor) -> None:
-        inputs = {self._ids: ids, "past_key_values": self._cache, **self._options}
+        name = cache_name(self._model)
+        inputs = {self._ids: ids, name: self._cache, **self._options}
         with torch.inference_mode():
-            self._cache = self._model(**inputs).past_key_values
+            self._cache = getattr(self._model(**inputs), name)
 
     def _now(self) -> float:
         """The time when a GPU, which works asynchronously, has done what it was given."""
