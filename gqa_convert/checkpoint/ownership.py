@@ -67,7 +67,7 @@ def foreign_files(folder: Path) -> list[str]:
         links = [name for name in folders if Path(root, name).is_symlink()]
         for path in sorted(Path(root, name) for name in links + names):
             name = path.relative_to(folder).as_posix()
-            is_ours = name in ours and not path.is_symlink() and _is_unchanged(path, ours[name])
+            is_ours = name in ours and not path.is_symlink() and is_unchanged(path, ours[name])
             if ours and not is_ours:  # a model card of `publish` is written after the record
                 is_file = path.is_file() and not path.is_symlink()
                 is_card = is_file and name == CARD and is_our_card(path.read_text("utf-8", "surrogateescape"))
@@ -93,8 +93,13 @@ def _read_listed(folder: Path) -> JsonObject:
     return {name: entry for name, entry in listed.items() if isinstance(entry, dict)}
 
 
-def _is_unchanged(path: Path, known: JsonObject) -> bool:
-    """Return whether a file is the listed one, as it was written."""
+def is_unchanged(path: Path, known: JsonObject) -> bool:
+    """Return whether a file is the listed one, as it was written.
+
+    Args:
+        path: of the file.
+        known: its entry in a record's list of files; empty for a file that is not listed.
+    """
     status = path.stat()
     if known.get("bytes") != status.st_size:
         return False

@@ -10,6 +10,7 @@ def verify(
     source: str,
     revision: Revision = None,
     logits: bool = True,
+    refresh: bool = False,
     as_json: Json = False,
 ) -> None:
     """Prove that OUT is SOURCE with merged K/V heads and no other change.
@@ -24,17 +25,27 @@ def verify(
 
       gqa-convert verify ./gqa8 --source ./Llama-2-7b
       gqa-convert verify ./gqa4 --source ./Llama-2-70b --no-logits
+      gqa-convert verify ./t5-gqa4 --source ./t5-base --refresh
 
     Args:
         --source SOURCE: Checkpoint that OUT was converted from: a folder or a Hub id.
         --logits/--no-logits: Load both models and compare their outputs.
+        --refresh: First replace modelling files of an earlier release in OUT by those of this one, and record that.
     """
+    from gqa_convert.conversion.refreshing import refresh_modeling
     from gqa_convert.verify import verify_checkpoint
 
     from .console.progress import ProgressScreen
     from .console.screen import print_json, stdout_console
 
     with ProgressScreen() as screen:
+        if refresh:
+            replaced = refresh_modeling(out)
+            screen.say(
+                f"note: replaced {' and '.join(replaced)}"
+                if replaced
+                else "note: no modelling file is of an earlier release"
+            )
         report = verify_checkpoint(
             out,
             source,

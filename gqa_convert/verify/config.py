@@ -8,10 +8,14 @@ from gqa_convert.families.composite import SECTION
 from gqa_convert.families.family import Modeling
 from gqa_convert.families.layerwise import restate
 from gqa_convert.families.legacy_config_keys import legacy_config_keys
+from gqa_convert.families.released import TESTED_KEY, is_released, release_of
 from gqa_convert.verify.inputs import Inputs
 from gqa_convert.verify.report import Failure
 from gqa_convert.verify.result import Result
 from gqa_convert.verify.weights import CONFIG
+
+
+_REFRESH = "`gqa-convert verify OUT --source SOURCE --refresh` replaces them by this release's"
 
 
 def in_json(value: Any) -> str:
@@ -33,9 +37,13 @@ def compare_json(where: str, found: dict[str, Any], expected: dict[str, Any]) ->
 
 def check_config(result: Result) -> str:
     """OUT's config is SOURCE's, except for the number of K/V heads, which is that of the tensors, and for the keys that
-    lead to a modelling file.
+    lead to a modelling file and say what that was tested with.
     """
-    compare_json(CONFIG, result.inputs.out_config, _expected_config(result))
+    expected = _expected_config(result)
+    release = release_of(result.inputs.out, result.modeling) if result.modeling else None
+    if release and release.transformers:
+        expected[TESTED_KEY] = release.transformers
+    compare_json(CONFIG, result.inputs.out_config, expected)
     return f"SOURCE's, with {result.geometry.groups} K/V heads"
 
 
@@ -96,9 +104,15 @@ def _auto_map(config: dict[str, Any], *, models: bool) -> dict[str, Any]:
 
 
 def check_modelling_file(inputs: Inputs, modeling: Modeling) -> str:
-    """OUT's modelling files are the package's, byte for byte, and the only code that its config leads to."""
-    for file in modeling.files:
-        if (inputs.out / file.name).read_bytes() != file.read_bytes():
-            raise Failure(f"{file.name} differs from the package's own file: its code is not executed")
+    """OUT's modelling files are those of one release of the package, byte for byte, and the only code that its config
+    leads to.
+    """
+    release = release_of(inputs.out, modeling)
+    if release is None:
+        unknown = [file.name for file in modeling.files if not is_released(inputs.out, file.name)]
+        if unknown:
+            raise Failure(f"{unknown[0]} differs from the file of every release: its code is not executed")
+        raise Failure(f"the modelling files are of different releases: {_REFRESH}")
     compare_json(f"{CONFIG}: auto_map", _auto_map(inputs.out_config, models=True), modeling.auto_map)
-    return f"{' and '.join(file.name for file in modeling.files)}, the package's own files"
+    names = " and ".join(file.name for file in modeling.files)
+    return f"{names} of this release" if release.is_current else f"{names}, {release.name}: {_REFRESH}"

@@ -18,6 +18,7 @@ from torch import nn
 from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.families.family import MODELING
+from gqa_convert.families.released import TESTED
 from gqa_convert.families.table import FAMILIES, Modeling
 from tests.helpers.command_line import run_python
 from tests.helpers.elsewhere import WAYS, Elsewhere, attentions, first_output, logits, measure, measure_training
@@ -163,7 +164,7 @@ def check_loading(row: Row, source: Path, folder: Path, found: dict[str, Any]) -
         assert Path(found["file"]).with_name(file.name).read_bytes() == file.read_bytes()
     keys = {"num_key_value_heads": row.groups} | ({"encoder_num_key_value_heads": row.groups} if row.encoder else {})
     added = {"model_type": modeling.model_type, "architectures": [name], "auto_map": modeling.auto_map} | keys
-    added |= {"multi_query_attention": True, "multi_query_group_num": row.groups}
+    added |= {"multi_query_attention": True, "multi_query_group_num": row.groups, "transformers_tested": TESTED}
     config.pop("tokenizer_class")
     assert config == before | added
 

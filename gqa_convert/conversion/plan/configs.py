@@ -6,6 +6,7 @@ from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.families.composite import decoder_config, decoder_section, with_kv_heads
 from gqa_convert.families.family import Family, Modeling
 from gqa_convert.families.legacy_config_keys import legacy_config_keys
+from gqa_convert.families.released import TESTED, TESTED_KEY
 
 
 def converted_config(
@@ -76,4 +77,5 @@ def modeling_keys(config: JsonObject, modeling: Modeling) -> JsonObject:
         "architectures": [name for name in stated if name in names] or [names[min(2, len(names) - 1)]],
         "auto_map": kept | modeling.auto_map,
         "tokenizer_class": modeling.tokenizer if tokenizer is None else tokenizer,
+        TESTED_KEY: TESTED,
     }
