@@ -148,6 +148,7 @@ class UploadError(GQAConvertError):
 
 
 def first_line(problem: BaseException) -> str:
-    """The first line of any library's exception, with its class."""
+    """The first line of any library's exception, with its class, and the next where the reason stands there."""
     lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
-    return f"{type(problem).__name__}: {lines[0] if lines else repr(problem)}"[:400]
+    shown = 2 if lines and lines[0].endswith(":") else 1
+    return f"{type(problem).__name__}: {' '.join(lines[:shown]) or repr(problem)}"[:400]

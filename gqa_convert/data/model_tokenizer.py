@@ -7,7 +7,7 @@ from gqa_convert.checkpoint.strict_json import Config
 from gqa_convert.errors import DataError, first_line
 from gqa_convert.families.config_sizes import VOCABULARY_KEYS
 from gqa_convert.families.context_length import stated_count
-from gqa_convert.families.loading import load_tokenizer
+from gqa_convert.families.loading import check_readable_config, load_tokenizer
 
 
 def usable_tokenizer(folder: Path) -> Any:
@@ -15,10 +15,12 @@ def usable_tokenizer(folder: Path) -> Any:
 
     Raises:
         DataError: there is none, or transformers can't load it.
+        CorruptCheckpointError: transformers refuses the config, which it reads first.
     """
     try:
         tokenizer = load_tokenizer(folder)
     except Exception as problem:
+        check_readable_config(folder)
         raise DataError(
             f"{folder} has no tokenizer that transformers can load ({first_line(problem)}): copy the tokenizer's files "
             "from the model's repository"

@@ -310,6 +310,21 @@ def outline_model(folder: Path, dtype: Any) -> Any:
     return model.eval()
 
 
+def check_readable_config(folder: Path) -> None:
+    """Refuse a config.json of a type that transformers knows, with values that it refuses.
+
+    Raises:
+        CorruptCheckpointError: the config is such a one.
+    """
+    import transformers
+
+    stated = read_config(folder)
+    _register(stated)
+    if stated.get("model_type") in transformers.CONFIG_MAPPING:
+        with explained(f"{folder}/config.json"):
+            transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+
+
 def load_tokenizer(folder: Path) -> Any:
     """The checkpoint's tokenizer, which needs no code of a modelling file.
 

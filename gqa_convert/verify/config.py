@@ -14,7 +14,6 @@ from gqa_convert.verify.report import Failure
 from gqa_convert.verify.result import Result
 from gqa_convert.verify.weights import CONFIG
 
-
 _REFRESH = "`gqa-convert verify OUT --source SOURCE --refresh` replaces them by this release's"
 
 
