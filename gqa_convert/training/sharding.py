@@ -96,7 +96,8 @@ def shard(model: Any, device: Any, *, bf16: bool) -> Any:
     if bf16:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for layer in layers(model):
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
+        for module in (*_of_other_dtypes(layer), layer):
+            fully_shard(module, mesh=mesh, mp_policy=policy)
     # parameters outside the layers are needed again immediately, by the loss and in a backward pass
     model = fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     if apart := [name for name, _ in model.named_parameters() if name not in names]:
@@ -108,6 +109,15 @@ def shard(model: Any, device: Any, *, bf16: bool) -> Any:
     for buffer in model.buffers():  # buffers that no checkpoint holds are not in the state
         torch.distributed.broadcast(buffer, src=0)
     return model
+
+
+def _of_other_dtypes(layer: Any) -> list[Any]:
+    """The modules of a layer with a parameter in another dtype than the layer's first, such as an expert router that
+    transformers keeps in float32. FSDP2 gathers parameters of one dtype together.
+    """
+    first = next(layer.parameters()).dtype
+    own = ((module, module.parameters(recurse=False)) for module in layer.modules())
+    return [module for module, parameters in own if any(each.dtype != first for each in parameters)]
 
 
 def unwrapped(model: Any) -> Any:
