@@ -105,12 +105,16 @@ def converted(source: Path, groups: int, **options: Any) -> Path:
 def test_a_result_is_its_source_with_merged_heads(
     row: Row, sources: Callable[[str], Path], elsewhere: Elsewhere
 ) -> None:
-    """Logits, with a cache and without one, the heads in it, and tokens."""
+    """By sdpa and by eager attention: logits of a padded batch, with a cache and without one, the heads in it, and tokens.
+    `.ci/run` asks this of the oldest and the newest transformers that pyproject.toml allows.
+    """
     source = sources(row.case)
     folder = converted(source, row.groups)
     found = whole(elsewhere.measure(folder=str(folder), auto=auto_class(row.model_type), ways=["greedy"]))
     check_loading(row, source, folder, found)
+    assert found["transformers"] == transformers.__version__
     check_results(row, found, row.stock(source), ["greedy"])
+    check_results(row, found["eager"], row.stock(source, attn_implementation="eager"), ["greedy"])
     check_merging(row, source, found["logits"])
 
 

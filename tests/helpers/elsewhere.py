@@ -240,12 +240,14 @@ def measure_folder(request: dict[str, Any]) -> dict[str, Any]:
     result = measure(model, request["ways"])
     kinds = ("missing_keys", "unexpected_keys", "mismatched_keys")
     result["info"] = {kind: sorted(map(str, info[kind])) for kind in kinds}
+    result["transformers"] = transformers.__version__
     result["class"] = f"{type(model).__module__}.{type(model).__qualname__}"
     result["file"] = sys.modules[type(model).__module__].__file__
     if request.get("saved"):
         result["saved"] = attempt(lambda: save_twice(model, load))
+    eager = load(attn_implementation="eager").eval()
+    result["eager"] = measure(eager, request["ways"][:1])
     if request.get("thorough"):
-        eager = load(attn_implementation="eager").eval()
         result["attentions"] = attempt(lambda: attentions(eager))
         result["eager"] = measure(eager, ["greedy", "static cache"])
         result["training"] = attempt(lambda: measure_training(model))
@@ -300,6 +302,7 @@ class Elsewhere:
             "HF_HOME": str(folder / "home"),
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(Path(transformers.__file__).parents[1]),  # the same transformers, wherever it lies
         }
         self.log = folder / "errors.txt"
         with self.log.open("w") as errors:
