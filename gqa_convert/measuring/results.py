@@ -144,13 +144,11 @@ class EvaluationFile(_Measurement):
 
 
 class TimedCell(_Stored):
-    """One number of K/V heads, or a list with that of each layer, at one batch and context; times in ms, sizes in bytes.
-
-    `fingerprint` and `model`, the folder of a model that an engine ran, are null for a version that was made for the timing.
+    """One number of K/V heads at one batch and context; times in ms, sizes in bytes. `fingerprint` is null for a version
+    that was made for the timing.
     """
 
-    groups: int | list[int]
-    model: str | None = None
+    groups: int
     fingerprint: str | None = None
     batch: int
     context: int
@@ -159,25 +157,22 @@ class TimedCell(_Stored):
     decode_ms_high: float
     decode_tokens_per_second: float
     prefill_ms: float
-    new_tokens: int | None = None
-    kv_bytes_per_token: Number = None
-    kv_bytes: int | None = None
+    kv_bytes_per_token: float
+    kv_bytes: int
     repetitions: int
 
 
 class BenchmarkFile(_Measurement):
-    """What `benchmark` measures; `engine` is null for transformers."""
+    """What `benchmark` measures."""
 
     kind: Literal["benchmark"] = "benchmark"
-    engine: str | None = None
-    engine_version: str | None = None
     model: str
-    fingerprint: str | None = None
-    model_type: str | None = None
-    dtype: str | None = None
-    heads: int | None = None
-    kv_heads: int | list[int] | None = None
-    attention: str | None = None
+    fingerprint: str
+    model_type: str
+    dtype: str
+    heads: int
+    kv_heads: int
+    attention: str
     results: list[TimedCell]
 
 

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from gqa_convert.checkpoint.byte_sizes import size
-from gqa_convert.families.layerwise import heads_text
 from gqa_convert.measuring.results import BenchmarkFile, EvaluationFile, ModelScores
 
 Row = dict[str, str]
@@ -121,27 +120,27 @@ def notes(entries: Sequence[ModelScores], names: Names) -> list[str]:
 
 def benchmark_table(result: BenchmarkFile) -> Table:
     """Times and sizes; speed is relative to the source's own number of K/V heads, if that was timed."""
-    engine = f"{result.engine} {result.engine_version}"
-    if result.engine is None:
-        engine = f"transformers, attention {result.attention}"
-    title = f"{result.model}: {result.model_type}, {heads_text(result.kv_heads)} K/V heads, {result.dtype}; {engine}; {result.machine.processor}, {result.machine.device}"
+    where = f"{result.machine.processor}, {result.machine.device}"
+    title = (
+        f"{result.model}: {result.model_type}, {result.kv_heads} K/V heads, {result.dtype}; "
+        f"transformers, attention {result.attention}; {where}"
+    )
     sources = {}
     rows = []
     for cell in result.results:
-        if (cell.fingerprint, cell.groups) == (result.fingerprint, result.kv_heads):
+        if cell.groups == result.kv_heads:
             sources[cell.batch, cell.context] = cell.decode_ms_per_token
     for cell in result.results:
         source = sources.get((cell.batch, cell.context))
         row = {
-            "model": Path(cell.model or "").name,
-            "N": heads_text(cell.groups),
+            "N": str(cell.groups),
             "batch": str(cell.batch),
             "context": f"{cell.context:,}",
             "ms/token": f"{cell.decode_ms_per_token:.3g}",
             "speed": f"{source / cell.decode_ms_per_token:.2f}x" if source else "",
             "tokens/s": f"{cell.decode_tokens_per_second:,.1f}",
             "prefill ms": f"{cell.prefill_ms:,.1f}",
-            "K/V cache": size(cell.kv_bytes) if cell.kv_bytes else "",
+            "K/V cache": size(cell.kv_bytes),
         }
         rows.append(row)
     return Table(title, filled(rows))
