@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from gqa_convert.checkpoint.signed_card import CARD, is_our_card, signed
-from gqa_convert.errors import PublishError
+from gqa_convert.errors import OptionError
 from gqa_convert.hub.converted import Converted
 from gqa_convert.hub.licenses import find_license, reminders
 from gqa_convert.hub.markup import render
@@ -22,17 +22,19 @@ _TASKS = {
 
 
 def make_card(model: Converted, options: PublishOptions) -> tuple[str, list[str]]:
-    """The text of the card, and warnings for the publisher.
+    """The text of the card, and warnings for the publisher. A README.md that the user wrote or edited is the card.
 
     Raises:
-        PublishError: the folder has a README.md that must not be replaced.
+        OptionError: an option would change such a file.
+        PublishError: the README.md is no text.
         ReportError: a file of results can't be read.
     """
     from huggingface_hub import ModelCardData
 
     readme = read_readme(model.folder)
     if readme is not None and not is_our_card(readme) and not came_with_source(model, readme):
-        raise PublishError(f"{model.folder / CARD} was written or edited by you: move it away")
+        _refuse_changes(model.folder / CARD, options)
+        return readme, [f"{CARD} was written or edited by you and stays as it is; move it away for a new card"]
     stated = stated_by_source(model, readme)
     chosen = find_license(stated, options.license)
     warnings = reminders(chosen, options.name)
@@ -69,3 +71,13 @@ def make_card(model: Converted, options: PublishOptions) -> tuple[str, list[str]
     # what the source states is kept in a comment, since the card replaces the only file that says it
     kept = json.dumps(stated).replace("<", r"\u003c").replace(">", r"\u003e")
     return signed(f"---\n{front}\n---\n", kept, render(_TEMPLATE, context)), [*warnings, *left_out]
+
+
+def _refuse_changes(card: Path, options: PublishOptions) -> None:
+    stated = {"--results": options.results, "--base-model": options.base_model, "--license": options.license}
+    unread = [name for name, value in stated.items() if value]
+    if unread:
+        raise OptionError(
+            f"{card} was written or edited by you and stays as it is, so {unread[0]} would change nothing: "
+            f"leave it out, or move the file away for a new card"
+        )

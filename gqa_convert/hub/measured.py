@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from gqa_convert.checkpoint.paths import local_path
 from gqa_convert.hub.converted import Converted
+from gqa_convert.hub.names import PublicNames
 from gqa_convert.measuring.results import EvaluationFile, ModelScores, load_evaluation
 from gqa_convert.measuring.tables import Table, evaluation_tables, notes
 
@@ -36,10 +37,16 @@ def read_measured(paths: Sequence[Path], model: Converted) -> tuple[list[Evaluat
                 f"{path} is left out: it measured other models than {model.folder} as it is now; measure again"
             )
             continue
-        entries, names = [ours], {ours.model: "this model"}
+        content = file.as_json()
+        public = PublicNames(content)
+        names = {each.model: public.name(each.model) for each in file.entries()}
+        entries = [ours]
+        names[ours.model] = "this model"
         if source is not None:
             entries.insert(0, source)
             names[source.model] = "source"
-        tables = evaluation_tables(file, entries, names)
-        measured.append(Evaluated(file, ours, source, tables, notes(entries, names)))
+        stated = {key: content[key] for key in ("command", "data")}
+        shown = EvaluationFile.model_validate(content | public.of(stated))
+        tables = evaluation_tables(shown, entries, names)
+        measured.append(Evaluated(shown, ours, source, tables, notes(entries, names)))
     return measured, warnings

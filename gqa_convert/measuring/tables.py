@@ -109,7 +109,7 @@ def notes(entries: Sequence[ModelScores], names: Names) -> list[str]:
     found = []
     for each in entries:
         if each.difference:
-            to = names.get(each.difference.to, each.difference.to)
+            to = names.get(each.difference.to, Path(each.difference.to).name)
             found.append(f"{names[each.model]}: differences are from {to}, paired over the same text")
         if each.scored_nan:
             found.append(f"{names[each.model]}: {each.scored_nan:,} of {each.tokens:,} tokens have no finite loss")
