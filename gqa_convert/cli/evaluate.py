@@ -54,7 +54,7 @@ def evaluate(
         --tokens T: Most tokens to score. Default: all; 1M of a Hub dataset.
         --window T: Tokens read at once. Default: the model's positions, at most 2k.
         --batch B: Windows scored at once.
-        --retrieval: Ask causal models for facts in long texts; with --data, also score the tokens that need a long context.
+        --retrieval: Ask causal models for facts in long texts.
         --lengths T,T,...: Tokens of the texts of --retrieval. Default: 512, 1024, 2048 and 4096 within the context.
         --questions N: Questions of each kind at each length of --retrieval. Default: 24.
         --html PAGE.html: Page with tables and a plot of loss against K/V-cache bytes; needs matplotlib.
@@ -74,7 +74,7 @@ def evaluate(
     from gqa_convert.cli.console.tables import show_table
     from gqa_convert.data.sources import as_source
     from gqa_convert.measuring.evaluation.page import check_page, draw_page
-    from gqa_convert.measuring.results import check_result_path, write_result
+    from gqa_convert.measuring.results import AskedQuestions, check_result_path, write_result
     from gqa_convert.measuring.tables import evaluation_tables, notes, short_names
 
     files = check_page(html, earlier or ())
@@ -96,10 +96,11 @@ def evaluate(
     if output is not None:
         check_result_path(output)
     from gqa_convert.measuring.evaluation import run
-    from gqa_convert.measuring.evaluation.long_contexts import RetrievalOptions
     from gqa_convert.measuring.evaluation.retrieval import QUESTIONS
 
-    asked = RetrievalOptions(lengths, questions or QUESTIONS, seed or 0) if retrieval else None
+    asked = None
+    if retrieval:
+        asked = AskedQuestions(lengths=lengths or [], questions=questions or QUESTIONS, seed=seed or 0)
     options = run.EvaluationOptions(reference, revision, window, tokens, batch, dtype, device, asked)
     text = None
     if data is not None:

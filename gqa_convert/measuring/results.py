@@ -44,21 +44,9 @@ class Found(_Stored):
     length: int | None
     questions: int
     found: float
-    found_standard_error: Number = None
+    found_standard_error: float
     difference: Number = None
     difference_standard_error: Number = None
-
-
-class Retrieval(_Stored):
-    """What a model finds in long texts. `written_loss` is the loss of the model that the others are compared with, in
-    nats per token of the text that this model writes.
-    """
-
-    found: list[Found]
-    written_loss: Number = None
-    written_loss_standard_error: Number = None
-    written_difference: Number = None
-    written_difference_standard_error: Number = None
 
 
 class _Losses(_Stored):
@@ -70,8 +58,6 @@ class _Losses(_Stored):
     bits_per_byte_standard_error: Number = None
     word_error_rate: Number = None
     word_error_rate_standard_error: Number = None
-    key_loss: Number = None
-    key_loss_standard_error: Number = None
 
 
 class Difference(_Losses):
@@ -97,10 +83,7 @@ class ModelScores(_Losses, _Model):  # in this order, a file states the model be
     difference: Difference | None = None
     kl: Number = None
     kl_standard_error: Number = None
-    key_tokens: int | None = None
-    key_kl: Number = None
-    key_kl_standard_error: Number = None
-    retrieval: Retrieval | None = None
+    retrieval: list[Found] | None = None
     note: str | None = None
 
 
@@ -118,7 +101,7 @@ class ScoredText(_Stored):
 
 
 class AskedQuestions(_Stored):
-    """What models were asked: so many questions of each kind at each length, in tokens."""
+    """What models are asked: so many questions of each kind at each length, in tokens, on texts of a seed."""
 
     lengths: list[int]
     questions: int

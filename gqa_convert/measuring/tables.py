@@ -70,7 +70,7 @@ def evaluation_tables(results: EvaluationFile, entries: Sequence[ModelScores], n
         asked = results.questions
         lengths = ", ".join(f"{length:,}" for length in asked.lengths)
         title = f"Exact answers in texts of {lengths} tokens, {asked.questions} questions of each kind at each length"
-        tables.append(Table(title, filled([_answers(each, names) for each in entries])))
+        tables.append(Table(title, filled(_answers(entries, names))))
     return tables
 
 
@@ -83,25 +83,26 @@ def _losses(scores: ModelScores, names: Names) -> Row:
         "word errors": figure(scores, "word_error_rate"),
         "difference": figure(scores.difference, "loss", "+.4f") if scores.difference else "",
         "KL": figure(scores, "kl"),
-        "key loss": figure(scores, "key_loss"),
-        "key KL": figure(scores, "key_kl"),
     }
 
 
-def _answers(scores: ModelScores, names: Names) -> Row:
-    """Shares of exact answers by kind and by length, and the loss of the first model on what this model writes."""
-    row = {"model": names[scores.model]}
-    assert scores.retrieval is not None
-    for part in scores.retrieval.found:
-        share = figure(part, "found", ".0%")
-        if part.kind is None and part.length is None:
-            row |= {"all": share, "difference": figure(part, "difference", "+.0%")}
-        elif part.length is None:
-            row[str(part.kind)] = share
-        elif part.kind is None:
-            row[f"{part.length:,}"] = share
-    row["own text"] = figure(scores.retrieval, "written_loss")
-    return row
+def _answers(entries: Sequence[ModelScores], names: Names) -> list[Row]:
+    """Shares of exact answers by kind and by length, and of how many questions they are."""
+    counts = {"model": "questions"}
+    rows = [counts]
+    for each in entries:
+        row = {"model": names[each.model]}
+        for part in each.retrieval or ():
+            if part.kind and part.length:
+                continue
+            heading = part.kind or (f"{part.length:,}" if part.length else "all")
+            counts[heading] = f"{part.questions:,}"
+            row[heading] = figure(part, "found", ".0%")
+            if heading == "all":
+                counts["difference"] = ""
+                row["difference"] = figure(part, "difference", "+.0%")
+        rows.append(row)
+    return rows
 
 
 def notes(entries: Sequence[ModelScores], names: Names) -> list[str]:

@@ -77,13 +77,11 @@ class Measured:
         name: of the model.
         material: what was scored.
         scores: of the model on the material.
-        is_key: [n], whether each token is one that the long context makes likelier; None if not asked for.
     """
 
     name: str
     material: Material
     scores: Scores
-    is_key: Array | None = None
 
     @cached_property
     def not_finite(self) -> int:
@@ -106,8 +104,6 @@ class Measured:
             values["kl"] = kl
         for name, each in values.items():
             found[name] = self._mean(each, np.ones_like(each))
-            if self.is_key is not None:
-                found[f"key_{name}"] = self._mean(each * self.is_key, self.is_key)
         return found
 
     def _mean(self, values: Array, sizes: Array) -> Mean:
@@ -128,7 +124,6 @@ def model_scores(measured: Measured, other: Measured | None = None) -> JsonObjec
         "bytes": None if material.sizes is None else int(material.sizes.sum()),
         "scored_nan": measured.not_finite,
         "difference": difference,
-        "key_tokens": None if measured.is_key is None else int(measured.is_key.sum()),
         "note": material.note,
     }
 

@@ -100,16 +100,6 @@ class Material:
         """Sums of the scored tokens' values in each block, in the order of the text: [block_count]."""
         return np.bincount(self.blocks, values, self.block_count).astype(np.float64)
 
-    def with_short_context(self, context: int) -> "Material":
-        """The same scored tokens, each read behind at most 2 * `context` tokens, and more than `context` where there are."""
-        cut = []
-        for example in self.examples:
-            for first in range(0, len(example.read), context):
-                scored = slice(first, first + context)
-                read = example.read[max(0, first - context) : scored.stop]
-                cut.append(Example(read, example.targets[scored], example.blocks[scored]))
-        return Material(cut, self.block_count)
-
     def batches(self, size: int) -> Iterator[Batch]:
         """Batches of so many examples, padded on the right: later tokens can't change a decoder's predictions."""
         for first in range(0, len(self.examples), size):
