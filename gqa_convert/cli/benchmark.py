@@ -7,21 +7,51 @@ from .options import (
     Device,
     Json,
     Revision,
-    TokenCounts,
     command_line,
     counts,
+    option,
+    token_counts,
 )
 
 
 def benchmark(
-    model: str,
+    model: Annotated[str, option("MODEL", "Checkpoint folder or Hub id.")],
     candidates: Candidates = None,
-    batch: Annotated[Any, {"parser": counts}] = "1",
-    context: TokenCounts = None,
+    batch: Annotated[
+        Any,
+        option(
+            "--batch -b B,B,...",
+            "Sequences decoded at once.",
+            parser=counts,
+        ),
+    ] = "1",
+    context: Annotated[
+        Any,
+        option(
+            "--context T,T,...",
+            "Tokens in the K/V cache, such as 4k. Default: 512, or half the model's positions.",
+            parser=token_counts,
+        ),
+    ] = None,
     device: Device = None,
     as_json: Json = False,
-    dtype: str | None = None,
-    repetitions: Annotated[int, {"min": 1}] = 8,
+    dtype: Annotated[
+        str | None,
+        option(
+            "--dtype TYPE",
+            "float32, bfloat16 or float16. Default: that of MODEL.",
+            hidden=True,
+        ),
+    ] = None,
+    repetitions: Annotated[
+        int,
+        option(
+            "--repetitions R",
+            "Timed turns of each version.",
+            min=1,
+            hidden=True,
+        ),
+    ] = 8,
     revision: Revision = None,
 ) -> None:
     """Measure decode time, prefill time and K/V cache of a model with different numbers of K/V heads.
@@ -31,13 +61,6 @@ def benchmark(
     turns, so that a machine whose speed drifts favours none of them.
 
       gqa-convert benchmark ./Llama-2-7b --candidates 1,8,32 --batch 1,8 --context 4k
-
-    Args:
-        MODEL: Checkpoint folder or Hub id.
-        --batch -b B,B,...: Sequences decoded at once.
-        --context T,T,...: Tokens in the K/V cache, such as 4k. Default: 512, or half the model's positions.
-        --dtype TYPE (hidden): float32, bfloat16 or float16. Default: that of MODEL.
-        --repetitions R (hidden): Timed turns of each version.
     """
     from gqa_convert.cli.console.progress import ProgressScreen
     from gqa_convert.cli.console.screen import print_json

@@ -11,6 +11,7 @@ from .options import (
     Json,
     Revision,
     Source,
+    option,
 )
 
 
@@ -19,7 +20,14 @@ def inspect(
     calibration: Calibration = None,
     calibration_tokens: CalibrationTokens = None,
     candidates: Candidates = None,
-    max_loss_increase: Annotated[float | None, {"min": 0}] = None,
+    max_loss_increase: Annotated[
+        float | None,
+        option(
+            "--max-loss-increase NATS",
+            "Recommend the smallest N that adds at most this loss, in nats per token.",
+            min=0,
+        ),
+    ] = None,
     kv_budget: Budget = None,
     device: Device = None,
     revision: Revision = None,
@@ -35,9 +43,6 @@ def inspect(
       gqa-convert inspect ./Llama-2-7b --calibration text.txt
       gqa-convert inspect ./Llama-2-7b --calibration text.txt --candidates 4,8,16 --max-loss-increase 0.5
       gqa-convert inspect ./Llama-2-7b --calibration text.txt --kv-budget 50%
-
-    Args:
-        --max-loss-increase NATS: Recommend the smallest N that adds at most this loss, in nats per token.
     """
     from gqa_convert.measuring.sensitivity.inspection import inspect_checkpoint
     from gqa_convert.measuring.tables import filled, number

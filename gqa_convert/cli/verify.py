@@ -1,15 +1,29 @@
 """`gqa-convert verify`."""
 
+from typing import Annotated
+
 import typer
 
-from .options import Converted, Json, Revision
+from .options import Converted, Json, Revision, option
 
 
 def verify(
     out: Converted,
-    source: str,
+    source: Annotated[
+        str,
+        option(
+            "--source SOURCE",
+            "Checkpoint that OUT was converted from: a folder or a Hub id.",
+        ),
+    ],
     revision: Revision = None,
-    logits: bool = True,
+    logits: Annotated[
+        bool,
+        option(
+            "--logits/--no-logits",
+            "Load both models and compare their outputs.",
+        ),
+    ] = True,
     as_json: Json = False,
 ) -> None:
     """Prove that OUT is SOURCE with merged K/V heads and no other change.
@@ -24,10 +38,6 @@ def verify(
 
       gqa-convert verify ./gqa8 --source ./Llama-2-7b
       gqa-convert verify ./gqa4 --source ./Llama-2-70b --no-logits
-
-    Args:
-        --source SOURCE: Checkpoint that OUT was converted from: a folder or a Hub id.
-        --logits/--no-logits: Load both models and compare their outputs.
     """
     from gqa_convert.verify import verify_checkpoint
 
