@@ -45,10 +45,10 @@ def inspect(
       gqa-convert inspect ./Llama-2-7b --calibration text.txt --kv-budget 50%
     """
     from gqa_convert.measuring.sensitivity.inspection import inspect_checkpoint
-    from gqa_convert.measuring.tables import filled, number
+    from gqa_convert.measuring.tables import figure, filled
 
     from .console.progress import ProgressScreen
-    from .console.screen import print_json, print_note, stdout_console, tokens_text
+    from .console.screen import print_json, print_note, stdout_console
     from .console.tables import show_table
 
     with ProgressScreen() as screen:
@@ -72,9 +72,15 @@ def inspect(
     )
     if result.calibration["warning"]:
         print_note(result.calibration["warning"])
-    source = f"{number(result.loss.source, '.4f')}, on {tokens_text(result.loss.tokens)} held-out tokens"
-    title = f"Loss in nats per token above the source's {source}: closed form, an upper bound of what fit loses"
-    rows = [{"N": str(each.groups), "loss added": number(each.increase, "+z.4f")} for each in result.loss.by_groups]
+    losses = result.loss
+    console.print(f"text: {result.calibration['text']}")
+    # a single block has no standard error, and its digits mean little
+    form = "z.1f" if losses.source_standard_error is None else "z.4f"
+    title = (
+        f"Loss in nats per token above the source's {figure(losses, 'source', form)}, on {losses.tokens:,} held-out "
+        "tokens of this text: closed form, an upper bound of what fit loses"
+    )
+    rows = [{"N": str(each.groups), "loss added": figure(each, "increase", f"+{form}")} for each in losses.by_groups]
     show_table(filled(rows), title)
     advice = result.recommendation
     if advice is not None:

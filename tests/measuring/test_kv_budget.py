@@ -207,21 +207,25 @@ def test_a_score_is_that_of_the_whole_models(source: Path, monkeypatch: pytest.M
     text = [{"input_ids": blocks.flip(1)}]
     with open_inputs(plan, [*text, *text], CalibrationOptions(device="cpu")) as inputs:
         *scores, broken = score_copies(inputs, [*copies, {modules[2]: 1}], ragged, lambda done, total: None)
-    assert (broken.loss, broken.kl) == (None, None)
+    assert (broken.loss.value, broken.kl.value) == (None, None)
     model = AutoModelForCausalLM.from_pretrained(source).eval()
     for copy, score in zip([{}, *copies], scores, strict=True):
         edited = AutoModelForCausalLM.from_pretrained(source).eval()
         for module in copy:
             edited.get_submodule(module).v_proj.weight.data.zero_()
-        divergence = loss = 0.0
+        divergences: list[float] = []
+        losses: list[float] = []
         for batch in ragged:
             with torch.inference_mode():
                 ours, theirs = (each(**batch).logits.double().log_softmax(-1) for each in (edited, model))
-            divergence += float((theirs.exp() * (theirs - ours)).sum())
-            loss -= float(ours[:, :-1].gather(2, batch["input_ids"][:, 1:, None]).sum())
-        assert score.kl == pytest.approx(divergence / (96 + 20), rel=1e-3, abs=1e-6)
-        assert score.loss == pytest.approx(loss / (93 + 19), rel=1e-5)
-    assert (scores[1].kl or 0.0) > 1e-3
+            divergences += (theirs.exp() * (theirs - ours)).sum((1, 2)).tolist()
+            losses += (-ours[:, :-1].gather(2, batch["input_ids"][:, 1:, None])).sum((1, 2)).tolist()
+        assert score.kl.value == pytest.approx(sum(divergences) / (96 + 20), rel=1e-3, abs=1e-6)
+        assert score.loss.value == pytest.approx(sum(losses) / (93 + 19), rel=1e-5)
+        # of a ratio of sums over four blocks
+        gaps = [loss - score.loss.value * size for loss, size in zip(losses, (31, 31, 31, 19), strict=True)]
+        assert score.loss.error == pytest.approx((4 / 3 * sum(gap**2 for gap in gaps)) ** 0.5 / 112, rel=1e-3)
+    assert (scores[1].kl.value or 0.0) > 1e-3
 
 
 @pytest.mark.parametrize(

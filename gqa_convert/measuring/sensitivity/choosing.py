@@ -172,7 +172,7 @@ def measure_costs(inputs: SensitivityInputs, held_out: Batches, progress: Progre
     costs = []
     for layer in layers:
         head_bytes = (layer.key_head_dim + layer.value_head_dim) * ITEM_BYTES[layer.dtype]
-        kl = {groups: scores.pop(0).kl for groups in smaller[layer.module]}
+        kl = {groups: scores.pop(0).kl.value for groups in smaller[layer.module]}
         costs.append(LayerCosts(layer.module, layer.kv_heads, head_bytes, kl))
     return costs
 
@@ -198,5 +198,5 @@ def measure_candidates(
         copies.append({layer.module: groups for layer, groups in pairs if groups != layer.kv_heads})
         taken.append(sum(groups * layer.head_bytes for layer, groups in pairs))
     _, *scores = score_copies(inputs, copies, held_out, partial(progress, "candidates"))
-    kl = [score.kl for score in scores]
+    kl = [score.kl.value for score in scores]
     return list(map(HeadAllocation, rules.values(), rules, taken, kl))
