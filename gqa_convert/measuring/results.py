@@ -140,6 +140,8 @@ class TimedCell(_Stored):
     decode_ms_high: float
     decode_tokens_per_second: float
     prefill_ms: float
+    prefill_ms_low: float
+    prefill_ms_high: float
     kv_bytes_per_token: float
     kv_bytes: int
     repetitions: int

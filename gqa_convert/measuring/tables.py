@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from gqa_convert.checkpoint.byte_sizes import size
-from gqa_convert.measuring.results import BenchmarkFile, EvaluationFile, ModelScores
+from gqa_convert.measuring.results import BenchmarkFile, EvaluationFile, ModelScores, ScoredText
 
 Row = dict[str, str]
 """Cells by the headings of their columns, which are the same in all rows of a table."""
@@ -64,7 +64,10 @@ def evaluation_tables(results: EvaluationFile, entries: Sequence[ModelScores], n
     """
     tables = []
     if results.data is not None:
-        title = f"{entries[0].tokens:,} tokens of {results.data.source}, {results.objective}, at most {results.context} tokens at once"
+        title = (
+            f"{entries[0].tokens:,} tokens of {_text_name(results.data)}, {results.objective}, "
+            f"at most {results.context} tokens at once"
+        )
         tables.append(Table(title, filled([_losses(each, names) for each in entries])))
     if results.questions is not None:
         asked = results.questions
@@ -72,6 +75,13 @@ def evaluation_tables(results: EvaluationFile, entries: Sequence[ModelScores], n
         title = f"Exact answers in texts of {lengths} tokens, {asked.questions} questions of each kind at each length"
         tables.append(Table(title, filled(_answers(entries, names))))
     return tables
+
+
+def _text_name(text: ScoredText) -> str:
+    """The source of a text; of a Hub dataset also its commit, configuration and split."""
+    if text.revision is None:
+        return text.source
+    return " ".join(filter(None, (f"{text.source}@{text.revision[:12]}", text.name, text.split)))
 
 
 def _losses(scores: ModelScores, names: Names) -> Row:
@@ -124,7 +134,7 @@ def benchmark_table(result: BenchmarkFile) -> Table:
     where = f"{result.machine.processor}, {result.machine.device}"
     title = (
         f"{result.model}: {result.model_type}, {result.kv_heads} K/V heads, {result.dtype}; "
-        f"transformers, attention {result.attention}; {where}"
+        f"transformers, attention {result.attention}; {where}. Medians (and quartiles)"
     )
     sources = {}
     rows = []
@@ -137,10 +147,10 @@ def benchmark_table(result: BenchmarkFile) -> Table:
             "N": str(cell.groups),
             "batch": str(cell.batch),
             "context": f"{cell.context:,}",
-            "ms/token": f"{cell.decode_ms_per_token:.3g}",
+            "ms/token": f"{cell.decode_ms_per_token:.3g} ({cell.decode_ms_low:.3g} to {cell.decode_ms_high:.3g})",
             "speed": f"{source / cell.decode_ms_per_token:.2f}x" if source else "",
             "tokens/s": f"{cell.decode_tokens_per_second:,.1f}",
-            "prefill ms": f"{cell.prefill_ms:,.1f}",
+            "prefill ms": f"{cell.prefill_ms:.3g} ({cell.prefill_ms_low:.3g} to {cell.prefill_ms_high:.3g})",
             "K/V cache": size(cell.kv_bytes),
         }
         rows.append(row)

@@ -86,6 +86,7 @@ def uptrained(out: Path, **changes: Any) -> None:
     stated: dict[str, Any] = {"model": "out", "output": "runs/up", "tokens": 65536, "learning_rate": 3e-4}
     stated |= {"teacher": "org/model", "distillation_weight": 0.75}
     stated["data"] = [{"source": "org/corpus", "name": "en", "revision": COMMIT}, {"source": "texts/extra"}]
+    stated["evaluation_data"] = "texts/held-out"
     recipe = make_recipe(stated).resolved()
     training = measurement("uptrain", ["gqa-convert", "uptrain", "recipe.yaml"]) | {
         "processes": 1,
@@ -155,10 +156,11 @@ def test_an_uptrained_one(out: Path) -> None:
     text, front, _ = card(out)
     assert "uptrained on 65,536 tokens with LoRA of rank 8, merged." in text
     assert f"**Uptraining** on 65,536 tokens.\nText: `org/corpus` (name `en`, revision `{COMMIT}`), `extra`.\n" in text
-    assert "- **Loss after uptraining: 2.625 nats per token** where the source's is 2.5, on the held-out text" in text
+    held_out = "on the uptraining's held-out text: `held-out`.\n"
+    assert f"- **Loss after uptraining: 2.625 nats per token** where the source's is 2.5, {held_out}" in text
     assert "learning\\_rate `0.0003`" in text
     assert "teacher `org/model`" in text
-    assert "3.125 at the start, 2.625 at the end, 2.5 for the source (nats per token); 80.0% of the gap closed." in text
+    assert "Loss on held-out text, `held-out`: 3.125 at the start, 2.625 at the end, 2.5 for the source (nats per token); 80.0% of the gap closed." in text
     assert text.index("gqa-convert convert org/model") < text.index("gqa-convert uptrain recipe.yaml")
     assert "loss was not measured" not in text
     assert "It was fitted" in text
