@@ -60,9 +60,11 @@ def ask(python: str, module: str, request: Request, seconds: float) -> Outcome:
         content = asdict(replace(request, scratch=made))
         (folder / "request.json").write_text(json.dumps(content), encoding="utf-8")
         ended = run([python, "-c", _BOOT, made, module], seconds)
-        if not (folder / "outcome.json").is_file():
-            return Outcome(FAILED, str(ended))
-        outcome = Outcome(**json.loads((folder / "outcome.json").read_text(encoding="utf-8")))
+        outcome = Outcome(FAILED, str(ended))
+        if (folder / "outcome.json").is_file():
+            outcome = Outcome(**json.loads((folder / "outcome.json").read_text(encoding="utf-8")))
+        # a file of the engine is called by its name: its folder is gone when the user reads this
+        outcome = replace(outcome, detail=outcome.detail.replace(f"{folder}/", ""))
         if not (folder / "logits.npz").is_file():
             return outcome
         import numpy as np

@@ -48,6 +48,8 @@ class Adapter:
         self._mode = os.environ["FAKE_MODE"]
         if self._mode == "raises":
             raise RuntimeError(f"no tensor\nfits {request.folder}")
+        if self._mode == "scratch":
+            raise RuntimeError(f"can't read {request.scratch}/model.gguf")
         if self._mode in REFUSALS:
             raise REFUSALS[self._mode]
         if self._mode in BEGINS:

@@ -20,7 +20,7 @@ from gqa_convert.conversion.fit.batches import prepare_calibration
 from gqa_convert.conversion.fit.merged_attention import replaced
 from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions
 from gqa_convert.conversion.plan import make_plan
-from gqa_convert.errors import OptionError
+from gqa_convert.errors import GroupsError, OptionError
 from gqa_convert.measuring.sensitivity import layer_merging, merged_copies
 from gqa_convert.measuring.sensitivity.choosing import choose_num_kv_heads, made_up_batches, measure_costs
 from gqa_convert.measuring.sensitivity.kv_budget import BudgetChoice, KVBudget, LayerCosts, largest_uniform, least_sum
@@ -28,6 +28,7 @@ from gqa_convert.measuring.sensitivity.merged_copies import open_inputs, score_c
 from gqa_convert.verify import verify_checkpoint
 from tests.helpers.command_line import run
 from tests.helpers.data_helpers import demo_tokenizer
+from tests.helpers.own_files import make_source
 from tests.helpers.tiny import make_checkpoint
 from tests.helpers.verification import failed
 
@@ -187,6 +188,16 @@ def test_for_fit_layers_are_fitted_and_each_only_once(
         if number in FREE:  # four heads of which three would do: gradient steps find what the closed form does not
             assert (layer.kl[4] or 0.0) < closed["kl"]["4"] / 5
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("model_type", ["t5", "opt"])
+def test_a_type_that_takes_one_number_is_not_told_of_options_that_were_not_given(
+    tmp_path: Path, model_type: str
+) -> None:
+    folder = make_source(model_type, tmp_path / "source")
+    words = rf"^--kv-budget chooses .* since all layers of a {model_type} have one number: state one with --groups$"
+    with pytest.raises(GroupsError, match=words):
+        choose_num_kv_heads(folder, SHARE, ConversionOptions())
 
 
 def test_a_score_is_that_of_the_whole_models(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,6 +77,7 @@ def out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("fewer rows", "failed", "gave logits of shape"),
         ("fewer prompts", "failed", "answered 1 of 2 prompts"),
         ("raises", "failed", "RuntimeError: no tensor"),
+        ("scratch", "failed", "RuntimeError: can't read model.gguf"),
         ("dies", "failed", "ended with exit code -6"),
         ("asks", "failed", "EOFError"),
         ("hangs", "failed", "not done when its time was up"),
