@@ -3,7 +3,7 @@
 import gc
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -216,6 +216,8 @@ class _Evaluation:
             show = partial(self.progress, f"transcribing with {candidate.name}")
             speech = SpeechModel(subject.model, candidate.folder)
             material = speech_material(speech, self.text, batch=batch, tokens=self.options.tokens, progress=show)
+            if first.measured is not None:  # which language is spoken is for one model to say
+                material = replace(material, normal=first.measured.material.normal)
         check_vocabulary(candidate.config, material.largest, candidate.folder)
         reference = None
         if first.measured is not None and first.model is not None:
