@@ -160,7 +160,10 @@ def test_an_uptrained_one(out: Path) -> None:
     assert f"- **Loss after uptraining: 2.625 nats per token** where the source's is 2.5, {held_out}" in text
     assert "learning\\_rate `0.0003`" in text
     assert "teacher `org/model`" in text
-    assert "Loss on held-out text, `held-out`: 3.125 at the start, 2.625 at the end, 2.5 for the source (nats per token); 80.0% of the gap closed." in text
+    assert (
+        "Loss on held-out text, `held-out`: 3.125 at the start, 2.625 at the end, 2.5 for the source (nats per token); 80.0% of the gap closed."
+        in text
+    )
     assert text.index("gqa-convert convert org/model") < text.index("gqa-convert uptrain recipe.yaml")
     assert "loss was not measured" not in text
     assert "It was fitted" in text
