@@ -59,7 +59,7 @@ def score(model: Path, source: Path, options: argparse.Namespace, scores: Cell, 
     if "retrieval" not in scores and options.lengths:
         lengths = ",".join(map(str, options.lengths))
         found, _ = gqa_convert(*asked, "--retrieval", "--lengths", lengths, "--questions", str(options.questions))
-        scores["retrieval"] = retrieval(found["results"][0]["retrieval"]["found"])
+        scores["retrieval"] = retrieval(found["results"][0]["retrieval"])
         records.write()
 
 

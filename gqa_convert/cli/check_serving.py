@@ -1,12 +1,29 @@
 """`gqa-convert check-serving`."""
 
+from typing import Annotated
+
 import typer
 
-from .options import Converted, Interpreter, Json
+from .options import Converted, Json, option
 
 
 def check_serving(
-    out: Converted, engine: list[str] | None = None, python: Interpreter = None, as_json: Json = False
+    out: Converted,
+    engine: Annotated[
+        list[str] | None,
+        option(
+            "--engine NAME",
+            "Engine to run: llama.cpp or vllm; repeatable. Default: all that are installed.",
+        ),
+    ] = None,
+    python: Annotated[
+        str | None,
+        option(
+            "--python PATH",
+            "Python interpreter of the environment that has the engine. Default: this one.",
+        ),
+    ] = None,
+    as_json: Json = False,
 ) -> None:
     """Run serving engines on OUT and compare their greedy tokens and logits with transformers', in float32.
 
@@ -18,9 +35,6 @@ def check_serving(
 
       gqa-convert check-serving ./Llama-2-7b-gqa8
       gqa-convert check-serving ./Llama-2-7b-gqa8 --engine vllm --python /opt/vllm/bin/python
-
-    Args:
-        --engine NAME: Engine to run: llama.cpp or vllm; repeatable. Default: all that are installed.
     """
     from gqa_convert.cli.console.screen import print_json, stdout_console
     from gqa_convert.serving.checking import check_serving

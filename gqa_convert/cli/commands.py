@@ -5,7 +5,6 @@ from inspect import cleandoc
 from typing import Any
 
 from .help import Command, first_sentence, help_text
-from .options import declare
 
 COMMANDS = (
     "inspect",
@@ -25,6 +24,5 @@ def add_commands(app: Any) -> None:
     for name in COMMANDS:
         identifier = name.replace("-", "_")
         function = getattr(import_module(f"gqa_convert.cli.{identifier}"), identifier)
-        text, _, entries = cleandoc(function.__doc__).partition("\n\nArgs:\n")
-        declare(function, entries)
+        text = cleandoc(function.__doc__)
         app.command(name, cls=Command, help=help_text(text), short_help=first_sentence(text))(function)

@@ -16,16 +16,13 @@ from .options import (
     CalibrationTokens,
     Device,
     Json,
-    Overwrite,
-    Positive,
     Revision,
-    Seed,
     Source,
-    TokenCount,
     byte_count,
     command_line,
     option,
     refuse,
+    token_count,
 )
 
 
@@ -55,27 +52,135 @@ def group_counts(text: str) -> int | list[int]:
 
 def convert(
     source: Source,
-    out: Path | None = None,
-    groups: Annotated[Any, {"parser": group_counts}] = None,
+    out: Annotated[
+        Path | None,
+        option(
+            "OUT",
+            "New folder for the result; it appears whole or not at all.",
+        ),
+    ] = None,
+    groups: Annotated[
+        Any,
+        option(
+            "--groups -n N|N,N,...|@FILE",
+            "K/V heads per layer in the result; 1 is multi-query attention. Layers of most "
+            "decoders may differ: a list with one number per attention layer, or @ and a "
+            "file with it.",
+            parser=group_counts,
+        ),
+    ] = None,
     kv_budget: Budget = None,
     method: Annotated[str | None, option("--method -m NAME", METHOD_HELP)] = None,
     calibration: Calibration = None,
     calibration_tokens: CalibrationTokens = None,
-    calibration_length: TokenCount = None,
-    fit_steps: int | None = None,
-    kl_steps: int | None = None,
-    mix: bool = True,
+    calibration_length: Annotated[
+        Any,
+        option(
+            "--calibration-length T",
+            "Tokens per block of calibration text. Default: the model's context, at most 1,024.",
+            parser=token_count,
+            hidden=True,
+        ),
+    ] = None,
+    fit_steps: Annotated[
+        int | None,
+        option(
+            "--fit-steps S",
+            "Gradient steps per layer of fit; 0 uses the closed forms only. Default: 100.",
+            hidden=True,
+        ),
+    ] = None,
+    kl_steps: Annotated[
+        int | None,
+        option(
+            "--kl-steps S",
+            "Steps of fit's last stage, which trains all layers together. Default: twice "
+            "--fit-steps if the model fits in memory and lost 0.02 nats per token or more, "
+            "else 0.",
+            hidden=True,
+        ),
+    ] = None,
+    mix: Annotated[
+        bool,
+        option(
+            "--mix/--no-mix",
+            "Let a quarter of a decoder's calibration text for fit be of other kinds: text "
+            "that SOURCE writes itself, Python sources and made-up records.",
+            hidden=True,
+        ),
+    ] = True,
     device: Device = None,
-    seed: Seed = 0,
-    encoder: bool = False,
-    native: bool | None = None,
+    seed: Annotated[
+        int,
+        option(
+            "--seed S",
+            "Seed for the sample of calibration text and the order of batches.",
+            hidden=True,
+        ),
+    ] = 0,
+    encoder: Annotated[
+        bool,
+        option(
+            "--encoder",
+            "Also merge heads of the encoder's self-attention, which has no K/V cache.",
+        ),
+    ] = False,
+    native: Annotated[
+        bool | None,
+        option(
+            "--native/--no-native",
+            "For types without a K/V-head count: translate to a stock class that has one, "
+            "or add a modelling file. Default: translate if possible.",
+        ),
+    ] = None,
     revision: Revision = None,
-    max_shard_size: Annotated[Any, {"parser": byte_count}] = None,
-    overwrite: Overwrite = False,
-    hash_weights: bool = False,
-    dry_run: bool = False,
-    context: TokenCount = None,
-    batch: Positive = None,
+    max_shard_size: Annotated[
+        Any,
+        option(
+            "--max-shard-size SIZE",
+            "Largest weight file of the result, for example 5GB. Default: the files of SOURCE.",
+            parser=byte_count,
+            hidden=True,
+        ),
+    ] = None,
+    overwrite: Annotated[
+        bool,
+        option("--overwrite", "Replace an earlier result in OUT once the new one is complete."),
+    ] = False,
+    hash_weights: Annotated[
+        bool,
+        option(
+            "--hash",
+            "Record the SHA-256 of the weight files of SOURCE and OUT, which reads them completely.",
+            hidden=True,
+        ),
+    ] = False,
+    dry_run: Annotated[
+        bool,
+        option(
+            "--dry-run",
+            "Write nothing: show what would change, what it would save, what it would need, "
+            "and what would load the result.",
+        ),
+    ] = False,
+    context: Annotated[
+        Any,
+        option(
+            "--context T",
+            "With --dry-run: tokens for which the K/V cache is shown. Default: the model's context.",
+            parser=token_count,
+            hidden=True,
+        ),
+    ] = None,
+    batch: Annotated[
+        int | None,
+        option(
+            "--batch B",
+            "With --dry-run: sequences in the K/V cache.",
+            min=1,
+            hidden=True,
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Merge the K/V heads of SOURCE into N groups and write the result to OUT.
@@ -92,26 +197,6 @@ def convert(
       gqa-convert convert ./Llama-2-7b ./gqa8 --groups 8 --calibration text.txt
       gqa-convert convert org/model ./half --kv-budget 50% --calibration text.txt
       gqa-convert convert ./Llama-2-7b --groups 8 --dry-run
-
-    Args:
-        OUT: New folder for the result; it appears whole or not at all.
-        --groups -n N|N,N,...|@FILE: K/V heads per layer in the result; 1 is multi-query attention. Layers of most
-            decoders may differ: a list with one number per attention layer, or @ and a file with it.
-        --calibration-length T (hidden): Tokens per block of calibration text. Default: the model's context, at most 1,024.
-        --fit-steps S (hidden): Gradient steps per layer of fit; 0 uses the closed forms only. Default: 100.
-        --kl-steps S (hidden): Steps of fit's last stage, which trains all layers together. Default: twice --fit-steps if
-            the model fits in memory and lost 0.02 nats per token or more, else 0.
-        --mix/--no-mix (hidden): Let a quarter of a decoder's calibration text for fit be of other kinds: text that SOURCE
-            writes itself, Python sources and made-up records.
-        --encoder: Also merge heads of the encoder's self-attention, which has no K/V cache.
-        --native/--no-native: For types without a K/V-head count: translate to a stock class that has one, or add a
-            modelling file. Default: translate if possible.
-        --max-shard-size SIZE (hidden): Largest weight file of the result, for example 5GB. Default: the files of SOURCE.
-        --hash (hidden): Record the SHA-256 of the weight files of SOURCE and OUT, which reads them completely.
-        --dry-run: Write nothing: show what would change, what it would save, what it would need, and what would load
-            the result.
-        --context T (hidden): With --dry-run: tokens for which the K/V cache is shown. Default: the model's context.
-        --batch B (hidden): With --dry-run: sequences in the K/V cache.
     """
     if out is None and not dry_run:
         raise OptionError("OUT is missing: name a folder for the result, or add --dry-run")

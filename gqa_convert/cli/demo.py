@@ -1,23 +1,23 @@
 """`gqa-convert demo`."""
 
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
-from .options import Json
+from .options import Json, option
 
 
-def demo(out: Path = Path("gqa-demo"), as_json: Json = False) -> None:
+def demo(
+    out: Annotated[Path, option("OUT", "New folder for the results.")] = Path("gqa-demo"),
+    as_json: Json = False,
+) -> None:
     """Try the whole workflow on a small bundled model, offline, in a few minutes on two cores.
 
     A quarter of the model's K/V heads are kept, by mean pooling and by fitting on calibration text. Both results are
     verified, their loss and their K/V cache are measured, and the better one is uptrained.
 
       gqa-convert demo
-
-    Args:
-        OUT: New folder for the results.
     """
     from gqa_convert.demo import run_demo
 

@@ -2,38 +2,164 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from gqa_convert.errors import OptionError
 
-from .options import Device, Json, Positive, TokenCount, TokenCounts, command_line, refuse
+from .options import Device, Json, command_line, option, refuse, token_count, token_counts
 
 
 def evaluate(
-    models: list[str] | None = None,
-    data: str | None = None,
-    reference: str | None = None,
-    tokens: TokenCount = None,
-    window: TokenCount = None,
-    batch: Annotated[int, {"min": 1}] = 4,
-    retrieval: bool = False,
-    lengths: TokenCounts = None,
-    questions: Positive = None,
+    models: Annotated[
+        list[str] | None,
+        option(
+            "MODEL...",
+            "Checkpoint folders or Hub ids.",
+        ),
+    ] = None,
+    data: Annotated[
+        str | None,
+        option(
+            "--data -d TEXT",
+            "Held-out text to score: a file, a folder, a glob pattern or a Hub dataset.",
+        ),
+    ] = None,
+    reference: Annotated[
+        str | None,
+        option(
+            "--reference MODEL",
+            "Model to compare with, by KL divergence too. Default: the first, by loss.",
+        ),
+    ] = None,
+    tokens: Annotated[
+        Any,
+        option(
+            "--tokens T",
+            "Most tokens to score. Default: all; 1M of a Hub dataset.",
+            parser=token_count,
+        ),
+    ] = None,
+    window: Annotated[
+        Any,
+        option(
+            "--window T",
+            "Tokens read at once. Default: the model's positions, at most 2k.",
+            parser=token_count,
+        ),
+    ] = None,
+    batch: Annotated[int, option("--batch B", "Windows scored at once.", min=1)] = 4,
+    retrieval: Annotated[
+        bool,
+        option(
+            "--retrieval",
+            "Ask causal models for facts in long texts.",
+        ),
+    ] = False,
+    lengths: Annotated[
+        Any,
+        option(
+            "--lengths T,T,...",
+            "Tokens of the texts of --retrieval. Default: 512, 1024, 2048 and 4096 within the context.",
+            parser=token_counts,
+        ),
+    ] = None,
+    questions: Annotated[
+        int | None,
+        option(
+            "--questions N",
+            "Questions of each kind at each length of --retrieval. Default: 24.",
+            min=1,
+        ),
+    ] = None,
     device: Device = None,
-    html: Path | None = None,
-    earlier: list[Path] | None = None,
-    output: Path | None = None,
+    html: Annotated[
+        Path | None,
+        option(
+            "--html PAGE.html",
+            "Page with tables and a plot of loss against K/V-cache bytes; needs matplotlib.",
+        ),
+    ] = None,
+    earlier: Annotated[
+        list[Path] | None,
+        option(
+            "--with FILE.json",
+            "Earlier results to draw too; repeat it for several. MODEL may be left out then.",
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        option(
+            "--output -o FILE.json",
+            "New file for the results as JSON.",
+        ),
+    ] = None,
     as_json: Json = False,
-    dtype: str = "auto",
-    seed: int | None = None,
-    revision: str | None = None,
-    text_field: str = "text",
-    source_field: str | None = None,
-    target_field: str | None = None,
-    data_split: str = "train",
-    data_name: str | None = None,
+    dtype: Annotated[
+        str,
+        option(
+            "--dtype TYPE",
+            "float32, bfloat16, float16 or auto: float32 on a CPU, else the checkpoint's.",
+            hidden=True,
+        ),
+    ] = "auto",
+    seed: Annotated[
+        int | None,
+        option(
+            "--seed S",
+            "Seed of the texts of --retrieval. Default: 0.",
+            hidden=True,
+        ),
+    ] = None,
+    revision: Annotated[
+        str | None,
+        option(
+            "--revision REV",
+            "Branch, tag or commit of models on the Hub. Default: main.",
+            hidden=True,
+        ),
+    ] = None,
+    text_field: Annotated[
+        str,
+        option(
+            "--text-field NAME",
+            "Field with the text, in JSON lines, Parquet and datasets.",
+            hidden=True,
+        ),
+    ] = "text",
+    source_field: Annotated[
+        str | None,
+        option(
+            "--source-field NAME",
+            "Field with the input of an encoder-decoder, to score pairs.",
+            hidden=True,
+        ),
+    ] = None,
+    target_field: Annotated[
+        str | None,
+        option(
+            "--target-field NAME",
+            "Field with what an encoder-decoder should write.",
+            hidden=True,
+        ),
+    ] = None,
+    data_split: Annotated[
+        str,
+        option(
+            "--data-split NAME",
+            "Split of a Hub dataset.",
+            hidden=True,
+        ),
+    ] = "train",
+    data_name: Annotated[
+        str | None,
+        option(
+            "--data-name NAME",
+            "Configuration of a Hub dataset.",
+            hidden=True,
+        ),
+    ] = None,
 ) -> None:
     """Measure the loss of one or more models on the same text, in nats per token and bits per byte.
 
@@ -46,35 +172,13 @@ def evaluate(
       gqa-convert evaluate ./Llama-2-7b ./gqa8 --data test.txt --html losses.html
       gqa-convert evaluate ./gqa8 --reference ./Llama-2-7b --data test.txt -o gqa8.json
       gqa-convert evaluate --with gqa8.json --with gqa4.json --html losses.html
-
-    Args:
-        MODEL...: Checkpoint folders or Hub ids.
-        --data -d TEXT: Held-out text to score: a file, a folder, a glob pattern or a Hub dataset.
-        --reference MODEL: Model to compare with, by KL divergence too. Default: the first, by loss.
-        --tokens T: Most tokens to score. Default: all; 1M of a Hub dataset.
-        --window T: Tokens read at once. Default: the model's positions, at most 2k.
-        --batch B: Windows scored at once.
-        --retrieval: Ask causal models for facts in long texts; with --data, also score the tokens that need a long context.
-        --lengths T,T,...: Tokens of the texts of --retrieval. Default: 512, 1024, 2048 and 4096 within the context.
-        --questions N: Questions of each kind at each length of --retrieval. Default: 24.
-        --html PAGE.html: Page with tables and a plot of loss against K/V-cache bytes; needs matplotlib.
-        --with FILE.json: Earlier results to draw too; repeat it for several. MODEL may be left out then.
-        --output -o FILE.json: New file for the results as JSON.
-        --dtype TYPE (hidden): float32, bfloat16, float16 or auto: float32 on a CPU, else the checkpoint's.
-        --seed S (hidden): Seed of the texts of --retrieval. Default: 0.
-        --revision REV (hidden): Branch, tag or commit of models on the Hub. Default: main.
-        --text-field NAME (hidden): Field with the text, in JSON lines, Parquet and datasets.
-        --source-field NAME (hidden): Field with the input of an encoder-decoder, to score pairs.
-        --target-field NAME (hidden): Field with what an encoder-decoder should write.
-        --data-split NAME (hidden): Split of a Hub dataset.
-        --data-name NAME (hidden): Configuration of a Hub dataset.
     """
     from gqa_convert.cli.console.progress import ProgressScreen
     from gqa_convert.cli.console.screen import print_json, print_note
     from gqa_convert.cli.console.tables import show_table
     from gqa_convert.data.sources import as_source
     from gqa_convert.measuring.evaluation.page import check_page, draw_page
-    from gqa_convert.measuring.results import check_result_path, write_result
+    from gqa_convert.measuring.results import AskedQuestions, check_result_path, write_result
     from gqa_convert.measuring.tables import evaluation_tables, notes, short_names
 
     files = check_page(html, earlier or ())
@@ -96,10 +200,11 @@ def evaluate(
     if output is not None:
         check_result_path(output)
     from gqa_convert.measuring.evaluation import run
-    from gqa_convert.measuring.evaluation.long_contexts import RetrievalOptions
     from gqa_convert.measuring.evaluation.retrieval import QUESTIONS
 
-    asked = RetrievalOptions(lengths, questions or QUESTIONS, seed or 0) if retrieval else None
+    asked = None
+    if retrieval:
+        asked = AskedQuestions(lengths=lengths or [], questions=questions or QUESTIONS, seed=seed or 0)
     options = run.EvaluationOptions(reference, revision, window, tokens, batch, dtype, device, asked)
     text = None
     if data is not None:

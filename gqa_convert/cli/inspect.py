@@ -11,6 +11,7 @@ from .options import (
     Json,
     Revision,
     Source,
+    option,
 )
 
 
@@ -19,7 +20,14 @@ def inspect(
     calibration: Calibration = None,
     calibration_tokens: CalibrationTokens = None,
     candidates: Candidates = None,
-    max_loss_increase: Annotated[float | None, {"min": 0}] = None,
+    max_loss_increase: Annotated[
+        float | None,
+        option(
+            "--max-loss-increase NATS",
+            "Recommend the smallest N that adds at most this loss, in nats per token.",
+            min=0,
+        ),
+    ] = None,
     kv_budget: Budget = None,
     device: Device = None,
     revision: Revision = None,
@@ -35,15 +43,12 @@ def inspect(
       gqa-convert inspect ./Llama-2-7b --calibration text.txt
       gqa-convert inspect ./Llama-2-7b --calibration text.txt --candidates 4,8,16 --max-loss-increase 0.5
       gqa-convert inspect ./Llama-2-7b --calibration text.txt --kv-budget 50%
-
-    Args:
-        --max-loss-increase NATS: Recommend the smallest N that adds at most this loss, in nats per token.
     """
     from gqa_convert.measuring.sensitivity.inspection import inspect_checkpoint
-    from gqa_convert.measuring.tables import filled, number
+    from gqa_convert.measuring.tables import figure, filled
 
     from .console.progress import ProgressScreen
-    from .console.screen import print_json, print_note, stdout_console, tokens_text
+    from .console.screen import print_json, print_note, stdout_console
     from .console.tables import show_table
 
     with ProgressScreen() as screen:
@@ -67,9 +72,15 @@ def inspect(
     )
     if result.calibration["warning"]:
         print_note(result.calibration["warning"])
-    source = f"{number(result.loss.source, '.4f')}, on {tokens_text(result.loss.tokens)} held-out tokens"
-    title = f"Loss in nats per token above the source's {source}: closed form, an upper bound of what fit loses"
-    rows = [{"N": str(each.groups), "loss added": number(each.increase, "+z.4f")} for each in result.loss.by_groups]
+    losses = result.loss
+    console.print(f"text: {result.calibration['text']}")
+    # a single block has no standard error, and its digits mean little
+    form = "z.1f" if losses.source_standard_error is None else "z.4f"
+    title = (
+        f"Loss in nats per token above the source's {figure(losses, 'source', form)}, on {losses.tokens:,} held-out "
+        "tokens of this text: closed form, an upper bound of what fit loses"
+    )
+    rows = [{"N": str(each.groups), "loss added": figure(each, "increase", f"+{form}")} for each in losses.by_groups]
     show_table(filled(rows), title)
     advice = result.recommendation
     if advice is not None:

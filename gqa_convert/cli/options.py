@@ -1,10 +1,9 @@
-"""Options that several commands share, and the parsers of their values."""
+"""How options are declared, those that several commands share, and the parsers of their values."""
 
-import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,8 +11,6 @@ from gqa_convert.errors import OptionError
 
 if TYPE_CHECKING:
     from gqa_convert.measuring.sensitivity.kv_budget import KVBudget
-
-_ENTRY = re.compile(r"^    (\S.*?)( \(hidden\))?: (.*(?:\n {8}.*)*)", re.MULTILINE)
 
 
 def token_count(text: str) -> int:
@@ -86,24 +83,6 @@ def option(shown: str, text: str, **more: Any) -> Any:
     return typer.Option(*names, metavar=metavar, help=text, **more)
 
 
-def declare(function: Any, entries: str) -> None:
-    """Declare the options and arguments of a command that the docstring describes, in the order of its parameters. Those
-    that several commands share are declared in this file.
-
-    Args:
-        function: of the command. The type of a parameter may be annotated with more keywords for typer.
-        entries: a line for each, such as `--tokens T: Most tokens.`; `--help-all` alone shows those that are `(hidden)`.
-    """
-    hints = function.__annotations__
-    kinds = {}
-    for name, hint in hints.items():
-        kind, more = get_args(hint) if hasattr(hint, "__metadata__") else (hint, {})
-        if isinstance(more, dict) and name != "return":
-            kinds[name] = kind, more
-    for (name, (kind, more)), (shown, hidden, text) in zip(kinds.items(), _ENTRY.findall(entries), strict=True):
-        hints[name] = Annotated[kind, option(shown, " ".join(text.split()), hidden=bool(hidden), **more)]
-
-
 def refuse(options: Mapping[str, Any], reason: str) -> None:
     """Refuse options that would have no effect, if they are given.
 
@@ -124,9 +103,6 @@ def command_line() -> list[str]:
     return ["gqa-convert", *sys.argv[1:]]
 
 
-TokenCount = Annotated[Any, {"parser": token_count}]
-TokenCounts = Annotated[Any, {"parser": token_counts}]
-Positive = Annotated[int | None, {"min": 1}]
 Source = Annotated[str, option("SOURCE", "Checkpoint folder or Hub id.")]
 Converted = Annotated[Path, option("OUT", "Folder of the converted checkpoint.")]
 Budget = Annotated[
@@ -165,12 +141,4 @@ Device = Annotated[
     option("--device NAME", "Where models run: cpu, cuda or cuda:1. Default: a GPU if there is one."),
 ]
 Revision = Annotated[str | None, option("--revision REV", "Branch, tag or commit on the Hub. Default: main.")]
-Seed = Annotated[
-    int, option("--seed S", "Seed for the sample of calibration text and the order of batches.", hidden=True)
-]
-Overwrite = Annotated[bool, option("--overwrite", "Replace an earlier result in OUT once the new one is complete.")]
-Interpreter = Annotated[
-    str | None,
-    option("--python PATH", "Python interpreter of the environment that has the engine. Default: this one."),
-]
 Json = Annotated[bool, option("--json", "Print the result as one JSON object.")]

@@ -3,11 +3,11 @@
 import sys
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from gqa_convert.checkpoint.byte_sizes import size
 
-from .options import Json
+from .options import Json, option
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -16,13 +16,43 @@ if TYPE_CHECKING:
 
 
 def publish(
-    out: Path,
-    repo_id: str,
-    private: bool = False,
-    dry_run: bool = False,
-    results: list[Path] | None = None,
-    base_model: str | None = None,
-    licence: str | None = None,
+    out: Annotated[Path, option("OUT", "Folder written by convert or uptrain.")],
+    repo_id: Annotated[
+        str,
+        option(
+            "--repo-id ORG/NAME",
+            "Repository on the Hub; created if it does not exist.",
+        ),
+    ],
+    private: Annotated[bool, option("--private", "Create the repository as private.")] = False,
+    dry_run: Annotated[
+        bool,
+        option(
+            "--dry-run",
+            "Write OUT/README.md and list the files to upload, without network access.",
+        ),
+    ] = False,
+    results: Annotated[
+        list[Path] | None,
+        option(
+            "--results -r FILE",
+            "JSON of evaluate for the card; repeatable.",
+        ),
+    ] = None,
+    base_model: Annotated[
+        str | None,
+        option(
+            "--base-model ORG/NAME",
+            "Source model on the Hub. Default: the one that the conversion recorded.",
+        ),
+    ] = None,
+    licence: Annotated[
+        str | None,
+        option(
+            "--license ID",
+            "Licence of the result. Default: that in the README.md of the source.",
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Write a model card and upload a converted checkpoint to the Hugging Face Hub.
@@ -36,15 +66,6 @@ def publish(
       gqa-convert publish ./Llama-2-7b-gqa8 --repo-id me/Llama-2-7b-gqa8 --dry-run
       gqa-convert publish ./Llama-2-7b-gqa8 --repo-id me/Llama-2-7b-gqa8 --private --results evaluation.json
       gqa-convert publish ./gqa8 --repo-id me/gqa8 --base-model org/model --license apache-2.0
-
-    Args:
-        OUT: Folder written by convert or uptrain.
-        --repo-id ORG/NAME: Repository on the Hub; created if it does not exist.
-        --private: Create the repository as private.
-        --dry-run: Write OUT/README.md and list the files to upload, without network access.
-        --results -r FILE: JSON of evaluate for the card; repeatable.
-        --base-model ORG/NAME: Source model on the Hub. Default: the one that the conversion recorded.
-        --license ID: Licence of the result. Default: that in the README.md of the source.
     """
     from huggingface_hub.utils import disable_progress_bars
 

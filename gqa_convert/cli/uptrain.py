@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-from .options import Json, command_line, refuse
+from .options import Json, command_line, option, refuse
 
 
 def _hardware(text: str) -> tuple[int, str]:
@@ -15,11 +15,42 @@ def _hardware(text: str) -> tuple[int, str]:
 
 
 def uptrain(
-    recipe: Path,
-    overrides: list[str] | None = None,
-    dry_run: bool = False,
-    hardware: Annotated[Any, {"parser": _hardware}] = None,
-    tokenize_only: bool = False,
+    recipe: Annotated[
+        Path,
+        option(
+            "RECIPE.yaml",
+            "Recipe file: the model, the text and the budget.",
+        ),
+    ],
+    overrides: Annotated[
+        list[str] | None,
+        option(
+            "KEY=VALUE",
+            "Values that replace keys of the recipe.",
+        ),
+    ] = None,
+    dry_run: Annotated[
+        bool,
+        option(
+            "--dry-run",
+            "Estimate memory and hours of the run; train nothing.",
+        ),
+    ] = False,
+    hardware: Annotated[
+        Any,
+        option(
+            "--hardware NxGPU",
+            "With --dry-run: the number and the type of GPUs, such as 8xh100. Default: one H100.",
+            parser=_hardware,
+        ),
+    ] = None,
+    tokenize_only: Annotated[
+        bool,
+        option(
+            "--tokenize-only",
+            "Tokenise the text ahead of the run, so that no GPU waits for it; train nothing.",
+        ),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Train a converted checkpoint to recover quality, with its source as teacher.
@@ -35,13 +66,6 @@ def uptrain(
       gqa-convert uptrain recipe.yaml tokens=500M learning_rate=1e-4
       gqa-convert uptrain recipe.yaml --dry-run --hardware 8xh100
       accelerate launch --config_file recipes/accelerate/multi_gpu.yaml -m gqa_convert uptrain recipe.yaml
-
-    Args:
-        RECIPE.yaml: Recipe file: the model, the text and the budget.
-        KEY=VALUE: Values that replace keys of the recipe.
-        --dry-run: Estimate memory and hours of the run; train nothing.
-        --hardware NxGPU: With --dry-run: the number and the type of GPUs, such as 8xh100. Default: one H100.
-        --tokenize-only: Tokenise the text ahead of the run, so that no GPU waits for it; train nothing.
     """
     if not dry_run:
         refuse({"--hardware": hardware}, "describes GPUs for the estimate of --dry-run")

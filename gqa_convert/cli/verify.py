@@ -1,16 +1,36 @@
 """`gqa-convert verify`."""
 
+from typing import Annotated
+
 import typer
 
-from .options import Converted, Json, Revision
+from .options import Converted, Json, Revision, option
 
 
 def verify(
     out: Converted,
-    source: str,
+    source: Annotated[
+        str,
+        option(
+            "--source SOURCE",
+            "Checkpoint that OUT was converted from: a folder or a Hub id.",
+        ),
+    ],
     revision: Revision = None,
-    logits: bool = True,
-    refresh: bool = False,
+    logits: Annotated[
+        bool,
+        option(
+            "--logits/--no-logits",
+            "Load both models and compare their outputs.",
+        ),
+    ] = True,
+    refresh: Annotated[
+        bool,
+        option(
+            "--refresh",
+            "First replace modelling files of an earlier release in OUT by those of this one, and record that.",
+        ),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Prove that OUT is SOURCE with merged K/V heads and no other change.
@@ -26,11 +46,6 @@ def verify(
       gqa-convert verify ./gqa8 --source ./Llama-2-7b
       gqa-convert verify ./gqa4 --source ./Llama-2-70b --no-logits
       gqa-convert verify ./t5-gqa4 --source ./t5-base --refresh
-
-    Args:
-        --source SOURCE: Checkpoint that OUT was converted from: a folder or a Hub id.
-        --logits/--no-logits: Load both models and compare their outputs.
-        --refresh: First replace modelling files of an earlier release in OUT by those of this one, and record that.
     """
     from gqa_convert.conversion.refreshing import refresh_modeling
     from gqa_convert.verify import verify_checkpoint
@@ -40,12 +55,8 @@ def verify(
 
     with ProgressScreen() as screen:
         if refresh:
-            replaced = refresh_modeling(out)
-            screen.say(
-                f"note: replaced {' and '.join(replaced)}"
-                if replaced
-                else "note: no modelling file is of an earlier release"
-            )
+            replaced = refresh_modeling(out) or ["nothing: no modelling file is of an earlier release"]
+            screen.say(f"note: replaced {' and '.join(replaced)}")
         report = verify_checkpoint(
             out,
             source,

@@ -4,11 +4,11 @@ import json
 from pathlib import Path
 
 from gqa_convert.checkpoint.signed_card import CARD, is_our_card, signed
-from gqa_convert.errors import PublishError
+from gqa_convert.errors import OptionError
 from gqa_convert.hub.converted import Converted
 from gqa_convert.hub.licenses import find_license, reminders
 from gqa_convert.hub.markup import render
-from gqa_convert.hub.measured import read_measured
+from gqa_convert.hub.measured import eval_results, read_measured
 from gqa_convert.hub.options import PublishOptions
 from gqa_convert.hub.readme import came_with_source, read_readme, stated_by_source
 from gqa_convert.merging.methods import METHODS
@@ -22,17 +22,19 @@ _TASKS = {
 
 
 def make_card(model: Converted, options: PublishOptions) -> tuple[str, list[str]]:
-    """The text of the card, and warnings for the publisher.
+    """The text of the card, and warnings for the publisher. A README.md that the user wrote or edited is the card.
 
     Raises:
-        PublishError: the folder has a README.md that must not be replaced.
+        OptionError: an option would change such a file.
+        PublishError: the README.md is no text.
         ReportError: a file of results can't be read.
     """
     from huggingface_hub import ModelCardData
 
     readme = read_readme(model.folder)
     if readme is not None and not is_our_card(readme) and not came_with_source(model, readme):
-        raise PublishError(f"{model.folder / CARD} was written or edited by you: move it away")
+        _refuse_changes(model.folder / CARD, options)
+        return readme, [f"{CARD} was written or edited by you and stays as it is; move it away for a new card"]
     stated = stated_by_source(model, readme)
     chosen = find_license(stated, options.license)
     warnings = reminders(chosen, options.name)
@@ -47,15 +49,19 @@ def make_card(model: Converted, options: PublishOptions) -> tuple[str, list[str]
     tags = ["gqa-convert", "multi-query-attention" if model.record.groups == 1 else "grouped-query-attention"]
     if model.trainings:
         tags.append("uptrained")
+    task = _TASKS.get(model.auto_class)
+    results = eval_results(measured, task or "text2text-generation")
     front = ModelCardData(
         base_model=base_id,
         base_model_relation="finetune" if base_id else None,
         library_name="transformers",
-        pipeline_tag=_TASKS.get(model.auto_class),
+        pipeline_tag=task,
         language=stated.get("language"),
         license=chosen.id,
         license_name=chosen.name,
         license_link=chosen.link,
+        model_name=options.name if results else None,
+        eval_results=results or None,
         tags=tags,
     ).to_yaml(line_break="\n")
     context = {
@@ -69,3 +75,13 @@ def make_card(model: Converted, options: PublishOptions) -> tuple[str, list[str]
     # what the source states is kept in a comment, since the card replaces the only file that says it
     kept = json.dumps(stated).replace("<", r"\u003c").replace(">", r"\u003e")
     return signed(f"---\n{front}\n---\n", kept, render(_TEMPLATE, context)), [*warnings, *left_out]
+
+
+def _refuse_changes(card: Path, options: PublishOptions) -> None:
+    stated = {"--results": options.results, "--base-model": options.base_model, "--license": options.license}
+    unread = [name for name, value in stated.items() if value]
+    if unread:
+        raise OptionError(
+            f"{card} was written or edited by you and stays as it is, so {unread[0]} would change nothing: "
+            f"leave it out, or move the file away for a new card"
+        )

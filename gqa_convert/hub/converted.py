@@ -12,6 +12,7 @@ from gqa_convert.checkpoint.source import Checkpoint, open_checkpoint
 from gqa_convert.conversion.plan import Plan, make_plan
 from gqa_convert.errors import GroupsError, PublishError
 from gqa_convert.families.loading import auto_class, headless_class
+from gqa_convert.hub.names import PublicNames
 from gqa_convert.hub.options import HUB_ID
 from gqa_convert.hub.record import ConversionRecord, Training, read_records
 from gqa_convert.merging.methods import COPY
@@ -25,7 +26,8 @@ class Converted:
 
     Attributes:
         plan: of a conversion to the same N, which changes nothing: it has heads, sizes and engines from the headers.
-        records: of the conversions that made it, oldest first.
+        records: of the conversions that made it, oldest first, without folders of the machine.
+        names: of what the records state.
         fingerprint: by which its results are known.
         files: paths of what is published besides the card: what convert and uptrain wrote, and licences.
         untracked: paths of other files in the folder, which stay.
@@ -35,6 +37,7 @@ class Converted:
     checkpoint: Checkpoint
     plan: Plan
     records: tuple[ConversionRecord, ...]
+    names: PublicNames
     fingerprint: str
     files: tuple[str, ...]
     untracked: tuple[str, ...]
@@ -88,7 +91,7 @@ def open_converted(folder: Path) -> Converted:
     for name in {PROVENANCE, *checkpoint.sizes} - set(checkpoint.left_behind):
         if leads_out(folder / name, folder):
             raise PublishError(f"{folder / name} is a link that leads out of the folder: put the file in its place")
-    records = read_records(folder)
+    records, names = read_records(folder)
     record = records[-1]
     for name in record.written:
         if name.endswith(".py") and name not in checkpoint.sizes:
@@ -104,6 +107,7 @@ def open_converted(folder: Path) -> Converted:
         checkpoint=checkpoint,
         plan=_plan_without_change(checkpoint, record),
         records=records,
+        names=names,
         fingerprint=fingerprint(folder),
         files=tuple(files),
         untracked=tuple(name for name in found if name not in files),

@@ -14,8 +14,6 @@ from gqa_convert.checkpoint.byte_sizes import size
 from gqa_convert.families.layerwise import heads_text
 from gqa_convert.measuring.tables import number
 
-FOLDERS = re.compile(r"""(?<![^\s'"=,:(\[])(?:~[\w.-]*)?/(?:[^/\s'"]+/)*(?=[^/\s'"])""")
-"""The folders of an absolute path: a published card must not reveal them."""
 _MARKUP = re.compile(r"([\\`*_{}\[\]#|~!$])")
 _CODE = str.maketrans("`|", "'¦")
 """What ends a code span or a cell of a table, and what stands for it."""
@@ -51,18 +49,18 @@ def _escaped(value: Any) -> Any:
 
 def code(text: str) -> Markdown:
     """The text as a code span on one line, in which nothing is markup."""
-    line = one_line(text).translate(_CODE)
+    line = printable(text).translate(_CODE)
     return Markdown(f"`{line or ' '}`")
 
 
 def plain(text: str) -> Markdown:
     """The text as running text on one line, in which nothing is markup."""
-    return Markdown(_MARKUP.sub(r"\\\1", html.escape(one_line(text), quote=False)))
+    return Markdown(_MARKUP.sub(r"\\\1", html.escape(printable(text), quote=False)))
 
 
 def fenced(text: str, language: str) -> Markdown:
     """The text as a code block. None of its lines may begin with a backtick; those of `shell` do not."""
-    return Markdown(f"```{language}\n{without_folders(text)}\n```")
+    return Markdown(f"```{language}\n{text}\n```")
 
 
 def shell(command: Sequence[str]) -> str:
@@ -70,19 +68,9 @@ def shell(command: Sequence[str]) -> str:
     return shlex.join(map(printable, command))
 
 
-def one_line(text: str) -> str:
-    """The text without folders of absolute paths and with unprintable characters escaped."""
-    return printable(without_folders(text))
-
-
 def printable(text: str) -> str:
     """The text with every unprintable character escaped: names from files may hold control characters."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
-
-
-def without_folders(text: str) -> str:
-    """The text with every absolute path reduced to its last name."""
-    return FOLDERS.sub("", text)
 
 
 def significant(value: float | None, error: float | None = None) -> str:

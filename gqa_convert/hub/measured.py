@@ -1,11 +1,13 @@
 """The results of evaluate that a card states: those whose fingerprint is the checkpoint's."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from gqa_convert.checkpoint.paths import local_path
 from gqa_convert.hub.converted import Converted
+from gqa_convert.hub.names import PublicNames
 from gqa_convert.measuring.results import EvaluationFile, ModelScores, load_evaluation
 from gqa_convert.measuring.tables import Table, evaluation_tables, notes
 
@@ -18,6 +20,38 @@ class Evaluated(NamedTuple):
     source: ModelScores | None
     tables: list[Table]
     notes: list[str]
+
+
+_METRICS = {
+    "loss": ("loss", "loss (nats per token)"),
+    "kl": ("kl", "KL divergence from the source (nats per token)"),
+    "bits_per_byte": ("bits_per_byte", "bits per byte"),
+    "word_error_rate": ("wer", "word error rate"),
+}
+"""The Hub's names of what `evaluate` measures on a text, for machines and for people."""
+
+
+def eval_results(measured: Sequence[Evaluated], task: str) -> list[Any]:
+    """The figures as the metadata of a card states them: huggingface_hub's `EvalResult`.
+
+    Args:
+        measured: evaluations.
+        task: of the model, as the Hub calls it.
+    """
+    from huggingface_hub import EvalResult
+
+    found = []
+    for each in measured:
+        data, answers = each.file.data, each.ours.retrieval
+        for key, (metric, name) in _METRICS.items():
+            value = getattr(each.ours, key)
+            if data is not None and value is not None:
+                split = data.revision and data.split  # files have none
+                shown = EvalResult(task, data.source, data.source, metric, value, metric_name=name, dataset_split=split)
+                found.append(replace(shown, dataset_revision=data.revision, dataset_config=data.name))
+        if answers:
+            found.append(EvalResult(task, "made-up facts", "made-up facts", "exact_match", answers[0].found))
+    return found
 
 
 def read_measured(paths: Sequence[Path], model: Converted) -> tuple[list[Evaluated], list[str]]:
@@ -36,10 +70,16 @@ def read_measured(paths: Sequence[Path], model: Converted) -> tuple[list[Evaluat
                 f"{path} is left out: it measured other models than {model.folder} as it is now; measure again"
             )
             continue
-        entries, names = [ours], {ours.model: "this model"}
+        content = file.as_json()
+        public = PublicNames(content)
+        names = {each.model: public.name(each.model) for each in file.entries()}
+        entries = [ours]
+        names[ours.model] = "this model"
         if source is not None:
             entries.insert(0, source)
             names[source.model] = "source"
-        tables = evaluation_tables(file, entries, names)
-        measured.append(Evaluated(file, ours, source, tables, notes(entries, names)))
+        stated = {key: content[key] for key in ("command", "data")}
+        shown = EvaluationFile.model_validate(content | public.of(stated))
+        tables = evaluation_tables(shown, entries, names)
+        measured.append(Evaluated(shown, ours, source, tables, notes(entries, names)))
     return measured, warnings

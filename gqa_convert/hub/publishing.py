@@ -13,7 +13,6 @@ from gqa_convert.families.layerwise import heads_text
 from gqa_convert.hub.card import make_card
 from gqa_convert.hub.converted import open_converted
 from gqa_convert.hub.files import HashedFile, find_changes, hash_file, refuse_token
-from gqa_convert.hub.markup import FOLDERS
 from gqa_convert.hub.options import PublishOptions
 from gqa_convert.hub.readme import write_card
 from gqa_convert.hub.repository import Repository, url_of
@@ -81,11 +80,9 @@ def publish(
     warnings += find_changes(model, files)
     written = write_card(model, card)
     files.append(hash_file(model.folder, CARD, token))
-    local = FOLDERS.search((model.folder / PROVENANCE).read_text(encoding="utf-8"))
-    if local:
-        warnings.append(
-            f"{PROVENANCE} is published too and names folders of this machine such as {local[0]}; the card does not"
-        )
+    if model.names.local:
+        path = next(iter(model.names.local))
+        warnings.append(f"{PROVENANCE} is published too and names folders of this machine: {path}; the card does not")
     if model.checkpoint.links_out:
         warnings.append(f"not sent, as links that lead out of the folder: {some(model.checkpoint.links_out)}")
     if model.untracked:

@@ -3,14 +3,14 @@
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 from gqa_convert.checkpoint.atomic_files import write_whole
 from gqa_convert.checkpoint.signed_card import CARD, MARKER
-from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.errors import OutputError, PublishError
 from gqa_convert.hub.converted import Converted
 from gqa_convert.hub.licenses import Words
-from gqa_convert.hub.markup import one_line
+from gqa_convert.hub.markup import printable
 
 _INHERITED = ("license", "license_name", "license_link", "language")
 """Keys of the source's front matter that hold for the result too."""
@@ -41,25 +41,33 @@ def stated_by_source(model: Converted, text: str | None) -> Words:
     """Licence and languages that the source states, in its README or in the comment of the card that replaced
     it.
     """
-    from huggingface_hub import ModelCard
-    from yaml import YAMLError
-
-    found: JsonObject = {}
-    try:
-        if text and (match := MARKER.search(text)):
-            found = json.loads(match[1])
-        elif text and came_with_source(model, text):
-            found = ModelCard(text, ignore_metadata_errors=True).data.to_dict()
-    except (YAMLError, ValueError):
-        return {}
+    found: Any = None
+    if text and (match := MARKER.search(text)):
+        found = json.loads(match[1])
+    elif text and came_with_source(model, text):
+        found = _front_matter(text)
     stated: dict[str, str | list[str]] = {}
-    for key in _INHERITED:
+    for key in _INHERITED if isinstance(found, dict) else ():
         value = found.get(key)
         if value and isinstance(value, str):
-            stated[key] = one_line(value.strip())
+            stated[key] = printable(model.names.name(value.strip()))
         elif value and isinstance(value, list):
-            stated[key] = [one_line(word) for word in value if isinstance(word, str)]
+            stated[key] = [printable(word) for word in value if isinstance(word, str)]
     return stated
+
+
+def _front_matter(text: str) -> Any:
+    """The front matter of a README, in which every value is a word: `no` is Norwegian, not false. None if it can't be
+    read.
+    """
+    import yaml
+    from huggingface_hub.repocard import REGEX_YAML_BLOCK
+
+    try:
+        block = REGEX_YAML_BLOCK.search(text)
+        return block and yaml.load(block[2], yaml.BaseLoader)
+    except yaml.YAMLError:
+        return None
 
 
 def write_card(model: Converted, card: str) -> Path:

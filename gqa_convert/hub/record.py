@@ -1,13 +1,15 @@
 """`gqa_conversion.json`, as far as a model card states it. The names of the fields are the keys in the file."""
 
+import json
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from gqa_convert.checkpoint.machine import Machine
 from gqa_convert.checkpoint.provenance import PROVENANCE, BeforeAfter, Divergence
-from gqa_convert.checkpoint.strict_json import JsonObject
+from gqa_convert.checkpoint.strict_json import JsonObject, parse_object
 from gqa_convert.errors import PublishError
+from gqa_convert.hub.names import PublicNames
 
 
 class _Part(BaseModel):
@@ -73,15 +75,18 @@ class ConversionRecord(_Part):
     written: dict[str, WrittenFile]
 
 
-def read_records(folder: Path) -> tuple[ConversionRecord, ...]:
-    """The records of the conversions that made a checkpoint, oldest first.
+def read_records(folder: Path) -> tuple[tuple[ConversionRecord, ...], PublicNames]:
+    """The records of the conversions that made a checkpoint, oldest first, without folders of the machine; and the names
+    of what they state.
 
     Raises:
         PublishError: there is no record, or it is no record of a conversion.
     """
     path = folder / PROVENANCE
     try:
-        newest = ConversionRecord.model_validate_json(path.read_bytes(), strict=True)
+        content = parse_object(path.read_bytes(), str(path))
+        names = PublicNames(content)
+        newest = ConversionRecord.model_validate_json(json.dumps(names.of(content)), strict=True)
     except OSError:
         raise PublishError(
             f"{folder} has no {PROVENANCE} that can be read: name a folder that convert or uptrain wrote"
@@ -94,4 +99,4 @@ def read_records(folder: Path) -> tuple[ConversionRecord, ...]:
     records = [newest]
     while (earlier := records[0].previous) is not None:
         records.insert(0, earlier)
-    return tuple(records)
+    return tuple(records), names

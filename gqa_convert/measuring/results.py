@@ -44,21 +44,9 @@ class Found(_Stored):
     length: int | None
     questions: int
     found: float
-    found_standard_error: Number = None
+    found_standard_error: float
     difference: Number = None
     difference_standard_error: Number = None
-
-
-class Retrieval(_Stored):
-    """What a model finds in long texts. `written_loss` is the loss of the model that the others are compared with, in
-    nats per token of the text that this model writes.
-    """
-
-    found: list[Found]
-    written_loss: Number = None
-    written_loss_standard_error: Number = None
-    written_difference: Number = None
-    written_difference_standard_error: Number = None
 
 
 class _Losses(_Stored):
@@ -70,8 +58,6 @@ class _Losses(_Stored):
     bits_per_byte_standard_error: Number = None
     word_error_rate: Number = None
     word_error_rate_standard_error: Number = None
-    key_loss: Number = None
-    key_loss_standard_error: Number = None
 
 
 class Difference(_Losses):
@@ -97,10 +83,7 @@ class ModelScores(_Losses, _Model):  # in this order, a file states the model be
     difference: Difference | None = None
     kl: Number = None
     kl_standard_error: Number = None
-    key_tokens: int | None = None
-    key_kl: Number = None
-    key_kl_standard_error: Number = None
-    retrieval: Retrieval | None = None
+    retrieval: list[Found] | None = None
     note: str | None = None
 
 
@@ -118,7 +101,7 @@ class ScoredText(_Stored):
 
 
 class AskedQuestions(_Stored):
-    """What models were asked: so many questions of each kind at each length, in tokens."""
+    """What models are asked: so many questions of each kind at each length, in tokens, on texts of a seed."""
 
     lengths: list[int]
     questions: int
@@ -144,13 +127,11 @@ class EvaluationFile(_Measurement):
 
 
 class TimedCell(_Stored):
-    """One number of K/V heads, or a list with that of each layer, at one batch and context; times in ms, sizes in bytes.
-
-    `fingerprint` and `model`, the folder of a model that an engine ran, are null for a version that was made for the timing.
+    """One number of K/V heads at one batch and context; times in ms, sizes in bytes. `fingerprint` is null for a version
+    that was made for the timing.
     """
 
-    groups: int | list[int]
-    model: str | None = None
+    groups: int
     fingerprint: str | None = None
     batch: int
     context: int
@@ -159,25 +140,24 @@ class TimedCell(_Stored):
     decode_ms_high: float
     decode_tokens_per_second: float
     prefill_ms: float
-    new_tokens: int | None = None
-    kv_bytes_per_token: Number = None
-    kv_bytes: int | None = None
+    prefill_ms_low: float
+    prefill_ms_high: float
+    kv_bytes_per_token: float
+    kv_bytes: int
     repetitions: int
 
 
 class BenchmarkFile(_Measurement):
-    """What `benchmark` measures; `engine` is null for transformers."""
+    """What `benchmark` measures."""
 
     kind: Literal["benchmark"] = "benchmark"
-    engine: str | None = None
-    engine_version: str | None = None
     model: str
-    fingerprint: str | None = None
-    model_type: str | None = None
-    dtype: str | None = None
-    heads: int | None = None
-    kv_heads: int | list[int] | None = None
-    attention: str | None = None
+    fingerprint: str
+    model_type: str
+    dtype: str
+    heads: int
+    kv_heads: int
+    attention: str
     results: list[TimedCell]
 
 

@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from gqa_convert.checkpoint.byte_sizes import size
-from gqa_convert.families.layerwise import heads_text
-from gqa_convert.measuring.results import BenchmarkFile, EvaluationFile, ModelScores
+from gqa_convert.measuring.results import BenchmarkFile, EvaluationFile, ModelScores, ScoredText
 
 Row = dict[str, str]
 """Cells by the headings of their columns, which are the same in all rows of a table."""
@@ -65,14 +64,24 @@ def evaluation_tables(results: EvaluationFile, entries: Sequence[ModelScores], n
     """
     tables = []
     if results.data is not None:
-        title = f"{entries[0].tokens:,} tokens of {results.data.source}, {results.objective}, at most {results.context} tokens at once"
+        title = (
+            f"{entries[0].tokens:,} tokens of {_text_name(results.data)}, {results.objective}, "
+            f"at most {results.context} tokens at once"
+        )
         tables.append(Table(title, filled([_losses(each, names) for each in entries])))
     if results.questions is not None:
         asked = results.questions
         lengths = ", ".join(f"{length:,}" for length in asked.lengths)
         title = f"Exact answers in texts of {lengths} tokens, {asked.questions} questions of each kind at each length"
-        tables.append(Table(title, filled([_answers(each, names) for each in entries])))
+        tables.append(Table(title, filled(_answers(entries, names))))
     return tables
+
+
+def _text_name(text: ScoredText) -> str:
+    """The source of a text; of a Hub dataset also its commit, configuration and split."""
+    if text.revision is None:
+        return text.source
+    return " ".join(filter(None, (f"{text.source}@{text.revision[:12]}", text.name, text.split)))
 
 
 def _losses(scores: ModelScores, names: Names) -> Row:
@@ -84,25 +93,26 @@ def _losses(scores: ModelScores, names: Names) -> Row:
         "word errors": figure(scores, "word_error_rate"),
         "difference": figure(scores.difference, "loss", "+.4f") if scores.difference else "",
         "KL": figure(scores, "kl"),
-        "key loss": figure(scores, "key_loss"),
-        "key KL": figure(scores, "key_kl"),
     }
 
 
-def _answers(scores: ModelScores, names: Names) -> Row:
-    """Shares of exact answers by kind and by length, and the loss of the first model on what this model writes."""
-    row = {"model": names[scores.model]}
-    assert scores.retrieval is not None
-    for part in scores.retrieval.found:
-        share = figure(part, "found", ".0%")
-        if part.kind is None and part.length is None:
-            row |= {"all": share, "difference": figure(part, "difference", "+.0%")}
-        elif part.length is None:
-            row[str(part.kind)] = share
-        elif part.kind is None:
-            row[f"{part.length:,}"] = share
-    row["own text"] = figure(scores.retrieval, "written_loss")
-    return row
+def _answers(entries: Sequence[ModelScores], names: Names) -> list[Row]:
+    """Shares of exact answers by kind and by length, and of how many questions they are."""
+    counts = {"model": "questions"}
+    rows = [counts]
+    for each in entries:
+        row = {"model": names[each.model]}
+        for part in each.retrieval or ():
+            if part.kind and part.length:
+                continue
+            heading = part.kind or (f"{part.length:,}" if part.length else "all")
+            counts[heading] = f"{part.questions:,}"
+            row[heading] = figure(part, "found", ".0%")
+            if heading == "all":
+                counts["difference"] = ""
+                row["difference"] = figure(part, "difference", "+.0%")
+        rows.append(row)
+    return rows
 
 
 def notes(entries: Sequence[ModelScores], names: Names) -> list[str]:
@@ -110,7 +120,7 @@ def notes(entries: Sequence[ModelScores], names: Names) -> list[str]:
     found = []
     for each in entries:
         if each.difference:
-            to = names.get(each.difference.to, each.difference.to)
+            to = names.get(each.difference.to, Path(each.difference.to).name)
             found.append(f"{names[each.model]}: differences are from {to}, paired over the same text")
         if each.scored_nan:
             found.append(f"{names[each.model]}: {each.scored_nan:,} of {each.tokens:,} tokens have no finite loss")
@@ -121,27 +131,27 @@ def notes(entries: Sequence[ModelScores], names: Names) -> list[str]:
 
 def benchmark_table(result: BenchmarkFile) -> Table:
     """Times and sizes; speed is relative to the source's own number of K/V heads, if that was timed."""
-    engine = f"{result.engine} {result.engine_version}"
-    if result.engine is None:
-        engine = f"transformers, attention {result.attention}"
-    title = f"{result.model}: {result.model_type}, {heads_text(result.kv_heads)} K/V heads, {result.dtype}; {engine}; {result.machine.processor}, {result.machine.device}"
+    where = f"{result.machine.processor}, {result.machine.device}"
+    title = (
+        f"{result.model}: {result.model_type}, {result.kv_heads} K/V heads, {result.dtype}; "
+        f"transformers, attention {result.attention}; {where}. Medians (and quartiles)"
+    )
     sources = {}
     rows = []
     for cell in result.results:
-        if (cell.fingerprint, cell.groups) == (result.fingerprint, result.kv_heads):
+        if cell.groups == result.kv_heads:
             sources[cell.batch, cell.context] = cell.decode_ms_per_token
     for cell in result.results:
         source = sources.get((cell.batch, cell.context))
         row = {
-            "model": Path(cell.model or "").name,
-            "N": heads_text(cell.groups),
+            "N": str(cell.groups),
             "batch": str(cell.batch),
             "context": f"{cell.context:,}",
-            "ms/token": f"{cell.decode_ms_per_token:.3g}",
+            "ms/token": f"{cell.decode_ms_per_token:.3g} ({cell.decode_ms_low:.3g} to {cell.decode_ms_high:.3g})",
             "speed": f"{source / cell.decode_ms_per_token:.2f}x" if source else "",
             "tokens/s": f"{cell.decode_tokens_per_second:,.1f}",
-            "prefill ms": f"{cell.prefill_ms:,.1f}",
-            "K/V cache": size(cell.kv_bytes) if cell.kv_bytes else "",
+            "prefill ms": f"{cell.prefill_ms:.3g} ({cell.prefill_ms_low:.3g} to {cell.prefill_ms_high:.3g})",
+            "K/V cache": size(cell.kv_bytes),
         }
         rows.append(row)
     return Table(title, filled(rows))

@@ -23,23 +23,24 @@ class Adapter:
 
     Raises:
         AbsentError: the converter is missing.
-        NotSupportedError: the converter does not know this architecture or tokenizer, or several sequences are asked for.
+        NotSupportedError: the converter does not know this architecture or tokenizer.
     """
 
     def __init__(self, request: Request) -> None:
         import llama_cpp
 
-        if any(batch > 1 for batch, _ in request.timings):
-            raise NotSupportedError("its Python package decodes one sequence at a time: leave --batch at 1")
         file = str(Path(request.scratch, "model.gguf"))
         _convert(request, file)
-        self.device = "cuda" if llama_cpp.llama_supports_gpu_offload() else "cpu"
-        self._keeps_logits = not request.timings
-        options: dict[str, Any] = {"n_gpu_layers": -1}
-        if self._keeps_logits:
-            exact = llama_cpp.GGML_TYPE_F32
-            options = {"logits_all": True, "n_batch": request.context, "type_k": exact, "type_v": exact}
-        self._model = llama_cpp.Llama(file, n_ctx=request.context, verbose=False, **options)
+        exact = llama_cpp.GGML_TYPE_F32
+        self._model = llama_cpp.Llama(
+            file,
+            n_ctx=request.context,
+            n_batch=request.context,
+            logits_all=True,
+            type_k=exact,
+            type_v=exact,
+            verbose=False,
+        )
 
     def generate(self, prompts: TokenIds, new_tokens: int) -> TokenIds:
         """The greedy tokens after each prompt."""
@@ -61,9 +62,7 @@ class Adapter:
         return self._model.scores[positions].copy()
 
     def _choose(self) -> int:
-        if self._keeps_logits:
-            return int(self._model.scores[self._model.n_tokens - 1].argmax())
-        return int(self._model.sample(temp=0.0))
+        return int(self._model.scores[self._model.n_tokens - 1].argmax())
 
 
 def _convert(request: Request, file: str) -> None:

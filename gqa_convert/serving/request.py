@@ -7,7 +7,7 @@ TokenIds = list[list[int]]
 """Those of each of several sequences."""
 
 NEW_TOKENS = 24
-"""Number of tokens that an engine decodes after each prompt when it is compared with transformers."""
+"""Number of tokens that an engine decodes after each prompt."""
 
 
 class NotSupportedError(Exception):
@@ -20,7 +20,7 @@ class AbsentError(Exception):
 
 @dataclass(frozen=True)
 class Request:
-    """A model, and what an engine does with it: either it answers the prompts, or it is timed.
+    """A model, and the prompts that an engine answers with it.
 
     Attributes:
         folder: the checkpoint.
@@ -31,9 +31,6 @@ class Request:
         scratch: an empty folder for the adapter's own files.
         prompts: token ids of each prompt.
         sequences: each prompt followed by the tokens that transformers decoded after it.
-        timings: pairs of a batch and a number of tokens in the K/V cache, which are timed.
-        new_tokens: decoded after each prompt.
-        repetitions: of each timing, after one that does not count.
     """
 
     folder: str
@@ -44,6 +41,3 @@ class Request:
     scratch: str = ""
     prompts: TokenIds = field(default_factory=list)
     sequences: TokenIds = field(default_factory=list)
-    timings: list[tuple[int, int]] = field(default_factory=list)
-    new_tokens: int = NEW_TOKENS
-    repetitions: int = 1

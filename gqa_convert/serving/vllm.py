@@ -13,20 +13,17 @@ class Adapter:
         # in this process, so that an error is raised here instead of being logged by another process
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         from vllm import LLM, SamplingParams
-        from vllm.platforms import current_platform
 
-        self.device = current_platform.device_type
         self._sampling = SamplingParams
-        options: dict[str, Any] = {"enforce_eager": True, "logprobs_mode": "raw_logits", "max_logprobs": -1}
-        if request.timings:
-            options = {"enable_prefix_caching": False, "max_num_seqs": max(batch for batch, _ in request.timings)}
         self._engine = LLM(
             request.folder,
             trust_remote_code=request.run_code,
             dtype=request.dtype,
             skip_tokenizer_init=True,
             max_model_len=request.context,
-            **options,
+            enforce_eager=True,
+            logprobs_mode="raw_logits",
+            max_logprobs=-1,
         )
 
     def generate(self, prompts: TokenIds, new_tokens: int) -> TokenIds:

@@ -9,14 +9,13 @@ beside it, importable there.
 import json
 import sys
 import tempfile
-import time
 from dataclasses import asdict, dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from .process import run
-from .request import AbsentError, NotSupportedError, Request, TokenIds
+from .request import NEW_TOKENS, AbsentError, NotSupportedError, Request, TokenIds
 
 OK, UNSUPPORTED, FAILED, SKIPPED = "ok", "not supported", "failed", "skipped"
 
@@ -39,16 +38,12 @@ class Outcome:
         detail: the reason, if it is not ok.
         tokens: decoded greedily after each prompt.
         logits: of each sequence, float32 [positions, vocabulary].
-        times: for each timing and repetition the seconds to the first and to the last new token.
-        device: on which the engine was timed.
     """
 
     status: str
     detail: str = ""
     tokens: TokenIds = field(default_factory=list)
     logits: list[Any] = field(default_factory=list)
-    times: list[list[tuple[float, float]]] = field(default_factory=list)
-    device: str = "cpu"
 
 
 def ask(python: str, module: str, request: Request, seconds: float) -> Outcome:
@@ -65,9 +60,11 @@ def ask(python: str, module: str, request: Request, seconds: float) -> Outcome:
         content = asdict(replace(request, scratch=made))
         (folder / "request.json").write_text(json.dumps(content), encoding="utf-8")
         ended = run([python, "-c", _BOOT, made, module], seconds)
-        if not (folder / "outcome.json").is_file():
-            return Outcome(FAILED, str(ended))
-        outcome = Outcome(**json.loads((folder / "outcome.json").read_text(encoding="utf-8")))
+        outcome = Outcome(FAILED, str(ended))
+        if (folder / "outcome.json").is_file():
+            outcome = Outcome(**json.loads((folder / "outcome.json").read_text(encoding="utf-8")))
+        # a file of the engine is called by its name: its folder is gone when the user reads this
+        outcome = replace(outcome, detail=outcome.detail.replace(f"{folder}/", ""))
         if not (folder / "logits.npz").is_file():
             return outcome
         import numpy as np
@@ -81,8 +78,7 @@ def main() -> None:
     folder, module = Path(sys.argv[1]), sys.argv[2]
     try:
         request = Request(**json.loads((folder / "request.json").read_text(encoding="utf-8")))
-        adapter = import_module(module).Adapter(request)
-        outcome = _times(adapter, request) if request.timings else _answers(adapter, request)
+        outcome = _answers(import_module(module).Adapter(request), request)
     except NotSupportedError as reason:
         outcome = Outcome(UNSUPPORTED, str(reason))
     except AbsentError as reason:
@@ -95,31 +91,9 @@ def main() -> None:
 def _answers(adapter: Any, request: Request) -> Outcome:
     import numpy as np
 
-    tokens = adapter.generate(request.prompts, request.new_tokens)
+    tokens = adapter.generate(request.prompts, NEW_TOKENS)
     logits = []
     for prompt, sequence in zip(request.prompts, request.sequences, strict=True):
         logits.append(adapter.logits(sequence, list(range(len(prompt) - 1, len(sequence)))))
     np.savez(Path(request.scratch, "logits.npz"), *logits)
     return Outcome(OK, tokens=tokens)
-
-
-def _times(adapter: Any, request: Request) -> Outcome:
-    import numpy as np
-
-    random = np.random.default_rng(0)
-
-    def timed(batch: int, context: int, new_tokens: int) -> float:
-        # other prompts each time, so that no engine finds a prefix that it has read
-        prompts = random.integers(request.config["vocab_size"], size=(batch, context)).tolist()
-        begun = time.perf_counter()
-        adapter.generate(prompts, new_tokens)
-        return time.perf_counter() - begun
-
-    times = []
-    for batch, context in request.timings:
-        pairs = []
-        for _ in range(1 + request.repetitions):
-            first = timed(batch, context, 1)
-            pairs.append((first, timed(batch, context, 1 + request.new_tokens)))
-        times.append(pairs[1:])
-    return Outcome(OK, times=times, device=adapter.device)

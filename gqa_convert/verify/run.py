@@ -114,7 +114,7 @@ def prover(source: str | Path, revision: str | None = None) -> Callable[[Path], 
             if not check.passed:
                 raise UnsupportedFamilyError(
                     f"{source} has a model type that is on no list, and its result failed the proof ({check.name}: "
-                    f"{check.detail}): nothing is written; docs/developing.md says how to add the type"
+                    f"{check.detail}): nothing is written"
                 )
 
     return prove

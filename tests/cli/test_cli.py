@@ -11,10 +11,12 @@ from pathlib import Path
 
 import pytest
 from safetensors.numpy import load_file
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from gqa_convert import __version__
 from gqa_convert.cli import app
+from gqa_convert.cli.commands import COMMANDS
 from tests.helpers.checkpoints import WIDTH, write_config, write_llama
 from tests.helpers.command_line import assert_mistake, run
 
@@ -37,6 +39,21 @@ def test_the_first_help_fits_one_screen_and_names_the_nine_commands() -> None:
     assert "--calibration text.txt" in shown
     listed = [line.split()[0] for line in lines[lines.index("Commands:") + 1 :] if line[2:3] != " "]
     assert " ".join(listed) == "inspect convert verify uptrain evaluate benchmark check-serving publish demo"
+
+
+OTHER_NAMES = {"json": "as_json", "with": "earlier", "license": "licence", "hash": "hash_weights", "help": "help"}
+"""Parameters whose names differ from their options': words of Python, and shadowed or less clear names."""
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_an_option_sets_the_parameter_of_its_name(command: str) -> None:
+    """--private is the value of `private`, and no other option's."""
+    (declared,) = [each for name, each in get_command(app).commands.items() if name == command]  # type: ignore[attr-defined]
+    for parameter in declared.params:
+        names = {name.lstrip("-") for name in parameter.opts if name.startswith("--")}
+        expected = {OTHER_NAMES.get(name, name.replace("-", "_")) for name in names}
+        assert not names or expected == {parameter.name}
+        assert parameter.name == "help" or parameter.help, f"{command}: {parameter.name} has no help"
 
 
 def test_a_mistake_points_to_the_help_of_its_command() -> None:

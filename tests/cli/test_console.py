@@ -14,6 +14,7 @@ from gqa_convert.checkpoint.provenance import Divergence
 from gqa_convert.cli.console import progress
 from gqa_convert.cli.console.conversion_progress import ConversionScreen
 from gqa_convert.cli.console.screen import tokens_text
+from gqa_convert.cli.console.tables import show_table
 from gqa_convert.cli.options import token_count, token_counts
 from gqa_convert.conversion.fit.layer_store import LayerRecord
 from gqa_convert.conversion.fit.progress import ALL_TOGETHER, MERGING_LAYERS, OWN_TEXT, FitProgress
@@ -108,6 +109,24 @@ def test_numbers_of_tokens_are_read_and_printed_in_powers_of_1000() -> None:
     shown |= {999_499: "999k", 999_500: "1M", 2_000_000: "2M", 20_004_864: "20M", 10**10: "10B", 15 * 10**12: "15T"}
     for count, text in shown.items():
         assert tokens_text(count) == text
+
+
+@pytest.mark.parametrize("columns", [40, 60, 80, 120])
+def test_cells_stay_whole_however_narrow_a_terminal_is(
+    columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Real names and shapes: of Whisper, of T5, and of an evaluation with KL."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    change = {"before": "[1280, 1280]", "after": "[1280, 320]", "type": "BF16", "method": "factor", "layers": "32"}
+    names = ("layer.1.EncDecAttention.k.weight", "encoder_attn.out_proj.weight")
+    losses = {"K/V/token": "524.3 kB", "loss": "2.4712 ±0.0213", "bits/byte": "0.7312", "KL": "0.1721 ±0.0034"}
+    difference = {"model": "Llama-2-7b-gqa8", "difference": "+0.1187 ±0.0031"}
+    for rows in ([{"tensor": name, **change} for name in names], [difference | losses]):
+        show_table(rows)
+        shown = capsys.readouterr().out.splitlines()
+        assert max(map(len, shown)) <= columns
+        for cell in (cell for row in rows for item in row.items() for cell in item):
+            assert any(cell in line for line in shown), f"{cell} is broken over lines, or left out"
 
 
 @pytest.fixture

@@ -92,7 +92,7 @@ def test_plan_says_it() -> None:
     options = ("--calibration", "python-stdlib", "--calibration-tokens", "4096", "--fit-steps", "10", "--kl-steps", "0")
     shown = run("convert", MODEL, "--groups", "2", *options, "--dry-run")
     assert (shown.returncode, shown.stderr) == (0, "")
-    line = r"^needs: +about [\d.]+ (MiB|GiB) of memory on cpu, [\d.]+ MB of disk \(fit on 4,096 tokens\)$"
+    line = r"^needs: +about [\d.]+ [MG]B of memory on cpu, [\d.]+ MB of disk \(fit on 4,096 tokens\)$"
     assert re.search(line, shown.stdout, re.MULTILINE), shown.stdout
     as_json = json.loads(run("convert", MODEL, "--groups", "2", "--json", "--dry-run").stdout)
     assert as_json["estimate"]["work"] == "factor on 4,096 tokens"

@@ -15,6 +15,7 @@ import yaml
 from huggingface_hub import ModelCard
 
 from gqa_convert.checkpoint.byte_sizes import size
+from gqa_convert.checkpoint.fingerprint import fingerprint
 from gqa_convert.checkpoint.machine import measurement
 from gqa_convert.checkpoint.signed_card import is_our_card
 from gqa_convert.conversion.options import ConversionOptions
@@ -22,6 +23,7 @@ from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import GQAConvertError, OptionError, OutputError, PublishError
 from gqa_convert.hub.options import PublishOptions
 from gqa_convert.hub.publishing import publish
+from gqa_convert.measuring.results import EvaluationFile, write_result
 from gqa_convert.training.recipe import make_recipe
 from gqa_convert.verify import verify_checkpoint
 from tests.helpers.checkpoints import HEADS, WIDTH, digests, write_llama
@@ -83,7 +85,8 @@ def card(out: Path, repo_id: str = REPO, **options: Any) -> tuple[str, dict[str,
 def uptrained(out: Path, **changes: Any) -> None:
     stated: dict[str, Any] = {"model": "out", "output": "runs/up", "tokens": 65536, "learning_rate": 3e-4}
     stated |= {"teacher": "org/model", "distillation_weight": 0.75}
-    stated["data"] = [{"source": "org/corpus", "name": "en"}, {"source": "texts/extra"}]
+    stated["data"] = [{"source": "org/corpus", "name": "en", "revision": COMMIT}, {"source": "texts/extra"}]
+    stated["evaluation_data"] = "texts/held-out"
     recipe = make_recipe(stated).resolved()
     training = measurement("uptrain", ["gqa-convert", "uptrain", "recipe.yaml"]) | {
         "processes": 1,
@@ -152,11 +155,15 @@ def test_an_uptrained_one(out: Path) -> None:
     uptrained(out, adapters="LoRA of rank 8")
     text, front, _ = card(out)
     assert "uptrained on 65,536 tokens with LoRA of rank 8, merged." in text
-    assert "**Uptraining** on 65,536 tokens.\nText: `org/corpus` (name `en`), `texts/extra`.\n" in text
-    assert "- **Loss after uptraining: 2.625 nats per token** where the source's is 2.5, on the held-out text" in text
+    assert f"**Uptraining** on 65,536 tokens.\nText: `org/corpus` (name `en`, revision `{COMMIT}`), `extra`.\n" in text
+    held_out = "on the uptraining's held-out text: `held-out`.\n"
+    assert f"- **Loss after uptraining: 2.625 nats per token** where the source's is 2.5, {held_out}" in text
     assert "learning\\_rate `0.0003`" in text
     assert "teacher `org/model`" in text
-    assert "3.125 at the start, 2.625 at the end, 2.5 for the source (nats per token); 80.0% of the gap closed." in text
+    assert (
+        "Loss on held-out text, `held-out`: 3.125 at the start, 2.625 at the end, 2.5 for the source (nats per token); 80.0% of the gap closed."
+        in text
+    )
     assert text.index("gqa-convert convert org/model") < text.index("gqa-convert uptrain recipe.yaml")
     assert "loss was not measured" not in text
     assert "It was fitted" in text
@@ -206,19 +213,38 @@ def test_what_convert_did_not_write_stays_here(out: Path, tmp_path: Path) -> Non
 
 
 def test_folders_of_the_machine_stay_out_of_the_card(out: Path) -> None:
-    home = "/home/jane/secret plans"
-    words = ["uptrain", f"{home}/r.yaml", "teacher=/home/jane/model", "--x=~jane/y/z", "data=[{source: /home/jane/t}]"]
+    """Every string of the records that may hold a path, and those of results, with folders of many forms."""
+    folder = out.parent / "Secret Plans"
+    words = ["gqa-convert", "uptrain", f"{folder}/r.yaml", f"teacher={folder}/model", f"data=[{{source: {folder}/t}}]"]
     uptrained(out, command=words)
-    content = from_hub(out, "/home/jane/models/llama/", None)
-    content["uptraining"][0]["recipe"] |= {"teacher": "/home/jane/model", "data": [{"source": "/home/jane/texts"}]}
-    command = ["gqa-convert", "convert", "/home/jane/models/llama/", "org/name", "../up", "https://huggingface.co/a/b"]
-    text_record = {"text": "9 tokens of /home/jane/c.txt: 1", "kl": None}
+    content = from_hub(out, f"{folder}/llama/", None)
+    content["uptraining"][0]["recipe"] |= {"teacher": f"{folder}/model", "data": [{"source": "Secret Plans/texts"}]}
+    content["uptraining"][0]["recipe"] |= {"evaluation_data": [{"source": "../Secret Plans/held-out"}]}
+    command = ["gqa-convert", "convert", f"{folder}/llama/", "Secret Plans/up", "--calibration", "~/Secret Plans/c.txt"]
+    text_record = {"text": "9 tokens of ~/Secret Plans/c.txt: 1", "kl": None}
     record(out, uptraining=content["uptraining"], calibration=text_record, command=command)
-    text, _, warnings = card(out)
-    assert "jane" not in text
-    assert "gqa-convert convert llama/ org/name ../up https://huggingface.co/a/b" in text
-    assert "teacher=model" in text
-    assert any("gqa_conversion.json" in each and "/home/jane/" in each for each in warnings)
+    scored = {"source": "Secret Plans/test.txt"}
+    found = {"model": f"{folder}/gqa-3", "fingerprint": fingerprint(out), "tokens": 9, "loss": 1.0}
+    found["difference"] = {"to": f"{folder}/other", "loss": 0.5}
+    measured = measurement("evaluate", ["gqa-convert", "evaluate", f"--data={folder}/test.txt"])
+    results = EvaluationFile(**measured, data=scored, objective="causal", results=[found])
+    write_result(out.parent / "results.json", results)
+    text, _, warnings = card(out, results=(out.parent / "results.json",))
+    assert "Secret" not in text
+    assert "Plans" not in text
+    for said in (
+        "A local checkpoint (`llama`)",
+        "gqa-convert convert llama up --calibration c.txt",
+        "gqa-convert uptrain r.yaml teacher=model data=...",
+        "Text: `texts`.",
+        "teacher `model`",
+        "Calibration text: `9 tokens of c.txt: 1`.",
+        "gqa-convert evaluate --data=test.txt",
+        "9 tokens of test.txt",
+        "differences are from other",
+    ):
+        assert said in text
+    assert any("gqa_conversion.json" in each and "Secret Plans" in each for each in warnings)
 
 
 def test_access_tokens_are_not_published(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,26 +302,53 @@ def test_names_stay_names(out: Path) -> None:
             assert len(re.findall(r"(?<!\\)\|", row)) == len(re.findall(r"(?<!\\)\|", after))
 
 
-def test_a_readme_of_the_users_own_is_kept(out: Path, original: Path) -> None:
-    (out / "README.md").write_text("# Mine\n")
-    before = digests(out, ignore=())
-    with pytest.raises(PublishError, match=r"README\.md was written or edited by you: move it away"):
-        card(out)
-    assert digests(out, ignore=()) == before
+def test_a_readme_of_the_users_own_is_kept(out: Path) -> None:
+    """It is the card, and is published as it is."""
+    from_hub(out)
+
+    def published(readme: str, **options: Any) -> list[str]:
+        (out / "README.md").write_text(readme)
+        before = digests(out, ignore=())
+        made = publish(out, PublishOptions(REPO, **options), dry_run=True)
+        assert digests(out, ignore=()) == before
+        sent = {file.path: file.sha256 for file in made.files}
+        assert sent["README.md"] == hashlib.sha256(readme.encode()).hexdigest()
+        return made.warnings
+
+    stays = "README.md was written or edited by you and stays as it is; move it away for a new card"
+    assert published("# Mine\n") == [stays]
     (out / "README.md").unlink()
-    card(out)
-    text = (out / "README.md").read_text()
+    text, _, warnings = card(out)
     assert is_our_card(text)
-    assert verify_checkpoint(out, original.parent / "source", logits=False).passed
-    (out / "README.md").write_text(text + "\nMy own words.\n")
-    with pytest.raises(PublishError, match="edited"):
-        card(out)
-    (out / "README.md").unlink()
-    card(out)
+    assert stays not in warnings
+    assert published(f"{text}\nMy own words.\n") == [stays]
+    for option in ({"license": "mit"}, {"base_model": "org/model"}, {"results": (out / "no.json",)}):
+        name = next(iter(option)).replace("_", "-")
+        with pytest.raises(OptionError, match=rf"README\.md was written or edited by you .* --{name} would"):
+            published(f"{text}\nMy own words.\n", **option)
+    token = "hf_" + "Qw7" * 12
+    with pytest.raises(PublishError, match="holds an access token"):
+        published(f"{token}\n")
     (out / "README.md").unlink()
     (out / "README.md").symlink_to("nowhere")
     with pytest.raises(GQAConvertError, match=r"README\.md"):
         card(out)
+
+
+def test_a_card_leaves_the_result_proved(out: Path, original: Path) -> None:
+    card(out)
+    assert verify_checkpoint(out, original.parent / "source", logits=False).passed
+
+
+@pytest.mark.parametrize(
+    ("stated", "languages"), [("no", "no"), ("[no, en]", ["no", "en"]), ("- no\n- on", ["no", "on"])]
+)
+def test_words_of_the_front_matter_stay_words(out: Path, stated: str, languages: Any) -> None:
+    """Norwegian is a language, and false to YAML."""
+    separator = "\n" if stated.startswith("-") else " "
+    source_readme(out, f"---\nlicense: mit\nlanguage:{separator}{stated}\n---\n# Source\n")
+    assert card(out)[1]["language"] == languages
+    assert card(out)[1]["language"] == languages  # from our own card now
 
 
 def test_a_full_disk_leaves_the_readme(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ def test_kv_heads_in_words() -> None:
 def test_bars_and_backticks_end_nothing() -> None:
     assert code("a``b||c") == "`a''b¦¦c`"
     assert code("") == "` `"
-    assert fenced(shell(["/x/```", "a\n```"]), "sh") == "```sh\n'```' 'a\\n```'\n```"
+    assert fenced(shell(["```", "a\n```"]), "sh") == "```sh\n'```' 'a\\n```'\n```"
 
 
 def test_a_template_is_rendered_strictly(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import ModelCard
 
 from gqa_convert.checkpoint.fingerprint import fingerprint
 from gqa_convert.checkpoint.machine import Machine
@@ -20,7 +21,6 @@ from gqa_convert.measuring.results import (
     EvaluationFile,
     Found,
     ModelScores,
-    Retrieval,
     ScoredText,
     write_result,
 )
@@ -83,32 +83,59 @@ def test_losses_of_the_model_and_its_source(base: Path, tmp_path: Path) -> None:
     assert "Loss: not measured" not in text
 
 
-def found(share: float, difference: float | None) -> Retrieval:
+def test_the_metadata_states_what_was_measured(base: Path, tmp_path: Path) -> None:
+    """As the Hub's own reader finds it."""
+    ours = score(base / "out", 3.125, kl=0.0625, word_error_rate=0.25, retrieval=found(0.5, None))
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    stated = ScoredText(source="org/corpus", name="en", split="test", revision=commit)
+    questions = AskedQuestions(lengths=[2048], questions=24, seed=0)
+    files = [
+        evaluation(tmp_path / "a.json", ours, data=stated),
+        evaluation(tmp_path / "b.json", ours, text="/x y/t.txt"),
+    ]
+    files.append(evaluation(tmp_path / "c.json", ours, questions=questions, data=None))
+    card(base / "out", *files)
+    read = ModelCard((base / "out" / "README.md").read_text()).data
+    assert read.model_name == "gqa-3"
+    hub, custom = ("org/corpus", "org/corpus", "en", "test", commit), ("t.txt", "t.txt", None, None, None)
+    values = {"loss": 3.125, "kl": 0.0625, "bits_per_byte": 1.25, "wer": 0.25}
+    expected = {(*text, metric, value) for text in (hub, custom) for metric, value in values.items()}
+    expected.add(("made-up facts", "made-up facts", None, None, None, "exact_match", 0.5))
+    stated_there = set()
+    for each in read.eval_results or ():
+        text = (each.dataset_type, each.dataset_name, each.dataset_config, each.dataset_split, each.dataset_revision)
+        stated_there.add((*text, each.metric_type, each.metric_value))
+    assert stated_there == expected
+    assert {each.task_type for each in read.eval_results or ()} == {"text-generation"}
+
+
+def found(share: float, difference: float | None) -> list[Found]:
     error = None if difference is None else 0.03125
     parts = [
         Found(kind=kind, length=length, questions=96, found=share, found_standard_error=0.04, difference=difference)
         for kind, length in ((None, None), (None, 2048), ("needles", None), ("needles", 2048))
     ]
     parts[0] = parts[0].model_copy(update={"difference_standard_error": error})
-    return Retrieval(found=parts, written_loss=3 + share, written_loss_standard_error=0.125)
+    return parts
 
 
 @pytest.mark.parametrize("with_text", [True, False])
 def test_what_the_model_and_its_source_find(base: Path, tmp_path: Path, with_text: bool) -> None:
-    key = {"key_tokens": 77, "key_loss": 1.5, "key_loss_standard_error": 0.25} if with_text else {"loss": None}
-    ours = score(base / "out", retrieval=found(0.5, -0.25), **key, key_kl=0.75 if with_text else None)
-    source = score(base / "source", retrieval=found(0.75, None), **key)
+    scored = {} if with_text else {"loss": None}
+    ours = score(base / "out", retrieval=found(0.5, -0.25), **scored)
+    source = score(base / "source", retrieval=found(0.75, None), **scored)
     questions = AskedQuestions(lengths=[2048], questions=24, seed=0)
     more = {} if with_text else {"data": None}
     text, _ = card(base / "out", evaluation(tmp_path / "e.json", source, ours, questions=questions, **more))
     title = "Exact answers in texts of 2,048 tokens, 24 questions of each kind at each length:\n\n"
     table = text[text.index(title) + len(title) :].split("\n\n")[0].splitlines()
     assert [table[0], *table[2:]] == [
-        "| model | all | difference | 2,048 | needles | own text |",
-        "| source | 75% ±4% |  | 75% ±4% | 75% ±4% | 3.7500 ±0.1250 |",
-        "| this model | 50% ±4% | -25% ±3% | 50% ±4% | 50% ±4% | 3.5000 ±0.1250 |",
+        "| model | all | difference | 2,048 | needles |",
+        "| questions | 96 |  | 96 | 96 |",
+        "| source | 75% ±4% |  | 75% ±4% | 75% ±4% |",
+        "| this model | 50% ±4% | -25% ±3% | 50% ±4% | 50% ±4% |",
     ]
-    row = "| this model | 2.5000 ±0.0625 | 1.2500 | 1.5000 ±0.2500 | 0.7500 |"
+    row = "| this model | 2.5000 ±0.0625 | 1.2500 |"
     assert (row in text) == with_text
     assert "loss was not measured" not in text
     assert text.count("gqa-convert evaluate 'a b'") == 1

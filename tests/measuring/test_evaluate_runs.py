@@ -171,15 +171,13 @@ def test_models_are_asked_and_compared_with_the_first(ask: Any, tmp_path: Path) 
     assert load_evaluation(file).as_json() == results
     assert results["questions"] == {"lengths": [520], "questions": 3, "seed": 0}
     one, two = (each["retrieval"] for each in results["results"])
-    cells = [(each["kind"], each["length"], each["questions"]) for each in two["found"]]
+    cells = [(each["kind"], each["length"], each["questions"]) for each in two]
     assert cells[:4] == [(None, None, 16), (None, 520, 16), ("needles", None, 4), ("needles", 520, 4)]
     assert len(cells) == 10
-    assert one["found"][0]["difference"] is None
-    assert two["found"][0]["difference"] == two["found"][0]["found"] - one["found"][0]["found"]
-    assert two["written_difference"] == pytest.approx(two["written_loss"] - one["written_loss"])
-    assert two["written_loss"] > one["written_loss"], "random models expect their own text more than another's"
-    assert results["results"][1]["kl"] > 0, "the first model is the reference"
-    assert results["results"][1]["key_tokens"] == 0, "windows are shorter than two short contexts"
+    assert one[0]["difference"] is None
+    assert two[0]["difference"] == two[0]["found"] - one[0]["found"]
+    assert all(each["found_standard_error"] > 0 for each in two), "also where nothing is found"
+    assert results["results"][1]["kl"] is None, "there is no reference"
 
 
 def test_questions_alone_need_no_text(ask: Any) -> None:
@@ -189,7 +187,5 @@ def test_questions_alone_need_no_text(ask: Any) -> None:
     assert results["questions"] == {"lengths": [512], "questions": 1, "seed": 7}
     assert results["data"] is None
     code, out, err = ask("long", "--retrieval", "--questions", 1)
-    own = f"{results['results'][0]['retrieval']['written_loss']:.4f}"
-    assert own not in out, "another seed"
     assert "Exact answers in texts of 512 tokens, 1 questions of each kind" in out
     assert "loss" not in out

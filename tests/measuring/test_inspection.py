@@ -1,6 +1,7 @@
 """What `inspect` states is what direct computations give, and a planted number of heads is recommended."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,8 @@ def test_losses_are_those_of_a_model_with_merged_weights(planted: tuple[Path, Pa
         stated = next(each for each in inspected["loss"]["by_groups"] if each["groups"] == groups)
         assert stated["loss"] == pytest.approx(loss_of(other, held_out), rel=1e-4)
         assert stated["increase"] == pytest.approx(stated["loss"] - inspected["loss"]["source"])
+        gaps = [loss_of(other, block[None]) - loss_of(model, block[None]) for block in held_out]
+        assert stated["increase_standard_error"] == pytest.approx(np.std(gaps, ddof=1) / len(gaps) ** 0.5, rel=1e-2)
 
 
 def test_t5_is_inspected_in_self_and_cross_attention(tmp_path: Path) -> None:
@@ -143,6 +146,7 @@ def test_t5_is_inspected_in_self_and_cross_attention(tmp_path: Path) -> None:
     assert result["loss"]["source"] == pytest.approx(expected, rel=1e-5)
     assert result["loss"]["by_groups"][1]["loss"] == pytest.approx(expected, rel=1e-5)
     assert result["loss"]["by_groups"][0]["loss"] != pytest.approx(expected, rel=1e-5)
+    assert result["loss"]["by_groups"][0]["increase_standard_error"] is None, "there is one block"
 
 
 def test_recommendations() -> None:
@@ -160,21 +164,27 @@ def test_recommendations() -> None:
 
 def test_the_command_for_people_and_for_scripts(planted: tuple[Path, Path]) -> None:
     options = ("inspect", planted[0], "-c", planted[1], "--calibration-tokens", TOKENS, "--candidates", "2,3")
-    shown = run(*options, "--max-loss-increase", "0.01")
+    shown = run(*options, "--max-loss-increase", "0.01", "--device", "cpu")
     for words in (
         "12 K/V heads in 2 attention layers",
-        "+0.0000",
+        f"text: {TOKENS} tokens of {planted[1]}:",
+        "on 504 held-out tokens of this text",
+        "+0.0000 ±0.0000",
         "upper bound",
         "recommended  N = 3",
-        "next  gqa-convert convert",
+        f"--groups 3 --calibration {planted[1]} --calibration-tokens {TOKENS} --device cpu",
     ):
         assert words in shown.stdout
+    one_block = run("inspect", planted[0], "-c", planted[1], "--calibration-tokens", 2 * LENGTH, "--candidates", "2")
+    assert re.search(rf"source's \d\.\d, on {LENGTH - 1} held-out tokens of this text", one_block.stdout)
+    assert re.search(r"^ *2 +\+\d\.\d *$", one_block.stdout, re.MULTILINE)
     scripts = run(*options, "--json")
     assert (scripts.stderr, scripts.stdout.count("\n")) == ("", 1)
     printed = json.loads(scripts.stdout)
     assert printed["recommendation"] is None
-    assert printed["loss"].keys() == {"source", "tokens", "by_groups"}
-    assert printed["loss"]["by_groups"][0].keys() == {"groups", "loss", "increase"}
+    assert printed["loss"].keys() == {"source", "source_standard_error", "tokens", "by_groups"}
+    keys = {"groups", "loss", "increase", "increase_standard_error"}
+    assert printed["loss"]["by_groups"][0].keys() == keys
     assert_mistake(run("inspect", planted[0], "--candidates", "1,x"), "'--candidates': '1,x' is not a list of numbers")
     assert_mistake(run(*options[:-1], "5"), "choose among [1, 2, 3, 4, 6]")
     assert_mistake(run("inspect", planted[0]), "measures losses on text: name a file", "--calibration")

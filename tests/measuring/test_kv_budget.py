@@ -20,7 +20,7 @@ from gqa_convert.conversion.fit.batches import prepare_calibration
 from gqa_convert.conversion.fit.merged_attention import replaced
 from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions
 from gqa_convert.conversion.plan import make_plan
-from gqa_convert.errors import OptionError
+from gqa_convert.errors import GroupsError, OptionError
 from gqa_convert.measuring.sensitivity import layer_merging, merged_copies
 from gqa_convert.measuring.sensitivity.choosing import choose_num_kv_heads, made_up_batches, measure_costs
 from gqa_convert.measuring.sensitivity.kv_budget import BudgetChoice, KVBudget, LayerCosts, largest_uniform, least_sum
@@ -28,6 +28,7 @@ from gqa_convert.measuring.sensitivity.merged_copies import open_inputs, score_c
 from gqa_convert.verify import verify_checkpoint
 from tests.helpers.command_line import run
 from tests.helpers.data_helpers import demo_tokenizer
+from tests.helpers.own_files import make_source
 from tests.helpers.tiny import make_checkpoint
 from tests.helpers.verification import failed
 
@@ -189,6 +190,16 @@ def test_for_fit_layers_are_fitted_and_each_only_once(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("model_type", ["t5", "opt"])
+def test_a_type_that_takes_one_number_is_not_told_of_options_that_were_not_given(
+    tmp_path: Path, model_type: str
+) -> None:
+    folder = make_source(model_type, tmp_path / "source")
+    words = rf"^--kv-budget chooses .* since all layers of a {model_type} have one number: state one with --groups$"
+    with pytest.raises(GroupsError, match=words):
+        choose_num_kv_heads(folder, SHARE, ConversionOptions())
+
+
 def test_a_score_is_that_of_the_whole_models(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With values of zero in place of merged heads, as in a model whose weights were edited, or with NaN."""
 
@@ -207,21 +218,25 @@ def test_a_score_is_that_of_the_whole_models(source: Path, monkeypatch: pytest.M
     text = [{"input_ids": blocks.flip(1)}]
     with open_inputs(plan, [*text, *text], CalibrationOptions(device="cpu")) as inputs:
         *scores, broken = score_copies(inputs, [*copies, {modules[2]: 1}], ragged, lambda done, total: None)
-    assert (broken.loss, broken.kl) == (None, None)
+    assert (broken.loss.value, broken.kl.value) == (None, None)
     model = AutoModelForCausalLM.from_pretrained(source).eval()
     for copy, score in zip([{}, *copies], scores, strict=True):
         edited = AutoModelForCausalLM.from_pretrained(source).eval()
         for module in copy:
             edited.get_submodule(module).v_proj.weight.data.zero_()
-        divergence = loss = 0.0
+        divergences: list[float] = []
+        losses: list[float] = []
         for batch in ragged:
             with torch.inference_mode():
                 ours, theirs = (each(**batch).logits.double().log_softmax(-1) for each in (edited, model))
-            divergence += float((theirs.exp() * (theirs - ours)).sum())
-            loss -= float(ours[:, :-1].gather(2, batch["input_ids"][:, 1:, None]).sum())
-        assert score.kl == pytest.approx(divergence / (96 + 20), rel=1e-3, abs=1e-6)
-        assert score.loss == pytest.approx(loss / (93 + 19), rel=1e-5)
-    assert (scores[1].kl or 0.0) > 1e-3
+            divergences += (theirs.exp() * (theirs - ours)).sum((1, 2)).tolist()
+            losses += (-ours[:, :-1].gather(2, batch["input_ids"][:, 1:, None])).sum((1, 2)).tolist()
+        assert score.kl.value == pytest.approx(sum(divergences) / (96 + 20), rel=1e-3, abs=1e-6)
+        assert score.loss.value == pytest.approx(sum(losses) / (93 + 19), rel=1e-5)
+        # of a ratio of sums over four blocks
+        gaps = [loss - score.loss.value * size for loss, size in zip(losses, (31, 31, 31, 19), strict=True)]
+        assert score.loss.error == pytest.approx((4 / 3 * sum(gap**2 for gap in gaps)) ** 0.5 / 112, rel=1e-3)
+    assert (scores[1].kl.value or 0.0) > 1e-3
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,8 @@ def evaluation(*results: ModelScores, text: str = "a.txt", **more: Any) -> Evalu
 
 
 def times() -> BenchmarkFile:
-    return BenchmarkFile(**measurement("benchmark", None), model="m", results=[])
+    known = {"model": "m", "fingerprint": "f", "model_type": "llama", "dtype": "float32", "attention": "gqa"}
+    return BenchmarkFile(**measurement("benchmark", None), **known, heads=2, kv_heads=2, results=[])
 
 
 def test_what_was_written_is_read_back(tmp_path: Path) -> None:

@@ -1,21 +1,15 @@
-"""Retrieval: what prompts hold, what counts as an answer, and what models that copy or can't copy find; key tokens, and the
-loss of one model on another's text.
-"""
+"""Retrieval: what prompts hold, what counts as an answer, and what models that copy or can't copy find."""
 
-import math
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from transformers import GenerationConfig, MambaConfig, MambaForCausalLM
 
 from gqa_convert.errors import OptionError
-from gqa_convert.measuring.evaluation.examples import Example, Material
-from gqa_convert.measuring.evaluation.forward import Scored, score
-from gqa_convert.measuring.evaluation.long_contexts import key_tokens, loss_of_rows, write
-from gqa_convert.measuring.evaluation.retrieval import Answer, ask, continuations, share_found
+from gqa_convert.measuring.evaluation.retrieval import Answer, ask, continuations, share_found, shares
 from gqa_convert.measuring.evaluation.retrieval_texts import KINDS, PER_TEXT, WORDINGS, make_text
 from tests.helpers.data_helpers import demo_tokenizer
 from tests.helpers.tiny import make_config, make_model
@@ -145,6 +139,21 @@ def test_standard_errors_are_over_texts() -> None:
     assert found.error == pytest.approx((3 / 2 * (0.8**2 + 0.2**2 + 0.6**2)) ** 0.5 / 5)
 
 
+@pytest.mark.parametrize("written", ["1", "2"])
+def test_a_share_of_all_or_none_has_an_error(written: str) -> None:
+    """That end of Wilson's score interval for 6 trials at z = 1, which is 1 of 7 away."""
+    texts = [replace(answer("1", written, text=number), kind=kind) for number in range(6) for kind in KINDS]
+    whole, *_ = shares(texts, [replace(each, written="1") for each in texts])
+    share = float(written == "1")
+    assert (whole.questions, whole.found, whole.difference) == (24, share, share - 1)
+    trials, z = 6, 1.0
+    centre = (share + z**2 / (2 * trials)) / (1 + z**2 / trials)
+    half = z / (1 + z**2 / trials) * (z**2 / (4 * trials**2)) ** 0.5
+    other_end = centre - half if share else centre + half
+    assert whole.found_standard_error == pytest.approx(abs(share - other_end))
+    assert whole.difference_standard_error == whole.found_standard_error
+
+
 @pytest.mark.parametrize("batch", [3])
 @pytest.mark.parametrize("kind", ["llama", "mistral", "mamba"])
 def test_a_shared_cache_changes_nothing(kind: str, batch: int) -> None:
@@ -169,37 +178,3 @@ def test_a_shared_cache_changes_nothing(kind: str, batch: int) -> None:
         prompt = torch.tensor([question.prompt])
         whole = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=text.room)
         assert found.tolist() == whole[0, len(question.prompt) :].tolist()
-
-
-def test_key_tokens_are_those_that_the_long_context_makes_likelier() -> None:
-    # a random model's losses hardly depend on its context, so that losses with the window are made up
-    model = make_model(make_config("llama", max_position_embeddings=900))
-    tokens = np.random.default_rng(0).integers(0, 64, 801)
-    material = Material([Example(tokens[:-1], tokens[1:], np.zeros(800, np.int64))], 1)
-    assert [len(each.read) for each in material.with_short_context(256).examples] == [256, 512, 512, 288]
-    assert [len(each.targets) for each in material.with_short_context(256).examples] == [256, 256, 256, 32]
-    loss = np.full(800, 1.9, np.float32)
-    loss[::2] = 2.1
-    short = score(Scored(model, material.with_short_context(256)), 2).loss
-    whole = score(Scored(model, material), 2).loss
-    np.testing.assert_allclose(short[:512], whole[:512], atol=1e-4)
-    assert abs(short[512:] - whole[512:]).max() > 1e-3
-    expected = (short > 3.9) & (np.arange(800) % 2 == 1)
-    assert 0 < expected.sum() < 400
-    assert (key_tokens(Scored(model, material), loss, 2) == expected).all()
-
-
-def test_the_loss_on_own_text_is_the_entropy() -> None:
-    tokenizer = demo_tokenizer()
-    model = make_model(make_config("llama", vocab_size=len(tokenizer), max_position_embeddings=200))
-    for parameter in model.get_output_embeddings().parameters():
-        parameter.requires_grad_(False).zero_()
-    rows = write(model, tokenizer, seed=0)
-    assert rows.shape == (16, 192)
-    assert (rows[:, 0] == tokenizer.bos_token_id).all()
-    assert len({tuple(row[:64]) for row in rows}) == 16
-    assert len(np.unique(rows[:, 64:])) > 1000, "a uniform model writes every token"
-    found = loss_of_rows(model, rows, 4)
-    assert found.value == pytest.approx(math.log(len(tokenizer)), rel=1e-5)
-    assert (write(model, tokenizer, seed=0) == rows).all()
-    assert not (write(model, tokenizer, seed=1) == rows).all()

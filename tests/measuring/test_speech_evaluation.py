@@ -1,10 +1,13 @@
 """evaluate on folders of sound: losses, divergences and word errors."""
 
+import json
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from transformers.models.whisper.english_normalizer import BasicTextNormalizer, EnglishTextNormalizer
 
 from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.run import convert_checkpoint
@@ -23,10 +26,39 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return hearing_model(tmp_path_factory.mktemp("hearing") / "source")
 
 
-def test_words_are_counted_without_case_and_punctuation() -> None:
-    errors, words = word_errors(["Don't stop, Anna.", "one two"], ["don't  STOP anna", "one three four"])
-    assert errors.tolist() == [0, 2]
-    assert words.tolist() == [3, 2]
+def test_words_are_counted_as_papers_count_them() -> None:
+    """In English: without case, punctuation and hesitations; contractions, numbers and spellings are one."""
+    normal = EnglishTextNormalizer({"colour": "color"})
+    said = ["Don't stop, Anna.", "anna ran", "twenty-five colours", "Mr. Hmm, it's colour", "Hmm!"]
+    heard = ["do not  STOP anna", "anna sat still", "25 colours", "mister it is color", "two words"]
+    errors, words = word_errors(said, heard, normal)
+    assert errors.tolist() == [0, 2, 0, 0, 2]
+    assert words.tolist() == [4, 2, 2, 4, 0]
+
+
+@pytest.mark.parametrize(("language", "kind"), [("en", EnglishTextNormalizer), ("de", BasicTextNormalizer)])
+def test_the_normaliser_is_that_of_the_language_that_the_first_model_hears(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch, language: str, kind: type
+) -> None:
+    used: list[str] = []
+    monkeypatch.setattr(kind, "__call__", lambda _, text: used.append(text) or text)
+    heard = iter([language] * 2 + ["fr"] * 2)
+
+    codes = {"<|en|>": 5, "<|de|>": 6, "<|fr|>": 7}
+    model = shutil.copytree(source, tmp_path / "model")
+    generation = json.loads((model / "generation_config.json").read_text())
+    (model / "generation_config.json").write_text(
+        json.dumps(generation | {"_from_model_config": False, "lang_to_id": codes})
+    )
+
+    def prompts(_: SpeechModel, encoded: torch.Tensor) -> torch.Tensor:
+        return torch.tensor([[0, codes[f"<|{next(heard)}|>"]] for _ in encoded])
+
+    monkeypatch.setattr(SpeechModel, "prompts", prompts)
+    folder = sound_folder(tmp_path / "sounds", 2)
+    found = evaluate([str(model), str(model)], Source(str(folder)), EvaluationOptions(batch=1))
+    assert len(used) == 8, "said and heard by each model, in two sounds"
+    assert found.results[0].word_error_rate is not None
 
 
 def test_a_result_is_scored_beside_its_source(tmp_path: Path, source: Path) -> None:

@@ -1,6 +1,4 @@
-"""check-serving finds what an engine computes wrongly, and benchmark --engine times one. The engines here are fakes, or their
-packages are.
-"""
+"""check-serving finds what an engine computes wrongly. The engines here are fakes, or their packages are."""
 
 import json
 import os
@@ -8,23 +6,18 @@ import pickle
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from gqa_convert import convert_checkpoint
-from gqa_convert.checkpoint.fingerprint import fingerprint
 from gqa_convert.conversion.options import ConversionOptions
-from gqa_convert.errors import MissingExtraError, OptionError, UnsupportedFamilyError, WorkerError
-from gqa_convert.measuring.latency.run import BenchmarkOptions
-from gqa_convert.measuring.results import BenchmarkFile
+from gqa_convert.errors import MissingExtraError
 from gqa_convert.serving import checking
 from gqa_convert.serving.checking import check_serving, compare, has_our_code
 from gqa_convert.serving.engines import ENGINES, Engine, find_interpreter
 from gqa_convert.serving.reference import make_prompts
 from gqa_convert.serving.request import NEW_TOKENS
-from gqa_convert.serving.timing import time_engine
 from gqa_convert.serving.worker import OK, Outcome
 from tests.helpers.checkpoints import VOCABULARY, write_llama
 from tests.helpers.command_line import assert_mistake, run
@@ -32,7 +25,6 @@ from tests.helpers.fake_engine import write_interpreter
 from tests.helpers.tiny import make_checkpoint
 from tests.helpers.verification import save_tokenizer
 
-QUICK = ("--context", "6", "--new-tokens", "40", "--repetitions", "3")
 Engines = Callable[..., None]
 
 
@@ -85,6 +77,7 @@ def out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("fewer rows", "failed", "gave logits of shape"),
         ("fewer prompts", "failed", "answered 1 of 2 prompts"),
         ("raises", "failed", "RuntimeError: no tensor"),
+        ("scratch", "failed", "RuntimeError: can't read model.gguf"),
         ("dies", "failed", "ended with exit code -6"),
         ("asks", "failed", "EOFError"),
         ("hangs", "failed", "not done when its time was up"),
@@ -196,80 +189,3 @@ def test_the_command(tmp_path: Path) -> None:
     skipped = run("check-serving", write_llama(tmp_path / "out"), "--engine", "vllm")
     assert (skipped.returncode, "--python PATH" in skipped.stdout) == (1, True)
     assert_mistake(run("check-serving", folder, "--engine", "tgi"), "'tgi'", "llama.cpp, vllm")
-
-
-@pytest.fixture
-def models(tmp_path: Path) -> list[Path]:
-    """A source with 12 K/V heads, and a model with 3."""
-    counts = {"source": 12, "gqa3": 3}
-    return [make_checkpoint("llama", tmp_path / name, num_key_value_heads=heads) for name, heads in counts.items()]
-
-
-def options(**changes: Any) -> BenchmarkOptions:
-    return BenchmarkOptions(**({"context": (4,), "new_tokens": 5, "repetitions": 1} | changes))
-
-
-def test_the_times_of_the_models(models: list[Path], engines: Engines) -> None:
-    """The fake takes a millisecond for each K/V head, sequence, token of the context and new token."""
-    engines("times", fake="numpy")
-    result = time_engine("fake", models, options(batch=(1, 2), context=(4, 8), new_tokens=2))
-    assert [(cell.model, cell.groups, cell.batch, cell.context) for cell in result.results] == [
-        (str(model), heads, batch, context)
-        for model, heads in zip(models, (12, 3), strict=True)
-        for batch in (1, 2)
-        for context in (4, 8)
-    ]
-    for cell in result.results:
-        assert isinstance(cell.groups, int)
-        expected = cell.groups * cell.batch * cell.context
-        assert cell.decode_ms_per_token == pytest.approx(expected)
-        assert cell.prefill_ms == pytest.approx(expected)
-        assert cell.decode_tokens_per_second == pytest.approx(1e3 * cell.batch / cell.decode_ms_per_token)
-        assert cell.kv_bytes is None
-    assert [cell.fingerprint for cell in result.results[::4]] == [fingerprint(model) for model in models]
-    assert result.fingerprint == fingerprint(models[0])
-    assert (result.engine, result.kv_heads, result.attention) == ("fake", 12, None)
-
-
-def test_what_an_engine_can_not_time(models: list[Path], tmp_path: Path, engines: Engines) -> None:
-    def refused(mode: str, name: str, error: type[Exception], words: str, *models: Path) -> None:
-        engines(mode, fake="numpy", absent="no-such-package")
-        with pytest.raises(error, match=words):
-            time_engine(name, models, options())
-
-    own = write_llama(tmp_path / "own", config={"model_type": "gqa_opt"})
-    refused("times", "vllm", OptionError, "choose from fake, absent", *models)
-    refused("times", "fake", UnsupportedFamilyError, "modelling file", own)
-    refused("times", "absent", MissingExtraError, "has no no-such-package: luck", *models)
-    refused("instant", "fake", WorkerError, "raise --new-tokens", *models)
-    refused("raises", "fake", WorkerError, r"did not run .*source \(failed\): RuntimeError: no tensor", *models)
-
-
-def test_the_command_times_the_adapters(models: list[Path], tmp_path: Path) -> None:
-    """In another interpreter, whose packages have the engines' interfaces."""
-    python = write_interpreter(tmp_path / "python")
-    for model in models:
-        (model / "tokenizer.json").write_text("{}")
-    timed = ("benchmark", *models, "--engine", "vllm", "--python", python, *QUICK)
-    told = run(*timed, "--batch", "1,2", "--dtype", "bfloat16", "--json")
-    assert told.returncode == 0, told.stderr
-    result = BenchmarkFile.model_validate_json(told.stdout)
-    assert (result.engine, result.engine_version, result.dtype) == ("vllm", "9.9", "bfloat16")
-    assert [(cell.groups, cell.batch) for cell in result.results] == [(12, 1), (12, 2), (3, 1), (3, 2)]
-    timed = ("benchmark", models[1], "--engine", "llama.cpp", "--python", python, *QUICK)
-    shown = run(*timed, "--dtype", "bfloat16")
-    assert "llama.cpp 9.9" in shown.stdout, shown.stderr
-    assert str(models[1]) in "".join(shown.stdout.split())
-    assert "1.00x" in shown.stdout
-    refused = run(*timed, "--dtype", "bfloat16", "--batch", "2")
-    assert refused.returncode == 1
-    assert "one sequence at a time" in refused.stderr
-
-
-def test_mistakes_in_timing_take_one_line(models: list[Path]) -> None:
-    assert_mistake(run("benchmark", *models), "2 models", "--candidates")
-    assert_mistake(run("benchmark", models[0], "--engine", "tgi"), "'tgi'", "llama.cpp, vllm")
-    assert_mistake(run("benchmark", models[0], "--python", "x"), "--python belongs to --engine")
-    refused = run("benchmark", models[0], "--engine", "vllm", "--candidates", "3")
-    assert_mistake(refused, "--candidates does not go with --engine")
-    assert_mistake(run("benchmark", models[0], "--engine", "vllm"), "install vllm")

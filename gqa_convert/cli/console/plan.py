@@ -73,7 +73,7 @@ def show_plan(plan: "Plan", needs: "Needs", caches: "JsonObject") -> None:
     console.print(f"loads in:         {loaded_by(plan)}")
     console.print(f"tensor parallel:  {', '.join(map(str, plan.tensor_parallel_degrees()))}")
     console.print(
-        f"needs:            about {needs.memory_bytes / 2**30:.1f} GiB of memory on {needs.device}, {size(needs.disk_bytes)} of disk ({needs.work})"
+        f"needs:            about {size(needs.memory_bytes)} of memory on {needs.device}, {size(needs.disk_bytes)} of disk ({needs.work})"
     )
     for warning in plan.warnings:
         print_note(warning)

@@ -7,7 +7,7 @@ from .screen import stdout_console
 
 
 def show_table(rows: Sequence[Mapping[str, str]], title: str = "", justify: Literal["left", "right"] = "right") -> None:
-    """Print a table on stdout. On a terminal that is too narrow for it, cells are broken over several lines.
+    """Print a table on stdout. On a terminal that is too narrow for it, each row becomes a few lines.
 
     Args:
         rows: the cells by the headings of their columns, which are the same in all rows.
@@ -25,7 +25,21 @@ def show_table(rows: Sequence[Mapping[str, str]], title: str = "", justify: Lite
         table.add_column(heading, justify=justify if table.columns else "left", overflow="fold")
     for row in rows:
         table.add_row(*row.values())
-    console.print(table, soft_wrap=False)
+    unlimited = console.options.update(width=10_000)
+    if console.measure(table, options=unlimited).maximum <= console.width:
+        console.print(table, soft_wrap=False)
+        return
+    for row in rows:
+        (heading, name), *cells = row.items()
+        lines = [f"{heading} {name}".strip()]
+        for heading, cell in cells:
+            item = f"  {heading} {cell}" if cell else ""
+            # cells stay whole
+            if len(lines) == 1 or len(lines[-1]) + len(item) > console.width:
+                lines.append("")
+            lines[-1] += item
+        for line in lines:
+            console.print(line)
 
 
 def show_done(title: str, rows: Mapping[str, str]) -> None:

@@ -55,4 +55,6 @@ def show_estimate(found: "Estimate") -> None:
     rows["steps"] = f"{found.steps:,}, for which {found.tokens_needed:,} tokens are needed"
     show_done(f"estimate of {found.model}; nothing was run", rows)
     if found.memory_needed > found.memory_of_gpu:
-        print_note("the memory of a GPU does not suffice: docs/uptraining.md says what needs less")
+        print_note(
+            "the memory of a GPU does not suffice: train on more GPUs, with adapters (lora.rank) or gradient_checkpointing"
+        )

@@ -38,10 +38,7 @@ def layer_groups(finder: AttentionFinder, groups: int | Sequence[int]) -> dict[s
     is_one_number = isinstance(groups, int) and not family.is_layerwise
     counts = [groups] * len(layers) if isinstance(groups, int) else groups
     if not is_one_number and not family.layerwise:
-        raise GroupsError(
-            f"--groups: all layers of a {family.model_type} have one number of K/V heads: give one; docs/supported-models.md names the "
-            "types whose layers may differ"
-        )
+        raise GroupsError(f"--groups: all layers of a {family.model_type} have one number of K/V heads: give one")
     if len(counts) != len(layers):
         raise GroupsError(
             f"--groups lists {len(counts)} numbers for the {len(layers)} attention layers of "

@@ -7,8 +7,7 @@ two models is paired: block by block.
 """
 
 import math
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -77,13 +76,11 @@ class Measured:
         name: of the model.
         material: what was scored.
         scores: of the model on the material.
-        is_key: [n], whether each token is one that the long context makes likelier; None if not asked for.
     """
 
     name: str
     material: Material
     scores: Scores
-    is_key: Array | None = None
 
     @cached_property
     def not_finite(self) -> int:
@@ -96,7 +93,8 @@ class Measured:
         material, (loss, kl) = self.material, self.scores
         found = {}
         if material.spoken:
-            found["word_error_rate"] = mean(*word_errors(*zip(*material.spoken, strict=True)))
+            said, heard = zip(*material.spoken, strict=True)
+            found["word_error_rate"] = mean(*word_errors(said, heard, material.normal))
         if self.not_finite:
             return found
         if material.sizes is not None:
@@ -106,8 +104,6 @@ class Measured:
             values["kl"] = kl
         for name, each in values.items():
             found[name] = self._mean(each, np.ones_like(each))
-            if self.is_key is not None:
-                found[f"key_{name}"] = self._mean(each * self.is_key, self.is_key)
         return found
 
     def _mean(self, values: Array, sizes: Array) -> Mean:
@@ -128,22 +124,17 @@ def model_scores(measured: Measured, other: Measured | None = None) -> JsonObjec
         "bytes": None if material.sizes is None else int(material.sizes.sum()),
         "scored_nan": measured.not_finite,
         "difference": difference,
-        "key_tokens": None if measured.is_key is None else int(measured.is_key.sum()),
         "note": material.note,
     }
 
 
-def _normalised(text: str) -> str:
-    """Lower case without punctuation, so that only words count."""
-    return " ".join(re.sub(r"[^\w\s']", " ", text.lower()).split())
-
-
-def word_errors(said: Sequence[str], heard: Sequence[str]) -> tuple[Doubles, Doubles]:
+def word_errors(said: Sequence[str], heard: Sequence[str], normal: Callable[[str], str]) -> tuple[Doubles, Doubles]:
     """The words of each sound, [m], that are wrong, missing or too many (Levenshtein distance), and those that are said.
 
     Args:
         said: the texts.
         heard: what the model wrote.
+        normal: gives both one spelling, so that words alone count.
 
     Raises:
         MissingExtraError: jiwer is not installed.
@@ -155,8 +146,11 @@ def word_errors(said: Sequence[str], heard: Sequence[str]) -> tuple[Doubles, Dou
             "word errors need jiwer, which is not installed: pip install 'gqa-convert[audio]'"
         ) from None
     errors, words = [], []
-    for text, written in zip(map(_normalised, said), map(_normalised, heard), strict=True):
-        found = jiwer.process_words(text, written)
-        errors.append(found.substitutions + found.deletions + found.insertions)
+    for text, written in zip(map(normal, said), map(normal, heard), strict=True):
         words.append(len(text.split()))
+        wrong = len(written.split())
+        if words[-1]:  # hesitations such as "hmm" are no words
+            found = jiwer.process_words(text, written)
+            wrong = found.substitutions + found.deletions + found.insertions
+        errors.append(wrong)
     return np.array(errors, np.float64), np.array(words, np.float64)

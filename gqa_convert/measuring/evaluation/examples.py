@@ -3,7 +3,7 @@
 Shape legend: n scored tokens of all examples, b examples of a batch, L positions of a row, r scored predictions of a batch.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -73,12 +73,14 @@ class Material:
         block_count: the number of blocks.
         note: what was left out or cut, None for nothing.
         spoken: what was said in each example, and what a model that hears wrote; empty for text.
+        normal: gives what is spoken one spelling.
     """
 
     examples: Sequence[Example]
     block_count: int
     note: str | None = None
     spoken: Sequence[tuple[str, str]] = ()
+    normal: Callable[[str], str] = str
 
     @property
     def largest(self) -> int:
@@ -99,16 +101,6 @@ class Material:
     def by_block(self, values: Array) -> Doubles:
         """Sums of the scored tokens' values in each block, in the order of the text: [block_count]."""
         return np.bincount(self.blocks, values, self.block_count).astype(np.float64)
-
-    def with_short_context(self, context: int) -> "Material":
-        """The same scored tokens, each read behind at most 2 * `context` tokens, and more than `context` where there are."""
-        cut = []
-        for example in self.examples:
-            for first in range(0, len(example.read), context):
-                scored = slice(first, first + context)
-                read = example.read[max(0, first - context) : scored.stop]
-                cut.append(Example(read, example.targets[scored], example.blocks[scored]))
-        return Material(cut, self.block_count)
 
     def batches(self, size: int) -> Iterator[Batch]:
         """Batches of so many examples, padded on the right: later tokens can't change a decoder's predictions."""
@@ -251,7 +243,8 @@ def speech_material(
         )
     examples: list[Example] = []
     spoken: list[tuple[str, str]] = []
-    done = found = 0
+    languages = getattr(speech.model.generation_config, "lang_to_id", None) or {}
+    done = found = in_english = 0
     while done < len(files) and (tokens is None or found < tokens):
         group = [next(cut_windows([file], speech)) for file in files[done : done + batch]]
         done += len(group)
@@ -268,11 +261,24 @@ def speech_material(
             read, blocks = np.concatenate([prompt, targets[:-1]]), np.full_like(targets, len(examples))
             examples.append(Example(read, targets, blocks, encoder={"encoder_outputs": sound}))
             found += len(targets)
+            in_english += languages.get("<|en|>") in prompt.tolist()
     if not examples:
         raise DataError("all sounds are longer than the encoder's window: cut them into sentences")
     left_out = done - len(examples)
     note = f"{left_out} sounds without words or longer than a window were left out" if left_out else None
-    return Material(_longest_first(examples), len(examples), note, spoken)
+    is_english = not languages or 2 * in_english >= len(examples)
+    normal = _text_normaliser(speech.tokenizer, is_english=is_english)
+    return Material(_longest_first(examples), len(examples), note, spoken, normal)
+
+
+def _text_normaliser(tokenizer: Any, *, is_english: bool) -> Callable[[str], str]:
+    """What papers on Whisper apply to texts before they count words."""
+    from transformers.models.whisper.english_normalizer import BasicTextNormalizer, EnglishTextNormalizer
+
+    # the spellings come with the checkpoint, if at all
+    spellings = getattr(tokenizer, "english_spelling_normalizer", None) or {}
+    normal: Callable[[str], str] = EnglishTextNormalizer(spellings) if is_english else BasicTextNormalizer()
+    return normal
 
 
 def encode(

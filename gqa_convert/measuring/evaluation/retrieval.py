@@ -18,11 +18,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gqa_convert.checkpoint.strict_json import JsonObject
+from gqa_convert.errors import OptionError
 from gqa_convert.families.generating import generating_with
 from gqa_convert.families.loading import cache_name
 from gqa_convert.measuring import StageProgress, no_progress
+from gqa_convert.measuring.evaluation.candidates import CAUSAL, Candidate, common_length
 from gqa_convert.measuring.evaluation.comparison import Mean, mean
-from gqa_convert.measuring.evaluation.retrieval_texts import PER_TEXT, Question, RetrievalText, make_text
+from gqa_convert.measuring.evaluation.retrieval_texts import KINDS, PER_TEXT, Question, RetrievalText, make_text
+from gqa_convert.measuring.results import AskedQuestions, Found
 
 QUESTIONS = 24
 """Of each kind at each length, by default."""
@@ -41,6 +45,25 @@ class Answer(Question):
         """Whether the first words written are the expected ones, and nothing continues the last of them."""
         written, expected = (" ".join(text.split()) for text in (self.written, self.answer))
         return written.startswith(expected) and not written[len(expected) : len(expected) + 1].isalnum()
+
+
+def with_lengths(asked: AskedQuestions, models: Sequence[Candidate], objective: str) -> AskedQuestions:
+    """The questions with the lengths of their prompts, the same for all models.
+
+    Args:
+        asked: without lengths, those of `LENGTHS` that all models have positions for.
+        models: all of them.
+        objective: of the models.
+
+    Raises:
+        OptionError: a model is not causal, or has fewer positions.
+    """
+    if objective != CAUSAL:
+        raise OptionError(f"--retrieval asks causal models, and {models[0].name} is an encoder-decoder: leave it out")
+    stated = max(asked.lengths, default=None)
+    longest = common_length(models, f"--lengths names {stated}", stated, LENGTHS[-1])
+    lengths = asked.lengths or [length for length in LENGTHS if length <= longest] or [longest]
+    return asked.model_copy(update={"lengths": sorted(set(lengths))})
 
 
 def ask(
@@ -126,3 +149,30 @@ def share_found(answers: Sequence[Answer]) -> Mean:
         texts.setdefault((answer.length, answer.text), []).append(answer.is_right)
     right, asked = (np.array([count(each) for each in texts.values()], np.float64) for count in (sum, len))
     return mean(right, asked)
+
+
+def shares(answers: Sequence[Answer], first: Sequence[Answer] | None) -> list[Found]:
+    """The shares found of all, of each kind and at each length, and the differences from another model's answers."""
+    lengths = (None, *dict.fromkeys(answer.length for answer in answers))
+    found = []
+    for kind in (None, *KINDS):
+        for length in lengths:
+            ours = _chosen(answers, kind, length)
+            share = share_found(ours)
+            figures = _with_error("found", share)
+            if first is not None:
+                figures |= _with_error("difference", share.minus(share_found(_chosen(first, kind, length))))
+            found.append(Found(kind=kind, length=length, questions=len(ours), **figures))
+    return found
+
+
+def _chosen(answers: Sequence[Answer], kind: str | None, length: int | None) -> list[Answer]:
+    return [each for each in answers if kind in (None, each.kind) and length in (None, each.length)]
+
+
+def _with_error(name: str, share: Mean) -> JsonObject:
+    """A share and its standard error. Where all texts agree, they tell no spread: the error is then that end of Wilson's
+    score interval, at one standard error and with texts as trials, which is not the share itself.
+    """
+    texts = len(share.deviations)
+    return {name: share.value, f"{name}_standard_error": share.error or 1 / (texts + 1)}

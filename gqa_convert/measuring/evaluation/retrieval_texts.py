@@ -141,12 +141,6 @@ def make_text(tokenizer: Any, length: int, number: int, seed: int) -> RetrievalT
     return RetrievalText(questions, len(shared), room)
 
 
-def text_beginnings(tokenizer: Any, count: int, size: int, seed: int) -> list[list[int]]:
-    """The first tokens of so many texts of prose, of one size each."""
-    starts = random.Random(seed).sample(range(len(filler())), count)
-    return [(_beginning(tokenizer) + _encode(tokenizer, _prose(start, size // 8)))[:size] for start in starts]
-
-
 def _beginning(tokenizer: Any) -> list[int]:
     return [] if tokenizer.bos_token_id is None else [int(tokenizer.bos_token_id)]
 

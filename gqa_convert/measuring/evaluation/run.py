@@ -3,7 +3,7 @@
 import gc
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -31,14 +31,8 @@ from gqa_convert.measuring.evaluation.examples import (
     text_material,
 )
 from gqa_convert.measuring.evaluation.forward import Scored, score
-from gqa_convert.measuring.evaluation.long_contexts import (
-    LongContexts,
-    RetrievalOptions,
-    ask_about_long_contexts,
-    asked_questions,
-    key_tokens,
-    retrieval,
-)
+from gqa_convert.measuring.evaluation.retrieval import Answer, ask, shares, with_lengths
+from gqa_convert.measuring.evaluation.retrieval_texts import filler
 from gqa_convert.measuring.evaluation.texts import read_documents
 from gqa_convert.measuring.out_of_memory import memory_explained
 from gqa_convert.measuring.results import AskedQuestions, EvaluationFile, ModelScores, ScoredText
@@ -75,7 +69,7 @@ class EvaluationOptions:
     batch: int = 4
     dtype: str = "auto"
     device: str | None = None
-    retrieval: RetrievalOptions | None = None
+    retrieval: AskedQuestions | None = None
 
 
 def evaluate(
@@ -116,7 +110,7 @@ def evaluate(
         window = candidates.common_length(found, f"--window is {options.window}", options.window, most)
         asked = None
         if options.retrieval:
-            asked = asked_questions(found, objective, options.retrieval)
+            asked = with_lengths(options.retrieval, found, objective)
         text: Any = None
         material = None
         if data is not None and objective == SPEECH:
@@ -160,7 +154,7 @@ class _Subject:
     candidate: Candidate
     model: Any
     measured: Measured | None = None
-    asked: LongContexts | None = None
+    answers: list[Answer] | None = None
 
 
 @dataclass
@@ -199,14 +193,11 @@ class _Evaluation:
             subject.measured = self._score(subject, first)
             found = model_scores(subject.measured, first.measured)
         if self.questions:
-            show = partial(self.progress, f"asking {candidate.name}")
-            subject.asked = ask_about_long_contexts(
-                candidate, subject.model, self.questions, first.model, self.options.batch, show
-            )
-            found["retrieval"] = retrieval(subject.asked, first.asked)
+            subject.answers = self._ask(subject, self.questions)
+            found["retrieval"] = shares(subject.answers, first.answers)
         if self.first is None:
             self.first = subject
-            if not (self.options.reference or self.questions):
+            if not self.options.reference:
                 subject.model = None  # whose distributions are not compared
         return ModelScores(
             model=candidate.name,
@@ -225,16 +216,22 @@ class _Evaluation:
             show = partial(self.progress, f"transcribing with {candidate.name}")
             speech = SpeechModel(subject.model, candidate.folder)
             material = speech_material(speech, self.text, batch=batch, tokens=self.options.tokens, progress=show)
+            if first.measured is not None:  # which language is spoken is for one model to say
+                material = replace(material, normal=first.measured.material.normal)
         check_vocabulary(candidate.config, material.largest, candidate.folder)
         reference = None
         if first.measured is not None and first.model is not None:
             reference = Scored(first.model, first.measured.material)
         show = partial(self.progress, f"scoring {candidate.name}")
         scored = Scored(subject.model, material)
-        scores = score(scored, batch, reference, show)
-        is_key = None
-        if first.measured is not None:
-            is_key = first.measured.is_key
-        elif self.questions:
-            is_key = key_tokens(scored, scores.loss, batch, show)
-        return Measured(candidate.name, material, scores, is_key)
+        return Measured(candidate.name, material, score(scored, batch, reference, show))
+
+    def _ask(self, subject: _Subject, asked: AskedQuestions) -> list[Answer]:
+        """The model's answers to questions about long texts."""
+        candidate = subject.candidate
+        ids = candidate.tokenizer(" ".join(filler()), verbose=False)["input_ids"]
+        check_vocabulary(candidate.config, max(ids), candidate.folder)
+        show = partial(self.progress, f"asking {candidate.name}")
+        lengths, count, seed = asked.lengths, asked.questions, asked.seed
+        model, batch = subject.model, self.options.batch
+        return ask(model, candidate.tokenizer, lengths, count, seed, batch=batch, progress=show)

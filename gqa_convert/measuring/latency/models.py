@@ -2,7 +2,7 @@
 depend on the number are shared.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,7 @@ def stated_dtype(config: JsonObject, asked: str | None) -> str:
     return str(dtype)
 
 
-def plan_versions(checkpoint: Checkpoint, candidates: Sequence[int] | None) -> tuple[list[Plan], int]:
+def plan_versions(checkpoint: Checkpoint, candidates: Sequence[int] | None) -> tuple[dict[int, Plan], int]:
     """Plan a version for each number of K/V heads, rising.
 
     Args:
@@ -55,7 +55,7 @@ def plan_versions(checkpoint: Checkpoint, candidates: Sequence[int] | None) -> t
         candidates: numbers of K/V heads; None for the model's own and its divisors, at most seven.
 
     Returns:
-        The plans, and the model's own number of K/V heads.
+        The plans by their numbers, and the model's own number of K/V heads.
 
     Raises:
         OptionError: the layers of the model differ in number.
@@ -64,26 +64,25 @@ def plan_versions(checkpoint: Checkpoint, candidates: Sequence[int] | None) -> t
     """
     if kv_heads_by_layer(checkpoint.config, checkpoint.source_id) is not None:
         raise OptionError(
-            f"the layers of {checkpoint.source_id} differ in their K/V heads: time it in an engine with --engine, or time the model "
-            "that it was converted from"
+            f"the layers of {checkpoint.source_id} differ in their K/V heads: time the model that it was converted from"
         )
     own = make_plan(checkpoint, 1).source_kv_heads
     counts = sorted(set(candidates or spread(merging_counts(own), 7)))
     try:
-        return [make_plan(checkpoint, count) for count in counts], own
+        return {count: make_plan(checkpoint, count) for count in counts}, own
     except GroupsError as problem:
         raise GroupsError(str(problem).replace("--groups", "--candidates")) from None
 
 
 def make_models(
-    checkpoint: Checkpoint, plans: Sequence[Plan], own: int, dtype: str, device: Any
+    checkpoint: Checkpoint, plans: Mapping[int, Plan], own: int, dtype: str, device: Any
 ) -> tuple[list[Any], str]:
     """The models of the plans, and transformers' name of their attention function: this package's, where the model's class
     takes it. The model with the own K/V heads has its weights.
 
     Args:
         checkpoint: the model that is timed.
-        plans: of its versions.
+        plans: of its versions, by their K/V heads.
         own: the model's K/V heads.
         dtype: of the weights, such as `bfloat16`.
         device: torch device.
@@ -108,9 +107,9 @@ def make_models(
     source = source.to(device)
     weights = dict(source.named_parameters(remove_duplicate=False))
     models = []
-    for plan in plans:
+    for groups, plan in plans.items():
         made = source
-        if plan.stated_groups != own:
+        if groups != own:
             made = _build(plan.config, name, dtype, attention, device)
             shapes = {key: parameter.shape for key, parameter in made.named_parameters(remove_duplicate=False)}
             shared = {key: weight for key, weight in weights.items() if weight.shape == shapes.get(key)}

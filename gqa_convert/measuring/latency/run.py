@@ -37,7 +37,6 @@ class BenchmarkOptions:
         batch: sequences decoded at once.
         context: tokens in the cache when the timed steps begin, and of an encoder's input; by default 512, or half the
             model's positions.
-        new_tokens: tokens that an engine decodes.
         repetitions: timed turns of each version.
         dtype: by default the checkpoint's.
         device: `cpu`, `cuda` or `cuda:1`; by default a GPU where there is one.
@@ -47,7 +46,6 @@ class BenchmarkOptions:
     candidates: Sequence[int] | None = None
     batch: Sequence[int] = (1,)
     context: Sequence[int] | None = None
-    new_tokens: int = 128
     repetitions: int = 8
     dtype: str | None = None
     device: str | None = None
@@ -90,6 +88,7 @@ def benchmark_model(
             f"--context {max(contexts)}: the model has {positions} positions, and decode steps follow: give at most {positions - 1 - STEPS}"
         )
     plans, own = plan_versions(opened, options.candidates)
+    any_plan = next(iter(plans.values()))
     known = fingerprint(opened.local_folder)
     settings = list(itertools.product(options.batch, contexts))
     cells = []
@@ -101,17 +100,17 @@ def benchmark_model(
             decoders = [Decoder(model, batch, context) for model in models]
             prefills = _alternate([each.prefill for each in decoders], min(_PREFILLS, options.repetitions))
             turns = _alternate([each.turn for each in decoders], options.repetitions)
-            for plan, decoder, filled, decoded in zip(plans, decoders, prefills, turns, strict=True):
+            for groups, decoder, filled, decoded in zip(plans, decoders, prefills, turns, strict=True):
                 own_bytes, cross_bytes = decoder.cache_bytes()
                 cell = TimedCell(
-                    groups=plan.stated_groups,
-                    fingerprint=known if plan.stated_groups == own else None,
+                    groups=groups,
+                    fingerprint=known if groups == own else None,
                     batch=batch,
                     context=context,
                     repetitions=options.repetitions,
                     kv_bytes=own_bytes + cross_bytes,
                     kv_bytes_per_token=own_bytes / context / batch,
-                    **times_of(batch, filled, decoded),
+                    **_times(batch, filled, decoded),
                 )
                 cells.append(cell)
             del decoders
@@ -121,9 +120,9 @@ def benchmark_model(
         **measurement("benchmark", command, str(device)),
         model=opened.source_id,
         fingerprint=known,
-        model_type=plans[0].family.model_type,
+        model_type=any_plan.family.model_type,
         dtype=dtype,
-        heads=plans[0].heads,
+        heads=any_plan.heads,
         kv_heads=own,
         attention=attention,
         results=cells,
@@ -142,13 +141,12 @@ def _alternate(turns: Sequence[Callable[[], float]], repetitions: int) -> list[l
     return [found[1:] for found in measured]
 
 
-def times_of(batch: int, prefills: Sequence[float], decodes: Sequence[float]) -> JsonObject:
-    """The keys of a cell that state times: from the seconds of prefills, and of the decode steps of a token."""
+def _times(batch: int, prefills: Sequence[float], decodes: Sequence[float]) -> JsonObject:
+    """The keys of a cell that state times, medians and quartiles: from the seconds of prefills, and of the decode steps of
+    a token.
+    """
     low, middle, high = (1e3 * np.quantile(decodes, (0.25, 0.5, 0.75))).tolist()
-    return {
-        "decode_ms_per_token": middle,
-        "decode_ms_low": low,
-        "decode_ms_high": high,
-        "decode_tokens_per_second": 1e3 * batch / middle,
-        "prefill_ms": 1e3 * float(np.median(prefills)),
-    }
+    found = {"decode_ms_per_token": middle, "decode_ms_low": low, "decode_ms_high": high}
+    found["decode_tokens_per_second"] = 1e3 * batch / middle
+    low, middle, high = (1e3 * np.quantile(prefills, (0.25, 0.5, 0.75))).tolist()
+    return found | {"prefill_ms": middle, "prefill_ms_low": low, "prefill_ms_high": high}

@@ -32,7 +32,8 @@ from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.plan import Plan, make_plan, merging_counts
 from gqa_convert.data.model_tokenizer import usable_tokenizer
 from gqa_convert.data.sources import STDLIB
-from gqa_convert.errors import OptionError
+from gqa_convert.errors import GroupsError, OptionError
+from gqa_convert.families.layerwise import find_form
 from gqa_convert.families.loading import is_encoder_decoder
 from gqa_convert.measuring import Progress, no_progress
 from gqa_convert.measuring.sensitivity.kv_budget import (
@@ -121,7 +122,12 @@ def _plan(checkpoint: Checkpoint, budget: KVBudget, options: ConversionOptions) 
     by gradient steps; refuses what cannot be converted.
     """
     plan = make_plan(checkpoint, 1, method=DEFAULT.name, encoder=options.encoder)
-    # a list in which layers differ, so that a family or a checkpoint that takes none is refused here
+    form = find_form(plan.family, checkpoint.config)
+    if isinstance(form, str):
+        raise GroupsError(
+            "--kv-budget chooses a number of K/V heads for each layer, which this checkpoint can't have, "
+            f"since {form}: state one with --groups"
+        )
     differing = [1, *(layer.kv_heads for layer in plan.layers[1:])]
     conversion, _ = plan_conversion(checkpoint, differing, options)
     limit = budget.limit(plan.kv_cache_bytes().before, plan.kv_cache_bytes().after)
@@ -172,7 +178,7 @@ def measure_costs(inputs: SensitivityInputs, held_out: Batches, progress: Progre
     costs = []
     for layer in layers:
         head_bytes = (layer.key_head_dim + layer.value_head_dim) * ITEM_BYTES[layer.dtype]
-        kl = {groups: scores.pop(0).kl for groups in smaller[layer.module]}
+        kl = {groups: scores.pop(0).kl.value for groups in smaller[layer.module]}
         costs.append(LayerCosts(layer.module, layer.kv_heads, head_bytes, kl))
     return costs
 
@@ -198,5 +204,5 @@ def measure_candidates(
         copies.append({layer.module: groups for layer, groups in pairs if groups != layer.kv_heads})
         taken.append(sum(groups * layer.head_bytes for layer, groups in pairs))
     _, *scores = score_copies(inputs, copies, held_out, partial(progress, "candidates"))
-    kl = [score.kl for score in scores]
+    kl = [score.kl.value for score in scores]
     return list(map(HeadAllocation, rules.values(), rules, taken, kl))

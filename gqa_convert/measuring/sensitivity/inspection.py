@@ -18,17 +18,19 @@ from gqa_convert.conversion.plan import Plan, make_plan, merging_counts, spread
 from gqa_convert.errors import GroupsError, OptionError
 from gqa_convert.measuring import Progress, no_progress
 from gqa_convert.measuring.sensitivity.kv_budget import BudgetChoice, KVBudget, numbers_text
+from gqa_convert.measuring.tables import figure
 
 
 @dataclass(frozen=True)
 class MergedLoss:
-    """The loss with all layers merged into `groups` K/V heads by the closed form, and its increase over the source, in
-    nats per token; None where not finite.
+    """The loss with all layers merged into `groups` K/V heads by the closed form, and its increase over the source, paired
+    block by block, in nats per token; None where not finite. One block of text has no standard error.
     """
 
     groups: int
     loss: float | None
     increase: float | None
+    increase_standard_error: float | None = None
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class HeldOutLosses:
     """Losses on the held-out part of the calibration text, of the source in nats per token and of its merged copies."""
 
     source: float | None
+    source_standard_error: float | None
     tokens: int
     by_groups: tuple[MergedLoss, ...]
 
@@ -117,7 +120,7 @@ def inspect_checkpoint(
     check_calibration("factor", text)
     check = partial(_plan, candidates=candidates, text=text)
     plan, counts = check(open_local(source, revision, check))
-    command = partial(conversion_command, expanded(source), calibration=calibration, revision=revision)
+    command = partial(conversion_command, expanded(source), text, revision)
     budget = recommendation = None
     if kv_budget is not None:  # first, since it refuses what takes no list
         from gqa_convert.measuring.sensitivity.choosing import choose_num_kv_heads
@@ -153,18 +156,23 @@ def recommend_within_loss(losses: Sequence[MergedLoss], limit: float) -> tuple[i
     allowed = f"at most {limit:g} nats per token by the closed form"
     for each in losses:
         if each.increase is not None and each.increase <= limit:
-            return each.groups, f"N = {each.groups} adds {allowed} ({each.increase:+.3f}), and fit loses less"
+            return (
+                each.groups,
+                f"N = {each.groups} adds {allowed} ({figure(each, 'increase', '+.3f')}), and fit loses less",
+            )
     tried = ", ".join(str(each.groups) for each in losses)
     return None, f"none of N = {tried} adds {allowed}: allow more with --max-loss-increase"
 
 
-def conversion_command(source: str, groups: int | list[int], calibration: Any, revision: str | None) -> str:
-    """The command line of a conversion; see `inspect_checkpoint`."""
+def conversion_command(source: str, text: CalibrationOptions, revision: str | None, groups: int | list[int]) -> str:
+    """The command line of a conversion with the options of the inspection."""
     words = ["gqa-convert", "convert", source, f"{Path(source).absolute().name}-gqa", "--groups", numbers_text(groups)]
-    for text in calibration if isinstance(calibration, list) else [calibration]:
-        words += ["--calibration", str(text)]
-    if revision:
-        words += ["--revision", revision]
+    stated = {"--calibration-tokens": text.tokens, "--device": text.device, "--revision": revision}
+    for each in text.source if isinstance(text.source, list) else [text.source]:
+        words += ["--calibration", str(each)]
+    for name, value in stated.items():
+        if value is not None:
+            words += [name, str(value)]
     return shlex.join(words)
 
 
@@ -196,8 +204,8 @@ def _measure(
         source, *merged = score_copies(inputs, copies, inputs.held_out, partial(progress, "layers"))
     losses = []
     for groups, score in zip(candidates, merged, strict=True):
-        increase = None if score.loss is None or source.loss is None else score.loss - source.loss
-        losses.append(MergedLoss(groups, score.loss, increase))
+        increase = score.loss.minus(source.loss)
+        losses.append(MergedLoss(groups, score.loss.value, increase.value, increase.error))
     described = {
         "text": calibration.description,
         "tokens": calibration.tokens,
@@ -206,4 +214,5 @@ def _measure(
         "held_out_blocks": sum(len(tokens_of(batch)) for batch in inputs.held_out),
         "warning": calibration.warning,
     }
-    return described, HeldOutLosses(source.loss, count_predicted(inputs.held_out), tuple(losses))
+    tokens = count_predicted(inputs.held_out)
+    return described, HeldOutLosses(source.loss.value, source.loss.error, tokens, tuple(losses))

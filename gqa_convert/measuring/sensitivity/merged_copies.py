@@ -3,7 +3,6 @@
 Only one layer's merged weights are in memory at a time: each copy receives them as it enters the layer.
 """
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -27,6 +26,8 @@ from gqa_convert.data.labels import IGNORED
 from gqa_convert.errors import DataError
 from gqa_convert.losses.distillation import summed_divergence
 from gqa_convert.measuring import StageProgress
+from gqa_convert.measuring.evaluation.comparison import UNDEFINED, Mean, mean
+from gqa_convert.measuring.evaluation.examples import Doubles
 from gqa_convert.measuring.sensitivity.layer_merging import SHORT_STEPS, Merging, ShortFits, merge_by_closed_form
 from gqa_convert.merging.methods import CALIBRATED_DEFAULT
 
@@ -64,15 +65,15 @@ class SensitivityInputs:
 
 @dataclass(frozen=True)
 class Score:
-    """Of the source, or of a copy; None where it yields NaN or Inf.
+    """Of the source, or of a copy, over blocks of text; not defined where it yields NaN or Inf.
 
     Attributes:
         loss: nats per predicted token.
         kl: the divergence from the source, nats per token.
     """
 
-    loss: float | None
-    kl: float | None
+    loss: Mean
+    kl: Mean
 
 
 def split(batches: Batches) -> tuple[list[Batch], list[Batch]]:
@@ -186,26 +187,31 @@ def score_copies(
         source.advance(layer)
         for student, own in zip(students, merged, strict=True):
             student.advance(layer, own)
-    sums, tokens = np.zeros((1 + len(copies), 2)), 0
+    sums: list[list[tuple[float, float]]] = [[] for _ in range(1 + len(copies))]
+    predicted: list[int] = []
+    tokens: list[int] = []
     for number, batch in enumerate(held_out):
         logits = source.logits(number)
         targets = predicted_tokens(batch).to(logits.device)
-        tokens += targets.numel()
-        for place, stream in enumerate((source, *students)):
-            sums[place] += _sums(stream.logits(number), logits, targets)
-    predicted = count_predicted(held_out)
-    return [Score(_mean(loss, predicted), _mean(kl, tokens)) for loss, kl in sums.tolist()]
+        predicted += (targets != IGNORED).sum(1).tolist()
+        tokens += [targets.shape[1]] * len(targets)
+        for blocks, stream in zip(sums, (source, *students), strict=True):
+            blocks += _sums(stream.logits(number), logits, targets)
+    scores = []
+    for blocks in sums:
+        loss, divergence = np.array(blocks).T
+        scores.append(Score(_mean(loss, predicted), _mean(divergence, tokens)))
+    return scores
 
 
-def _sums(logits: Tensor, source: Tensor, targets: Tensor) -> tuple[float, float]:
-    """The loss and the divergence from the source, summed over a batch: logits [B, L, vocabulary], targets [B, L]."""
-    loss = divergence = 0.0
+def _sums(logits: Tensor, source: Tensor, targets: Tensor) -> Iterator[tuple[float, float]]:
+    """The loss and the divergence from the source of each block: logits [B, L, vocabulary], targets [B, L]."""
     for ours, theirs, labels in zip(logits, source, targets, strict=True):
-        loss += float(torch.nn.functional.cross_entropy(ours.float(), labels, reduction="none").double().sum())
-        divergence += float(summed_divergence(ours[None].float(), theirs[None].float()))
-    return loss, divergence
+        losses = torch.nn.functional.cross_entropy(ours.float(), labels, reduction="none")
+        divergence = summed_divergence(ours[None].float(), theirs[None].float())
+        # rounding can make the divergence of an equal copy slightly negative
+        yield float(losses.double().sum()), float(divergence.clamp(min=0))
 
 
-def _mean(total: float, count: int) -> float | None:
-    # rounding can make the divergence of an equal copy slightly negative
-    return max(0.0, total / count) if math.isfinite(total) else None
+def _mean(sums: Doubles, sizes: Sequence[int]) -> Mean:
+    return mean(sums, np.array(sizes, np.float64)) if np.isfinite(sums).all() else UNDEFINED

@@ -1,8 +1,5 @@
-"""Stands in for llama-cpp-python in tests: its interface, as far as the adapter uses it, computed by transformers where
-logits are asked for.
-"""
+"""Stands in for llama-cpp-python in tests: its interface, as far as the adapter uses it, computed by transformers."""
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -11,23 +8,18 @@ import numpy as np
 GGML_TYPE_F32 = 0
 
 
-def llama_supports_gpu_offload() -> bool:
-    return False
-
-
 class Llama:
-    def __init__(self, model_path: str, *, n_ctx: int, verbose: bool, logits_all: bool = False, **options: Any) -> None:
-        assert not verbose
-        assert set(options) == ({"n_batch", "type_k", "type_v"} if logits_all else {"n_gpu_layers"})
-        folder, outtype = Path(model_path).read_text(encoding="utf-8").split("\n")
-        assert outtype == ("f32" if logits_all else "bf16")
-        self._ids = list[int]()
-        self._model = None
-        if logits_all:
-            from transformers import AutoModelForCausalLM
+    def __init__(self, model_path: str, *, n_ctx: int, verbose: bool, logits_all: bool, **options: Any) -> None:
+        from transformers import AutoModelForCausalLM
 
-            self._model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32").eval()
-            self.scores = np.zeros((n_ctx, self._model.config.vocab_size), np.float32)
+        assert logits_all
+        assert not verbose
+        assert set(options) == {"n_batch", "type_k", "type_v"}
+        folder, outtype = Path(model_path).read_text(encoding="utf-8").split("\n")
+        assert outtype == "f32"
+        self._ids = list[int]()
+        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32").eval()
+        self.scores = np.zeros((n_ctx, self._model.config.vocab_size), np.float32)
 
     @property
     def n_tokens(self) -> int:
@@ -38,14 +30,7 @@ class Llama:
 
     def eval(self, tokens: list[int]) -> None:
         self._ids += tokens
-        if self._model is None:
-            time.sleep(0.001)
-            return
         import torch
 
         with torch.inference_mode():
             self.scores[: self.n_tokens] = self._model(torch.tensor([self._ids])).logits[0].numpy()
-
-    def sample(self, *, temp: float) -> int:
-        assert temp == 0
-        return 0

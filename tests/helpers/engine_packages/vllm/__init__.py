@@ -1,6 +1,5 @@
-"""Stands in for vLLM in tests: its interface, as far as the adapter uses it, computed by transformers where logits are asked for."""
+"""Stands in for vLLM in tests: its interface, as far as the adapter uses it, computed by transformers."""
 
-import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,29 +8,19 @@ SamplingParams = SimpleNamespace
 
 class LLM:
     def __init__(self, model: str, *, dtype: str, max_model_len: int, trust_remote_code: bool, **options: Any) -> None:
-        assert not trust_remote_code
-        assert options.pop("skip_tokenizer_init")
-        assert set(options) in (
-            {"enforce_eager", "logprobs_mode", "max_logprobs"},
-            {"enable_prefix_caching", "max_num_seqs"},
-        )
-        self._most, self._longest = options.get("max_num_seqs", 9), max_model_len
-        self._model = None
-        if "max_logprobs" in options:
-            from transformers import AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM
 
-            self._model = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).eval()
+        assert not trust_remote_code
+        assert set(options) == {"skip_tokenizer_init", "enforce_eager", "logprobs_mode", "max_logprobs"}
+        self._longest = max_model_len
+        self._model = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).eval()
 
     def generate(self, prompts: list[dict[str, list[int]]], sampling: Any, *, use_tqdm: bool) -> list[Any]:
         assert not use_tqdm
-        assert len(prompts) <= self._most
         return [SimpleNamespace(outputs=[self._decode(each["prompt_token_ids"], sampling)]) for each in prompts]
 
     def _decode(self, prompt: list[int], sampling: Any) -> Any:
         assert len(prompt) + sampling.max_tokens <= self._longest
-        if self._model is None:
-            time.sleep(0.001 * sampling.max_tokens)
-            return SimpleNamespace(token_ids=[0] * sampling.max_tokens)
         import torch
 
         ids, rows = list(prompt), []

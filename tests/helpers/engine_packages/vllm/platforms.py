@@ -1,3 +1,0 @@
-from types import SimpleNamespace
-
-current_platform = SimpleNamespace(device_type="cpu")
