@@ -309,6 +309,21 @@ def outline_model(folder: Path, dtype: Any) -> Any:
     return model.eval()
 
 
+def untie(model: Any, name: str) -> None:
+    """Give a parameter that a model shares under several names a tensor of its own under one of them.
+
+    Args:
+        model: a model without its numbers; the new tensor has none either.
+        name: the name of the parameter.
+    """
+    import torch
+
+    module, _, leaf = name.rpartition(".")
+    owner = model.get_submodule(module)
+    shared = getattr(owner, leaf)
+    setattr(owner, leaf, torch.nn.Parameter(torch.empty_like(shared), shared.requires_grad))
+
+
 def load_tokenizer(folder: Path) -> Any:
     """The checkpoint's tokenizer, which needs no code of a modelling file.
 

@@ -24,7 +24,7 @@ from gqa_convert.checkpoint.results import Result
 from gqa_convert.checkpoint.source import Checkpoint, open_checkpoint
 from gqa_convert.data.objectives import make_sampler
 from gqa_convert.errors import GQAConvertError, OptionError, RecipeError, first_line
-from gqa_convert.families.loading import model_of_config, no_bars
+from gqa_convert.families.loading import model_of_config, no_bars, untie
 from gqa_convert.losses.distillation import positions_at_once
 from gqa_convert.training.lora import check_lora, target_modules
 from gqa_convert.training.models import recompute, turn_dropout_off
@@ -208,6 +208,11 @@ def _outline(checkpoint: Checkpoint, in_bf16: bool) -> Any:
         model = model_of_config(folder, torch.bfloat16 if in_bf16 else torch.float32)
         if any(".experts." in name for name, _ in model.named_parameters()):
             model = model_of_config(folder, torch.bfloat16)  # the only type in which torch knows their products' shapes
+    # an output layer that is stored is one of its own, whatever config.json says of the embeddings
+    output = model.get_output_embeddings()
+    for name, module in model.named_modules():
+        if module is output and any(stored.endswith(f"{name}.weight") for stored in checkpoint.entries):
+            untie(model, f"{name}.weight")
     turn_dropout_off(model)
     return model.train()
 
