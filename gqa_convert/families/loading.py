@@ -283,15 +283,14 @@ def model_of_config(folder: Path, dtype: Any) -> Any:
     return getattr(transformers, auto_class(stated)).from_config(config, dtype=dtype, trust_remote_code=False)
 
 
-def outline_model(folder: Path, dtype: Any) -> Any:
-    """The model of `load_model` with uninitialised parameters and buffers, for a process that receives them from
-    another.
+def outline_model(folder: Path) -> Any:
+    """The model of `load_model` with uninitialised parameters and buffers, for a process that receives them and their
+    types from another.
 
     Their memory is reserved but not touched, so that the system provides it only when something is written.
 
     Args:
         folder: a local checkpoint, whose weights are not read.
-        dtype: a torch type.
 
     Raises:
         ValueError: a model of this class can't be made without its numbers.
@@ -300,7 +299,7 @@ def outline_model(folder: Path, dtype: Any) -> Any:
     import torch
 
     with torch.device("meta"):
-        model = model_of_config(folder, dtype)
+        model = model_of_config(folder, torch.float32)
     for module in model.modules():
         if any(isinstance(value, torch.Tensor) and value.is_meta for value in vars(module).values()):
             raise ValueError(f"{type(module).__name__} keeps numbers outside its parameters and buffers")

@@ -201,10 +201,8 @@ def _numbers(parameters: Iterable[Tensor]) -> int:
 def _outline(checkpoint: Checkpoint, in_bf16: bool) -> Any:
     """A checkpoint's model without numbers, in training mode."""
     with tempfile.TemporaryDirectory() as temporary:
-        folder = checkpoint.folder
-        if folder is None:  # on the Hub
-            folder = Path(temporary)
-            (folder / "config.json").write_text(json.dumps(checkpoint.config), encoding="utf-8")
+        folder = Path(temporary)  # a checkpoint on the Hub has none
+        (folder / "config.json").write_text(json.dumps(checkpoint.config), encoding="utf-8")
         model = model_of_config(folder, torch.bfloat16 if in_bf16 else torch.float32)
         if any(".experts." in name for name, _ in model.named_parameters()):
             model = model_of_config(folder, torch.bfloat16)  # the only type in which torch knows their products' shapes

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gqa_convert.errors import LaunchError
-from gqa_convert.families.loading import load_model, outline_model, read_config, untie
+from gqa_convert.families.loading import load_model, outline_model, untie
 from gqa_convert.training.distributed import check_agreement, gathered, is_set, rank
 from gqa_convert.training.recipe import Sharding
 
@@ -47,15 +47,10 @@ def load(folder: Path, dtype: Any, *, by_first: bool = False, **options: Any) ->
             machine with eight GPUs would hold eight whole copies before sharding.
         options: further options of `from_pretrained`, for models that are not sharded.
     """
-    import torch
-
     if by_first and rank():
-        config = read_config(folder)
-        if dtype == "auto":
-            dtype = getattr(torch, str(config.get("dtype") or config.get("torch_dtype")), "auto")
         # a class that can't be built without its weights, or an error that the first process reports
         with suppress(Exception):
-            return outline_model(folder, dtype), []
+            return outline_model(folder), []
     return load_model(folder, dtype, **options)
 
 
