@@ -29,6 +29,7 @@ from gqa_convert.losses.distillation import positions_at_once
 from gqa_convert.training.lora import check_lora, target_modules
 from gqa_convert.training.models import recompute, turn_dropout_off
 from gqa_convert.training.opening import sample_settings
+from gqa_convert.training.optimizers import fix_towers
 from gqa_convert.training.recipe import Recipe
 from gqa_convert.training.recipe_files import read_recipe
 from gqa_convert.training.sharding import layers, number_of_shards
@@ -151,8 +152,9 @@ def _costs(
     with FakeTensorMode():
         # FSDP2 computes in bfloat16 weights, and adapters are on such; otherwise autocasting does
         model = _outline(student, in_bf16 and (shards > 1 or recipe.lora is not None))
-        count = learning = _numbers(model.parameters())
-        fixed = 0.0
+        count = _numbers(model.parameters())
+        learning = _numbers(each for each in model.parameters() if each.requires_grad)
+        fixed = 4 * (count - learning) / shards
         copied = 0
         if recipe.lora is not None:
             fixed = count * (_NF4 if recipe.lora.quantize else size)
@@ -212,6 +214,7 @@ def _outline(checkpoint: Checkpoint, in_bf16: bool) -> Any:
         if module is output and any(stored.endswith(f"{name}.weight") for stored in checkpoint.entries):
             untie(model, f"{name}.weight")
     turn_dropout_off(model)
+    fix_towers(model)
     return model.train()
 
 
