@@ -1,16 +1,21 @@
 """Tokens on disk: a source is tokenised once for each tokenizer, and mapped into memory.
 
-Each source has a file of tokens, which is only appended to, and a record beside it, which states how many of them count
-and is replaced once they are on the disk. A tokenisation that was killed therefore goes on where the last one ended, and a
-stream is tokenised further when a run needs more of it. The name of both is a hash of everything that determines the
-tokens.
+Each source has a record, whose name is a hash of everything that determines the tokens. It names a file of tokens, states
+how many of them count, and is replaced once they are on the disk. A tokenisation that was killed therefore goes on where
+the last one ended, and a stream is tokenised further when a run needs more of it.
+
+Only one process ever writes to a file of tokens: the one that has created it, or has renamed it after its writer ended. A
+lock makes others wait instead of doing the same work, but nothing depends on it, since many network file systems have
+locks within one machine only.
 
 A token is its id with a mark in the upper bit, for which a vocabulary has no use.
 """
 
+import errno
 import hashlib
 import json
 import os
+import platform
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,11 +23,12 @@ from functools import cached_property
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
+from uuid import uuid4
 
 import numpy as np
 import numpy.typing as npt
 
-from gqa_convert.checkpoint.atomic_files import write_whole
+from gqa_convert.checkpoint.atomic_files import atomic_file
 from gqa_convert.checkpoint.locks import wait_for_lock
 from gqa_convert.checkpoint.resource_errors import is_disk_full, no_space
 from gqa_convert.data.documents import Piece
@@ -38,6 +44,8 @@ LAST = np.uint32(1 << 31)
 _FORMAT = 2
 _BATCH_CHARACTERS = 1 << 22
 _BATCH_PIECES = 1024
+_SAMPLED = 1 << 14
+"""Tokens of a file that are checked when it is opened, which takes a second on a network file system."""
 
 OnTokenize = Callable[[str, int, int], None]
 """Called with the source being tokenised, what is done and the total: bytes of files, tokens of streams."""
@@ -72,15 +80,23 @@ class _Record(NamedTuple):
     """What of a source is tokenised.
 
     Attributes:
+        file: the name of the file of tokens.
+        writer: the machine and the process that may append to it.
         tokens: the tokens that count.
         pieces: the pieces that they were made of.
         digest: a hash of the tokens.
+        sample: a hash of some of them, by which a file is checked when it is opened.
+        largest: the largest id.
         complete: whether they are all of the source.
     """
 
+    file: str = ""
+    writer: tuple[str, int] = ("", 0)
     tokens: int = 0
     pieces: int = 0
     digest: str = ""
+    sample: str = ""
+    largest: int = 0
     complete: bool = False
 
     def suffices(self, needed: int | None) -> bool:
@@ -98,6 +114,7 @@ class TokenSource:
         complete: whether they are all of the source.
         is_stream: whether the source may never end, so that its first epoch is shuffled within windows.
         fingerprint: a hash that identifies the tokens; for a stream also those that are still to come.
+        largest: the largest id among them.
     """
 
     tokens: Marked
@@ -105,6 +122,7 @@ class TokenSource:
     complete: bool = True
     is_stream: bool = False
     fingerprint: str = ""
+    largest: int = 0
 
     @property
     def size(self) -> int:
@@ -135,7 +153,7 @@ def tokenize(
     progress: OnTokenize = lambda *_: None,
 ) -> TokenSource:
     """The tokens of a source, which is tokenised as far as the cache doesn't have it. If several processes call this at
-    once, one tokenises and the others wait.
+    once, one tokenises and the others wait, where the file system has locks.
 
     Args:
         text: the source.
@@ -149,17 +167,14 @@ def tokenize(
         NoSpaceError: its disk is full.
     """
     identity = [_FORMAT, text.identity(), repr(encoder.fields), encoder.key]
-    path = cache / f"{hashlib.sha256(json.dumps(identity, default=str).encode()).hexdigest()}.tokens"
+    path = cache / f"{hashlib.sha256(json.dumps(identity, default=str).encode()).hexdigest()}.json"
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        with wait_for_lock(path.with_suffix(".lock")) as locked:
+        with wait_for_lock(path.with_suffix(".lock")):
             record = _read_record(path)
-            if not (locked or record.suffices(needed)):
-                raise DataError(
-                    f"the file system of the token cache {cache} has no locks: set XDG_CACHE_HOME to a folder on a local disk"
-                )
             if not record.suffices(needed):
                 record = _appended(text, encoder, path, record, needed, progress)
+        tokens = _mapped(cache, record)
     except OSError as problem:
         if is_disk_full(problem):
             raise no_space(cache, "continues (or set XDG_CACHE_HOME to another disk)") from None
@@ -167,11 +182,12 @@ def tokenize(
             f"the token cache {cache} can't be used ({problem.strerror or problem}): set XDG_CACHE_HOME to a folder on a local disk"
         ) from None
     return TokenSource(
-        np.asarray(np.memmap(path, "<u4", "r", shape=(record.tokens,))),
+        tokens,
         label=text.label,
         complete=record.complete,
         is_stream=text.is_stream,
         fingerprint=path.stem if text.is_stream else record.digest,
+        largest=record.largest,
     )
 
 
@@ -181,18 +197,21 @@ def _appended(
     """Append the tokens of the documents after those of a record, until they suffice or the source ends; returns the new
     record.
     """
+    own = path.with_name(f"{path.stem}-{uuid4().hex}.tokens")
 
     def note(record: _Record) -> None:
-        write_whole(path.with_suffix(".json"), json.dumps(record._asdict()).encode())
+        with atomic_file(path, own.with_suffix(".new")) as file:
+            file.write(json.dumps(record._asdict()).encode())
         if isinstance(text, Files):
             progress(text.label, text.bytes_read, text.total_bytes)
         elif needed is not None:
             progress(text.label, min(record.tokens, needed), needed)
 
-    if not record.tokens:
-        path.unlink(missing_ok=True)  # another run may have mapped it
-    with path.open("ab") as file:
-        file.truncate(record.tokens * LAST.itemsize)  # what was written after the last record
+    _begin(own, record)
+    record = record._replace(file=own.name, writer=(platform.node(), os.getpid()))
+    if record.tokens:
+        note(record)
+    with own.open("ab") as file:
         # those before are read again, which takes little beside tokenising
         for pieces in batched(islice(text.pieces(encoder.fields), record.pieces, None)):
             tokens = encoder.encode(pieces)
@@ -200,18 +219,61 @@ def _appended(
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-            digest = hashlib.sha256(record.digest.encode() + data).hexdigest()
-            record = _Record(record.tokens + len(tokens), record.pieces + len(pieces), digest)
-            note(record)
+            record = record._replace(
+                tokens=record.tokens + len(tokens),
+                pieces=record.pieces + len(pieces),
+                digest=hashlib.sha256(record.digest.encode() + data).hexdigest(),
+                largest=max(record.largest, int(ids_of(tokens).max(initial=0))),
+            )
+            if record.tokens:
+                record = record._replace(sample=_sample(_mapped(path.parent, record)))
+                note(record)
             if record.suffices(needed):
                 return record
     if not record.tokens:
-        path.unlink()
-        path.with_suffix(".json").unlink(missing_ok=True)
+        own.unlink()
         raise DataError(f"{text.label} holds no text: name another source, or other fields")
     record = record._replace(complete=True)
     note(record)
     return record
+
+
+def _begin(own: Path, record: _Record) -> None:
+    """Create a process's own file with the tokens of a record.
+
+    The file of a process that has ended is renamed, which only one process can do; that of one that may still write is
+    copied.
+    """
+    if record.tokens and _has_ended(*record.writer):
+        own.with_name(record.file).rename(own)
+        os.truncate(own, record.tokens * LAST.itemsize)  # what was written after the last record
+        return
+    with own.open("xb") as file:
+        if record.tokens:
+            file.write(_mapped(own.parent, record).data)
+
+
+def _has_ended(machine: str, process: int) -> bool:
+    """Whether a process was one of this machine and is no more."""
+    try:
+        os.kill(process, 0)
+    except OSError as problem:
+        return machine == platform.node() and problem.errno == errno.ESRCH
+    return False
+
+
+def _mapped(cache: Path, record: _Record) -> Marked:
+    """The tokens of a record: [tokens].
+
+    Raises:
+        OSError, ValueError: the file is missing or too short.
+    """
+    return np.asarray(np.memmap(cache / record.file, "<u4", "r", shape=(record.tokens,)))
+
+
+def _sample(tokens: Marked) -> str:
+    """A hash of tokens from all parts of a file."""
+    return hashlib.sha256(tokens[:: 1 + len(tokens) // _SAMPLED].tobytes()).hexdigest()
 
 
 def batched(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
@@ -230,9 +292,9 @@ def batched(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
 
 
 def _read_record(path: Path) -> _Record:
-    """What counts of a token file; nothing if there is none, or the files are damaged."""
+    """What counts of a source's tokens; nothing if there are none, or the files are damaged."""
     with suppress(OSError, ValueError, TypeError):
-        record = _Record(**json.loads(path.with_suffix(".json").read_bytes()))
-        if 0 < record.tokens * LAST.itemsize <= path.stat().st_size:
+        record = _Record(**json.loads(path.read_bytes()))
+        if _sample(_mapped(path.parent, record)) == record.sample:
             return record
     return _Record()

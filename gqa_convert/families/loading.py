@@ -284,15 +284,14 @@ def model_of_config(folder: Path, dtype: Any) -> Any:
     return getattr(transformers, auto_class(stated)).from_config(config, dtype=dtype, trust_remote_code=False)
 
 
-def outline_model(folder: Path, dtype: Any) -> Any:
-    """The model of `load_model` with uninitialised parameters and buffers, for a process that receives them from
-    another.
+def outline_model(folder: Path) -> Any:
+    """The model of `load_model` with uninitialised parameters and buffers, for a process that receives them and their
+    types from another.
 
     Their memory is reserved but not touched, so that the system provides it only when something is written.
 
     Args:
         folder: a local checkpoint, whose weights are not read.
-        dtype: a torch type.
 
     Raises:
         ValueError: a model of this class can't be made without its numbers.
@@ -301,7 +300,7 @@ def outline_model(folder: Path, dtype: Any) -> Any:
     import torch
 
     with torch.device("meta"):
-        model = model_of_config(folder, dtype)
+        model = model_of_config(folder, torch.float32)
     for module in model.modules():
         if any(isinstance(value, torch.Tensor) and value.is_meta for value in vars(module).values()):
             raise ValueError(f"{type(module).__name__} keeps numbers outside its parameters and buffers")
@@ -323,6 +322,21 @@ def check_readable_config(folder: Path) -> None:
     if stated.get("model_type") in transformers.CONFIG_MAPPING:
         with explained(f"{folder}/config.json"):
             transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+
+
+def untie(model: Any, name: str) -> None:
+    """Give a parameter that a model shares under several names a tensor of its own under one of them.
+
+    Args:
+        model: a model without its numbers; the new tensor has none either.
+        name: the name of the parameter.
+    """
+    import torch
+
+    module, _, leaf = name.rpartition(".")
+    owner = model.get_submodule(module)
+    shared = getattr(owner, leaf)
+    setattr(owner, leaf, torch.nn.Parameter(torch.empty_like(shared), shared.requires_grad))
 
 
 def load_tokenizer(folder: Path) -> Any:

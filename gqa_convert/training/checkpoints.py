@@ -9,7 +9,7 @@ size.
 import json
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ from gqa_convert.checkpoint.atomic_files import sync
 from gqa_convert.checkpoint.resource_errors import is_disk_full, no_space
 from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.errors import GQAConvertError, ResumeError, first_line
-from gqa_convert.training.distributed import Say, together, waiting_group
+from gqa_convert.training.distributed import Say, rank, together, waiting_group
 from gqa_convert.training.sharding import unwrapped
 
 if TYPE_CHECKING:
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 _UNFINISHED = ".unfinished-"
 _RECORD = "run.json"
+_DAMAGE = (OSError, ValueError, KeyError, TypeError)
+"""What reading a checkpoint raises from which something is missing or cut short."""
 
 StateDict = dict[str, Any]
 """Tensors by name, nested as torch.distributed.checkpoint saves and loads them."""
@@ -42,6 +44,8 @@ class Progress:
         skipped: steps without an update because a loss or a gradient was not finite.
         skipped_in_a_row: the last ones.
         evaluations: losses on the evaluation data: that at the `start`, that of the `source`, and the `last` one.
+        warmup_steps: of the run, whose budget may grow.
+        highest_share: the share of the peak that the learning rate had reached when the budget grew.
         changes: changes of the recipe during the run.
         recipe: the resolved recipe, which is compared when the run resumes.
         inputs: fingerprints of the texts and of the models, which are compared too.
@@ -52,6 +56,8 @@ class Progress:
     skipped: int = 0
     skipped_in_a_row: int = 0
     evaluations: dict[str, float] = field(default_factory=dict)
+    warmup_steps: int | None = None
+    highest_share: float = 1.0
     changes: list[str] = field(default_factory=list)
     recipe: JsonObject = field(default_factory=dict)
     inputs: dict[str, str] = field(default_factory=dict)
@@ -88,7 +94,7 @@ class Checkpoints:
         for path in self._all():
             try:
                 records.append(_read(path))
-            except (OSError, ValueError, KeyError, TypeError) as problem:
+            except _DAMAGE as problem:
                 say(f"{path} is damaged ({problem}) and is passed over")
         return records
 
@@ -105,6 +111,22 @@ class Checkpoints:
         if self._all() and not records:
             raise ResumeError(f"every checkpoint in {self.folder} is damaged: remove the folder to start over")
         return records[0] if records else None
+
+    def check_seen(self, record: Progress) -> None:
+        """Check that this process sees the checkpoint of a record that the first process has read.
+
+        Raises:
+            ResumeError: it does not.
+        """
+        path = self.path(record.step)
+        found = None
+        with suppress(*_DAMAGE):
+            found = _read(path)
+        if record.step and found != record:
+            raise ResumeError(
+                f"the first process resumes from {path}, which process {rank()} does not see as it is there: put "
+                "output on a file system that all machines share"
+            )
 
     def save(self, state: StateDict, record: Progress) -> None:
         """Write a checkpoint, publish it, and remove those that need not be kept. Every process calls this.
@@ -239,7 +261,8 @@ def state_of(model: Any, optimizer: "Optimizer") -> StateDict:
         # creates the moments by a step with zero gradients, which must not count
         get_optimizer_state_dict(model, optimizer)
         for moments in optimizer.state.values():
-            moments["step"].zero_()
+            if "step" in moments:
+                moments["step"].zero_()
     named = unwrapped(model).named_parameters()
     trained = {name: parameter.detach() for name, parameter in named if parameter.requires_grad}
     return {"model": trained, "optimizer": get_optimizer_state_dict(model, optimizer)}

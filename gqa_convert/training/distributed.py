@@ -179,6 +179,26 @@ def gathered(value: Any) -> list[Any]:
     return found
 
 
+def check_agreement(values: Mapping[str, Any]) -> None:
+    """Refuse to go on where a process has another value than the first one. Every process calls this.
+
+    Args:
+        values: small Python objects, by what messages call them.
+
+    Raises:
+        LaunchError: two processes differ.
+    """
+    first, *others = gathered(dict(values))
+    with together():
+        for process, found in enumerate(others, 1):
+            for name in {**first, **found}:
+                if found.get(name) != first.get(name):
+                    raise LaunchError(
+                        f"{name} differs between the processes of this run: {first.get(name)} on the first, "
+                        f"{found.get(name)} on process {process}: give every machine the same files and versions"
+                    )
+
+
 def summed(accelerator: Any, numbers: list[float]) -> list[float]:
     """The sum of each number over all processes, in float64."""
     import torch

@@ -24,11 +24,12 @@ from gqa_convert.checkpoint.results import Result
 from gqa_convert.checkpoint.source import Checkpoint, open_checkpoint
 from gqa_convert.data.objectives import make_sampler
 from gqa_convert.errors import GQAConvertError, OptionError, RecipeError, first_line
-from gqa_convert.families.loading import model_of_config, no_bars
+from gqa_convert.families.loading import model_of_config, no_bars, untie
 from gqa_convert.losses.distillation import positions_at_once
 from gqa_convert.training.lora import check_lora, target_modules
 from gqa_convert.training.models import recompute, turn_dropout_off
 from gqa_convert.training.opening import sample_settings
+from gqa_convert.training.optimizers import fix_towers
 from gqa_convert.training.recipe import Recipe
 from gqa_convert.training.recipe_files import read_recipe
 from gqa_convert.training.sharding import layers, number_of_shards
@@ -151,8 +152,9 @@ def _costs(
     with FakeTensorMode():
         # FSDP2 computes in bfloat16 weights, and adapters are on such; otherwise autocasting does
         model = _outline(student, in_bf16 and (shards > 1 or recipe.lora is not None))
-        count = learning = _numbers(model.parameters())
-        fixed = 0.0
+        count = _numbers(model.parameters())
+        learning = _numbers(each for each in model.parameters() if each.requires_grad)
+        fixed = 4 * (count - learning) / shards
         copied = 0
         if recipe.lora is not None:
             fixed = count * (_NF4 if recipe.lora.quantize else size)
@@ -201,14 +203,18 @@ def _numbers(parameters: Iterable[Tensor]) -> int:
 def _outline(checkpoint: Checkpoint, in_bf16: bool) -> Any:
     """A checkpoint's model without numbers, in training mode."""
     with tempfile.TemporaryDirectory() as temporary:
-        folder = checkpoint.folder
-        if folder is None:  # on the Hub
-            folder = Path(temporary)
-            (folder / "config.json").write_text(json.dumps(checkpoint.config), encoding="utf-8")
+        folder = Path(temporary)  # a checkpoint on the Hub has none
+        (folder / "config.json").write_text(json.dumps(checkpoint.config), encoding="utf-8")
         model = model_of_config(folder, torch.bfloat16 if in_bf16 else torch.float32)
         if any(".experts." in name for name, _ in model.named_parameters()):
             model = model_of_config(folder, torch.bfloat16)  # the only type in which torch knows their products' shapes
+    # an output layer that is stored is one of its own, whatever config.json says of the embeddings
+    output = model.get_output_embeddings()
+    for name, module in model.named_modules():
+        if module is output and any(stored.endswith(f"{name}.weight") for stored in checkpoint.entries):
+            untie(model, f"{name}.weight")
     turn_dropout_off(model)
+    fix_towers(model)
     return model.train()
 
 

@@ -11,6 +11,7 @@ from torch import nn
 from gqa_convert.errors import LaunchError, MissingExtraError, RecipeError
 from gqa_convert.families.loading import load_model
 from gqa_convert.training.checkpoints import StateDict
+from gqa_convert.training.optimizers import modules_of_text
 from gqa_convert.training.recipe import Lora, Recipe
 
 _ADAPTER = "default"
@@ -91,18 +92,18 @@ def add_adapters(model: nn.Module, lora: Lora) -> None:
 
 
 def target_modules(model: Any) -> list[str]:
-    """The names of the modules that get an adapter: every linear layer but the output layer.
+    """The names of the modules that get an adapter: every linear layer that text passes, but the output layer.
 
     Raises:
         RecipeError: there is none.
     """
     from transformers.pytorch_utils import Conv1D
 
-    output = model.get_output_embeddings()
+    inside = modules_of_text(model) - {model.get_output_embeddings()}
     linear = [
         name
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | Conv1D) and module is not output
+        if isinstance(module, nn.Linear | Conv1D) and module in inside
     ]
     if not linear:
         raise RecipeError(f"model type {model.config.model_type!r} has no linear layer for adapters: remove lora")

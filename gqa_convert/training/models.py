@@ -15,6 +15,7 @@ from gqa_convert.training import sharding
 from gqa_convert.training.distributed import together
 from gqa_convert.training.lora import add_adapters, loading_options
 from gqa_convert.training.opening import NEEDS_HEAD
+from gqa_convert.training.optimizers import fix_towers
 from gqa_convert.training.recipe import Recipe
 
 
@@ -33,6 +34,7 @@ def load_student(recipe: Recipe, folder: Path, *, sharded: bool = False) -> Any:
     if recipe.gradient_checkpointing:
         recompute(model)
     turn_dropout_off(model)
+    fix_towers(model)
     if recipe.lora is not None:
         add_adapters(model, recipe.lora)
     return model.train()

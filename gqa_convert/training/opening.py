@@ -2,7 +2,7 @@
 open by the config and the tokenizer of the student.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,12 +14,12 @@ from gqa_convert.data.objectives import OBJECTIVES, ModelKind, SampleSettings
 from gqa_convert.data.samples import EvaluationBlocks, Samples, evaluation_blocks, open_samples
 from gqa_convert.data.sources import KINDS, DatasetCommits, find_commits
 from gqa_convert.data.token_files import OnTokenize
-from gqa_convert.errors import ConfigError, RecipeError
+from gqa_convert.errors import DataError, RecipeError
 from gqa_convert.families import loading
 from gqa_convert.families.composite import decoder_config
 from gqa_convert.families.config_sizes import VOCABULARY_KEYS
 from gqa_convert.families.context_length import SPAN_LENGTH, block_length, stated_count, stated_positions
-from gqa_convert.training.distributed import Say, gathered, rank, together
+from gqa_convert.training.distributed import Say, check_agreement, gathered, rank, together
 from gqa_convert.training.recipe import Recipe
 
 NEEDS_HEAD = "uptraining trains the predictions of one; name the language model that the checkpoint was made from"
@@ -68,17 +68,20 @@ def open_recipe(recipe: Recipe, known: DatasetCommits, progress: OnTokenize, say
         student = open_checkpoint(recipe.model, download=True)
         loading.check_language_model(recipe.model, student.config, NEEDS_HEAD)
         settings = sample_settings(recipe, student)
+        models = [student]
+        inputs = {"the checkpoint of model": fingerprint(student.local_folder)}
         if recipe.teacher is not None:
             teacher = open_checkpoint(recipe.teacher, download=True)
             loading.check_language_model(recipe.teacher, teacher.config, NEEDS_HEAD)
+            models.append(teacher)
             teacher_folder = teacher.local_folder
-            kinds = [loading.is_encoder_decoder(each.config) for each in (student, teacher)]
-            if kinds[0] != kinds[1]:
+            if loading.is_encoder_decoder(student.config) != loading.is_encoder_decoder(teacher.config):
                 raise RecipeError(
                     f"one of model and teacher ({recipe.model}, {recipe.teacher}) is an encoder-decoder and the other is not: name the source of model as teacher"
                 )
             with loading.explained(f"the tokenizer of {recipe.teacher}"):
                 check_vocabularies(student.local_folder, teacher_folder)
+            inputs["the checkpoint of teacher"] = fingerprint(teacher_folder)
         is_converted = earlier_record(student) is not None
     if not is_converted:
         say(f"{recipe.model} has no {PROVENANCE}: it was not converted by gqa-convert and is trained unchanged")
@@ -92,19 +95,41 @@ def open_recipe(recipe: Recipe, known: DatasetCommits, progress: OnTokenize, say
     pinned = recipe.pinned(commits)
     held_out = None
     most = recipe.budget_tokens + recipe.tokens_per_step  # the last step may go beyond the budget
-    with together():
-        samples = open_samples(pinned.data, settings, progress, tokens=most, seed=recipe.seed)
-        if pinned.evaluation_data is not None:
-            held_out = evaluation_blocks(pinned.evaluation_data, settings, progress, tokens=recipe.evaluation_tokens)
-    inputs = {
-        "the training text or the tokenizer": samples.fingerprint,
-        "the checkpoint of model": fingerprint(student.local_folder),
-    }
-    if teacher_folder is not None:
-        inputs["the checkpoint of teacher"] = fingerprint(teacher_folder)
+    # the first process alone makes the tokens; then the others find them, or make those of another machine's cache
+    for is_first in (True, False):
+        with together():
+            if (rank() == 0) is is_first:
+                samples = open_samples(pinned.data, settings, progress, tokens=most, seed=recipe.seed)
+                if pinned.evaluation_data is not None:
+                    limit = recipe.evaluation_tokens
+                    held_out = evaluation_blocks(pinned.evaluation_data, settings, progress, tokens=limit)
+                check_tokens(models, samples, held_out)
+    inputs["the training text or the tokenizer"] = samples.fingerprint
     if held_out is not None:
         inputs["the evaluation data"] = held_out.fingerprint
+    check_agreement(inputs)
     return Opened(pinned, student, teacher_folder, commits, samples, held_out, inputs)
+
+
+def check_tokens(models: Sequence[Checkpoint], samples: Samples, held_out: EvaluationBlocks | None) -> None:
+    """Refuse text with tokens that a model has no embedding of.
+
+    Raises:
+        DataError: there is such a token.
+    """
+    largest = max(tokens.largest for tokens in samples.sources)
+    batches = [samples.batch([0])]  # has the tokens that an objective adds
+    if held_out is not None:
+        batches.append(held_out.batch(range(len(held_out))))
+    for batch in batches:
+        largest = max(largest, *(int(ids.max()) for ids in batch.values()))
+    for model in models:
+        size = stated_count(decoder_config(model.config), VOCABULARY_KEYS)
+        if size is not None and largest >= size:
+            raise DataError(
+                f"the text has token {largest}, and {model.source_id} has embeddings of {size} tokens: give it the "
+                "tokenizer that it was trained with, or add embeddings"
+            )
 
 
 def sample_settings(recipe: Recipe, student: Checkpoint) -> SampleSettings:
@@ -169,24 +194,15 @@ def sample_length(recipe: Recipe, config: Mapping[str, Any]) -> int:
 def check_vocabularies(student: Path, teacher: Path) -> None:
     """Check that student and teacher mean the same tokens; their vocabulary sizes may differ by padding.
 
-    Only configs and tokenizers are read, so that a mismatch is found before any model is loaded.
+    Only tokenizers are read, so that a mismatch is found before any model is loaded.
 
     Args:
         student, teacher: local checkpoints with their tokenizers.
 
     Raises:
-        ConfigError: a config does not state the vocabulary size.
-        RecipeError: an id stands for different tokens, or the student's tokenizer has tokens beyond the shared part.
+        RecipeError: an id stands for different tokens.
     """
-    own = _vocabulary_size(student)
-    theirs = _vocabulary_size(teacher)
     tokens, others = (loading.load_tokenizer(folder).get_vocab() for folder in (student, teacher))
-    needed = max(tokens.values(), default=-1) + 1
-    if own != theirs and needed > min(own, theirs):
-        raise RecipeError(
-            f"the teacher {teacher} has logits for {theirs} tokens and the student {student} for {own}, of which its "
-            f"tokenizer uses {needed}: distillation needs a teacher with the student's vocabulary"
-        )
     different = [(number, token) for token, number in tokens.items() if others.get(token) != number]
     if different:
         number, token = min(different)
@@ -194,12 +210,3 @@ def check_vocabularies(student: Path, teacher: Path) -> None:
             f"token {number} is {token!r} for the student {student} and another one for the teacher {teacher} ({len(different)} ids differ): "
             "distillation needs a teacher with the student's vocabulary"
         )
-
-
-def _vocabulary_size(folder: Path) -> int:
-    size = stated_count(decoder_config(loading.read_config(folder)), VOCABULARY_KEYS)
-    if size is None:
-        raise ConfigError(
-            f"{folder / 'config.json'} states no vocab_size: distillation must know how many tokens the logits are for"
-        )
-    return size

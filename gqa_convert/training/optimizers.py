@@ -1,12 +1,38 @@
-"""The optimizer of a run and its learning rates, which are closed forms of the step, so that a resumed run needs no state."""
+"""What is trained, the optimizer, and its learning rates, which are closed forms of the step, so that a resumed run needs
+no state.
+"""
 
 import math
+from typing import Any
 
 import torch
 from torch import nn
 
+from gqa_convert.families.composite import is_composite
 from gqa_convert.training.adafactor import Adafactor
 from gqa_convert.training.recipe import Recipe
+
+
+def modules_of_text(model: Any) -> set[nn.Module]:
+    """The modules of a model that text passes; in a composite model, its decoder and the output layer.
+
+    Other parameters would get no gradient, which DDP takes for an error, and the optimizer would let them decay.
+    """
+    if not is_composite({"model_type": model.config.model_type}):
+        return set(model.modules())
+    decoder = model.get_decoder()
+    found = {*decoder.modules(), model.get_output_embeddings()}
+    for layer in decoder.modules():
+        if hasattr(layer, "cross_attn"):  # Mllama's layers that look at a picture
+            found -= set(layer.modules())
+    return found
+
+
+def fix_towers(model: Any) -> None:
+    """Exclude from training what text does not pass."""
+    for module in set(model.modules()) - modules_of_text(model):
+        for parameter in module.parameters(recurse=False):
+            parameter.requires_grad_(False)
 
 
 def build_optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:

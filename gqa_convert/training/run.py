@@ -1,25 +1,26 @@
 """A run: sets it up from its recipe and the state of its output folder, trains, and publishes the model."""
 
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from gqa_convert.checkpoint.atomic_files import write_json
-from gqa_convert.checkpoint.machine import measurement
+from gqa_convert.checkpoint.machine import machine, measurement
 from gqa_convert.checkpoint.publication import check_destination, sweep
 from gqa_convert.data.token_files import OnTokenize
 from gqa_convert.errors import DivergedError, ResumeError, StoppedError
 from gqa_convert.training import sharding
 from gqa_convert.training.checkpoints import Checkpoints, Progress, set_state, state_of, whole_model
-from gqa_convert.training.distributed import Say, join, together
+from gqa_convert.training.distributed import Say, check_agreement, gathered, join, together
 from gqa_convert.training.export import export_model
 from gqa_convert.training.lora import check_lora, merged_model
 from gqa_convert.training.metrics import OnStep, RunLog, RunSummary, check_trackers, read_metrics, recovery
 from gqa_convert.training.models import load_frozen, load_student, place_student, remove_output
 from gqa_convert.training.opening import Opened, open_recipe
-from gqa_convert.training.optimizers import build_optimizer
+from gqa_convert.training.optimizers import build_optimizer, learning_rate
 from gqa_convert.training.recipe import Recipe, make_recipe
 from gqa_convert.training.run_folder import RunFolder
 from gqa_convert.training.stopping import StopRequests
@@ -50,8 +51,17 @@ def start_run(
                 stack.enter_context(folder.locked())
                 sweep(folder.path)  # what a killed run left behind
                 run.checkpoints.sweep()
+        libraries = dict(machine().versions)
+        del libraries["python"]
+        check_agreement(recipe.resolved() | libraries | {"whether to shard": run.sharded})
+        found = None
         with together():
-            finished = run.find_resume_point()
+            if run.main:
+                found = run.find_resume_point()
+        # the others may see the folder as it was a while ago
+        finished, run.progress = gathered(found)[0]
+        with together():
+            run.checkpoints.check_seen(run.progress)
         if finished is not None:
             run.say(f"{recipe.output} is already complete: raise the budget to continue it, or name another output")
             return finished if run.main else None
@@ -103,8 +113,8 @@ class Run:
         self.checkpoints = Checkpoints(folder.checkpoints, recipe.keep_checkpoints, main=self.main)
         self.progress = Progress()
 
-    def find_resume_point(self) -> RunSummary | None:
-        """Take up the progress of the newest checkpoint, if there is one; returns the summary of a complete run.
+    def find_resume_point(self) -> tuple[RunSummary | None, Progress]:
+        """The summary of a complete run, and the progress of the newest checkpoint. Only the main process calls this.
 
         Raises:
             ResumeError: the output folder holds a run that this recipe can't resume.
@@ -114,7 +124,7 @@ class Run:
         newest = self.checkpoints.newest(self.say)
         known = finished or newest
         if known is None:
-            return None
+            return None, self.progress
         commits = self.folder.read_commits()
         earlier = make_recipe(known.recipe)
         different = earlier.pinned(commits).differences(recipe.pinned(commits), "never")
@@ -125,13 +135,12 @@ class Run:
                 f"{recipe.output} holds a run with another recipe: {'; '.join(different)}; restore these keys to resume it, or name another output"
             )
         if finished is not None and earlier.budget_tokens == recipe.budget_tokens:
-            return finished
+            return finished, self.progress
         if newest is None:
             raise ResumeError(
                 f"{recipe.output} holds a complete run without checkpoints, which can't be resumed: name another output"
             )
-        self.progress = newest
-        return None
+        return None, newest
 
     def open(self, on_tokenize: OnTokenize) -> None:
         """Open the models and the texts that the recipe names.
@@ -152,19 +161,25 @@ class Run:
                 progress.changes.append(f"from step {progress.step + 1}: {change}")
                 self.say(change)
         self.opened = open_recipe(self.recipe, self.folder.read_commits(), on_tokenize, self.say)
-        for name, known in progress.inputs.items():
-            if self.opened.inputs.get(name, known) != known:
-                raise ResumeError(
-                    f"{name} has changed since {self.checkpoints.path(progress.step)} was saved: restore it, or name another output"
-                )
+        with together():
+            for name, known in progress.inputs.items():
+                if self.opened.inputs.get(name, known) != known:
+                    raise ResumeError(
+                        f"{name} has changed since {self.checkpoints.path(progress.step)} was saved: restore it, or "
+                        "name another output"
+                    )
 
     def load(self) -> None:
-        """Load the models, and place them on the devices."""
-        recipe = self.recipe
+        """Load the models, and place them on the devices.
+
+        Raises:
+            RecipeError: the warm-up is longer than the run.
+            ResumeError: the learning rate has fallen to 0.
+        """
         opened = self.opened
         samples = opened.samples
-        steps = recipe.steps(samples.tokens_per_sample)
-        recipe.warmup(steps)  # raises an error if the warm-up is longer than the run
+        with together():
+            recipe, steps = self._schedule()
         torch.manual_seed(recipe.seed)
         with together():
             model = load_student(recipe, opened.student.local_folder, sharded=self.sharded)
@@ -182,6 +197,32 @@ class Run:
         self.trainer = Trainer(
             recipe, student, optimizer, samples, self.accelerator, steps=steps, teacher=teacher, progress=self.progress
         )
+
+    def _schedule(self) -> tuple[Recipe, int]:
+        """The recipe with its warm-up in steps, and the number of steps.
+
+        A larger budget changes what is still to come: the warm-up stays as long as it was, and after it the learning
+        rate never rises.
+        """
+        progress = self.progress
+        tokens = self.opened.samples.tokens_per_sample
+        steps = self.recipe.steps(tokens)
+        if progress.warmup_steps is None:
+            progress.warmup_steps = self.recipe.warmup(steps)
+        recipe = replace(self.recipe, warmup_steps=progress.warmup_steps)
+        if progress.step:
+            earlier = replace(make_recipe(progress.recipe), warmup_steps=progress.warmup_steps)
+            planned = earlier.steps(tokens)
+            if planned < steps:
+                reached = max(progress.step, progress.warmup_steps)
+                share = learning_rate(earlier, reached, planned) / earlier.learning_rate
+                progress.highest_share = min(progress.highest_share, share)
+            if not progress.highest_share:
+                raise ResumeError(
+                    f"the learning rate of {recipe.output} has fallen to 0, so that more tokens would change nothing: "
+                    "name another output, and its model/ as model; or remove the newest checkpoints"
+                )
+        return recipe, steps
 
     def begin(self) -> None:
         """Write the first files of the run, evaluate what was not evaluated yet, and restore a checkpoint."""

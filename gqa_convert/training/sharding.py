@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from gqa_convert.errors import LaunchError
-from gqa_convert.families.loading import load_model, outline_model, read_config
-from gqa_convert.training.distributed import gathered, is_set, rank
+from gqa_convert.families.loading import load_model, outline_model, untie
+from gqa_convert.training.distributed import check_agreement, gathered, is_set, rank
 from gqa_convert.training.recipe import Sharding
 
 
@@ -47,15 +47,10 @@ def load(folder: Path, dtype: Any, *, by_first: bool = False, **options: Any) ->
             machine with eight GPUs would hold eight whole copies before sharding.
         options: further options of `from_pretrained`, for models that are not sharded.
     """
-    import torch
-
     if by_first and rank():
-        config = read_config(folder)
-        if dtype == "auto":
-            dtype = getattr(torch, str(config.get("dtype") or config.get("torch_dtype")), "auto")
         # a class that can't be built without its weights, or an error that the first process reports
         with suppress(Exception):
-            return outline_model(folder, dtype), []
+            return outline_model(folder), []
     return load_model(folder, dtype, **options)
 
 
@@ -88,7 +83,7 @@ def shard(model: Any, device: Any, *, bf16: bool) -> Any:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    _take_types_of_the_first(model)
+    _match_the_first(model)
     names = {name for name, _ in model.named_parameters()}
     numbers = {} if rank() else model.state_dict()
     mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
@@ -134,17 +129,32 @@ def reshard(model: Any) -> None:
             module.reshard()
 
 
-def _take_types_of_the_first(model: Any) -> None:
-    """Give tensors the dtypes of the first process. transformers keeps some tensors in float32 when it reads weights,
-    which only the first process may have done.
+def _match_the_first(model: Any) -> None:
+    """Give the model the tensors of the first process, in their dtypes; numbers follow later.
+
+    Only the first process may have read weights. It alone finds an output layer that is stored where the config says
+    that the embeddings serve as one, and transformers keeps some tensors in float32 when it reads them.
+
+    Raises:
+        LaunchError: the models differ in more than that.
     """
     import torch
 
-    own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    types = gathered({name: tensor.dtype for name, tensor in own.items()})[0]
-    for name, tensor in own.items():
-        if tensor.dtype != types[name]:  # the values are replaced immediately
-            tensor.data = torch.empty_like(tensor, dtype=types[name])
+    own = dict(model.named_parameters())
+    types = gathered({name: tensor.dtype for name, tensor in _tensors(model).items()})[0]
+    shared = dict(model.named_parameters(remove_duplicate=False)).keys() - own.keys()
+    for name in shared & types.keys():
+        untie(model, name)
+    tensors = _tensors(model)
+    for name, tensor in tensors.items():
+        if tensor.dtype != (dtype := types.get(name, tensor.dtype)):
+            tensor.data = torch.empty_like(tensor, dtype=dtype)
+    check_agreement({name: list(tensor.shape) for name, tensor in tensors.items()})
+
+
+def _tensors(model: Any) -> dict[str, Any]:
+    """Parameters and buffers by name."""
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
 def layers(model: Any) -> Iterator[Any]:

@@ -98,6 +98,7 @@ class Trainer:
         progress = self.progress
         torch.manual_seed(mix(self.recipe.seed, step, accelerator.process_index))  # dropout of adapters
         rate = learning_rate(self.recipe, step, self.steps)
+        rate = min(rate, progress.highest_share * self.recipe.learning_rate)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         # read once at the end, so that the GPU is not synchronised in between

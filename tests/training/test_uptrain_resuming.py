@@ -1,6 +1,8 @@
 """Runs that are killed, stopped, changed or finished, on disks that are full, and the same command again."""
 
+import itertools
 import json
+import math
 import os
 import shutil
 import signal
@@ -161,6 +163,62 @@ def test_a_larger_budget_trains_on(home: Path, tmp_path: Path) -> None:
     assert run(home, output, **keys)["tokens"] == 384
     with pytest.raises(ResumeError, match="holds a complete run without checkpoints"):
         run(home, output, **keys, tokens=512)
+
+
+def stopped_at(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    """Let a signal stop the next runs after a step."""
+    original = RunLog.write
+
+    def write(self: RunLog, line: Any) -> None:
+        original(self, line)
+        if line.step == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(RunLog, "write", write)
+
+
+def test_a_larger_budget_warms_up_no_longer(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    output = tmp_path / "run"
+    keys = {"schedule": "constant", "learning_rate": 1e-4}
+    for step, steps in ((1, 100), (2, 150), (3, 300)):  # warm-ups of 2, 3 and 6 steps
+        with monkeypatch.context() as patch:
+            stopped_at(patch, step)
+            with pytest.raises(StoppedError):
+                run(home, output, **keys, tokens=64 * steps)
+    assert [line["learning_rate"] for line in metrics(output)] == [5e-5, 1e-4, 1e-4]
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "wsd"])
+def test_a_larger_budget_does_not_raise_the_learning_rate(home: Path, tmp_path: Path, schedule: str) -> None:
+    """It stays where it had fallen to until the longer schedule falls below; with 0 nothing would be learned."""
+    output = tmp_path / "run"
+    keys = {"schedule": schedule, "warmup_steps": 0, "tokens_per_step": 64, "decay_share": 0.5, "learning_rate": 1e-3}
+    run(home, output, **keys, tokens=64 * 4)
+    run(home, output, **keys, tokens=64 * 6)
+    run(home, output, **keys, tokens=64 * 8)
+    rates = [line["learning_rate"] for line in metrics(output)]
+    assert all(after <= before for before, after in itertools.pairwise(rates))
+    assert rates[3:] == pytest.approx([1e-4] * 5)
+    run(home, tmp_path / "zero", **keys, tokens=64 * 2, final_learning_rate=0)
+    with pytest.raises(ResumeError, match="has fallen to 0, so that more tokens would change nothing"):
+        run(home, tmp_path / "zero", **keys, tokens=64 * 4, final_learning_rate=0)
+
+
+def test_an_unfinished_run_with_a_larger_budget_goes_on_falling(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rate that the shorter schedule had reached is its ceiling, also after another interruption."""
+    output = tmp_path / "run"
+    keys = {"schedule": "cosine", "warmup_steps": 0, "learning_rate": 1e-3}
+    for step in (3, 5):
+        with monkeypatch.context() as patch:
+            stopped_at(patch, step)
+            with pytest.raises(StoppedError):
+                run(home, output, **keys, tokens=64 * (4 if step == 3 else 8))
+    run(home, output, **keys, tokens=64 * 8)
+    expected = [1 - 0.9 * (1 - math.cos(math.pi * step / 4)) / 2 for step in (1, 2, 3)]
+    expected += [min(expected[2], 1 - 0.9 * (1 - math.cos(math.pi * step / 8)) / 2) for step in (4, 5, 6, 7, 8)]
+    assert [line["learning_rate"] for line in metrics(output)] == pytest.approx([1e-3 * share for share in expected])
 
 
 def test_changed_recipes_and_texts_are_refused(home: Path, whole: Path, tmp_path: Path) -> None:
