@@ -11,6 +11,10 @@ Row = Mapping[str, Any]
 Message = dict[str, Any]
 
 
+class FieldError(DataError):
+    """A row has no such field, or no text in it; how another field is named depends on the command."""
+
+
 class Piece(NamedTuple):
     """A document, or a part of a long text.
 
@@ -18,12 +22,14 @@ class Piece(NamedTuple):
         text: the text; of a conversation its messages, of a pair both texts.
         last, first: whether the document ends and begins with this piece.
         where: its location, for messages.
+        is_rendered: whether it is a conversation as a chat template writes it, with special tokens.
     """
 
     text: Any
     last: bool = True
     first: bool = True
     where: str = ""
+    is_rendered: bool = False
 
 
 class Fields(NamedTuple):
@@ -48,37 +54,31 @@ class Fields(NamedTuple):
         """
         if self.holds == "messages":
             return _messages(row, self.names[0], where)
-        if self.holds == "pair":
-            return tuple(_text(row, name, where, PAIR_KEYS) for name in self.names)
-        return _text(row, self.names[0], where, "`text_field`")
+        texts = tuple(_text(row, name, where) for name in self.names)
+        return texts if self.holds == "pair" else texts[0]
 
 
-def _value(row: Row, field: str, where: str, advice: str) -> Any:
+def _value(row: Row, field: str, where: str) -> Any:
     if field in row:
         return row[field]
     outer, _, inner = field.partition(".")
     if inner and isinstance(row.get(outer), Mapping):
-        return _value(row[outer], inner, f"{where}: {outer!r}", advice)
+        return _value(row[outer], inner, f"{where}: {outer!r}")
     found = ", ".join(map(str, row)) or "nothing"
-    raise DataError(f"{where} has no {field!r}, found {found}: {advice}")
+    raise FieldError(f"{where} has no {field!r}, found {found}: rename the field")
 
 
-def _text(row: Row, field: str, where: str, keys: str) -> str:
-    value = _value(
-        row,
-        field,
-        where,
-        f"rename it, or name the fields (evaluate has options for {keys}, a recipe has keys), or set `format: chat` in a recipe",
-    )
+def _text(row: Row, field: str, where: str) -> str:
+    value = _value(row, field, where)
     if not isinstance(value, str | None):
-        raise DataError(
-            f"{where}: {field!r} holds a {type(value).__name__}, expected text: name another field with {keys}"
+        raise FieldError(
+            f"{where}: {field!r} holds a {type(value).__name__}, expected text: rename the field of the text"
         )
     return _well_formed(value or "")
 
 
 def _messages(row: Row, field: str, where: str) -> list[Message]:
-    messages = _value(row, field, where, "a conversation is a list of messages in this field")
+    messages = _value(row, field, where)
     if not isinstance(messages, list | None):
         raise DataError(f"{where}: {field!r} holds a {type(messages).__name__}, expected a list of messages")
     return [_message(item, f"{where}: message {number}") for number, item in enumerate(messages or (), 1)]

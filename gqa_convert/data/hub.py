@@ -2,11 +2,12 @@
 
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from gqa_convert.checkpoint.paths import cache_folder
-from gqa_convert.data.documents import Fields, Piece
+from gqa_convert.data.documents import Fields, Piece, Row
 from gqa_convert.data.files import columns_of
 from gqa_convert.errors import DataError, GQAConvertError
 
@@ -54,6 +55,12 @@ class HubDataset:
             raise DataError(
                 f"the dataset {self.label} can't be opened ({problem}): check its name, configuration and split"
             ) from problem
+
+    def first_row(self) -> Row:
+        """The first row; empty if there is none, or it can't be read."""
+        with suppress(Exception):  # reading the text explains what is wrong with it
+            return next(iter(self.open_rows()), {})
+        return {}
 
     def pieces(self, fields: Fields) -> Iterator[Piece]:
         """The documents.

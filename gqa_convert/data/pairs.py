@@ -56,7 +56,8 @@ class PairEncoder:
         parts: list[list[int]] = []
         if pairs:
             sources, targets = map(list, zip(*pairs, strict=True))
-            found = self._tokenizer(text=sources, text_target=targets, return_attention_mask=False, verbose=False)
+            options = {"split_special_tokens": True, "return_attention_mask": False, "verbose": False}
+            found = self._tokenizer(text=sources, text_target=targets, **options)
             for source, target in zip(found["input_ids"], found["labels"], strict=True):
                 closed = target if target[-1:] == self._end else target + self._end
                 if source and closed:

@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Sequence
 
+from gqa_convert.data.documents import PAIR_KEYS, FieldError
 from gqa_convert.data.hub import default_cache
 from gqa_convert.data.objectives import SampleSettings, make_sampler
 from gqa_convert.data.order import Mixture, mix
@@ -124,8 +125,13 @@ def evaluation_blocks(
 def _tokens(source: Source, sampler: Sampler, needed: int | None, progress: OnTokenize) -> TokenSource:
     """The tokens of a source, as many as needed if it is a stream."""
     text = open_source(source)
+    encoder = sampler.encoder(source, text)
     least = max(needed, sampler.shortest) if needed is not None and text.is_stream else None
-    tokens = tokenize(text, sampler.encoder(source, text), default_cache(), needed=least, progress=progress)
+    try:
+        tokens = tokenize(text, encoder, default_cache(), needed=least, progress=progress)
+    except FieldError as problem:
+        key = PAIR_KEYS if encoder.fields.holds == "pair" else "`text_field`, or set `format: chat` for conversations"
+        raise DataError(f"{problem}, or name another with {key}") from None
     if tokens.size < sampler.shortest:
         raise DataError(
             f"{text.label} has {tokens.size} tokens, fewer than one sample of {sampler.shortest}: add text, or make sequence_length smaller"
