@@ -10,7 +10,6 @@ from gqa_convert.data.sources import Source, TextSource
 from gqa_convert.data.token_files import Marked, packed
 from gqa_convert.errors import DataError, first_line
 
-
 DATE = date(2024, 7, 26)
 """Today, for chat templates that write it, so that the same conversation has the same tokens every day."""
 _PARTS_OF_DATES = "%a %A %b %B %d %-d %e %j %m %-m %y %Y %H %I %M %S %p"

@@ -1,5 +1,6 @@
 """Documents in local files: plain text, JSON lines, Parquet and Arrow, all of which may be compressed by gzip."""
 
+import csv
 import gzip
 import io
 import json
@@ -123,7 +124,7 @@ def explained(path: Path) -> Iterator[None]:
         raise DataError(
             f"{path} is not UTF-8 ({problem.reason}, byte 0x{byte:02x}): convert it, or remove it from the source"
         ) from None
-    except (OSError, EOFError, zlib.error) as problem:
+    except (OSError, EOFError, zlib.error, csv.Error) as problem:
         reason = getattr(problem, "strerror", None) or problem
         raise DataError(f"{path} can't be read ({reason}): check the file, or remove it from the source") from None
 
@@ -157,7 +158,7 @@ def _text_pieces(text: IO[str]) -> Iterator[Piece]:
 
 
 def read_rows(path: Path, handle: io.BufferedReader, fields: Sequence[str]) -> Iterator[tuple[str, Row]]:
-    """The location of each row of a file of JSON lines or a table, for messages, and the row.
+    """The location of each row of a file of JSON lines, of CSV or of a table, for messages, and the row.
 
     Args:
         path: the path of the file.
@@ -168,6 +169,8 @@ def read_rows(path: Path, handle: io.BufferedReader, fields: Sequence[str]) -> I
         yield from _table_rows(path, handle, fields)
         return
     with _lines(path, handle) as lines:
+        if kind_of(path) == ".csv":
+            yield from ((f"{path} row {number}", row) for number, row in enumerate(csv.DictReader(lines), 1))
         for number, line in enumerate(lines, 1):
             if line.strip():
                 where = f"{path} line {number}"

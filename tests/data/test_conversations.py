@@ -47,7 +47,7 @@ def none_of(*_: Any) -> None:
 def test_calibration_reads_them(source: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     monkeypatch.setattr("gqa_convert.data.model_tokenizer.load_tokenizer", lambda _: tokenizer_with(PLAIN))
     if "text" in request.node.name:
-        with pytest.raises(DataError, match="about.txt is plain text, which has no fields"):
+        with pytest.raises(DataError, match=r"about\.txt is plain text, which has no fields"):
             calibration_batches(DEMO, source, 10**6, seed=0, sequence_length=LENGTH)
         return
     ids = rendered(tokenizer_with(PLAIN))
@@ -60,7 +60,7 @@ def test_calibration_reads_them(source: str, monkeypatch: pytest.MonkeyPatch, re
 def test_evaluation_scores_them_as_the_template_writes_them(source: str, request: pytest.FixtureRequest) -> None:
     tokenizer = tokenizer_with("{{ bos_token }}" + PLAIN)
     if "text" in request.node.name:
-        with pytest.raises(DataError, match="about.txt is plain text, which has no fields"):
+        with pytest.raises(DataError, match=r"about\.txt is plain text, which has no fields"):
             read_documents(as_source(source), tokenizer, None, none_of)
         return
     pieces = read_documents(as_source(source), tokenizer, None, none_of)
@@ -73,7 +73,7 @@ def test_evaluation_scores_them_as_the_template_writes_them(source: str, request
     assert [*text_material(few, tokenizer, window=512).examples[0].targets] == ids[0][1:10]
 
 
-def test_advice_names_only_what_a_command_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_advice_names_only_what_a_command_has(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     for row in ({"content": "x"}, {"text": 5}, {"content": "x", "conversations": []}):
         path.write_text(json.dumps(row) + "\n")
@@ -101,7 +101,7 @@ def test_uptraining_reads_conversations_of_the_hub_where_the_recipe_says_so(
     monkeypatch.setattr("gqa_convert.data.sources.commit_of", lambda *_: "0" * 40)
     monkeypatch.setattr(HubDataset, "open_rows", lambda _: [{"messages": chat} for chat in CHATS])
     settings: Any = {"objective": "causal", "sequence_length": LENGTH, "cache": tmp_path / "cache"}
-    with pytest.raises(DataError, match="has no 'text', found messages: .* `format: chat`"):
+    with pytest.raises(DataError, match=r"has no 'text', found messages: .* `format: chat`"):
         open_samples("org/chats", tokenizer_with(PLAIN), **settings)
     source = {"source": "org/chats", "format": "chat"}
     first = open_samples([source], tokenizer_with(PLAIN), **settings)

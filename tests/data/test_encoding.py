@@ -78,7 +78,7 @@ def test_dates_in_chat_templates_are_pinned_and_part_of_the_key(monkeypatch: pyt
     assert first[0] == "\n26 Jul 2024 (26.7.24, Friday)why?<|endoftext|>"
     monkeypatch.undo()
     assert made() == first
-    monkeypatch.setattr(encoders, "DATE", datetime(2031, 1, 2))  # noqa: DTZ001
+    monkeypatch.setattr(encoders, "DATE", datetime(2031, 1, 2))
     other = made()
     assert "02 Jan 2031 (2.1.31, Thursday)" in other[0]
     assert other[1] != first[1]

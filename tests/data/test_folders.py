@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from gqa_convert.data.audio_files import list_audio_files
 from gqa_convert.data.encoders import text_encoder
 from gqa_convert.data.sources import as_source, open_source
 from gqa_convert.data.token_files import tokenize
@@ -213,3 +214,67 @@ def test_files_that_cannot_be_read(folder: Path, cache: Path, name: str) -> None
 def test_a_lone_null_is_text(folder: Path, cache: Path) -> None:
     put(folder, "a.txt", "w1 \0 w3")
     assert numbers_of(str(folder), cache)[-1] == 3
+
+
+def put_sounds(folder: Path, *names: str) -> None:
+    for name in names:
+        put(folder, name, b"sound")
+
+
+def described(*names: str) -> str:
+    return "".join(json.dumps({"file_name": name, "text": f"says {name}"}) + "\n" for name in names)
+
+
+def csv_of(*names: str) -> str:
+    return "\ufefffile_name,text\r\n" + "".join(f'{name},"says {name}"\r\n' for name in names)
+
+
+def heard(folder: Path, split: str = "train") -> dict[str, str | None]:
+    return {file.path.relative_to(folder).as_posix(): file.text for file in list_audio_files(folder, split)}
+
+
+@pytest.mark.parametrize("name", ["metadata.csv", "metadata.jsonl", "metadata.parquet", "train/metadata.jsonl"])
+def test_texts_of_sound_in_every_form(folder: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
+    above = f"{Path(name).parent}/" if "/" in name else ""
+    put_sounds(folder, f"{above}b.wav", f"{above}sub/a.WAV")
+    names = ("sub/a.WAV", "b.wav")
+    put(folder, name, csv_of(*names) if "csv" in name else described(*names))
+    if "parquet" in name:
+        pq.write_table(
+            pa.Table.from_pylist([json.loads(line) for line in described(*names).splitlines()]), folder / name
+        )
+    found = heard(folder)
+    assert [*found.items()] == [(f"{above}sub/a.WAV", "says sub/a.WAV"), (f"{above}b.wav", "says b.wav")]
+    assert not caplog.records
+
+
+def test_sound_of_one_split_is_read(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for split in ("train", "test"):
+        put_sounds(folder, f"{split}/1.wav")
+        put(folder, f"{split}/metadata.csv", csv_of("1.wav"))
+    put_sounds(folder, ".trash/1.wav")
+    assert heard(folder) == {"train/1.wav": "says 1.wav"}
+    assert "test/1.wav, test/metadata.csv (not in the split train)" in caplog.text
+    assert ".trash/1.wav (hidden)" in caplog.text
+    assert heard(folder, "test") == {"test/1.wav": "says 1.wav"}
+
+
+def test_one_file_may_describe_all_splits(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    put_sounds(folder, "train_1.wav", "test_1.wav")
+    put(folder, "metadata.csv", csv_of("test_1.wav", "train_1.wav"))
+    assert heard(folder) == {"train_1.wav": "says train_1.wav"}
+    assert "test_1.wav (not in the split train)" in caplog.text
+
+
+def test_texts_that_are_not_used_are_named(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    put_sounds(folder, "1.wav", "2.wav", "test_1.wav")
+    put(folder, "transcripts.tsv", "file\ttext")
+    put(folder, "1.txt", "one")
+    put(folder, "metadata.csv", csv_of("1.wav"))
+    put(folder, "metadata.jsonl", described("1.wav"))
+    with pytest.raises(DataError, match=r"names 1\.wav, which a row before it names"):
+        heard(folder)
+    assert "1.txt, transcripts.tsv (no .wav" in caplog.text
+    (folder / "metadata.jsonl").unlink()
+    assert heard(folder) == {"1.wav": "says 1.wav"}
+    assert "2.wav, test_1.wav (not in the metadata)" in caplog.text

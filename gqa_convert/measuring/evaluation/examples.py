@@ -253,8 +253,8 @@ def speech_material(
     """
     if any(file.text is None for file in files):
         raise DataError(
-            "the folder has no texts, with which models are compared: state them in metadata.jsonl, a line with file_name "
-            "and text for each file"
+            "the folder has no texts, with which models are compared: state them in metadata.jsonl or metadata.csv, a row "
+            "with file_name and text for each file"
         )
     examples: list[Example] = []
     spoken: list[tuple[str, str]] = []
