@@ -49,11 +49,9 @@ def list_audio_files(folder: Path, split: str = TRAIN) -> list[AudioFile]:
             _read_texts(path, texts)
     # rows of one file may describe sounds of several splits
     found = [AudioFile(path, text) for path, text in texts.items() if path in sounds]
-    if not found:
-        return [AudioFile(path, None) for path in sounds]
-    silent = [path.relative_to(folder).as_posix() for path in sounds if path not in texts]
-    note_unread(folder, {"not in the metadata": silent})
-    return found
+    if found:
+        note_unread(folder, {path: "not in the metadata" for path in sounds if path not in texts})
+    return found or [AudioFile(path, None) for path in sounds]
 
 
 def _read_texts(metadata: Path, texts: dict[Path, str]) -> None:

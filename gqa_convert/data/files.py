@@ -14,8 +14,8 @@ from typing import IO, Any
 from gqa_convert.data.documents import Fields, Piece, Row
 from gqa_convert.errors import DataError
 
-_TABLES = (".parquet", ".arrow")
-_WITH_ROWS = (".jsonl", ".json", *_TABLES)
+_JSON = (".jsonl", ".json")
+_WITH_ROWS = (*_JSON, ".parquet", ".arrow")
 DOCUMENTS = (".text", ".md", ".rst", ".py")
 """The suffixes of texts that are no data for `datasets`, so that their names state no split."""
 SUFFIXES = (".txt", *DOCUMENTS, *_WITH_ROWS)
@@ -165,12 +165,11 @@ def read_rows(path: Path, handle: io.BufferedReader, fields: Sequence[str]) -> I
         handle: the open file.
         fields: the fields that are read, so that other columns of tables need not be.
     """
-    if kind_of(path) in _TABLES:
-        yield from _table_rows(path, handle, fields)
+    if kind_of(path) not in _JSON:
+        rows = _table_rows(path, handle, fields)
+        yield from ((f"{path} row {number}", row) for number, row in enumerate(rows, 1))
         return
     with _lines(path, handle) as lines:
-        if kind_of(path) == ".csv":
-            yield from ((f"{path} row {number}", row) for number, row in enumerate(csv.DictReader(lines), 1))
         for number, line in enumerate(lines, 1):
             if line.strip():
                 where = f"{path} line {number}"
@@ -183,22 +182,26 @@ def read_rows(path: Path, handle: io.BufferedReader, fields: Sequence[str]) -> I
                 yield where, row
 
 
-def _table_rows(path: Path, handle: io.BufferedReader, fields: Sequence[str]) -> Iterator[tuple[str, Row]]:
+def _table_rows(path: Path, handle: io.BufferedReader, fields: Sequence[str]) -> Iterator[Row]:
+    """The rows of a Parquet file, of an Arrow stream, as `datasets` writes it, or of CSV."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    kind = kind_of(path)
+    if kind == ".csv":
+        with _lines(path, handle) as lines:
+            yield from csv.DictReader(lines)
+        return
     try:
-        if kind_of(path) == ".arrow":
-            batches: Iterator[pa.RecordBatch] = pa.ipc.open_stream(handle)
-        else:
-            file = pq.ParquetFile(handle)
-            batches = file.iter_batches(batch_size=256, columns=columns_of(fields, file.schema_arrow.names))
-        rows = (row for batch in batches for row in batch.to_pylist())
-        yield from ((f"{path} row {number}", row) for number, row in enumerate(rows, 1))
+        batches = pa.ipc.open_stream(handle) if kind == ".arrow" else pq.ParquetFile(handle)
+        if kind == ".parquet":
+            columns = columns_of(fields, batches.schema_arrow.names)
+            batches = batches.iter_batches(batch_size=256, columns=columns)
+        for batch in batches:
+            yield from batch.to_pylist()
     except (pa.ArrowException, UnicodeDecodeError) as problem:
-        kind = path.suffix[1:].capitalize()
         raise DataError(
-            f"{path} is not a readable {kind} file ({problem}): download it again, or remove it from the source"
+            f"{path} is not a readable {kind[1:].capitalize()} file ({problem}): download it again, or remove it from the source"
         ) from None
 
 

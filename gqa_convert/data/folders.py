@@ -4,7 +4,7 @@ import glob
 import logging
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
 
@@ -14,8 +14,8 @@ from gqa_convert.errors import DataError
 
 TRAIN = "train"
 """The split that is read unless another one is stated."""
-_ABOUT_DATA = re.compile(r"state\.json|cache-\w+\.arrow")
-"""What `datasets` writes beside data, as far as it is not in its own list of files that are no data."""
+_BESIDE_DATA = re.compile(r"state\.json|cache-\w+\.arrow")
+"""What `datasets` writes, too, as far as it is not in its own list of files that are no data."""
 _SHARD = re.compile(r"data/(.+)-\d{5}-of-\d{5}.*")
 
 
@@ -34,44 +34,35 @@ def data_files(given: Path, kinds: Collection[str], split: str = TRAIN, shared: 
     Raises:
         DataError: the folder has splits, but not this one, or not this one alone.
     """
-    is_folder = given.is_dir()
-    if is_folder:
-        paths = sorted(given.rglob("*"))
+    if given.is_dir():
+        found = [path.relative_to(given) for path in sorted(given.rglob("*")) if path.is_file()]
+        unread = {path: _why_unread(path, kinds, shared) for path in found}
+        splits = _splits([path for path, reason in unread.items() if not reason])
+        stated = sorted(set(splits.values()))
+        if len(stated) > 1 or split != TRAIN:
+            if split not in stated:
+                raise DataError(
+                    f"{given} has no split {split}, found {', '.join(stated) or 'none'}: name the files of one, such as 'data/test*'"
+                )
+            for path in found:
+                if splits.get(path, split if path.name in shared else "") != split:
+                    unread[path] = unread[path] or f"not in the split {split}"
     else:
-        paths = [Path(name) for name in sorted(glob.glob(str(given), recursive=True))]  # noqa: PTH207  # may begin with /
-    unread: dict[str, list[str]] = {}
-    found: dict[str, Path] = {}
-    for path in paths:
-        if path.is_file():
-            name = path.relative_to(given).as_posix() if is_folder else path.name
-            reason = _why_unread(name)
-            if not reason and is_folder and kind_of(path) not in kinds and path.name not in shared:
-                reason = f"no {', '.join(kinds)}"
-            if reason:
-                unread.setdefault(reason, []).append(name)
-            else:
-                found[name] = path
-    splits = _splits([name for name, path in found.items() if is_folder and kind_of(path) not in DOCUMENTS])
-    stated = sorted(set(splits.values()))
-    if len(stated) > 1 or split != TRAIN:
-        if split not in stated:
-            raise DataError(
-                f"{given} has no split {split}, found {', '.join(stated) or 'none'}: name the files of one, such as 'data/test*'"
-            )
-        # every file is of one split or shared by all
-        others = [
-            name for name, path in found.items() if splits.get(name, split if path.name in shared else "") != split
-        ]
-        unread[f"not in the split {split}"] = others
-        for name in others:
-            del found[name]
+        matching = map(Path, sorted(glob.glob(str(given), recursive=True)))  # noqa: PTH207  # it may begin with /
+        unread = {path.absolute(): _why_unread(Path(path.name)) for path in matching if path.is_file()}
     note_unread(given, unread)
-    return [*found.values()]
+    return [given / path for path, reason in unread.items() if not reason]
 
 
-def note_unread(given: Path, unread: Mapping[str, Sequence[str]]) -> None:
-    """Name files that are not read, by reasons, once and in the first process of several."""
-    parts = [f"{some(names)} ({reason})" for reason, names in unread.items() if names]
+def note_unread(given: Path, unread: Mapping[Path, str]) -> None:
+    """Name files that are not read, once and in the first process of several.
+
+    Args:
+        given: where they are.
+        unread: why they are not read; empty for those that are.
+    """
+    reasons = dict.fromkeys(filter(None, unread.values()))
+    parts = [f"{some([str(path) for path in unread if unread[path] == reason])} ({reason})" for reason in reasons]
     if parts and os.environ.get("RANK", "0") == "0":
         _say(f"note: not read in {given}: {'; '.join(parts)}")
 
@@ -81,23 +72,25 @@ def _say(note: str) -> None:
     logging.getLogger(__name__).warning(note)
 
 
-def _why_unread(name: str) -> str:
+def _why_unread(path: Path, kinds: Collection[str] = (), shared: Collection[str] = ()) -> str:
     """Why a file is not read, by its path alone; empty if it is."""
     from datasets.data_files import FILES_TO_IGNORE
 
-    *_, last = parts = name.split("/")
-    if any(part.startswith(".") for part in parts):
+    if any(part.startswith(".") for part in path.parts):
         return "hidden"
-    return "about data, no data" if last in FILES_TO_IGNORE or _ABOUT_DATA.fullmatch(last) else ""
+    if path.name in FILES_TO_IGNORE or _BESIDE_DATA.fullmatch(path.name):
+        return "about data, no data"
+    return f"no {', '.join(kinds)}" if kinds and kind_of(path) not in kinds and path.name not in shared else ""
 
 
-def _splits(names: Sequence[str]) -> dict[str, str]:
-    """The splits that names of shards state, or else those of folders, or else those of files: by name of the file."""
+def _splits(paths: Iterable[Path]) -> dict[Path, str]:
+    """The splits that names of shards state, or else those of folders, or else those of files."""
     from datasets.data_files import NON_WORDS_CHARS, SPLIT_KEYWORDS
 
-    found = {name: shard[1] for name in names if (shard := _SHARD.fullmatch(name))}
+    data = [path for path in paths if kind_of(path) not in DOCUMENTS]
+    found = {path: shard[1] for path in data if (shard := _SHARD.fullmatch(path.as_posix()))}
     for parts in (slice(None, -1), slice(-1, None)):
         for split, keywords in SPLIT_KEYWORDS.items() if not found else ():
             word = re.compile(f"(.*[{NON_WORDS_CHARS}])?({'|'.join(keywords)})([{NON_WORDS_CHARS}].*)?")
-            found |= {name: str(split) for name in names if any(map(word.fullmatch, name.split("/")[parts]))}
+            found |= {path: str(split) for path in data if any(map(word.fullmatch, path.parts[parts]))}
     return found

@@ -99,13 +99,15 @@ def test_a_note_is_given_once_and_by_one_process(
 
 
 def test_patterns_pass_over_cards_too_unless_they_name_one(
-    folder: Path, cache: Path, caplog: pytest.LogCaptureFixture
+    folder: Path, cache: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(folder, "a.md", "w1")
     put(folder, "README.md", "w2")
     put(folder, ".b.md", "w3")
     assert numbers_of(str(folder / "*.md"), cache) == [1]
     assert "README.md (about data, no data)" in caplog.text
+    monkeypatch.chdir(folder.parent)
+    assert numbers_of("data/*.md", cache) == numbers_of("data", cache) == [1]
     assert numbers_of(str(folder / "README.md"), cache) == [2]
 
 
@@ -277,4 +279,4 @@ def test_texts_that_are_not_used_are_named(folder: Path, caplog: pytest.LogCaptu
     assert "1.txt, transcripts.tsv (no .wav" in caplog.text
     (folder / "metadata.jsonl").unlink()
     assert heard(folder) == {"1.wav": "says 1.wav"}
-    assert "2.wav, test_1.wav (not in the metadata)" in caplog.text
+    assert f"{folder / '2.wav'}, {folder / 'test_1.wav'} (not in the metadata)" in caplog.text
