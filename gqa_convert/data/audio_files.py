@@ -56,22 +56,25 @@ def list_audio_files(folder: Path, split: str = TRAIN) -> list[AudioFile]:
 
 def _read_texts(metadata: Path, texts: dict[Path, str]) -> None:
     """Add the text of each file that the rows of the metadata describe."""
-    count = len(texts)
+    problem = "has no rows: add one for each audio file, or remove it"
     with explained(metadata), metadata.open("rb") as handle:
         for _, row in read_rows(metadata, handle, ("file_name", "text")):
             name, text = row.get("file_name"), row.get("text")
+            path = metadata.parent / str(name)
+            problem = ""
             if not isinstance(name, str):
-                raise DataError(f"{metadata} has a row without file_name: every row names its audio file")
-            path = metadata.parent / name
-            if path in texts:
-                raise DataError(f"{metadata} names {name}, which a row before it names: remove one of them")
-            if not path.is_file():
-                raise DataError(f"{metadata} names {name}, which is not there: add it or remove the row")
-            if not isinstance(text, str):
-                raise DataError(f"{metadata} states no text for {name}: add it, or remove the row")
-            texts[path] = text
-    if len(texts) == count:
-        raise DataError(f"{metadata} has no rows: add one for each audio file, or remove it")
+                problem = "has a row without file_name: every row names its audio file"
+            elif path in texts:
+                problem = f"names {name}, which a row before it names: remove one of them"
+            elif not path.is_file():
+                problem = f"names {name}, which is not there: add it or remove the row"
+            elif not isinstance(text, str):
+                problem = f"states no text for {name}: add it, or remove the row"
+            if problem:
+                break
+            texts[path] = str(text)
+    if problem:
+        raise DataError(f"{metadata} {problem}")
 
 
 def read_audio(path: Path, rate: int) -> Samples:

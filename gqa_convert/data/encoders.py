@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import date
 from typing import Any
 
@@ -145,10 +146,12 @@ def _with_pinned_date(template: str) -> str:
 
 def holds_conversations(source: Source, text: TextSource) -> bool:
     """Whether a source, opened as `text`, holds conversations, by what is stated or by its first row."""
-    if source.format == "auto":
-        row = text.first_row()
-        return "messages" in row and source.text_field not in row
-    return source.format == "chat"
+    if source.format != "auto":
+        return source.format == "chat"
+    row = {}
+    with suppress(Exception):  # what is wrong with the text is explained when it is read
+        row = next(text.pieces(Fields((), "row"))).text
+    return "messages" in row and source.text_field not in row
 
 
 def text_encoder(

@@ -7,7 +7,7 @@ import json
 import os
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -83,6 +83,8 @@ class Files:
             for where, row in read_rows(path, handle, fields.names):
                 if document := fields.read(row, where):
                     yield Piece(document, where=where)
+        elif fields.holds == "row":
+            return
         elif fields.holds != "text":
             raise DataError(
                 f"{path} is plain text, which has no fields ({' and '.join(fields.names)}): name JSON lines, Parquet files or a dataset"
@@ -98,20 +100,10 @@ class Files:
             with _lines(path, handle) as lines:
                 yield from _text_pieces(lines)
 
-    def first_row(self) -> Row:
-        """The first row of all files; empty if there is none, or it can't be read."""
-        with suppress(Exception):  # reading the text explains what is wrong with it
-            for path in self.files:
-                if kind_of(path) in _WITH_ROWS:
-                    with path.open("rb") as handle:
-                        for _, row in read_rows(path, handle, ()):
-                            return row
-        return {}
-
 
 def kind_of(path: Path) -> str:
     """The suffix of a file, without that of its compression."""
-    return (path.with_suffix("") if path.suffix == ".gz" else path).suffix.lower()
+    return Path(path.name.removesuffix(".gz")).suffix.lower()
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from gqa_convert.data.documents import PAIR_KEYS, FieldError
 from gqa_convert.data.hub import default_cache
 from gqa_convert.data.objectives import SampleSettings, make_sampler
 from gqa_convert.data.order import Mixture, mix
-from gqa_convert.data.sampler import Batch, Sampler
+from gqa_convert.data.sampler import Batch, Sampler, Shares
 from gqa_convert.data.sources import Source, open_source
 from gqa_convert.data.token_files import OnTokenize, TokenSource, tokenize
 from gqa_convert.errors import DataError
@@ -36,8 +36,7 @@ class Samples:
         shares = list(zip(self.sources, self._mixture.parts, strict=True))
         sampler.measure(shares)
         self.tokens_per_sample = sampler.raw_tokens
-        stated = [str(sampler.settings), str(seed), *(f"{tokens.fingerprint} {share}" for tokens, share in shares)]
-        self.fingerprint = hashlib.sha256("\n".join(stated).encode()).hexdigest()
+        self.fingerprint = _digest(shares, str(sampler.settings), str(seed))
 
     def batch(self, indices: Sequence[int]) -> Batch:
         """The samples with these numbers; see the `batch` of the samplers.
@@ -53,6 +52,11 @@ class Samples:
         return self.sampler.batch(places, [(mix(self._seed), index) for index in indices])
 
 
+def _digest(sources: Shares, *settings: str) -> str:
+    stated = [*settings, *(f"{tokens.fingerprint} {count}" for tokens, count in sources)]
+    return hashlib.sha256("\n".join(stated).encode()).hexdigest()
+
+
 class EvaluationBlocks:
     """A fixed list of samples in the order of the text, each token of which is scored once.
 
@@ -66,8 +70,7 @@ class EvaluationBlocks:
 
     def __init__(self, sources: Sequence[tuple[TokenSource, int]], sampler: Sampler) -> None:
         self.sampler = sampler
-        stated = [f"{tokens.fingerprint} {limit}" for tokens, limit in sources]
-        self.fingerprint = hashlib.sha256("\n".join(stated).encode()).hexdigest()
+        self.fingerprint = _digest(sources)
         self._places = [(tokens, place) for tokens, limit in sources for place in sampler.first(tokens, limit)]
 
     def __len__(self) -> int:

@@ -22,7 +22,7 @@ STDLIB = "python-stdlib"
 HELD_OUT = "python-stdlib:held-out"
 SELF = "self"
 """The text that a model writes itself."""
-_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 _HUB_KEYS = ("split", "name", "revision")
 
 DatasetCommits = dict[str, str]
@@ -141,12 +141,7 @@ def open_source(source: Source) -> TextSource:
 def is_on_hub(source: Source) -> bool:
     """Whether a source is named like a Hub dataset and is no local file."""
     given = source.source
-    if (
-        given in (STDLIB, HELD_OUT)
-        or is_self(given)
-        or given.startswith((".", "/", "~"))
-        or not _HUB_ID.fullmatch(given)
-    ):
+    if given == STDLIB or is_self(given) or not _HUB_ID.fullmatch(given):
         return False
     path = local_path(given)
     return kind_of(path) not in SUFFIXES and not path.exists()

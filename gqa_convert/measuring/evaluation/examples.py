@@ -282,14 +282,7 @@ def speech_material(
     return Material(_longest_first(examples), len(examples), note, spoken)
 
 
-def encode(
-    tokenizer: Any,
-    text: str,
-    argument: str = "text",
-    *,
-    add_special_tokens: bool = False,
-    split_special_tokens: bool = True,
-) -> tuple[Integers, Integers]:
+def encode(tokenizer: Any, text: str, argument: str = "text", **changed: bool) -> tuple[Integers, Integers]:
     """A text's tokens, [n], and the UTF-8 bytes that each of them covers, [n], which add up to those of the text.
 
     If a tokenizer gives no offsets, its tokens are assumed to be equally long.
@@ -298,12 +291,16 @@ def encode(
         tokenizer: a transformers tokenizer.
         text: the text to encode.
         argument: of the tokenizer; `text_target` for a target of an encoder-decoder, which may have another language.
-        add_special_tokens: add the tokenizer's special tokens.
-        split_special_tokens: whether the name of a special token in the text is text.
+        changed: options of the tokenizer, which by default adds no special tokens, and reads the name of one as text.
     """
     fast = bool(tokenizer.is_fast)
-    options = {"add_special_tokens": add_special_tokens, "split_special_tokens": split_special_tokens}
-    found = tokenizer(**{argument: text}, **options, return_offsets_mapping=fast, verbose=False)
+    options = {
+        "add_special_tokens": False,
+        "split_special_tokens": True,
+        "return_offsets_mapping": fast,
+        "verbose": False,
+    }
+    found = tokenizer(**{argument: text}, **options | changed)
     ids = np.array(found["input_ids"], np.int64)
     if fast:
         ends = np.maximum.accumulate(np.array(found["offset_mapping"], np.int64).reshape(-1, 2)[:, 1])
