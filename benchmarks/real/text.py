@@ -21,7 +21,9 @@ from typing import Any
 
 import torch
 
-from gqa_convert.data.stdlib_text import is_held_out, read_texts, source_files
+from gqa_convert.data.documents import Fields
+from gqa_convert.data.files import Files
+from gqa_convert.data.stdlib_text import is_held_out, source_files
 from gqa_convert.families.loading import load_model, load_tokenizer
 
 PACKAGES = {"debian-handbook": "usr/share/doc/debian-handbook/html/en-US", "anarchism": "usr/share/doc/anarchism/html"}
@@ -59,9 +61,15 @@ def prose(held_out: bool) -> Iterator[str]:
     return _shuffled([text for text in texts if len(text) > _SHORTEST])
 
 
+def modules(held_out: bool) -> list[str]:
+    """The standard library's modules, without those that are nearly empty or not UTF-8."""
+    files = Files("the standard library", source_files(held_out), lenient=True)
+    return [piece.text for piece in files.pieces(Fields())]
+
+
 def code(held_out: bool) -> Iterator[str]:
     """The standard library's modules, in a shuffled order."""
-    return _shuffled(read_texts(source_files(held_out)))
+    return _shuffled(modules(held_out))
 
 
 def _shuffled(texts: list[str]) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """Reads a folder of sound, with or without its texts, in the convention of datasets' `audiofolder`.
 
-A `metadata.jsonl` states `file_name` and `text` for each file; without one, every audio file of the folder counts, and
-there are no texts. soundfile decodes the files, and soxr resamples them.
+Files of metadata in it state `file_name`, from where they lie, and `text` for each sound; without them, every audio file
+counts, and there are no texts. soundfile decodes the files, and soxr resamples them.
 """
 
 from pathlib import Path
@@ -11,9 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from gqa_convert.data.files import explained, read_rows
+from gqa_convert.data.folders import TRAIN, data_files, note_unread
 from gqa_convert.errors import DataError, MissingExtraError
 
 SUFFIXES = (".wav", ".flac", ".mp3", ".ogg", ".opus", ".aiff", ".aif")
+METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
 SHORTEST_SECONDS = 0.2
 """A shorter file holds no word."""
 
@@ -27,49 +29,52 @@ class AudioFile(NamedTuple):
     text: str | None
 
 
-def list_audio_files(folder: Path) -> list[AudioFile]:
+def list_audio_files(folder: Path, split: str = TRAIN) -> list[AudioFile]:
     """The audio files of a folder, in the order of their metadata, or of their names.
 
     Raises:
-        DataError: there is no folder or no audio file, or the metadata does not fit the files.
+        DataError: there is no folder, no such split or no audio file, or the metadata does not fit the files.
     """
     if not folder.is_dir():
         raise DataError(
-            f"{folder} is no folder: a model that hears takes a folder of audio files, with their texts in "
-            "metadata.jsonl or without"
+            f"{folder} is no folder: a model that hears takes a folder of audio files, with texts or without"
         )
-    metadata = folder / "metadata.jsonl"
-    if metadata.is_file():
-        return _described(metadata)
-    sounds = [path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file()]
+    paths = data_files(folder, SUFFIXES, split, shared=METADATA)
+    sounds = [path for path in paths if path.name not in METADATA]
     if not sounds:
         raise DataError(f"{folder} holds no audio files ({', '.join(SUFFIXES)}): name a folder that does")
-    return [AudioFile(path, None) for path in sorted(sounds)]
+    texts: dict[Path, str] = {}
+    for path in paths:
+        if path.name in METADATA:
+            _read_texts(path, texts)
+    # rows of one file may describe sounds of several splits
+    found = [AudioFile(path, text) for path, text in texts.items() if path in sounds]
+    if found:
+        note_unread(folder, {path: "not in the metadata" for path in sounds if path not in texts})
+    return found or [AudioFile(path, None) for path in sounds]
 
 
-def _described(metadata: Path) -> list[AudioFile]:
-    """The files that the rows of the metadata describe."""
-    found: dict[Path, str] = {}
+def _read_texts(metadata: Path, texts: dict[Path, str]) -> None:
+    """Add the text of each file that the rows of the metadata describe."""
+    problem = "has no rows: add one for each audio file, or remove it"
     with explained(metadata), metadata.open("rb") as handle:
-        rows = [row for _, row in read_rows(metadata, handle, ("file_name",))]
-    for row in rows:
-        name = row.get("file_name")
-        text = row.get("text")
-        if not isinstance(name, str):
-            raise DataError(f"{metadata} has a row without file_name: every row names its audio file")
-        path = metadata.parent / name
-        if path in found:
-            raise DataError(f"{metadata} names {name} twice: remove one of its rows")
-        if not path.is_file():
-            raise DataError(f"{metadata} names {name}, which is not there: add it or remove the row")
-        if not isinstance(text, str):
-            raise DataError(
-                f"{metadata} states no text for {name}: add it, or remove the metadata, and the source writes the texts itself"
-            )
-        found[path] = text
-    if not found:
-        raise DataError(f"{metadata} has no rows: add one for each audio file, or remove it")
-    return [AudioFile(path, text) for path, text in found.items()]
+        for _, row in read_rows(metadata, handle, ("file_name", "text")):
+            name, text = row.get("file_name"), row.get("text")
+            path = metadata.parent / str(name)
+            problem = ""
+            if not isinstance(name, str):
+                problem = "has a row without file_name: every row names its audio file"
+            elif path in texts:
+                problem = f"names {name}, which a row before it names: remove one of them"
+            elif not path.is_file():
+                problem = f"names {name}, which is not there: add it or remove the row"
+            elif not isinstance(text, str):
+                problem = f"states no text for {name}: add it, or remove the row"
+            if problem:
+                break
+            texts[path] = str(text)
+    if problem:
+        raise DataError(f"{metadata} {problem}")
 
 
 def read_audio(path: Path, rate: int) -> Samples:

@@ -20,8 +20,11 @@ class CausalSampler(BlockSampler):
         super().__init__(settings, settings.length, following=1)
 
     def encoder(self, source: Source, text: TextSource) -> Encoder:
-        """Running text between special tokens, or conversations."""
-        return text_encoder(source, text, self.settings.tokenizer, closed=True, chats=True)
+        """Running text between special tokens, or conversations; of a stream if it is stated, so that a run which goes on
+        need not ask the Hub.
+        """
+        chats = source.format == "chat" or not text.is_stream
+        return text_encoder(source, text, self.settings.tokenizer, closed=True, chats=chats)
 
     def batch(self, places: Places, keys: Keys) -> Batch:  # noqa: ARG002
         """Blocks of text.

@@ -11,6 +11,10 @@ Row = Mapping[str, Any]
 Message = dict[str, Any]
 
 
+class FieldError(DataError):
+    """A row has no such field, or no text in it; how another field is named depends on the command."""
+
+
 class Piece(NamedTuple):
     """A document, or a part of a long text.
 
@@ -18,12 +22,14 @@ class Piece(NamedTuple):
         text: the text; of a conversation its messages, of a pair both texts.
         last, first: whether the document ends and begins with this piece.
         where: its location, for messages.
+        is_rendered: whether it is a conversation as a chat template writes it, with special tokens.
     """
 
     text: Any
     last: bool = True
     first: bool = True
     where: str = ""
+    is_rendered: bool = False
 
 
 class Fields(NamedTuple):
@@ -32,12 +38,12 @@ class Fields(NamedTuple):
     Attributes:
         names: of the fields. `translation.en` is the entry `en` of the field `translation`, unless a field has that full
             name.
-        holds: a text; a pair of what the encoder reads and what the decoder learns to write; or messages, a list of
-            objects with `role` and `content`.
+        holds: a text; a pair of what the encoder reads and what the decoder learns to write; messages, a list of
+            objects with `role` and `content`; or whatever the row holds, which plain text has none of.
     """
 
     names: tuple[str, ...] = ("text",)
-    holds: Literal["text", "pair", "messages"] = "text"
+    holds: Literal["text", "pair", "messages", "row"] = "text"
 
     def read(self, row: Row, where: str) -> Any:
         """The document of a row: a text, empty where it is null; two of them; or the messages of a conversation in the
@@ -46,56 +52,55 @@ class Fields(NamedTuple):
         Raises:
             DataError: the row has no such field, or something else in it.
         """
+        if self.holds == "row":
+            return row
         if self.holds == "messages":
             return _messages(row, self.names[0], where)
-        if self.holds == "pair":
-            return tuple(_text(row, name, where, PAIR_KEYS) for name in self.names)
-        return _text(row, self.names[0], where, "`text_field`")
+        texts = tuple(_text(row, name, where) for name in self.names)
+        return texts if self.holds == "pair" else texts[0]
 
 
-def _value(row: Row, field: str, where: str, advice: str) -> Any:
+def _value(row: Row, field: str, where: str) -> Any:
     if field in row:
         return row[field]
     outer, _, inner = field.partition(".")
     if inner and isinstance(row.get(outer), Mapping):
-        return _value(row[outer], inner, f"{where}: {outer!r}", advice)
+        return _value(row[outer], inner, f"{where}: {outer!r}")
     found = ", ".join(map(str, row)) or "nothing"
-    raise DataError(f"{where} has no {field!r}, found {found}: {advice}")
+    raise FieldError(f"{where} has no {field!r}, found {found}: rename the field")
 
 
-def _text(row: Row, field: str, where: str, keys: str) -> str:
-    value = _value(
-        row,
-        field,
-        where,
-        f"rename it, or name the fields (evaluate has options for {keys}, a recipe has keys), or set `format: chat` in a recipe",
-    )
+def _text(row: Row, field: str, where: str) -> str:
+    value = _value(row, field, where)
     if not isinstance(value, str | None):
-        raise DataError(
-            f"{where}: {field!r} holds a {type(value).__name__}, expected text: name another field with {keys}"
+        raise FieldError(
+            f"{where}: {field!r} holds a {type(value).__name__}, expected text: rename the field of the text"
         )
     return _well_formed(value or "")
 
 
 def _messages(row: Row, field: str, where: str) -> list[Message]:
-    messages = _value(row, field, where, "a conversation is a list of messages in this field")
-    if not isinstance(messages, list | None):
-        raise DataError(f"{where}: {field!r} holds a {type(messages).__name__}, expected a list of messages")
-    return [_message(item, f"{where}: message {number}") for number, item in enumerate(messages or (), 1)]
-
-
-def _message(item: Any, where: str) -> Message:
-    """A message without the fields that a Parquet file fills with nulls."""
-    if not isinstance(item, Mapping):
-        raise DataError(f"{where} is a {type(item).__name__}, expected an object with `role` and `content`")
-    found = {name: value for name, value in item.items() if value is not None}
-    if not isinstance(found.get("role"), str):
-        raise DataError(f"{where} has no `role`, found {', '.join(map(str, item)) or 'nothing'}: correct the row")
-    if "content" not in found and "tool_calls" not in found:
-        raise DataError(f"{where} of the role {found['role']} has no `content`: correct the row")
-    if isinstance(found.get("content"), str):
-        found["content"] = _well_formed(found["content"])
-    return found
+    """The messages without the fields that a Parquet file fills with nulls."""
+    given = _value(row, field, where)
+    if not isinstance(given, list | None):
+        raise DataError(f"{where}: {field!r} holds a {type(given).__name__}, expected a list of messages")
+    messages = []
+    for number, item in enumerate(given or (), 1):
+        place = f"{where}: message {number}"
+        if not isinstance(item, Mapping):
+            raise DataError(f"{place} is a {type(item).__name__}, expected an object with `role` and `content`")
+        message = {name: value for name, value in item.items() if value is not None}
+        lacking = "" if isinstance(message.get("role"), str) else "`role`"
+        if not {"content", "tool_calls"} & message.keys():
+            lacking = lacking or "`content`"
+        if lacking:
+            raise DataError(
+                f"{place} has no {lacking}, found {', '.join(map(str, item)) or 'nothing'}: correct the row"
+            )
+        if isinstance(message.get("content"), str):
+            message["content"] = _well_formed(message["content"])
+        messages.append(message)
+    return messages
 
 
 def _well_formed(text: str) -> str:

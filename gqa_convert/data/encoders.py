@@ -2,17 +2,22 @@
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
+from datetime import date
 from typing import Any
 
 from gqa_convert.data.documents import Fields, Piece
-from gqa_convert.data.files import Files
 from gqa_convert.data.sources import Source, TextSource
 from gqa_convert.data.token_files import Marked, packed
 from gqa_convert.errors import DataError, first_line
 
+DATE = date(2024, 7, 26)
+"""Today, for chat templates that write it, so that the same conversation has the same tokens every day."""
+_PARTS_OF_DATES = "%a %A %b %B %d %-d %e %j %m %-m %y %Y %H %I %M %S %p"
+
 
 class TextEncoder:
-    """Encodes running text with a tokenizer.
+    """Encodes running text with a tokenizer. The name of a special token in a text is text.
 
     A document begins with the beginning-of-text token, if the tokenizer adds one, and ends with end-of-text. Without
     `closed` it has neither, as in T5's training text.
@@ -28,24 +33,30 @@ class TextEncoder:
     def __init__(self, tokenizer: Any, fields: Fields, *, closed: bool) -> None:
         self._tokenizer = tokenizer
         self.fields = fields
-        eos = end_of_text(tokenizer)
-        bos = tokenizer.bos_token_id
-        self._begin: list[int] = []
-        self._end = [eos] if closed else []
-        if closed and bos not in (None, eos) and tokenizer("a")["input_ids"][:1] == [bos]:
-            self._begin = [bos]  # the tokenizer begins every text with it
+        end = [end_of_text(tokenizer)]
+        begin = beginning_of_text(tokenizer)
+        self._end = end if closed else []
+        self._begin = begin if closed and begin != end else []
         self.key = [tokenizer_state(tokenizer), self._begin, self._end]
 
     def encode(self, pieces: Sequence[Piece]) -> Marked:
         """The tokens of the pieces, one behind the other: [tokens]."""
         texts = [piece.text for piece in pieces]
         parts = []
-        found = self._tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
+        found = self._tokenizer(
+            texts, add_special_tokens=False, split_special_tokens=True, return_attention_mask=False, verbose=False
+        )
         for piece, ids in zip(pieces, found["input_ids"], strict=True):
             begin = self._begin if piece.first else []
             end = self._end if piece.last else []
             parts.append([*begin, *ids, *end])
         return packed(parts, [piece.last for piece in pieces])
+
+
+def beginning_of_text(tokenizer: Any) -> list[int]:
+    """The token with which the tokenizer begins every text; none if it adds no such token."""
+    begin = [tokenizer.bos_token_id]
+    return begin if tokenizer("a")["input_ids"][:1] == begin else []
 
 
 def end_of_text(tokenizer: Any) -> int:
@@ -91,13 +102,27 @@ class ChatEncoder:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         try:
-            template = str(tokenizer.get_chat_template())
+            self._template = _with_pinned_date(str(tokenizer.get_chat_template()))
         except (ValueError, AttributeError):
             raise DataError(
                 "the data hold conversations and the tokenizer has no chat template: name running text, or copy chat_template.jinja of the model's "
                 "repository beside the tokenizer"
             ) from None
-        self.key = [tokenizer_state(tokenizer), template, tokenizer.special_tokens_map]
+        self.key = [tokenizer_state(tokenizer), self._template, tokenizer.special_tokens_map]
+
+    def rendered(self, piece: Piece) -> Piece:
+        """A conversation as the template writes it, in which special tokens are special.
+
+        Raises:
+            DataError: the template refuses it.
+        """
+        try:
+            text = self._tokenizer.apply_chat_template(piece.text, chat_template=self._template, tokenize=False)
+        except Exception as problem:  # a template may fail in any way
+            raise DataError(
+                f"{piece.where}: the chat template refuses the conversation ({first_line(problem)}): correct or remove the row"
+            ) from None
+        return piece._replace(text=text, is_rendered=True)
 
     def encode(self, pieces: Sequence[Piece]) -> Marked:
         """The tokens of conversations, one behind the other: [tokens].
@@ -105,16 +130,28 @@ class ChatEncoder:
         Raises:
             DataError: the template refuses a conversation.
         """
-        texts = []
-        for piece in pieces:
-            try:
-                texts.append(self._tokenizer.apply_chat_template(piece.text, tokenize=False))
-            except Exception as problem:  # a template may fail in any way
-                raise DataError(
-                    f"{piece.where}: the chat template refuses the conversation ({first_line(problem)}): correct or remove the row"
-                ) from None
+        texts = [self.rendered(piece).text for piece in pieces]
         found = self._tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
         return packed(found["input_ids"], [True] * len(pieces))
+
+
+def _with_pinned_date(template: str) -> str:
+    """A chat template in which it is always the same day."""
+    if "strftime_now" not in template:
+        return template
+    filters = "".join(f"|replace('{part}', '{DATE.strftime(part)}')" for part in _PARTS_OF_DATES.split())
+    # the empty expression keeps a line break that follows
+    return f"{{% macro strftime_now(format) %}}{{{{ format{filters} }}}}{{% endmacro %}}{{{{ '' }}}}{template}"
+
+
+def holds_conversations(source: Source, text: TextSource) -> bool:
+    """Whether a source, opened as `text`, holds conversations, by what is stated or by its first row."""
+    if source.format != "auto":
+        return source.format == "chat"
+    row = {}
+    with suppress(Exception):  # what is wrong with the text is explained when it is read
+        row = next(text.pieces(Fields((), "row"))).text
+    return "messages" in row and source.text_field not in row
 
 
 def text_encoder(
@@ -130,13 +167,9 @@ def text_encoder(
         chats: whether conversations can be read.
 
     Raises:
-        DataError: the source holds conversations, which can't be read, or the tokenizer lacks something.
+        DataError: the source is stated to hold conversations, which can't be read, or the tokenizer lacks something.
     """
-    is_chat = source.format == "chat"
-    if source.format == "auto" and isinstance(text, Files):
-        row = text.first_row()
-        is_chat = "messages" in row and source.text_field not in row
-    if is_chat and chats:
+    if chats and holds_conversations(source, text):
         return ChatEncoder(tokenizer)
     if source.format == "chat":
         raise DataError(

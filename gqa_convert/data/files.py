@@ -1,8 +1,11 @@
-"""Documents in local files: plain text, JSON lines and Parquet."""
+"""Documents in local files: plain text, JSON lines, Parquet and Arrow, all of which may be compressed by gzip."""
 
+import csv
+import gzip
 import io
 import json
 import os
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,10 +14,16 @@ from typing import IO, Any
 from gqa_convert.data.documents import Fields, Piece, Row
 from gqa_convert.errors import DataError
 
-_PARQUET = ".parquet"
-_WITH_ROWS = (".jsonl", ".json", _PARQUET)
-SUFFIXES = (".txt", ".text", ".md", ".rst", ".py", *_WITH_ROWS)
-"""The suffixes of the files that are read from a folder; other files are read as plain text if they are named."""
+_JSON = (".jsonl", ".json")
+_WITH_ROWS = (*_JSON, ".parquet", ".arrow")
+DOCUMENTS = (".text", ".md", ".rst", ".py")
+"""The suffixes of texts that are no data for `datasets`, so that their names state no split."""
+SUFFIXES = (".txt", *DOCUMENTS, *_WITH_ROWS)
+"""The suffixes of the files that are read from a folder, before `.gz` if there is one; other files are read as plain text if
+they are named.
+"""
+_BEGINNING = 4096
+"""The bytes of a file that show its encoding."""
 
 PIECE = 1 << 18
 """The characters of a piece of a long text file; pieces are tokenised in parallel."""
@@ -70,10 +79,12 @@ class Files:
             self.bytes_read = finished
 
     def _documents(self, path: Path, handle: io.BufferedReader, fields: Fields) -> Iterator[Piece]:
-        if path.suffix in _WITH_ROWS:
+        if kind_of(path) in _WITH_ROWS:
             for where, row in read_rows(path, handle, fields.names):
                 if document := fields.read(row, where):
                     yield Piece(document, where=where)
+        elif fields.holds == "row":
+            return
         elif fields.holds != "text":
             raise DataError(
                 f"{path} is plain text, which has no fields ({' and '.join(fields.names)}): name JSON lines, Parquet files or a dataset"
@@ -86,19 +97,13 @@ class Files:
             if len(text) > _SHORT:
                 yield Piece(text)
         else:
-            with _lines(handle) as lines:
+            with _lines(path, handle) as lines:
                 yield from _text_pieces(lines)
 
-    def first_row(self) -> Row:
-        """The first row of the first file; empty if it is plain text, has none or can't be read."""
-        path = self.files[0]
-        if path.suffix not in _WITH_ROWS:
-            return {}
-        try:
-            with path.open("rb") as handle:
-                return next(read_rows(path, handle, ()))[1]
-        except Exception:  # reading the text explains what is wrong with it
-            return {}
+
+def kind_of(path: Path) -> str:
+    """The suffix of a file, without that of its compression."""
+    return Path(path.name.removesuffix(".gz")).suffix.lower()
 
 
 @contextmanager
@@ -111,15 +116,22 @@ def explained(path: Path) -> Iterator[None]:
         raise DataError(
             f"{path} is not UTF-8 ({problem.reason}, byte 0x{byte:02x}): convert it, or remove it from the source"
         ) from None
-    except OSError as problem:
-        raise DataError(
-            f"{path} can't be read ({problem.strerror or problem}): check the file, or remove it from the source"
-        ) from None
+    except (OSError, EOFError, zlib.error, csv.Error) as problem:
+        reason = getattr(problem, "strerror", None) or problem
+        raise DataError(f"{path} can't be read ({reason}): check the file, or remove it from the source") from None
 
 
-def _lines(handle: io.BufferedReader) -> IO[str]:
-    """The text of a file. Lines end with a line feed only, since JSON may hold all other line separators."""
-    return io.TextIOWrapper(handle, encoding="utf-8-sig", newline="\n")
+def _lines(path: Path, handle: io.BufferedReader) -> IO[str]:
+    """The text of a file. Lines end with a line feed only, since JSON may hold all other line separators.
+
+    Raises:
+        DataError: it is UTF-16 or UTF-32, which without a mark may be valid UTF-8 with many nulls.
+    """
+    data = gzip.GzipFile(fileobj=handle) if path.suffix == ".gz" else handle
+    beginning = data.peek(_BEGINNING)[:_BEGINNING]
+    if beginning.count(0) > 1 + len(beginning) // 64:
+        raise DataError(f"{path} is UTF-16 or no text: convert it to UTF-8, or remove it from the source")
+    return io.TextIOWrapper(data, encoding="utf-8-sig", newline="\n")
 
 
 def _text_pieces(text: IO[str]) -> Iterator[Piece]:
@@ -138,17 +150,18 @@ def _text_pieces(text: IO[str]) -> Iterator[Piece]:
 
 
 def read_rows(path: Path, handle: io.BufferedReader, fields: Sequence[str]) -> Iterator[tuple[str, Row]]:
-    """The location of each row of a JSON or Parquet file, for messages, and the row.
+    """The location of each row of a file of JSON lines, of CSV or of a table, for messages, and the row.
 
     Args:
         path: the path of the file.
         handle: the open file.
-        fields: the fields that are read, so that other columns of Parquet files need not be.
+        fields: the fields that are read, so that other columns of tables need not be.
     """
-    if path.suffix == _PARQUET:
-        yield from _parquet_rows(path, handle, fields)
+    if kind_of(path) not in _JSON:
+        rows = _table_rows(path, handle, fields)
+        yield from ((f"{path} row {number}", row) for number, row in enumerate(rows, 1))
         return
-    with _lines(handle) as lines:
+    with _lines(path, handle) as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
                 where = f"{path} line {number}"
@@ -161,18 +174,26 @@ def read_rows(path: Path, handle: io.BufferedReader, fields: Sequence[str]) -> I
                 yield where, row
 
 
-def _parquet_rows(path: Path, handle: io.BufferedReader, fields: Sequence[str]) -> Iterator[tuple[str, Row]]:
+def _table_rows(path: Path, handle: io.BufferedReader, fields: Sequence[str]) -> Iterator[Row]:
+    """The rows of a Parquet file, of an Arrow stream, as `datasets` writes it, or of CSV."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    kind = kind_of(path)
+    if kind == ".csv":
+        with _lines(path, handle) as lines:
+            yield from csv.DictReader(lines)
+        return
     try:
-        file = pq.ParquetFile(handle)
-        batches = file.iter_batches(batch_size=256, columns=columns_of(fields, file.schema_arrow.names))
-        rows = (row for batch in batches for row in batch.to_pylist())
-        yield from ((f"{path} row {number}", row) for number, row in enumerate(rows, 1))
+        batches = pa.ipc.open_stream(handle) if kind == ".arrow" else pq.ParquetFile(handle)
+        if kind == ".parquet":
+            columns = columns_of(fields, batches.schema_arrow.names)
+            batches = batches.iter_batches(batch_size=256, columns=columns)
+        for batch in batches:
+            yield from batch.to_pylist()
     except (pa.ArrowException, UnicodeDecodeError) as problem:
         raise DataError(
-            f"{path} is not a readable Parquet file ({problem}): download it again, or remove it from the source"
+            f"{path} is not a readable {kind[1:].capitalize()} file ({problem}): download it again, or remove it from the source"
         ) from None
 
 

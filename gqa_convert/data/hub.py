@@ -2,13 +2,14 @@
 
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from gqa_convert.checkpoint.paths import cache_folder
 from gqa_convert.data.documents import Fields, Piece
 from gqa_convert.data.files import columns_of
-from gqa_convert.errors import DataError, GQAConvertError
+from gqa_convert.errors import DataError, GQAConvertError, first_line
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
@@ -18,25 +19,26 @@ def default_cache() -> Path:
     return cache_folder() / "tokens"
 
 
+@dataclass(frozen=True)
 class HubDataset:
     """A Hub dataset as a stream of documents, which may never end.
 
     Attributes:
         label: its id.
         commit: of the repository.
+        name: of the configuration.
+        split: that is read.
     """
 
-    is_stream = True
-
-    def __init__(self, label: str, commit: str, name: str | None, split: str) -> None:
-        self.label = label
-        self.commit = commit
-        self._name = name
-        self._split = split
+    label: str
+    commit: str
+    name: str | None
+    split: str
+    is_stream: ClassVar[bool] = True
 
     def identity(self) -> list[Any]:
         """Everything that the documents depend on, as plain data for a cache key."""
-        return ["hub", self.label, self.commit, self._name, self._split]
+        return ["hub", self.label, self.commit, self.name, self.split]
 
     def open_rows(self) -> Any:
         """The rows, as `datasets` streams them. It opens a broken connection again itself.
@@ -48,11 +50,11 @@ class HubDataset:
 
         try:
             return datasets.load_dataset(
-                self.label, name=self._name, split=self._split, revision=self.commit, streaming=True
+                self.label, name=self.name, split=self.split, revision=self.commit, streaming=True
             )
         except Exception as problem:
             raise DataError(
-                f"the dataset {self.label} can't be opened ({problem}): check its name, configuration and split"
+                f"the dataset {self.label} can't be opened ({first_line(problem)}): check its name, configuration and split"
             ) from problem
 
     def pieces(self, fields: Fields) -> Iterator[Piece]:
@@ -100,12 +102,10 @@ def commit_of(dataset: str, revision: str | None) -> str:
 
     try:
         return str(huggingface_hub.HfApi().dataset_info(dataset, revision=revision, timeout=30).sha)
-    except (RepositoryNotFoundError, RevisionNotFoundError):
-        raise DataError(
-            f"{dataset} is neither a local file nor a Hub dataset with the revision {revision or 'main'} that you can access: check both, or log in"
-        ) from None
     except Exception as problem:
-        reason = str(problem).split("\n")[0] or type(problem).__name__
-        raise DataError(
-            f"{dataset} is not a local file, and the Hub could not be reached to look for a dataset of this name ({reason}): check the path or the network"
-        ) from problem
+        reason = (
+            f"the Hub has no dataset with the revision {revision or 'main'} that you can access: check both, or log in"
+        )
+        if not isinstance(problem, RepositoryNotFoundError | RevisionNotFoundError):
+            reason = f"the Hub could not be reached to look for a dataset of this name ({first_line(problem)}): check the path or the network"
+        raise DataError(f"{dataset} is not a local file, and {reason}") from problem

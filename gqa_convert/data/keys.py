@@ -16,6 +16,15 @@ T = TypeVar("T")
 CONFIG = ConfigDict(extra="forbid")
 """Of all dataclasses of keys: unknown keys are mistakes."""
 _GREATEST = 10**18
+_WORDS = {
+    "Value error, ": "",
+    "Input should be": "it must be",
+    "'": "",
+    "a valid string": "text",
+    "a valid boolean": "true or false",
+    "a valid tuple": "a list",
+}
+"""pydantic's, and ours."""
 
 
 def _read_count(value: Any) -> int:
@@ -123,10 +132,8 @@ def _path(location: Sequence[int | str], path: str) -> str:
 
 def _explained(error: Any) -> str:
     """A value that is not allowed, and what it must be."""
-    message = str(error["msg"]).removeprefix("Value error, ").replace("Input should be", "it must be").replace("'", "")
-    if error["type"] == "dataclass_type":
-        message = "it must be a mapping"
-    for theirs, ours in (("a valid string", "text"), ("a valid boolean", "true or false"), ("a valid tuple", "a list")):
+    message = "it must be a mapping" if error["type"] == "dataclass_type" else str(error["msg"])
+    for theirs, ours in _WORDS.items():
         message = message.replace(theirs, ours)
     return f"{shown(error['input']) or 'empty'}: {message}"
 

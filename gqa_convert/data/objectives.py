@@ -8,7 +8,6 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from gqa_convert.data.sources import SourceKind
-from gqa_convert.errors import DataError
 
 if TYPE_CHECKING:  # recipes are read without numpy
     from gqa_convert.data.sampler import Sampler
@@ -23,7 +22,7 @@ class SampleSettings(NamedTuple):
         tokenizer: a transformers tokenizer.
         objective: one of `OBJECTIVES`.
         length: `sequence_length`, in tokens.
-        decoder_start: the first token of the decoder's input; None for the padding token.
+        decoder_start: the first token of the decoder's input; None for a model without an encoder.
         starts_with_last: whether the decoder's input starts with the target's last token instead.
     """
 
@@ -36,20 +35,6 @@ class SampleSettings(NamedTuple):
     def __str__(self) -> str:
         """What tells the samples from others, without the tokenizer, which the tokens depend on."""
         return f"{self.objective} {self.length} {self.decoder_start} {self.starts_with_last}"
-
-    @property
-    def first_token(self) -> int:
-        """The first token of the decoder's input.
-
-        Raises:
-            DataError: there is no such token.
-        """
-        start = self.tokenizer.pad_token_id if self.decoder_start is None else self.decoder_start
-        if start is None:
-            raise DataError(
-                "the tokenizer has no padding token for the decoder's input to begin with: set decoder_start_token_id in config.json"
-            )
-        return int(start)
 
 
 class Objective(NamedTuple):

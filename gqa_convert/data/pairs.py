@@ -56,7 +56,8 @@ class PairEncoder:
         parts: list[list[int]] = []
         if pairs:
             sources, targets = map(list, zip(*pairs, strict=True))
-            found = self._tokenizer(text=sources, text_target=targets, return_attention_mask=False, verbose=False)
+            options = {"split_special_tokens": True, "return_attention_mask": False, "verbose": False}
+            found = self._tokenizer(text=sources, text_target=targets, **options)
             for source, target in zip(found["input_ids"], found["labels"], strict=True):
                 closed = target if target[-1:] == self._end else target + self._end
                 if source and closed:
@@ -89,7 +90,7 @@ class PairSampler(Sampler):
         super().__init__(settings)
         refuse_languages(settings.tokenizer)
         self.raw_tokens = Fraction(2 * settings.length)
-        self._start = settings.first_token
+        self._start = settings.decoder_start or 0
         pad = settings.tokenizer.pad_token_id
         self._pad = self._start if pad is None else int(pad)
 
@@ -133,16 +134,11 @@ class PairSampler(Sampler):
             `input_ids` [b, Le]; `labels` [b, Ld], IGNORED behind the end of a target; `decoder_input_ids` [b, Ld], the
             targets shifted right by one; and `attention_mask` [b, Le] if the sources differ in length.
         """
-        sources = []
-        targets = []
-        shifted = []
-        for tokens, number in places:
-            source = self._text(tokens, 2 * number)
-            target = self._text(tokens, 2 * number + 1)
-            start = target[-1] if self.settings.starts_with_last else self._start
-            sources.append(source)
-            targets.append(target)
-            shifted.append(np.concatenate([[start], target[:-1]]))
+        sources = [self._text(tokens, 2 * number) for tokens, number in places]
+        targets = [self._text(tokens, 2 * number + 1) for tokens, number in places]
+        shifted = [np.roll(target, 1) for target in targets]
+        for row in [] if self.settings.starts_with_last else shifted:
+            row[0] = self._start
         batch = {
             "input_ids": padded(sources, self._pad),
             "labels": padded(targets, IGNORED),

@@ -3,10 +3,11 @@
 import hashlib
 from collections.abc import Sequence
 
+from gqa_convert.data.documents import PAIR_KEYS, FieldError
 from gqa_convert.data.hub import default_cache
 from gqa_convert.data.objectives import SampleSettings, make_sampler
 from gqa_convert.data.order import Mixture, mix
-from gqa_convert.data.sampler import Batch, Sampler
+from gqa_convert.data.sampler import Batch, Sampler, Shares
 from gqa_convert.data.sources import Source, open_source
 from gqa_convert.data.token_files import OnTokenize, TokenSource, tokenize
 from gqa_convert.errors import DataError
@@ -35,8 +36,7 @@ class Samples:
         shares = list(zip(self.sources, self._mixture.parts, strict=True))
         sampler.measure(shares)
         self.tokens_per_sample = sampler.raw_tokens
-        stated = [str(sampler.settings), str(seed), *(f"{tokens.fingerprint} {share}" for tokens, share in shares)]
-        self.fingerprint = hashlib.sha256("\n".join(stated).encode()).hexdigest()
+        self.fingerprint = _digest(shares, str(sampler.settings), str(seed))
 
     def batch(self, indices: Sequence[int]) -> Batch:
         """The samples with these numbers; see the `batch` of the samplers.
@@ -52,6 +52,11 @@ class Samples:
         return self.sampler.batch(places, [(mix(self._seed), index) for index in indices])
 
 
+def _digest(sources: Shares, *settings: str) -> str:
+    stated = [*settings, *(f"{tokens.fingerprint} {count}" for tokens, count in sources)]
+    return hashlib.sha256("\n".join(stated).encode()).hexdigest()
+
+
 class EvaluationBlocks:
     """A fixed list of samples in the order of the text, each token of which is scored once.
 
@@ -65,8 +70,7 @@ class EvaluationBlocks:
 
     def __init__(self, sources: Sequence[tuple[TokenSource, int]], sampler: Sampler) -> None:
         self.sampler = sampler
-        stated = [f"{tokens.fingerprint} {limit}" for tokens, limit in sources]
-        self.fingerprint = hashlib.sha256("\n".join(stated).encode()).hexdigest()
+        self.fingerprint = _digest(sources)
         self._places = [(tokens, place) for tokens, limit in sources for place in sampler.first(tokens, limit)]
 
     def __len__(self) -> int:
@@ -124,8 +128,13 @@ def evaluation_blocks(
 def _tokens(source: Source, sampler: Sampler, needed: int | None, progress: OnTokenize) -> TokenSource:
     """The tokens of a source, as many as needed if it is a stream."""
     text = open_source(source)
+    encoder = sampler.encoder(source, text)
     least = max(needed, sampler.shortest) if needed is not None and text.is_stream else None
-    tokens = tokenize(text, sampler.encoder(source, text), default_cache(), needed=least, progress=progress)
+    try:
+        tokens = tokenize(text, encoder, default_cache(), needed=least, progress=progress)
+    except FieldError as problem:
+        key = PAIR_KEYS if encoder.fields.holds == "pair" else "`text_field`, or set `format: chat` for conversations"
+        raise DataError(f"{problem}, or name another with {key}") from None
     if tokens.size < sampler.shortest:
         raise DataError(
             f"{text.label} has {tokens.size} tokens, fewer than one sample of {sampler.shortest}: add text, or make sequence_length smaller"

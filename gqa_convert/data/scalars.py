@@ -21,19 +21,18 @@ _UNITS = {
 
 def exact(value: object) -> Fraction | None:
     """The exact number that a scalar states; None if it states none."""
-    text = (value if isinstance(value, str) else repr(value)).strip()
-    if isinstance(value, bool) or len(text) > _LONGEST or not _NUMBER.fullmatch(text):
+    text = str(value).strip()
+    if len(text) > _LONGEST or not _NUMBER.fullmatch(text):
         return None
     return Fraction(text.replace("_", ""))
 
 
 def counted(value: object) -> Fraction | None:
     """Like `exact`, but also reads counts with units, such as 10B, 500M and 64Ki."""
-    for unit, factor in _UNITS.items():
-        if isinstance(value, str) and value.rstrip().endswith(unit):
-            number = exact(value.rstrip().removesuffix(unit))
-            return None if number is None else number * factor
-    return exact(value)
+    text = str(value).rstrip()
+    unit = next((unit for unit in _UNITS if text.endswith(unit)), "")
+    number = exact(text.removesuffix(unit))
+    return number and number * _UNITS.get(unit, 1)
 
 
 def shown(value: object) -> str:

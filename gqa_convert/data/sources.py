@@ -11,7 +11,8 @@ from pydantic import BeforeValidator
 from pydantic.dataclasses import dataclass
 
 from gqa_convert.checkpoint.paths import local_path
-from gqa_convert.data.files import SUFFIXES, Files
+from gqa_convert.data.files import SUFFIXES, Files, kind_of
+from gqa_convert.data.folders import data_files
 from gqa_convert.data.hub import HubDataset, commit_of
 from gqa_convert.data.keys import CONFIG, PathText, Real, Text, declared_in, fields_of, read_keys
 from gqa_convert.data.stdlib_text import source_files
@@ -21,7 +22,7 @@ STDLIB = "python-stdlib"
 HELD_OUT = "python-stdlib:held-out"
 SELF = "self"
 """The text that a model writes itself."""
-_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 _HUB_KEYS = ("split", "name", "revision")
 
 DatasetCommits = dict[str, str]
@@ -108,8 +109,8 @@ def open_source(source: Source) -> TextSource:
     """Resolve a source to files or a Hub dataset, without reading it.
 
     Raises:
-        DataError: the file or dataset does not exist, a pattern matches nothing, or a key that only applies to Hub
-            datasets is given for local files.
+        DataError: the file or dataset does not exist, a pattern matches nothing, a folder has no such split, or a key that
+            only applies to Hub datasets is given for local files.
     """
     given = source.source
     path = local_path(given)
@@ -121,6 +122,8 @@ def open_source(source: Source) -> TextSource:
             f"{given} does not exist: name a file, a folder, a pattern such as 'texts/*.jsonl', or a dataset on the Hub"
         )
     stated = source.stated()
+    if path.is_dir():
+        stated.pop("split", None)
     for name in _HUB_KEYS:
         if name in stated:
             raise DataError(
@@ -128,13 +131,8 @@ def open_source(source: Source) -> TextSource:
             )
     if is_stdlib:
         files = source_files(given == HELD_OUT)
-    elif path.is_dir():
-        files = [file for file in sorted(path.rglob("*")) if file.is_file() and file.suffix in SUFFIXES]
-    elif path.is_file():
-        files = [path]
     else:
-        found = sorted(glob.glob(str(path), recursive=True))  # noqa: PTH207  # patterns may begin with /
-        files = [Path(name) for name in found if Path(name).is_file()]
+        files = [path] if path.is_file() else data_files(path, SUFFIXES, source.split)
     if not files:
         raise DataError(f"{given} holds no text files: name a pattern that matches some, such as 'texts/*.jsonl'")
     return Files(given, files, lenient=is_stdlib)
@@ -143,15 +141,10 @@ def open_source(source: Source) -> TextSource:
 def is_on_hub(source: Source) -> bool:
     """Whether a source is named like a Hub dataset and is no local file."""
     given = source.source
-    if (
-        given in (STDLIB, HELD_OUT)
-        or is_self(given)
-        or given.startswith((".", "/", "~"))
-        or not _HUB_ID.fullmatch(given)
-    ):
+    if given == STDLIB or is_self(given) or not _HUB_ID.fullmatch(given):
         return False
     path = local_path(given)
-    return path.suffix not in SUFFIXES and not path.exists()
+    return kind_of(path) not in SUFFIXES and not path.exists()
 
 
 def find_commits(sources: Iterable[Source], known: Mapping[str, str]) -> DatasetCommits:

@@ -176,7 +176,7 @@ class SpanSampler(BlockSampler):
     """
 
     def __init__(self, settings: SampleSettings) -> None:
-        self._corruption = SpanCorruption(settings.tokenizer, settings.first_token)
+        self._corruption = SpanCorruption(settings.tokenizer, settings.decoder_start or 0)
         super().__init__(settings, self._corruption.shape_for(settings.length).raw, following=0)
 
     def encoder(self, source: Source, text: TextSource) -> Encoder:

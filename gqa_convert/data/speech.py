@@ -77,7 +77,8 @@ class SpeechModel:
 
     def text_tokens(self, text: str) -> list[int]:
         """The tokens of a text that is said, and the one that ends it; none for a text without words."""
-        ids: list[int] = self.tokenizer(f" {text}", add_special_tokens=False)["input_ids"] if text else []
+        options = {"add_special_tokens": False, "split_special_tokens": True}
+        ids: list[int] = self.tokenizer(f" {text}", **options)["input_ids"] if text else []
         return [*ids, self.tokenizer.eos_token_id] if ids else []
 
     def encode(self, windows: Sequence[Window]) -> Tensor:

@@ -9,9 +9,6 @@ import os
 import sysconfig
 from pathlib import Path
 
-from gqa_convert.data.documents import Fields
-from gqa_convert.data.files import Files
-
 HELD_OUT_SHARE = 20
 """One in this many files is held out."""
 
@@ -26,16 +23,9 @@ def is_held_out(relative_path: str, share: int = HELD_OUT_SHARE) -> bool:
 
 def source_files(held_out: bool, with_tests: bool = False) -> list[Path]:
     """The `.py` files of one part of the standard library, in a fixed order; its test suites are optional."""
-    root = sysconfig.get_path("stdlib")
-    skipped = _FOREIGN if with_tests else _FOREIGN | _TESTS
-    found: list[tuple[str, ...]] = []
+    root = Path(sysconfig.get_path("stdlib"))
+    found: list[Path] = []
     for folder, folders, files in os.walk(root):
-        folders[:] = [name for name in folders if name not in skipped]
-        above = Path(folder).relative_to(root).parts
-        found += [(*above, name) for name in files if name.endswith(".py")]
-    return [Path(root, *parts) for parts in sorted(found) if is_held_out("/".join(parts)) == held_out]
-
-
-def read_texts(paths: list[Path]) -> list[str]:
-    """The texts of the files, without files that are nearly empty or not UTF-8 (some test data deliberately is not)."""
-    return [piece.text for piece in Files("the standard library", paths, lenient=True).pieces(Fields())]
+        folders[:] = {*folders} - (_FOREIGN if with_tests else _FOREIGN | _TESTS)
+        found += [Path(folder, name) for name in files if name.endswith(".py")]
+    return [path for path in sorted(found) if is_held_out(path.relative_to(root).as_posix()) == held_out]

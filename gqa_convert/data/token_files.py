@@ -41,7 +41,7 @@ Marked = npt.NDArray[np.uint32]
 """Token ids, the last one of each document with its mark."""
 LAST = np.uint32(1 << 31)
 """The mark of the last token of a document."""
-_FORMAT = 2
+_FORMAT = 3
 _BATCH_CHARACTERS = 1 << 22
 _BATCH_PIECES = 1024
 _SAMPLED = 1 << 14

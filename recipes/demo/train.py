@@ -18,12 +18,19 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from gqa_convert.data.stdlib_text import read_texts, source_files
+from gqa_convert.data.documents import Fields
+from gqa_convert.data.files import Files
+from gqa_convert.data.stdlib_text import source_files
 
 END, PAD = "<|endoftext|>", "<|pad|>"
 VOCABULARY = 2048
 CONTEXT = 512  # tokens
 HELD_OUT_TOKENS = 100_000
+
+
+def read_texts(paths: list[Path]) -> list[str]:
+    """The texts of the files, without those that are nearly empty or not UTF-8, as some data of tests."""
+    return [piece.text for piece in Files("the standard library", paths, lenient=True).pieces(Fields())]
 
 
 def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:

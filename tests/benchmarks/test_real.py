@@ -9,8 +9,7 @@ import pytest
 import gqa_convert
 from benchmarks.real import __main__ as real
 from benchmarks.real.report import blocks
-from benchmarks.real.text import KINDS, page_text
-from gqa_convert.data.stdlib_text import read_texts, source_files
+from benchmarks.real.text import KINDS, modules, page_text
 from tests.helpers.command_line import run
 
 DEMO = Path(gqa_convert.__file__).parent / "demo_checkpoint"
@@ -26,7 +25,7 @@ def in_a_fork(*words: str | Path) -> tuple[dict[str, Any], dict[str, float]]:
 def test_each_method_has_a_row_and_nothing_is_measured_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "smollm2").symlink_to(DEMO)
     (tmp_path / "text").mkdir()
-    (text, *_) = (each for each in read_texts(source_files(held_out=True)) if len(each) > 20_000)
+    (text, *_) = (each for each in modules(held_out=True) if len(each) > 20_000)
     for name in (*(f"{kind}-held-out" for kind in KINDS), "mixed-calibration"):
         (tmp_path / "text" / f"{name}.jsonl").write_text(json.dumps({"text": text}) + "\n")
     monkeypatch.setattr(real, "gqa_convert", in_a_fork)

@@ -119,7 +119,7 @@ def test_calibration_renders_conversations(chats: Path, monkeypatch: pytest.Monk
         (PLAIN, [{"messages": "hello"}], "line 1: 'messages' holds a str"),
         (PLAIN, [{"messages": ["hello"]}], "message 1 is a str"),
         (PLAIN, [{"messages": [{"content": "x"}]}], "message 1 has no `role`, found content"),
-        (PLAIN, [{"messages": [{"role": "user"}]}], "message 1 of the role user has no `content`"),
+        (PLAIN, [{"messages": [{"role": "user"}]}], "message 1 has no `content`, found role"),
         (PLAIN, [{"messages": []}], "holds no text"),
     ],
 )

@@ -38,7 +38,7 @@ def test_texts_come_from_the_metadata(tmp_path: Path) -> None:
         ('{"file_name": "00.wav", "label": "a"}', "states no text for 00.wav"),
         ("{", "line 1 is not JSON"),
         ("\n", "has no rows"),
-        ('{"file_name": "00.wav", "text": "a"}\n' * 2, "names 00.wav twice"),
+        ('{"file_name": "00.wav", "text": "a"}\n' * 2, "names 00.wav, which a row before it names"),
         ('{"file_name": "00.wav", "text": "\udce9"}', "is not UTF-8"),
     ],
 )

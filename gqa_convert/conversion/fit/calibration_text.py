@@ -24,7 +24,7 @@ from gqa_convert.conversion.fit.options import BATCH_TOKENS, each_of
 from gqa_convert.conversion.fit.stretched_blocks import stretched
 from gqa_convert.data.decoder_start import decoder_start
 from gqa_convert.data.documents import Piece
-from gqa_convert.data.encoders import text_encoder
+from gqa_convert.data.encoders import beginning_of_text, text_encoder
 from gqa_convert.data.files import Files
 from gqa_convert.data.hub import default_cache
 from gqa_convert.data.model_tokenizer import check_vocabulary, usable_tokenizer
@@ -227,6 +227,7 @@ class _Blocks(NamedTuple):
         raw: the tokens of text in a block.
         start: the first token of a decoder's input.
         corruption: of the kind spans.
+        begin: with which the tokenizer begins every text, and each block begins; empty if it adds no such token.
     """
 
     kind: str
@@ -234,6 +235,7 @@ class _Blocks(NamedTuple):
     raw: int
     start: int = 0
     corruption: SpanCorruption | None = None
+    begin: Sequence[int] = ()
 
 
 def _blocks_of(folder: Path, config: Config, tokenizer: Any, length: int | None) -> _Blocks:
@@ -246,11 +248,12 @@ def _blocks_of(folder: Path, config: Config, tokenizer: Any, length: int | None)
                 f"the calibration sequence length is {length} tokens, and the model has positions for {positions}: lower it"
             )
     length_or_default = length or calibration_length_for(config)
+    begin = beginning_of_text(tokenizer)
     if not is_encoder_decoder(config):
-        return _Blocks("causal", length_or_default, length_or_default)
+        return _Blocks("causal", length_or_default, length_or_default, begin=begin)
     start = decoder_start(folder, config, tokenizer)
     if not has_sentinels(tokenizer):
-        return _Blocks("shifted", length_or_default, length_or_default, start)
+        return _Blocks("shifted", length_or_default, length_or_default, start, begin=begin)
     corruption = SpanCorruption(tokenizer, start)
     length = length or min(SPAN_LENGTH, block_length(config))
     return _Blocks("spans", length, corruption.shape_for(length).raw, start, corruption)
@@ -308,6 +311,9 @@ def _batches(blocks: _Blocks, drawn: Sequence[_Block], context: int | None, seed
         for first in range(0, len(alike), rows):
             part = alike[first : first + rows]
             ids = np.stack([block.tokens for block in part]).astype(np.int64)
+            for row in ids:
+                if row[:1].tolist() != list(blocks.begin):  # the last token makes room
+                    row[:] = [*blocks.begin, *row][:length]
             if blocks.corruption is not None:
                 batch = blocks.corruption.batch(ids, [(mix(seed), block.start) for block in part])
             elif blocks.kind == "causal":

@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from gqa_convert.data.audio_files import AudioFile
 from gqa_convert.data.documents import Piece
+from gqa_convert.data.encoders import beginning_of_text
 from gqa_convert.data.order import mix
 from gqa_convert.data.pairs import shortened
 from gqa_convert.data.span_corruption import SpanCorruption
@@ -129,7 +130,8 @@ def _padded(rows: Sequence[Any]) -> Tensor:
 
 def text_material(pieces: Sequence[Piece], tokenizer: Any, *, window: int) -> Material:
     """A text for a causal model. Each token of a document is predicted once, except the first: from the beginning of its
-    window, or from the beginning-of-text token, if the tokenizer has one.
+    window, or from the beginning-of-text token, if the tokenizer has one. A window begins with it where the tokenizer
+    begins every text so. A conversation begins as its chat template writes it.
 
     Args:
         pieces: documents or parts of them, in order.
@@ -140,21 +142,26 @@ def text_material(pieces: Sequence[Piece], tokenizer: Any, *, window: int) -> Ma
         DataError: the text has no token to predict.
     """
     begin = np.array([] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id], np.int64)
-    beginning = begin, np.zeros_like(begin)
+    again = np.array(beginning_of_text(tokenizer), np.int64)
+    step = max(1, window - len(again))
     examples = []
     first_block = 0
-    parts = [beginning]
+    parts: list[tuple[Integers, Integers]] = []
     for piece in pieces:
-        parts.append(encode(tokenizer, piece.text))
+        if not parts and not piece.is_rendered:
+            parts.append((begin, np.zeros_like(begin)))
+        parts.append(encode(tokenizer, piece.text, split_special_tokens=not piece.is_rendered))
         if not piece.last:
             continue
         ids, sizes = map(np.concatenate, zip(*parts, strict=True))
         blocks = first_block + np.maximum(sizes.cumsum() - 1, 0) // BLOCK
-        for start in range(0, len(ids) - 1, window):
-            scored = slice(start + 1, start + 1 + window)
-            examples.append(Example(ids[start:-1][:window], ids[scored], blocks[scored], sizes[scored]))
+        for start in range(0, len(ids) - 1, step):
+            scored = slice(start + 1, start + 1 + step)
+            read = ids[start:-1][:step]
+            read = np.concatenate([again, read]) if start else read
+            examples.append(Example(read, ids[scored], blocks[scored], sizes[scored]))
         first_block += -(-int(sizes.sum()) // BLOCK)
-        parts = [beginning]
+        parts = []
     if not examples:
         raise DataError("the text has no token with a preceding one to be predicted from: name more text")
     return Material(_longest_first(examples), first_block)
@@ -238,8 +245,8 @@ def speech_material(
     """
     if any(file.text is None for file in files):
         raise DataError(
-            "the folder has no texts, with which models are compared: state them in metadata.jsonl, a line with file_name "
-            "and text for each file"
+            "the folder has no texts, with which models are compared: state them in metadata.jsonl or metadata.csv, a row "
+            "with file_name and text for each file"
         )
     examples: list[Example] = []
     spoken: list[tuple[str, str]] = []
@@ -281,9 +288,7 @@ def _text_normaliser(tokenizer: Any, *, is_english: bool) -> Callable[[str], str
     return normal
 
 
-def encode(
-    tokenizer: Any, text: str, argument: str = "text", *, add_special_tokens: bool = False
-) -> tuple[Integers, Integers]:
+def encode(tokenizer: Any, text: str, argument: str = "text", **changed: bool) -> tuple[Integers, Integers]:
     """A text's tokens, [n], and the UTF-8 bytes that each of them covers, [n], which add up to those of the text.
 
     If a tokenizer gives no offsets, its tokens are assumed to be equally long.
@@ -292,11 +297,16 @@ def encode(
         tokenizer: a transformers tokenizer.
         text: the text to encode.
         argument: of the tokenizer; `text_target` for a target of an encoder-decoder, which may have another language.
-        add_special_tokens: add the tokenizer's special tokens.
+        changed: options of the tokenizer, which by default adds no special tokens, and reads the name of one as text.
     """
     fast = bool(tokenizer.is_fast)
-    options = {"add_special_tokens": add_special_tokens, "return_offsets_mapping": fast, "verbose": False}
-    found = tokenizer(**{argument: text}, **options)
+    options = {
+        "add_special_tokens": False,
+        "split_special_tokens": True,
+        "return_offsets_mapping": fast,
+        "verbose": False,
+    }
+    found = tokenizer(**{argument: text}, **options | changed)
     ids = np.array(found["input_ids"], np.int64)
     if fast:
         ends = np.maximum.accumulate(np.array(found["offset_mapping"], np.int64).reshape(-1, 2)[:, 1])

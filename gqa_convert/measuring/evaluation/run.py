@@ -114,7 +114,7 @@ def evaluate(
         text: Any = None
         material = None
         if data is not None and objective == SPEECH:
-            text = list_audio_files(local_path(data.source))
+            text = list_audio_files(local_path(data.source), data.split)
         elif data is not None:
             text = read_documents(data, found[0].tokenizer, options.tokens, partial(progress, "reading"))
             material = _text_material(text, found[0], objective, window)
