@@ -27,7 +27,8 @@ def show_conversion(result: "ConversionResult") -> None:
     rows["loads in"] = loaded_by(plan)
     rows["next"] = shlex.join(["gqa-convert", "verify", out, "--source", source])
     show_done(f"{heads_change(plan)} ({plan.merge_method.name}) in {len(plan.layers)} layers", rows)
-    for note in plan.warnings:
+    left_out = () if result.calibration is None else result.calibration.left_out
+    for note in (*plan.warnings, *(f"left out: {sentence}" for sentence in left_out)):
         print_note(note)
     method = plan.merge_method
     if method in (COPY, REPEAT):
