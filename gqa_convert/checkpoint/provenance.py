@@ -25,12 +25,14 @@ class BeforeAfter:
 
 @dataclass(frozen=True)
 class Divergence:
-    """KL(source || student) on held-out text, in nats per token, before and after the stage that trains all layers
-    together; equal where that stage did not run.
+    """KL(source || result) in nats per token, of the weights as they are published, in float32, on text that decided
+    nothing: before and after the stage that trains all layers together; equal where it changed nothing.
     """
 
     before: float
     after: float
+    text: str
+    """On which it was measured, in words."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,9 +53,12 @@ class CalibrationRecord(Result):
     kl: Divergence | None = None
     """None where it was not measured."""
 
+    left_out: tuple[str, ...] = ()
+    """What was not done that is usually done, and why, in words."""
+
     def inputs(self) -> JsonObject:
         """What the merged layers depend on."""
-        return {key: value for key, value in self.as_json().items() if key not in ("kl_steps", "kl")}
+        return {key: value for key, value in self.as_json().items() if key not in ("kl_steps", "kl", "left_out")}
 
 
 def earlier_record(checkpoint: Checkpoint) -> JsonObject | None:

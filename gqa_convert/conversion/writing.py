@@ -9,11 +9,11 @@ import numpy as np
 from safetensors import safe_open
 
 from gqa_convert.checkpoint.copying import BLOCK, LARGE, WrittenFile
-from gqa_convert.checkpoint.dtypes import STORED
+from gqa_convert.checkpoint.dtypes import STORED, rounded
 from gqa_convert.checkpoint.headers import TensorEntry, build_header
 from gqa_convert.checkpoint.source_files import SourceFiles
 from gqa_convert.conversion.plan import Plan, TensorChange
-from gqa_convert.errors import NonFiniteError, NoSpaceError
+from gqa_convert.errors import NoSpaceError
 from gqa_convert.families import layouts
 from gqa_convert.merging.factorisation import Array
 from gqa_convert.merging.methods import Pooling
@@ -119,7 +119,7 @@ def write_file(
                     out.copy(source, stored.start, stored.nbytes)
                     continue
                 array = sources.read(name)
-            out.write(_rounded(array, name, entry.dtype).reshape(-1).view(np.uint8).data)
+            out.write(rounded(array, name, entry.dtype).reshape(-1).view(np.uint8).data)
 
 
 def _regroup(change: TensorChange, sources: SourceFiles, pooling: Pooling | None, errors: dict[str, float]) -> Array:
@@ -143,20 +143,3 @@ def _regroup(change: TensorChange, sources: SourceFiles, pooling: Pooling | None
         errors[change.name] = math.sqrt(squared_error / squared_norm) if squared_norm else 0.0
     joined = layouts.join(heads, layouts.regrouped(change.sections, groups))
     return np.ascontiguousarray(joined.T) if change.transposed else joined
-
-
-def _rounded(array: Array, name: str, dtype: str) -> Array:
-    """An array in the type of the result.
-
-    Raises:
-        NonFiniteError: a number is too large for it.
-    """
-    if array.dtype == STORED[dtype]:
-        return array
-    with np.errstate(over="ignore"):
-        rounded = array.astype(STORED[dtype])
-    if np.isfinite(array).all() and not np.isfinite(rounded).all():
-        raise NonFiniteError(
-            f"tensor {name} would hold numbers too large for {dtype}: save the model as bfloat16 or float32 first"
-        )
-    return rounded

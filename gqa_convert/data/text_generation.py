@@ -28,7 +28,9 @@ LENGTH = 512
 QUESTION = 96
 """The most tokens of a question in a conversation."""
 BATCH = 32
-"""The texts that are generated at once."""
+"""The texts that are generated at once, at most."""
+FIRST = 8
+"""The texts of the first batch; each batch has twice as many as the one before, so that little is written in vain."""
 _MARKS = ("<<question>>", "<<answer>>")
 """Stand for messages while a chat template is taken apart."""
 _NEEDS_HEAD = "text is sampled from its predictions; name the language model that the checkpoint was made from"
@@ -48,7 +50,14 @@ class OwnText:
 
     def texts(self) -> list[str]:
         """The documents in the file."""
-        return [json.loads(line)["text"] for line in self.file.read_text("utf-8").split("\n")[:-1]]
+        return [row["text"] for row in self._rows()]
+
+    def first_texts(self) -> list[str]:
+        """The documents of the first batch, which are the same however many follow."""
+        return [row["text"] for row in self._rows() if not row["batch"]]
+
+    def _rows(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.file.read_text("utf-8").split("\n")[:-1]]
 
 
 def own_text(
@@ -82,7 +91,7 @@ def own_text(
     """
     checkpoint = open_checkpoint(str(model), download=True)
     origin = origin or checkpoint
-    settings: list[Any] = [LENGTH, BATCH, seed, tokens, conversations, checkpoint.config["model_type"]]
+    settings: list[Any] = [LENGTH, FIRST, BATCH, seed, tokens, conversations, checkpoint.config["model_type"]]
     for path in sorted(origin.local_folder.iterdir()):
         stat = path.stat()
         settings += [str(path), stat.st_size, stat.st_mtime_ns]
@@ -97,9 +106,10 @@ def own_text(
         rows: list[dict[str, Any]] = []
         done = batches = 0
         while done < tokens:
-            written, count = write(mix(seed, batches))
-            rows += written
-            done += count or BATCH  # all of them ended at once
+            size = min(BATCH, FIRST << batches)
+            written, count = write(mix(seed, batches), size)
+            rows += [row | {"batch": batches} for row in written]
+            done += count or size  # all of them ended at once
             batches += 1
             progress(min(done, tokens), tokens)
         cache.mkdir(parents=True, exist_ok=True)
@@ -134,18 +144,18 @@ class _Writer:
         ends = model.generation_config.eos_token_id or tokenizer.eos_token_id
         self._settings = {"eos_token_id": ends, "pad_token_id": tokenizer.pad_token_id, "do_sample": True, "top_k": 0}
 
-    def documents(self, seed: int) -> tuple[list[dict[str, Any]], int]:
+    def documents(self, seed: int, size: int) -> tuple[list[dict[str, Any]], int]:
         """A batch of texts as rows, without empty ones, and the tokens generated."""
-        sampled = self._sampled([[self._begin]] * BATCH, seed, LENGTH)
+        sampled = self._sampled([[self._begin]] * size, seed, LENGTH)
         return [{"text": text} for text in self._texts(sampled)], self._count(sampled)
 
-    def conversations(self, seed: int) -> tuple[list[dict[str, Any]], int]:
+    def conversations(self, seed: int, size: int) -> tuple[list[dict[str, Any]], int]:
         """A batch of conversations that have a question as rows, and the tokens generated for them."""
         turns = _chat_turns(self._tokenizer)
         if turns is None:
             raise DataError("the tokenizer has no chat template: name text instead")
         opening, between = turns
-        asked = self._sampled([opening] * BATCH, seed, QUESTION)
+        asked = self._sampled([opening] * size, seed, QUESTION)
         questions = [text.strip() for text in self._texts(asked)]
         if not questions:
             raise DataError("the model asks nothing where its chat template lets a user speak: name text instead")

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from gqa_convert.checkpoint.dtypes import rounded
+from gqa_convert.errors import NonFiniteError
 from gqa_convert.families import layouts
 from gqa_convert.families.geometry import AttentionFinder, AttentionLayer
 from gqa_convert.merging.factorisation import Array
@@ -52,6 +54,7 @@ class LayerLayout:
         names: every tensor that a merge may change.
         output_names: the output projection's weight and its bias, which may be absent.
         projections: the weights and biases that hold heads, and where these lie in their rows.
+        dtypes: their types in the result.
         transposed: whether weights are stored with columns first (Conv1D).
     """
 
@@ -73,6 +76,7 @@ class LayerLayout:
         for names, _ in self._norms:
             self.names += names
         self.names += [name for name in self.output_names if name in finder.entries]
+        self.dtypes = {name: finder.dtype(name) for name in self.names}
 
     def split_heads(self, tensors: Tensors) -> Heads:
         """The heads of the source, in float64.
@@ -127,6 +131,19 @@ class LayerLayout:
         if merged.output_bias is not None:
             result[bias] = merged.output_bias.astype(tensors[bias].dtype)
         return result
+
+    def in_result_types(self, tensors: Tensors) -> Tensors:
+        """Tensors of the layer as they are published: rounded once.
+
+        Raises:
+            NonFiniteError: one holds NaN, Inf, or a number too large for its type.
+        """
+        for name, array in tensors.items():
+            if not np.isfinite(array).all():
+                raise NonFiniteError(
+                    f"merging gives NaN or Inf in tensor {name}: check the source's weights, or try --method mean"
+                )
+        return {name: rounded(array, name, self.dtypes[name]) for name, array in tensors.items()}
 
     def merge_gains(self, tensors: Tensors, groups: int) -> Tensors:
         """The gains of norms that count heads: averaged over each of `groups` groups, or repeated for as many heads."""

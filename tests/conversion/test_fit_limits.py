@@ -13,9 +13,11 @@ import torch
 from gqa_convert.conversion.fit import layer_store, one_layer
 from gqa_convert.conversion.fit.layer_store import LayerStore
 from gqa_convert.conversion.fit.model_loading import open_model
+from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions
+from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import DeviceMemoryError, NoSpaceError
 from tests.helpers import folding_cases as folded
-from tests.helpers.fitting import batches_for, fit, plan_of
+from tests.helpers.fitting import batches_for, calibrate_on
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 NO_MEMORY = (DeviceMemoryError, "out of memory.*--calibration-tokens.*same command")
@@ -42,8 +44,11 @@ def test_full_disks_and_memories_are_told_and_other_errors_stay_what_they_are(
         raise problem
 
     source = folded.build("llama").save(tmp_path / "source")
+    calibrate_on(batches_for(open_model(source)), monkeypatch)
     monkeypatch.setattr(module, name, failing)
     monkeypatch.setattr(LayerStore, "__enter__", lambda store: store.path.mkdir() or store)
-    with LayerStore(tmp_path / "out", {}, keep=True) as store, pytest.raises(told[0], match=told[1]) as caught:
-        fit(plan_of(source), store, batches_for(open_model(source)), steps=2)
+    options = CalibrationOptions("python-stdlib", tokens=8, sequence_length=8, steps=2, device="cpu")
+    with pytest.raises(told[0], match=told[1]) as caught:
+        convert_checkpoint(source, tmp_path / "out", 3, ConversionOptions(calibration=options))
     assert "\n" not in str(caught.value)
+    assert not (tmp_path / "out").exists()

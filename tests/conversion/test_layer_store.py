@@ -1,5 +1,6 @@
 """Merged layers on disk: what a killed run leaves, and what the next run makes of it."""
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -47,8 +48,39 @@ def test_other_work_and_damage(tmp_path: Path) -> None:
     with interrupted(tmp_path) as store:
         assert (store.record(layer_key(0)), store.layer(1)) == (RECORD, None)
         assert {path.name for path in store.files(layer_key(0)).values()} == {"layer-00000.safetensors"}
-    with LayerStore(tmp_path / "out", {"made": 2}, keep=True) as store:
-        assert store.layer(0) is None
+
+
+def test_layers_of_other_work_are_refused_and_stay(tmp_path: Path) -> None:
+    with interrupted(tmp_path) as store:
+        store.write(layer_key(0), LAYER, RECORD)
+        store.check("text", {"digest": "one", "tokens": 5})
+    kept = tmp_path / ".out.gqa-merging"
+    told = re.escape(f"{kept} keeps 1 merged layers of an interrupted run with another made: ")
+    with pytest.raises(OutputError, match=told), LayerStore(tmp_path / "out", {"made": 2}, keep=True):
+        pass
+    with LayerStore(tmp_path / "out", {"made": 1}, keep=True) as store:
+        with pytest.raises(OutputError, match="another digest: repeat"):
+            store.check("text", {"digest": "two", "tokens": 5})
+        store.check("text", {"digest": "one", "tokens": 5})
+        assert store.layer(0) == LayerRecord(**RECORD)
+    with interrupted(tmp_path) as store:
+        store.write(layer_key(0), LAYER, RECORD)
+    (kept / "state.json").unlink()
+    with pytest.raises(OutputError, match="another made"), LayerStore(tmp_path / "out", {"made": 1}, keep=True):
+        pass
+
+
+def test_the_first_run_decides_once_it_has_stored_something(tmp_path: Path) -> None:
+    with interrupted(tmp_path) as store:
+        assert store.settle("decisions", {"no_own_text": ""}) == {"no_own_text": ""}
+        assert store.settle("decisions", {"no_own_text": "now"}) == {"no_own_text": ""}
+        store.write(layer_key(0), LAYER, RECORD)
+    with interrupted(tmp_path) as store:
+        assert store.settle("decisions", {"no_own_text": "later"}) == {"no_own_text": ""}
+        store.discard(layer_key(0))
+    (tmp_path / ".out.gqa-merging").mkdir()
+    with LayerStore(tmp_path / "out", {"made": 1}, keep=True) as store:
+        assert store.settle("decisions", {"no_own_text": "new"}) == {"no_own_text": "new"}
 
 
 def test_a_store_that_cannot_be_opened_leaves_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

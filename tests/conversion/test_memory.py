@@ -1,6 +1,7 @@
 """The estimate of what a conversion needs, and the device that it runs on."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,22 +34,41 @@ def estimate(method: str = "fit", **options: Any) -> Needs:
 def test_each_part_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """More text, the last stage, and merged layers beside the result."""
     monkeypatch.setattr(memory, "available_memory", lambda _: 64 * GIB)
+    plan = plan_by("fit")
     once, twice = estimate(tokens=20_480), estimate(tokens=40_960)
     activations = memory._KEPT_BYTES * 20_480 * 192
-    assert twice.memory_bytes - once.memory_bytes == activations
+    assert twice.least_memory_bytes - once.least_memory_bytes == activations
     assert twice.disk_bytes == once.disk_bytes
+    assert once.offloaded_bytes == 4 * plan.parameters_before
     sizes = {"tokens": 2048, "sequence_length": 512}
-    assert estimate(**sizes, kl_steps=20).memory_bytes > 1.1 * estimate(**sizes, kl_steps=0).memory_bytes
+    assert estimate(**sizes, kl_steps=20).memory_bytes > 1.1 * estimate(**sizes, kl_steps=0, mix=False).memory_bytes
     assert estimate(**sizes).memory_bytes == estimate(**sizes, kl_steps=20).memory_bytes
-    weights = 4 * plan_by("fit").parameters_before
-    needed = memory.last_stage_bytes(plan_by("fit"), 2048) / memory._STAGE_SHARE
-    for free, trains in ((needed + weights + 2, True), (needed + weights - 2, False)):
-        monkeypatch.setattr(memory, "available_memory", lambda _, free=free: free)
-        long = {"tokens": 2048, "sequence_length": 2048}
-        assert (estimate(**long).memory_bytes > estimate(**long, kl_steps=0).memory_bytes) is trains
+    assert "then up to 20 steps on all layers together" in estimate(**sizes, kl_steps=20).work
     monkeypatch.setattr(memory, "available_memory", lambda _: 64 * GIB)
     assert (estimate("mean").tokens, estimate("mean").disk_bytes) == (None, plan_by("mean").disk_bytes)
     assert estimate("factor").disk_bytes > estimate("mean").disk_bytes
+
+
+def test_what_is_needed_does_not_depend_on_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With as much as it says, nothing is left out; with less, what is left out is said."""
+    sizes = {"tokens": 2048, "sequence_length": 2048}
+    monkeypatch.setattr(memory, "available_memory", lambda _: 64 * GIB)
+    best = estimate(**sizes)
+    assert best.left_out == ()
+    assert best.least_memory_bytes < best.memory_bytes
+    for free in (best.memory_bytes, best.least_memory_bytes):
+        monkeypatch.setattr(memory, "available_memory", lambda _, free=free: free)
+        found = estimate(**sizes)
+        assert replace(found, left_out=()) == best
+        assert bool(found.left_out) is (free < best.memory_bytes)
+    needed = memory._last_stage_free(plan_by("fit"), CalibrationOptions("text.txt", **sizes))
+    for free, trains in ((needed, True), (needed - 1, False)):
+        monkeypatch.setattr(memory, "available_memory", lambda _, free=free: free)
+        told = [sentence for sentence in estimate(**sizes).left_out if "the last stage" in sentence]
+        assert not told if trains else "free memory" in told[0]
+    monkeypatch.setattr(memory, "_MOST_PARAMETERS", 1000)
+    assert any("--kl-steps 200 runs it" in sentence for sentence in estimate(**sizes).left_out)
+    assert not any("last stage" in sentence for sentence in estimate(**sizes, kl_steps=3).left_out)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "t5"])

@@ -15,6 +15,7 @@ from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.conversion.fit import run
 from gqa_convert.conversion.fit.calibration_text import Calibration, digest_of
 from gqa_convert.conversion.fit.layer_store import LayerRecord, LayerStore, layer_key
+from gqa_convert.conversion.fit.memory import decide
 from gqa_convert.conversion.fit.model_loading import open_model
 from gqa_convert.conversion.fit.options import CalibrationOptions
 from gqa_convert.conversion.fit.progress import FitProgress
@@ -57,20 +58,21 @@ def fit(
     *,
     steps: int = 8,
     **options: Any,
-) -> tuple[list[LayerRecord], int, Divergence]:
+) -> tuple[list[LayerRecord], int, Divergence | None]:
     """Fit a plan's layers on the CPU: the record of each; the steps of the last stage, none unless it is asked to take
-    some; and the divergence before and after it.
+    some; and the divergence before and after it, None without held-out batches.
     """
-    calibration = Calibration(list(batches), 0, 0, "", "", held_out=list(held_out), fresh=list(fresh))
-    asked = CalibrationOptions(steps=steps, device="cpu", **{"kl_steps": 0} | options)
+    calibration = Calibration(list(batches), 0, 8, "", "", held_out=list(held_out), fresh=list(fresh))
+    asked = CalibrationOptions(steps=steps, device="cpu", tokens=8, sequence_length=8, **{"kl_steps": 0} | options)
+    together = not decide(plan, asked).no_last_stage
     records = []
 
     def note(progress: FitProgress) -> None:
         if progress.layer is not None:
             records.append(progress.layer)
 
-    kl_steps, kl = fit_checkpoint(plan, store, calibration, asked, note)
-    return records, kl_steps, kl
+    found = fit_checkpoint(plan, store, calibration, asked, note, together=together)
+    return records, found.kl_steps, found.kl
 
 
 def calibrate_on(batches: Batches, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,13 +21,14 @@ def show_conversion(result: "ConversionResult") -> None:
     rows = {CACHES[key]: f"{size(both.before)} -> {size(both.after)}" for key, both in plan.cache_bytes().items()}
     rows["weights"] = f"{size(plan.checkpoint.weight_bytes)} -> {size(plan.weight_bytes_after)}"
     if result.calibration is not None and result.calibration.kl is not None:
-        kl = result.calibration.kl.after
-        rows["quality"] = f"KL divergence from the source: {kl:.3f} nats per token of held-out text"
+        kl = result.calibration.kl
+        rows["quality"] = f"KL divergence from the source: {kl.after:.3f} nats per token on {kl.text}"
     rows["folder"] = out
     rows["loads in"] = loaded_by(plan)
     rows["next"] = shlex.join(["gqa-convert", "verify", out, "--source", source])
     show_done(f"{heads_change(plan)} ({plan.merge_method.name}) in {len(plan.layers)} layers", rows)
-    for note in plan.warnings:
+    left_out = () if result.calibration is None else result.calibration.left_out
+    for note in (*plan.warnings, *(f"left out: {sentence}" for sentence in left_out)):
         print_note(note)
     method = plan.merge_method
     if method in (COPY, REPEAT):

@@ -42,5 +42,5 @@ class ConversionScreen:
             )
         if kl is not None:
             self.say(
-                f"{progress.label}: KL divergence from the source {kl.before:.4f} -> {kl.after:.4f} nats per token"
+                f"{progress.label}: KL divergence from the source {kl.before:.4f} -> {kl.after:.4f} nats per token on {kl.text}"
             )

@@ -3,6 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Callable
+from tempfile import gettempdir
 from typing import TYPE_CHECKING
 
 from gqa_convert.checkpoint.byte_sizes import size
@@ -72,11 +73,13 @@ def show_plan(plan: "Plan", needs: "Needs", caches: "JsonObject") -> None:
         console.print(f"rewritten first:  {plan.rewritten_from} as {plan.family.model_type}, {where}")
     console.print(f"loads in:         {loaded_by(plan)}")
     console.print(f"tensor parallel:  {', '.join(map(str, plan.tensor_parallel_degrees()))}")
-    console.print(
-        f"needs:            about {size(needs.memory_bytes)} of memory on {needs.device}, {size(needs.disk_bytes)} of disk ({needs.work})"
-    )
-    for warning in plan.warnings:
-        print_note(warning)
+    console.print(f"method:           {needs.work}")
+    memory = f"about {size(needs.memory_bytes)} of memory on {needs.device}"
+    if needs.offloaded_bytes:
+        memory += f" (at least {size(needs.least_memory_bytes)}, with {size(needs.offloaded_bytes)} in {gettempdir()})"
+    console.print(f"needs:            {memory}, {size(needs.disk_bytes)} of disk")
+    for note in (*plan.warnings, *(f"left out: {sentence}" for sentence in needs.left_out)):
+        print_note(note)
 
 
 def heads_change(plan: "Plan") -> str:

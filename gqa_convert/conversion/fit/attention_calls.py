@@ -24,10 +24,46 @@ def parts_of(batch: Batch) -> list[Batch]:
     """A batch in parts of one sequence, or of some short ones."""
     length = max(tensor.shape[1] for tensor in batch.values() if not tensor.is_floating_point())
     together = max(1, _TOKENS_TOGETHER // length)
-    return [
-        {name: tensor[row : row + together] for name, tensor in batch.items()}
-        for row in range(0, len(tokens_of(batch)), together)
-    ]
+    return [_rows(batch, row, row + together) for row in range(0, len(tokens_of(batch)), together)]
+
+
+def hold_out(batches: Sequence[Batch], share: int) -> tuple[list[Batch], list[Batch]]:
+    """Divide batches by tokens, among whole blocks: the remainder of a text tells too little.
+
+    Args:
+        batches: the blocks of each are equally long.
+        share: one token in this many is held out, at least a block.
+
+    Returns:
+        The batches without those blocks, and batches of these. Nothing is held out where no two blocks
+        are whole, which means at least half as long as the longest.
+    """
+    lengths = [tokens_of(batch).shape[1] for batch in batches]
+    whole = [batch for batch, length in zip(batches, lengths, strict=True) if 2 * length >= max(lengths)]
+    if sum(len(tokens_of(batch)) for batch in whole) < 2:
+        return list(batches), []
+    wanted = sum(tokens_of(batch).numel() for batch in batches) // share
+    left: list[Batch] = []
+    held_out: list[Batch] = []
+    for batch in reversed(batches):
+        rows, length = tokens_of(batch).shape
+        taken = 0
+        if 2 * length < max(lengths):
+            pass
+        elif not held_out:
+            taken = min(rows, max(1, wanted // length))
+        elif rows * length <= wanted:  # no further batch is cut
+            taken = rows
+        wanted -= taken * length
+        if taken < rows:
+            left.insert(0, _rows(batch, 0, rows - taken))
+        if taken:
+            held_out.insert(0, _rows(batch, rows - taken, rows))
+    return left, held_out
+
+
+def _rows(batch: Batch, first: int, last: int) -> Batch:
+    return {name: tensor[first:last] for name, tensor in batch.items()}
 
 
 @dataclass(frozen=True, slots=True)

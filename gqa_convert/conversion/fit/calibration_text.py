@@ -8,8 +8,9 @@ block, as in denoising without noise.
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from operator import itemgetter
 from pathlib import Path
@@ -40,6 +41,9 @@ from gqa_convert.families.loading import is_encoder_decoder, read_config
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+Mixing = Callable[[int], list[SharedText]]
+"""Returns what is mixed into the user's text, given the number of tokens that this holds."""
 
 _LEAST = 64
 """Tokens of calibration text; with fewer, anything fits."""
@@ -76,9 +80,11 @@ class Calibration:
         sequence_length: the input tokens of the longest block.
         digest: SHA-256 over `batches` and the settings; equal digests mean equal batches.
         description: a description of the text, for reports.
-        held_out: batches of other blocks of the same text, for evaluation; empty if the text has no further blocks.
+        held_out: batches of other blocks of the same text, which decide nothing; empty if the text has no further blocks.
+        label: what that text is, for reports on it.
         warning: a message for the user about too little text, or None.
-        note: what was mixed into the text, or None.
+        mixed_in: what was mixed into the text, in words, or empty.
+        left_out: what could not be mixed in, and why.
         fresh: batches of still other blocks, for training on text that no batch before has; empty if the text has none.
     """
 
@@ -88,8 +94,10 @@ class Calibration:
     digest: str
     description: str
     held_out: "list[dict[str, Tensor]]"
+    label: str = ""
     warning: str | None = None
-    note: str | None = None
+    mixed_in: str = ""
+    left_out: tuple[str, ...] = ()
     fresh: "list[dict[str, Tensor]]" = field(default_factory=list)
 
 
@@ -132,6 +140,7 @@ def calibration_batches(
     held_out_tokens: int = 0,
     fresh_tokens: int = 0,
     context: int | None = None,
+    mixing: Mixing | None = None,
 ) -> Calibration:
     """Draw blocks of text for a model from the whole text without replacement; a text with no more tokens is used in
     full.
@@ -144,9 +153,9 @@ def calibration_batches(
         model_folder: a local checkpoint with its tokenizer; its weights are not read.
         source: a file, a folder, a pattern, the id of a Hub dataset or `python-stdlib`, of text or, rendered by the chat
             template, of conversations in rows with `messages`; or, as in a recipe's `data`, a
-            mapping with further keys such as `text_field` and `split`, whose weight is ignored; or an `OwnText`; or a list of these,
-            from which blocks are drawn in turn, or by their shares where they are `SharedText`. Where one has too little
-            text, the others contribute more.
+            mapping with further keys such as `text_field` and `split`, whose weight is ignored; or a function of the
+            number of tokens that the other texts hold, which returns an `OwnText` once these are read; or a list of
+            these, from which blocks are drawn in turn. Where one has too little text, the others contribute more.
         tokens: the number of text tokens, rounded up to whole blocks.
         seed: determines the choice of blocks, their order and the corruption.
         sequence_length: tokens per block (per encoder input for span corruption). The default is the model's context
@@ -155,6 +164,7 @@ def calibration_batches(
             other blocks are drawn.
         fresh_tokens: the number of tokens in fresh blocks, likewise; as far as the text that is tokenised has them.
         context: the position up to which blocks of a causal model are stretched; None for blocks without skips.
+        mixing: returns what is mixed in, once the text is read; None for nothing.
 
     Raises:
         OptionError: the sequence length is out of range.
@@ -164,7 +174,7 @@ def calibration_batches(
     config, tokenizer = read_config(model_folder), usable_tokenizer(model_folder)
     blocks = _blocks_of(model_folder, config, tokenizer, sequence_length)
     wanted = [-(-count // blocks.raw) for count in (tokens, held_out_tokens, fresh_tokens)]
-    label, texts = _read_all(source, tokenizer, wanted, blocks)
+    label, texts, added = _read_all(source, tokenizer, wanted, blocks, mixing)
     parts = _drawn(texts, blocks.raw, wanted, seed)
     made, held_out, fresh = (_batches(blocks, part, context, seed) for part in parts)
     largest = max(int(batch[name].max()) for batch in made for name in _TOKENS & batch.keys())
@@ -178,13 +188,16 @@ def calibration_batches(
     warning = None
     if used < tokens:
         warning = f"{label} has only {used} of the {tokens} calibration tokens requested: all of them are used; more text may give a better merge"
+    kinds = ", ".join(f"{text.share:.0%} {text.mixed_in}" for text in added)
     return Calibration(
         batches=made,
         tokens=used,
         sequence_length=length,
         digest=digest_of([blocks.kind, blocks.length, context, seed, BATCH_TOKENS, tokens], made),
-        description=f"{used} tokens of {label}: {count} {_WORDS[blocks.kind]}{reaching}, seed {seed}",
+        description=f"{used} tokens of {label}: {count} {_WORDS[blocks.kind]}{reaching}, seed {seed}{kinds and f'; mixed in: {kinds}'}",
+        label=label + (" and what is mixed in" if kinds else ""),
         warning=warning,
+        mixed_in=kinds,
         held_out=held_out,
         fresh=fresh,
     )
@@ -327,41 +340,45 @@ def _batches(blocks: _Blocks, drawn: Sequence[_Block], context: int | None, seed
     return made
 
 
-def _read_all(source: Any, tokenizer: Any, wanted: Sequence[int], blocks: _Blocks) -> tuple[str, list[_Text]]:
-    """The labels of the user's texts, and the tokens of all. Of what is mixed in, which comes last, whole blocks are taken,
-    and no more than its share of what the user's texts hold.
+def _read_all(
+    source: Any, tokenizer: Any, wanted: Sequence[int], blocks: _Blocks, mixing: Mixing | None
+) -> tuple[str, list[_Text], list[SharedText]]:
+    """The labels of the user's texts, the tokens of all texts, and what is mixed in. Of that, whole blocks are taken, and no
+    more than its share of what the user's texts hold.
     """
     sources = each_of(source)
     if not sources:
         raise DataError(
             "the list of calibration texts is empty: name a file, a folder, a pattern or a dataset on the Hub"
         )
-    every = [one if isinstance(one, SharedText) else SharedText(one, 1 / len(sources)) for one in sources]
     # the text that blocks are drawn from does not depend on the number of further blocks
-    needed, closed = wanted[0] * blocks.raw, blocks.kind != "spans"
-    labels: list[str] = []
-    texts: list[_Text] = []
-    most = 0.0  # tokens of a text with the share 1
-    for text in every:
-        share, given, is_mixed_in = text.share, text.source, bool(text.mixed_in)
-        if is_mixed_in and not most:
-            most = sum(len(each.tokens) for each in texts) / sum(each.share for each in texts)
-        if isinstance(given, MadeUpRecords):
-            count = min(int(share * most) // blocks.raw, math.ceil(share * sum(wanted)))
-            tokens = given.blocks(tokenizer, blocks.raw, count)
-            texts.append(_Text(tokens, share, can_be_copied_into=False, is_sampled=True))
-            continue
-        label, tokens = _read(given, tokenizer, needed, closed=closed)
-        if is_mixed_in:
-            tokens = tokens[: int(share * most) // blocks.raw * blocks.raw]
-        elif len(tokens) < _LEAST:
+    read = partial(_read, tokenizer=tokenizer, count=wanted[0] * blocks.raw, closed=blocks.kind != "spans")
+    found: dict[int, tuple[str, npt.NDArray[Any]]] = {}
+    for number in sorted(range(len(sources)), key=lambda number: callable(sources[number])):
+        given = sources[number]
+        held = sum(len(tokens) for _, tokens in found.values())
+        found[number] = read(given(held) if callable(given) else given)
+        label, tokens = found[number]
+        if len(tokens) < _LEAST:
             raise DataError(
                 f"{label} holds {len(tokens)} tokens, calibration needs at least {_LEAST}, and thousands to be of use: name more text"
             )
+    held = sum(len(tokens) for _, tokens in found.values())
+    added = mixing(held) if mixing else []
+    left = 1 - sum(text.share for text in added)
+    users = [found[number] for number in range(len(sources))]
+    texts = [_Text(tokens, left / len(sources)) for _, tokens in users]
+    for text in added:
+        most = int(text.share * held / left) // blocks.raw
+        if isinstance(text.source, MadeUpRecords):
+            count = min(most, math.ceil(text.share * sum(wanted)))
+            tokens = text.source.blocks(tokenizer, blocks.raw, count)
+            texts.append(_Text(tokens, text.share, can_be_copied_into=False, is_sampled=True))
         else:
-            labels.append(label)
-        texts.append(_Text(tokens, share, is_sampled=is_mixed_in and isinstance(given, OwnText)))
-    return " and ".join(labels), texts
+            _, tokens = read(text.source)
+            is_sampled = isinstance(text.source, OwnText)
+            texts.append(_Text(tokens[: most * blocks.raw], text.share, is_sampled=is_sampled))
+    return " and ".join(label for label, _ in users), texts, added
 
 
 def _read(source: Any, tokenizer: Any, count: int, *, closed: bool) -> tuple[str, npt.NDArray[Any]]:

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gqa_convert.checkpoint.provenance import Divergence
 from gqa_convert.conversion.fit.attention_calls import Batch, parts_of, tokens_of
 from gqa_convert.conversion.fit.layer_store import LayerStore, layer_key
 from gqa_convert.conversion.fit.merged_attention import MergedAttention
@@ -49,12 +48,11 @@ class Student:
         self.model, self.precision = model, precision
         finder = attention_of(plan)
         names = find_modules(model, [layer.module for layer, _ in plan.merged_layers])
+        self._layouts = [LayerLayout(finder, layer) for layer, _ in plan.merged_layers]
         self._layers: list[MergedAttention] = []
-        self._stored: list[Tensors] = []
         for number, (layer, groups) in enumerate(plan.merged_layers):
             tensors, module = store.read(layer_key(number)), model.get_submodule(names[layer.module])
-            self._stored.append(tensors)
-            self._layers.append(MergedAttention(LayerLayout(finder, layer), tensors, groups, module))
+            self._layers.append(MergedAttention(self._layouts[number], tensors, groups, module))
         self.start = [layer.tensors for layer in self._layers]
 
     @contextmanager
@@ -83,41 +81,42 @@ class Student:
         return total / count
 
     def tensors(self, weights: AllWeights) -> Tensors:
-        """Weights as the result has them."""
-        made = {}
-        for layer, stored, own in zip(self._layers, self._stored, weights, strict=True):
-            for name, tensor in layer.joined(own).items():
-                made[name] = tensor.cpu().numpy().astype(stored[name].dtype)
+        """Weights as they are published."""
+        made: Tensors = {}
+        for layer, layout, own in zip(self._layers, self._layouts, weights, strict=True):
+            arrays = {name: tensor.cpu().numpy() for name, tensor in layer.joined(own).items()}
+            made |= layout.in_result_types(arrays)
         return made
 
 
 def train_together(
     student: Student,
     batches: Sequence[Batch],
-    held_out: Sequence[Batch],
+    validation: Sequence[Batch],
     steps: int,
     seed: int,
     least: float,
     on_progress: OnProgress,
-) -> tuple[AllWeights | None, Divergence]:
+) -> tuple[int, AllWeights | None]:
     """Adam on the divergence of the student's next-token distributions from the source's.
 
     Args:
         student: which starts from its `start`.
         batches: to learn from.
-        held_out: other batches, at least one, on which the result is judged.
+        validation: other batches, at least one, which decide whether it is worth its time, and whether it helped.
         steps: batches to see.
         seed: of their order.
         least: the divergence, in nats per token, below which nothing is done.
         on_progress: called as steps are taken.
 
     Returns:
-        Trained weights, None if they predict no better than those at the start; and the divergence before and after.
+        The steps taken, 0 if there was too little to gain; and trained weights, None if they predict no better than those
+        at the start.
     """
     on_progress(FitProgress(ALL_TOGETHER, 0, steps, f"step 0 of {steps:,}"))
-    before = student.divergence(held_out, student.start)
+    before = student.divergence(validation, student.start)
     if before < least:
-        return None, Divergence(before, before)
+        return 0, None
     optimizer = RelativeAdam(student.start, RATE, steps)
     for done, number in enumerate(batch_order(len(batches), steps, seed), start=1):
         for part in parts_of(batches[number]):  # a backward pass needs memory for a part
@@ -127,8 +126,6 @@ def train_together(
                 divergence = summed_divergence(student.logits(part), wanted)
                 torch.autograd.backward(divergence / tokens_of(batches[number]).numel())
         optimizer.step()
-        on_progress(FitProgress(ALL_TOGETHER, done, steps, f"step {done:,} of {steps:,}, KL {before:.3f} before"))
-    after = student.divergence(held_out, optimizer.layers)
-    if not after < before:
-        return None, Divergence(before, before)
-    return optimizer.results(), Divergence(before, after)
+        on_progress(FitProgress(ALL_TOGETHER, done, steps, f"step {done:,} of {steps:,}"))
+    after = student.divergence(validation, optimizer.layers)
+    return steps, optimizer.results() if after < before else None

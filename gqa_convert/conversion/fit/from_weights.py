@@ -2,6 +2,8 @@
 
 from dataclasses import asdict
 
+import numpy as np
+
 from gqa_convert.conversion.fit.layer_store import LayerRecord, LayerStore, layer_key
 from gqa_convert.conversion.fit.progress import MERGING_LAYERS, FitProgress, OnProgress
 from gqa_convert.conversion.fit.source_layers import open_layers
@@ -20,7 +22,7 @@ def merge_layers(plan: Plan, store: LayerStore, on_progress: OnProgress) -> None
         on_progress: called as each is done.
 
     Raises:
-        NonFiniteError: a tensor holds NaN or Inf.
+        NonFiniteError: a tensor holds NaN or Inf, or would hold numbers too large for its type.
     """
     with open_layers(plan) as read_layer:
         for number, (layer, groups) in enumerate(plan.merged_layers):
@@ -34,7 +36,7 @@ def merge_layers(plan: Plan, store: LayerStore, on_progress: OnProgress) -> None
                 keys, values = reconstruction_errors(heads, merged, source.limits, unmeasured)
                 errors = {f"{layer.module}.keys": keys, f"{layer.module}.values": values}
                 record = LayerRecord(layer.module, errors, order.tolist())
-                store.write(
-                    layer_key(number), source.layout.merge_heads(merged, source.tensors, groups), asdict(record)
-                )
+                wide = {name: array.astype(np.float64) for name, array in source.tensors.items()}
+                tensors = source.layout.in_result_types(source.layout.merge_heads(merged, wide, groups))
+                store.write(layer_key(number), tensors, asdict(record))
             on_progress(FitProgress(MERGING_LAYERS, number + 1, len(plan.merged_layers), layer=record))

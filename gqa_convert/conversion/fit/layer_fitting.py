@@ -1,4 +1,4 @@
-"""Fits the attention layers of a loaded model on calibration text, one after the other."""
+"""Fits the attention layers of a loaded model on calibration text, one after the other, and measures the result."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -6,22 +6,24 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
+import torch
+
 from gqa_convert.conversion.fit.attention_calls import Batch, tokens_of
 from gqa_convert.conversion.fit.layer_store import LayerStore, layer_key
-from gqa_convert.conversion.fit.layer_walk import LayerWalk, Replacements
+from gqa_convert.conversion.fit.layer_walk import Installing, LayerWalk, Replacements, check_finite
 from gqa_convert.conversion.fit.merged_attention import MergedAttention
 from gqa_convert.conversion.fit.model_loading import weights_in_memory
-from gqa_convert.conversion.fit.one_layer import FitOptions, OneLayer, validation_batches
+from gqa_convert.conversion.fit.one_layer import FitOptions, OneLayer
 from gqa_convert.conversion.fit.progress import MERGING_LAYERS, FitProgress, OnProgress
 from gqa_convert.conversion.fit.source_layers import attention_of, open_layers
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.losses.distillation import summed_divergence
-from gqa_convert.merging.attention_heads import LayerLayout
+from gqa_convert.merging.attention_heads import LayerLayout, Tensors
 
 
 def fit_layers(
     plan: Plan, store: LayerStore, model: Any, batches: Sequence[Batch], options: FitOptions, on_progress: OnProgress
-) -> float:
+) -> None:
     """Fit the layers of a plan in the order in which the model runs them.
 
     Each is read from the source, merged, and stored as the result will have it. The student then continues with the
@@ -31,21 +33,17 @@ def fit_layers(
         plan: of a method that reads text.
         store: where merged layers go; those that it holds already are not merged again.
         model: the loaded source.
-        batches: of calibration text.
+        batches: of calibration text, those for validation last.
         options: of each layer.
         on_progress: called as the work goes on.
-
-    Returns:
-        KL(source || result) in nats per token, on calibration text that no gradient step and no regression has seen;
-        where there is a single batch, on that one.
 
     Raises:
         NonFiniteError: a tensor holds NaN or Inf.
         UnsupportedFamilyError: the loaded module's parameters are not the checkpoint's tensors, or `LayerWalk` can't
             walk through the model.
     """
-    numbers = {layer.module: number for number, (layer, _) in enumerate(plan.merged_layers)}
-    finder, done = attention_of(plan), 0
+    numbers, finder = _layer_numbers(plan), attention_of(plan)
+    done = 0
 
     def tell(stage: str) -> None:
         on_progress(FitProgress(MERGING_LAYERS, done, len(numbers), f"layer {done + 1}: {stage}"))
@@ -66,13 +64,51 @@ def fit_layers(
                         attention = student.attention(layer, name, weights, streams.pop(name))
                         tensors, record = OneLayer(attention, read_layer(merged), groups, options, tell).fit()
                         store.write(key, tensors, asdict(record))
-                    module = MergedAttention(LayerLayout(finder, merged), store.read(key), groups, walk.module(name))
-                    weights = {**weights, name: partial(module.installed, module.tensors)}
+                    layout = LayerLayout(finder, merged)
+                    weights = {**weights, name: _installing(layout, groups, store.read(key), walk.module(name))}
                     done += 1
                     on_progress(FitProgress(MERGING_LAYERS, done, len(numbers), layer=store.layer(numbers[name])))
                 student.advance(layer, weights)
-        divergence, count = 0.0, 0
-        for number in validation_batches(len(batches)):
-            divergence += float(summed_divergence(student.logits(number), source.logits(number)))
-            count += tokens_of(batches[number]).numel()
-    return divergence / count
+
+
+def measure_divergence(plan: Plan, store: LayerStore, model: Any, batches: Sequence[Batch]) -> float:
+    """KL(source || result) in nats per token, in float32, with the tensors that the store holds, last stage included.
+
+    Args:
+        plan: whose layers are all stored.
+        store: of the merged layers.
+        model: the loaded source.
+        batches: of text.
+
+    Raises:
+        NonFiniteError: the source or the result yields NaN or Inf.
+    """
+    numbers, finder = _layer_numbers(plan), attention_of(plan)
+    walk = LayerWalk(model, batches, list(numbers), plan.family.output)
+    source, student = walk.streams(2)
+    for layer in walk.layers:
+        with weights_in_memory(layer.module):
+            source.advance(layer)
+            weights = {}
+            for name in layer.attention:
+                merged, groups = plan.merged_layers[numbers[name]]
+                tensors = store.read_result(numbers[name])
+                weights[name] = _installing(LayerLayout(finder, merged), groups, tensors, walk.module(name))
+            student.advance(layer, weights)
+    total = 0.0
+    for number in range(len(batches)):
+        total += float(summed_divergence(student.logits(number), source.logits(number)))
+    check_finite("the logits", torch.tensor(total))
+    count: int = sum(tokens_of(batch).numel() for batch in batches)
+    return total / count
+
+
+def _layer_numbers(plan: Plan) -> dict[str, int]:
+    """The place among `Plan.merged_layers` of each of them, by its module."""
+    return {layer.module: number for number, (layer, _) in enumerate(plan.merged_layers)}
+
+
+def _installing(layout: LayerLayout, groups: int, tensors: Tensors, module: Any) -> Installing:
+    """What lets an attention module of the source run with the tensors of a merged layer."""
+    merged = MergedAttention(layout, tensors, groups, module)
+    return partial(merged.installed, merged.tensors)

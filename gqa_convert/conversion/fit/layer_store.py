@@ -1,7 +1,7 @@
 """Keeps merged layers on disk until the result is written, so that a killed run resumes.
 
-Each layer is one safetensors file with its tensors: K/V heads once, in the types of the result, or of a rewritten source. Its
-record is JSON in the metadata of the file. The last stage is one more such file, with the trained tensors of all layers.
+Each layer is one safetensors file with its tensors: K/V heads once, as they are published. Its record is JSON in the
+metadata of the file. The last stage is one more such file, with the trained tensors of all layers.
 """
 
 import json
@@ -24,6 +24,9 @@ from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.errors import InterruptedRunError, OutputError
 
 Array = npt.NDArray[Any]
+
+TOGETHER = "together"
+"""The name under which the stage that trains all layers together is stored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,18 +59,20 @@ class LayerStore:
 
     Args:
         out: the folder that the result will have.
-        fingerprint: what the layers depend on: source, method, data. Layers of another fingerprint are thrown away.
+        fingerprint: what the layers depend on, such as source and method.
         keep: whether the layers stay when an error or a signal ends the work, so that the next run resumes.
 
     Raises:
-        OutputError: another run has locked it.
+        OutputError: another run has locked it, or it holds layers that depend on something else.
     """
 
     def __init__(self, out: Path, fingerprint: Mapping[str, Any], *, keep: bool) -> None:
         real = Path(os.path.realpath(out))
         self.path = real.parent / f".{real.name}.gqa-merging"
         self._out, self._keep = out, keep
-        self._fingerprint = json.dumps(fingerprint, sort_keys=True).encode()
+        self._fingerprint = fingerprint
+        self._state: JsonObject = {}
+        """What a killed run has settled; later this run too."""
         self._lock: int | None = None
 
     def __enter__(self) -> "LayerStore":
@@ -80,15 +85,42 @@ class LayerStore:
         return self
 
     def _prepare(self) -> None:
-        """Remove what is of no use here, and say what the layers depend on."""
+        """Read what a killed run has settled, if it has stored anything."""
         state = self.path / "state.json"
-        is_known = state.is_file() and state.read_bytes() == self._fingerprint
+        if any(self.path.glob("*.safetensors")):
+            self._state = {"fingerprint": {}} | (json.loads(state.read_bytes()) if state.is_file() else {})
         for path in self.path.iterdir():
             if path.is_dir():  # what a killed run had written for itself
                 shutil.rmtree(path, ignore_errors=True)
-            elif path.suffix == ".safetensors" and not is_known:
-                path.unlink()
-        write_whole(state, self._fingerprint)
+        self.check("fingerprint", self._fingerprint)
+
+    def settle(self, name: str, value: Any) -> Any:
+        """What the run that began this work has decided, which whoever resumes it obeys.
+
+        Args:
+            name: of the decision.
+            value: of this run, plain data. It counts where nothing is decided yet.
+        """
+        if name not in self._state:
+            self._state[name] = json.loads(json.dumps(value))
+            write_whole(self.path / "state.json", json.dumps(self._state).encode())
+        return self._state[name]
+
+    def check(self, name: str, wanted: Mapping[str, Any]) -> None:
+        """Settle what stored layers depend on, and refuse to go on with layers that depend on something else.
+
+        Raises:
+            OutputError: they do.
+        """
+        wanted = json.loads(json.dumps(wanted))
+        settled = self.settle(name, wanted)
+        differing = [key for key in {**settled, **wanted} if settled.get(key) != wanted.get(key)]
+        if differing:
+            count = len([*self.path.glob("*.safetensors")])
+            raise OutputError(
+                f"{self.path} keeps {count} merged layers of an interrupted run with another {', '.join(differing)}: "
+                "repeat that run's command to go on with it, delete this folder, or name another OUT"
+            )
 
     def _take_lock(self) -> int | None:
         """A descriptor that holds the lock; None on a file system without locks."""
@@ -142,6 +174,14 @@ class LayerStore:
     def read(self, name: str) -> dict[str, Array]:
         """The stored tensors."""
         found: dict[str, Array] = load_file(self._file(name))
+        return found
+
+    def read_result(self, number: int) -> dict[str, Array]:
+        """The tensors of a layer of a plan as the result has them: those of the last stage where it changed them."""
+        found = self.read(layer_key(number))
+        if self.record(TOGETHER) is not None:
+            with safe_open(self._file(TOGETHER), "np") as stored:
+                found |= {name: stored.get_tensor(name) for name in stored.keys() & found.keys()}
         return found
 
     def files(self, name: str) -> dict[str, Path]:

@@ -20,7 +20,7 @@ from torch import Tensor
 from gqa_convert.conversion.fit.attention_calls import AttentionCall, Batch, CapturedAttention
 from gqa_convert.conversion.fit.model_loading import find_modules, running_device, wrapped_forward
 from gqa_convert.conversion.fit.residual_stream import StreamPlace, find_stream, first_tensor, on_passing
-from gqa_convert.errors import UnsupportedFamilyError
+from gqa_convert.errors import NonFiniteError, UnsupportedFamilyError
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """What a layer or an attention module is called with behind hidden states, by position and by name."""
@@ -274,6 +274,9 @@ class Stream:
             name: of the attention module in the checkpoint.
             weights: those of the attention modules before it in the layer.
             streams: what `advance` returned for the source; by default this stream is the source.
+
+        Raises:
+            NonFiniteError: it gets or yields NaN or Inf.
         """
         walk = self._walk
         self._enter(layer)
@@ -285,6 +288,7 @@ class Stream:
             output = target = seen["output"].reshape(*hidden.shape[:-1], -1)
             if streams is not None:
                 target = output + (streams[number] - seen["stream"]).reshape(output.shape) / walk.places[name].factor
+            check_finite(name, hidden, output, target)
             calls.append(AttentionCall(hidden, args, kwargs, output, target))
         return CapturedAttention(name, walk.module(name), walk.projection, calls)
 
@@ -307,6 +311,18 @@ class Stream:
         """The logits [B, L, vocabulary] of a batch, once all layers are passed."""
         logits: Tensor = self._walk.run(number, self._hidden[number]).logits
         return logits
+
+
+def check_finite(name: str, *tensors: Tensor) -> None:
+    """Refuse what the loaded source yields where it can't be computed with.
+
+    Raises:
+        NonFiniteError: a tensor holds NaN or Inf.
+    """
+    if not all(tensor.isfinite().all() for tensor in tensors):
+        raise NonFiniteError(
+            f"the source yields NaN or Inf at {name} on the calibration text: check that its logits on this text are finite"
+        )
 
 
 def hidden_first(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor, Arguments]:

@@ -1,11 +1,15 @@
 """How much memory and disk a conversion takes: sums over the sizes in headers and config, without importing torch."""
 
+import math
+import re
+from collections import Counter
 from dataclasses import dataclass
 from types import SimpleNamespace
 
+from gqa_convert.checkpoint.byte_sizes import size
 from gqa_convert.checkpoint.devices import available_memory, chosen_device, has_gpu_driver
 from gqa_convert.checkpoint.results import Result
-from gqa_convert.conversion.fit.options import BATCH_TOKENS, CalibrationOptions, steps_together, wanted_tokens
+from gqa_convert.conversion.fit.options import BATCH_TOKENS, CalibrationOptions, mixes, steps_together, wanted_tokens
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.families.config_sizes import HIDDEN_SIZE_KEYS, VOCABULARY_KEYS
 from gqa_convert.families.context_length import stated_count
@@ -34,22 +38,83 @@ class Needs(Result):
     """What a conversion is estimated to need on this machine.
 
     Attributes:
-        work: the method, and the number of tokens where it uses text.
+        work: the method, the number of tokens where it uses text, and the steps of the last stage where it runs.
         layers: layers that are merged.
-        memory_bytes: the largest memory; on a GPU, the GPU's.
+        memory_bytes: with so much free, nothing is left out and nothing waits for the disk; on a GPU, the GPU's.
+        least_memory_bytes: with which the weights lie on the disk, and what needs them all in memory is left out.
+        offloaded_bytes: what they take then, at most, in the folder for temporary files.
         disk_bytes: of the result and of files beside it that are deleted afterwards.
         rewritten_bytes: of those, what the source takes in another form; 0 where it is converted as it is, or rewritten
             while it is read.
         tokens: of calibration text; None without.
+        left_out: what is left out with the memory that is free now, and why.
     """
 
     work: str
     layers: int
     memory_bytes: int
+    least_memory_bytes: int
+    offloaded_bytes: int
     disk_bytes: int
     rewritten_bytes: int
     tokens: int | None
     device: str
+    left_out: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Decisions:
+    """What the free memory decides when a conversion begins. A run that resumes obeys it.
+
+    Attributes:
+        no_own_text: why the source writes no text that is mixed in; empty where it does.
+        no_last_stage: why all layers are not trained together unasked; empty where they are.
+    """
+
+    no_own_text: str = ""
+    no_last_stage: str = ""
+
+    def left_out(self, plan: Plan, options: CalibrationOptions) -> tuple[str, ...]:
+        """What is left out, and why, for users."""
+        found = []
+        if self.no_own_text and mixes(plan, options):
+            found.append(f"text of the source's own among the calibration text, because {self.no_own_text}")
+        if self.no_last_stage and plan.merge_method.trains and options.kl_steps is None and steps_together(options):
+            found.append(f"the last stage, which trains all layers together, because {self.no_last_stage}")
+        return tuple(found)
+
+
+def decide(plan: Plan, options: CalibrationOptions) -> Decisions:
+    """Decide, by the memory that is free now, what is done beside fitting layer by layer.
+
+    Args:
+        plan: of the conversion.
+        options: of its calibration.
+    """
+    if not plan.merge_method.trains:
+        return Decisions()
+    device = device_of(options)
+    free, no_own_text, no_last_stage = free_memory(device), "", ""
+    if (needed := _writing_bytes(plan)) > free:
+        no_own_text = f"it needs {size(needed)} of free memory, and {device} has {size(free)}"
+    if is_slow(plan, device):
+        steps = f"--kl-steps {steps_together(options)}"
+        no_last_stage = f"it takes hours on a CPU above {_MOST_PARAMETERS:,} parameters ({steps} runs it)"
+    elif (needed := _last_stage_free(plan, options)) > free:
+        no_last_stage = f"it needs {size(needed)} of free memory, and {device} has {size(free)}"
+    return Decisions(no_own_text, no_last_stage)
+
+
+def _writing_bytes(plan: Plan) -> int:
+    """Where so much is free, the source writes text: for its weights, in float32, and as much again."""
+    return 2 * 4 * plan.parameters_before
+
+
+def _last_stage_free(plan: Plan, options: CalibrationOptions) -> int:
+    """Where so much is free, the weights are not offloaded, and all layers are trained together beside them."""
+    weights = 4 * plan.parameters_before
+    beside = last_stage_bytes(plan, block_tokens(plan, options))
+    return math.ceil(max(weights / WEIGHTS_SHARE, weights + beside / _STAGE_SHARE))
 
 
 def estimate_needs(plan: Plan, options: CalibrationOptions) -> Needs:
@@ -60,48 +125,76 @@ def estimate_needs(plan: Plan, options: CalibrationOptions) -> Needs:
         options: of its calibration.
     """
     tokens, device, work, rewritten = None, "cpu", plan.merge_method.name, 0
-    memory: float = _NUMPY_BASE
+    memory = least = _NUMPY_BASE
+    offloaded, left_out = 0, tuple[str, ...]()
     disk = plan.disk_bytes
     if plan.merge_method.merges_layers:
         # merged layers lie beside the result until it is written
         disk += sum(tensor.entry.nbytes for tensor in plan.regrouped.values())
         widths = [(layer.heads + layer.kv_heads) * (layer.key_head_dim + layer.value_head_dim) for layer in plan.layers]
         memory += 6 * 8 * max(widths) * hidden_size_of(plan)  # float64 copies of a layer's rows
+        least = memory
         if options.has_data:
-            from gqa_convert.conversion.fit.calibration_text import calibration_length_for
-
             if plan.checkpoint.recipes:
                 rewritten = sum(entry.nbytes for *_, entry in plan.checkpoint.tensors())
             tokens = wanted_tokens(plan, options)
             work += f" on {tokens:,} tokens"
-            if options.device is not None or has_gpu_driver():
-                device = chosen_device(options.device)
-            block = min(tokens, options.sequence_length or calibration_length_for(plan.checkpoint.config))
-            memory = _running_bytes(plan, options, tokens, block, device)
+            device, offloaded = device_of(options), 4 * plan.parameters_before
+            running = _running_bytes(plan, tokens, block_tokens(plan, options), device)
+            least, memory = running + _largest_part_bytes(plan), running + offloaded
+            if mixes(plan, options):
+                memory = max(memory, _writing_bytes(plan))
+            steps = steps_together(options) if plan.merge_method.trains else 0
+            if steps and (options.kl_steps is not None or not is_slow(plan, device)):
+                memory = max(memory, running + _last_stage_free(plan, options))
+                work += f", then up to {steps:,} steps on all layers together"
+                if options.kl_steps is not None:
+                    least, offloaded = memory, 0
+            left_out = decide(plan, options).left_out(plan, options)
     return Needs(
         work=work,
         layers=len(plan.merged_layers),
         memory_bytes=int(memory),
+        least_memory_bytes=int(least),
+        offloaded_bytes=offloaded,
         disk_bytes=disk + rewritten,
         rewritten_bytes=rewritten,
         tokens=tokens,
         device=device,
+        left_out=left_out,
     )
 
 
-def _running_bytes(plan: Plan, options: CalibrationOptions, tokens: int, block: int, device: str) -> float:
-    """What it takes on a device to run source and student on some tokens, in blocks, and to fit them."""
+def _running_bytes(plan: Plan, tokens: int, block: int, device: str) -> int:
+    """What it takes on a device, beside the weights, to run source and student on some tokens, in blocks, and to fit one
+    layer after the other.
+    """
     hidden_size, layer = hidden_size_of(plan), plan.layers[0]
     outputs = layer.heads * layer.value_head_dim
     forward = 4 * min(tokens, max(BATCH_TOKENS, block)) * (12 * outputs + 8 * hidden_size)
     work = forward + 6 * 8 * (hidden_size + outputs) * hidden_size
-    weights = 4 * plan.parameters_before
-    is_possible = options.kl_steps is not None or trains_together(plan, block, device, weights)
-    if plan.merge_method.trains and steps_together(options) and is_possible:
-        work = max(work, last_stage_bytes(plan, block))
-    base = _TORCH_BASE if device == "cpu" else 0
-    in_memory = min(weights + plan.checkpoint.weight_bytes, WEIGHTS_SHARE * free_memory(device))
-    return base + in_memory + work + _KEPT_BYTES * tokens * hidden_size
+    return (_TORCH_BASE if device == "cpu" else 0) + work + _KEPT_BYTES * tokens * hidden_size
+
+
+def _largest_part_bytes(plan: Plan) -> int:
+    """The weights that are in memory together where all others lie on the disk: those of a layer, or a large tensor."""
+    sizes: Counter[str] = Counter()
+    for _, name, entry in plan.checkpoint.tensors():
+        layer = re.match(r".*?\.\d+\.", name)
+        sizes[layer[0] if layer else name] += 4 * entry.elements
+    return max(sizes.values())
+
+
+def device_of(options: CalibrationOptions) -> str:
+    """Where models run, found without importing torch on a machine without a GPU."""
+    return chosen_device(options.device) if options.device is not None or has_gpu_driver() else "cpu"
+
+
+def block_tokens(plan: Plan, options: CalibrationOptions) -> int:
+    """The tokens of the longest block of calibration text, at most."""
+    from gqa_convert.conversion.fit.calibration_text import calibration_length_for
+
+    return min(wanted_tokens(plan, options), options.sequence_length or calibration_length_for(plan.checkpoint.config))
 
 
 def free_memory(device: str) -> int:
@@ -113,17 +206,9 @@ def free_memory(device: str) -> int:
     return available_memory(torch.device(device)) or _UNKNOWN
 
 
-def trains_together(plan: Plan, tokens: int, device: str, weights: int = 0) -> bool:
-    """Whether there is memory for the stage that trains all layers together and, on a CPU, time.
-
-    Args:
-        plan: of the conversion.
-        tokens: of the longest sequence.
-        device: such as `cpu` or `cuda:1`.
-        weights: bytes of the source's weights, where they are not on the device yet.
-    """
-    is_quick = device != "cpu" or plan.parameters_before <= _MOST_PARAMETERS
-    return is_quick and last_stage_bytes(plan, tokens) < _STAGE_SHARE * (free_memory(device) - weights)
+def is_slow(plan: Plan, device: str) -> bool:
+    """Whether training all layers together takes more time than anyone wants to wait unasked."""
+    return device == "cpu" and plan.parameters_before > _MOST_PARAMETERS
 
 
 def last_stage_bytes(plan: Plan, tokens: int) -> int:

@@ -20,12 +20,13 @@ import numpy.typing as npt
 from gqa_convert.data.made_up_records import made_up_records
 from gqa_convert.data.sources import STDLIB
 from gqa_convert.data.stdlib_text import source_files
-from gqa_convert.data.text_generation import BATCH, OwnText
+from gqa_convert.data.text_generation import OwnText
 
 OWN_SHARE = 0.10
 """Of all blocks, half of them conversations where the source writes any."""
 CODE_SHARE = 0.08
 RECORDS_SHARE = 0.07
+MOST = OWN_SHARE + CODE_SHARE + RECORDS_SHARE
 _CHARACTERS = 2.4
 """Of a record per token: the longest document fills a block."""
 _PARAGRAPH = range(100, 500)
@@ -65,19 +66,19 @@ class MadeUpRecords:
 
 @dataclass(frozen=True, slots=True)
 class SharedText:
-    """A text, and its share of the blocks."""
+    """A text that is mixed in, and its share of the blocks."""
 
     source: Any
     """As `calibration_batches` takes it, or `MadeUpRecords`."""
     share: float
-    mixed_in: str = ""
-    """What it is, in words, where it is not the user's."""
+    mixed_in: str
+    """What it is, in words."""
 
 
 def mixed(
     texts: Sequence[Any], seed: int, documents: OwnText | None = None, conversations: OwnText | None = None
 ) -> list[SharedText]:
-    """The user's texts, which share equally what the others leave, with what is mixed in.
+    """What is mixed into the user's texts.
 
     Args:
         texts: the user's.
@@ -92,8 +93,7 @@ def mixed(
         added.append(SharedText(STDLIB, CODE_SHARE, "Python sources"))
     filler = []
     if documents is not None:  # its first ones, which are the same however many it writes
-        paragraphs = [paragraph for text in documents.texts()[:BATCH] for paragraph in text.split("\n\n")]
+        paragraphs = [paragraph for text in documents.first_texts() for paragraph in text.split("\n\n")]
         filler = [paragraph for paragraph in paragraphs if len(paragraph) in _PARAGRAPH]
     added.append(SharedText(MadeUpRecords(seed, filler), RECORDS_SHARE, "made-up records"))
-    left = 1 - sum(each.share for each in added)
-    return [*(SharedText(text, left / len(texts)) for text in texts), *added]
+    return added

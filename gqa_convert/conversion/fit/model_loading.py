@@ -5,13 +5,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import gettempdir
 from typing import Any
 
 import torch
 from transformers.modeling_outputs import BaseModelOutput
 
 from gqa_convert.checkpoint.devices import multiplies_bfloat16
+from gqa_convert.checkpoint.publication import staged_folder
 from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.conversion.fit.memory import WEIGHTS_SHARE, free_memory
 from gqa_convert.conversion.plan import Plan
@@ -19,7 +20,7 @@ from gqa_convert.errors import ConfigError
 from gqa_convert.families.composite import is_composite
 from gqa_convert.families.config_sizes import HIDDEN_SIZE_KEYS
 from gqa_convert.families.context_length import stated_count
-from gqa_convert.families.loading import check_complete, load_model
+from gqa_convert.families.loading import check_complete, explained, load_model
 from gqa_convert.families.table import family_of
 
 _HEAD = "calibration compares its predictions; merge its heads without text"
@@ -42,22 +43,23 @@ def open_model(folder: Path, *, device: str = "cpu") -> Any:
         CorruptCheckpointError: parameters are missing in the folder.
         NoLanguageModelError: the language-model head is missing, and the folder does not claim to have one.
         GQAConvertError: see `open_checkpoint`.
-        Exception: any error of transformers.
+        CorruptCheckpointError: transformers can't load it.
     """
     place = torch.device(device)
     limit = int(WEIGHTS_SHARE * free_memory(device))
     needed = sum(entry.elements for _, _, entry in open_checkpoint(folder).tensors()) * torch.float32.itemsize
-    if needed <= limit:
-        model, missing = load_model(folder, torch.float32)
-        model.to(place)
-    else:
-        memory: dict[str | int, int] = {"cpu": int(WEIGHTS_SHARE * free_memory("cpu"))}
-        memory[(place.index or 0) if place.type == "cuda" else "cpu"] = limit
-        scratch = TemporaryDirectory(prefix="gqa-offload-", ignore_cleanup_errors=True)
-        model, missing = load_model(
-            folder, torch.float32, device_map="auto", max_memory=memory, offload_folder=scratch.name
-        )
-        weakref.finalize(model, scratch.cleanup)
+    with explained(str(folder)), ExitStack() as stack:
+        if needed <= limit:
+            model, missing = load_model(folder, torch.float32)
+            model.to(place)
+        else:
+            memory: dict[str | int, int] = {"cpu": int(WEIGHTS_SHARE * free_memory("cpu"))}
+            memory[(place.index or 0) if place.type == "cuda" else "cpu"] = limit
+            scratch = stack.enter_context(staged_folder(Path(gettempdir()) / "offloaded"))
+            model, missing = load_model(
+                folder, torch.float32, device_map="auto", max_memory=memory, offload_folder=scratch.path
+            )
+            weakref.finalize(model, stack.pop_all().close)
     check_complete(str(folder), folder, missing, _HEAD)
     model.register_forward_pre_hook(_take_encoder_outputs, with_kwargs=True)
     return model.requires_grad_(False)

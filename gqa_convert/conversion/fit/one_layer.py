@@ -34,18 +34,11 @@ LOW_FREQUENCY_TOKENS = 4096
 """How many tokens, at most, decide which rotary pairs of a layer count as low-frequency: 8,192 decided equally, 2,048 not."""
 _EXACT = 1e-5
 """The error below which training would only add noise."""
-_HELD_OUT = 8
-"""One batch in this many decides between candidates, and nothing is trained on it."""
+VALIDATED = 8
+"""One token in this many decides between candidates, and nothing is trained on it."""
 
 Weights = dict[str, Tensor]
 """The projections' weights and biases of a merged layer, in float32."""
-
-
-def validation_batches(count: int) -> range:
-    """The numbers of the batches, of `count`, that decide between candidates: the last ones, or a single one that is
-    fitted to as well.
-    """
-    return range(count - max(1, count // _HELD_OUT), count)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,12 +50,14 @@ class FitOptions:
             gradient stage.
         steps: of the gradient stage.
         seed: of the order of batches in the gradient stage.
+        validation: how many of the last calls decide between candidates; with 0, all do, and are fitted to as well.
         precision: of the products with activations.
     """
 
     method: MergeMethod
     steps: int
     seed: int
+    validation: int
     precision: Precision = nullcontext
 
 
@@ -92,12 +87,16 @@ class OneLayer:
         self._attention, self._layer, self._groups, self._options, self._tell = attention, layer, groups, options, tell
         self._layout = layer.layout
         self._tensors = {name: array.astype(np.float32) for name, array in layer.tensors.items()}
-        first = validation_batches(len(attention.calls)).start
-        self._validation = attention.calls[first:]
-        self._fitted = attention.calls[:first] or self._validation
+        first = len(attention.calls) - options.validation
+        self._fitted = attention.calls[:first]
+        self._validation = attention.calls[first:] or self._fitted
 
     def fit(self) -> tuple[Tensors, LayerRecord]:
-        """The tensors of the merged layer in the source's types, and its record."""
+        """The tensors of the merged layer, as they are published, and its record.
+
+        Raises:
+            NonFiniteError: a number is too large for its type.
+        """
         limits, groups = self._layer.limits, self._groups
         self._tell("statistics")
         moments = moments_of(self._attention.calls)
@@ -115,9 +114,9 @@ class OneLayer:
         if self._options.method.trains:
             weights = self._refitted(self._trained(weights))
         found |= {name: tensor.cpu().numpy() for name, tensor in self._module.joined(weights).items()}
-        tensors = {name: array.astype(self._layer.tensors[name].dtype) for name, array in found.items()}
         name = self._attention.name
         error_vs_mean = (self._error(weights) / error_of_mean) ** 2 if error_of_mean else 0.0
+        tensors = self._layout.in_result_types(found)
         return tensors, LayerRecord(name, {f"{name}.output": self._error(weights, 1)}, order.tolist(), error_vs_mean)
 
     def _install(self, merged: Heads) -> Tensors:

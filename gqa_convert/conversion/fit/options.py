@@ -7,7 +7,7 @@ from typing import Any
 from gqa_convert.checkpoint.devices import chosen_device
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.errors import OptionError
-from gqa_convert.families.loading import check_language_model, hears
+from gqa_convert.families.loading import check_language_model, hears, is_encoder_decoder
 from gqa_convert.merging.methods import CHOICES, DEFAULT, METHODS, names
 
 STEPS = 100
@@ -58,6 +58,11 @@ def steps_per_layer(options: CalibrationOptions) -> int:
 def steps_together(options: CalibrationOptions) -> int:
     """The steps of the stage that trains all layers together, where it runs."""
     return _TIMES * steps_per_layer(options) if options.kl_steps is None else options.kl_steps
+
+
+def mixes(plan: Plan, options: CalibrationOptions) -> bool:
+    """Whether other kinds of text are mixed into the user's."""
+    return options.mix and plan.merge_method.trains and not is_encoder_decoder(plan.checkpoint.config)
 
 
 def wanted_tokens(plan: Plan, options: CalibrationOptions) -> int:

@@ -1,8 +1,9 @@
 """Merges the layers of a plan, for methods that work on whole layers, so that the writer finds them ready."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,18 +13,20 @@ from gqa_convert.checkpoint.provenance import CalibrationRecord, Divergence
 from gqa_convert.checkpoint.resource_errors import is_disk_full, is_out_of_memory
 from gqa_convert.conversion.fit.batches import prepare_calibration
 from gqa_convert.conversion.fit.from_weights import merge_layers
-from gqa_convert.conversion.fit.layer_store import LayerStore, layer_key
-from gqa_convert.conversion.fit.memory import trains_together
+from gqa_convert.conversion.fit.layer_store import TOGETHER, LayerStore, layer_key
+from gqa_convert.conversion.fit.memory import Decisions, decide
 from gqa_convert.conversion.fit.options import CalibrationOptions, steps_per_layer, steps_together
 from gqa_convert.conversion.fit.progress import ALL_TOGETHER, MERGING_LAYERS, FitProgress, OnProgress
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.errors import DeviceMemoryError, NoSpaceError, OptionError
 
 if TYPE_CHECKING:
+    from gqa_convert.conversion.fit.attention_calls import Batch
     from gqa_convert.conversion.fit.calibration_text import Calibration
+    from gqa_convert.conversion.fit.one_layer import FitOptions
 
-_TOGETHER = "together"
-"""The name under which the last stage is stored."""
+_RESULT = "result"
+"""The name under which what fitting came to is stored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,27 +78,13 @@ def prepare_layers(
         "modules": [layer.module for layer in plan.layers],
     }
     record, device = None, "cpu"
+    store = stack.enter_context(LayerStore(out, fingerprint, keep=options.has_data))
     if not options.has_data:
-        store = stack.enter_context(LayerStore(out, fingerprint, keep=False))
         merge_layers(plan, store, on_progress)
     else:
-        on_progress(FitProgress(MERGING_LAYERS, 0, count, "reading the text"))
-        with _explained_errors(out.parent):
-            calibration = prepare_calibration(
-                plan, options, lambda label, done, total: on_progress(FitProgress(label, done, total))
-            )
-        record = CalibrationRecord(
-            text=calibration.description,
-            tokens=calibration.tokens,
-            sequence_length=calibration.sequence_length,
-            seed=options.seed,
-            steps=steps_per_layer(options) if plan.merge_method.trains else 0,
-            digest=calibration.digest,
-        )
-        store = stack.enter_context(LayerStore(out, fingerprint | record.inputs(), keep=True))
         device = chosen_device(options.device)
-        kl_steps, kl = fit_checkpoint(plan, store, calibration, options, on_progress)
-        record = replace(record, kl_steps=kl_steps, kl=kl)
+        with _explained_errors(out.parent):
+            record = _merge_on_data(plan, store, options, on_progress)
     files: dict[str, Path] = {}
     errors: dict[str, float] = {}
     head_order = {}
@@ -106,15 +95,77 @@ def prepare_layers(
         errors |= layer.errors
         if layer.head_order != sorted(layer.head_order):
             head_order[layer.module] = layer.head_order
-    if store.record(_TOGETHER) is not None:
-        files |= store.files(_TOGETHER)
+    if store.record(TOGETHER) is not None:
+        files |= store.files(TOGETHER)
     return PreparedLayers(files, errors, record, head_order, device)
 
 
+def _merge_on_data(
+    plan: Plan, store: LayerStore, options: CalibrationOptions, on_progress: OnProgress
+) -> CalibrationRecord:
+    """Merge the layers on calibration data, by what the run that began the work has decided; returns its record.
+
+    Raises:
+        OutputError: the store holds layers of other data.
+        GQAConvertError: as `prepare_calibration` and `fit_checkpoint`.
+    """
+    tell = partial(FitProgress, MERGING_LAYERS, 0, len(plan.merged_layers))
+    decisions = Decisions(**store.settle("decisions", asdict(decide(plan, options))))
+    left_out = list(decisions.left_out(plan, options))
+    for sentence in left_out:
+        on_progress(tell(note=f"left out: {sentence}"))
+    on_progress(tell("reading the text"))
+    calibration = prepare_calibration(
+        plan, options, lambda label, done, total: on_progress(FitProgress(label, done, total)), decisions
+    )
+    record = CalibrationRecord(
+        text=calibration.description,
+        tokens=calibration.tokens,
+        sequence_length=calibration.sequence_length,
+        seed=options.seed,
+        steps=steps_per_layer(options) if plan.merge_method.trains else 0,
+        digest=calibration.digest,
+    )
+    store.check("text", record.inputs())
+    notes = [f"left out: {sentence}" for sentence in calibration.left_out]
+    if calibration.mixed_in:
+        notes.append(
+            f"mixed into the calibration text, so that other kinds of text are kept too: {calibration.mixed_in} "
+            "(--no-mix leaves them out)"
+        )
+    for note in (*notes, calibration.warning):
+        if note is not None:
+            on_progress(tell(note=note))
+    fitted = fit_checkpoint(plan, store, calibration, options, on_progress, together=not decisions.no_last_stage)
+    left_out += [*calibration.left_out, *fitted.left_out]
+    return replace(record, kl_steps=fitted.kl_steps, kl=fitted.kl, left_out=tuple(left_out))
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """What fitting came to.
+
+    Attributes:
+        kl_steps: of the last stage, 0 where it was left out or there was too little to gain.
+        kl: the divergence before and after it; None where no text is left to measure it on.
+        left_out: what was left out on the way, and why.
+    """
+
+    kl_steps: int
+    kl: Divergence | None
+    left_out: tuple[str, ...] = ()
+
+
 def fit_checkpoint(
-    plan: Plan, store: LayerStore, calibration: "Calibration", options: CalibrationOptions, on_progress: OnProgress
-) -> tuple[int, Divergence]:
-    """Load the source, fit every layer, then train all layers together where that is possible.
+    plan: Plan,
+    store: LayerStore,
+    calibration: "Calibration",
+    options: CalibrationOptions,
+    on_progress: OnProgress,
+    *,
+    together: bool,
+) -> Fitted:
+    """Load the source, fit every layer, then train all layers together where that is possible, and measure the result.
 
     Args:
         plan: of the conversion, of a method that takes calibration data.
@@ -122,80 +173,123 @@ def fit_checkpoint(
         calibration: the batches. Without held-out ones the last stage is left out.
         options: of calibration.
         on_progress: called as the work goes on.
-
-    Returns:
-        The steps of the last stage, 0 where it was left out or the divergence was too small to be worth its time; and the
-        divergence before and after it.
+        together: whether all layers are trained together unasked.
 
     Raises:
         NoSpaceError: the disk cannot hold the merged layers.
         DeviceMemoryError: the memory is too small.
         OptionError: `kl_steps` is given, and all layers cannot be trained together.
-        NonFiniteError: a tensor of the source holds NaN or Inf.
+        NonFiniteError: a tensor of the source holds NaN or Inf, or the source yields it on the data.
         UnsupportedFamilyError: the loaded modules' parameters are not the checkpoint's tensors.
     """
+    from gqa_convert.conversion.fit.attention_calls import hold_out, tokens_of
     from gqa_convert.conversion.fit.calibration_text import digest_of
-    from gqa_convert.conversion.fit.distillation import WORTHWHILE, Student, train_together
-    from gqa_convert.conversion.fit.layer_fitting import fit_layers
+    from gqa_convert.conversion.fit.layer_fitting import fit_layers, measure_divergence
     from gqa_convert.conversion.fit.model_loading import open_model, precision_of, running_device
-    from gqa_convert.conversion.fit.one_layer import FitOptions
+    from gqa_convert.conversion.fit.one_layer import VALIDATED, FitOptions
 
-    count = len(plan.merged_layers)
-    request = {"kl_steps": options.kl_steps, "data": digest_of([], [*calibration.fresh, *calibration.held_out])}
-    finished = store.record(_TOGETHER)
+    count, held_out = len(plan.merged_layers), calibration.held_out
+    request = {"kl_steps": options.kl_steps, "data": digest_of([], [*calibration.fresh, *held_out])}
+    finished = store.record(_RESULT)
     is_whole = all(store.layer(number) is not None for number in range(count))
     if finished is not None and is_whole and finished["request"] == request:
-        return finished["kl_steps"], Divergence(**finished["kl"])
-    store.discard(_TOGETHER)
-    with _explained_errors(store.path.parent):
-        on_progress(FitProgress(MERGING_LAYERS, 0, count, "loading the source"))
-        model = open_model(plan.checkpoint.local_folder, device=chosen_device(options.device))
-        steps = _last_stage_steps(plan, model, calibration, options)
-        for note in (calibration.note, calibration.warning):
-            if note is not None:
-                on_progress(FitProgress(MERGING_LAYERS, 0, count, note=note))
-        fitting = FitOptions(
-            method=plan.merge_method,
-            steps=steps_per_layer(options),
-            seed=plan.seed,
-            precision=precision_of(plan, running_device(model)),
-        )
-        divergence = fit_layers(plan, store, model, calibration.batches, fitting, on_progress)
-        if not steps:
-            return 0, Divergence(divergence, divergence)
-        student = Student(plan, store, model, fitting.precision)
-        learned = [*calibration.fresh, *calibration.batches]
-        least = WORTHWHILE if options.kl_steps is None else 0.0
-        trained, kl = train_together(student, learned, calibration.held_out, steps, plan.seed, least, on_progress)
-        if kl.before < least:
+        kl = Divergence(**finished["kl"]) if finished["kl"] else None
+        return Fitted(finished["kl_steps"], kl, tuple(finished["left_out"]))
+    store.discard(_RESULT)
+    store.discard(TOGETHER)
+    on_progress(FitProgress(MERGING_LAYERS, 0, count, "loading the source"))
+    model = open_model(plan.checkpoint.local_folder, device=chosen_device(options.device))
+    left_out: list[str] = []
+    steps = 0
+    if plan.merge_method.trains and (together or options.kl_steps is not None):
+        steps = steps_together(options)
+        steps = _possible_steps(steps, model, calibration, left_out, is_asked=options.kl_steps is not None)
+    learned, validation = hold_out(calibration.batches, VALIDATED)
+    fitting = FitOptions(
+        method=plan.merge_method,
+        steps=steps_per_layer(options),
+        seed=plan.seed,
+        validation=len(validation),
+        precision=precision_of(plan, running_device(model)),
+    )
+    fit_layers(plan, store, model, [*learned, *validation], fitting, on_progress)
+    kl = None
+    if held_out:
+        on_progress(FitProgress(MERGING_LAYERS, count, count, "measuring the result"))
+        tokens = sum(tokens_of(batch).numel() for batch in held_out)
+        divergence = measure_divergence(plan, store, model, held_out)
+        kl = Divergence(divergence, divergence, f"{tokens:,} held-out tokens of {calibration.label}")
+    else:
+        left_out.append("the divergence from the source, because the layers use all of the text: name more")
+    if steps:
+        texts = [*calibration.fresh, *learned], validation or learned
+        try:
+            steps = _train_together(plan, store, model, fitting, texts, steps, options, on_progress)
+        except (MemoryError, RuntimeError) as problem:
+            if options.kl_steps is not None or not is_out_of_memory(problem):
+                raise
             steps = 0
-        record = {"request": request, "kl_steps": steps, "kl": asdict(kl)}
-        store.write(_TOGETHER, {} if trained is None else student.tensors(trained), record)
-        on_progress(FitProgress(ALL_TOGETHER, steps, steps, kl=kl))
-        return steps, kl
+            left_out.append("the last stage, which trains all layers together, because it ran out of memory")
+        if kl is not None and store.record(TOGETHER) is not None:
+            kl = replace(kl, after=measure_divergence(plan, store, model, held_out))
+    for sentence in left_out:
+        on_progress(FitProgress(MERGING_LAYERS, count, count, note=f"left out: {sentence}"))
+    on_progress(FitProgress(ALL_TOGETHER, steps, steps, kl=kl))
+    record = {"request": request, "kl_steps": steps, "kl": kl and asdict(kl), "left_out": left_out}
+    store.write(_RESULT, {}, record)
+    return Fitted(steps, kl, tuple(left_out))
 
 
-def _last_stage_steps(plan: Plan, model: Any, calibration: "Calibration", options: CalibrationOptions) -> int:
-    """How many steps train all layers together; 0 to leave the stage out.
+def _possible_steps(steps: int, model: Any, calibration: "Calibration", left_out: list[str], *, is_asked: bool) -> int:
+    """The steps that train all layers together; 0, and a reason more in `left_out`, where the text is too short.
 
     Raises:
-        OptionError: `kl_steps` is given, and the stage is impossible.
+        OptionError: the user has asked for a stage that is impossible.
+        DeviceMemoryError: it was decided when more memory was free.
     """
-    from gqa_convert.conversion.fit.model_loading import running_device
-
-    steps, is_asked = steps_together(options), options.kl_steps is not None
-    if not plan.merge_method.trains or not steps:
+    if not steps:
         return 0
-    problem = None
     if any(parameter.is_meta for parameter in model.parameters()):  # offloaded
-        problem = "the model in memory, and this one does not fit: leave the option out"
-    elif not calibration.held_out:
-        problem = "held-out text, and the layers use all of the text: lower --calibration-tokens, or name more text"
-    if problem and is_asked:
-        raise OptionError(f"--kl-steps {steps} trains all layers together, which needs {problem}")
-    if problem or not (is_asked or trains_together(plan, calibration.sequence_length, str(running_device(model)))):
-        return 0
-    return steps
+        if is_asked:
+            raise OptionError(
+                f"--kl-steps {steps} trains all layers together, which needs the model in memory, and this one does not fit: leave the option out"
+            )
+        raise DeviceMemoryError(
+            "this run began with memory for a last stage that trains all layers together, and now the model does not fit: "
+            "free memory, or leave the stage out with --kl-steps 0, and run the same command again, which resumes"
+        )
+    if calibration.held_out:
+        return steps
+    problem = "the layers use all of the text: lower --calibration-tokens, or name more text"
+    if is_asked:
+        raise OptionError(f"--kl-steps {steps} trains all layers together, which needs text of its own, and {problem}")
+    left_out.append(f"the last stage, which trains all layers together, because {problem}")
+    return 0
+
+
+def _train_together(
+    plan: Plan,
+    store: LayerStore,
+    model: Any,
+    fitting: "FitOptions",
+    texts: tuple[Sequence["Batch"], Sequence["Batch"]],
+    steps: int,
+    options: CalibrationOptions,
+    on_progress: OnProgress,
+) -> int:
+    """Train all layers together on the first text, as far as the second confirms it, and store them where that helped.
+
+    Returns:
+        The steps that were taken: 0 where there was too little to gain unasked.
+    """
+    from gqa_convert.conversion.fit.distillation import WORTHWHILE, Student, train_together
+
+    student = Student(plan, store, model, fitting.precision)
+    least = WORTHWHILE if options.kl_steps is None else 0.0
+    taken, trained = train_together(student, *texts, steps, plan.seed, least, on_progress)
+    if trained is not None:
+        store.write(TOGETHER, student.tensors(trained), {})
+    return taken
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from gqa_convert._version import __version__
 from gqa_convert.checkpoint.fingerprint import fingerprint
 from gqa_convert.checkpoint.headers import ITEM_BYTES
 from gqa_convert.checkpoint.paths import local_path
-from gqa_convert.checkpoint.publication import check_destination
+from gqa_convert.checkpoint.publication import check_destination, staged_folder
 from gqa_convert.checkpoint.source import Checkpoint, open_local
 from gqa_convert.conversion.fit.attention_calls import Batch
 from gqa_convert.conversion.fit.batches import prepare_calibration
@@ -141,10 +141,13 @@ def _fits_store(plan: Plan, out: str | Path | None, digest: str, text: Calibrati
     """Where short fits are kept: beside the result, or in a temporary folder if there is no result."""
     source = fingerprint(plan.checkpoint.local_folder)
     depends_on = {"version": __version__, "source": source, "text": digest, "fit": [steps_per_layer(text), text.seed]}
-    with tempfile.TemporaryDirectory(prefix="gqa-budget-") as folder:
-        beside = folder if out is None else local_path(out)
-        with LayerStore(Path(f"{beside}.short-fits"), depends_on, keep=out is not None) as store:
-            yield store
+    with ExitStack() as stack:
+        if out is None:  # the next run removes what a killed one leaves
+            scratch = stack.enter_context(staged_folder(Path(tempfile.gettempdir()) / "short-fits"))
+            folder = scratch.path / "short-fits"
+        else:
+            folder = Path(f"{local_path(out)}.short-fits")
+        yield stack.enter_context(LayerStore(folder, depends_on, keep=out is not None))
 
 
 def made_up_batches(plan: Plan, held_out: Batches, seed: int) -> list[Batch]:

@@ -13,9 +13,8 @@ from gqa_convert.conversion.fit.merged_attention import MergedAttention
 from gqa_convert.conversion.fit.one_layer import FitOptions, OneLayer
 from gqa_convert.conversion.fit.source_layers import SourceLayer
 from gqa_convert.conversion.fit.statistics import moments_of
-from gqa_convert.errors import NonFiniteError
 from gqa_convert.merging.attention_heads import Tensors
-from gqa_convert.merging.merge_layer import Moments, merge_layer
+from gqa_convert.merging.merge_layer import merge_layer
 
 SHORT_STEPS = 20
 """Gradient steps of a short fit."""
@@ -27,14 +26,13 @@ Merging = Callable[[SourceLayer, CapturedAttention, Sequence[int]], Installation
 """Merges a layer of the source into each number of K/V heads, one in memory at a time.
 
 It is called with the layer, its module in the source with its calls on the text, and the numbers; it yields each number, and
-a context in which the source's module computes what the merged layer does. It raises NonFiniteError where the source yields
-NaN or Inf.
+a context in which the source's module computes what the merged layer does.
 """
 
 
 def merge_by_closed_form(layer: SourceLayer, attention: CapturedAttention, candidates: Sequence[int]) -> Installations:
     """Merge as method `factor` does; see `Merging`."""
-    moments = _finite_moments(attention)
+    moments = moments_of(attention.calls)
     heads = layer.layout.split_heads(layer.tensors)
     wide = {name: array.astype(np.float32) for name, array in layer.tensors.items()}
     for groups in candidates:
@@ -60,7 +58,6 @@ class ShortFits:
             key = f"layer-{layer.layout.layer.number:05d}-{groups}"
             if self.store.record(key) is None:
                 first = replace(attention, calls=attention.calls[:_BATCHES])
-                _finite_moments(first)
                 tensors, record = OneLayer(first, layer, groups, self.options).fit()
                 self.store.write(key, tensors, asdict(record))
             yield groups, _installing(layer, attention, self.store.read(key), groups)
@@ -69,13 +66,3 @@ class ShortFits:
 def _installing(layer: SourceLayer, attention: CapturedAttention, tensors: Tensors, groups: int) -> Installing:
     module = MergedAttention(layer.layout, tensors, groups, attention.module)
     return partial(module.installed, module.tensors)
-
-
-def _finite_moments(attention: CapturedAttention) -> Moments:
-    moments = moments_of(attention.calls)
-    for moment in (moments.queries, moments.keys):
-        if moment is not None and not np.isfinite(moment).all():
-            raise NonFiniteError(
-                f"the source yields NaN or Inf at {attention.name} on the calibration text: check that its logits on this text are finite"
-            )
-    return moments

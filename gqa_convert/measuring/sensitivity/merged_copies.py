@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from gqa_convert.checkpoint.devices import chosen_device
-from gqa_convert.conversion.fit.attention_calls import Batch
+from gqa_convert.conversion.fit.attention_calls import Batch, hold_out
 from gqa_convert.conversion.fit.layer_store import LayerStore
 from gqa_convert.conversion.fit.layer_walk import Installing, LayerWalk
 from gqa_convert.conversion.fit.merged_attention import check_holds
 from gqa_convert.conversion.fit.model_loading import Precision, open_model, precision_of, running_device
-from gqa_convert.conversion.fit.one_layer import FitOptions
+from gqa_convert.conversion.fit.one_layer import VALIDATED, FitOptions
 from gqa_convert.conversion.fit.options import CalibrationOptions, steps_per_layer
 from gqa_convert.conversion.fit.source_layers import ReadLayer, open_layers
 from gqa_convert.conversion.plan import Plan
@@ -37,7 +37,7 @@ Copy = Mapping[str, int]
 MOST_COPIES = 64
 """Maximum number of copies whose activations are in memory together."""
 _HELD_OUT = 5
-"""One in this many blocks of text is held out."""
+"""One in this many tokens of text is held out."""
 
 
 @dataclass(frozen=True)
@@ -76,29 +76,6 @@ class Score:
     kl: Mean
 
 
-def split(batches: Batches) -> tuple[list[Batch], list[Batch]]:
-    """Calibration text to merge on, and a fifth of its blocks, at least one, to measure on.
-
-    Raises:
-        DataError: there is only one block.
-    """
-    blocks = sum(len(tokens_of(batch)) for batch in batches)
-    if blocks < 2:
-        raise DataError(
-            "the calibration text has one block and none left to hold out for the loss: name more text or more --calibration-tokens"
-        )
-    left = blocks - max(1, blocks // _HELD_OUT)
-    text: list[Batch] = []
-    held_out: list[Batch] = []
-    for batch in batches:
-        for part, rows in ((text, slice(left)), (held_out, slice(left, None))):
-            taken = {name: tensor[rows] for name, tensor in batch.items()}
-            if len(tokens_of(taken)):
-                part.append(taken)
-        left = max(0, left - len(tokens_of(batch)))
-    return text, held_out
-
-
 @contextmanager
 def open_inputs(
     plan: Plan, batches: Batches, text: CalibrationOptions, store: LayerStore | None = None
@@ -114,14 +91,26 @@ def open_inputs(
     Raises:
         DataError: there is only one block of text.
     """
-    before, held_out = split(batches)
+    before, held_out = hold_out(batches, _HELD_OUT)
+    if not held_out:
+        raise DataError(
+            "the calibration text has one block and none left to hold out for the loss: name more text or more --calibration-tokens"
+        )
     model = open_model(plan.checkpoint.local_folder, device=chosen_device(text.device))
     merge: Merging = merge_by_closed_form
     precision: Precision = nullcontext
     if store is not None:
         precision = precision_of(plan, running_device(model))
         steps = min(steps_per_layer(text), SHORT_STEPS)
-        options = FitOptions(method=CALIBRATED_DEFAULT, steps=steps, seed=text.seed, precision=precision)
+        learned, validation = hold_out(before, VALIDATED)
+        before = [*learned, *validation]
+        options = FitOptions(
+            method=CALIBRATED_DEFAULT,
+            steps=steps,
+            seed=text.seed,
+            validation=min(1, len(validation)),
+            precision=precision,
+        )
         merge = ShortFits(store, options).merge
     with open_layers(plan) as read_layer:
         yield SensitivityInputs(plan, model, read_layer, before, held_out, merge, precision)
