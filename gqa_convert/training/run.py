@@ -14,11 +14,11 @@ from gqa_convert.data.token_files import OnTokenize
 from gqa_convert.errors import DivergedError, ResumeError, StoppedError
 from gqa_convert.training import sharding
 from gqa_convert.training.checkpoints import Checkpoints, Progress, set_state, state_of, whole_model
-from gqa_convert.training.distributed import Say, check_agreement, gathered, join, together
+from gqa_convert.training.distributed import Say, by_first, check_agreement, join, together
 from gqa_convert.training.export import export_model
 from gqa_convert.training.lora import check_lora, merged_model
 from gqa_convert.training.metrics import OnStep, RunLog, RunSummary, check_trackers, read_metrics, recovery
-from gqa_convert.training.models import load_frozen, load_student, place_student, remove_output
+from gqa_convert.training.models import load_frozen, load_student, place, remove_output
 from gqa_convert.training.opening import Opened, open_recipe
 from gqa_convert.training.optimizers import build_optimizer, learning_rate
 from gqa_convert.training.recipe import Recipe, make_recipe
@@ -54,12 +54,8 @@ def start_run(
         libraries = dict(machine().versions)
         del libraries["python"]
         check_agreement(recipe.resolved() | libraries | {"whether to shard": run.sharded})
-        found = None
-        with together():
-            if run.main:
-                found = run.find_resume_point()
         # the others may see the folder as it was a while ago
-        finished, run.progress = gathered(found)[0]
+        finished, run.progress = by_first(run.find_resume_point)
         with together():
             run.checkpoints.check_seen(run.progress)
         if finished is not None:
@@ -181,16 +177,16 @@ class Run:
         with together():
             recipe, steps = self._schedule()
         torch.manual_seed(recipe.seed)
+        source, *teachers = [each.local_folder for each in opened.models]
         with together():
-            model = load_student(recipe, opened.student.local_folder, sharded=self.sharded)
-        student = place_student(model, self.accelerator, sharded=self.sharded, bf16=recipe.precision == "bf16")
+            model = load_student(recipe, source, sharded=self.sharded)
+        student = place(model, self.accelerator, sharded=self.sharded, bf16=recipe.precision == "bf16")
         optimizer = build_optimizer(model, recipe)
         teacher = None
-        if opened.teacher is not None:
+        for folder in teachers:
             with together():
-                teacher = load_frozen(opened.teacher, self.accelerator.device.type, sharded=self.sharded)
-            device = self.accelerator.device
-            teacher = sharding.shard(teacher, device, bf16=False) if self.sharded else teacher.to(device)
+                teacher = load_frozen(folder, self.accelerator.device.type, sharded=self.sharded)
+            teacher = place(teacher, self.accelerator, sharded=self.sharded, bf16=False)
         # the losses of student and teacher are computed of logits, or of the states before them
         if remove_output(model, samples.batch([0])) and teacher is not None:
             remove_output(teacher, samples.batch([0]))
@@ -327,9 +323,9 @@ class Run:
         with together():
             if self.main:
                 if recipe.lora is not None:
-                    model, state = merged_model(model, self.opened.student.local_folder)
+                    model, state = merged_model(model, self.opened.models[0].local_folder)
                 summary = self._summary(command)
-                export_model(model, state, self.opened.student, folder.model, summary.provenance())
+                export_model(model, state, self.opened.models[0], folder.model, summary.provenance())
                 self.checkpoints.prune()  # a run may have been killed between its last checkpoint and this point
                 write_json(folder.summary, summary.as_json())
         if recipe.trackers:

@@ -67,7 +67,8 @@ class Trainer:
         """
         for step in range(self.progress.step + 1, self.steps + 1):
             began = time.perf_counter()
-            batches = self._micro_batches(step)
+            first = (step - 1) * self.samples_per_step
+            batches = self._share(self.samples, range(first, first + self.samples_per_step))
             labels = sum(int((batch["labels"] != IGNORED).sum()) for batch in batches)
             count, stops = summed(self.accelerator, [float(labels), float(stop())])
             if stops:
@@ -76,18 +77,16 @@ class Trainer:
             metrics.tokens_per_second = round(self.tokens_per_step / (time.perf_counter() - began), 1)
             yield metrics
 
-    def _micro_batches(self, step: int) -> list[Batch]:
-        """This process's share of a step's samples, the same number of batches on every process; surplus samples have
-        ignored labels.
+    def _share(self, samples: Samples | EvaluationBlocks, numbers: range) -> list[Batch]:
+        """This process's share of samples, the same number of batches on every process; surplus samples have ignored
+        labels.
         """
         processes = self.accelerator.num_processes
         size = self.recipe.micro_batch_size
-        first = (step - 1) * self.samples_per_step
-        most = -(-self.samples_per_step // processes)
-        own = range(first + self.accelerator.process_index, first + self.samples_per_step, processes)
-        batches = [self.samples.batch(own[at : at + size]) for at in range(0, len(own), size)]
-        while len(batches) < -(-most // size):
-            filler = self.samples.batch([first])
+        own = numbers[self.accelerator.process_index :: processes]
+        batches = [samples.batch(own[at : at + size]) for at in range(0, len(own), size)]
+        while len(batches) * size < len(numbers[::processes]):
+            filler = samples.batch(numbers[:1])
             filler["labels"] = np.full_like(filler["labels"], IGNORED)
             batches.append(filler)
         return batches
@@ -161,19 +160,12 @@ class Trainer:
 
     def evaluate(self, model: Any, blocks: EvaluationBlocks) -> float:
         """The mean loss in nats per token over held-out text, which the processes share, in the precision of training."""
-        rank = self.accelerator.process_index
-        processes = self.accelerator.num_processes
-        size = self.recipe.micro_batch_size
-        starts = range(0, len(blocks), size)
         was_training = model.training
         model.eval()
         total = count = 0.0
-        # every process runs the same number of forward passes, because those of a sharded model are collective
-        for at in range(rank, rank + len(starts), processes):
-            start = starts[min(at, len(starts) - 1)]
-            with torch.no_grad():
-                found = self._loss(model, blocks.batch(range(start, min(start + size, len(blocks)))))
-            if at < len(starts):
+        with torch.no_grad():
+            for batch in self._share(blocks, range(len(blocks))):
+                found = self._loss(model, batch)
                 total += float(found.sum)
                 count += float(found.count)
         model.train(was_training)
