@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gqa_convert.checkpoint.atomic_files import sync
+from gqa_convert.checkpoint.atomic_files import sync, write_json
 from gqa_convert.checkpoint.resource_errors import is_disk_full, no_space
 from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.errors import GQAConvertError, ResumeError, first_line
@@ -167,7 +167,7 @@ class Checkpoints:
     def _publish(self, work: Path, final: Path, record: Progress) -> None:
         """Complete a written checkpoint and give it its name."""
         files = {path.name: _size(path) for path in work.iterdir()}
-        (work / _RECORD).write_text(json.dumps(asdict(record) | {"files": files}, indent=2) + "\n")
+        write_json(work / _RECORD, asdict(record) | {"files": files})
         for path in work.iterdir():
             sync(path)
         sync(work)

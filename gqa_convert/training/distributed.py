@@ -200,7 +200,7 @@ def check_agreement(values: Mapping[str, Any]) -> None:
     first, *others = gathered(dict(values))
     with together():
         for process, found in enumerate(others, 1):
-            for name in {**first, **found}:
+            for name in first | found:
                 if found.get(name) != first.get(name):
                     raise LaunchError(
                         f"{name} differs between the processes of this run: {first.get(name)} on the first, "

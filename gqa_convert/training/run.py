@@ -51,9 +51,7 @@ def start_run(
                 stack.enter_context(folder.locked())
                 sweep(folder.path)  # what a killed run left behind
                 run.checkpoints.sweep()
-        libraries = dict(machine().versions)
-        del libraries["python"]
-        check_agreement(recipe.resolved() | libraries | {"whether to shard": run.sharded})
+        check_agreement({**recipe.resolved(), **machine().versions, "python": None, "whether to shard": run.sharded})
         # the others may see the folder as it was a while ago
         finished, run.progress = by_first(run.find_resume_point)
         with together():
@@ -207,12 +205,11 @@ class Run:
             progress.warmup_steps = self.recipe.warmup(steps)
         recipe = replace(self.recipe, warmup_steps=progress.warmup_steps)
         if progress.step:
-            earlier = replace(make_recipe(progress.recipe), warmup_steps=progress.warmup_steps)
+            earlier = replace(make_recipe(progress.recipe), warmup_steps=progress.warmup_steps, learning_rate=1.0)
             planned = earlier.steps(tokens)
             if planned < steps:
                 reached = max(progress.step, progress.warmup_steps)
-                share = learning_rate(earlier, reached, planned) / earlier.learning_rate
-                progress.highest_share = min(progress.highest_share, share)
+                progress.highest_share = min(progress.highest_share, learning_rate(earlier, reached, planned))
             if not progress.highest_share:
                 raise ResumeError(
                     f"the learning rate of {recipe.output} has fallen to 0, so that more tokens would change nothing: "
@@ -229,12 +226,10 @@ class Run:
         progress = self.progress
         held_out = self.opened.held_out
         if held_out and not progress.evaluations:  # the losses relative to which recovery is stated
-            start = trainer.evaluate(trainer.model, held_out)
-            progress.evaluations = {"start": start}
-            self.say(f"language-model loss at the start: {start:.4f} nats per token of the evaluation data")
-            if trainer.teacher is not None:
-                progress.evaluations["source"] = trainer.evaluate(trainer.teacher, held_out)
-                self.say(f"language-model loss of the source: {progress.evaluations['source']:.4f} nats per token")
+            for name, model in (("start", trainer.model), ("source", trainer.teacher)):
+                if model is not None:
+                    loss = progress.evaluations[name] = trainer.evaluate(model, held_out)
+                    self.say(f"language-model loss on the evaluation data, {name}: {loss:.4f} nats per token")
         if progress.step:
             with self.stops.at_boundaries():  # until the checkpoint is restored
                 state = state_of(trainer.model, trainer.optimizer)
