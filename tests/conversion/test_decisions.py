@@ -61,8 +61,8 @@ def test_a_run_that_resumes_with_less_memory_obeys_the_first(tmp_path: Path, mon
     resumed = fit(tmp_path / "out")
     assert resumed.calibration == whole.calibration
     assert digests(tmp_path / "out")["model.safetensors"] == digests(tmp_path / "whole")["model.safetensors"]
+    free(64 * GIB, monkeypatch)
     with pytest.raises(KeyboardInterrupt):
-        free(64 * GIB, monkeypatch)
         fit(tmp_path / "less", look=stop_after_a_layer)
     free(weights / 2, monkeypatch)
     monkeypatch.setattr(model_loading, "free_memory", lambda _: weights / 2)
@@ -152,7 +152,7 @@ def test_own_text_is_written_after_the_users_was_read_and_no_more_than_is_used(
     for text in ("empty.txt", ["self", str(tmp_path / "empty.txt")]):
         text = str(tmp_path / text) if isinstance(text, str) else text
         options = CalibrationOptions(text, **SHORT)
-        with pytest.raises(DataError, match="calibration needs at least|no text|is empty"):
+        with pytest.raises(DataError, match=r"calibration needs at least|no text|is empty"):
             convert_checkpoint(DEMO, tmp_path / "out", 3, ConversionOptions(method="fit", calibration=options))
     assert written == []
     fit(tmp_path / "layers", kl_steps=0)
@@ -220,7 +220,7 @@ def test_a_source_that_yields_no_numbers_is_refused(
     source = case.save(tmp_path / "source")
     calibrate_on(batches_for(case.model), monkeypatch)
     options = CalibrationOptions("python-stdlib", tokens=8, sequence_length=8, device="cpu")
-    with pytest.raises(GQAConvertError, match="the source yields NaN or Inf at .* on the calibration text") as caught:
+    with pytest.raises(GQAConvertError, match=r"the source yields NaN or Inf at .* on the calibration text") as caught:
         convert_checkpoint(source, tmp_path / "out", 3, ConversionOptions(method=method, calibration=options))
     assert caught.value.exit_code == 2
     assert not (tmp_path / "out").exists()
