@@ -31,10 +31,13 @@ class Source(_Part):
 
 
 class Calibration(_Part):
-    """The calibration text in words, and the divergence from the source on held-out parts of it, in nats per token."""
+    """The calibration text in words, the divergence from the source on text that decided nothing, in nats per token, and what
+    was left out, and why.
+    """
 
     text: str
     kl: Divergence | None
+    left_out: list[str] = []
 
 
 class Training(_Part):

@@ -1,8 +1,6 @@
 """How much memory and disk a conversion takes: sums over the sizes in headers and config, without importing torch."""
 
 import math
-import re
-from collections import Counter
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -147,7 +145,10 @@ def estimate_needs(plan: Plan, options: CalibrationOptions) -> Needs:
             work += f" on {tokens:,} tokens"
             device, offloaded = device_of(options), 4 * plan.parameters_before
             running = _running_bytes(plan, tokens, block_tokens(plan, options), device)
-            least, memory = running + _largest_part_bytes(plan), running + offloaded
+            memory = running + offloaded
+            # a layer's weights are in memory together where all others lie on the disk, or a large tensor
+            tensors = [entry.elements for *_, entry in plan.checkpoint.tensors()]
+            least = running + 4 * max(*tensors, sum(tensors) // len(plan.layers))
             if mixes(plan, options):
                 memory = max(memory, _writing_bytes(plan))
             steps = steps_together(plan, options)
@@ -180,15 +181,6 @@ def _running_bytes(plan: Plan, tokens: int, block: int, device: str) -> int:
     forward = 4 * min(tokens, max(BATCH_TOKENS, block)) * (12 * outputs + 8 * hidden_size)
     work = forward + 6 * 8 * (hidden_size + outputs) * hidden_size
     return (_TORCH_BASE if device == "cpu" else 0) + work + _KEPT_BYTES * tokens * hidden_size
-
-
-def _largest_part_bytes(plan: Plan) -> int:
-    """The weights that are in memory together where all others lie on the disk: those of a layer, or a large tensor."""
-    sizes: Counter[str] = Counter()
-    for _, name, entry in plan.checkpoint.tensors():
-        layer = re.match(r".*?\.\d+\.", name)
-        sizes[layer[0] if layer else name] += 4 * entry.elements
-    return max(sizes.values())
 
 
 def device_of(options: CalibrationOptions) -> str:

@@ -5,7 +5,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from gqa_convert._version import __version__
 from gqa_convert.checkpoint.devices import chosen_device
@@ -176,7 +176,7 @@ def fit_checkpoint(
     Raises:
         NoSpaceError: the disk cannot hold the merged layers.
         DeviceMemoryError: the memory is too small.
-        OptionError: `kl_steps` is given, and the model is too large for them.
+        OptionError: the model is too large for these steps, whoever decided on them.
         NonFiniteError: a tensor of the source holds NaN or Inf, or the source yields it on the data.
         UnsupportedFamilyError: the loaded modules' parameters are not the checkpoint's tensors.
     """
@@ -198,7 +198,10 @@ def fit_checkpoint(
     on_progress(FitProgress(MERGING_LAYERS, 0, len(plan.merged_layers), "loading the source"))
     model = open_model(plan.checkpoint.local_folder, device=chosen_device(options.device))
     if steps and any(parameter.is_meta for parameter in model.parameters()):  # offloaded
-        _refuse_last_stage(steps, is_asked=is_asked)
+        raise OptionError(
+            f"{LAST_STAGE}, needs the model in memory, and it does not fit now: free memory, or leave the stage out "
+            "with --kl-steps 0, and run the same command again, which resumes from the finished layers"
+        )
     learned, validation = hold_out(calibration.batches, VALIDATED)
     fitting = FitOptions(
         method=plan.merge_method,
@@ -230,23 +233,6 @@ def fit_checkpoint(
     on_progress(at_end(kl=record.kl))
     store.write(_RESULT, {}, {"request": request} | {key: plain(getattr(record, key)) for key in FOUND})
     return record
-
-
-def _refuse_last_stage(steps: int, *, is_asked: bool) -> NoReturn:
-    """Refuse to train all layers of a model together that is not whole in memory.
-
-    Raises:
-        OptionError: the user has asked for it.
-        DeviceMemoryError: it was decided when more memory was free.
-    """
-    if is_asked:
-        raise OptionError(
-            f"--kl-steps {steps} trains all layers together, which needs the model in memory, and this one does not fit: leave the option out"
-        )
-    raise DeviceMemoryError(
-        "this run began with memory for a last stage that trains all layers together, and now the model does not fit: "
-        "free memory, or leave the stage out with --kl-steps 0, and run the same command again, which resumes"
-    )
 
 
 def _train_together(

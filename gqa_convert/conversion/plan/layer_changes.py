@@ -8,7 +8,7 @@ from gqa_convert.errors import GroupsError
 from gqa_convert.families.geometry import AttentionFinder, AttentionLayer
 from gqa_convert.families.layouts import regrouped, separate
 from gqa_convert.merging.absorption_limits import AbsorptionLimits
-from gqa_convert.merging.methods import COPY, MEAN, REPEAT, MergeMethod
+from gqa_convert.merging.methods import COPY, REPEAT, MergeMethod
 
 
 def layer_changes(
@@ -60,28 +60,6 @@ def layer_changes(
             if name in entries and (method.trains or not constraint):
                 shape = entries[name].shape
                 yield TensorChange(name, shape, TensorEntry.planned(finder.dtype(name), shape), method.name)
-
-
-def unused_changes(
-    finder: AttentionFinder, layer: AttentionLayer, groups: int, method: MergeMethod
-) -> Iterator[TensorChange]:
-    """The tensors of a layer that transformers leaves out, and that other engines run with the number of K/V heads that the
-    config states: they are merged by a method that needs no run.
-
-    Args:
-        finder: of the source.
-        layer: one of its unused layers.
-        groups: K/V heads of the other layers in the result.
-        method: that merges these.
-    """
-    yield from layer_changes(finder, layer, groups, MEAN if method.merges_layers else method, None)
-
-
-def unused_notes(finder: AttentionFinder, changes: Sequence[TensorChange]) -> Iterator[str]:
-    """What becomes of the layers that transformers leaves out."""
-    for layer in finder.unused_layers:
-        (method,) = {change.method for change in changes if change.name.startswith(f"{layer.module}.")}
-        yield f"transformers leaves out {layer.module}, which is none of the layers that config.json states: method {method}"
 
 
 def constraint_notes(limits: Sequence[AbsorptionLimits], method: MergeMethod) -> Iterator[str]:

@@ -9,7 +9,7 @@ from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.conversion.plan.completeness import check_layers
 from gqa_convert.conversion.plan.configs import converted_config, modeling_keys
 from gqa_convert.conversion.plan.files import divide_files, keep_files
-from gqa_convert.conversion.plan.layer_changes import constraint_notes, layer_changes, unused_changes, unused_notes
+from gqa_convert.conversion.plan.layer_changes import constraint_notes, layer_changes
 from gqa_convert.conversion.plan.layer_groups import layer_groups
 from gqa_convert.conversion.plan.model import Plan, TensorChange
 from gqa_convert.errors import OptionError
@@ -76,13 +76,18 @@ def make_plan(
     changes: list[TensorChange] = []
     for layer in sorted(finder.layers, key=lambda layer: layer.number):
         changes += layer_changes(finder, layer, counts[layer.module], merge_method, limits.get(layer.module))
+    # other engines run these with the number that the config states
+    needs_no_run = MEAN if merge_method.merges_layers else merge_method
     for layer in finder.unused_layers:
-        changes += unused_changes(finder, layer, min(counts.values()), merge_method)
+        changes += layer_changes(finder, layer, min(counts.values()), needs_no_run, None)
     regrouped = {change.name: change for change in changes if change.sources and change.method != COPY.name}
     dropped = {name for change in regrouped.values() for name in change.sources} - regrouped.keys()
     modeling, config, notes = _form(checkpoint, finder, tuple(counts.values()), encoder=encoder)
     if any(counts[layer.module] < layer.kv_heads for layer in finder.layers):
         notes = [*constraint_notes([*limits.values()], merge_method), *notes]
+    if finder.unused_layers:
+        names = some([layer.module for layer in finder.unused_layers])
+        notes.append(f"transformers leaves out {names}: there, method {needs_no_run.name} applies")
     plan = Plan(
         checkpoint=checkpoint,
         family=family,
@@ -98,7 +103,7 @@ def make_plan(
         regrouped=regrouped,
         files=tuple(keep_files(checkpoint, dropped)),
         config=config,
-        warnings=(*notes, *_warnings(checkpoint, family, modeling), *unused_notes(finder, changes)),
+        warnings=(*notes, *_warnings(checkpoint, family, modeling)),
     )
     if max_shard_size is None:
         return plan
