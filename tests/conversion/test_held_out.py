@@ -83,20 +83,30 @@ def test_the_divergence_is_that_of_the_published_bytes(tmp_path: Path, monkeypat
     assert digests(tmp_path / "layers") != digests(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("kl_steps", [0, 5, None])
+@pytest.mark.parametrize("kl_steps", [0, 25])
 def test_text_that_is_held_out_decides_nothing(
-    kl_steps: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kl_steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither a strength nor whether the last stage is worth its time or helped."""
+    """Neither a strength nor whether the last stage is worth its time or helped; nor is anything trained on it."""
     case = folded.build("llama")
     source = case.save(tmp_path / "source")
-    monkeypatch.setattr(distillation, "WORTHWHILE", 1e-9)
+    monkeypatch.setattr(distillation, "RATE", 2e-2)
+    judged: list[Any] = []
+    judge = distillation.Student.divergence
+
+    def noted(student: Any, batches: Any, weights: Any) -> float:
+        judged.extend(batches)
+        return judge(student, batches, weights)
+
+    monkeypatch.setattr(distillation.Student, "divergence", noted)
     measured = set()
     for name, held_out in (("one", text(1, 40, 5)), ("other", {"input_ids": torch.full((1, 40), 7)})):
         result = converted(source, tmp_path / name, monkeypatch, [held_out], kl_steps=kl_steps)
         assert result.calibration is not None
         assert result.calibration.kl is not None
         measured.add(result.calibration.kl.after)
+        assert (result.calibration.kl.after == result.calibration.kl.before) is (kl_steps == 0)
+        assert not any(torch.equal(batch["input_ids"], held_out["input_ids"]) for batch in judged)
     assert len(measured) == 2
     weights = [digests(tmp_path / name)["model.safetensors"] for name in ("one", "other")]
     assert weights[0] == weights[1]
