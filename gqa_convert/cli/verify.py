@@ -7,7 +7,7 @@ from .options import Converted, Json, Revision
 
 def verify(
     out: Converted,
-    source: str,
+    source: str | None = None,
     revision: Revision = None,
     logits: bool = True,
     as_json: Json = False,
@@ -22,11 +22,11 @@ def verify(
     An uptrained checkpoint has other weights: verify the checkpoint that training started from. A source that convert
     has rewritten first is rewritten again, in a folder beside OUT that goes afterwards.
 
-      gqa-convert verify ./gqa8 --source ./Llama-2-7b
+      gqa-convert verify ./gqa8
       gqa-convert verify ./gqa4 --source ./Llama-2-70b --no-logits
 
     Args:
-        --source SOURCE: Checkpoint that OUT was converted from: a folder or a Hub id.
+        --source SOURCE: Checkpoint that OUT was converted from: a folder or a Hub id. Default: the one that its record names.
         --logits/--no-logits: Load both models and compare their outputs.
     """
     from gqa_convert.verify import verify_checkpoint

@@ -4,6 +4,8 @@ import copy
 import json
 from typing import Any
 
+import torch
+
 from gqa_convert.families.composite import SECTION
 from gqa_convert.families.family import Modeling
 from gqa_convert.families.layerwise import restate
@@ -35,7 +37,11 @@ def check_config(result: Result) -> str:
     """OUT's config is SOURCE's, except for the number of K/V heads, which is that of the tensors, and for the keys that
     lead to a modelling file.
     """
-    compare_json(CONFIG, result.inputs.out_config, _expected_config(result))
+    config = result.inputs.out_config
+    compare_json(CONFIG, config, _expected_config(result))
+    dtype = config.get("dtype", config.get("torch_dtype"))
+    if dtype is not None and not isinstance(getattr(torch, str(dtype), None), torch.dtype):
+        raise Failure(f"{CONFIG} states the type {dtype!r}, as SOURCE's does, and from_pretrained knows no such type")
     return f"SOURCE's, with {result.geometry.groups} K/V heads"
 
 
