@@ -9,7 +9,6 @@ import hashlib
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
 
 from gqa_convert.families.family import Modeling
 from gqa_convert.families.loading import read_object
@@ -26,8 +25,10 @@ _WEIGHTS = (
 )
 _FOREIGN_FOLDERS = ("original/", "onnx/", "coreml/", "openvino/", "metal/", "global_step")
 """Folders in which a checkpoint holds the same weights in another format."""
-_PROSE = ("*.md", "README.md.old*", "LICENSE*", "NOTICE*", "*.png", "*.svg", "*.jpg", "*.pdf")
+_PROSE = ("*.md", "README.md.old*", "*.png", "*.svg", "*.jpg", "*.pdf")
 """Files that no software reads. A model card may be rewritten after the conversion."""
+_TERMS = ("LICEN[CS]E*", "NOTICE*", "COPYING*", "USE_POLICY*")
+"""Files that nobody may take away or change; a user may add some."""
 
 
 def open_result(folder: Path) -> tuple[Weights, str]:
@@ -56,31 +57,31 @@ def check_copied(inputs: Inputs, modeling: Modeling | None) -> str:
     written = {CONFIG, PROVENANCE, *(file.name for file in (modeling.files if modeling else ()))}
 
     def copied(folder: Path) -> set[str]:
-        names = {name for name in _list_files(folder) if not _matches(name, _PROSE) and not _is_weights(name)}
-        return names - written
+        names = {name for name in _list_files(folder) if not _is_weights(name)}
+        return {name for name in names - written if _is_term(name) or not _matches(name, _PROSE)}
 
     ours = copied(out)
     theirs = {name for name in copied(source) if _is_own(source / name, source)}
     if missing := theirs - ours:
         raise Failure(f"{min(missing)} of SOURCE is missing")
-    if extra := ours - theirs:
+    if extra := {name for name in ours - theirs if not _is_term(name)}:
         raise Failure(f"{min(extra)} is not in SOURCE ({len(extra)} extra files)")
-    for name in sorted(ours):
+    for name in sorted(theirs):
         same = filecmp.cmp(out / name, source / name, shallow=False)
         if not same and not (name == "tokenizer_config.json" and _is_renamed_tokenizer(out / name, source / name)):
             raise Failure(f"{name} differs from SOURCE's")
     return f"{len(theirs)} file(s), byte for byte"
 
 
-def check_hashes(out: Path, claims: dict[str, Any], result: Result | None) -> str:
+def check_hashes(inputs: Inputs, result: Result | None) -> str:
     """OUT's weight files are those that were written. Methods that fold record hashes always, because no other check sees
     every bit.
 
     Args:
-        out: OUT's folder.
-        claims: OUT's provenance record.
+        inputs: the checkpoints.
         result: OUT, if its heads were found.
     """
+    out, claims = inputs.out, inputs.claims
     if claims["result"] is None and not (result and result.folds):
         return "none were recorded; the checks on tensors compare every bit"
     stated = {name: file["sha256"] for name, file in claims["result"]["files"].items()}
@@ -121,6 +122,11 @@ def _is_own(path: Path, folder: Path) -> bool:
 def _matches(name: str, patterns: tuple[str, ...]) -> bool:
     """Whether a file's name, without its folders, matches one of the patterns."""
     return any(fnmatch(name.rsplit("/", 1)[-1], pattern) for pattern in patterns)
+
+
+def _is_term(name: str) -> bool:
+    """Whether a file holds terms of a licence."""
+    return _matches(name.upper(), _TERMS)
 
 
 def _is_weights(name: str) -> bool:

@@ -11,7 +11,7 @@ def check_provenance(result: Result) -> str:
     """The type, the heads and the method that OUT claims are those that the files show, and the type, the sizes and the
     hashes that it claims of SOURCE are those of the checkpoint that the user named.
     """
-    claims = result.claims
+    claims = result.inputs.claims
     geometry = result.geometry
     inputs = result.inputs
     if not claims:

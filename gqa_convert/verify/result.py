@@ -25,8 +25,6 @@ class Result:
     inputs: Inputs
     weights: Weights
     geometry: Geometry
-    claims: dict[str, Any]
-    """Its provenance record; empty if that cannot be read."""
     encoder: bool
     """Whether the record claims that an encoder was converted."""
     modeling: Modeling | None
@@ -39,7 +37,7 @@ class Result:
         """
         if not self.geometry.changed:
             return "copy"
-        return self.claims.get("method") if self.geometry.merged else "repeat"
+        return self.inputs.claims.get("method") if self.geometry.merged else "repeat"
 
     @property
     def folds(self) -> bool:
@@ -49,7 +47,7 @@ class Result:
     @property
     def has_text(self) -> bool:
         """Whether the method measured on a text."""
-        return self.claims.get("calibration") is not None
+        return self.inputs.claims.get("calibration") is not None
 
     @cached_property
     def foldable(self) -> dict[str, set[Role]]:
@@ -77,12 +75,12 @@ class Result:
         return found
 
 
-def read_result(inputs: Inputs, weights: Weights, claims: dict[str, Any]) -> tuple[Result, str]:
+def read_result(inputs: Inputs, weights: Weights) -> tuple[Result, str]:
     """Find the heads of OUT, and say which they are; raises as `read_geometry` does."""
     family = inputs.family
     modeling = inputs.modeling
-    encoder = claims.get("encoder") is True
+    encoder = inputs.claims.get("encoder") is True
     geometry = read_geometry(family, inputs.decoder_config, inputs.source.tensors, weights.tensors, encoder=encoder)
     if modeling is family.modeling and not geometry.changed and not family.is_converted:
         modeling = None  # stock classes load it
-    return Result(inputs, weights, geometry, claims, encoder, modeling), geometry.describe()
+    return Result(inputs, weights, geometry, encoder, modeling), geometry.describe()

@@ -60,7 +60,7 @@ def detail(report: VerificationReport) -> str:
 def test_an_earlier_release_verifies_and_is_renewed(source: Path, result: Path) -> None:
     report = verify_checkpoint(result, source)
     assert failed(report) == {}
-    assert "0.0.9: `gqa-convert verify OUT --source SOURCE --refresh`" in detail(report)
+    assert "0.0.9: `gqa-convert verify OUT --refresh`" in detail(report)
     assert refresh_modeling(result) == list(OLD)
     report = verify_checkpoint(result, source)
     assert failed(report) == {}
