@@ -91,14 +91,13 @@ def grouped_query_attention(
     is_masked = mask is not None or bias is not None
     is_prompt = cached == 0 and keys == queries and not is_masked
     packs = _packs(query, key, value, bias, dropout, is_prompt=is_prompt, is_masked=is_masked or cached is not None)
-    if is_prompt and not packs:
-        return _kernel(query, key, value, is_causal=True, dropout_p=dropout, scale=scale)
-    if cached is not None:
+    is_causal = is_prompt and not packs  # the kernel itself hides later keys
+    if cached is not None and not is_causal:
         seen = torch.arange(keys, device=query.device) <= torch.arange(queries, device=query.device)[:, None] + cached
         mask = seen[None, None] if mask is None else mask & seen
     scores, fully_masked = _score_mask(mask, bias, query)
     attend = _packed if packs else _kernel
-    out = attend(query, key, value, attn_mask=scores, dropout_p=dropout, scale=scale)
+    out = attend(query, key, value, attn_mask=scores, is_causal=is_causal, dropout_p=dropout, scale=scale)
     return out if fully_masked is None else out.masked_fill(fully_masked, 0.0)
 
 
@@ -129,11 +128,12 @@ def _packed(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None,
     batch, heads, queries, head_dim = query.shape
     groups = key.shape[1]
     ratio = heads // groups
-    query, scores = query.reshape(batch, groups, ratio * queries, head_dim), attn_mask
-    if scores is not None and (scores.shape[1] > 1 or queries > 1):  # [b|1, H|1, q|1, k] -> [b|1, N|1, R * q, k]
-        scores = scores.unsqueeze(2) if scores.shape[1] == 1 else scores.unflatten(1, (groups, ratio))
-        scores = scores.expand(-1, -1, ratio, queries, -1).flatten(2, 3)
-    return _kernel(query, key, value, attn_mask=scores, **options).reshape(batch, heads, queries, value.shape[3])
+    query = query.reshape(batch, groups, ratio * queries, head_dim)
+    if attn_mask is not None:  # [b|1, H|1, q|1, k] -> [b|1, N|1, R * q, k]
+        sizes = (1, 1) if attn_mask.shape[1] == 1 else (groups, ratio)
+        attn_mask = attn_mask.unflatten(1, sizes).expand(-1, -1, ratio, queries, -1).flatten(2, 3)
+    out = scaled_dot_product_attention(query, key, value, attn_mask=attn_mask, **options)
+    return out.reshape(batch, heads, queries, value.shape[3])
 
 
 def _kernel(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
