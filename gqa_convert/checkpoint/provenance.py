@@ -15,6 +15,10 @@ FORMAT_VERSION = 1
 """The format version of the record."""
 
 
+FOUND = ("kl_steps", "kl", "left_out")
+"""The fields of `CalibrationRecord` that depend on more than the calibration's inputs."""
+
+
 @dataclass(frozen=True)
 class BeforeAfter:
     """A number of the source and of the result: bytes or parameters."""
@@ -58,7 +62,7 @@ class CalibrationRecord(Result):
 
     def inputs(self) -> JsonObject:
         """What the merged layers depend on."""
-        return {key: value for key, value in self.as_json().items() if key not in ("kl_steps", "kl", "left_out")}
+        return {key: value for key, value in self.as_json().items() if key not in FOUND}
 
 
 def earlier_record(checkpoint: Checkpoint) -> JsonObject | None:

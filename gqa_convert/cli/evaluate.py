@@ -13,12 +13,12 @@ from .options import Device, Json, command_line, option, refuse, token_count, to
 
 def evaluate(
     models: Annotated[
-        list[str] | None,
+        list[str],
         option(
             "MODEL...",
             "Checkpoint folders or Hub ids.",
         ),
-    ] = None,
+    ],
     data: Annotated[
         str | None,
         option(
@@ -74,20 +74,6 @@ def evaluate(
         ),
     ] = None,
     device: Device = None,
-    html: Annotated[
-        Path | None,
-        option(
-            "--html PAGE.html",
-            "Page with tables and a plot of loss against K/V-cache bytes; needs matplotlib.",
-        ),
-    ] = None,
-    earlier: Annotated[
-        list[Path] | None,
-        option(
-            "--with FILE.json",
-            "Earlier results to draw too; repeat it for several. MODEL may be left out then.",
-        ),
-    ] = None,
     output: Annotated[
         Path | None,
         option(
@@ -169,32 +155,18 @@ def evaluate(
 
     Examples:
 
-      gqa-convert evaluate ./Llama-2-7b ./gqa8 --data test.txt --html losses.html
+      gqa-convert evaluate ./Llama-2-7b ./gqa8 --data test.txt
       gqa-convert evaluate ./gqa8 --reference ./Llama-2-7b --data test.txt -o gqa8.json
-      gqa-convert evaluate --with gqa8.json --with gqa4.json --html losses.html
     """
     from gqa_convert.cli.console.progress import ProgressScreen
     from gqa_convert.cli.console.screen import print_json, print_note
     from gqa_convert.cli.console.tables import show_table
     from gqa_convert.data.sources import as_source
-    from gqa_convert.measuring.evaluation.page import check_page, draw_page
     from gqa_convert.measuring.results import AskedQuestions, check_result_path, write_result
     from gqa_convert.measuring.tables import evaluation_tables, notes, short_names
 
-    files = check_page(html, earlier or ())
-    if html is not None and files and not models and data is None:
-        unread = {"--output": output, "--reference": reference, "--retrieval": retrieval or None}
-        refuse(unread, "measures a MODEL, and none is named")
-        draw_page(files, html)
-        if as_json:
-            print_json({"html": str(html)})
-        return
-    if not models:
-        raise OptionError("name a MODEL and the text to score with --data TEXT, or only files of results with --with")
     if data is None and not retrieval:
         raise OptionError("--data is missing: name the text to score, or ask for facts with --retrieval")
-    if data is None and html:
-        raise OptionError("--html draws losses: name the text to score with --data")
     if not retrieval:
         refuse({"--lengths": lengths, "--questions": questions, "--seed": seed}, "belongs to --retrieval")
     if output is not None:
@@ -214,8 +186,6 @@ def evaluate(
         results = run.evaluate(models, text, options, command=command_line(), progress=screen.show)
     if output is not None:
         write_result(output, results)
-    if html is not None:
-        draw_page([*files, results], html)
     entries = results.entries()
     if as_json:
         print_json(results.as_json())

@@ -21,7 +21,8 @@ def run(app: Any) -> Never:
     if not sys.warnoptions:
         warnings.simplefilter("ignore")  # those of torch and transformers are for developers
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _stop)
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup, or a shell in the background
+            signal.signal(number, _stop)
     try:
         for argument in sys.argv[1:]:
             if re.search("[\udc80-\udcff]", argument):  # a record is UTF-8

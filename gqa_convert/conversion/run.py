@@ -110,9 +110,7 @@ def convert_checkpoint(
         staged = stack.enter_context(staged_folder(folder))
         check_room("the result", plan.disk_bytes, staged.path)
         merged = prepare_layers(plan, folder, calibration, stack, on_layer)
-        errors = write_weights(plan, staged.path, merged.tensors, progress)
-        if merged.errors is not None:
-            errors = dict(merged.errors)
+        errors = write_weights(plan, staged.path, merged.tensors, progress) | dict(merged.errors or {})
         write_sidecar_files(plan, staged.path)
         write_json(staged.path / PROVENANCE, record_conversion(plan, options, merged, errors, previous, staged.path))
         if not plan.family.listed and prove is not None:

@@ -16,7 +16,7 @@ from gqa_convert.conversion.plan import Plan, TensorChange
 from gqa_convert.errors import NoSpaceError
 from gqa_convert.families import layouts
 from gqa_convert.merging.factorisation import Array
-from gqa_convert.merging.methods import Pooling
+from gqa_convert.merging.methods import METHODS
 from gqa_convert.merging.pooling import pool_groups
 
 Progress = Callable[[int], None]
@@ -50,7 +50,7 @@ def write_weights(plan: Plan, folder: Path, merged: Mapping[str, Path], progress
                 with safe_open(merged[name], "np") as stored:
                     return np.asarray(stored.get_tensor(name))
             if name in plan.regrouped:
-                return _regroup(plan.regrouped[name], sources, plan.merge_method.pooling, errors)
+                return _regroup(plan.regrouped[name], sources, errors)
             return None
 
         for file in plan.files:
@@ -122,7 +122,7 @@ def write_file(
             out.write(rounded(array, name, entry.dtype).reshape(-1).view(np.uint8).data)
 
 
-def _regroup(change: TensorChange, sources: SourceFiles, pooling: Pooling | None, errors: dict[str, float]) -> Array:
+def _regroup(change: TensorChange, sources: SourceFiles, errors: dict[str, float]) -> Array:
     """The array of a changed tensor: heads of the source merged into groups, in which case its error is noted, or repeated."""
     array = np.concatenate([sources.read(name) for name in change.sources])
     rows = array.T if change.transposed else array
@@ -135,6 +135,7 @@ def _regroup(change: TensorChange, sources: SourceFiles, pooling: Pooling | None
         if groups > section.heads:
             heads[number] = heads[number].repeat(groups // section.heads, axis=0)
             continue
+        pooling = METHODS[change.method].pooling
         assert pooling is not None, f"{change.name} belongs to a layer that is not merged yet"
         dtype = STORED[change.entry.dtype]
         heads[number], error, norm = pool_groups(heads[number], groups, pooling, dtype, change.name)

@@ -96,10 +96,11 @@ def read_audio(path: Path, rate: int) -> Samples:
     except (soundfile.SoundFileError, OSError) as problem:
         raise DataError(f"{path} can't be read as sound ({problem}): repair it, or take it out of the folder") from None
     samples: Samples = soxr.resample(channels.mean(axis=1), found_rate, rate)
+    fault = ""
     if len(samples) < SHORTEST_SECONDS * rate:
-        raise DataError(
-            f"{path} lasts {len(samples) / rate:.2f} seconds, and nothing is said in less than {SHORTEST_SECONDS}: take it out of the folder"
-        )
-    if not np.isfinite(samples).all():
-        raise DataError(f"{path} holds samples that are no finite numbers: repair it, or take it out of the folder")
+        fault = f"lasts {len(samples) / rate:.2f} seconds, and nothing is said in less than {SHORTEST_SECONDS}"
+    elif not np.isfinite(samples).all():
+        fault = "holds samples that are no finite numbers"
+    if fault:
+        raise DataError(f"{path} {fault}: take it out of the folder")
     return samples

@@ -16,7 +16,8 @@ TRAIN = "train"
 """The split that is read unless another one is stated."""
 _BESIDE_DATA = re.compile(r"state\.json|cache-\w+\.arrow")
 """What `datasets` writes, too, as far as it is not in its own list of files that are no data."""
-_SHARD = re.compile(r"data/(.+)-\d{5}-of-\d{5}.*")
+_SHARD = re.compile(r"(?:data/(.+)|([^/]+)/data)-\d{5}-of-\d{5}.*")
+"""A file of `push_to_hub`, or of several splits that `save_to_disk` has written, with the name of its split."""
 
 
 def data_files(given: Path, kinds: Collection[str], split: str = TRAIN, shared: Collection[str] = ()) -> list[Path]:
@@ -42,7 +43,7 @@ def data_files(given: Path, kinds: Collection[str], split: str = TRAIN, shared: 
         if len(stated) > 1 or split != TRAIN:
             if split not in stated:
                 raise DataError(
-                    f"{given} has no split {split}, found {', '.join(stated) or 'none'}: name the files of one, such as 'data/test*'"
+                    f"{given} has no split {split}, found {', '.join(stated) or 'none'}: name its files, such as 'data/test*'"
                 )
             for path in found:
                 if splits.get(path, split if path.name in shared else "") != split:
@@ -88,7 +89,7 @@ def _splits(paths: Iterable[Path]) -> dict[Path, str]:
     from datasets.data_files import NON_WORDS_CHARS, SPLIT_KEYWORDS
 
     data = [path for path in paths if kind_of(path) not in DOCUMENTS]
-    found = {path: shard[1] for path in data if (shard := _SHARD.fullmatch(path.as_posix()))}
+    found = {path: shard[1] or shard[2] for path in data if (shard := _SHARD.fullmatch(path.as_posix()))}
     for parts in (slice(None, -1), slice(-1, None)):
         for split, keywords in SPLIT_KEYWORDS.items() if not found else ():
             word = re.compile(f"(.*[{NON_WORDS_CHARS}])?({'|'.join(keywords)})([{NON_WORDS_CHARS}].*)?")

@@ -1,21 +1,18 @@
 """Tokens on disk: a source is tokenised once for each tokenizer, and mapped into memory.
 
-Each source has a record, whose name is a hash of everything that determines the tokens. It names a file of tokens, states
-how many of them count, and is replaced once they are on the disk. A tokenisation that was killed therefore goes on where
-the last one ended, and a stream is tokenised further when a run needs more of it.
+Each source has a file of tokens, and a record beside it, which states how many of them count and is replaced once they are
+on the disk. A tokenisation that was killed therefore goes on where the last one ended, and a stream is tokenised further
+when a run needs more of it. The name of both is a hash of everything that determines the tokens.
 
-Only one process ever writes to a file of tokens: the one that has created it, or has renamed it after its writer ended. A
-lock makes others wait instead of doing the same work, but nothing depends on it, since many network file systems have
-locks within one machine only.
+A lock makes others wait instead of doing the same work. Nothing else depends on it, since many network file systems have
+locks within one machine only: a token is written to its own place in the file, and whoever writes there writes the same.
 
 A token is its id with a mark in the upper bit, for which a vocabulary has no use.
 """
 
-import errno
 import hashlib
 import json
 import os
-import platform
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -80,8 +77,6 @@ class _Record(NamedTuple):
     """What of a source is tokenised.
 
     Attributes:
-        file: the name of the file of tokens.
-        writer: the machine and the process that may append to it.
         tokens: the tokens that count.
         pieces: the pieces that they were made of.
         digest: a hash of the tokens.
@@ -90,8 +85,6 @@ class _Record(NamedTuple):
         complete: whether they are all of the source.
     """
 
-    file: str = ""
-    writer: tuple[str, int] = ("", 0)
     tokens: int = 0
     pieces: int = 0
     digest: str = ""
@@ -167,14 +160,14 @@ def tokenize(
         NoSpaceError: its disk is full.
     """
     identity = [_FORMAT, text.identity(), repr(encoder.fields), encoder.key]
-    path = cache / f"{hashlib.sha256(json.dumps(identity, default=str).encode()).hexdigest()}.json"
+    path = cache / f"{hashlib.sha256(json.dumps(identity, default=str).encode()).hexdigest()}.tokens"
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with wait_for_lock(path.with_suffix(".lock")):
             record = _read_record(path)
             if not record.suffices(needed):
                 record = _appended(text, encoder, path, record, needed, progress)
-        tokens = _mapped(cache, record)
+        tokens = _mapped(path, record)
     except OSError as problem:
         if is_disk_full(problem):
             raise no_space(cache, "continues (or set XDG_CACHE_HOME to another disk)") from None
@@ -197,21 +190,18 @@ def _appended(
     """Append the tokens of the documents after those of a record, until they suffice or the source ends; returns the new
     record.
     """
-    own = path.with_name(f"{path.stem}-{uuid4().hex}.tokens")
 
     def note(record: _Record) -> None:
-        with atomic_file(path, own.with_suffix(".new")) as file:
+        with atomic_file(path.with_suffix(".json"), path.with_suffix(f".{uuid4()}.new")) as file:
             file.write(json.dumps(record._asdict()).encode())
         if isinstance(text, Files):
             progress(text.label, text.bytes_read, text.total_bytes)
         elif needed is not None:
             progress(text.label, min(record.tokens, needed), needed)
 
-    _begin(own, record)
-    record = record._replace(file=own.name, writer=(platform.node(), os.getpid()))
-    if record.tokens:
-        note(record)
-    with own.open("ab") as file:
+    path.touch()
+    with path.open("r+b") as file:
+        file.seek(record.tokens * LAST.itemsize)
         # those before are read again, which takes little beside tokenising
         for pieces in batched(islice(text.pieces(encoder.fields), record.pieces, None)):
             tokens = encoder.encode(pieces)
@@ -226,49 +216,25 @@ def _appended(
                 largest=max(record.largest, int(ids_of(tokens).max(initial=0))),
             )
             if record.tokens:
-                record = record._replace(sample=_sample(_mapped(path.parent, record)))
+                record = record._replace(sample=_sample(_mapped(path, record)))
                 note(record)
             if record.suffices(needed):
                 return record
     if not record.tokens:
-        own.unlink()
+        path.unlink()
         raise DataError(f"{text.label} holds no text: name another source, or other fields")
     record = record._replace(complete=True)
     note(record)
     return record
 
 
-def _begin(own: Path, record: _Record) -> None:
-    """Create a process's own file with the tokens of a record.
-
-    The file of a process that has ended is renamed, which only one process can do; that of one that may still write is
-    copied.
-    """
-    if record.tokens and _has_ended(*record.writer):
-        own.with_name(record.file).rename(own)
-        os.truncate(own, record.tokens * LAST.itemsize)  # what was written after the last record
-        return
-    with own.open("xb") as file:
-        if record.tokens:
-            file.write(_mapped(own.parent, record).data)
-
-
-def _has_ended(machine: str, process: int) -> bool:
-    """Whether a process was one of this machine and is no more."""
-    try:
-        os.kill(process, 0)
-    except OSError as problem:
-        return machine == platform.node() and problem.errno == errno.ESRCH
-    return False
-
-
-def _mapped(cache: Path, record: _Record) -> Marked:
+def _mapped(path: Path, record: _Record) -> Marked:
     """The tokens of a record: [tokens].
 
     Raises:
         OSError, ValueError: the file is missing or too short.
     """
-    return np.asarray(np.memmap(cache / record.file, "<u4", "r", shape=(record.tokens,)))
+    return np.asarray(np.memmap(path, "<u4", "r", shape=(record.tokens,)))
 
 
 def _sample(tokens: Marked) -> str:
@@ -292,9 +258,9 @@ def batched(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
 
 
 def _read_record(path: Path) -> _Record:
-    """What counts of a source's tokens; nothing if there are none, or the files are damaged."""
+    """What counts of a token file; nothing if there is none, or the files are damaged."""
     with suppress(OSError, ValueError, TypeError):
-        record = _Record(**json.loads(path.read_bytes()))
-        if _sample(_mapped(path.parent, record)) == record.sample:
+        record = _Record(**json.loads(path.with_suffix(".json").read_bytes()))
+        if _sample(_mapped(path, record)) == record.sample:
             return record
     return _Record()

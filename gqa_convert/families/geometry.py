@@ -1,5 +1,6 @@
 """Finds the attention of a checkpoint in its tensor headers and checks it against the config, without reading weights."""
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -84,7 +85,32 @@ class AttentionFinder:
         """The K/V heads of a layer outside an encoder; where layers differ, of the one with the most."""
         if not family.listed:
             self.family = with_key_norm(family, self.entries, self.kv_heads)
-        self.layers = tuple(self._layer(module, kinds[module]) for module in (kinds if encoder else decoder))
+        modules = [*kinds] if encoder else decoder
+        run = [module for module in modules if self._is_run(module)] or modules
+        self.layers = tuple(self._layer(module, kinds[module]) for module in run)
+        self.unused_layers: tuple[AttentionLayer, ...] = ()
+        """Those that transformers leaves out, such as layers for multi-token prediction behind the last one. A config that
+        states the heads of each layer says nothing of them.
+        """
+        if not self._by_layer:
+            self.unused_layers = tuple(self._layer(module, kinds[module]) for module in modules if module not in run)
+
+    def _is_run(self, module: str) -> bool:
+        """Whether a module is where transformers looks for layers, and within their number."""
+        prefixes = "|".join(map(re.escape, self.family.prefixes))
+        for place, keys in self.family.layers:
+            match = re.match(rf"(?:{prefixes}){re.escape(place)}\.(\d+)\.", module)
+            if match is not None:
+                return int(match[1]) < (self.stated_layers(keys) or math.inf)
+        return False
+
+    def stated_layers(self, keys: tuple[str, ...]) -> int | None:
+        """The number of layers that the config states under the first of some keys that it has; None where it has none."""
+        for key in keys:
+            value = config_value(self.config, key)
+            if isinstance(value, int | list):
+                return value if isinstance(value, int) else len(value)
+        return None
 
     def _attention_kinds(self) -> dict[str, AttentionKind]:
         """Every module with a key or a value projection."""

@@ -3,8 +3,9 @@
 import json
 from pathlib import Path
 
+from gqa_convert.checkpoint.provenance import PROVENANCE
 from gqa_convert.checkpoint.signed_card import CARD, is_our_card, signed
-from gqa_convert.errors import OptionError
+from gqa_convert.errors import OptionError, PublishError
 from gqa_convert.hub.converted import Converted
 from gqa_convert.hub.licenses import find_license, reminders
 from gqa_convert.hub.markup import render
@@ -26,10 +27,11 @@ def make_card(model: Converted, options: PublishOptions) -> tuple[str, list[str]
 
     Raises:
         OptionError: an option would change such a file.
-        PublishError: the README.md is no text.
+        PublishError: the README.md is no text, or the record lacks something.
         ReportError: a file of results can't be read.
     """
     from huggingface_hub import ModelCardData
+    from jinja2 import UndefinedError
 
     readme = read_readme(model.folder)
     if readme is not None and not is_our_card(readme) and not came_with_source(model, readme):
@@ -74,7 +76,11 @@ def make_card(model: Converted, options: PublishOptions) -> tuple[str, list[str]
     }
     # what the source states is kept in a comment, since the card replaces the only file that says it
     kept = json.dumps(stated).replace("<", r"\u003c").replace(">", r"\u003e")
-    return signed(f"---\n{front}\n---\n", kept, render(_TEMPLATE, context)), [*warnings, *left_out]
+    try:
+        body = render(_TEMPLATE, context)
+    except UndefinedError as problem:
+        raise PublishError(f"{PROVENANCE} lacks what a card states ({problem}): convert again") from None
+    return signed(f"---\n{front}\n---\n", kept, body), [*warnings, *left_out]
 
 
 def _refuse_changes(card: Path, options: PublishOptions) -> None:

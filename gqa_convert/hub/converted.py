@@ -9,12 +9,13 @@ from gqa_convert.checkpoint.fingerprint import fingerprint
 from gqa_convert.checkpoint.provenance import PROVENANCE
 from gqa_convert.checkpoint.signed_card import CARD
 from gqa_convert.checkpoint.source import Checkpoint, open_checkpoint
+from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.conversion.plan import Plan, make_plan
 from gqa_convert.errors import GroupsError, PublishError
 from gqa_convert.families.loading import auto_class, headless_class
 from gqa_convert.hub.names import PublicNames
 from gqa_convert.hub.options import HUB_ID
-from gqa_convert.hub.record import ConversionRecord, Training, read_records
+from gqa_convert.hub.record import ConversionRecord, read_records
 from gqa_convert.merging.methods import COPY
 
 _LICENSE_FILE = re.compile(r"(licen[cs]e|notice|copying|use_policy)[^/]*", re.IGNORECASE)
@@ -53,7 +54,7 @@ class Converted:
         return self.records[0]
 
     @property
-    def trainings(self) -> list[Training]:
+    def trainings(self) -> list[JsonObject]:
         """The uptraining runs, oldest first."""
         return [training for record in self.records for training in record.uptraining]
 
@@ -61,9 +62,9 @@ class Converted:
     def base_model(self) -> tuple[str | None, str | None]:
         """Hub id and commit of the newest source whose commit is recorded."""
         for record in reversed(self.records):
-            source = record.source
-            if source.revision and HUB_ID.fullmatch(source.id):
-                return source.id, source.revision
+            name, revision = record.source["id"], record.source["revision"]
+            if revision and HUB_ID.fullmatch(name):
+                return name, revision
         return None, None
 
     @property

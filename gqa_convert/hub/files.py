@@ -66,9 +66,9 @@ def find_changes(model: Converted, files: Sequence[HashedFile]) -> list[str]:
     changed, unknown = [], []
     for file in files:
         written = model.record.written.get(file.path)
-        if written is None or written.sha256 == file.sha256:
+        if written is None or written.get("sha256") == file.sha256:
             continue
-        if written.sha256 is None:
+        if "sha256" not in written:
             unknown.append(file.path)
         elif is_weight_file(file.path):
             raise PublishError(f"{model.folder / file.path} has changed since it was written: convert or copy it again")

@@ -64,7 +64,7 @@ def read_measured(paths: Sequence[Path], model: Converted) -> tuple[list[Evaluat
     for path in map(local_path, paths):
         file = load_evaluation(path)
         scores = {each.fingerprint: each for each in file.entries()}
-        ours, source = scores.get(model.fingerprint), scores.get(model.first.source.fingerprint)
+        ours, source = scores.get(model.fingerprint), scores.get(model.first.source["fingerprint"])
         if ours is None:
             warnings.append(
                 f"{path} is left out: it measured other models than {model.folder} as it is now; measure again"

@@ -34,7 +34,7 @@ def read_readme(folder: Path) -> str | None:
 def came_with_source(model: Converted, text: str) -> bool:
     """Whether a README is the source's, which convert copied."""
     written = model.record.written.get(CARD)
-    return written is not None and written.sha256 == hashlib.sha256(text.encode()).hexdigest()
+    return written is not None and written["sha256"] == hashlib.sha256(text.encode()).hexdigest()
 
 
 def stated_by_source(model: Converted, text: str | None) -> Words:

@@ -5,74 +5,30 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from gqa_convert.checkpoint.machine import Machine
-from gqa_convert.checkpoint.provenance import PROVENANCE, BeforeAfter, Divergence
+from gqa_convert.checkpoint.provenance import PROVENANCE
 from gqa_convert.checkpoint.strict_json import JsonObject, parse_object
 from gqa_convert.errors import PublishError
 from gqa_convert.hub.names import PublicNames
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True, allow_inf_nan=False, protected_namespaces=())
+class ConversionRecord(BaseModel):
+    """A conversion and the uptraining runs after it. What a card states and nothing else depends on is plain data."""
 
+    model_config = ConfigDict(frozen=True, extra="allow", allow_inf_nan=False, protected_namespaces=())
 
-class WrittenFile(_Part):
-    """A file that convert or uptrain wrote; the hash is unknown of weights that were streamed without `--hash`."""
-
-    bytes: int
-    sha256: str | None = None
-
-
-class Source(_Part):
-    """What was converted: a folder, or a Hub id and its commit."""
-
-    id: str
-    revision: str | None
-    fingerprint: str
-    model_type: str
-
-
-class Calibration(_Part):
-    """The calibration text in words, and the divergence from the source on held-out parts of it, in nats per token."""
-
-    text: str
-    kl: Divergence | None
-
-
-class Training(_Part):
-    """An uptraining run: its recipe with all keys and the commits of Hub datasets, and losses on the recipe's evaluation
-    text in nats per token (`start`, `final`, `source`) with the share of the gap to the source that closed.
-    """
-
-    command: list[str] | None
-    machine: Machine
-    tokens: int
-    recipe: JsonObject
-    evaluation: dict[str, float | None] | None
-    adapters: str | None = None
-
-
-class ConversionRecord(_Part):
-    """A conversion and the uptraining runs after it."""
-
-    command: list[str] | None
-    machine: Machine
-    source: Source
-    model_type: str
+    source: JsonObject
+    """What was converted: `id`, a folder or Hub id, its commit `revision`, `fingerprint` and `model_type`."""
     route: str
     method: str
-    calibration: Calibration | None
-    heads: int
-    source_kv_heads: int
     groups: int | list[int]
     encoder: bool
-    parameters: BeforeAfter
-    kv_bytes_per_token: BeforeAfter | None = None
-    cross_kv_bytes_per_encoder_token: BeforeAfter | None = None
-    merge_error: dict[str, float]
-    uptraining: list[Training] = []
+    calibration: JsonObject | None
+    kv_bytes_per_token: JsonObject | None = None
+    cross_kv_bytes_per_encoder_token: JsonObject | None = None
+    uptraining: list[JsonObject] = []
     previous: "ConversionRecord | None"
-    written: dict[str, WrittenFile]
+    written: dict[str, JsonObject]
+    """The `bytes` and the `sha256` of files; there is no hash of weights that were streamed without `--hash`."""
 
 
 def read_records(folder: Path) -> tuple[tuple[ConversionRecord, ...], PublicNames]:

@@ -184,32 +184,13 @@ def write_result(path: Path, value: EvaluationFile) -> None:
         NoSpaceError: the disk is full.
     """
     check_result_path(path)
-    write_file(path, (json.dumps(value.as_json(), indent=2, ensure_ascii=False) + "\n").encode())
-
-
-def write_file(path: Path, content: bytes) -> None:
-    """Write a file, which appears whole or not at all.
-
-    Raises:
-        NoSpaceError: the disk is full.
-        OutputError: the file can't be written.
-    """
+    content = json.dumps(value.as_json(), indent=2, ensure_ascii=False) + "\n"
     try:
-        write_whole(path, content)
+        write_whole(path, content.encode())
     except OSError as problem:
         if is_disk_full(problem):
             raise NoSpaceError(f"the disk or quota of {path} is full: free some space, or name another file") from None
         raise OutputError(f"{path} can't be written ({problem.strerror or problem}): name another file") from None
-
-
-def check_folder(path: Path) -> None:
-    """Refuse a file whose folder does not exist.
-
-    Raises:
-        OutputError: it does not.
-    """
-    if not path.absolute().parent.is_dir():
-        raise OutputError(f"the folder of {path} does not exist: make it, or name another file")
 
 
 def check_result_path(path: Path) -> None:
@@ -218,6 +199,7 @@ def check_result_path(path: Path) -> None:
     Raises:
         OutputError: the file exists, or its folder is missing.
     """
-    check_folder(path)
+    if not path.absolute().parent.is_dir():
+        raise OutputError(f"the folder of {path} does not exist: make it, or name another file")
     if path.exists():
         raise OutputError(f"{path} exists already: name a new file")

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gqa_convert.checkpoint.atomic_files import sync
+from gqa_convert.checkpoint.atomic_files import sync, write_json
 from gqa_convert.checkpoint.resource_errors import is_disk_full, no_space
 from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.errors import GQAConvertError, ResumeError, first_line
@@ -82,7 +82,8 @@ class Checkpoints:
 
     def _all(self) -> list[Path]:
         """The checkpoints, newest first."""
-        return sorted(self.folder.glob("step-*"), key=_place, reverse=True)
+        # their numbers have six digits or more
+        return sorted(self.folder.glob("step-*"), key=lambda path: (len(path.name), path.name), reverse=True)
 
     def whole(self, say: Say = lambda _: None) -> list[Progress]:
         """The records of the checkpoints that have one and all files in the sizes that it states, newest first.
@@ -166,7 +167,7 @@ class Checkpoints:
     def _publish(self, work: Path, final: Path, record: Progress) -> None:
         """Complete a written checkpoint and give it its name."""
         files = {path.name: _size(path) for path in work.iterdir()}
-        (work / _RECORD).write_text(json.dumps(asdict(record) | {"files": files}, indent=2) + "\n")
+        write_json(work / _RECORD, asdict(record) | {"files": files})
         for path in work.iterdir():
             sync(path)
         sync(work)
@@ -198,19 +199,15 @@ class Checkpoints:
     def prune(self) -> None:
         """Remove the checkpoints before the newest whole ones that are kept; one process calls this."""
         kept = self.whole()[: self._kept]
-        for path in self._all():
-            if kept and _place(path) < _place(self.path(kept[-1].step)):
+        paths = self._all()
+        if kept:
+            for path in paths[paths.index(self.path(kept[-1].step)) + 1 :]:
                 shutil.rmtree(path, ignore_errors=True)  # what is left of one is not whole
 
     def sweep(self) -> None:
         """Remove unfinished files of a killed run."""
         for path in self.folder.glob(f"{_UNFINISHED}*"):
             shutil.rmtree(path, ignore_errors=True)
-
-
-def _place(path: Path) -> tuple[int, str]:
-    """What checkpoints are sorted by; their numbers have six digits or more."""
-    return len(path.name), path.name
 
 
 def _read(path: Path) -> Progress:

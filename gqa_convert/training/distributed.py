@@ -179,6 +179,15 @@ def gathered(value: Any) -> list[Any]:
     return found
 
 
+def by_first(work: Callable[[], Any]) -> Any:
+    """What a function returns on the first process, on all of them; an error is raised on all too."""
+    found = None
+    with together():
+        if rank() == 0:
+            found = work()
+    return gathered(found)[0]
+
+
 def check_agreement(values: Mapping[str, Any]) -> None:
     """Refuse to go on where a process has another value than the first one. Every process calls this.
 
@@ -191,7 +200,7 @@ def check_agreement(values: Mapping[str, Any]) -> None:
     first, *others = gathered(dict(values))
     with together():
         for process, found in enumerate(others, 1):
-            for name in {**first, **found}:
+            for name in first | found:
                 if found.get(name) != first.get(name):
                     raise LaunchError(
                         f"{name} differs between the processes of this run: {first.get(name)} on the first, "

@@ -2,14 +2,13 @@
 copied, provenance extended.
 """
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from gqa_convert.checkpoint.atomic_files import sync
+from gqa_convert.checkpoint.atomic_files import sync, write_json
 from gqa_convert.checkpoint.ownership import WRITTEN, hash_files, list_written
 from gqa_convert.checkpoint.provenance import PROVENANCE, earlier_record
 from gqa_convert.checkpoint.publication import staged_folder
@@ -48,9 +47,7 @@ def export_model(model: Any, state: StateDict, source: Checkpoint, out: Path, re
         weights = [path.name for path in staged.path.glob("*.safetensors")]
         conversion["result"] = {"files": hash_files(staged.path, weights)}
         conversion[WRITTEN] = list_written(staged.path, conversion["result"])
-        (staged.path / PROVENANCE).write_text(
-            json.dumps(conversion, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
-        )
+        write_json(staged.path / PROVENANCE, conversion)
         for path in staged.path.rglob("*"):
             if path.is_file():
                 path.chmod(0o644)

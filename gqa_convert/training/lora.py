@@ -101,9 +101,7 @@ def target_modules(model: Any) -> list[str]:
 
     inside = modules_of_text(model) - {model.get_output_embeddings()}
     linear = [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | Conv1D) and module in inside
+        name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D) and module in inside
     ]
     if not linear:
         raise RecipeError(f"model type {model.config.model_type!r} has no linear layer for adapters: remove lora")

@@ -49,13 +49,16 @@ def recompute(model: Any) -> None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
 
 
-def place_student(model: Any, accelerator: Any, *, sharded: bool, bf16: bool) -> Any:
-    """Place the student on the device of this process: whole for a single process, otherwise replicated or sharded."""
+def place(model: Any, accelerator: Any, *, sharded: bool, bf16: bool) -> Any:
+    """Place a model on the device of this process: sharded or whole, and with the gradients of all processes if it is
+    trained.
+    """
+    device = accelerator.device
     if sharded:
-        return sharding.shard(model, accelerator.device, bf16=bf16)
-    if accelerator.num_processes == 1:
-        return model.to(accelerator.device)
-    return sharding.replicate(model, accelerator.device)
+        return sharding.shard(model, device, bf16=bf16)
+    if model.training and accelerator.num_processes > 1:
+        return sharding.replicate(model, device)
+    return model.to(device)
 
 
 def load_frozen(folder: Path, device_type: str, *, sharded: bool = False) -> Any:

@@ -19,7 +19,7 @@ from gqa_convert.families import loading
 from gqa_convert.families.composite import decoder_config
 from gqa_convert.families.config_sizes import VOCABULARY_KEYS
 from gqa_convert.families.context_length import SPAN_LENGTH, block_length, stated_count, stated_positions
-from gqa_convert.training.distributed import Say, check_agreement, gathered, rank, together
+from gqa_convert.training.distributed import Say, by_first, check_agreement, rank, together
 from gqa_convert.training.recipe import Recipe
 
 NEEDS_HEAD = "uptraining trains the predictions of one; name the language model that the checkpoint was made from"
@@ -31,8 +31,7 @@ class Opened(NamedTuple):
 
     Attributes:
         recipe: with the commits of Hub datasets.
-        student: the checkpoint that is trained.
-        teacher: the folder of the teacher.
+        models: the checkpoint that is trained, and that of the teacher if there is one.
         dataset_commits: the commits of the recipe's Hub datasets.
         samples: the training samples, as many as the whole budget takes.
         held_out: the held-out text; None without evaluation_data.
@@ -40,8 +39,7 @@ class Opened(NamedTuple):
     """
 
     recipe: Recipe
-    student: Checkpoint
-    teacher: Path | None
+    models: list[Checkpoint]
     dataset_commits: DatasetCommits
     samples: Samples
     held_out: EvaluationBlocks | None
@@ -63,35 +61,29 @@ def open_recipe(recipe: Recipe, known: DatasetCommits, progress: OnTokenize, say
         DataError: the text can't be used.
         GQAConvertError: a checkpoint can't be used.
     """
-    teacher_folder = None
+    inputs = {}
+    models = []
     with together():
-        student = open_checkpoint(recipe.model, download=True)
-        loading.check_language_model(recipe.model, student.config, NEEDS_HEAD)
+        for role, name in (("model", recipe.model), ("teacher", recipe.teacher)):
+            if name is not None:
+                models.append(open_checkpoint(name, download=True))
+                loading.check_language_model(name, models[-1].config, NEEDS_HEAD)
+                inputs[f"the checkpoint of {role}"] = fingerprint(models[-1].local_folder)
+        student, *teachers = models
         settings = sample_settings(recipe, student)
-        models = [student]
-        inputs = {"the checkpoint of model": fingerprint(student.local_folder)}
-        if recipe.teacher is not None:
-            teacher = open_checkpoint(recipe.teacher, download=True)
-            loading.check_language_model(recipe.teacher, teacher.config, NEEDS_HEAD)
-            models.append(teacher)
-            teacher_folder = teacher.local_folder
+        for teacher in teachers:
             if loading.is_encoder_decoder(student.config) != loading.is_encoder_decoder(teacher.config):
                 raise RecipeError(
                     f"one of model and teacher ({recipe.model}, {recipe.teacher}) is an encoder-decoder and the other is not: name the source of model as teacher"
                 )
             with loading.explained(f"the tokenizer of {recipe.teacher}"):
-                check_vocabularies(student.local_folder, teacher_folder)
-            inputs["the checkpoint of teacher"] = fingerprint(teacher_folder)
+                check_vocabularies(student.local_folder, teacher.local_folder)
         is_converted = earlier_record(student) is not None
     if not is_converted:
         say(f"{recipe.model} has no {PROVENANCE}: it was not converted by gqa-convert and is trained unchanged")
     for note in student.notes:
         say(f"{recipe.model}: {note}")
-    commits = DatasetCommits()
-    with together():
-        if rank() == 0:
-            commits = find_commits((*recipe.data, *(recipe.evaluation_data or ())), known)
-    commits = gathered(commits)[0]
+    commits = by_first(lambda: find_commits((*recipe.data, *(recipe.evaluation_data or ())), known))
     pinned = recipe.pinned(commits)
     held_out = None
     most = recipe.budget_tokens + recipe.tokens_per_step  # the last step may go beyond the budget
@@ -108,7 +100,7 @@ def open_recipe(recipe: Recipe, known: DatasetCommits, progress: OnTokenize, say
     if held_out is not None:
         inputs["the evaluation data"] = held_out.fingerprint
     check_agreement(inputs)
-    return Opened(pinned, student, teacher_folder, commits, samples, held_out, inputs)
+    return Opened(pinned, models, commits, samples, held_out, inputs)
 
 
 def check_tokens(models: Sequence[Checkpoint], samples: Samples, held_out: EvaluationBlocks | None) -> None:

@@ -14,11 +14,11 @@ from gqa_convert.data.token_files import OnTokenize
 from gqa_convert.errors import DivergedError, ResumeError, StoppedError
 from gqa_convert.training import sharding
 from gqa_convert.training.checkpoints import Checkpoints, Progress, set_state, state_of, whole_model
-from gqa_convert.training.distributed import Say, check_agreement, gathered, join, together
+from gqa_convert.training.distributed import Say, by_first, check_agreement, join, together
 from gqa_convert.training.export import export_model
 from gqa_convert.training.lora import check_lora, merged_model
 from gqa_convert.training.metrics import OnStep, RunLog, RunSummary, check_trackers, read_metrics, recovery
-from gqa_convert.training.models import load_frozen, load_student, place_student, remove_output
+from gqa_convert.training.models import load_frozen, load_student, place, remove_output
 from gqa_convert.training.opening import Opened, open_recipe
 from gqa_convert.training.optimizers import build_optimizer, learning_rate
 from gqa_convert.training.recipe import Recipe, make_recipe
@@ -51,15 +51,9 @@ def start_run(
                 stack.enter_context(folder.locked())
                 sweep(folder.path)  # what a killed run left behind
                 run.checkpoints.sweep()
-        libraries = dict(machine().versions)
-        del libraries["python"]
-        check_agreement(recipe.resolved() | libraries | {"whether to shard": run.sharded})
-        found = None
-        with together():
-            if run.main:
-                found = run.find_resume_point()
+        check_agreement({**recipe.resolved(), **machine().versions, "python": None, "whether to shard": run.sharded})
         # the others may see the folder as it was a while ago
-        finished, run.progress = gathered(found)[0]
+        finished, run.progress = by_first(run.find_resume_point)
         with together():
             run.checkpoints.check_seen(run.progress)
         if finished is not None:
@@ -181,16 +175,16 @@ class Run:
         with together():
             recipe, steps = self._schedule()
         torch.manual_seed(recipe.seed)
+        source, *teachers = [each.local_folder for each in opened.models]
         with together():
-            model = load_student(recipe, opened.student.local_folder, sharded=self.sharded)
-        student = place_student(model, self.accelerator, sharded=self.sharded, bf16=recipe.precision == "bf16")
+            model = load_student(recipe, source, sharded=self.sharded)
+        student = place(model, self.accelerator, sharded=self.sharded, bf16=recipe.precision == "bf16")
         optimizer = build_optimizer(model, recipe)
         teacher = None
-        if opened.teacher is not None:
+        for folder in teachers:
             with together():
-                teacher = load_frozen(opened.teacher, self.accelerator.device.type, sharded=self.sharded)
-            device = self.accelerator.device
-            teacher = sharding.shard(teacher, device, bf16=False) if self.sharded else teacher.to(device)
+                teacher = load_frozen(folder, self.accelerator.device.type, sharded=self.sharded)
+            teacher = place(teacher, self.accelerator, sharded=self.sharded, bf16=False)
         # the losses of student and teacher are computed of logits, or of the states before them
         if remove_output(model, samples.batch([0])) and teacher is not None:
             remove_output(teacher, samples.batch([0]))
@@ -211,12 +205,11 @@ class Run:
             progress.warmup_steps = self.recipe.warmup(steps)
         recipe = replace(self.recipe, warmup_steps=progress.warmup_steps)
         if progress.step:
-            earlier = replace(make_recipe(progress.recipe), warmup_steps=progress.warmup_steps)
+            earlier = replace(make_recipe(progress.recipe), warmup_steps=progress.warmup_steps, learning_rate=1.0)
             planned = earlier.steps(tokens)
             if planned < steps:
                 reached = max(progress.step, progress.warmup_steps)
-                share = learning_rate(earlier, reached, planned) / earlier.learning_rate
-                progress.highest_share = min(progress.highest_share, share)
+                progress.highest_share = min(progress.highest_share, learning_rate(earlier, reached, planned))
             if not progress.highest_share:
                 raise ResumeError(
                     f"the learning rate of {recipe.output} has fallen to 0, so that more tokens would change nothing: "
@@ -233,12 +226,10 @@ class Run:
         progress = self.progress
         held_out = self.opened.held_out
         if held_out and not progress.evaluations:  # the losses relative to which recovery is stated
-            start = trainer.evaluate(trainer.model, held_out)
-            progress.evaluations = {"start": start}
-            self.say(f"language-model loss at the start: {start:.4f} nats per token of the evaluation data")
-            if trainer.teacher is not None:
-                progress.evaluations["source"] = trainer.evaluate(trainer.teacher, held_out)
-                self.say(f"language-model loss of the source: {progress.evaluations['source']:.4f} nats per token")
+            for name, model in (("start", trainer.model), ("source", trainer.teacher)):
+                if model is not None:
+                    loss = progress.evaluations[name] = trainer.evaluate(model, held_out)
+                    self.say(f"language-model loss on the evaluation data, {name}: {loss:.4f} nats per token")
         if progress.step:
             with self.stops.at_boundaries():  # until the checkpoint is restored
                 state = state_of(trainer.model, trainer.optimizer)
@@ -327,9 +318,9 @@ class Run:
         with together():
             if self.main:
                 if recipe.lora is not None:
-                    model, state = merged_model(model, self.opened.student.local_folder)
+                    model, state = merged_model(model, self.opened.models[0].local_folder)
                 summary = self._summary(command)
-                export_model(model, state, self.opened.student, folder.model, summary.provenance())
+                export_model(model, state, self.opened.models[0], folder.model, summary.provenance())
                 self.checkpoints.prune()  # a run may have been killed between its last checkpoint and this point
                 write_json(folder.summary, summary.as_json())
         if recipe.trackers:

@@ -140,11 +140,11 @@ def _match_the_first(model: Any) -> None:
     """
     import torch
 
-    own = dict(model.named_parameters())
-    types = gathered({name: tensor.dtype for name, tensor in _tensors(model).items()})[0]
-    shared = dict(model.named_parameters(remove_duplicate=False)).keys() - own.keys()
-    for name in shared & types.keys():
-        untie(model, name)
+    tensors = _tensors(model)
+    types = gathered({name: tensor.dtype for name, tensor in tensors.items()})[0]
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        if name in types and name not in tensors:
+            untie(model, name)
     tensors = _tensors(model)
     for name, tensor in tensors.items():
         if tensor.dtype != (dtype := types.get(name, tensor.dtype)):

@@ -29,7 +29,8 @@ class StopRequests:
 
     def __enter__(self) -> "StopRequests":
         if threading.current_thread() is threading.main_thread():  # only the main thread can have handlers
-            self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
+            heeded = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]  # not so under nohup
+            self._before = {number: signal.signal(number, self._note) for number in heeded}
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:

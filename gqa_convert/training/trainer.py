@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from gqa_convert.data.labels import IGNORED
 from gqa_convert.data.order import mix
@@ -67,7 +66,8 @@ class Trainer:
         """
         for step in range(self.progress.step + 1, self.steps + 1):
             began = time.perf_counter()
-            batches = self._micro_batches(step)
+            first = (step - 1) * self.samples_per_step
+            batches = self._share(self.samples, range(first, first + self.samples_per_step))
             labels = sum(int((batch["labels"] != IGNORED).sum()) for batch in batches)
             count, stops = summed(self.accelerator, [float(labels), float(stop())])
             if stops:
@@ -76,18 +76,16 @@ class Trainer:
             metrics.tokens_per_second = round(self.tokens_per_step / (time.perf_counter() - began), 1)
             yield metrics
 
-    def _micro_batches(self, step: int) -> list[Batch]:
-        """This process's share of a step's samples, the same number of batches on every process; surplus samples have
-        ignored labels.
+    def _share(self, samples: Samples | EvaluationBlocks, numbers: range) -> list[Batch]:
+        """This process's share of samples, the same number of batches on every process; surplus samples have ignored
+        labels.
         """
         processes = self.accelerator.num_processes
         size = self.recipe.micro_batch_size
-        first = (step - 1) * self.samples_per_step
-        most = -(-self.samples_per_step // processes)
-        own = range(first + self.accelerator.process_index, first + self.samples_per_step, processes)
-        batches = [self.samples.batch(own[at : at + size]) for at in range(0, len(own), size)]
-        while len(batches) < -(-most // size):
-            filler = self.samples.batch([first])
+        own = numbers[self.accelerator.process_index :: processes]
+        batches = [samples.batch(own[at : at + size]) for at in range(0, len(own), size)]
+        while len(batches) * size < len(numbers[::processes]):
+            filler = samples.batch(numbers[:1])
             filler["labels"] = np.full_like(filler["labels"], IGNORED)
             batches.append(filler)
         return batches
@@ -97,19 +95,18 @@ class Trainer:
         accelerator = self.accelerator
         progress = self.progress
         torch.manual_seed(mix(self.recipe.seed, step, accelerator.process_index))  # dropout of adapters
-        rate = learning_rate(self.recipe, step, self.steps)
-        rate = min(rate, progress.highest_share * self.recipe.learning_rate)
+        rate = min(learning_rate(self.recipe, step, self.steps), progress.highest_share * self.recipe.learning_rate)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         # read once at the end, so that the GPU is not synchronised in between
         parts = torch.zeros(3, dtype=torch.float64, device=accelerator.device)
         for number, batch in enumerate(batches):
             sharding.set_gradient_sync(self.model, number == len(batches) - 1)
-            loss, found = self.losses(batch)
+            found = self.loss(self.model, batch, self._weight, self.recipe.z_loss)
             # turns the mean over processes, which DDP and FSDP compute, into the sum over all tokens divided by their
             # number
-            accelerator.backward(loss * (accelerator.num_processes / count))
-            parts += found
+            accelerator.backward(found.sum * (accelerator.num_processes / count))
+            parts += torch.stack([found.sum, found.lm, found.kl]).detach().double()
         norm = accelerator.clip_grad_norm_(self._trained, self.recipe.gradient_clipping or math.inf)
         norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
         total, lm, kl = (value / count for value in summed(accelerator, parts.tolist()))
@@ -135,45 +132,33 @@ class Trainer:
             skipped=not finite,
         )
 
-    def losses(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The loss of a micro-batch, summed over its tokens; and its parts [loss, lm, kl] without gradient."""
-        labelled = labelled_positions(batch["labels"])
-        found = self._loss(
-            self.model,
-            batch,
-            self.teacher if self._weight > 0 else None,
-            labelled=None if labelled is None else torch.from_numpy(labelled).to(self.accelerator.device),
-            weight=self._weight,
-            z_loss=self.recipe.z_loss,
-        )
-        if self.teacher is not None:
-            sharding.reshard(self.teacher)
-        return found.sum, torch.stack([found.sum, found.lm, found.kl]).detach().double()
-
-    def _loss(self, model: Any, batch: Batch, teacher: Any = None, **terms: Any) -> CombinedLoss:
-        """The loss of a batch, by what the models return: logits, or states if their output layers were removed."""
+    def loss(self, model: Any, batch: Batch, weight: float = 0.0, z_loss: float = 0.0) -> CombinedLoss:
+        """The loss of a batch, summed over its tokens, by what the models return: logits, or states if their output
+        layers were removed.
+        """
         inputs, labels = on_device(batch, model)
-        with torch.autocast(self.accelerator.device.type, torch.bfloat16, enabled=self._autocast):
+        labelled = labelled_positions(batch["labels"])
+        terms: dict[str, Any] = {"weight": weight, "z_loss": z_loss}
+        if labelled is not None:
+            terms["labelled"] = torch.from_numpy(labelled).to(labels.device)
+        with torch.autocast(labels.device.type, torch.bfloat16, enabled=self._autocast):
             output = model(**inputs, use_cache=False).logits
-            if teacher is not None:
-                terms |= {"teacher": teacher_logits(teacher, inputs), "teacher_layer": removed_output_layer(teacher)}
-            return combined_loss(output, labels, layer=removed_output_layer(sharding.unwrapped(model)), **terms)
+            if weight:
+                terms["teacher"] = teacher_logits(self.teacher, inputs)
+                terms["teacher_layer"] = removed_output_layer(self.teacher)
+            found = combined_loss(output, labels, layer=removed_output_layer(sharding.unwrapped(model)), **terms)
+        if weight:
+            sharding.reshard(self.teacher)
+        return found
 
     def evaluate(self, model: Any, blocks: EvaluationBlocks) -> float:
         """The mean loss in nats per token over held-out text, which the processes share, in the precision of training."""
-        rank = self.accelerator.process_index
-        processes = self.accelerator.num_processes
-        size = self.recipe.micro_batch_size
-        starts = range(0, len(blocks), size)
         was_training = model.training
         model.eval()
         total = count = 0.0
-        # every process runs the same number of forward passes, because those of a sharded model are collective
-        for at in range(rank, rank + len(starts), processes):
-            start = starts[min(at, len(starts) - 1)]
-            with torch.no_grad():
-                found = self._loss(model, blocks.batch(range(start, min(start + size, len(blocks)))))
-            if at < len(starts):
+        with torch.no_grad():
+            for batch in self._share(blocks, range(len(blocks))):
+                found = self.loss(model, batch)
                 total += float(found.sum)
                 count += float(found.count)
         model.train(was_training)

@@ -55,11 +55,11 @@ class Result:
     def foldable(self) -> dict[str, set[Role]]:
         """By module, the roles whose heads the method may make anything of; empty for plain methods.
 
-        With a text, it may change all of them. Without one, maps of keys are folded into queries unless a norm or clipping
-        lies between them, and maps of values into outputs unless a gate, a norm or clipping does; otherwise they are means.
+        `fit` may change all of them. `factor` folds maps of keys into queries unless a norm or clipping lies between them,
+        and maps of values into outputs unless a gate, a norm or clipping does; otherwise they are means.
         """
         names = [module.name for module in self.geometry.merged] if self.folds else []
-        if self.has_text:
+        if self.method == FITTED:
             return {name: {"query", "key", "value", "output", "output_bias"} for name in names}
         family = self.inputs.family
         config = self.inputs.decoder_config

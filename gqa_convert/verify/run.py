@@ -12,6 +12,7 @@ from gqa_convert.verify.models import check_models
 from gqa_convert.verify.provenance import check_provenance
 from gqa_convert.verify.report import Check, VerificationReport
 from gqa_convert.verify.result import Result, read_result
+from gqa_convert.verify.spans import check_spans
 from gqa_convert.verify.tensors import TensorChecks
 from gqa_convert.verify.tokenizers import check_tokenizer
 from gqa_convert.verify.weights import PROVENANCE
@@ -69,7 +70,8 @@ def _check_stored(report: VerificationReport, inputs: Inputs, progress: Progress
         tensors = TensorChecks(result, progress)
         report.check("tensor names", tensors.names)
         report.check("untouched tensors", tensors.untouched)
-        report.check("merged tensors", tensors.merged)
+        if report.check("merged tensors", tensors.merged) and result.folds:
+            report.check("spans", check_spans, result)
         report.check("config", check_config, result)
         report.check("provenance", check_provenance, result)
     modeling = result.modeling if result else inputs.modeling

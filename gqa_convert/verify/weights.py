@@ -85,3 +85,10 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
         return bool(torch.equal(*(each.view(torch.int64) for each in flat)))  # torch compares word by word
     except RuntimeError:  # the bytes are no whole words, or do not lie as words
         return bool(torch.equal(*(each.view(torch.uint8) for each in flat)))
+
+
+def half_units(numbers: Tensor, dtype: torch.dtype) -> Tensor:
+    """The most by which numbers change when they are rounded to a type."""
+    limits = torch.finfo(dtype)
+    exponent = torch.frexp(numbers.double().abs().clamp(min=limits.tiny)).exponent
+    return torch.exp2(exponent.double() - 1) * (limits.eps / 2)

@@ -172,6 +172,27 @@ def test_a_terminal_sees_a_progress_bar(source: Path, tmp_path: Path) -> None:
     assert "\x1b" not in result
 
 
+@pytest.mark.parametrize("place", ["gqa_convert.cli.running", "gqa_convert.training.stopping"])
+def test_a_signal_that_the_caller_ignores_stays_ignored(place: str) -> None:
+    """As nohup lets SIGHUP be."""
+    code = """
+import os, signal, sys
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+def app(**_):
+    for number in (signal.SIGHUP, signal.SIGTERM):
+        print(signal.getsignal(number) == signal.SIG_IGN)
+    os.kill(os.getpid(), signal.SIGHUP)
+    print("goes on")
+sys.argv = ["gqa-convert"]
+"""
+    ending = "from gqa_convert.cli.running import run; run(app)"
+    if place.endswith("stopping"):
+        ending = "from gqa_convert.training.stopping import StopRequests\nwith StopRequests(): app()"
+    done = subprocess.run([sys.executable, "-c", code + ending], capture_output=True, text=True, check=False)
+    assert done.stdout.split("\n")[:3] == ["True", "False", "goes on"], done.stderr
+    assert done.returncode == 0
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_it_with_one_line(tmp_path: Path, number: signal.Signals) -> None:
     """A run that waits on a named pipe in the middle of its work is stopped for certain while it works; whatever libraries

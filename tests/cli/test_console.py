@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -70,7 +71,8 @@ def shown_by(screen_of: type, clock: Clock, capsys: pytest.CaptureFixture[str], 
 def test_the_stages_of_a_conversion(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
     layer = LayerRecord("layers.0.self_attn", {}, [0], 0.25)
     from_weights = LayerRecord("m", {}, [0])
-    trained = Divergence(0.5, 0.125)
+    trained = Divergence(0.5, 0.125, "1,024 held-out tokens of text.txt")
+    alike = Divergence(0.5, 0.5, "9 held-out tokens of text.txt")
     shown = shown_by(
         ConversionScreen,
         clock,
@@ -81,6 +83,7 @@ def test_the_stages_of_a_conversion(clock: Clock, capsys: pytest.CaptureFixture[
         ("layer", (FitProgress(MERGING_LAYERS, 2, 2, layer=from_weights),)),
         ("layer", (FitProgress(ALL_TOGETHER, 2, 8, "step 2 of 8, KL 0.400"),)),
         ("layer", (FitProgress(ALL_TOGETHER, 8, 8, kl=trained),)),
+        ("layer", (FitProgress(ALL_TOGETHER, 8, 8, kl=alike),)),
         ("plan", (SimpleNamespace(weight_bytes_after=4_000_000),)),
         ("written", (1_000_000,)),
     )
@@ -92,9 +95,25 @@ def test_the_stages_of_a_conversion(clock: Clock, capsys: pytest.CaptureFixture[
         "merging layers: 100.0%",
         "all layers together: 25.0%  step 2 of 8, KL 0.400",
         "all layers together: 100.0%",
-        "all layers together: KL divergence from the source 0.5000 -> 0.1250 nats per token",
+        "KL divergence from the source: 0.5000, by training all layers together 0.1250 nats per token on 1,024 held-out tokens of text.txt",
+        "all layers together: 100.0%",
+        "KL divergence from the source: 0.5000 nats per token on 9 held-out tokens of text.txt",
         "converting: 25.0%",
     ]
+
+
+def test_a_long_step_is_told_of_again_without_a_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "SECONDS", 0.5)
+    with progress.ProgressScreen() as screen:
+        screen.show("merging layers", 1, 4, "layer 2: head order")
+        time.sleep(3.5)  # it looks once a second at most
+    lines = capsys.readouterr().err.splitlines()
+    assert 2 <= len(lines) <= 4
+    assert set(lines) == {"merging layers: 25.0%  layer 2: head order"}
+    time.sleep(1.2)
+    assert capsys.readouterr().err == "", "nothing once the work has ended"
 
 
 def test_numbers_of_tokens_are_read_and_printed_in_powers_of_1000() -> None:

@@ -16,6 +16,7 @@ from gqa_convert.conversion.plan import make_plan
 from gqa_convert.demo import CHECKPOINT as MODEL
 from tests.helpers.command_line import assert_mistake, run
 from tests.helpers.own_files import make_source
+from tests.helpers.tiny import make_checkpoint
 
 
 def test_a_file_of_numbers(tmp_path: Path) -> None:
@@ -88,13 +89,34 @@ def test_mistakes(tmp_path: Path) -> None:
         assert list(tmp_path.iterdir()) == []
 
 
+def test_what_merges_nothing_says_what_it_does_not_use(tmp_path: Path) -> None:
+    """As many K/V heads as the source has, or more."""
+    unused, grown = "no heads are merged, so that --calibration is not used", "heads are repeated, and the cache grows"
+    source = make_checkpoint("llama", tmp_path / "source", kv_heads=6)
+    for number, options, said in (
+        (6, ["-c", __file__], [unused]),
+        (12, [], [grown]),
+        (12, ["-c", __file__], [unused, grown]),
+    ):
+        for more in (["--dry-run"], [tmp_path / f"{number}{len(options)}"]):
+            shown = run("convert", source, *more, "-n", number, *options)
+            assert shown.returncode == 0, shown.stderr
+            for sentence in (unused, grown):
+                assert (sentence in shown.stdout) is (sentence in said)
+
+
 def test_plan_says_it() -> None:
     options = ("--calibration", "python-stdlib", "--calibration-tokens", "4096", "--fit-steps", "10", "--kl-steps", "0")
     shown = run("convert", MODEL, "--groups", "2", *options, "--dry-run")
     assert (shown.returncode, shown.stderr) == (0, "")
-    line = r"^needs: +about [\d.]+ [MG]B of memory on cpu, [\d.]+ MB of disk \(fit on 4,096 tokens\)$"
+    assert re.search(r"^method: +fit on 4,096 tokens$", shown.stdout, re.MULTILINE)
+    memory = r"about [\d.]+ MB of memory on cpu \(at least [\d.]+ MB, with 11.2 MB in /\S*\)"
+    line = rf"^needs: +{memory}, [\d.]+ MB of disk$"
     assert re.search(line, shown.stdout, re.MULTILINE), shown.stdout
+    runs = run("convert", MODEL, "--groups", "2", *options[:4], "--dry-run")
+    assert re.search(r"^method: .*, then up to 200 steps on all layers together$", runs.stdout, re.MULTILINE)
     as_json = json.loads(run("convert", MODEL, "--groups", "2", "--json", "--dry-run").stdout)
     assert as_json["estimate"]["work"] == "factor on 4,096 tokens"
     fields = {"work", "layers", "memory_bytes", "disk_bytes", "rewritten_bytes", "tokens", "device"}
+    fields |= {"least_memory_bytes", "offloaded_bytes", "left_out"}
     assert set(as_json["estimate"]) == fields

@@ -1,6 +1,5 @@
 """Conversations against the chat template itself: their tokens, and where they end."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,52 +11,16 @@ import pytest
 from gqa_convert.conversion.fit.calibration_text import calibration_batches
 from gqa_convert.data.hub import HubDataset
 from gqa_convert.errors import DataError
-from tests.helpers.data_helpers import demo_tokenizer, evaluation_blocks
+from tests.helpers.chats import CHATS, LENGTH, PLAIN, TEXTS, rendered, rows_file, said, tokenizer_with
+from tests.helpers.data_helpers import evaluation_blocks
 from tests.helpers.uptrain_runs import DEMO
 
-PLAIN = (
-    "{% for m in messages %}[{{ m['role'] }}]\n{{ m['content'] }}{{ eos_token }}\n{% endfor %}"
-    "{% if add_generation_prompt %}[assistant]\n{% endif %}"
-)
 STRICT = "{% if messages[0]['role'] != 'user' %}{{ raise_exception('the user speaks first') }}{% endif %}" + PLAIN
-TEXTS = ["def f(x):", "  return x + 1", "why?", "because of the sum.", "class A:\n    pass", "ünïcode 🙂 text"]
-LENGTH = 16
-
-
-def said(*texts: str) -> list[dict[str, str]]:
-    """A conversation in which user and assistant take turns."""
-    return [{"role": ("user", "assistant")[number % 2], "content": text} for number, text in enumerate(texts)]
-
-
-CHATS = [
-    said(*TEXTS[:2]),
-    said(*TEXTS[2:6]),
-    [{"role": "system", "content": "Be brief."}, *said(TEXTS[0], TEXTS[5])],
-    said(TEXTS[4]),
-    said(*TEXTS[:4], *TEXTS[2:4]),
-] * 3
-
-
-def tokenizer_with(template: str | None) -> Any:
-    tokenizer = demo_tokenizer()
-    tokenizer.chat_template = template
-    return tokenizer
-
-
-def rows_file(folder: Path, rows: list[Any], name: str = "chats.jsonl") -> Path:
-    path = folder / name
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 @pytest.fixture
 def chats(tmp_path: Path) -> Path:
     return rows_file(tmp_path, [{"messages": chat} for chat in CHATS])
-
-
-def rendered(tokenizer: Any) -> list[int]:
-    """The tokens of all conversations by the template."""
-    return [token for chat in CHATS for token in tokenizer.apply_chat_template(chat, return_dict=False)]
 
 
 def packed(source: Any, tokenizer: Any, cache: Path) -> dict[str, np.ndarray[Any, Any]]:

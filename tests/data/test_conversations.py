@@ -14,7 +14,7 @@ from gqa_convert.data.sources import as_source
 from gqa_convert.errors import DataError
 from gqa_convert.measuring.evaluation.examples import text_material
 from gqa_convert.measuring.evaluation.texts import read_documents
-from tests.data.test_chat import CHATS, LENGTH, PLAIN, rendered, rows_file, tokenizer_with
+from tests.helpers.chats import CHATS, LENGTH, PLAIN, rendered, rows_file, tokenizer_with
 from tests.helpers.data_helpers import open_samples
 from tests.helpers.uptrain_runs import DEMO
 

@@ -20,7 +20,7 @@ from tests.helpers.data_helpers import DEMO, demo_tokenizer, span_tokenizer
 
 MESSAGES = [{"role": "user", "content": "why?"}]
 DATED = (
-    "{% if strftime_now is defined %}{% set date = strftime_now('%d %b %Y (%-d.%-m.%y, %A)') %}{% endif %}\n\n"
+    "\n{% if strftime_now is defined %}{% set date = strftime_now('%d %b %Y (%-d.%-m.%y, %A)') %}{% endif %}\n\n"
     "{{ date }}{% for m in messages %}{{ m['content'] }}{{ eos_token }}{% endfor %}"
 )
 
@@ -75,7 +75,7 @@ def test_dates_in_chat_templates_are_pinned_and_part_of_the_key(monkeypatch: pyt
     monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", Later)
     assert "2031" in str(tokenizer.apply_chat_template(MESSAGES, tokenize=False))
     first = made()
-    assert first[0] == "\n26 Jul 2024 (26.7.24, Friday)why?<|endoftext|>"
+    assert first[0] == "\n\n26 Jul 2024 (26.7.24, Friday)why?<|endoftext|>"
     monkeypatch.undo()
     assert made() == first
     monkeypatch.setattr(encoders, "DATE", datetime(2031, 1, 2))

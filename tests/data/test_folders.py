@@ -137,6 +137,12 @@ def test_what_datasets_has_saved_is_read_as_datasets_reads_it(folder: Path, cach
     splits.save_to_disk(str(folder / "two"))
     assert numbers_of(str(folder / "two"), cache) == [0, 1, 2]
     assert numbers_of({"source": str(folder / "two"), "split": "test"}, cache) == [3, 4]
+    datasets.DatasetDict({"train_sft": splits["train"], "train_gen": splits["test"]}).save_to_disk(
+        str(folder / "three")
+    )
+    assert numbers_of({"source": str(folder / "three"), "split": "train_gen"}, cache) == [3, 4]
+    with pytest.raises(DataError, match="has no split train, found train_gen, train_sft: name its files"):
+        numbers_of(str(folder / "three"), cache)
 
 
 SPLITS = {
@@ -157,7 +163,7 @@ def test_splits_are_those_of_datasets(folder: Path, cache: Path, name: str, spli
     loaded = datasets.load_dataset(kind, data_dir=str(folder), cache_dir=str(cache / "hub"))
     source = {"source": str(folder), "split": split}
     if split not in loaded:
-        with pytest.raises(DataError, match="has no split test, found extra_1, train: name the files"):
+        with pytest.raises(DataError, match="has no split test, found extra_1, train: name its files"):
             numbers_of(source, cache)
         return
     assert numbers_of(source, cache) == [int(row["text"][1:]) for row in loaded[split]]

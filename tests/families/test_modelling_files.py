@@ -18,6 +18,7 @@ from torch import nn
 from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.families.family import MODELING
+from gqa_convert.families.modeling import gqa_bloom, gqa_common, gqa_opt
 from gqa_convert.families.released import TESTED
 from gqa_convert.families.table import FAMILIES, Modeling
 from tests.helpers.command_line import run_python
@@ -281,6 +282,67 @@ def test_a_module_that_transformers_lacks_breaks_no_other(sources: Callable[[str
     for model_type, code in (("bart", 0), ("marian", 1)):
         done = run_python("-c", WITHOUT_MARIAN, converted(sources(model_type), 3), environment=environment)
         assert done.returncode == code, done.stderr[-2000:]
+
+
+def eager_attention_forward(module: Any, query: Any, softcap: Any, **kwargs: Any) -> None:
+    """What a later release could hand to attention."""
+
+
+ALL_ATTENTION_FUNCTIONS = None
+
+
+class Renamed(nn.Module):
+    def forward(self, hidden_states: Any, memory: Any, attention_mask: Any, output_attentions: Any) -> None: ...
+
+
+class Longer(nn.Module):
+    def forward(self, hidden_states: Any, cache: Any, window: Any, attention_mask: Any, **kwargs: Any) -> None: ...
+
+
+class Shorter(nn.Module):
+    def forward(self, hidden_states: Any, cache: Any, **kwargs: Any) -> None: ...
+
+
+class Another(nn.Module):
+    def forward(self, hidden_states: Any, cache: Any, **kwargs: Any) -> None: ...
+
+
+class Softcapped(nn.Module):
+    def forward(self, hidden_states: Any, cache: Any, **kwargs: Any) -> Any:  # noqa: ARG002
+        return eager_attention_forward, ALL_ATTENTION_FUNCTIONS
+
+
+@pytest.mark.parametrize(
+    ("stock", "grouped", "expected"),
+    [
+        (Renamed, "GroupedOPTAttention", "takes memory"),
+        (Longer, "GroupedOPTAttention", "takes window"),
+        (Shorter, "GroupedOPTAttention", "has no argument attention_mask"),
+        (Another, "GroupedAttention", "does without eager_attention_forward"),
+        (Softcapped, "GroupedAttention", "hands softcap to attention"),
+    ],
+)
+def test_a_class_that_a_file_does_not_know_is_an_error(stock: type, grouped: str, expected: str) -> None:
+    with pytest.raises(
+        ImportError, match=rf"^{stock.__name__} of transformers [0-9.]+ {expected}, which this modelling"
+    ):
+        gqa_common.attention_class(stock, getattr(gqa_opt, grouped))
+
+
+def test_a_cache_under_a_new_name_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gqa_common, "CACHE_NAMES", ("layer_past",))
+    gqa_common.attention_class.cache_clear()
+    stock = transformers.models.bart.modeling_bart.BartAttention
+    with pytest.raises(ImportError, match=r"BartAttention of .* takes its cache under another name, which"):
+        gqa_common.attention_class(stock, gqa_common.GroupedAttention)
+
+
+def test_bloom_needs_position_biases_in_sdpa_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without them, ALiBi would be left out in silence."""
+    monkeypatch.setattr(gqa_bloom, "sdpa_attention_forward", lambda module, query, key, value, mask, **options: None)
+    config = gqa_bloom.GQABloomConfig(hidden_size=24, n_head=12, n_layer=1, vocab_size=9, num_key_value_heads=3)
+    with pytest.raises(ImportError, match="can't add ALiBi in sdpa attention"):
+        gqa_bloom.GQABloomForCausalLM(config)
 
 
 def test_every_modelling_file_has_a_record() -> None:

@@ -74,7 +74,7 @@ def adapt(accelerator: Any, folder: Path, keys: dict[str, Any]) -> dict[str, Any
     from gqa_convert.training import sharding
     from gqa_convert.training.checkpoints import Progress, set_state, state_of
     from gqa_convert.training.lora import merged_model
-    from gqa_convert.training.models import load_student, place_student
+    from gqa_convert.training.models import load_student, place
     from gqa_convert.training.optimizers import build_optimizer
     from gqa_convert.training.recipe import make_recipe
     from gqa_convert.training.trainer import Trainer
@@ -86,7 +86,7 @@ def adapt(accelerator: Any, folder: Path, keys: dict[str, Any]) -> dict[str, Any
     sharded = sharding.number_of_shards(recipe.sharding, accelerator.num_processes) > 1
     torch.manual_seed(0)
     model = load_student(recipe, folder)
-    placed = place_student(model, accelerator, sharded=sharded, bf16=recipe.precision == "bf16")
+    placed = place(model, accelerator, sharded=sharded, bf16=recipe.precision == "bf16")
     optimizer = build_optimizer(model, recipe)
     types = {str(each.dtype) for each in model.parameters() if each.requires_grad}
     options: dict[str, Any] = {"steps": 2, "teacher": None, "progress": Progress()}

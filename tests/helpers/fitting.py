@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gqa_convert.checkpoint.provenance import Divergence
+from gqa_convert.checkpoint.provenance import CalibrationRecord, Divergence
 from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.conversion.fit import run
 from gqa_convert.conversion.fit.calibration_text import Calibration, digest_of
@@ -64,14 +64,15 @@ def fit(
     """
     calibration = Calibration(list(batches), 0, 8, "", "", held_out=list(held_out), fresh=list(fresh))
     asked = CalibrationOptions(steps=steps, device="cpu", tokens=8, sequence_length=8, **{"kl_steps": 0} | options)
-    together = not decide(plan, asked).no_last_stage
+    steps_together = decide(plan, asked).last_stage_steps(plan, asked) if held_out else 0
+    record = CalibrationRecord(text="", tokens=0, sequence_length=0, seed=0, steps=steps, digest="")
     records = []
 
     def note(progress: FitProgress) -> None:
         if progress.layer is not None:
             records.append(progress.layer)
 
-    found = fit_checkpoint(plan, store, calibration, asked, note, together=together)
+    found = fit_checkpoint(plan, store, calibration, asked, note, record, steps_together)
     return records, found.kl_steps, found.kl
 
 

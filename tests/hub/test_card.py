@@ -21,6 +21,7 @@ from gqa_convert.checkpoint.signed_card import is_our_card
 from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import GQAConvertError, OptionError, OutputError, PublishError
+from gqa_convert.families.released import TESTED
 from gqa_convert.hub.options import PublishOptions
 from gqa_convert.hub.publishing import publish
 from gqa_convert.measuring.results import EvaluationFile, write_result
@@ -141,6 +142,7 @@ def test_one_with_code_of_its_own(tmp_path: Path) -> None:
     text, front, _ = card(tmp_path / "out", license="apache-2.0")
     assert 'AutoModelForSeq2SeqLM.from_pretrained("me/gqa-3", trust_remote_code=True)' in text
     assert 'processor = AutoProcessor.from_pretrained("me/gqa-3", trust_remote_code=True)' in text
+    assert f"tested with transformers `{TESTED}`" in text
     assert "comes with its own code (`gqa_common.py`, `gqa_t5.py`). Read" in text
     assert "The model is an encoder-decoder; the encoder is unchanged." in text
     assert "K/V-cache bytes per encoder token" in text

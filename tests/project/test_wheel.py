@@ -72,7 +72,7 @@ def closure(requirements: Iterable[str]) -> set[str]:
 
 
 def test_what_is_imported_is_declared_and_what_is_declared_is_imported() -> None:
-    optional = names(EXTRAS["lora"] + EXTRAS["plot"] + EXTRAS["audio"] + EXTRAS["qlora"]) - {"gqa-convert"}
+    optional = names(EXTRAS["lora"] + EXTRAS["audio"] + EXTRAS["qlora"]) - {"gqa-convert"}
     assert imported() == (names(CORE) | optional) - NOT_IMPORTED
 
 

@@ -273,7 +273,7 @@ def test_mistakes_are_found_before_anything_is_trained(
     def full(*_: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(Trainer, "losses", full)
+    monkeypatch.setattr(Trainer, "loss", full)
     with pytest.raises(DeviceMemoryError, match="out of memory: lower micro_batch_size"):
         run(home, tmp_path / "run")
 

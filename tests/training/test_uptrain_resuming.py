@@ -259,14 +259,14 @@ def nan_at(monkeypatch: pytest.MonkeyPatch, steps: set[int], above: float = 0.0)
     """Losses are not finite at these steps, unless the learning rate is small."""
     from gqa_convert.training.trainer import Trainer
 
-    original = Trainer.losses
+    original = Trainer.loss
 
-    def losses(self: Any, batch: Any) -> Any:
-        loss, parts = original(self, batch)
-        bad = self.progress.step + 1 in steps and self.recipe.learning_rate > above
-        return (loss * float("nan"), parts * float("nan")) if bad else (loss, parts)
+    def loss(self: Any, model: Any, batch: Any, *weights: float) -> Any:
+        found = original(self, model, batch, *weights)
+        bad = weights and self.progress.step + 1 in steps and self.recipe.learning_rate > above
+        return found._replace(sum=found.sum * float("nan")) if bad else found
 
-    monkeypatch.setattr(Trainer, "losses", losses)
+    monkeypatch.setattr(Trainer, "loss", loss)
 
 
 def test_a_checkpoint_before_the_first_update_changes_nothing(

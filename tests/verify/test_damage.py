@@ -26,12 +26,13 @@ from tests.helpers.verification import (
     without,
 )
 
-MERGED, UNTOUCHED = {"merged tensors"}, {"untouched tensors"}
+MERGED, UNTOUCHED, SPANS = {"merged tensors"}, {"untouched tensors"}, {"spans"}
 FILES, CONFIG, CLAIMS, NAMES = {"files"}, {"config"}, {"provenance"}, {"tensor names"}
 CODE, CARRIED, HASHES = {"modelling file"}, {"copied files"}, {"hashes"}
 
 STEM, FIRST = "model.layers.1.self_attn", "model.layers.0.self_attn"
 QUERY, KEY, NORM = f"{STEM}.q_proj.weight", f"{STEM}.k_proj.weight", "model.norm.weight"
+VALUE, OUTPUT = f"{STEM}.v_proj.weight", f"{STEM}.o_proj.weight"
 NEOX = "gpt_neox.layers.1.attention.query_key_value.weight"
 GPT2 = "transformer.h.0.attn"
 GPTJ = "transformer.h.1.attn"
@@ -81,6 +82,18 @@ def nudge(name: str, by: float) -> Damage:
 
     def changed(tensor: torch.Tensor) -> torch.Tensor:
         tensor[2] += by * tensor.norm() / tensor.numel() ** 0.5
+        return tensor
+
+    return change(name, changed)
+
+
+def noise(name: str, share: float, head: int, width: int = 12) -> Damage:
+    """Add noise to the rows of a head, as a share of their size."""
+
+    def changed(tensor: torch.Tensor) -> torch.Tensor:
+        rows = tensor.narrow(0, head * width, width)
+        random = torch.randn(rows.shape, generator=torch.Generator().manual_seed(0))
+        rows += (share * rows.float().norm() / random.norm() * random).to(rows.dtype)
         return tensor
 
     return change(name, changed)
@@ -146,6 +159,7 @@ def without_gain(out: Path, source: Path) -> None:
 
 
 LLAMA, FACTORED, SMALL = ("llama", 3), ("llama, float32", 3, "factor"), ("qwen2", 3, "factor")
+TRAINED = ("llama, float32", 3, "fit")
 CONV1D, FUSED, CROSSED = ("gpt2", 3, "factor"), ("gpt_neox", 4), ("gpt2, cross", 4)
 ENCODED, OPTS = ("bart", 4, "encoder"), ("opt", 4)
 
@@ -246,6 +260,24 @@ DAMAGE: dict[str, tuple[tuple[Any, ...], Damage, set[str]]] = {
     "NaN in a query": (FACTORED, filled(QUERY, math.nan), MERGED),
     "another shape": (FACTORED, change(QUERY, lambda t: t[:-WIDTH].clone()), MERGED),
     "another type of an output": (FACTORED, change(f"{STEM}.o_proj.weight", torch.Tensor.double), MERGED),
+    "keys of zeros": (FACTORED, filled(KEY, 0.0), SPANS),
+    "queries of zeros": (FACTORED, filled(QUERY, 0.0), SPANS),
+    "outputs of zeros": (FACTORED, filled(OUTPUT, 0.0), SPANS),
+    "a key head of noise": (FACTORED, noise(KEY, 10.0, head=1), SPANS),
+    "a key head with some noise": (FACTORED, noise(KEY, 0.1, head=1), SPANS),
+    "a value head with some noise": (("llama", 4, "factor"), noise(VALUE, 0.1, head=3, width=8), SPANS),
+    "a query head with some noise": (FACTORED, noise(QUERY, 0.1, head=7), SPANS),
+    "query heads exchanged": (FACTORED, exchange(QUERY, 0, 1, WIDTH), SPANS),
+    "outputs of heads exchanged": (FACTORED, exchange(OUTPUT, 4, 5, WIDTH, axis=1), SPANS),
+    "K/V heads exchanged": (FACTORED, exchange(VALUE, 0, 2, WIDTH), SPANS),
+    "smaller values": (FACTORED, scale(VALUE, 0.99), SPANS),
+    "a larger head among all": (("llama, one file", 1, "factor"), scale(VALUE, 1.01), SPANS),
+    "another order of heads": (FACTORED, claims(head_order={STEM: [*range(11, -1, -1)]}), SPANS),
+    "no order of heads": (FACTORED, claims(head_order={STEM: [0] * 12}), SPANS),
+    "fitted keys of zeros": (TRAINED, filled(KEY, 0.0), SPANS),
+    "fitted queries of zeros": (TRAINED, filled(QUERY, 0.0), SPANS),
+    "a fitted key head of noise": (TRAINED, noise(KEY, 10.0, head=1), SPANS),
+    "fitted query heads exchanged": (TRAINED, exchange(QUERY, 0, 1, WIDTH), SPANS),
     "an MLP changed": (FACTORED, nudge("model.layers.0.mlp.down_proj.weight", 0.02), UNTOUCHED),
     "normalised keys absorbed": (("olmo2", 3, "factor"), scale(f"{FIRST}.q_proj.weight", 1.01), UNTOUCHED),
     "normalised keys not the mean": (("olmo2", 3, "factor"), scale(f"{FIRST}.k_proj.weight", 1.01), MERGED),
@@ -328,7 +360,7 @@ def test_one_bad_module_does_not_hide_in_a_good_fit(made: Made, tmp_path: Path) 
             exchange(f"{STEM}.{name}.weight", 0, 1, WIDTH, axis)(out, source)
 
     out, source = damaged(made, ("llama, float32", 3, "fit"), exchange_heads, tmp_path)
-    assert set(failed(verify_checkpoint(out, source))) == {"module outputs"}
+    assert set(failed(verify_checkpoint(out, source))) == {"spans", "module outputs"}
 
 
 @pytest.mark.parametrize("row", [SMALL, ("neox", 3, "fit")])

@@ -41,6 +41,5 @@ class ConversionScreen:
                 f"layer {progress.done} of {progress.total}  {layer.module}: {layer.error_vs_mean:.1%} of mean pooling's error remains"
             )
         if kl is not None:
-            self.say(
-                f"{progress.label}: KL divergence from the source {kl.before:.4f} -> {kl.after:.4f} nats per token on {kl.text}"
-            )
+            before = f"{kl.before:.4f}, by training all layers together " if kl.after != kl.before else ""
+            self.say(f"KL divergence from the source: {before}{kl.after:.4f} nats per token on {kl.text}")

@@ -65,7 +65,7 @@ def show_plan(plan: "Plan", needs: "Needs", caches: "JsonObject") -> None:
     )
     if plan.changes:
         show_table(_changes(plan), title="Changes", justify="left")
-    show_table(_savings(plan, caches), title="Savings")
+    show_table(_savings(plan, caches), title="Sizes")
     if plan.rewritten_from:
         where = "while it is read"
         if needs.rewritten_bytes:

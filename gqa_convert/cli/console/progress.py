@@ -1,6 +1,7 @@
 """Progress on stderr: bars on a terminal, elsewhere a plain line every 30 seconds."""
 
 import sys
+import threading
 import time
 from contextlib import suppress
 from datetime import timedelta
@@ -37,7 +38,9 @@ class ProgressScreen:
             disable=not self.on_terminal,
         )
         self._tasks: dict[str, int] = {}
+        self._latest = ("", 0.0, 0.0, "")
         self._line_shown = time.monotonic()
+        self._lock, self._ended = threading.Lock(), threading.Event()
 
     def say(self, line: str) -> None:
         """Print a line above the bars."""
@@ -56,18 +59,33 @@ class ProgressScreen:
             self._bars.update(
                 self._bars.task_ids[task], completed=done, total=total, detail=detail, visible=done < total
             )
-        if self.on_terminal or not total or time.monotonic() - self._line_shown < SECONDS:
-            return
-        self._line_shown = time.monotonic()
-        seconds = self._bars.tasks[task].time_remaining
-        left = f"{timedelta(seconds=round(seconds))} left" if seconds else ""
-        self.say("  ".join(filter(None, [f"{label}: {done / total:.1%}", detail, left])))
+        self._latest = (label, done, total, detail)
+        self._show_line()
+
+    def _show_line(self) -> None:
+        """Print where the work is, if that is due and there are no bars."""
+        with self._lock:
+            label, done, total, detail = self._latest
+            if self.on_terminal or not total or time.monotonic() - self._line_shown < SECONDS:
+                return
+            self._line_shown = time.monotonic()
+            seconds = self._bars.tasks[self._tasks[label]].time_remaining
+            left = f"{timedelta(seconds=round(seconds))} left" if seconds else ""
+            self.say("  ".join(filter(None, [f"{label}: {done / total:.1%}", detail, left])))
+
+    def _remind(self) -> None:
+        """Print it again while a long step says nothing."""
+        while not self._ended.wait(max(1.0, self._line_shown + SECONDS - time.monotonic())):
+            self._show_line()
 
     def __enter__(self) -> Self:
         with suppress(OSError):
             self._bars.start()
+        if not self.on_terminal:
+            threading.Thread(target=self._remind, daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._ended.set()
         with suppress(OSError):
             self._bars.stop()

@@ -38,28 +38,22 @@ def hold_out(batches: Sequence[Batch], share: int) -> tuple[list[Batch], list[Ba
         The batches without those blocks, and batches of these. Nothing is held out where no two blocks
         are whole, which means at least half as long as the longest.
     """
-    lengths = [tokens_of(batch).shape[1] for batch in batches]
-    whole = [batch for batch, length in zip(batches, lengths, strict=True) if 2 * length >= max(lengths)]
-    if sum(len(tokens_of(batch)) for batch in whole) < 2:
-        return list(batches), []
+    longest = max(tokens_of(batch).shape[1] for batch in batches)
     wanted = sum(tokens_of(batch).numel() for batch in batches) // share
-    left: list[Batch] = []
+    whole = [batch for batch in batches if 2 * tokens_of(batch).shape[1] >= longest]
+    short = [batch for batch in batches if 2 * tokens_of(batch).shape[1] < longest]
     held_out: list[Batch] = []
-    for batch in reversed(batches):
-        rows, length = tokens_of(batch).shape
-        taken = 0
-        if 2 * length < max(lengths):
-            pass
-        elif not held_out:
-            taken = min(rows, max(1, wanted // length))
-        elif rows * length <= wanted:  # no further batch is cut
-            taken = rows
-        wanted -= taken * length
-        if taken < rows:
-            left.insert(0, _rows(batch, 0, rows - taken))
-        if taken:
-            held_out.insert(0, _rows(batch, rows - taken, rows))
-    return left, held_out
+    while whole and (count := tokens_of(whole[-1]).numel()) <= wanted:
+        held_out.insert(0, whole.pop())
+        wanted -= count
+    rows, length = tokens_of(whole[-1]).shape if whole else (0, 1)
+    if not held_out and (rows > 1 or len(whole) > 1):
+        last = whole.pop()
+        left = rows - max(1, wanted // length)
+        held_out.append(_rows(last, left, rows))
+        if left:
+            whole.append(_rows(last, 0, left))
+    return [*whole, *short], held_out
 
 
 def _rows(batch: Batch, first: int, last: int) -> Batch:

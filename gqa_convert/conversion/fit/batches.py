@@ -15,7 +15,6 @@ from gqa_convert.conversion.fit.options import (
     CalibrationOptions,
     each_of,
     mixes,
-    steps_together,
     wanted_tokens,
 )
 from gqa_convert.conversion.fit.progress import LISTENING, OWN_TEXT
@@ -63,10 +62,7 @@ def prepare_calibration(
 
     tokens, folder, config = wanted_tokens(plan, options), plan.checkpoint.local_folder, plan.checkpoint.config
     decisions = decisions or decide(plan, options)
-    held_out = tokens // _HELD_OUT
-    fresh = 0
-    if plan.merge_method.trains and (options.kl_steps is not None or not decisions.no_last_stage):
-        fresh = steps_together(options)
+    held_out, fresh = tokens // _HELD_OUT, decisions.last_stage_steps(plan, options)
     if hears(config):
         return _speech(plan, folder, options, tokens, held_out, fresh, progress)
     if plan.merge_method.trains:

@@ -18,7 +18,7 @@ from gqa_convert.errors import NoLanguageModelError
 from gqa_convert.families.context_length import has_fixed_source
 from gqa_convert.families.loading import check_language_model
 from gqa_convert.families.table import family_of
-from gqa_convert.merging.methods import CALIBRATED_DEFAULT, DEFAULT, MEAN
+from gqa_convert.merging.methods import CALIBRATED_DEFAULT, DEFAULT, MEAN, REPEAT
 
 BUILT_IN_TOKENS: Final = 4096
 """Tokens of the built-in text. More text gains little without `fit`, and large models pay for every token."""
@@ -63,6 +63,12 @@ def plan_conversion(
         native=options.native,
         max_shard_size=options.max_shard_size,
     )
+    exact = []
+    if plan.merge_method is REPEAT:
+        exact.append("N is above the source's number of K/V heads: heads are repeated, and the cache grows")
+    if plan.merge_method.is_exact and options.calibration.has_data:
+        exact.append("no heads are merged, so that --calibration is not used")
+    plan = replace(plan, warnings=(*plan.warnings, *exact))
     check_calibration(plan.method, calibration)
     check_predicts(plan, calibration)
     if reason and plan.merge_method.name == MEAN.name:

@@ -1,8 +1,6 @@
 """How much memory and disk a conversion takes: sums over the sizes in headers and config, without importing torch."""
 
 import math
-import re
-from collections import Counter
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -24,6 +22,7 @@ _TORCH_BASE = 450 << 20
 """Bytes of a process that has imported torch and transformers."""
 WEIGHTS_SHARE = 0.7
 """Of the free memory that the weights of the source may take; the rest is for activations."""
+LAST_STAGE = "the last stage, which trains all layers together"
 _UNKNOWN = 1 << 62
 _STAGE_SHARE = 0.7
 """Of the free memory that the last stage may take."""
@@ -79,9 +78,13 @@ class Decisions:
         found = []
         if self.no_own_text and mixes(plan, options):
             found.append(f"text of the source's own among the calibration text, because {self.no_own_text}")
-        if self.no_last_stage and plan.merge_method.trains and options.kl_steps is None and steps_together(options):
-            found.append(f"the last stage, which trains all layers together, because {self.no_last_stage}")
+        if steps_together(plan, options) and not self.last_stage_steps(plan, options):
+            found.append(f"{LAST_STAGE}, because {self.no_last_stage}")
         return tuple(found)
+
+    def last_stage_steps(self, plan: Plan, options: CalibrationOptions) -> int:
+        """How many steps train all layers together."""
+        return 0 if self.no_last_stage and options.kl_steps is None else steps_together(plan, options)
 
 
 def decide(plan: Plan, options: CalibrationOptions) -> Decisions:
@@ -98,7 +101,7 @@ def decide(plan: Plan, options: CalibrationOptions) -> Decisions:
     if (needed := _writing_bytes(plan)) > free:
         no_own_text = f"it needs {size(needed)} of free memory, and {device} has {size(free)}"
     if is_slow(plan, device):
-        steps = f"--kl-steps {steps_together(options)}"
+        steps = f"--kl-steps {steps_together(plan, options)}"
         no_last_stage = f"it takes hours on a CPU above {_MOST_PARAMETERS:,} parameters ({steps} runs it)"
     elif (needed := _last_stage_free(plan, options)) > free:
         no_last_stage = f"it needs {size(needed)} of free memory, and {device} has {size(free)}"
@@ -141,10 +144,13 @@ def estimate_needs(plan: Plan, options: CalibrationOptions) -> Needs:
             work += f" on {tokens:,} tokens"
             device, offloaded = device_of(options), 4 * plan.parameters_before
             running = _running_bytes(plan, tokens, block_tokens(plan, options), device)
-            least, memory = running + _largest_part_bytes(plan), running + offloaded
+            memory = running + offloaded
+            # a layer's weights are in memory together where all others lie on the disk, or a large tensor
+            tensors = [entry.elements for *_, entry in plan.checkpoint.tensors()]
+            least = running + 4 * max(*tensors, sum(tensors) // len(plan.layers))
             if mixes(plan, options):
                 memory = max(memory, _writing_bytes(plan))
-            steps = steps_together(options) if plan.merge_method.trains else 0
+            steps = steps_together(plan, options)
             if steps and (options.kl_steps is not None or not is_slow(plan, device)):
                 memory = max(memory, running + _last_stage_free(plan, options))
                 work += f", then up to {steps:,} steps on all layers together"
@@ -174,15 +180,6 @@ def _running_bytes(plan: Plan, tokens: int, block: int, device: str) -> int:
     forward = 4 * min(tokens, max(BATCH_TOKENS, block)) * (12 * outputs + 8 * hidden_size)
     work = forward + 6 * 8 * (hidden_size + outputs) * hidden_size
     return (_TORCH_BASE if device == "cpu" else 0) + work + _KEPT_BYTES * tokens * hidden_size
-
-
-def _largest_part_bytes(plan: Plan) -> int:
-    """The weights that are in memory together where all others lie on the disk: those of a layer, or a large tensor."""
-    sizes: Counter[str] = Counter()
-    for _, name, entry in plan.checkpoint.tensors():
-        layer = re.match(r".*?\.\d+\.", name)
-        sizes[layer[0] if layer else name] += 4 * entry.elements
-    return max(sizes.values())
 
 
 def device_of(options: CalibrationOptions) -> str:

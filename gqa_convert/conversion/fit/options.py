@@ -55,8 +55,10 @@ def steps_per_layer(options: CalibrationOptions) -> int:
     return STEPS if options.steps is None else options.steps
 
 
-def steps_together(options: CalibrationOptions) -> int:
-    """The steps of the stage that trains all layers together, where it runs."""
+def steps_together(plan: Plan, options: CalibrationOptions) -> int:
+    """The steps of the stage that trains all layers together, where it runs; 0 for methods that do not train."""
+    if not plan.merge_method.trains:
+        return 0
     return _TIMES * steps_per_layer(options) if options.kl_steps is None else options.kl_steps
 
 

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from gqa_convert._version import __version__
 from gqa_convert.checkpoint.devices import chosen_device
-from gqa_convert.checkpoint.provenance import CalibrationRecord, Divergence
+from gqa_convert.checkpoint.provenance import FOUND, CalibrationRecord, Divergence
 from gqa_convert.checkpoint.resource_errors import is_disk_full, is_out_of_memory
+from gqa_convert.checkpoint.results import plain
 from gqa_convert.conversion.fit.batches import prepare_calibration
 from gqa_convert.conversion.fit.from_weights import merge_layers
 from gqa_convert.conversion.fit.layer_store import TOGETHER, LayerStore, layer_key
-from gqa_convert.conversion.fit.memory import Decisions, decide
-from gqa_convert.conversion.fit.options import CalibrationOptions, steps_per_layer, steps_together
+from gqa_convert.conversion.fit.memory import LAST_STAGE, Decisions, decide
+from gqa_convert.conversion.fit.options import CalibrationOptions, steps_per_layer
 from gqa_convert.conversion.fit.progress import ALL_TOGETHER, MERGING_LAYERS, FitProgress, OnProgress
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.errors import DeviceMemoryError, NoSpaceError, OptionError
@@ -106,18 +107,27 @@ def _merge_on_data(
     """Merge the layers on calibration data, by what the run that began the work has decided; returns its record.
 
     Raises:
+        OptionError: `kl_steps` is given, and the layers use all of the text.
         OutputError: the store holds layers of other data.
         GQAConvertError: as `prepare_calibration` and `fit_checkpoint`.
     """
     tell = partial(FitProgress, MERGING_LAYERS, 0, len(plan.merged_layers))
     decisions = Decisions(**store.settle("decisions", asdict(decide(plan, options))))
-    left_out = list(decisions.left_out(plan, options))
-    for sentence in left_out:
-        on_progress(tell(note=f"left out: {sentence}"))
-    on_progress(tell("reading the text"))
+    left_out = [*decisions.left_out(plan, options)]
+    on_progress(tell("reading the text", note=_left_out_note(left_out)))
     calibration = prepare_calibration(
         plan, options, lambda label, done, total: on_progress(FitProgress(label, done, total)), decisions
     )
+    steps = decisions.last_stage_steps(plan, options)
+    more = [*calibration.left_out]
+    if not calibration.held_out:
+        problem = "the layers use all of the text: lower --calibration-tokens, or name more text"
+        if steps and options.kl_steps is not None:
+            raise OptionError(f"--kl-steps {steps} trains all layers together on text of its own, and {problem}")
+        if steps:
+            more.append(f"{LAST_STAGE}, because {problem}")
+        more.append(f"the divergence from the source, because {problem}")
+        steps = 0
     record = CalibrationRecord(
         text=calibration.description,
         tokens=calibration.tokens,
@@ -127,33 +137,17 @@ def _merge_on_data(
         digest=calibration.digest,
     )
     store.check("text", record.inputs())
-    notes = [f"left out: {sentence}" for sentence in calibration.left_out]
+    mixed = None
     if calibration.mixed_in:
-        notes.append(
-            f"mixed into the calibration text, so that other kinds of text are kept too: {calibration.mixed_in} "
-            "(--no-mix leaves them out)"
-        )
-    for note in (*notes, calibration.warning):
-        if note is not None:
-            on_progress(tell(note=note))
-    fitted = fit_checkpoint(plan, store, calibration, options, on_progress, together=not decisions.no_last_stage)
-    left_out += [*calibration.left_out, *fitted.left_out]
-    return replace(record, kl_steps=fitted.kl_steps, kl=fitted.kl, left_out=tuple(left_out))
+        mixed = f"mixed into the calibration text, so that other kinds of text are kept too: {calibration.mixed_in} (--no-mix leaves them out)"
+    for note in (mixed, calibration.warning, _left_out_note(more)):
+        on_progress(tell(note=note))
+    record = replace(record, left_out=(*left_out, *more))
+    return fit_checkpoint(plan, store, calibration, options, on_progress, record, steps)
 
 
-@dataclass(frozen=True, slots=True)
-class Fitted:
-    """What fitting came to.
-
-    Attributes:
-        kl_steps: of the last stage, 0 where it was left out or there was too little to gain.
-        kl: the divergence before and after it; None where no text is left to measure it on.
-        left_out: what was left out on the way, and why.
-    """
-
-    kl_steps: int
-    kl: Divergence | None
-    left_out: tuple[str, ...] = ()
+def _left_out_note(sentences: Sequence[str]) -> str | None:
+    return f"left out: {'; and '.join(sentences)}" if sentences else None
 
 
 def fit_checkpoint(
@@ -162,23 +156,27 @@ def fit_checkpoint(
     calibration: "Calibration",
     options: CalibrationOptions,
     on_progress: OnProgress,
-    *,
-    together: bool,
-) -> Fitted:
-    """Load the source, fit every layer, then train all layers together where that is possible, and measure the result.
+    record: CalibrationRecord,
+    steps: int,
+) -> CalibrationRecord:
+    """Load the source, fit every layer, train all layers together, and measure the result on held-out text.
 
     Args:
         plan: of the conversion, of a method that takes calibration data.
         store: where merged layers go; those that it holds already are not merged again. The last stage is stored whole.
-        calibration: the batches. Without held-out ones the last stage is left out.
+        calibration: the batches.
         options: of calibration.
         on_progress: called as the work goes on.
-        together: whether all layers are trained together unasked.
+        record: of the calibration.
+        steps: that train all layers together; 0 for none.
+
+    Returns:
+        The record with what was done and measured.
 
     Raises:
         NoSpaceError: the disk cannot hold the merged layers.
         DeviceMemoryError: the memory is too small.
-        OptionError: `kl_steps` is given, and all layers cannot be trained together.
+        OptionError: the model is too large for these steps, whoever decided on them.
         NonFiniteError: a tensor of the source holds NaN or Inf, or the source yields it on the data.
         UnsupportedFamilyError: the loaded modules' parameters are not the checkpoint's tensors.
     """
@@ -188,22 +186,22 @@ def fit_checkpoint(
     from gqa_convert.conversion.fit.model_loading import open_model, precision_of, running_device
     from gqa_convert.conversion.fit.one_layer import VALIDATED, FitOptions
 
-    count, held_out = len(plan.merged_layers), calibration.held_out
-    request = {"kl_steps": options.kl_steps, "data": digest_of([], [*calibration.fresh, *held_out])}
+    held_out, is_asked = calibration.held_out, options.kl_steps is not None
+    request = {"steps": options.kl_steps, "data": digest_of([], [*calibration.fresh, *held_out])}
     finished = store.record(_RESULT)
-    is_whole = all(store.layer(number) is not None for number in range(count))
-    if finished is not None and is_whole and finished["request"] == request:
+    is_whole = all(store.layer(number) is not None for number in range(len(plan.merged_layers)))
+    if finished is not None and is_whole and finished.pop("request") == request:
         kl = Divergence(**finished["kl"]) if finished["kl"] else None
-        return Fitted(finished["kl_steps"], kl, tuple(finished["left_out"]))
+        return replace(record, kl_steps=finished["kl_steps"], kl=kl, left_out=tuple(finished["left_out"]))
     store.discard(_RESULT)
     store.discard(TOGETHER)
-    on_progress(FitProgress(MERGING_LAYERS, 0, count, "loading the source"))
+    on_progress(FitProgress(MERGING_LAYERS, 0, len(plan.merged_layers), "loading the source"))
     model = open_model(plan.checkpoint.local_folder, device=chosen_device(options.device))
-    left_out: list[str] = []
-    steps = 0
-    if plan.merge_method.trains and (together or options.kl_steps is not None):
-        steps = steps_together(options)
-        steps = _possible_steps(steps, model, calibration, left_out, is_asked=options.kl_steps is not None)
+    if steps and any(parameter.is_meta for parameter in model.parameters()):  # offloaded
+        raise OptionError(
+            f"{LAST_STAGE}, needs the model in memory, and it does not fit now: free memory, or leave the stage out "
+            "with --kl-steps 0, and run the same command again, which resumes from the finished layers"
+        )
     learned, validation = hold_out(calibration.batches, VALIDATED)
     fitting = FitOptions(
         method=plan.merge_method,
@@ -213,58 +211,28 @@ def fit_checkpoint(
         precision=precision_of(plan, running_device(model)),
     )
     fit_layers(plan, store, model, [*learned, *validation], fitting, on_progress)
-    kl = None
+    at_end = partial(FitProgress, ALL_TOGETHER, steps, steps)
     if held_out:
-        on_progress(FitProgress(MERGING_LAYERS, count, count, "measuring the result"))
+        on_progress(at_end("measuring the result"))
         tokens = sum(tokens_of(batch).numel() for batch in held_out)
-        divergence = measure_divergence(plan, store, model, held_out)
-        kl = Divergence(divergence, divergence, f"{tokens:,} held-out tokens of {calibration.label}")
-    else:
-        left_out.append("the divergence from the source, because the layers use all of the text: name more")
+        before = measure_divergence(plan, store, model, held_out)
+        record = replace(record, kl=Divergence(before, before, f"{tokens:,} held-out tokens of {calibration.label}"))
     if steps:
         texts = [*calibration.fresh, *learned], validation or learned
         try:
             steps = _train_together(plan, store, model, fitting, texts, steps, options, on_progress)
         except (MemoryError, RuntimeError) as problem:
-            if options.kl_steps is not None or not is_out_of_memory(problem):
+            if is_asked or not is_out_of_memory(problem):
                 raise
-            steps = 0
-            left_out.append("the last stage, which trains all layers together, because it ran out of memory")
-        if kl is not None and store.record(TOGETHER) is not None:
-            kl = replace(kl, after=measure_divergence(plan, store, model, held_out))
-    for sentence in left_out:
-        on_progress(FitProgress(MERGING_LAYERS, count, count, note=f"left out: {sentence}"))
-    on_progress(FitProgress(ALL_TOGETHER, steps, steps, kl=kl))
-    record = {"request": request, "kl_steps": steps, "kl": kl and asdict(kl), "left_out": left_out}
-    store.write(_RESULT, {}, record)
-    return Fitted(steps, kl, tuple(left_out))
-
-
-def _possible_steps(steps: int, model: Any, calibration: "Calibration", left_out: list[str], *, is_asked: bool) -> int:
-    """The steps that train all layers together; 0, and a reason more in `left_out`, where the text is too short.
-
-    Raises:
-        OptionError: the user has asked for a stage that is impossible.
-        DeviceMemoryError: it was decided when more memory was free.
-    """
-    if not steps:
-        return 0
-    if any(parameter.is_meta for parameter in model.parameters()):  # offloaded
-        if is_asked:
-            raise OptionError(
-                f"--kl-steps {steps} trains all layers together, which needs the model in memory, and this one does not fit: leave the option out"
-            )
-        raise DeviceMemoryError(
-            "this run began with memory for a last stage that trains all layers together, and now the model does not fit: "
-            "free memory, or leave the stage out with --kl-steps 0, and run the same command again, which resumes"
-        )
-    if calibration.held_out:
-        return steps
-    problem = "the layers use all of the text: lower --calibration-tokens, or name more text"
-    if is_asked:
-        raise OptionError(f"--kl-steps {steps} trains all layers together, which needs text of its own, and {problem}")
-    left_out.append(f"the last stage, which trains all layers together, because {problem}")
-    return 0
+            steps, sentence = 0, f"{LAST_STAGE}, because it ran out of memory"
+            on_progress(at_end(note=_left_out_note([sentence])))
+            record = replace(record, left_out=(*record.left_out, sentence))
+        if record.kl is not None and store.record(TOGETHER) is not None:
+            record = replace(record, kl=replace(record.kl, after=measure_divergence(plan, store, model, held_out)))
+    record = replace(record, kl_steps=steps)
+    on_progress(at_end(kl=record.kl))
+    store.write(_RESULT, {}, {"request": request} | {key: plain(getattr(record, key)) for key in FOUND})
+    return record
 
 
 def _train_together(

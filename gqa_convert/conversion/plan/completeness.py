@@ -39,10 +39,7 @@ def check_layers(checkpoint: Checkpoint, finder: AttentionFinder) -> None:
                 f"{family.model_type}; attention is at {finder.layers[0].module}: rename the tensors, or save the "
                 "model with save_pretrained"
             )
-        stated = [value for key in keys if isinstance(value := config_value(config, key), int | list)]
-        count = max(layers) + 1
-        if stated:
-            count = stated[0] if isinstance(stated[0], int) else len(stated[0])
+        count = finder.stated_layers(keys) or max(layers) + 1
         expected = {name for names in layers.values() for name in names if f".{name}".endswith(ends)}
         for number in range(count):
             names = layers[number]

@@ -60,6 +60,11 @@ def layer_groups(finder: AttentionFinder, groups: int | Sequence[int]) -> dict[s
                 f"heads in layer {layer.number}: choose one of {choices}"
             )
     if family.is_layerwise or len(set(counts)) > 1:
+        if finder.unused_layers:
+            raise GroupsError(
+                f"--groups: the layers of this checkpoint can't differ in their number of K/V heads, since it holds {finder.unused_layers[0].module}, "
+                "which is none of the layers that config.json states: give one number for all layers, or remove its tensors"
+            )
         reason = find_form(family, finder.config)
         if isinstance(reason, str):
             raise GroupsError(

@@ -76,11 +76,18 @@ def make_plan(
     changes: list[TensorChange] = []
     for layer in sorted(finder.layers, key=lambda layer: layer.number):
         changes += layer_changes(finder, layer, counts[layer.module], merge_method, limits.get(layer.module))
+    # other engines run these with the number that the config states
+    needs_no_run = MEAN if merge_method.merges_layers else merge_method
+    for layer in finder.unused_layers:
+        changes += layer_changes(finder, layer, min(counts.values()), needs_no_run, None)
     regrouped = {change.name: change for change in changes if change.sources and change.method != COPY.name}
     dropped = {name for change in regrouped.values() for name in change.sources} - regrouped.keys()
     modeling, config, notes = _form(checkpoint, finder, tuple(counts.values()), encoder=encoder)
     if any(counts[layer.module] < layer.kv_heads for layer in finder.layers):
         notes = [*constraint_notes([*limits.values()], merge_method), *notes]
+    if finder.unused_layers:
+        names = some([layer.module for layer in finder.unused_layers])
+        notes.append(f"transformers leaves out {names}: there, method {needs_no_run.name} applies")
     plan = Plan(
         checkpoint=checkpoint,
         family=family,

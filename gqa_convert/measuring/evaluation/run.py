@@ -148,16 +148,6 @@ def _text_material(text: Sequence[Piece], candidate: Candidate, objective: str, 
 
 
 @dataclass
-class _Subject:
-    """A model, loaded, and what was measured of it, None where it was not."""
-
-    candidate: Candidate
-    model: Any
-    measured: Measured | None = None
-    answers: list[Answer] | None = None
-
-
-@dataclass
 class _Evaluation:
     """Measures models, one after the other, on a text and by questions.
 
@@ -168,7 +158,9 @@ class _Evaluation:
         material: the text in tokens; None for sound, which every model encodes.
         device: where models run.
         progress: called with the name of a stage, the steps done and the number of steps.
-        first: the model that those after it are compared with.
+        first: what was measured of the model that those after it are compared with.
+        answers: of that model.
+        reference: that model, if distributions are compared.
     """
 
     options: EvaluationOptions
@@ -177,7 +169,9 @@ class _Evaluation:
     material: Material | None
     device: str
     progress: Progress
-    first: _Subject | None = None
+    first: Measured | None = None
+    answers: list[Answer] | None = None
+    reference: Scored | None = None
 
     def scores_of(self, candidate: Candidate) -> ModelScores:
         """A model's entry in the results.
@@ -185,53 +179,44 @@ class _Evaluation:
         Raises:
             DataError: the tokenizer does not belong to the model.
         """
-        subject = _Subject(candidate, candidates.load(candidate, self.options.dtype, self.device))
-        dtype = str(subject.model.dtype).removeprefix("torch.")
-        first = self.first or _Subject(candidate, subject.model)
+        model = candidates.load(candidate, self.options.dtype, self.device)
         found: dict[str, Any] = {}
         if self.text is not None:
-            subject.measured = self._score(subject, first)
-            found = model_scores(subject.measured, first.measured)
+            measured = self._score(candidate, model)
+            found = model_scores(measured, self.first)
+            if self.first is None:
+                self.first = measured
+                if self.options.reference:
+                    self.reference = Scored(model, measured.material)
         if self.questions:
-            subject.answers = self._ask(subject, self.questions)
-            found["retrieval"] = shares(subject.answers, first.answers)
-        if self.first is None:
-            self.first = subject
-            if not self.options.reference:
-                subject.model = None  # whose distributions are not compared
+            answers = self._ask(candidate, model, self.questions)
+            found["retrieval"] = shares(answers, self.answers)
+            self.answers = self.answers or answers
         return ModelScores(
             model=candidate.name,
             revision=candidate.revision,
             fingerprint=candidate.fingerprint,
             kv_bytes_per_token=candidate.kv_bytes_per_token,
-            dtype=dtype,
+            dtype=str(model.dtype).removeprefix("torch."),
             **found,
         )
 
-    def _score(self, subject: _Subject, first: _Subject) -> Measured:
-        """The losses on the text, and divergences from the first model if that is loaded."""
-        candidate, batch = subject.candidate, self.options.batch
-        material = self.material
+    def _score(self, candidate: Candidate, model: Any) -> Measured:
+        """The losses on the text, and divergences from the reference."""
+        batch, material = self.options.batch, self.material
         if material is None:
             show = partial(self.progress, f"transcribing with {candidate.name}")
-            speech = SpeechModel(subject.model, candidate.folder)
+            speech = SpeechModel(model, candidate.folder)
             material = speech_material(speech, self.text, batch=batch, tokens=self.options.tokens, progress=show)
-            if first.measured is not None:  # which language is spoken is for one model to say
-                material = replace(material, normal=first.measured.material.normal)
+            if self.first is not None:  # which language is spoken is for one model to say
+                material = replace(material, normal=self.first.material.normal)
         check_vocabulary(candidate.config, material.largest, candidate.folder)
-        reference = None
-        if first.measured is not None and first.model is not None:
-            reference = Scored(first.model, first.measured.material)
         show = partial(self.progress, f"scoring {candidate.name}")
-        scored = Scored(subject.model, material)
-        return Measured(candidate.name, material, score(scored, batch, reference, show))
+        return Measured(candidate.name, material, score(Scored(model, material), batch, self.reference, show))
 
-    def _ask(self, subject: _Subject, asked: AskedQuestions) -> list[Answer]:
+    def _ask(self, candidate: Candidate, model: Any, asked: AskedQuestions) -> list[Answer]:
         """The model's answers to questions about long texts."""
-        candidate = subject.candidate
         ids = candidate.tokenizer(" ".join(filler()), verbose=False)["input_ids"]
         check_vocabulary(candidate.config, max(ids), candidate.folder)
         show = partial(self.progress, f"asking {candidate.name}")
-        lengths, count, seed = asked.lengths, asked.questions, asked.seed
-        model, batch = subject.model, self.options.batch
-        return ask(model, candidate.tokenizer, lengths, count, seed, batch=batch, progress=show)
+        return ask(model, candidate.tokenizer, **asked.as_json(), batch=self.options.batch, progress=show)

@@ -26,6 +26,8 @@ from gqa_convert.measuring.results import BenchmarkFile, TimedCell
 CONTEXT = 512
 """The default number of cached tokens."""
 _PREFILLS = 3
+_TIMES = ("decode_ms_low", "decode_ms_per_token", "decode_ms_high", "prefill_ms_low", "prefill_ms", "prefill_ms_high")
+"""The quartiles of a cell."""
 
 
 @dataclass(frozen=True)
@@ -145,8 +147,6 @@ def _times(batch: int, prefills: Sequence[float], decodes: Sequence[float]) -> J
     """The keys of a cell that state times, medians and quartiles: from the seconds of prefills, and of the decode steps of
     a token.
     """
-    low, middle, high = (1e3 * np.quantile(decodes, (0.25, 0.5, 0.75))).tolist()
-    found = {"decode_ms_per_token": middle, "decode_ms_low": low, "decode_ms_high": high}
-    found["decode_tokens_per_second"] = 1e3 * batch / middle
-    low, middle, high = (1e3 * np.quantile(prefills, (0.25, 0.5, 0.75))).tolist()
-    return found | {"prefill_ms": middle, "prefill_ms_low": low, "prefill_ms_high": high}
+    quartiles = 1e3 * np.quantile(decodes, (0.25, 0.5, 0.75)), 1e3 * np.quantile(prefills, (0.25, 0.5, 0.75))
+    found = dict(zip(_TIMES, np.concatenate(quartiles).tolist(), strict=True))
+    return found | {"decode_tokens_per_second": 1e3 * batch / found["decode_ms_per_token"]}
