@@ -83,7 +83,6 @@ def composite_family(model_type: str, decoder: Family) -> Family:
         run_in=frozenset(),
         listed_in=frozenset(),
         beyond_window_in=frozenset(),
-        modeling=None,
         layerwise=(),
     )
 

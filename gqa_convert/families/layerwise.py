@@ -44,8 +44,7 @@ def why_not_decilm(form: Modeling, family: Family, config: Config) -> str | None
         family: of the source.
         config: of the source.
     """
-    can_be = family.layerwise[0].model_type == DECILM != form.model_type
-    return decilm.why_not(config) if can_be else None
+    return None if form == family.layerwise[0] else decilm.why_not(config)
 
 
 def restate(form: Modeling, config: Config, counts: tuple[int, ...]) -> JsonObject:
