@@ -91,13 +91,14 @@ def grouped_query_attention(
     is_masked = mask is not None or bias is not None
     is_prompt = cached == 0 and keys == queries and not is_masked
     packs = _packs(query, key, value, bias, dropout, is_prompt=is_prompt, is_masked=is_masked or cached is not None)
-    is_causal = is_prompt and not packs  # the kernel itself hides later keys
-    if cached is not None and not is_causal:
+    if is_prompt and not packs:
+        return _kernel(query, key, value, is_causal=True, dropout_p=dropout, scale=scale)
+    if cached is not None:
         seen = torch.arange(keys, device=query.device) <= torch.arange(queries, device=query.device)[:, None] + cached
         mask = seen[None, None] if mask is None else mask & seen
     scores, fully_masked = _score_mask(mask, bias, query)
     attend = _packed if packs else _kernel
-    out = attend(query, key, value, attn_mask=scores, is_causal=is_causal, dropout_p=dropout, scale=scale)
+    out = attend(query, key, value, attn_mask=scores, dropout_p=dropout, scale=scale)
     return out if fully_masked is None else out.masked_fill(fully_masked, 0.0)
 
 

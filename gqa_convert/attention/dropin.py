@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gqa_convert.attention.core import grouped_query_attention
-from gqa_convert.attention.masks import combined
+from gqa_convert.attention.masks import Masks, Shape, combined
 from gqa_convert.attention.multihead import Merge
 from gqa_convert.attention.projections import GroupedProjections
 from gqa_convert.attention.weights import attention_and_weights
@@ -167,15 +167,15 @@ class GroupedMultiheadAttention(GroupedProjections):
         weights = None
         if need_weights:
             out, weights = attention_and_weights(queries, keys, values, mask, bias, dropout)
+            weights = weights.mean(1) if average_attn_weights else weights
+            weights = weights if batched else weights.squeeze(0)
         elif is_causal and key_padding_mask is None:
             out = grouped_query_attention(queries, keys, values, causal=True, cached=0, dropout=dropout)
         else:
             out = grouped_query_attention(queries, keys, values, mask=mask, bias=bias, dropout=dropout)
         result = self.out_proj(out.transpose(1, 2).flatten(2))
-        if weights is not None and average_attn_weights:
-            weights = weights.mean(1)
         if not batched:
-            return result.squeeze(0), None if weights is None else weights.squeeze(0)
+            return result.squeeze(0), weights
         return result if self.batch_first else result.transpose(0, 1), weights
 
 
@@ -213,9 +213,7 @@ def convert_module(model: nn.Module, groups: int, method: Merge = "mean", *, pre
     return copy.deepcopy(model, replaced)
 
 
-def _visibility(
-    attn_mask: Tensor | None, padding: Tensor | None, shape: tuple[int, int, int, int]
-) -> tuple[Tensor | None, Tensor | None]:
+def _visibility(attn_mask: Tensor | None, padding: Tensor | None, shape: Shape) -> Masks:
     """The boolean masks combined into one that is True where a query sees a key, and the sum of the float masks; both
     [b|1, H|1, q|1, k].
 

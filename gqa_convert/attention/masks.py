@@ -8,8 +8,14 @@ from torch import Tensor
 
 from gqa_convert.errors import OptionError
 
+Shape = tuple[int, int, int, int]
+"""(b, H, q, k)"""
 
-def to_scores(name: str, tensor: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
+Masks = tuple[Tensor | None, Tensor | None]
+"""The boolean mask, True where a query sees a key, and the floats to add to the scores, both [b|1, H|1, q|1, k]."""
+
+
+def to_scores(name: str, tensor: Tensor, shape: Shape) -> Tensor:
     """A mask or bias as a view [b|1, H|1, q|1, k].
 
     Three axes are refused unless the first has length 1: broadcasting would read [b, q, k] as [H, q, k] whenever b = H.
@@ -39,10 +45,8 @@ def to_scores(name: str, tensor: Tensor, shape: tuple[int, int, int, int]) -> Te
     return view
 
 
-def split_mask(
-    mask: Tensor | None, bias: Tensor | None, shape: tuple[int, int, int, int]
-) -> tuple[Tensor | None, Tensor | None]:
-    """The boolean mask and the floats to add to the scores, both as views [b|1, H|1, q|1, k] of the right type.
+def split_mask(mask: Tensor | None, bias: Tensor | None, shape: Shape) -> Masks:
+    """A mask of either type and a bias, as views of the right shape and type.
 
     Args:
         mask: bool, True where a query sees a key; or float, added to the scores.
@@ -67,7 +71,7 @@ def split_mask(
     return combined(mask, bias)
 
 
-def combined(*masks: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+def combined(*masks: Tensor | None) -> Masks:
     """The boolean masks as one that is True where all of them are, and the sum of the float masks; None without any."""
     mask: Tensor | None = None
     bias: Tensor | None = None
