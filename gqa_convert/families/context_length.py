@@ -39,11 +39,6 @@ def stated_encoder_positions(config: Config) -> int | None:
     return None if record_of(config).is_t5 else stated_count(config, _ENCODER_POSITIONS)
 
 
-def has_fixed_source(config: Config) -> bool:
-    """Whether the encoder always reads the same number of tokens, as an encoder of audio does."""
-    return isinstance(config.get("max_source_positions"), int)
-
-
 def stated_count(config: Config, names: Sequence[str]) -> int | None:
     """The first of these keys with a positive number, in the config of the decoder, or in the config or its `text_config`."""
     for values in (decoder_config(config), config, config.get("text_config") or {}):

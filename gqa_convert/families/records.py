@@ -19,7 +19,8 @@ DECILM_SOURCES = ("llama", "mistral", "qwen2")
 """Model types whose layers compute what a DeciLM's compute."""
 
 _UNLISTED = "its model type is on no list"
-_ENGINE_KEYS = ("run_in", "listed_in", "beyond_window_in")
+NO_ENGINES: JsonObject = dict.fromkeys(("run_in", "listed_in", "beyond_window_in"), frozenset())
+"""The fields about engines of a type that none of them runs."""
 _NOT_FIELDS = ("like", "modeling", "by_layer", "tokenizer", "classes", "own_code")
 """Keys of a row that a record states in another form."""
 _DECILM_CLASSES = (
@@ -46,7 +47,7 @@ def _frozen(value: Any) -> Any:
 def _record(model_type: str, row: JsonObject) -> Family:
     """The record of a type, without its modelling files."""
     fields = {key: _frozen(value) for key, value in row.items() if key not in _NOT_FIELDS}
-    fields |= {key: frozenset(row.get(key, "").split()) for key in _ENGINE_KEYS}
+    fields |= {key: frozenset(row.get(key, "").split()) for key in NO_ENGINES}
     fields["native"] = not row.keys() & {"modeling", "own_code"}
     if "modeling" in row:
         fields.setdefault("kv_heads", "heads")
@@ -55,7 +56,7 @@ def _record(model_type: str, row: JsonObject) -> Family:
 
 def _result(source: Family, form: Modeling, **fields: Any) -> Family:
     """The record of a result with a modelling file. transformers 4 can't load it, so that it has no legacy keys."""
-    others: Any = dict.fromkeys(_ENGINE_KEYS, frozenset()) | fields
+    others = NO_ENGINES | fields
     return replace(source, model_type=form.model_type, modeling=form, native=False, legacy_keys={}, **others)
 
 
