@@ -78,12 +78,13 @@ def attention_forward(
             raise OptionError(
                 f"the model asks for {meaning} ({option}), which this attention lacks: load it with attn_implementation='eager'"
             )
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    if attention_mask is None and sliding_window is not None and causal and key.shape[2] > sliding_window:
+    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    causal = attention_mask is None and bool(is_causal)
+    if causal and sliding_window is not None and key.shape[2] > sliding_window:
         raise OptionError(
             f"the model leaves its window of {sliding_window} out of the mask of {key.shape[2]} keys: load it with attn_implementation='eager'"
         )
-    causal = bool(causal) and query.shape[2] > 1 and attention_mask is None
+    causal = causal and query.shape[2] > 1
     out = grouped_query_attention(
         query,
         key,

@@ -35,19 +35,6 @@ def find_form(family: Family, config: Config) -> Modeling | str:
     return str(reason)
 
 
-def why_not_decilm(form: Modeling, family: Family, config: Config) -> str | None:
-    """Why a result does not have the form of a DeciLM, a clause that can follow "since"; None if it has it, or if no
-    source of the family can have it.
-
-    Args:
-        form: of the result.
-        family: of the source.
-        config: of the source.
-    """
-    can_be = family.layerwise[0].model_type == DECILM != form.model_type
-    return decilm.why_not(config) if can_be else None
-
-
 def restate(form: Modeling, config: Config, counts: tuple[int, ...]) -> JsonObject:
     """A config with the K/V heads of each layer stated as a form states them.
 
