@@ -5,11 +5,11 @@ link that it follows by mistake, must not pass here.
 """
 
 import filecmp
-import hashlib
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
 
+from gqa_convert.checkpoint.ownership import hash_file
 from gqa_convert.families.family import Modeling
 from gqa_convert.families.loading import read_object
 from gqa_convert.verify.config import compare_json, in_json
@@ -88,16 +88,10 @@ def check_hashes(inputs: Inputs, result: Result | None) -> str:
     for name in sorted(stated.keys() | {path.name for path in out.glob("*.safetensors")}):
         if name not in stated:
             raise Failure(f"{PROVENANCE} has no hash of {name}")
-        found = file_sha256(out / name)
+        found = hash_file(out / name)["sha256"]
         if found != stated[name]:
             raise Failure(f"{name} has SHA-256 {found}, expected {stated[name]}: it has changed since it was written")
     return f"{len(stated)} weight file(s) as they were written"
-
-
-def file_sha256(path: Path) -> str:
-    """The hexadecimal SHA-256 of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _list_files(folder: Path) -> Iterator[str]:

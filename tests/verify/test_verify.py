@@ -120,7 +120,7 @@ def test_the_source_that_the_record_names(made: Made, tmp_path: Path) -> None:
     out = shutil.copytree(good, tmp_path / "out")
     stated = json.loads((out / "gqa_conversion.json").read_text())["source"]
     claim(out, source=stated | {"id": "org/elsewhere"})
-    with pytest.raises(SourceNotFoundError, match="org/elsewhere, which is not here: name .* --source"):
+    with pytest.raises(SourceNotFoundError, match=r"org/elsewhere, which is not here: name .* --source"):
         verify_checkpoint(out, logits=False)
     assert verify_checkpoint(out, source, logits=False).passed
     (out / "gqa_conversion.json").write_text("[]")

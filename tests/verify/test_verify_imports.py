@@ -8,6 +8,7 @@ import gqa_convert.verify
 SHARED = {
     "errors": "exceptions",
     "checkpoint.fingerprint": "whether SOURCE is the one that OUT was made from",
+    "checkpoint.ownership": "hashes of files",
     "checkpoint.paths": "paths that a user names",
     "checkpoint.source": "the download of a source from the Hub",
     "conversion.rewriting.planning": "whether a source is rewritten first",
