@@ -1,7 +1,6 @@
 """The checks on the files of OUT: one complete set of weights, its index, the files taken over from SOURCE, and hashes.
 
-The lists of file names, and the rule for links, repeat the converter's on purpose: a name that the converter forgets, or a
-link that it follows by mistake, must not pass here.
+The lists of file names repeat the converter's on purpose: a name that the converter forgets must not pass here.
 """
 
 import filecmp
@@ -9,6 +8,7 @@ from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
 
+from gqa_convert.checkpoint.files import leads_out
 from gqa_convert.checkpoint.ownership import hash_file
 from gqa_convert.families.family import Modeling
 from gqa_convert.families.loading import read_object
@@ -61,7 +61,7 @@ def check_copied(inputs: Inputs, modeling: Modeling | None) -> str:
         return {name for name in names - written if _is_term(name) or not _matches(name, _PROSE)}
 
     ours = copied(out)
-    theirs = {name for name in copied(source) if _is_own(source / name, source)}
+    theirs = {name for name in copied(source) if not leads_out(source / name, source)}
     if missing := theirs - ours:
         raise Failure(f"{min(missing)} of SOURCE is missing")
     if extra := {name for name in ours - theirs if not _is_term(name)}:
@@ -100,17 +100,6 @@ def _list_files(folder: Path) -> Iterator[str]:
         name = path.relative_to(folder)
         if path.is_file() and not any(part.startswith(".") or part == "__pycache__" for part in name.parts):
             yield name.as_posix()
-
-
-def _is_own(path: Path, folder: Path) -> bool:
-    """Whether a path leads to a visible file of its folder, or to a blob of the same repository in the Hub's cache; a link
-    may lead to any file of the machine.
-    """
-    target = path.resolve()
-    home = folder.resolve()
-    if target.is_relative_to(home):
-        return path.is_file() and not any(part.startswith(".") for part in target.relative_to(home).parts)
-    return target.parent in [parent.parent / "blobs" for parent in home.parents if parent.name == "snapshots"]
 
 
 def _matches(name: str, patterns: tuple[str, ...]) -> bool:
