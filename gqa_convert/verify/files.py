@@ -1,15 +1,15 @@
 """The checks on the files of OUT: one complete set of weights, its index, the files taken over from SOURCE, and hashes.
 
-The lists of file names, and the rule for links, repeat the converter's on purpose: a name that the converter forgets, or a
-link that it follows by mistake, must not pass here.
+The lists of file names repeat the converter's on purpose: a name that the converter forgets must not pass here.
 """
 
 import filecmp
-import hashlib
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
 
+from gqa_convert.checkpoint.files import leads_out
+from gqa_convert.checkpoint.ownership import hash_file
 from gqa_convert.families.family import Modeling
 from gqa_convert.families.loading import read_object
 from gqa_convert.verify.config import compare_json, in_json
@@ -61,7 +61,7 @@ def check_copied(inputs: Inputs, modeling: Modeling | None) -> str:
         return {name for name in names - written if _is_term(name) or not _matches(name, _PROSE)}
 
     ours = copied(out)
-    theirs = {name for name in copied(source) if _is_own(source / name, source)}
+    theirs = {name for name in copied(source) if not leads_out(source / name, source)}
     if missing := theirs - ours:
         raise Failure(f"{min(missing)} of SOURCE is missing")
     if extra := {name for name in ours - theirs if not _is_term(name)}:
@@ -88,16 +88,10 @@ def check_hashes(inputs: Inputs, result: Result | None) -> str:
     for name in sorted(stated.keys() | {path.name for path in out.glob("*.safetensors")}):
         if name not in stated:
             raise Failure(f"{PROVENANCE} has no hash of {name}")
-        found = file_sha256(out / name)
+        found = hash_file(out / name)["sha256"]
         if found != stated[name]:
             raise Failure(f"{name} has SHA-256 {found}, expected {stated[name]}: it has changed since it was written")
     return f"{len(stated)} weight file(s) as they were written"
-
-
-def file_sha256(path: Path) -> str:
-    """The hexadecimal SHA-256 of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _list_files(folder: Path) -> Iterator[str]:
@@ -106,17 +100,6 @@ def _list_files(folder: Path) -> Iterator[str]:
         name = path.relative_to(folder)
         if path.is_file() and not any(part.startswith(".") or part == "__pycache__" for part in name.parts):
             yield name.as_posix()
-
-
-def _is_own(path: Path, folder: Path) -> bool:
-    """Whether a path leads to a visible file of its folder, or to a blob of the same repository in the Hub's cache; a link
-    may lead to any file of the machine.
-    """
-    target = path.resolve()
-    home = folder.resolve()
-    if target.is_relative_to(home):
-        return path.is_file() and not any(part.startswith(".") for part in target.relative_to(home).parts)
-    return target.parent in [parent.parent / "blobs" for parent in home.parents if parent.name == "snapshots"]
 
 
 def _matches(name: str, patterns: tuple[str, ...]) -> bool:

@@ -88,8 +88,10 @@ class Probe:
 
     def eager_output(self, model: Any) -> Tensor | str:
         """The same with eager attention, which stays chosen; why not, where the model cannot compute it."""
+        for module in model.modules():  # parts of a model may have copies of its config
+            if hasattr(module, "config"):
+                module.config._attn_implementation = "eager"
         try:
-            model.set_attn_implementation("eager")
             return self.output(model)
         except Exception as problem:
             return first_line(problem)
