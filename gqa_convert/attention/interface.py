@@ -78,13 +78,12 @@ def attention_forward(
             raise OptionError(
                 f"the model asks for {meaning} ({option}), which this attention lacks: load it with attn_implementation='eager'"
             )
-    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    causal = attention_mask is None and bool(is_causal)
-    if causal and sliding_window is not None and key.shape[2] > sliding_window:
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if attention_mask is None and sliding_window is not None and causal and key.shape[2] > sliding_window:
         raise OptionError(
             f"the model leaves its window of {sliding_window} out of the mask of {key.shape[2]} keys: load it with attn_implementation='eager'"
         )
-    causal = causal and query.shape[2] > 1
+    causal = bool(causal) and query.shape[2] > 1 and attention_mask is None
     out = grouped_query_attention(
         query,
         key,

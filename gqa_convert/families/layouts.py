@@ -107,7 +107,7 @@ def regrouped(sections: Sections, groups: int) -> Sections:
 
 def split(array: "npt.NDArray[Any]", sections: Sections) -> "list[npt.NDArray[Any]]":
     """Each section's heads, [heads, head_rows, ...], from an array [rows, ...]."""
-    return [array[_row_numbers(section)] for section in sections]
+    return [array[row_numbers(section)] for section in sections]
 
 
 def join(heads: "list[npt.NDArray[Any]]", sections: Sections) -> "npt.NDArray[Any]":
@@ -116,12 +116,12 @@ def join(heads: "list[npt.NDArray[Any]]", sections: Sections) -> "npt.NDArray[An
 
     array = np.empty((sum(section.rows for section in sections), *heads[0].shape[2:]), heads[0].dtype)
     for section, own in zip(sections, heads, strict=True):
-        array[_row_numbers(section)] = own
+        array[row_numbers(section)] = own
     return array
 
 
-def _row_numbers(section: Section) -> "npt.NDArray[Any]":
-    """[heads, head_rows]"""
+def row_numbers(section: Section) -> "npt.NDArray[Any]":
+    """The numbers of the rows of each head, [heads, head_rows]."""
     import numpy as np  # plans, which need none of this, do without
 
     return np.add.outer(section.starts, np.arange(section.head_rows))

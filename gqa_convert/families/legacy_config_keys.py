@@ -28,7 +28,7 @@ def legacy_config_keys(config: Config) -> JsonObject:
     """
     family = record_of(config)
     found: JsonObject = {}
-    for key, name in (_NAMES | family.legacy_keys).items():
+    for key, name in {**_NAMES, **family.legacy_keys}.items():
         value = config_value(config, key)
         if value is not None:
             found[name] = value

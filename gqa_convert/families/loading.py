@@ -206,10 +206,8 @@ def explained(name: str) -> Iterator[None]:
     """
     try:
         yield
-    except GQAConvertError:
-        raise
     except Exception as problem:
-        if is_out_of_memory(problem):
+        if isinstance(problem, GQAConvertError) or is_out_of_memory(problem):
             raise
         raise CorruptCheckpointError(
             f"{name} can't be loaded by transformers ({first_line(problem)}): check its files"
