@@ -84,9 +84,7 @@ def test_the_divergence_is_that_of_the_published_bytes(tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize("kl_steps", [0, 25])
-def test_text_that_is_held_out_decides_nothing(
-    kl_steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_text_that_is_held_out_decides_nothing(kl_steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither a strength nor whether the last stage is worth its time or helped; nor is anything trained on it."""
     case = folded.build("llama")
     source = case.save(tmp_path / "source")
