@@ -10,6 +10,8 @@ from gqa_convert.checkpoint.ownership import RECORD
 from gqa_convert.checkpoint.strict_json import parse_object
 from gqa_convert.errors import CorruptCheckpointError
 
+SCHEME = "v2-"
+"""How a fingerprint begins: records of earlier results have others, which say nothing about these."""
 _ZIP_HEADER = 160
 """Bytes that lie in front of a tensor in a zip archive, at most."""
 _SAMPLE_BYTES, _PARTS = 4096, 16
@@ -17,7 +19,7 @@ _SAMPLE_BYTES, _PARTS = 4096, 16
 
 
 def fingerprint(folder: Path) -> str:
-    """A SHA-256 by which results of the same checkpoint are known, whatever its folder is called.
+    """A SHA-256, behind `SCHEME`, by which results of the same checkpoint are known, whatever its folder is called.
 
     It covers config.json, the record of a conversion, the index of the weights, and each weight file's name, size and
     a sample of every tensor; the model card and the tokenizer do not count.
@@ -40,7 +42,7 @@ def fingerprint(folder: Path) -> str:
             digest.update(_sampled(folder / name))
     except OSError as problem:
         raise CorruptCheckpointError(f"{problem.filename} can't be read ({problem.strerror}): copy it again") from None
-    return digest.hexdigest()
+    return SCHEME + digest.hexdigest()
 
 
 def _sampled(path: Path) -> bytes:

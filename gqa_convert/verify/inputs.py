@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from gqa_convert.checkpoint.fingerprint import fingerprint
+from gqa_convert.checkpoint.fingerprint import SCHEME, fingerprint
 from gqa_convert.checkpoint.paths import local_path
 from gqa_convert.checkpoint.source import Checkpoint, open_checkpoint
 from gqa_convert.conversion.rewriting.folder import rewritten_folder
@@ -127,7 +127,8 @@ def _open_origin(out: Path, recorded: Any, source: str | Path | None, revision: 
             named = f"names {source}, which is not here" if source else "names no source"
             raise SourceNotFoundError(f"the record in {out} {named}: name what it was made from with --source")
     checkpoint = open_checkpoint(source, revision=revision, download=True)
-    if stated.get("fingerprint") not in (None, fingerprint(checkpoint.local_folder)):
+    known = str(stated.get("fingerprint"))
+    if known.startswith(SCHEME) and known != fingerprint(checkpoint.local_folder):
         raise SourceNotFoundError(
             f"{out} was made from {stated.get('id')}, not from {source}, which has another config or other weights: name "
             "the former with --source"
