@@ -6,16 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
-from torch.nn.functional import log_softmax
 
 from gqa_convert.conversion.fit import distillation, memory
 from gqa_convert.conversion.fit.layer_store import LayerStore
 from gqa_convert.conversion.fit.model_loading import open_model
 from tests.helpers import folding_cases as folded
 from tests.helpers.checkpoints import digests
-from tests.helpers.fitting import batches_for, fit, fitted, plan_of
+from tests.helpers.fitting import batches_for, divergence, fit, fitted, plan_of
 from tests.helpers.native import distance
 from tests.helpers.selection import slow_but
 
@@ -25,17 +22,6 @@ pytestmark = pytest.mark.usefixtures("modeling_files_registered")
 @pytest.fixture
 def llama(tmp_path: Path) -> Path:
     return folded.build("llama").save(tmp_path / "source")
-
-
-def divergence(source: Any, result: Any, batches: list[dict[str, Tensor]]) -> float:
-    """KL(source || result) in nats per position, by the definition."""
-    total, count = 0.0, 0
-    with torch.no_grad():
-        for batch in batches:
-            p, q = (log_softmax(model(**batch, use_cache=False).logits.double(), -1) for model in (source, result))
-            each = (p.exp() * (p - q)).sum(-1)
-            total, count = total + float(each.sum()), count + each.numel()
-    return total / count
 
 
 @pytest.mark.parametrize(
