@@ -88,6 +88,6 @@ def find_family(model_type: object) -> Family:
     if model_type in REFUSALS:
         raise UnsupportedFamilyError(f"model type {model_type} can't be converted: {REFUSALS[model_type]}")
     raise UnsupportedFamilyError(
-        f"model type {model_type!r} is none of the {len(FAMILIES)} that can be converted: convert a checkpoint of another type, "
-        "or add a record of this one"
+        f"model type {model_type!r} is unknown, none of the {len(FAMILIES)} that can be converted: convert a checkpoint of "
+        "another type, or add a record of this one"
     )

@@ -42,8 +42,9 @@ def check_config(result: Result) -> str:
     """
     config, expected = result.inputs.out_config, _expected_config(result)
     release = release_of(result.inputs.out, result.modeling) if result.modeling else None
-    if release and release.transformers:
-        expected[TESTED_KEY] = release.transformers
+    stated = release.transformers if release else config.get(TESTED_KEY)  # another check fails without a release
+    if stated is not None:
+        expected[TESTED_KEY] = stated
     compare_json(CONFIG, config, expected)
     dtype = config.get("dtype", config.get("torch_dtype"))
     if dtype is not None and not isinstance(getattr(torch, str(dtype), None), torch.dtype):
