@@ -90,7 +90,7 @@ def test_a_result_without_a_proof_does_not_appear(tmp_path: Path, monkeypatch: p
 def test_a_config_without_the_key_is_unknown(tmp_path: Path) -> None:
     folder = make_checkpoint("llama", tmp_path / "source")
     edit_json(folder / "config.json", num_key_value_heads=None, model_type="no_such_type")
-    with pytest.raises(UnsupportedFamilyError, match="is none of the"):
+    with pytest.raises(UnsupportedFamilyError, match="is unknown, none of the"):
         make_plan(open_checkpoint(folder), 3)
 
 
