@@ -133,13 +133,12 @@ class _Writer:
 
         # encoding the text again can take fewer tokens than its sampling gave, and the last text of a block is cut
         return own_text(
-            self._plan.checkpoint.local_folder,
+            self._plan.checkpoint,
             default_cache(),
             tokens=math.ceil(count * (_SPARE + 1) / _SPARE),
             seed=self._options.seed,
             device=chosen_device(self._options.device),
             conversations=conversations,
-            origin=self._plan.checkpoint.origin,
             progress=partial(self._progress, OWN_TEXT),
         )
 
