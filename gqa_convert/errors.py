@@ -116,12 +116,6 @@ class DeviceMemoryError(GQAConvertError):
     exit_code = 1
 
 
-class WorkerError(GQAConvertError):
-    """A process of a command was killed, or failed."""
-
-    exit_code = 1
-
-
 class DivergedError(GQAConvertError):
     """Training produced non-finite numbers in several consecutive steps."""
 

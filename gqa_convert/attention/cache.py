@@ -6,6 +6,7 @@ Shape legend: b batch, N key/value heads, n tokens held, t new tokens, c head_di
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from gqa_convert.attention.memory import MemoryRecord
 from gqa_convert.errors import OptionError
@@ -56,13 +57,14 @@ class KVCache:
             )
         if torch.is_grad_enabled() and (key.requires_grad or value.requires_grad):
             raise OptionError("the cache keeps no gradients: run under torch.no_grad(), or without a cache")
-        length = self.length + key.shape[2]
-        for buffer, new in zip(self._buffers, (key, value), strict=False):
+        self._buffers = self._buffers or [key[:, :, :0], value[:, :, :0]]
+        for buffer, new in zip(self._buffers, (key, value), strict=True):
             if (buffer.shape[:2], buffer.shape[3], buffer.dtype) != (new.shape[:2], new.shape[3], new.dtype):
                 raise OptionError(
                     f"the cache holds {list(buffer.shape)} of {buffer.dtype}, the new tokens are {list(new.shape)} of {new.dtype}"
                 )
-        self._make_room(key, value, length)
+        length = self.length + key.shape[2]
+        self._make_room(length)
         for buffer, new in zip(self._buffers, (key, value), strict=True):
             buffer[:, :, self.length : length] = new
         self.length = length
@@ -107,18 +109,14 @@ class KVCache:
                 "use a fresh KVCache for each memory"
             )
 
-    def _make_room(self, key: Tensor, value: Tensor, length: int) -> None:
+    def _make_room(self, length: int) -> None:
         """Have buffers of at least `length` tokens that can be written to."""
-        held = self._buffers[0].shape[2] if self._buffers else 0
+        held = self._buffers[0].shape[2]
         # inference tensors cannot be written to outside inference mode, so they are copied there like full buffers
-        frozen = bool(self._buffers) and self._buffers[0].is_inference() and not torch.is_inference_mode_enabled()
-        if length <= held and not frozen:
-            return
-        size = max(length, 2 * held if held else self._capacity)
-        grown = [new.new_empty(*new.shape[:2], size, new.shape[3]) for new in (key, value)]
-        for new, old in zip(grown, self._buffers, strict=False):
-            new[:, :, : self.length] = old[:, :, : self.length]
-        self._buffers = grown
+        is_frozen = self._buffers[0].is_inference() and not torch.is_inference_mode_enabled()
+        if length > held or is_frozen:
+            size = max(length, 2 * held, self._capacity)
+            self._buffers = [pad(buffer, (0, 0, 0, size - held)) for buffer in self._buffers]
 
     @property
     def keys(self) -> Tensor:

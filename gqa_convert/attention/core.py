@@ -129,11 +129,12 @@ def _packed(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None,
     batch, heads, queries, head_dim = query.shape
     groups = key.shape[1]
     ratio = heads // groups
-    query, scores = query.reshape(batch, groups, ratio * queries, head_dim), attn_mask
-    if scores is not None and (scores.shape[1] > 1 or queries > 1):  # [b|1, H|1, q|1, k] -> [b|1, N|1, R * q, k]
-        scores = scores.unsqueeze(2) if scores.shape[1] == 1 else scores.unflatten(1, (groups, ratio))
-        scores = scores.expand(-1, -1, ratio, queries, -1).flatten(2, 3)
-    return _kernel(query, key, value, attn_mask=scores, **options).reshape(batch, heads, queries, value.shape[3])
+    query = query.reshape(batch, groups, ratio * queries, head_dim)
+    if attn_mask is not None:  # [b|1, H|1, q|1, k] -> [b|1, N|1, R * q, k]
+        sizes = (1, 1) if attn_mask.shape[1] == 1 else (groups, ratio)
+        attn_mask = attn_mask.unflatten(1, sizes).expand(-1, -1, ratio, queries, -1).flatten(2, 3)
+    out = scaled_dot_product_attention(query, key, value, attn_mask=attn_mask, **options)
+    return out.reshape(batch, heads, queries, value.shape[3])
 
 
 def _kernel(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:

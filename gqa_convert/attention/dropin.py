@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gqa_convert.attention.core import grouped_query_attention
+from gqa_convert.attention.masks import Masks, Shape, combined
 from gqa_convert.attention.multihead import Merge
 from gqa_convert.attention.projections import GroupedProjections
 from gqa_convert.attention.weights import attention_and_weights
@@ -146,9 +147,11 @@ class GroupedMultiheadAttention(GroupedProjections):
             raise OptionError(
                 "an input is a nested tensor, which grouped-query attention does not take: pad it and give key_padding_mask"
             )
-        if (key.dim(), value.dim()) != (query.dim(), query.dim()) or query.dim() not in (2, 3):
-            axes = f"{query.dim()}, {key.dim()} and {value.dim()}"
-            raise OptionError(f"query, key and value have {axes} axes: give all of them 3, or 2 without a batch")
+        axes = query.dim(), key.dim(), value.dim()
+        if axes not in ((2, 2, 2), (3, 3, 3)):
+            raise OptionError(
+                f"query, key and value have {axes[0]}, {axes[1]} and {axes[2]} axes: give all of them 3, or 2 without a batch"
+            )
         if not batched:
             query, key, value = (x.unsqueeze(0) for x in (query, key, value))
             key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
@@ -160,29 +163,19 @@ class GroupedMultiheadAttention(GroupedProjections):
                 "is_causal says that attn_mask is causal, but there is none: give attn_mask too, as to nn.MultiheadAttention"
             )
         mask, bias = _visibility(attn_mask, key_padding_mask, (*queries.shape[:3], keys.shape[2]))
-        causal = is_causal and key_padding_mask is None and not need_weights
-        if causal:
-            mask = bias = None
         dropout = self.dropout if self.training else 0.0
         weights = None
         if need_weights:
             out, weights = attention_and_weights(queries, keys, values, mask, bias, dropout)
+            weights = weights.mean(1) if average_attn_weights else weights
+            weights = weights if batched else weights.squeeze(0)
+        elif is_causal and key_padding_mask is None:
+            out = grouped_query_attention(queries, keys, values, causal=True, cached=0, dropout=dropout)
         else:
-            out = grouped_query_attention(
-                queries,
-                keys,
-                values,
-                mask=mask,
-                bias=bias,
-                causal=causal,
-                cached=0 if causal else None,
-                dropout=dropout,
-            )
+            out = grouped_query_attention(queries, keys, values, mask=mask, bias=bias, dropout=dropout)
         result = self.out_proj(out.transpose(1, 2).flatten(2))
-        if weights is not None and average_attn_weights:
-            weights = weights.mean(1)
         if not batched:
-            return result.squeeze(0), None if weights is None else weights.squeeze(0)
+            return result.squeeze(0), weights
         return result if self.batch_first else result.transpose(0, 1), weights
 
 
@@ -208,12 +201,11 @@ def convert_module(model: nn.Module, groups: int, method: Merge = "mean", *, pre
     for name, part in model.named_modules():
         if not isinstance(part, nn.MultiheadAttention) or not name.startswith(prefix):
             continue
+        name = name or "the module"
         try:
-            replaced[id(part)] = GroupedMultiheadAttention.from_multihead(
-                part, groups, method, name=name or "the module"
-            )
+            replaced[id(part)] = GroupedMultiheadAttention.from_multihead(part, groups, method, name=name)
         except GroupsError as error:
-            raise GroupsError(f"{name or 'the module'}: {error}") from None
+            raise GroupsError(f"{name}: {error}") from None
     if not replaced:
         raise OptionError(
             f"{type(model).__name__} holds no nn.MultiheadAttention whose name begins with {prefix!r}: nothing to convert"
@@ -221,9 +213,7 @@ def convert_module(model: nn.Module, groups: int, method: Merge = "mean", *, pre
     return copy.deepcopy(model, replaced)
 
 
-def _visibility(
-    attn_mask: Tensor | None, padding: Tensor | None, shape: tuple[int, int, int, int]
-) -> tuple[Tensor | None, Tensor | None]:
+def _visibility(attn_mask: Tensor | None, padding: Tensor | None, shape: Shape) -> Masks:
     """The boolean masks combined into one that is True where a query sees a key, and the sum of the float masks; both
     [b|1, H|1, q|1, k].
 
@@ -233,29 +223,29 @@ def _visibility(
         shape: (b, H, q, k).
     """
     batch, heads, queries, keys = shape
-    given = {}
     if attn_mask is not None:
         if attn_mask.shape not in ((queries, keys), (batch * heads, queries, keys)):
             raise OptionError(
                 f"attn_mask is {list(attn_mask.shape)}: give [queries, keys] = {[queries, keys]} or [batch * heads, queries, keys] "
                 f"= {[batch * heads, queries, keys]}"
             )
-        given["attn_mask"] = attn_mask[None, None] if attn_mask.dim() == 2 else attn_mask.unflatten(0, (batch, heads))
+        attn_mask = _seen("attn_mask", attn_mask)
+        attn_mask = attn_mask[None, None] if attn_mask.dim() == 2 else attn_mask.unflatten(0, (batch, heads))
     if padding is not None:
         if padding.shape != (batch, keys):
             raise OptionError(
                 f"key_padding_mask is {list(padding.shape)} (with the batch): give [batch, keys] = {[batch, keys]}"
             )
-        given["key_padding_mask"] = padding[:, None, None]
-    mask: Tensor | None = None
-    bias: Tensor | None = None
-    for name, each in given.items():
-        if each.dtype == torch.bool:
-            mask = ~each if mask is None else mask & ~each
-        elif each.is_floating_point():
-            bias = each if bias is None else bias + each
-        else:
-            raise OptionError(
-                f"{name} has type {each.dtype}: give booleans, True where a key is hidden, or floats that are added"
-            )
-    return mask, bias
+        padding = _seen("key_padding_mask", padding)[:, None, None]
+    return combined(attn_mask, padding)
+
+
+def _seen(name: str, mask: Tensor) -> Tensor:
+    """Booleans turned to True where a key is seen; floats as they are."""
+    if mask.dtype == torch.bool:
+        return ~mask
+    if not mask.is_floating_point():
+        raise OptionError(
+            f"{name} has type {mask.dtype}: give booleans, True where a key is hidden, or floats that are added"
+        )
+    return mask

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gqa_convert.attention.cache import KVCache
 from gqa_convert.attention.core import grouped_query_attention
-from gqa_convert.attention.masks import split_mask
+from gqa_convert.attention.masks import combined, split_mask
 from gqa_convert.attention.positions import Rotary
 from gqa_convert.attention.projections import GroupedProjections, split_heads
 from gqa_convert.errors import OptionError
@@ -125,11 +125,12 @@ class GroupedQueryAttention(GroupedProjections):
         if cache is not None and not crossing:
             key, value = cache.append(key, value)
         mask, bias = split_mask(mask, bias, (*query.shape[:3], key.shape[2]))
+        mask, bias = combined(mask, bias, *_seen(key_mask, documents, key))
         out = grouped_query_attention(
             query,
             key,
             value,
-            mask=self._combine(mask, key_mask, documents, key),
+            mask=mask,
             bias=bias,
             causal=self.causal,
             cached=cached if self.causal else None,
@@ -158,18 +159,18 @@ class GroupedQueryAttention(GroupedProjections):
         assert cache is not None
         return split_heads(self.q_proj(inputs), self.num_heads), cache.keys, cache.values
 
-    @staticmethod
-    def _combine(mask: Tensor | None, key_mask: Tensor | None, documents: Tensor | None, key: Tensor) -> Tensor | None:
-        """All boolean masks combined into one, [b|1, H|1, q|1, k]."""
-        if key_mask is not None:
-            if key_mask.is_floating_point() or key_mask.shape != (key.shape[0], key.shape[2]):
-                raise OptionError(
-                    f"key_mask is {list(key_mask.shape)} of {key_mask.dtype}: give booleans, True where a key is a token, of "
-                    f"[batch, keys] = {[key.shape[0], key.shape[2]]}; floats that are added to the scores are a mask"
-                )
-            known = key_mask.bool()[:, None, None]
-            mask = known if mask is None else mask & known
-        if documents is not None:
-            same = (documents[:, :, None] == documents[:, None])[:, None]
-            mask = same if mask is None else mask & same
-        return mask
+
+def _seen(key_mask: Tensor | None, documents: Tensor | None, key: Tensor) -> list[Tensor]:
+    """Where queries see keys, [b, 1, q|1, k], by padding and by documents."""
+    seen = []
+    if key_mask is not None:
+        batch, _, keys, _ = key.shape
+        if key_mask.is_floating_point() or key_mask.shape != (batch, keys):
+            raise OptionError(
+                f"key_mask is {list(key_mask.shape)} of {key_mask.dtype}: give booleans, True where a key is a token, of "
+                f"[batch, keys] = {[batch, keys]}; floats that are added to the scores are a mask"
+            )
+        seen.append(key_mask.bool()[:, None, None])
+    if documents is not None:
+        seen.append((documents[:, :, None] == documents[:, None])[:, None])
+    return seen

@@ -8,8 +8,14 @@ from torch import Tensor
 
 from gqa_convert.errors import OptionError
 
+Shape = tuple[int, int, int, int]
+"""(b, H, q, k)"""
 
-def to_scores(name: str, tensor: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
+Masks = tuple[Tensor | None, Tensor | None]
+"""The boolean mask, True where a query sees a key, and the floats to add to the scores, both [b|1, H|1, q|1, k]."""
+
+
+def to_scores(name: str, tensor: Tensor, shape: Shape) -> Tensor:
     """A mask or bias as a view [b|1, H|1, q|1, k].
 
     Three axes are refused unless the first has length 1: broadcasting would read [b, q, k] as [H, q, k] whenever b = H.
@@ -23,25 +29,24 @@ def to_scores(name: str, tensor: Tensor, shape: tuple[int, int, int, int]) -> Te
     Raises:
         OptionError: the tensor has another shape.
     """
-    found, full = list(tensor.shape), list(shape)
+    found = list(tensor.shape)
     if tensor.dim() == 3 and tensor.shape[0] != 1:
         raise OptionError(
             f"{name} is {found}, and three axes could be [batch, queries, keys] or [heads, queries, keys]: pass {name}[:, None] for one per "
             f"sequence, {name}[None] for one per query head, or {name}.unflatten(0, (batch, heads)) for nn.MultiheadAttention's layout"
         )
-    sizes = [1] * (4 - tensor.dim()) + found
-    broadcasts = len(sizes) == 4 and all(size in (1, whole) for size, whole in zip(sizes, full, strict=True))
-    if tensor.dim() < 2 or not broadcasts or sizes[3] != full[3]:
+    view = tensor[(None,) * (4 - tensor.dim())]
+    has_keys = tensor.dim() in (2, 3, 4) and view.shape[3] == shape[3]
+    if not has_keys or any(size not in (1, whole) for size, whole in zip(view.shape, shape, strict=True)):
         raise OptionError(
-            f"{name} is {found}: give [queries, keys] or [batch, heads, queries, keys] = {full}, where any axis but the keys' may be 1"
+            f"{name} is {found}: give [queries, keys] or [batch, heads, queries, keys] = {list(shape)}, "
+            "where any axis but the keys' may be 1"
         )
-    return tensor[(None,) * (4 - tensor.dim())]
+    return view
 
 
-def split_mask(
-    mask: Tensor | None, bias: Tensor | None, shape: tuple[int, int, int, int]
-) -> tuple[Tensor | None, Tensor | None]:
-    """The boolean mask and the floats to add to the scores, both as views [b|1, H|1, q|1, k] of the right type.
+def split_mask(mask: Tensor | None, bias: Tensor | None, shape: Shape) -> Masks:
+    """A mask of either type and a bias, as views of the right shape and type.
 
     Args:
         mask: bool, True where a query sees a key; or float, added to the scores.
@@ -51,16 +56,30 @@ def split_mask(
     Raises:
         OptionError: a shape or type does not fit.
     """
-    mask = None if mask is None else to_scores("mask", mask, shape)
-    bias = None if bias is None else to_scores("bias", bias, shape)
-    if bias is not None and not bias.is_floating_point():
-        raise OptionError(
-            f"bias has type {bias.dtype}: give floats that are added to the scores, or a boolean mask as mask"
-        )
-    if mask is None or mask.dtype == torch.bool:
-        return mask, bias
-    if not mask.is_floating_point():
-        raise OptionError(
-            f"mask has type {mask.dtype}: give booleans, True where a query sees a key, or floats that are added to the scores"
-        )
-    return None, mask if bias is None else bias + mask
+    if mask is not None:
+        mask = to_scores("mask", mask, shape)
+        if mask.dtype != torch.bool and not mask.is_floating_point():
+            raise OptionError(
+                f"mask has type {mask.dtype}: give booleans, True where a query sees a key, or floats that are added to the scores"
+            )
+    if bias is not None:
+        bias = to_scores("bias", bias, shape)
+        if not bias.is_floating_point():
+            raise OptionError(
+                f"bias has type {bias.dtype}: give floats that are added to the scores, or a boolean mask as mask"
+            )
+    return combined(mask, bias)
+
+
+def combined(*masks: Tensor | None) -> Masks:
+    """The boolean masks as one that is True where all of them are, and the sum of the float masks; None without any."""
+    mask: Tensor | None = None
+    bias: Tensor | None = None
+    for each in masks:
+        if each is None:
+            continue
+        if each.dtype == torch.bool:
+            mask = each if mask is None else mask & each
+        else:
+            bias = each if bias is None else bias + each
+    return mask, bias

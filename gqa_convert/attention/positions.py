@@ -71,8 +71,7 @@ def alibi_bias(
         [1, heads, queries, keys].
     """
     lower = 2 ** int(math.log2(heads))
-    slopes = [2.0 ** (-8.0 * (i + 1) / lower) for i in range(lower)] + [
-        2.0 ** (-4.0 * (2 * i + 1) / lower) for i in range(heads - lower)
-    ]
+    steps = [*range(2, 2 * lower + 1, 2), *range(1, 2 * (heads - lower), 2)]
+    slopes = [2.0 ** (-4.0 * step / lower) for step in steps]
     distance = torch.arange(keys, device=device) - torch.arange(keys - queries, keys, device=device)[:, None]
     return (torch.tensor(slopes, device=device, dtype=dtype)[:, None, None] * distance.clamp(max=0).to(dtype))[None]

@@ -10,12 +10,12 @@ from .options import Converted, Json, Revision, option
 def verify(
     out: Converted,
     source: Annotated[
-        str,
+        str | None,
         option(
             "--source SOURCE",
-            "Checkpoint that OUT was converted from: a folder or a Hub id.",
+            "Checkpoint that OUT was converted from: a folder or a Hub id. Default: the one that its record names.",
         ),
-    ],
+    ] = None,
     revision: Revision = None,
     logits: Annotated[
         bool,
@@ -43,9 +43,9 @@ def verify(
     An uptrained checkpoint has other weights: verify the checkpoint that training started from. A source that convert
     has rewritten first is rewritten again, in a folder beside OUT that goes afterwards.
 
-      gqa-convert verify ./gqa8 --source ./Llama-2-7b
+      gqa-convert verify ./gqa8
       gqa-convert verify ./gqa4 --source ./Llama-2-70b --no-logits
-      gqa-convert verify ./t5-gqa4 --source ./t5-base --refresh
+      gqa-convert verify ./t5-gqa4 --refresh
     """
     from gqa_convert.conversion.refreshing import refresh_modeling
     from gqa_convert.verify import verify_checkpoint

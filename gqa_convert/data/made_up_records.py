@@ -6,21 +6,33 @@ sentences among other prose and so on. Behind them, it asks for some of them, or
 this kind of reading first, and calibration text of other kinds hardly asks for it.
 """
 
+import functools
 import json
 import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from jinja2 import DictLoader, Environment
+if TYPE_CHECKING:
+    from jinja2 import Environment
 
 _PARTS: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 _WORDS = {name: words.split() for name, words in _PARTS["words"].items()}
 _FIELDS = [(name, kind) for kind, names in _PARTS["fields"].items() for name in names.split()]
 """The fields of records, and the kinds of their values."""
-_FORMS = Environment(loader=DictLoader(_PARTS["values"] | _PARTS["forms"]), trim_blocks=True, auto_reload=False)
-_FORMS.globals |= _WORDS | _PARTS["patterns"] | {"json": json, "repr": repr, "tuple": tuple}
+
+
+@functools.cache
+def _forms() -> "Environment":
+    """The templates of documents, which a dry run does without."""
+    from jinja2 import DictLoader, Environment
+
+    forms = Environment(loader=DictLoader(_PARTS["values"] | _PARTS["forms"]), trim_blocks=True, auto_reload=False)
+    forms.globals |= _WORDS | _PARTS["patterns"] | {"json": json, "repr": repr, "tuple": tuple}
+    return forms
+
+
 _SHORTEST = 300
 """Characters of a document, unless less is asked for."""
 _FEWEST = 3
@@ -68,4 +80,4 @@ def _document(chance: Random, characters: int, filler: Sequence[str]) -> str:
 
 def _written(form: str, chance: Random, **given: Any) -> str:
     """A value, or records in lines: in the form of this name, which draws its details itself."""
-    return _FORMS.get_template(form).render(chance=chance, **given)
+    return _forms().get_template(form).render(chance=chance, **given)

@@ -7,7 +7,7 @@ from typing import Any
 from gqa_convert.checkpoint.strict_json import Config, JsonObject
 from gqa_convert.errors import UnsupportedFamilyError
 from gqa_convert.families.family import Family
-from gqa_convert.families.records import COMPOSITES, record_of
+from gqa_convert.families.records import COMPOSITES, NO_ENGINES, record_of
 
 SECTION = "text_config"
 """The config key of the decoder's own config."""
@@ -80,11 +80,8 @@ def composite_family(model_type: str, decoder: Family) -> Family:
         model_type=model_type,
         prefixes=PREFIXES,
         is_composite=True,
-        run_in=frozenset(),
-        listed_in=frozenset(),
-        beyond_window_in=frozenset(),
-        modeling=None,
         layerwise=(),
+        **NO_ENGINES,
     )
 
 

@@ -1,8 +1,8 @@
 """How many tokens a model reads at once: what its config states, and the defaults."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
+from gqa_convert.checkpoint.strict_json import Config
 from gqa_convert.families.composite import decoder_config
 from gqa_convert.families.records import record_of
 
@@ -19,39 +19,27 @@ _POSITIONS = ("max_position_embeddings", "n_positions", "max_target_positions", 
 _ENCODER_POSITIONS = ("max_source_positions", "max_encoder_position_embeddings", *_POSITIONS)
 
 
-def is_t5_like(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json belongs to T5's architecture, which was trained by span corruption and takes texts of any
-    length.
-    """
-    return record_of(config).is_t5
-
-
-def stated_positions(config: Mapping[str, Any]) -> int | None:
+def stated_positions(config: Config) -> int | None:
     """Number of tokens for which a model has positions (the decoder, in an encoder-decoder); None for any number, or
     where the config does not say.
 
     Args:
         config: what config.json holds.
     """
-    return None if is_t5_like(config) else stated_count(config, _POSITIONS)  # a T5's `n_positions` has no effect
+    return None if record_of(config).is_t5 else stated_count(config, _POSITIONS)  # a T5's `n_positions` has no effect
 
 
-def stated_encoder_positions(config: Mapping[str, Any]) -> int | None:
+def stated_encoder_positions(config: Config) -> int | None:
     """Number of tokens for which the encoder of an encoder-decoder has positions; None for any number, or where the
     config does not say.
 
     Args:
         config: what config.json holds.
     """
-    return None if is_t5_like(config) else stated_count(config, _ENCODER_POSITIONS)
+    return None if record_of(config).is_t5 else stated_count(config, _ENCODER_POSITIONS)
 
 
-def has_fixed_source(config: Mapping[str, Any]) -> bool:
-    """Whether the encoder always reads the same number of tokens, as an encoder of audio does."""
-    return isinstance(config.get("max_source_positions"), int)
-
-
-def stated_count(config: Mapping[str, Any], names: Sequence[str]) -> int | None:
+def stated_count(config: Config, names: Sequence[str]) -> int | None:
     """The first of these keys with a positive number, in the config of the decoder, or in the config or its `text_config`."""
     for values in (decoder_config(config), config, config.get("text_config") or {}):
         for name in names:
@@ -61,7 +49,7 @@ def stated_count(config: Mapping[str, Any], names: Sequence[str]) -> int | None:
     return None
 
 
-def short_context(config: Mapping[str, Any]) -> int | None:
+def short_context(config: Config) -> int | None:
     """The length above which LongRoPE switches its frequencies, for all texts of a batch at once; None for other
     position embeddings.
     """
@@ -74,7 +62,7 @@ def short_context(config: Mapping[str, Any]) -> int | None:
     return None
 
 
-def reachable_context(config: Mapping[str, Any]) -> int | None:
+def reachable_context(config: Config) -> int | None:
     """The position that a text with skips may reach in a decoder with rotary positions, up to 32,768: its context, or
     less where attention has a window or frequencies change. None if the config does not say.
     """
@@ -86,6 +74,6 @@ def reachable_context(config: Mapping[str, Any]) -> int | None:
     return min(FARTHEST, *stated) if stated else None
 
 
-def block_length(config: Mapping[str, Any]) -> int:
+def block_length(config: Config) -> int:
     """Number of tokens of a block of text: as many as the model has positions for, up to 2048."""
     return min(LONGEST, stated_positions(config) or LONGEST)

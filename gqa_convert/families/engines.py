@@ -3,6 +3,7 @@
 from gqa_convert.checkpoint.strict_json import Config
 from gqa_convert.families.composite import decoder_config
 from gqa_convert.families.records import record_of
+from gqa_convert.families.windows import has_window
 
 LOADERS = ("transformers", "vLLM", "llama.cpp")
 """The software that a plan reports on."""
@@ -40,10 +41,8 @@ def same_up_to(engine: str, config: Config) -> int | None:
         engine: one of `LOADERS`.
         config: of the result.
     """
-    stated = decoder_config(config)
-    window = stated.get("sliding_window")
-    positions = stated.get("max_position_embeddings")
-    is_wider = engine in record_of(config).beyond_window_in and stated.get("use_sliding_window") is not False
-    if not is_wider or not isinstance(window, int):
+    if engine not in record_of(config).beyond_window_in or not has_window(config):
         return None
+    stated = decoder_config(config)
+    window, positions = stated["sliding_window"], stated.get("max_position_embeddings")
     return None if isinstance(positions, int) and positions <= window else window

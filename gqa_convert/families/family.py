@@ -40,22 +40,6 @@ KVHeads = Literal["stated", "heads", "falcon", "blocks", "listed"]
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LegacyConfigKeys:
-    """What transformers 4 expects in a config of the type; the defaults hold for most types."""
-
-    renamed: tuple[tuple[str, str], ...] = ()
-    """Keys of transformers 5, each with its name in transformers 4."""
-    rotary_base: str = "rope_theta"
-    """Key of the rotary base outside `rope_parameters`."""
-    rotary_share: str = "partial_rotary_factor"
-    """Key of the share of rotary dimensions outside `rope_parameters`."""
-    local_rotary_base: str | None = None
-    """Key of the rotary base of layers with sliding-window attention, for types that have a second base there."""
-    scaled_share: float | None = None
-    """The only share of rotary dimensions that the class can combine with `rope_scaling`; None for any."""
-
-
 @dataclass(frozen=True, slots=True)
 class Modeling:
     """A modelling file of this package, for families whose attention has no K/V-head count in transformers."""
@@ -186,7 +170,11 @@ class Family:
     the config says."""
 
     # Software that loads the result
-    legacy: LegacyConfigKeys = field(default_factory=LegacyConfigKeys)
+    legacy_keys: Mapping[str, str] = field(default_factory=dict)
+    """Config keys of transformers 5, dotted where nested, each with a name in transformers 4 that other types do not have.
+    """
+    legacy_scaled_share: float | None = None
+    """The only share of rotary dimensions that the class can combine with `rope_scaling`; None for any."""
     run_in: frozenset[str] = frozenset()
     """Engines besides transformers in which a tiny checkpoint of the type, converted from 12 to 3 K/V heads, gave the
     tokens and logits of transformers (`check-serving`; docs/serving-and-publishing.md names the versions)."""
@@ -226,7 +214,7 @@ class Family:
 
     def owns(self, name: str) -> bool:
         """Whether a module, tensor or parameter can belong to the family's layers; always true outside a composite."""
-        if not self.is_composite:
+        if not self.is_composite or name.startswith("mtp."):  # layers for multi-token prediction
             return True
         return any(name.startswith(f"{prefix}{place}.") for prefix in self.prefixes for place, _ in self.layers)
 

@@ -43,14 +43,14 @@ def _appended(kept: Any, new: Any) -> Any:
     """[B, N, S + L, c], of [B, N, S, c] or nothing and [B, N, L, c]: the beginning of a tensor with room for more, in
     which the heads' strides tell how much.
     """
+    from torch.nn.functional import pad
+
     if not kept.numel():
         kept = new[..., :0, :]
     *sizes, length, width = kept.shape
     end = length + new.shape[-2]
     if not length or kept.stride(1) < end * width:
-        larger = new.new_empty(*sizes, end + _ROOM, width)
-        larger[..., :length, :] = kept
-        kept = larger
+        kept = pad(kept, (0, 0, 0, end + _ROOM - length))
     grown = kept.as_strided((*sizes, end, width), kept.stride())
     grown[..., length:, :] = new
     return grown

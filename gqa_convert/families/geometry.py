@@ -1,6 +1,5 @@
 """Finds the attention of a checkpoint in its tensor headers and checks it against the config, without reading weights."""
 
-import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from gqa_convert.families import layouts
 from gqa_convert.families.composite import config_value, decoder_config, decoder_section
 from gqa_convert.families.family import AttentionKind as AttentionKind
 from gqa_convert.families.family import Family
-from gqa_convert.families.layerwise import kv_heads_by_layer
+from gqa_convert.families.layerwise import is_run, kv_heads_by_layer
 from gqa_convert.families.layouts import Sections
 from gqa_convert.families.records import with_key_norm
 
@@ -86,7 +85,7 @@ class AttentionFinder:
         if not family.listed:
             self.family = with_key_norm(family, self.entries, self.kv_heads)
         modules = [*kinds] if encoder else decoder
-        run = [module for module in modules if self._is_run(module)] or modules
+        run = [module for module in modules if is_run(family, self.config, module)] or modules
         self.layers = tuple(self._layer(module, kinds[module]) for module in run)
         self.unused_layers: tuple[AttentionLayer, ...] = ()
         """Those that transformers leaves out, such as layers for multi-token prediction behind the last one. A config that
@@ -94,23 +93,6 @@ class AttentionFinder:
         """
         if not self._by_layer:
             self.unused_layers = tuple(self._layer(module, kinds[module]) for module in modules if module not in run)
-
-    def _is_run(self, module: str) -> bool:
-        """Whether a module is where transformers looks for layers, and within their number."""
-        prefixes = "|".join(map(re.escape, self.family.prefixes))
-        for place, keys in self.family.layers:
-            match = re.match(rf"(?:{prefixes}){re.escape(place)}\.(\d+)\.", module)
-            if match is not None:
-                return int(match[1]) < (self.stated_layers(keys) or math.inf)
-        return False
-
-    def stated_layers(self, keys: tuple[str, ...]) -> int | None:
-        """The number of layers that the config states under the first of some keys that it has; None where it has none."""
-        for key in keys:
-            value = config_value(self.config, key)
-            if isinstance(value, int | list):
-                return value if isinstance(value, int) else len(value)
-        return None
 
     def _attention_kinds(self) -> dict[str, AttentionKind]:
         """Every module with a key or a value projection."""

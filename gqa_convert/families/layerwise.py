@@ -5,12 +5,15 @@ with a list under `num_key_value_heads`, for transformers alone.
 """
 
 import copy
+import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
 from gqa_convert.checkpoint.strict_json import Config, JsonObject
 from gqa_convert.errors import ConfigError
 from gqa_convert.families import decilm
+from gqa_convert.families.composite import config_value
 from gqa_convert.families.family import Family, Modeling
 from gqa_convert.families.legacy_config_keys import legacy_config_keys
 from gqa_convert.families.records import DECILM, record_of
@@ -33,19 +36,6 @@ def find_form(family: Family, config: Config) -> Modeling | str:
         if reason is None:
             return form
     return str(reason)
-
-
-def why_not_decilm(form: Modeling, family: Family, config: Config) -> str | None:
-    """Why a result does not have the form of a DeciLM, a clause that can follow "since"; None if it has it, or if no
-    source of the family can have it.
-
-    Args:
-        form: of the result.
-        family: of the source.
-        config: of the source.
-    """
-    can_be = family.layerwise[0].model_type == DECILM != form.model_type
-    return decilm.why_not(config) if can_be else None
 
 
 def restate(form: Modeling, config: Config, counts: tuple[int, ...]) -> JsonObject:
@@ -104,3 +94,28 @@ def heads_text(heads: int | Sequence[int] | None) -> str:
     if isinstance(heads, Sequence):
         return " to ".join(map(str, sorted({min(heads), max(heads)})))
     return str(heads)
+
+
+def is_run(family: Family, config: Config, module: str) -> bool:
+    """Whether a module is where transformers looks for layers, and within their number.
+
+    Args:
+        family: of the model.
+        config: of its decoder.
+        module: its name in the checkpoint.
+    """
+    prefixes = "|".join(map(re.escape, family.prefixes))
+    for place, keys in family.layers:
+        match = re.match(rf"(?:{prefixes}){re.escape(place)}\.(\d+)\.", module)
+        if match is not None:
+            return int(match[1]) < (stated_layers(config, keys) or math.inf)
+    return False
+
+
+def stated_layers(config: Config, keys: Sequence[str]) -> int | None:
+    """The number of layers that a config states under the first of some keys that it has; None where it has none."""
+    for key in keys:
+        value = config_value(config, key)
+        if isinstance(value, int | list):
+            return value if isinstance(value, int) else len(value)
+    return None

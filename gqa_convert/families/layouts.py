@@ -5,7 +5,7 @@ of a section is a run of consecutive rows; layouts differ only in where the runs
 K/V heads, c head_dim, d hidden size. A projection is [rows, d] (Conv1D stores its transpose), its bias [rows].
 """
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -47,14 +47,16 @@ class Section:
 
 Sections = tuple[Section, ...]
 
+_Head = tuple[Role, int]
+"""What a head is for, and its number of rows."""
 
-def _in_order(heads: Iterable[tuple[Role, int]]) -> Sections:
-    """The layout of heads that follow one another, each of a role and with a number of rows."""
-    head_rows: dict[Role, int] = {}
+
+def _in_order(heads: Sequence[_Head]) -> Sections:
+    """The layout of heads that follow one another."""
+    head_rows = dict(heads)
     starts: dict[Role, list[int]] = {}
     first = 0
     for role, rows in heads:
-        head_rows[role] = rows
         starts.setdefault(role, []).append(first)
         first += rows
     return tuple(Section(role, head_rows[role], tuple(starts[role])) for role in starts)
@@ -69,7 +71,7 @@ def queries(heads: int, head_rows: int, outputs: int) -> Sections:
     """The layout of the queries' own projection: [heads * head_rows * outputs, d], where each head's gate, if there are
     more outputs than one, follows it.
     """
-    one: list[tuple[Role, int]] = [("query", head_rows), ("gate", head_rows * (outputs - 1))]
+    one: list[_Head] = [("query", head_rows), ("gate", head_rows * (outputs - 1))]
     return _in_order(one[:outputs] * heads)
 
 
@@ -97,7 +99,7 @@ def regrouped(sections: Sections, groups: int) -> Sections:
     """
     if all(section.heads == groups for section in sections if section.merged):
         return sections
-    heads: list[tuple[Role, int]] = []
+    heads: list[_Head] = []
     for section in sections:
         heads += [(section.role, section.head_rows)] * (groups if section.merged else section.heads)
     return _in_order(heads)
@@ -105,7 +107,7 @@ def regrouped(sections: Sections, groups: int) -> Sections:
 
 def split(array: "npt.NDArray[Any]", sections: Sections) -> "list[npt.NDArray[Any]]":
     """Each section's heads, [heads, head_rows, ...], from an array [rows, ...]."""
-    return [array[_row_numbers(section)] for section in sections]
+    return [array[row_numbers(section)] for section in sections]
 
 
 def join(heads: "list[npt.NDArray[Any]]", sections: Sections) -> "npt.NDArray[Any]":
@@ -114,12 +116,12 @@ def join(heads: "list[npt.NDArray[Any]]", sections: Sections) -> "npt.NDArray[An
 
     array = np.empty((sum(section.rows for section in sections), *heads[0].shape[2:]), heads[0].dtype)
     for section, own in zip(sections, heads, strict=True):
-        array[_row_numbers(section)] = own
+        array[row_numbers(section)] = own
     return array
 
 
-def _row_numbers(section: Section) -> "npt.NDArray[Any]":
-    """[heads, head_rows]"""
+def row_numbers(section: Section) -> "npt.NDArray[Any]":
+    """The numbers of the rows of each head, [heads, head_rows]."""
     import numpy as np  # plans, which need none of this, do without
 
     return np.add.outer(section.starts, np.arange(section.head_rows))

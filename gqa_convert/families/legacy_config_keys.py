@@ -3,8 +3,16 @@ other software of its time would silently take defaults.
 """
 
 from gqa_convert.checkpoint.strict_json import Config, JsonObject
-from gqa_convert.families.family import LegacyConfigKeys
+from gqa_convert.families.composite import config_value
 from gqa_convert.families.records import record_of
+
+_NAMES = {
+    "dtype": "torch_dtype",
+    "rope_parameters": "rope_scaling",
+    "rope_parameters.rope_theta": "rope_theta",
+    "rope_parameters.partial_rotary_factor": "partial_rotary_factor",
+}
+"""Keys of transformers 5, each with its name in transformers 4, which a type's own names override."""
 
 
 def legacy_config_keys(config: Config) -> JsonObject:
@@ -18,32 +26,29 @@ def legacy_config_keys(config: Config) -> JsonObject:
         the names that the model type had for them, and `rope_scaling` with what belongs beside it; renamed counts such
         as `num_experts`. Nothing that the config has already.
     """
-    legacy = record_of(config).legacy
-    found = _renamed(config, ("dtype", "torch_dtype"), *legacy.renamed)
-    rotary = config.get("rope_parameters") or {}
-    sliding = rotary.get("sliding_attention")
-    full = rotary.get("full_attention") or {}
-    if not any(isinstance(value, dict) for value in rotary.values()):
-        found |= _rotary_keys(rotary, legacy)
-    elif sliding and legacy.local_rotary_base is not None:
-        found |= _renamed(sliding, ("rope_theta", legacy.local_rotary_base)) | _rotary_keys(full, legacy)
-    # other layers that differ have no keys in transformers 4
+    family = record_of(config)
+    found: JsonObject = {}
+    for key, name in {**_NAMES, **family.legacy_keys}.items():
+        value = config_value(config, key)
+        if value is not None:
+            found[name] = value
+    found |= _scaling(found.pop("rope_scaling", {}), family.legacy_scaled_share)
     return {key: value for key, value in found.items() if config.get(key) is None}
 
 
-def _renamed(values: Config, *names: tuple[str, str]) -> JsonObject:
-    """Values that are stated under a name, each under another."""
-    return {old: values[new] for new, old in names if values.get(new) is not None}
+def _scaling(rotary: JsonObject, only_share: float | None) -> JsonObject:
+    """Where positions are scaled, `rope_scaling` and what belongs beside it: transformers 5 reads `rope_scaling` in place of
+    `rope_parameters`. Layers that differ in their positions have no such key, unless the type names one of their kinds.
 
-
-def _rotary_keys(rotary: JsonObject, legacy: LegacyConfigKeys) -> JsonObject:
-    """The base and the share of rotary dimensions and, where positions are scaled, `rope_scaling` and what belongs beside
-    it: transformers 5 reads `rope_scaling` in place of `rope_parameters`.
+    Args:
+        rotary: the entry of `rope_parameters`.
+        only_share: see `Family.legacy_scaled_share`.
     """
-    found = _renamed(rotary, ("rope_theta", legacy.rotary_base), ("partial_rotary_factor", legacy.rotary_share))
     kind = rotary.get("rope_type", rotary.get("type", "default"))
-    if kind == "default" or legacy.scaled_share not in (None, rotary.get("partial_rotary_factor")):
-        return found
-    scaling = {key: value for key, value in rotary.items() if key not in ("rope_theta", "partial_rotary_factor")}
-    length = ("original_max_position_embeddings",) * 2
-    return found | {"rope_scaling": scaling} | (_renamed(rotary, length) if kind == "longrope" else {})
+    if kind == "default" or only_share not in (None, rotary.get("partial_rotary_factor")):
+        return {}
+    found = {key: value for key, value in rotary.items() if key not in ("rope_theta", "partial_rotary_factor")}
+    length = rotary.get("original_max_position_embeddings")
+    if kind == "longrope" and length is not None:
+        return {"rope_scaling": found, "original_max_position_embeddings": length}
+    return {"rope_scaling": found}

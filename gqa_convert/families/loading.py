@@ -81,7 +81,7 @@ def read_object(path: Path) -> JsonObject:
 # What a config.json says about a model's class
 
 
-def is_encoder_decoder(config: Mapping[str, Any]) -> bool:
+def is_encoder_decoder(config: Config) -> bool:
     """Whether a checkpoint has an encoder and a decoder, by its config.json or else by its model type."""
     stated = config.get("is_encoder_decoder")
     return stated if isinstance(stated, bool) else record_of(config).encoder is not None
@@ -206,10 +206,8 @@ def explained(name: str) -> Iterator[None]:
     """
     try:
         yield
-    except GQAConvertError:
-        raise
     except Exception as problem:
-        if is_out_of_memory(problem):
+        if isinstance(problem, GQAConvertError) or is_out_of_memory(problem):
             raise
         raise CorruptCheckpointError(
             f"{name} can't be loaded by transformers ({first_line(problem)}): check its files"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from gqa_convert.checkpoint.strict_json import Config, JsonObject
-from gqa_convert.families.family import CONVERTED_PREFIX, Family, LegacyConfigKeys, Modeling
+from gqa_convert.families.family import CONVERTED_PREFIX, Family, Modeling
 
 _FOLDER = Path(__file__).parent
 _DERIVED: JsonObject = json.loads((_FOLDER / "derived.json").read_text(encoding="utf-8"))
@@ -19,7 +19,8 @@ DECILM_SOURCES = ("llama", "mistral", "qwen2")
 """Model types whose layers compute what a DeciLM's compute."""
 
 _UNLISTED = "its model type is on no list"
-_ENGINE_KEYS = ("run_in", "listed_in", "beyond_window_in")
+NO_ENGINES: JsonObject = dict.fromkeys(("run_in", "listed_in", "beyond_window_in"), frozenset())
+"""The fields about engines of a type that none of them runs."""
 _NOT_FIELDS = ("like", "modeling", "by_layer", "tokenizer", "classes", "own_code")
 """Keys of a row that a record states in another form."""
 _DECILM_CLASSES = (
@@ -46,8 +47,7 @@ def _frozen(value: Any) -> Any:
 def _record(model_type: str, row: JsonObject) -> Family:
     """The record of a type, without its modelling files."""
     fields = {key: _frozen(value) for key, value in row.items() if key not in _NOT_FIELDS}
-    fields |= {key: frozenset(row.get(key, "").split()) for key in _ENGINE_KEYS}
-    fields["legacy"] = LegacyConfigKeys(**{key: _frozen(value) for key, value in row.get("legacy", {}).items()})
+    fields |= {key: frozenset(row.get(key, "").split()) for key in NO_ENGINES}
     fields["native"] = not row.keys() & {"modeling", "own_code"}
     if "modeling" in row:
         fields.setdefault("kv_heads", "heads")
@@ -56,8 +56,8 @@ def _record(model_type: str, row: JsonObject) -> Family:
 
 def _result(source: Family, form: Modeling, **fields: Any) -> Family:
     """The record of a result with a modelling file. transformers 4 can't load it, so that it has no legacy keys."""
-    others: Any = dict.fromkeys(_ENGINE_KEYS, frozenset()) | fields
-    return replace(source, model_type=form.model_type, modeling=form, native=False, legacy=LegacyConfigKeys(), **others)
+    others = NO_ENGINES | fields
+    return replace(source, model_type=form.model_type, modeling=form, native=False, legacy_keys={}, **others)
 
 
 def _add(found: dict[str, Family], model_type: str) -> None:

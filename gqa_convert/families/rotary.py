@@ -1,11 +1,11 @@
 """Which rows of a key head have rotary positions, by the config."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from gqa_convert.checkpoint.strict_json import Config
 from gqa_convert.errors import ConfigError
 from gqa_convert.families.composite import config_value
 from gqa_convert.families.family import Family
@@ -14,7 +14,7 @@ _SHARE_KEYS = ("rope_parameters.partial_rotary_factor", "partial_rotary_factor",
 """Config keys of the share of a head that is rotary; the first one that is stated counts."""
 
 
-def rotary_pairs(family: Family, config: Mapping[str, Any], head_dim: int) -> npt.NDArray[Any]:
+def rotary_pairs(family: Family, config: Config, head_dim: int) -> npt.NDArray[Any]:
     """The rotary pairs of a key head.
 
     Args:
@@ -37,7 +37,7 @@ def rotary_pairs(family: Family, config: Mapping[str, Any], head_dim: int) -> np
     return rows.reshape(-1, 2).T if family.rotary == "interleaved" else rows.reshape(2, -1)
 
 
-def _rotary_dimensions(family: Family, config: Mapping[str, Any], head_dim: int) -> Any:
+def _rotary_dimensions(family: Family, config: Config, head_dim: int) -> Any:
     """What the config states, directly or as a share of the head; it may be no number."""
     if family.rotary == "none":
         return 0

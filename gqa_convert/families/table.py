@@ -45,9 +45,9 @@ def family_of(config: Config) -> Family:
                 f"the decoder inside this {model_type} can't be converted: {problem}"
             ) from None
         return composite_family(str(model_type), inside)
-    one_kv_head_key = record_of(config).one_kv_head_key
-    if one_kv_head_key and config.get(one_kv_head_key) is False:
-        return record_of(config)
+    record = record_of(config)
+    if record.one_kv_head_key and config.get(record.one_kv_head_key) is False:
+        return record
     if isinstance(model_type, str) and model_type not in ALL | REFUSALS and type(stated) is int:
         return unlisted(model_type)
     return find_family(model_type)
@@ -88,6 +88,6 @@ def find_family(model_type: object) -> Family:
     if model_type in REFUSALS:
         raise UnsupportedFamilyError(f"model type {model_type} can't be converted: {REFUSALS[model_type]}")
     raise UnsupportedFamilyError(
-        f"model type {model_type!r} is none of the {len(FAMILIES)} that can be converted: convert a checkpoint of another type, "
-        "or add a record of this one"
+        f"model type {model_type!r} is unknown, none of the {len(FAMILIES)} that can be converted: convert a checkpoint of "
+        "another type, or add a record of this one"
     )

@@ -1,7 +1,8 @@
-"""What a card calls things: local files and folders by their last names, so that no folder of the machine is on it.
+"""What a card calls things: local files and folders by their last names, so that no folder is on it.
 
-Records state a path as a whole value: an argument, a key of a recipe, the source. What follows its last slash is its name,
-whatever else is in it, spaces too. A name on the Hub keeps its owner, since the record states its commit beside it.
+Records state a path as a whole value: an argument, a key of a recipe, the source. What follows its
+last slash is its name, whatever else is in it, spaces too. A name on the Hub keeps its owner, since
+the record states its commit beside it.
 """
 
 import json
@@ -14,7 +15,9 @@ from gqa_convert.checkpoint.strict_json import JsonObject
 _ON_HUB = ("id", "source", "model")
 """Keys whose value is on the Hub where a `revision` stands beside it."""
 _MARKED = re.compile(r"(-{0,2}[\w.-]+=|-\w|@|)(.*)", re.DOTALL)
-"""An argument: what may stand before the value, an option, a key of a recipe or the sign of a file; and the value."""
+"""An argument: what may stand before the value (an option, a key of a recipe, the sign of a file),
+and the value.
+"""
 _DATASET = re.compile(r"([\w.-]+/[\w.-]+)@[0-9a-f]{12}\b")
 """A Hub dataset and its commit, in words."""
 
@@ -43,11 +46,10 @@ class PublicNames:
     def of(self, value: Any, key: str = "") -> Any:
         """The value of a key, and all that is in it, without folders."""
         if isinstance(value, dict):
-            # names of processors hold slashes
-            return {name: each if name == "machine" else self.of(each, name) for name, each in value.items()}
+            return {name: self.of(each, name) for name, each in value.items()}
         if isinstance(value, list):
             return [self.of(each, key) for each in value]
-        if not isinstance(value, str):
+        if not isinstance(value, str) or key == "processor":  # whose names hold slashes
             return value
         if key == "command":
             return self._argument(value)
@@ -68,7 +70,7 @@ class PublicNames:
         return mark + ("..." if name != value and value.startswith(("[", "{")) else name)
 
     def _description(self, text: str) -> str:
-        """Words on calibration text. A path that no argument states goes with everything before its last slash."""
+        """Words on calibration text. A path that no argument states goes with all before its last slash."""
         for path in sorted(self.local, key=len, reverse=True):
             text = text.replace(path, self.local[path])
         if "/" in _DATASET.sub("", text):

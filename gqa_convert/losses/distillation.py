@@ -8,7 +8,7 @@ third more of the output layer's time.
 Shape legend: n positions, V tokens of the vocabulary, d hidden_size.
 """
 
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,11 +20,11 @@ from torch.nn.functional import linear, nll_loss
 from gqa_convert.data.labels import IGNORED
 from gqa_convert.losses.output_layer import OutputLayer, capped
 
-CHUNK: Final = 1 << 18
+CHUNK = 1 << 18
 """The number of logits whose losses a CPU thread computes at a time: 1 MiB in float32, which fits its cache."""
-CHUNK_ON_ACCELERATOR: Final = 1 << 24
-_POSITIONS: Final = 1024
-_PARTS: Final = 8
+CHUNK_ON_ACCELERATOR = 1 << 24
+_POSITIONS = 1024
+_PARTS = 8
 """Positions whose logits are made at a time, and into how many parts a batch is divided at most: with more of them,
 reading the layer and adding to its gradient would take longer than the products.
 """
@@ -55,7 +55,7 @@ def summed_divergence(student: Tensor, teacher: Tensor) -> Tensor:
         student: [..., V], logits; see `combined_loss`.
         teacher: [..., V], logits; receives no gradient.
     """
-    labels = torch.zeros(teacher.shape[:-1], dtype=torch.long, device=teacher.device)
+    labels = teacher.new_zeros(teacher.shape[:-1], dtype=torch.long)
     return combined_loss(student, labels, teacher, weight=1.0).sum
 
 
@@ -184,7 +184,7 @@ class _Loss(torch.autograd.Function):  # type: ignore[misc]
         of_states = None if not needed[0] else states if weights is None else torch.empty_like(states)
         of_weights = torch.zeros_like(weights) if needed[1] else None
         of_bias = torch.zeros_like(bias) if needed[2] else None
-        totals = torch.zeros(3, dtype=torch.float32, device=states.device)
+        totals = states.new_zeros(3, dtype=torch.float32)
         size = max(1, positions_at_once(len(states)))
         with torch.autocast(kind, enabled=False):
             for start in range(0, len(states), size):
@@ -232,7 +232,7 @@ def _evaluate(logits: Tensor, labels: Tensor, teacher: Tensor | None, terms: _Te
         terms: of the loss.
         differentiable: whether a gradient is asked for.
     """
-    totals = torch.zeros(3, dtype=torch.float32, device=logits.device)
+    totals = logits.new_zeros(3, dtype=torch.float32)
     size = _rows_at_once(logits)
     for start in range(0, len(logits), size):
         part = slice(start, start + size)

@@ -3,18 +3,18 @@
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-_CAP: Final = "final_logit_softcapping"
-_TRIED: Final = 8
+_CAP = "final_logit_softcapping"
+_TRIED = 8
 """Positions on which a model is tried."""
-_EQUAL: Final = 0.01
+_EQUAL = 0.01
 """The largest relative difference of factors that are equal, in bfloat16."""
-_TRIAL: Final = (1000.0, -1.0, 0.001, -300.0)
+_TRIAL = (1000.0, -1.0, 0.001, -300.0)
 """Numbers that a model must multiply by one factor: caps and clamps change large ones, sums change small ones."""
 
 
@@ -115,9 +115,7 @@ def _factor(model: Any, layer: Any, inputs: Mapping[str, Tensor]) -> float | Non
     made: list[Tensor] = []
 
     def substitute(_: Any, __: Any, states: Tensor) -> Tensor:
-        made.append(
-            torch.tensor(_TRIAL, dtype=states.dtype, device=states.device).repeat(states.numel())[: states.numel()]
-        )
+        made.append(states.new_tensor(_TRIAL).repeat(states.numel())[: states.numel()])
         return made[-1].view(states.shape)
 
     few = {name: value[:1] if value.is_floating_point() else value[:1, :_TRIED] for name, value in inputs.items()}
@@ -134,5 +132,5 @@ def _factor(model: Any, layer: Any, inputs: Mapping[str, Tensor]) -> float | Non
         return None
     ratios = logits.flatten() / made[0].float()
     factor = float(ratios[0])
-    is_constant = torch.allclose(ratios, ratios[0].expand_as(ratios), rtol=_EQUAL)
+    is_constant = torch.allclose(ratios, ratios[0], rtol=_EQUAL)
     return factor if math.isfinite(factor) and factor and is_constant else None

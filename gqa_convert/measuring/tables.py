@@ -136,11 +136,9 @@ def benchmark_table(result: BenchmarkFile) -> Table:
         f"{result.model}: {result.model_type}, {result.kv_heads} K/V heads, {result.dtype}; "
         f"transformers, attention {result.attention}; {where}. Medians (and quartiles)"
     )
-    sources = {}
     rows = []
-    for cell in result.results:
-        if cell.groups == result.kv_heads:
-            sources[cell.batch, cell.context] = cell.decode_ms_per_token
+    own = [cell for cell in result.results if cell.groups == result.kv_heads]
+    sources = {(cell.batch, cell.context): cell.decode_ms_per_token for cell in own}
     for cell in result.results:
         source = sources.get((cell.batch, cell.context))
         row = {

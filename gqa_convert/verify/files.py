@@ -1,16 +1,15 @@
 """The checks on the files of OUT: one complete set of weights, its index, the files taken over from SOURCE, and hashes.
 
-The lists of file names, and the rule for links, repeat the converter's on purpose: a name that the converter forgets, or a
-link that it follows by mistake, must not pass here.
+The lists of file names repeat the converter's on purpose: a name that the converter forgets must not pass here.
 """
 
 import filecmp
-import hashlib
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
 
+from gqa_convert.checkpoint.files import leads_out
+from gqa_convert.checkpoint.ownership import hash_file
 from gqa_convert.families.family import Modeling
 from gqa_convert.families.loading import read_object
 from gqa_convert.verify.config import compare_json, in_json
@@ -26,8 +25,10 @@ _WEIGHTS = (
 )
 _FOREIGN_FOLDERS = ("original/", "onnx/", "coreml/", "openvino/", "metal/", "global_step")
 """Folders in which a checkpoint holds the same weights in another format."""
-_PROSE = ("*.md", "README.md.old*", "LICENSE*", "NOTICE*", "*.png", "*.svg", "*.jpg", "*.pdf")
+_PROSE = ("*.md", "README.md.old*", "*.png", "*.svg", "*.jpg", "*.pdf")
 """Files that no software reads. A model card may be rewritten after the conversion."""
+_TERMS = ("LICEN[CS]E*", "NOTICE*", "COPYING*", "USE_POLICY*")
+"""Files that nobody may take away or change; a user may add some."""
 
 
 def open_result(folder: Path) -> tuple[Weights, str]:
@@ -56,47 +57,41 @@ def check_copied(inputs: Inputs, modeling: Modeling | None) -> str:
     written = {CONFIG, PROVENANCE, *(file.name for file in (modeling.files if modeling else ()))}
 
     def copied(folder: Path) -> set[str]:
-        names = {name for name in _list_files(folder) if not _matches(name, _PROSE) and not _is_weights(name)}
-        return names - written
+        names = {name for name in _list_files(folder) if not _is_weights(name)}
+        return {name for name in names - written if _is_term(name) or not _matches(name, _PROSE)}
 
     ours = copied(out)
-    theirs = {name for name in copied(source) if _is_own(source / name, source)}
+    theirs = {name for name in copied(source) if not leads_out(source / name, source)}
     if missing := theirs - ours:
         raise Failure(f"{min(missing)} of SOURCE is missing")
-    if extra := ours - theirs:
+    if extra := {name for name in ours - theirs if not _is_term(name)}:
         raise Failure(f"{min(extra)} is not in SOURCE ({len(extra)} extra files)")
-    for name in sorted(ours):
+    for name in sorted(theirs):
         same = filecmp.cmp(out / name, source / name, shallow=False)
         if not same and not (name == "tokenizer_config.json" and _is_renamed_tokenizer(out / name, source / name)):
             raise Failure(f"{name} differs from SOURCE's")
     return f"{len(theirs)} file(s), byte for byte"
 
 
-def check_hashes(out: Path, claims: dict[str, Any], result: Result | None) -> str:
+def check_hashes(inputs: Inputs, result: Result | None) -> str:
     """OUT's weight files are those that were written. Methods that fold record hashes always, because no other check sees
     every bit.
 
     Args:
-        out: OUT's folder.
-        claims: OUT's provenance record.
+        inputs: the checkpoints.
         result: OUT, if its heads were found.
     """
+    out, claims = inputs.out, inputs.claims
     if claims["result"] is None and not (result and result.folds):
         return "none were recorded; the checks on tensors compare every bit"
     stated = {name: file["sha256"] for name, file in claims["result"]["files"].items()}
     for name in sorted(stated.keys() | {path.name for path in out.glob("*.safetensors")}):
         if name not in stated:
             raise Failure(f"{PROVENANCE} has no hash of {name}")
-        found = file_sha256(out / name)
+        found = hash_file(out / name)["sha256"]
         if found != stated[name]:
             raise Failure(f"{name} has SHA-256 {found}, expected {stated[name]}: it has changed since it was written")
     return f"{len(stated)} weight file(s) as they were written"
-
-
-def file_sha256(path: Path) -> str:
-    """The hexadecimal SHA-256 of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _list_files(folder: Path) -> Iterator[str]:
@@ -107,20 +102,14 @@ def _list_files(folder: Path) -> Iterator[str]:
             yield name.as_posix()
 
 
-def _is_own(path: Path, folder: Path) -> bool:
-    """Whether a path leads to a visible file of its folder, or to a blob of the same repository in the Hub's cache; a link
-    may lead to any file of the machine.
-    """
-    target = path.resolve()
-    home = folder.resolve()
-    if target.is_relative_to(home):
-        return path.is_file() and not any(part.startswith(".") for part in target.relative_to(home).parts)
-    return target.parent in [parent.parent / "blobs" for parent in home.parents if parent.name == "snapshots"]
-
-
 def _matches(name: str, patterns: tuple[str, ...]) -> bool:
     """Whether a file's name, without its folders, matches one of the patterns."""
     return any(fnmatch(name.rsplit("/", 1)[-1], pattern) for pattern in patterns)
+
+
+def _is_term(name: str) -> bool:
+    """Whether a file holds terms of a licence."""
+    return _matches(name.upper(), _TERMS)
 
 
 def _is_weights(name: str) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from gqa_convert.checkpoint.fingerprint import SCHEME, fingerprint
 from gqa_convert.checkpoint.paths import local_path
 from gqa_convert.checkpoint.source import Checkpoint, open_checkpoint
 from gqa_convert.conversion.rewriting.folder import rewritten_folder
@@ -15,10 +16,10 @@ from gqa_convert.conversion.rewriting.planning import needs_rewriting, plan_rewr
 from gqa_convert.errors import CorruptCheckpointError, SourceNotFoundError, first_line
 from gqa_convert.families.composite import decoder_config
 from gqa_convert.families.family import Family, Modeling
-from gqa_convert.families.loading import read_config
+from gqa_convert.families.loading import read_config, read_object
 from gqa_convert.families.records import with_key_norm
 from gqa_convert.families.table import family_of
-from gqa_convert.verify.weights import Weights
+from gqa_convert.verify.weights import PREFERENCE, PROVENANCE, Weights
 
 Progress = Callable[[str, int, int], None]
 """Called with a stage (tensors or logits), the amount done and the total: bytes or steps."""
@@ -31,7 +32,8 @@ class Inputs:
 
     out: Path
     out_config: dict[str, Any]
-    """Empty if it cannot be read."""
+    claims: dict[str, Any]
+    """OUT's provenance record. Both are empty if they cannot be read."""
     source: Weights
     """SOURCE's tensors, in the form in which it was converted."""
     config: dict[str, Any]
@@ -40,6 +42,8 @@ class Inputs:
     original: Weights
     """The tensors of SOURCE as the user named it: `source`, unless it is rewritten before it is converted."""
     original_config: dict[str, Any]
+    source_id: str
+    """What the user or the record calls SOURCE."""
 
     @property
     def decoder_config(self) -> dict[str, Any]:
@@ -62,19 +66,20 @@ class Inputs:
 
 @contextmanager
 def read_inputs(
-    out: str | Path, source: str | Path, revision: str | None, on_note: Callable[[str], None]
+    out: str | Path, source: str | Path | None, revision: str | None, on_note: Callable[[str], None]
 ) -> Iterator[Inputs]:
     """Open both checkpoints. Remote checkpoints are downloaded. A SOURCE that a conversion to OUT rewrites first is
     rewritten in a folder beside OUT, which goes at the end of the context.
 
     Args:
         out: the converted folder.
-        source: the folder or the Hub id that it was made from.
+        source: the folder or the Hub id that it was made from; None for what its record names.
         revision: branch, tag or commit on the Hub.
         on_note: called with sentences on what is rewritten.
 
     Raises:
-        SourceNotFoundError: `out` is not a folder, or `source` holds no checkpoint.
+        SourceNotFoundError: `out` is no folder with a checkpoint, or `source` holds none or another one, or is not given and
+            not found.
         ConfigError: SOURCE's config is damaged.
         CorruptCheckpointError: SOURCE's weights cannot be opened.
         UnsupportedFamilyError: SOURCE's model type cannot be converted.
@@ -83,8 +88,10 @@ def read_inputs(
     out = local_path(out)
     if not out.is_dir():
         raise SourceNotFoundError(f"{out} is not a folder: name the converted checkpoint")
-    checkpoint = converted = open_checkpoint(source, revision=revision, download=True)
-    out_config = read_config(out)
+    claims, out_config = read_object(out / PROVENANCE), read_config(out)
+    if not (out / PROVENANCE).exists() and not (out_config and any((out / name).exists() for name in PREFERENCE)):
+        raise SourceNotFoundError(f"{out} holds no checkpoint: name the folder that convert wrote")
+    checkpoint = converted = _open_origin(out, claims.get("source"), source, revision)
     with ExitStack() as stack:
         if needs_rewriting(checkpoint.config, out_config.get("model_type")):
             planned = plan_rewriting(checkpoint, native=True)
@@ -97,7 +104,36 @@ def read_inputs(
             original = _open_source(checkpoint)
         if not family.listed:
             family = with_key_norm(family, weights.tensors, converted.config["num_key_value_heads"])
-        yield Inputs(out, out_config, weights, converted.config, family, original, checkpoint.config)
+        config, name = checkpoint.config, checkpoint.source_id
+        yield Inputs(out, out_config, claims, weights, converted.config, family, original, config, name)
+
+
+def _open_origin(out: Path, recorded: Any, source: str | Path | None, revision: str | None) -> Checkpoint:
+    """Open SOURCE, which must be what OUT was made from.
+
+    Args:
+        out: for messages.
+        recorded: what OUT's record says of its source, if that can be read.
+        source: what the user named.
+        revision: branch, tag or commit on the Hub.
+
+    Raises:
+        SourceNotFoundError: it is another checkpoint, or is not named and not found.
+    """
+    stated = recorded if isinstance(recorded, dict) else {}
+    if source is None:
+        source, revision = stated.get("id"), revision or stated.get("revision")
+        if not source or (not revision and not local_path(source).is_dir()):
+            named = f"names {source}, which is not here" if source else "names no source"
+            raise SourceNotFoundError(f"the record in {out} {named}: name what it was made from with --source")
+    checkpoint = open_checkpoint(source, revision=revision, download=True)
+    known = str(stated.get("fingerprint"))
+    if known.startswith(SCHEME) and known != fingerprint(checkpoint.local_folder):
+        raise SourceNotFoundError(
+            f"{out} was made from {stated.get('id')}, not from {source}, which has another config or other weights: name "
+            "the former with --source"
+        )
+    return checkpoint
 
 
 def _open_source(checkpoint: Checkpoint) -> Weights:

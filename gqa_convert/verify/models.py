@@ -57,6 +57,7 @@ class ModelChecks:
         self.probe = Probe(model, cross=self.has_cross)
         self.output = self.probe.output(model)
         self.decoding = self.probe.decode(model)
+        self.eager = self.probe.eager_output(model)
         self.attention = heads.attention_parameters(model, self.inputs.family)
         own = " of its own modelling file" if modeling else ""
         dtype = str(model.dtype).removeprefix("torch.")
@@ -98,6 +99,16 @@ class ModelChecks:
         if ours.output is None:
             raise Failure(f"OUT cannot decode with a cache ({ours.problem})")
         return self._judge(ours.output, theirs.output, f"{STEPS} steps on the cache of a prefill")
+
+    def same_eager_outputs(self) -> str:
+        """The same as `same_outputs`, with eager attention in both models."""
+        with heads.replaced(self.source, self.repeated):
+            theirs = self.probe.eager_output(self.source)
+        if isinstance(theirs, str):
+            return f"not compared: SOURCE has none that runs ({theirs})"
+        if isinstance(self.eager, str):
+            raise Failure(f"OUT has none that runs ({self.eager})")
+        return self._judge(self.eager, theirs, "eager attention in both models")
 
     def better_than_mean(self) -> str:
         """OUT's predictions are nearer to SOURCE's than those of mean pooling."""
@@ -179,6 +190,7 @@ def check_models(report: VerificationReport, result: Result, progress: Progress)
     report.check("logits", checks.same_outputs)
     report.check("cache heads", checks.cache_heads)
     report.check("cached decoding", checks.same_steps)
+    report.check("eager attention", checks.same_eager_outputs)
     progress("logits", 3, 3)
     if result.inputs.original is not result.inputs.source:
         report.check("rewritten source", checks.same_as_original)

@@ -86,6 +86,16 @@ class Probe:
         """The logits [rows, length, n] of every token, computed without a cache."""
         return self._forward(model, self._ids, self._memory, use_cache=False)[0]
 
+    def eager_output(self, model: Any) -> Tensor | str:
+        """The same with eager attention, which stays chosen; why not, where the model cannot compute it."""
+        for module in model.modules():  # parts of a model may have copies of its config
+            if hasattr(module, "config"):
+                module.config._attn_implementation = "eager"
+        try:
+            return self.output(model)
+        except Exception as problem:
+            return first_line(problem)
+
     def difference(self, ours: Tensor, theirs: Tensor) -> float:
         """The distance of two outputs, relative to the standard deviation of the second; infinite if it is not finite."""
         if ours.shape != theirs.shape:

@@ -6,6 +6,7 @@ from typing import Any
 
 from gqa_convert.families.composite import config_value
 from gqa_convert.families.family import Modeling
+from gqa_convert.families.layerwise import is_run
 from gqa_convert.verify.geometry import Geometry, Role, read_geometry
 from gqa_convert.verify.inputs import Inputs
 from gqa_convert.verify.weights import Weights
@@ -25,8 +26,6 @@ class Result:
     inputs: Inputs
     weights: Weights
     geometry: Geometry
-    claims: dict[str, Any]
-    """Its provenance record; empty if that cannot be read."""
     encoder: bool
     """Whether the record claims that an encoder was converted."""
     modeling: Modeling | None
@@ -39,7 +38,7 @@ class Result:
         """
         if not self.geometry.changed:
             return "copy"
-        return self.claims.get("method") if self.geometry.merged else "repeat"
+        return self.inputs.claims.get("method") if self.geometry.merged else "repeat"
 
     @property
     def folds(self) -> bool:
@@ -49,23 +48,27 @@ class Result:
     @property
     def has_text(self) -> bool:
         """Whether the method measured on a text."""
-        return self.claims.get("calibration") is not None
+        return self.inputs.claims.get("calibration") is not None
 
     @cached_property
     def foldable(self) -> dict[str, set[Role]]:
         """By module, the roles whose heads the method may make anything of; empty for plain methods.
 
         `fit` may change all of them. `factor` folds maps of keys into queries unless a norm or clipping lies between them,
-        and maps of values into outputs unless a gate, a norm or clipping does; otherwise they are means.
+        and maps of values into outputs unless a gate, a norm or clipping does; otherwise they are means, as they are in layers that
+        transformers leaves out.
         """
-        names = [module.name for module in self.geometry.merged] if self.folds else []
-        if self.method == FITTED:
-            return {name: {"query", "key", "value", "output", "output_bias"} for name in names}
         family = self.inputs.family
         config = self.inputs.decoder_config
+        merged = [module.name for module in self.geometry.merged] if self.folds else []
+        run = [name for name in merged if is_run(family, config, name)]
+        names = run or merged  # as in the converter, where the names of layers tell nothing
+        left_out: dict[str, set[Role]] = {name: set() for name in merged if name not in names}
+        if self.method == FITTED:
+            return left_out | {name: {"query", "key", "value", "output", "output_bias"} for name in names}
         is_clipped = config_value(config, "clip_qkv") or config_value(config, "attn_config.clip_qkv")
         is_normed = family.gainless_key_norm is not None and config.get(*family.gainless_key_norm)
-        found: dict[str, set[Role]] = {}
+        found = left_out
         for name in names:
             gains = f"{name}.{family.key_norm_name}."
             has_gains = family.key_norm != "none" and any(each.startswith(gains) for each in self.inputs.source.tensors)
@@ -77,12 +80,12 @@ class Result:
         return found
 
 
-def read_result(inputs: Inputs, weights: Weights, claims: dict[str, Any]) -> tuple[Result, str]:
+def read_result(inputs: Inputs, weights: Weights) -> tuple[Result, str]:
     """Find the heads of OUT, and say which they are; raises as `read_geometry` does."""
     family = inputs.family
     modeling = inputs.modeling
-    encoder = claims.get("encoder") is True
+    encoder = inputs.claims.get("encoder") is True
     geometry = read_geometry(family, inputs.decoder_config, inputs.source.tensors, weights.tensors, encoder=encoder)
     if modeling is family.modeling and not geometry.changed and not family.is_converted:
         modeling = None  # stock classes load it
-    return Result(inputs, weights, geometry, claims, encoder, modeling), geometry.describe()
+    return Result(inputs, weights, geometry, encoder, modeling), geometry.describe()

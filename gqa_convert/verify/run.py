@@ -4,7 +4,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from gqa_convert.errors import UnsupportedFamilyError
-from gqa_convert.families.loading import read_object
 from gqa_convert.verify.config import check_config, check_modelling_file
 from gqa_convert.verify.files import check_copied, check_hashes, open_result
 from gqa_convert.verify.inputs import Inputs, Progress, read_inputs
@@ -15,12 +14,11 @@ from gqa_convert.verify.result import Result, read_result
 from gqa_convert.verify.spans import check_spans
 from gqa_convert.verify.tensors import TensorChecks
 from gqa_convert.verify.tokenizers import check_tokenizer
-from gqa_convert.verify.weights import PROVENANCE
 
 
 def verify_checkpoint(
     out: str | Path,
-    source: str | Path,
+    source: str | Path | None = None,
     *,
     revision: str | None = None,
     logits: bool = True,
@@ -31,7 +29,7 @@ def verify_checkpoint(
 
     Args:
         out: the converted folder.
-        source: the folder or the Hub id that it was made from.
+        source: the folder or the Hub id that it was made from; None for the one that its record names.
         revision: branch, tag or commit on the Hub.
         logits: also load and run both models.
         on_note: called with sentences about a SOURCE that is rewritten first.
@@ -41,14 +39,14 @@ def verify_checkpoint(
         A report. Damage to `out` of any kind is a failed check in it.
 
     Raises:
-        SourceNotFoundError: `out` is not a folder, or `source` holds no checkpoint.
+        SourceNotFoundError: `out` or `source` is no checkpoint, or `out` was made from another source.
         ConfigError: the config of `source` is damaged.
         CorruptCheckpointError: a tensor of `source` cannot be read.
         UnsupportedFamilyError: the model type of `source` cannot be converted.
         OptionError: no stock class computes what SOURCE does.
     """
     with read_inputs(out, source, revision, on_note) as inputs:
-        report = VerificationReport(str(inputs.out), str(source))
+        report = VerificationReport(str(inputs.out), inputs.source_id)
         result = _check_stored(report, inputs, progress)
         if logits:
             _check_computed(report, inputs, result, progress)
@@ -61,11 +59,10 @@ def _check_stored(report: VerificationReport, inputs: Inputs, progress: Progress
     Returns:
         OUT; None if it is too damaged to run, or its modelling files are not the package's own.
     """
-    claims = read_object(inputs.out / PROVENANCE)
     weights = report.find("files", open_result, inputs.out)
     result = None
     if weights is not None:
-        result = report.find("heads", read_result, inputs, weights, claims)
+        result = report.find("heads", read_result, inputs, weights)
     if result is not None:
         tensors = TensorChecks(result, progress)
         report.check("tensor names", tensors.names)
@@ -79,8 +76,8 @@ def _check_stored(report: VerificationReport, inputs: Inputs, progress: Progress
     if result and modeling and not report.check("modelling file", check_modelling_file, inputs, modeling):
         runnable = None
     report.check("copied files", check_copied, inputs, modeling)
-    if claims:
-        report.check("hashes", check_hashes, inputs.out, claims, result)
+    if inputs.claims:
+        report.check("hashes", check_hashes, inputs, result)
     return runnable
 
 

@@ -38,7 +38,7 @@ def check_spans(result: Result) -> str:
     share = _TRAINED if is_trained else _EXACT
     worst = 0.0
     for module in result.geometry.merged:
-        order = result.claims.get("head_order", {}).get(module.name, [*range(module.before)])
+        order = result.inputs.claims.get("head_order", {}).get(module.name, [*range(module.before)])
         theirs = _joined_heads(module, result.inputs.source.tensors)
         ours = _joined_heads(module, result.weights.tensors, after=True)
         dtype = result.weights.tensors[module.tensors[0].names_after[0]].dtype
@@ -60,7 +60,9 @@ def check_spans(result: Result) -> str:
                 worst = max(worst, float((own / sizes.clamp(min=1e-30)).max()))
             if wrong.any():
                 head = int(wrong.int().argmax())
-                raise Failure(f"{role} head {head} of {module.name} is not made of the heads that belong to it, or not alone")
+                raise Failure(
+                    f"{role} head {head} of {module.name} is not made of the heads that belong to it, or not alone"
+                )
     return f"at most {worst:.2g} of a head is not made of the heads that belong to it"
 
 

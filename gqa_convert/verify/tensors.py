@@ -6,6 +6,7 @@ Which tensors the conversion may touch follows from the geometry and the method 
 import torch
 from torch import Tensor
 
+from gqa_convert.verify.config import compare_json
 from gqa_convert.verify.geometry import MERGED, HeadTensor, Module
 from gqa_convert.verify.inputs import Progress
 from gqa_convert.verify.report import Failure
@@ -35,12 +36,14 @@ class TensorChecks:
             self._touched += [(module, tensor) for tensor in module.tensors if roles & tensor.before.keys()]
 
     def names(self) -> str:
-        """OUT has SOURCE's tensors, except the norms of K/V heads that it does not have."""
+        """OUT has SOURCE's tensors, except the norms of K/V heads that it does not have, and its files SOURCE's metadata."""
         dropped = {name for _, tensor in self._touched for name in tensor.names[len(tensor.names_after) :]}
         expected = self._source.tensors.keys() - dropped
         found = self._out.tensors.keys()
         if expected != found:
             raise Failure(f"missing: {sorted(expected - found)[:3]}, not in SOURCE: {sorted(found - expected)[:3]}")
+        metadata = {"format": "pt"} | self._result.inputs.original.metadata
+        compare_json("the metadata of the weight files", self._out.metadata, metadata)
         return f"{len(expected)} tensors"
 
     def untouched(self) -> str:

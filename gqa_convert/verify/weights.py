@@ -39,6 +39,8 @@ class Weights:
         """Every tensor in the files, whatever the index says."""
         self.file_of: dict[str, str] = {}
         """By tensor."""
+        self.metadata: dict[str, str] = {}
+        """Of all safetensors files together."""
         self.index: dict[str, Any] | None = None
         self.chosen = next((name for name in PREFERENCE if (folder / name).is_file()), "")
         if not self.chosen:
@@ -68,6 +70,7 @@ class Weights:
         path = self.folder / file
         if file.endswith(".safetensors"):
             with safe_open(path, framework="pt") as opened:
+                self.metadata |= opened.metadata() or {}
                 return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - it is no dict
         try:
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)

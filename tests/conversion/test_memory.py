@@ -56,10 +56,12 @@ def test_what_is_needed_does_not_depend_on_what_is_free(monkeypatch: pytest.Monk
     best = estimate(**sizes)
     assert best.left_out == ()
     assert best.least_memory_bytes < best.memory_bytes
+    plain = estimate(**sizes, kl_steps=0, mix=False)
     for free in (best.memory_bytes, best.least_memory_bytes):
         monkeypatch.setattr(memory, "available_memory", lambda _, free=free: free)
         found = estimate(**sizes)
         assert replace(found, left_out=()) == best
+        assert estimate(**sizes, kl_steps=0, mix=False) == plain
         assert bool(found.left_out) is (free < best.memory_bytes)
     needed = memory._last_stage_free(plan_by("fit"), CalibrationOptions("text.txt", **sizes))
     for free, trains in ((needed, True), (needed - 1, False)):

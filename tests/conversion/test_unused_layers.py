@@ -15,6 +15,7 @@ from gqa_convert.errors import GroupsError
 from gqa_convert.measuring.sensitivity.inspection import inspect_checkpoint
 from gqa_convert.verify.run import verify_checkpoint
 from tests.helpers.tiny import HEADS
+from tests.helpers.wrappers import make_wrapper
 
 BEHIND, APART = "model.layers.3.", "mtp.layers.0."
 
@@ -60,6 +61,23 @@ def test_their_heads_are_averaged_and_the_others_merged_as_without_them(
         else:
             assert torch.equal(weight, before[name]), name
     assert verify_checkpoint(tmp_path / "a", source).passed
+
+
+def test_those_of_a_composite_stand_outside_its_decoder(tmp_path: Path) -> None:
+    source = make_wrapper("llava", tmp_path / "source")
+    weights = load_file(source / "model.safetensors")
+    (first, *_) = [
+        name for name in weights if name.endswith("layers.0.self_attn.k_proj.weight") and "vision" not in name
+    ]
+    place = first.partition("self_attn")[0]
+    more = {APART + name.removeprefix(place): each + 1 for name, each in weights.items() if name.startswith(place)}
+    save_file(weights | more, source / "model.safetensors", {"format": "pt"})
+    plan = convert_checkpoint(source, tmp_path / "out", 3, ConversionOptions(method="mean")).plan
+    assert f"{APART}self_attn" not in [layer.module for layer in plan.layers]
+    after = load_file(tmp_path / "out" / "model.safetensors")
+    name = f"{APART}self_attn.k_proj.weight"
+    assert torch.allclose(after[name], more[name].unflatten(0, (3, HEADS // 3, -1)).mean(1).flatten(0, 1), atol=1e-6)
+    assert verify_checkpoint(tmp_path / "out", source, logits=False).passed
 
 
 def test_no_list_is_taken(small: Path, tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from gqa_convert.conversion.rewriting.stock_config import STOCK_TYPES
 from gqa_convert.families.__main__ import described
-from gqa_convert.families.family import LegacyConfigKeys
 from gqa_convert.families.records import ALL, COMPOSITES, FAMILIES, INNER, REFUSALS
 from tests.helpers import folding_cases as cases
 from tests.helpers import own_files
@@ -71,7 +70,7 @@ def test_results_with_a_modelling_file() -> None:
         if family.is_converted:
             assert not family.native
             assert not family.run_in or name == "nemotron-nas"
-            assert family.legacy == LegacyConfigKeys()
+            assert not family.legacy_keys
 
 
 def test_no_type_stands_in_two_tables() -> None:

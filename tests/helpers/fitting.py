@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import log_softmax
 
 from gqa_convert.checkpoint.provenance import CalibrationRecord, Divergence
 from gqa_convert.checkpoint.source import open_checkpoint
@@ -74,6 +75,17 @@ def fit(
 
     found = fit_checkpoint(plan, store, calibration, asked, note, record, steps_together)
     return records, found.kl_steps, found.kl
+
+
+def divergence(source: Any, result: Any, batches: list[dict[str, Tensor]]) -> float:
+    """KL(source || result) in nats per position, by the definition."""
+    total, count = 0.0, 0
+    with torch.no_grad():
+        for batch in batches:
+            p, q = (log_softmax(model(**batch, use_cache=False).logits.double(), -1) for model in (source, result))
+            each = (p.exp() * (p - q)).sum(-1)
+            total, count = total + float(each.sum()), count + each.numel()
+    return total / count
 
 
 def calibrate_on(batches: Batches, monkeypatch: pytest.MonkeyPatch) -> None:

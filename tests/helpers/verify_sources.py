@@ -9,7 +9,7 @@ import transformers
 import yaml
 
 from tests.helpers.own_files import make_source
-from tests.helpers.verification import edit_json, save_tokenizer
+from tests.helpers.verification import edit_json, save_byte_pairs, save_tokenizer
 
 
 @dataclass(frozen=True)
@@ -51,5 +51,8 @@ def save_source(name: str, folder: Path) -> None:
         (folder / "chat_template.jinja").write_text("{{ messages }}")
     if name == "bart, decoder alone":
         transformers.BartForCausalLM.from_pretrained(folder).save_pretrained(folder)
+    if source.model_type == "qwen2":  # whose class splits text into bytes, whatever tokenizer.json says
+        save_byte_pairs(folder, tokenizer_class="Qwen2Tokenizer", eos_token="<|endoftext|>")
+        return
     save_tokenizer(folder)
     edit_json(folder / "tokenizer_config.json", eos_token="w2")

@@ -120,8 +120,8 @@ def test_speeds_are_of_the_source_and_of_nothing_else(tmp_path: Path) -> None:
     source = write_llama(tmp_path / "source")
     shown = run("benchmark", source, "--candidates", "3,12", *QUICK).stdout
     assert "1.00x" in shown
-    spread = r"[\d.e+]+ \([\d.e+]+ to [\d.e+]+\)"
-    assert len(re.findall(rf"^ *(?:3|12) +1 +6 +{spread} +\S+ +\S+ +{spread}", shown, re.MULTILINE)) == 2
+    spreads = re.findall(r"[\d.e+]+ \([\d.e+]+ to [\d.e+]+\)", shown)
+    assert len(spreads) == 4, "of decoding and of prefill, for each number"
     without = run("benchmark", source, "--candidates", "3,6", *QUICK).stdout
     assert "x " not in without.split("note:")[0]
 

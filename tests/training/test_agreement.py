@@ -2,6 +2,7 @@
 
 import json
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,7 @@ def start(difference: str, output: str, *places: str) -> None:
                 Path("text.txt").write_text("a river runs past new stones " * 400)
             elif difference == "tokenising":
                 patch.setattr("gqa_convert.data.encoders.TextEncoder.encode", refuse)
+                patch.setattr("gqa_convert.data.token_files.wait_for_lock", lambda _: nullcontext())  # no lock helps
         uptrain("recipe.yaml", *overrides)
 
 

@@ -164,6 +164,11 @@ def test_tokens_beyond_the_embeddings_are_refused(home: Path, tmp_path: Path, pl
         each.save_pretrained(tmp_path / "small")
     keys = {"model": str(tmp_path / "small"), "data": str(few), "tokens": 64}
     run(home, tmp_path / "fits", **keys, evaluation_data=str(few))
+    model.resize_token_embeddings(largest)
+    model.save_pretrained(tmp_path / "smaller")
+    tokenizer.save_pretrained(tmp_path / "smaller")
+    with pytest.raises(DataError, match=rf"the text has token {largest}, and .*smaller has embeddings of {largest} "):
+        run(home, tmp_path / "run", **keys | {"model": str(tmp_path / "smaller")})
     if place == "teacher":
         keys |= {"model": str(home / "student"), "teacher": str(tmp_path / "small"), "data": str(home / "text.txt")}
         tokenizer.save_pretrained(shutil.copytree(home / "student", tmp_path / "student"))

@@ -321,8 +321,8 @@ def test_a_run_does_not_go_on_with_other_inputs(home: Path, tmp_path: Path) -> N
     run(home, tmp_path / "run", **keys, tokens=2 * 64)
     for changed, name in ((held_out, "the evaluation data"), (model / "model.safetensors", "the checkpoint of model")):
         before = changed.read_bytes()
-        middle = len(before) // 2
-        changed.write_bytes(before[:middle] + b"def f(): pass\n" + before[middle + 14 :])
+        middle, other = len(before) // 2, b"def f(): pass\n" * (len(before) // 40)
+        changed.write_bytes(before[:middle] + other + before[middle + len(other) :])
         with pytest.raises(ResumeError, match=f"^{name} has changed since .*step-000002 was saved"):
             run(home, tmp_path / "run", **keys, tokens=4 * 64)
         changed.write_bytes(before)

@@ -10,7 +10,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from gqa_convert.conversion.options import ConversionOptions
+from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions
 from gqa_convert.conversion.rewriting import arrays
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import ConfigError, CorruptCheckpointError, SourceNotFoundError, UnsupportedFamilyError
@@ -62,6 +62,16 @@ def test_good_conversions_pass(made: Made, name: str, stated: str) -> None:
     assert not is_copy or "num_key_value_heads" not in json.loads((out / "config.json").read_text())
 
 
+@pytest.mark.parametrize("name", ["llama", "olmo2"])
+def test_factor_with_a_text(made: Made, name: str) -> None:
+    """Heads that absorb lie in their spans; keys of OLMo-2, which may not, are rounded means."""
+    text = CalibrationOptions(source=made(name, 4)[1].parent / "text.txt", tokens=1000, sequence_length=30)
+    out, source = made(name, 3, "factor", calibration=text)
+    report = verify_checkpoint(out, source, logits=False)
+    assert failed(report) == {}
+    assert "spans" in details(report)
+
+
 def test_half_precision(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     """As models of more than three billion parameters run."""
     monkeypatch.setattr(models, "FLOAT32_LIMIT", 0)
@@ -99,14 +109,41 @@ def test_progress_goes_to_the_end(made: Made) -> None:
         assert steps[-1][0] == steps[-1][1]
 
 
-def test_another_source_fails(made: Made, tmp_path: Path) -> None:
-    out, source = made("llama", 3)
+def test_another_source_is_refused(made: Made, tmp_path: Path) -> None:
+    good, source = made("llama", 3)
     other = shutil.copytree(source, tmp_path / "other")
     edit(other, "model.layers.0.self_attn.v_proj.weight", lambda t: t + 0.5)
-    assert set(failed(verify_checkpoint(out, other, logits=False))) == {"merged tensors"}
-    for name in ("llama, 4 heads", "phi3"):
-        assert not verify_checkpoint(out, made(name, 4)[1], logits=False).passed
+    for another in (other, made("llama, 4 heads", 4)[1], made("phi3", 4)[1]):
+        with pytest.raises(SourceNotFoundError, match=f"was made from {source}, not from {another}"):
+            verify_checkpoint(good, another, logits=False)
+    out = shutil.copytree(good, tmp_path / "out")  # the record of which does not tell
+    (out / "gqa_conversion.json").unlink()
+    assert "merged tensors" in failed(verify_checkpoint(out, other, logits=False))
     assert set(failed(verify_checkpoint(source, source, logits=False))) == {"config", "provenance"}
+
+
+def test_the_source_that_the_record_names(made: Made, tmp_path: Path) -> None:
+    good, source = made("llama", 3)
+    report = verify_checkpoint(good, logits=False)
+    assert report.passed
+    assert report.source == str(source)
+    out = shutil.copytree(good, tmp_path / "out")
+    stated = json.loads((out / "gqa_conversion.json").read_text())["source"]
+    claim(out, source=stated | {"id": "org/elsewhere"})
+    with pytest.raises(SourceNotFoundError, match=r"org/elsewhere, which is not here: name .* --source"):
+        verify_checkpoint(out, logits=False)
+    assert verify_checkpoint(out, source, logits=False).passed
+    (out / "gqa_conversion.json").write_text("[]")
+    with pytest.raises(SourceNotFoundError, match="names no source"):
+        verify_checkpoint(out, logits=False)
+
+
+@pytest.mark.parametrize("files", [(), ("data.txt",), ("config.json",), ("model.safetensors",)])
+def test_what_is_no_checkpoint_is_an_error(made: Made, tmp_path: Path, files: tuple[str, ...]) -> None:
+    for name in files:
+        (tmp_path / name).write_text('{"model_type": "llama"}')
+    with pytest.raises(SourceNotFoundError, match="holds no checkpoint"):
+        verify_checkpoint(tmp_path, made("llama", 3)[1])
 
 
 def test_mistakes_of_the_user_are_errors(made: Made, tmp_path: Path) -> None:
@@ -124,6 +161,8 @@ def test_mistakes_of_the_user_are_errors(made: Made, tmp_path: Path) -> None:
         verify_checkpoint(out, damaged, logits=False)
     other = shutil.copytree(source, tmp_path / "other")
     edit_json(other / "config.json", model_type="deepseek_v3")
+    out = shutil.copytree(out, tmp_path / "out")
+    (out / "gqa_conversion.json").unlink()
     with pytest.raises(UnsupportedFamilyError):
         verify_checkpoint(out, other, logits=False)
 
@@ -140,6 +179,48 @@ def test_a_strided_repeat_in_the_model_fails_the_logits(made: Made, monkeypatch:
     findings = set(failed(verify_checkpoint(*made("llama", 3))))
     assert "logits" in findings
     assert findings <= {"logits", "cached decoding"}  # steps of one token take another path, which is not patched
+
+
+def test_eager_attention_is_run_too(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default attention function has a repetition of its own."""
+    module = transformers.models.llama.modeling_llama
+    monkeypatch.setattr(module, "repeat_kv", lambda states, n: states.repeat(1, n, 1, 1))
+    assert set(failed(verify_checkpoint(*made("llama", 3)))) == {"eager attention"}
+    monkeypatch.setattr(module, "repeat_kv", lambda states, n: states[:, :1] if n > 1 else states[:, :, :, :, None])
+    assert "not compared" in details(verify_checkpoint(*made("llama", 3)))["eager attention"]
+
+
+def test_a_type_that_transformers_does_not_know(tmp_path: Path) -> None:
+    """Loading in another type hides it."""
+    source = tmp_path / "source"
+    make_model(make_config("llama")).save_pretrained(source)
+    edit_json(source / "config.json", dtype="auto", torch_dtype="auto")
+    convert_checkpoint(source, tmp_path / "out", 3, MEAN)
+    assert set(failed(verify_checkpoint(tmp_path / "out", source))) == {"config"}
+
+
+def test_terms_and_metadata_stay(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    make_model(make_config("llama")).save_pretrained(source)
+    file = source / "model.safetensors"
+    save_file(load_file(file), file, metadata={"format": "pt", "author": "somebody"})
+    for name in ("LICENSE", "LICENSE.md", "NOTICE.txt", "README.md"):
+        (source / name).write_text("terms")
+    for options in (MEAN, ConversionOptions(method="mean", max_shard_size=40_000)):
+        good = tmp_path / f"good-{options.max_shard_size}"
+        convert_checkpoint(source, good, 3, options)
+        (good / "README.md").write_text("a card")
+        (good / "NOTICE").write_text("a user's own")
+        assert failed(verify_checkpoint(good, source, logits=False)) == {}
+        for name in ("LICENSE", "LICENSE.md", "NOTICE.txt"):
+            out = shutil.copytree(good, tmp_path / f"of-{good.name}", dirs_exist_ok=True)
+            (out / name).write_text("other terms")
+            assert set(failed(verify_checkpoint(out, source, logits=False))) == {"copied files"}
+            (out / name).unlink()
+            assert set(failed(verify_checkpoint(out, source, logits=False))) == {"copied files"}
+        for ours in good.glob("*.safetensors"):
+            save_file(load_file(ours), ours, metadata={"format": "pt"})
+        assert set(failed(verify_checkpoint(good, source, logits=False))) == {"tensor names"}
 
 
 def test_what_transformers_cannot_load_fails(made: Made, tmp_path: Path) -> None:
@@ -220,6 +301,7 @@ def test_gpt2_as_it_lies_on_the_hub(tmp_path: Path) -> None:
     convert_checkpoint(source, tmp_path / "out", 1, MEAN)
     assert failed(verify_checkpoint(tmp_path / "out", source)) == {}
     save_file(tensors | {"h.0.attn.extra": torch.ones(1, 1, 4, 4)}, file, metadata={"format": "pt"})
+    (tmp_path / "out" / "gqa_conversion.json").unlink()
     with pytest.raises(ConfigError, match=r"h\.0\.attn\.extra"):
         verify_checkpoint(tmp_path / "out", source, logits=False)
 

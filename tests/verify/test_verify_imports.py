@@ -7,6 +7,9 @@ import gqa_convert.verify
 
 SHARED = {
     "errors": "exceptions",
+    "checkpoint.files": "which links lead out of a folder",
+    "checkpoint.fingerprint": "whether SOURCE is the one that OUT was made from",
+    "checkpoint.ownership": "hashes of files",
     "checkpoint.paths": "paths that a user names",
     "checkpoint.source": "the download of a source from the Hub",
     "conversion.rewriting.planning": "whether a source is rewritten first",

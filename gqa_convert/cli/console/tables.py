@@ -30,16 +30,13 @@ def show_table(rows: Sequence[Mapping[str, str]], title: str = "", justify: Lite
         console.print(table, soft_wrap=False)
         return
     for row in rows:
-        (heading, name), *cells = row.items()
-        lines = [f"{heading} {name}".strip()]
-        for heading, cell in cells:
-            item = f"  {heading} {cell}" if cell else ""
-            # cells stay whole
-            if len(lines) == 1 or len(lines[-1]) + len(item) > console.width:
-                lines.append("")
-            lines[-1] += item
-        for line in lines:
-            console.print(line)
+        name, *cells = (f"{heading} {cell}".strip() for heading, cell in row.items() if cell)
+        lines = [name, " "]
+        for cell in cells:  # they stay whole
+            if len(lines[-1]) + len(cell) >= console.width:
+                lines.append(" ")
+            lines[-1] += f" {cell} "
+        console.print("\n".join(map(str.rstrip, lines)))
 
 
 def show_done(title: str, rows: Mapping[str, str]) -> None:

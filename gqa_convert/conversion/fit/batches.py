@@ -1,11 +1,11 @@
 """The batches that the source runs on: blocks of calibration text, or sound."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from gqa_convert.checkpoint.devices import chosen_device
 from gqa_convert.checkpoint.paths import local_path
@@ -26,8 +26,6 @@ from gqa_convert.families.loading import hears
 
 if TYPE_CHECKING:
     from gqa_convert.conversion.fit.calibration_text import Calibration
-    from gqa_convert.conversion.fit.mixed_text import SharedText
-    from gqa_convert.data.text_generation import OwnText
 
 _HELD_OUT = 8
 """Times as many tokens are fitted on as the result is measured on."""
@@ -57,7 +55,11 @@ def prepare_calibration(
         DataError: the text, the tokenizer or a sound can't be read.
     """
     from gqa_convert.conversion.fit.calibration_text import calibration_batches
+    from gqa_convert.conversion.fit.mixed_text import MOST, OWN_SHARE, SharedText, mixed
+    from gqa_convert.data.hub import default_cache
+    from gqa_convert.data.model_tokenizer import usable_tokenizer
     from gqa_convert.data.sources import as_source, is_self, open_source
+    from gqa_convert.data.text_generation import OwnText, has_chat_template, own_text
     from gqa_convert.families.rotary import rotary_pairs
 
     tokens, folder, config = wanted_tokens(plan, options), plan.checkpoint.local_folder, plan.checkpoint.config
@@ -67,25 +69,42 @@ def prepare_calibration(
         return _speech(plan, folder, options, tokens, held_out, fresh, progress)
     if plan.merge_method.trains:
         held_out = max(BATCH_TOKENS, held_out)
-    writer = _Writer(plan, options, progress)
     named = each_of(options.source)
+    refused: list[str] = []
+    used, wanted = tokens + held_out, tokens + held_out + BATCH_TOKENS * fresh
+    # encoding the text again can take fewer tokens than its sampling gave, and the last text of a block is cut
+    write = partial(
+        own_text,
+        plan.checkpoint,
+        default_cache(),
+        seed=options.seed,
+        device=chosen_device(options.device),
+        progress=partial(progress, OWN_TEXT),
+    )
 
-    def own(held: int) -> "OwnText":
-        used = tokens + held_out
-        return writer.write(max(used / len(named), used - held))
+    def own(held: int) -> OwnText:
+        return write(tokens=_with_spare(max(used / len(named), used - held)))
 
-    texts: list[Any] = []
+    def try_to_write(count: float, kind: str) -> OwnText | None:
+        try:
+            return write(tokens=_with_spare(count), conversations=kind == "conversations")
+        except DataError as problem:
+            refused.append(f"{kind} of the source's own among the calibration text, because {problem}")
+            return None
+
+    def mixing(held: int) -> list[SharedText]:
+        documents = conversations = None
+        if not decisions.no_own_text and own not in texts:
+            count = OWN_SHARE * min(wanted, held / (1 - MOST))
+            if has_chat_template(usable_tokenizer(folder)):
+                conversations = try_to_write(count / 2, "conversations")
+            documents = try_to_write(count / 2 if conversations else count, "text")
+        return mixed(named, options.seed, documents, conversations)
+
+    texts = [own if is_self(text) else text for text in named]
     for text in named:
-        if is_self(text):
-            texts.append(own)
-        else:
+        if not is_self(text):
             open_source(as_source(text))  # what does not exist is refused before anything is read
-            texts.append(text)
-    mixing = None
-    if mixes(plan, options):
-        writes = not (decisions.no_own_text or any(map(callable, texts)))
-        wanted = tokens + held_out + BATCH_TOKENS * fresh
-        mixing = partial(_mixed_in, writer if writes else None, named, wanted, options.seed)
     decoder, layer = decoder_config(config), plan.layers[0]
     turning, _ = rotary_pairs(plan.family, decoder, layer.key_head_dim)
     can_skip = len(turning) and layer.attention_kind == "decoder"
@@ -98,79 +117,14 @@ def prepare_calibration(
         held_out_tokens=held_out,
         fresh_tokens=BATCH_TOKENS * fresh,
         context=reachable_context(decoder) if can_skip else None,
-        mixing=mixing,
+        mixing=mixing if mixes(plan, options) else None,
     )
-    return replace(made, left_out=tuple(writer.refused))
+    return replace(made, left_out=tuple(refused))
 
 
-class _Writer:
-    """Lets a plan's source write text.
-
-    Attributes:
-        refused: what it could not write, and why.
-    """
-
-    def __init__(self, plan: Plan, options: CalibrationOptions, progress: Progress) -> None:
-        self._plan, self._options, self._progress = plan, options, progress
-        self.refused: list[str] = []
-
-    @property
-    def converses(self) -> bool:
-        """Whether it has a chat template."""
-        from gqa_convert.data.model_tokenizer import usable_tokenizer
-        from gqa_convert.data.text_generation import has_chat_template
-
-        return has_chat_template(usable_tokenizer(self._plan.checkpoint.local_folder))
-
-    def write(self, count: float, *, conversations: bool = False) -> "OwnText":
-        """Text of about so many tokens.
-
-        Raises:
-            DataError: the source can't write any.
-        """
-        from gqa_convert.data.hub import default_cache
-        from gqa_convert.data.text_generation import own_text
-
-        # encoding the text again can take fewer tokens than its sampling gave, and the last text of a block is cut
-        return own_text(
-            self._plan.checkpoint,
-            default_cache(),
-            tokens=math.ceil(count * (_SPARE + 1) / _SPARE),
-            seed=self._options.seed,
-            device=chosen_device(self._options.device),
-            conversations=conversations,
-            progress=partial(self._progress, OWN_TEXT),
-        )
-
-    def try_to_write(self, count: float, *, conversations: bool = False) -> "OwnText | None":
-        """The same, or None where the source can't write, which is noted."""
-        try:
-            return self.write(count, conversations=conversations)
-        except DataError as problem:
-            kind = "conversations" if conversations else "text"
-            self.refused.append(f"{kind} of the source's own among the calibration text, because {problem}")
-            return None
-
-
-def _mixed_in(writer: _Writer | None, named: Sequence[Any], wanted: int, seed: int, held: int) -> "list[SharedText]":
-    """What is mixed into the user's texts.
-
-    Args:
-        writer: of text of the source's own; None for none.
-        named: the user's texts.
-        wanted: tokens of all blocks.
-        seed: of what is made up.
-        held: tokens of the user's texts.
-    """
-    from gqa_convert.conversion.fit.mixed_text import MOST, OWN_SHARE, mixed
-
-    documents = conversations = None
-    if writer is not None:
-        count = OWN_SHARE * min(wanted, held / (1 - MOST))
-        if writer.converses:
-            conversations = writer.try_to_write(count / 2, conversations=True)
-        documents = writer.try_to_write(count / 2 if conversations else count)
-    return mixed(named, seed, documents, conversations)
+def _with_spare(count: float) -> int:
+    """How many tokens of a model's own text to generate where so many are used."""
+    return math.ceil(count * (_SPARE + 1) / _SPARE)
 
 
 def _speech(

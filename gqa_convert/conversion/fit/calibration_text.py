@@ -36,8 +36,9 @@ from gqa_convert.data.text_generation import OwnText
 from gqa_convert.data.token_files import batched, ids_of, tokenize
 from gqa_convert.errors import ConfigError, DataError, OptionError
 from gqa_convert.families.config_sizes import HIDDEN_SIZE_KEYS
-from gqa_convert.families.context_length import SPAN_LENGTH, block_length, is_t5_like, stated_count, stated_positions
+from gqa_convert.families.context_length import SPAN_LENGTH, block_length, stated_count, stated_positions
 from gqa_convert.families.loading import is_encoder_decoder, read_config
+from gqa_convert.families.records import record_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -120,7 +121,7 @@ def calibration_tokens_for(config: Mapping[str, Any]) -> int:
         )
     tokens = max(_PER_HIDDEN * hidden_size, min(_PER_SMALL_HIDDEN * hidden_size, _SMALL_TOKENS))
     block = calibration_length_for(config)
-    if is_t5_like(config):
+    if record_of(config).is_t5:
         tokens, block = 2 * tokens, shape_for(SPAN_LENGTH).raw
     return -(-tokens // block) * block
 

@@ -15,7 +15,6 @@ from gqa_convert.conversion.fit.options import CalibrationOptions, check_calibra
 from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.plan import Plan, make_plan
 from gqa_convert.errors import NoLanguageModelError
-from gqa_convert.families.context_length import has_fixed_source
 from gqa_convert.families.loading import check_language_model
 from gqa_convert.families.table import family_of
 from gqa_convert.merging.methods import CALIBRATED_DEFAULT, DEFAULT, MEAN, REPEAT
@@ -88,7 +87,7 @@ def why_no_text(checkpoint: Checkpoint) -> str | None:
         return f"transformers has no class of type {family.model_type}"
     if family.reads_images_alone:
         return "its cross-attention reads images alone"
-    if has_fixed_source(checkpoint.config):
+    if isinstance(checkpoint.config.get("max_source_positions"), int):  # as many frames for every sound
         return "its encoder reads audio"
     files = [name for name in _TOKENIZER_FILES if name in checkpoint.sizes]
     if not files:

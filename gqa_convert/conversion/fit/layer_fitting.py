@@ -61,8 +61,9 @@ def fit_layers(
                 for name in layer.attention:
                     key, (merged, groups) = layer_key(numbers[name]), plan.merged_layers[numbers[name]]
                     if name in missing:
+                        opened = read_layer(merged)  # first, since it names a tensor that holds NaN
                         attention = student.attention(layer, name, weights, streams.pop(name))
-                        tensors, record = OneLayer(attention, read_layer(merged), groups, options, tell).fit()
+                        tensors, record = OneLayer(attention, opened, groups, options, tell).fit()
                         store.write(key, tensors, asdict(record))
                     layout = LayerLayout(finder, merged)
                     weights = {**weights, name: _installing(layout, groups, store.read(key), walk.module(name))}

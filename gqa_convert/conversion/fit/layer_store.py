@@ -80,6 +80,7 @@ class LayerStore:
         try:
             self._prepare()
         except BaseException as error:
+            self._keep = True  # what is there belongs to the run that it refuses to go on with
             self.__exit__(type(error), error, None)
             raise
         return self

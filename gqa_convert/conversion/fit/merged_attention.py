@@ -8,9 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gqa_convert.conversion.fit.model_loading import wrapped_forward
 from gqa_convert.conversion.fit.source_layers import SourceLayer
-from gqa_convert.conversion.fit.training_attention import TrainingAttention
 from gqa_convert.errors import UnsupportedFamilyError
 from gqa_convert.families import layouts
 from gqa_convert.merging.attention_heads import LayerLayout, Tensors
@@ -108,16 +106,9 @@ class MergedAttention:
             if projection.rows is not None:
                 tensor = tensor.index_select(projection.axis, projection.rows)
             parameters[name.removeprefix(self._prefix)] = tensor
-        own = self._module.forward
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            with TrainingAttention(self._groups):
-                return own(*args, **kwargs)
-
         with replaced(self._module, parameters), ExitStack() as stack:
             for repeated in self._repeated.values():
                 stack.enter_context(repeated.register_forward_hook(self._repeat))
-            stack.enter_context(wrapped_forward(self._module, forward))
             yield
 
     def joined(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -9,6 +9,7 @@ from gqa_convert.checkpoint.source import Checkpoint
 from gqa_convert.errors import ConfigError
 from gqa_convert.families.composite import config_value
 from gqa_convert.families.geometry import AttentionFinder
+from gqa_convert.families.layerwise import stated_layers
 
 
 def check_layers(checkpoint: Checkpoint, finder: AttentionFinder) -> None:
@@ -39,7 +40,7 @@ def check_layers(checkpoint: Checkpoint, finder: AttentionFinder) -> None:
                 f"{family.model_type}; attention is at {finder.layers[0].module}: rename the tensors, or save the "
                 "model with save_pretrained"
             )
-        count = finder.stated_layers(keys) or max(layers) + 1
+        count = stated_layers(finder.config, keys) or max(layers) + 1
         expected = {name for names in layers.values() for name in names if f".{name}".endswith(ends)}
         for number in range(count):
             names = layers[number]

@@ -35,4 +35,5 @@ def divide_files(plan: Plan, limit: int) -> list[OutputFile]:
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=limit,
     )
-    return [OutputFile(file, names, {}) for file, names in divided.filename_to_tensors.items()]
+    metadata = {key: value for shard in plan.checkpoint.shards for key, value in shard.metadata.items()}
+    return [OutputFile(file, names, metadata) for file, names in divided.filename_to_tensors.items()]

@@ -13,8 +13,9 @@ from gqa_convert.conversion.plan.layer_changes import constraint_notes, layer_ch
 from gqa_convert.conversion.plan.layer_groups import layer_groups
 from gqa_convert.conversion.plan.model import Plan, TensorChange
 from gqa_convert.errors import OptionError
+from gqa_convert.families import decilm
 from gqa_convert.families.geometry import AttentionFinder
-from gqa_convert.families.layerwise import find_form, restate, why_not_decilm
+from gqa_convert.families.layerwise import find_form, restate
 from gqa_convert.families.loading import check_language_model
 from gqa_convert.families.table import Family, Modeling, family_of
 from gqa_convert.merging.absorption_limits import find_absorption_limits
@@ -119,7 +120,7 @@ def _form(
     if others or family.is_layerwise:
         form = find_form(family, finder.config)
         assert not isinstance(form, str), form  # layer_groups has refused it
-        reason = why_not_decilm(form, family, finder.config)
+        reason = None if form == family.layerwise[0] else decilm.why_not(finder.config)  # that form comes first
         notes = [f"vLLM and llama.cpp don't run the result, which can't become a DeciLM, since {reason}"]
         return form, restate(form, config, counts) | modeling_keys(config, form), notes if reason else []
     unchanged = all(layer.kv_heads == groups for layer in finder.layers)

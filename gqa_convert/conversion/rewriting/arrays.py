@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from gqa_convert.families.layouts import Sections
+from gqa_convert.families.layouts import Sections, row_numbers
 from gqa_convert.merging.factorisation import Array
 
 DType = np.dtype[Any]
@@ -21,7 +21,7 @@ _BLOCK_ROWS = 256
 
 def head_rows(sections: Sections) -> Array:
     """The rows of the heads of some sections; with several, those of each head follow one another."""
-    taken = [np.add.outer(section.starts, np.arange(section.head_rows)) for section in sections]
+    taken = [row_numbers(section) for section in sections]
     return np.stack(taken, axis=1).reshape(-1)
 
 

@@ -12,7 +12,7 @@ from gqa_convert.checkpoint.results import Result
 from gqa_convert.checkpoint.source import Checkpoint, open_local
 from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.conversion.fit.batches import prepare_calibration
-from gqa_convert.conversion.fit.options import CalibrationOptions, check_calibration, check_predicts
+from gqa_convert.conversion.fit.options import CalibrationOptions, check_calibration, check_predicts, each_of
 from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.plan import Plan, make_plan, merging_counts, spread
 from gqa_convert.errors import GroupsError, OptionError
@@ -167,10 +167,9 @@ def recommend_within_loss(losses: Sequence[MergedLoss], limit: float) -> tuple[i
 def conversion_command(source: str, text: CalibrationOptions, revision: str | None, groups: int | list[int]) -> str:
     """The command line of a conversion with the options of the inspection."""
     words = ["gqa-convert", "convert", source, f"{Path(source).absolute().name}-gqa", "--groups", numbers_text(groups)]
-    stated = {"--calibration-tokens": text.tokens, "--device": text.device, "--revision": revision}
-    for each in text.source if isinstance(text.source, list) else [text.source]:
-        words += ["--calibration", str(each)]
-    for name, value in stated.items():
+    stated: list[tuple[str, Any]] = [("--calibration", each) for each in each_of(text.source)]
+    stated += [("--calibration-tokens", text.tokens), ("--device", text.device), ("--revision", revision)]
+    for name, value in stated:
         if value is not None:
             words += [name, str(value)]
     return shlex.join(words)

@@ -164,7 +164,7 @@ def score_copies(
         for name in layer.attention:
             candidates = sorted({copy[name] for copy in copies if name in copy})
             if candidates:
-                attention, opened = text.attention(layer, name), inputs.read_layer(layers[name])
+                opened, attention = inputs.read_layer(layers[name]), text.attention(layer, name)
                 check_holds(attention.module, opened)
                 for groups, installed in inputs.merge(opened, attention, candidates):
                     for copy, own in zip(copies, merged, strict=True):
