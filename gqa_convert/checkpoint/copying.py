@@ -79,7 +79,7 @@ class WrittenFile:
         self._cached = self._direct = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         """Descriptors that write through the page cache and past it."""
         if size >= LARGE:
-            with suppress(OSError, AttributeError):  # a filesystem that always uses the page cache
+            with suppress(OSError):  # a filesystem that always uses the page cache
                 self._direct = os.open(path, os.O_WRONLY | os.O_DIRECT)
         self._opened = {self._cached, self._direct}
         self._progress = progress

@@ -32,21 +32,21 @@ def bits_per_element(dtype: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """The dtype, the shape and the byte range, counted from the start of the file, of a tensor."""
+    """The dtype and the shape of a tensor, and where it begins, counted from the start of the file, if it has a place in
+    one yet.
+    """
 
     dtype: str
     shape: tuple[int, ...]
-    start: int
-    nbytes: int
-
-    @classmethod
-    def planned(cls, dtype: str, shape: tuple[int, ...], start: int = 0) -> "TensorEntry":
-        """The entry of a tensor, which need not have a place in a file yet."""
-        return cls(dtype, shape, start, math.prod(shape) * bits_per_element(dtype) // 8)
+    start: int = 0
 
     @property
     def elements(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.elements * bits_per_element(self.dtype) // 8
 
 
 def header_bytes(first_bytes: bytes, file_size: int) -> int:
@@ -84,7 +84,7 @@ def parse_header(raw: bytes, file_size: int, where: str) -> tuple[dict[str, Tens
                 metadata = opened.metadata() or {}
                 for name in opened.offset_keys():
                     field = opened.get_slice(name)
-                    tensors[name] = TensorEntry.planned(field.get_dtype(), tuple(field.get_shape()), start)
+                    tensors[name] = TensorEntry(field.get_dtype(), tuple(field.get_shape()), start)
                     start += tensors[name].nbytes
         except SafetensorError as problem:
             detail = str(problem).removeprefix("Error while deserializing header: ")

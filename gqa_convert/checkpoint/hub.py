@@ -41,17 +41,14 @@ class HubFiles:
         url = hf_hub_url(self.name, name, revision=self.commit)
         headers = {**build_hf_headers(), "Range": f"bytes=0-{length - 1}", "Accept-Encoding": "identity"}
         limits = {"timeout": _PATIENCE_SECONDS, "max_retries": _RETRIES}
-        raw = bytearray()
         try:
             with http_stream_backoff("GET", url, headers=headers, follow_redirects=True, **limits) as answer:
                 hf_raise_for_status(answer)
-                for chunk in answer.iter_bytes(1 << 16):
-                    raw += chunk
-                    if len(raw) >= length:  # a server may ignore the range and send the whole file
-                        break
+                # a server may ignore the range and send the whole file
+                raw = next(answer.iter_bytes(length), b"")
         except Exception as problem:
             raise _explained(self.name, problem) from None
-        return checked_length(bytes(raw[:length]), length, f"{self.name}/{name}")
+        return checked_length(raw, length, f"{self.name}/{name}")
 
     def download(self, leave_out: Iterable[str]) -> LocalFiles:
         """Download all files but `leave_out` into the Hub's cache."""

@@ -67,11 +67,11 @@ def foreign_files(folder: Path) -> list[str]:
         links = [name for name in folders if Path(root, name).is_symlink()]
         for path in sorted(Path(root, name) for name in links + names):
             name = path.relative_to(folder).as_posix()
-            is_ours = name in ours and not path.is_symlink() and is_unchanged(path, ours[name])
-            if ours and not is_ours:  # a model card of `publish` is written after the record
-                is_file = path.is_file() and not path.is_symlink()
-                is_card = is_file and name == CARD and is_our_card(path.read_text("utf-8", "surrogateescape"))
-                is_ours = is_card or name == RECORD
+            is_ours = False
+            if ours and path.is_file() and not path.is_symlink():
+                # `publish` writes a model card after the record
+                is_card = name == CARD and is_our_card(path.read_text("utf-8", "surrogateescape"))
+                is_ours = is_card or name == RECORD or is_unchanged(path, ours.get(name, {}))
             if not is_ours:
                 found.append(name)
     return found

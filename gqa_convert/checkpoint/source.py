@@ -134,7 +134,7 @@ class Checkpoint:
     def weight_bytes(self) -> int:
         """Of the tensors, in the types of a result."""
         return sum(
-            TensorEntry.planned(self.result_dtypes.get(name, entry.dtype), entry.shape).nbytes
+            TensorEntry(self.result_dtypes.get(name, entry.dtype), entry.shape).nbytes
             for name, entry in self.entries.items()
         )
 

@@ -61,7 +61,7 @@ def describe_tensors(path: Path) -> dict[str, TensorEntry]:
 
     with FakeTensorMode():
         state = load_tensors(path)
-    return {name: TensorEntry.planned(TORCH[str(tensor.dtype)], tuple(tensor.shape)) for name, tensor in state.items()}
+    return {name: TensorEntry(TORCH[str(tensor.dtype)], tuple(tensor.shape)) for name, tensor in state.items()}
 
 
 def bytes_of(tensor: Any) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gqa_convert.data.documents import PAIR_KEYS, Fields, Piece
+from gqa_convert.data.documents import Fields, Piece
 from gqa_convert.data.encoders import tokenizer_state
 from gqa_convert.data.labels import IGNORED
 from gqa_convert.data.objectives import SampleSettings
@@ -94,11 +94,10 @@ class PairSampler(Sampler):
         pad = settings.tokenizer.pad_token_id
         self._pad = self._start if pad is None else int(pad)
 
-    def encoder(self, source: Source, text: TextSource) -> Encoder:
+    def encoder(self, source: Source, text: TextSource) -> Encoder:  # noqa: ARG002
         """See `PairEncoder`."""
-        if source.source_field is None or source.target_field is None:
-            raise DataError(f"the objective is pairs, and {text.label} does not name their fields: add {PAIR_KEYS}")
-        return PairEncoder(self.settings.tokenizer, Fields((source.source_field, source.target_field), "pair"))
+        names = (source.source_field or "", source.target_field or "")  # a recipe without them is refused
+        return PairEncoder(self.settings.tokenizer, Fields(names, "pair"))
 
     def measure(self, sources: Shares) -> None:
         """See `Sampler.measure`."""

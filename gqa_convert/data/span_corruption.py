@@ -86,12 +86,16 @@ class SpanCorruption:
     Args:
         tokenizer: a tokenizer with sentinels and an end-of-text token.
         decoder_start: the first token of the decoder's input.
+        length: the tokens of the encoder's input.
+
+    Attributes:
+        raw: the tokens of text that come to this length.
 
     Raises:
-        DataError: the tokenizer lacks a token.
+        DataError: the tokenizer lacks a token or has too few sentinels for so long an input, or no block has so short a one.
     """
 
-    def __init__(self, tokenizer: Any, decoder_start: int) -> None:
+    def __init__(self, tokenizer: Any, decoder_start: int, length: int) -> None:
         self._start = decoder_start
         self._eos = end_of_text(tokenizer)
         self.sentinels = sentinel_ids(tokenizer)
@@ -99,21 +103,12 @@ class SpanCorruption:
             raise DataError(
                 "the tokenizer has no sentinel tokens <extra_id_0>, <extra_id_1>, ...: use the objective pairs"
             )
-
-    def shape_for(self, length: int) -> Shape:
-        """As `shape_for`, if the tokenizer has enough sentinels.
-
-        Raises:
-            DataError: no block has so short an input, or the tokenizer has too few sentinels for so long a one.
-        """
-        shape = shape_for(length)
-        count = len(self.sentinels)
-        if shape.spans > count:
+        self.raw, _, spans = shape_for(length)
+        if spans > len(self.sentinels):
             raise DataError(
-                f"an encoder input of {length} tokens needs {shape.spans} sentinel tokens, the tokenizer has {count}: "
-                "make sequence_length smaller"
+                f"an encoder input of {length} tokens needs {spans} sentinel tokens, the tokenizer has "
+                f"{len(self.sentinels)}: make sequence_length smaller"
             )
-        return shape
 
     def batch(self, raw: Integers, keys: Keys) -> Batch:
         """Corrupted blocks.
@@ -176,8 +171,8 @@ class SpanSampler(BlockSampler):
     """
 
     def __init__(self, settings: SampleSettings) -> None:
-        self._corruption = SpanCorruption(settings.tokenizer, settings.decoder_start or 0)
-        super().__init__(settings, self._corruption.shape_for(settings.length).raw, following=0)
+        self._corruption = SpanCorruption(settings.tokenizer, settings.decoder_start or 0, settings.length)
+        super().__init__(settings, self._corruption.raw, following=0)
 
     def encoder(self, source: Source, text: TextSource) -> Encoder:
         """Running text without special tokens."""

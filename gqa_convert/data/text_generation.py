@@ -15,7 +15,7 @@ from typing import Any
 from gqa_convert.checkpoint.atomic_files import write_whole
 from gqa_convert.checkpoint.devices import chosen_device, multiplies_bfloat16
 from gqa_convert.checkpoint.paths import local_path
-from gqa_convert.checkpoint.source import Checkpoint, open_checkpoint
+from gqa_convert.checkpoint.source import Checkpoint
 from gqa_convert.data.model_tokenizer import check_vocabulary
 from gqa_convert.data.order import mix
 from gqa_convert.errors import DataError, OptionError
@@ -48,49 +48,41 @@ class OwnText:
     file: Path
     label: str
 
-    def texts(self) -> list[str]:
-        """The documents in the file."""
-        return [row["text"] for row in self._rows()]
-
     def first_texts(self) -> list[str]:
         """The documents of the first batch, which are the same however many follow."""
-        return [row["text"] for row in self._rows() if not row["batch"]]
-
-    def _rows(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self.file.read_text("utf-8").split("\n")[:-1]]
+        rows = map(json.loads, self.file.read_text("utf-8").split("\n")[:-1])
+        return [row["text"] for row in rows if not row["batch"]]
 
 
 def own_text(
-    model: str | Path,
+    checkpoint: Checkpoint,
     cache: Path,
     *,
     tokens: int,
     seed: int = 0,
     device: str | None = None,
     conversations: bool = False,
-    origin: Checkpoint | None = None,
     progress: Callable[[int, int], None] = lambda *_: None,
 ) -> OwnText:
     """The text that a checkpoint writes, generated unless the cache has it.
 
-    The file is found again by the checkpoint's files, the number of tokens and the seed.
+    The file is found again by the files of the checkpoint that the user named, the number of tokens and the seed.
 
     Args:
-        model: the checkpoint, a folder or a Hub id.
+        checkpoint: in a local folder.
         cache: the folder of the file.
         tokens: to generate at least; the last batch is completed.
         seed: of the sampling.
         device: such as `cpu` or `cuda:1`; None for a GPU if there is one.
         conversations: of one question and one answer, in place of documents.
-        origin: the checkpoint that the user named, where `model` is another form of it in a temporary folder.
+
         progress: called with the tokens that are generated and their number.
 
     Raises:
         OptionError: the model is an encoder-decoder.
         DataError: the tokenizer has no token to begin with, or no chat template.
     """
-    checkpoint = open_checkpoint(str(model), download=True)
-    origin = origin or checkpoint
+    origin = checkpoint.origin
     settings: list[Any] = [LENGTH, FIRST, BATCH, seed, tokens, conversations, checkpoint.config["model_type"]]
     for path in sorted(origin.local_folder.iterdir()):
         stat = path.stat()
@@ -107,9 +99,9 @@ def own_text(
         done = batches = 0
         while done < tokens:
             size = min(BATCH, FIRST << batches)
-            written, count = write(mix(seed, batches), size)
-            rows += [row | {"batch": batches} for row in written]
-            done += count or size  # all of them ended at once
+            before = writer.generated
+            rows += [row | {"batch": batches} for row in write(mix(seed, batches), size)]
+            done += writer.generated - before or size  # all of them ended at once
             batches += 1
             progress(min(done, tokens), tokens)
         cache.mkdir(parents=True, exist_ok=True)
@@ -118,7 +110,11 @@ def own_text(
 
 
 class _Writer:
-    """A model with its tokenizer, which writes batches of texts."""
+    """A model with its tokenizer, which writes batches of texts.
+
+    Attributes:
+        generated: the tokens so far.
+    """
 
     def __init__(self, checkpoint: Checkpoint, device: str) -> None:
         import torch
@@ -143,37 +139,35 @@ class _Writer:
         self._model = model.to(device).eval()
         ends = model.generation_config.eos_token_id or tokenizer.eos_token_id
         self._settings = {"eos_token_id": ends, "pad_token_id": tokenizer.pad_token_id, "do_sample": True, "top_k": 0}
+        self.generated = 0
 
-    def documents(self, seed: int, size: int) -> tuple[list[dict[str, Any]], int]:
-        """A batch of texts as rows, without empty ones, and the tokens generated."""
-        sampled = self._sampled([[self._begin]] * size, seed, LENGTH)
-        return [{"text": text} for text in self._texts(sampled)], self._count(sampled)
+    def documents(self, seed: int, size: int) -> list[dict[str, Any]]:
+        """A batch of texts as rows, without empty ones."""
+        return [{"text": text} for text in self._texts([[self._begin]] * size, seed, LENGTH) if text.strip()]
 
-    def conversations(self, seed: int, size: int) -> tuple[list[dict[str, Any]], int]:
-        """A batch of conversations that have a question as rows, and the tokens generated for them."""
+    def conversations(self, seed: int, size: int) -> list[dict[str, Any]]:
+        """A batch of conversations that have a question as rows."""
         turns = _chat_turns(self._tokenizer)
         if turns is None:
             raise DataError("the tokenizer has no chat template: name text instead")
         opening, between = turns
-        asked = self._sampled([opening] * size, seed, QUESTION)
-        questions = [text.strip() for text in self._texts(asked)]
+        asked = self._texts([opening] * size, seed, QUESTION)
+        questions = [text.strip() for text in asked if text.strip()]
         if not questions:
             raise DataError("the model asks nothing where its chat template lets a user speak: name text instead")
         ids = self._tokenizer(questions, add_special_tokens=False)["input_ids"]
-        answers = self._sampled([[*opening, *question, *between] for question in ids], mix(seed, 1), LENGTH)
+        answers = self._texts([[*opening, *question, *between] for question in ids], mix(seed, 1), LENGTH)
         rows = []
         for question, answer in zip(questions, answers, strict=True):
-            answered = self._tokenizer.decode(answer, skip_special_tokens=True)
-            rows.append(
-                {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answered}]}
-            )
-        return rows, self._count(asked) + self._count(answers)
+            rows.append({"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]})
+        return rows
 
-    def _count(self, sampled: Any) -> int:
-        return int((sampled != self._tokenizer.pad_token_id).sum())
-
-    def _texts(self, sampled: Any) -> list[str]:
-        return [text for text in self._tokenizer.batch_decode(sampled, skip_special_tokens=True) if text.strip()]
+    def _texts(self, beginnings: Sequence[Sequence[int]], seed: int, most: int) -> list[str]:
+        """What the model writes behind each beginning; see `_sampled`."""
+        sampled = self._sampled(beginnings, seed, most)
+        self.generated += int((sampled != self._tokenizer.pad_token_id).sum())
+        texts: list[str] = self._tokenizer.batch_decode(sampled, skip_special_tokens=True)
+        return texts
 
     def _sampled(self, beginnings: Sequence[Sequence[int]], seed: int, most: int) -> Any:
         """The tokens that the model writes behind each beginning, at most so many and as its context allows, with padding

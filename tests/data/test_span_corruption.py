@@ -70,7 +70,7 @@ def test_shapes_are_those_of_t5() -> None:
 def test_the_text_can_be_put_together_again(count: int, seed: int) -> None:
     raw = np.random.default_rng(seed).integers(0, 503, (3, count))  # the padding token 0 is a token as any other
     raw[raw == EOS] = 5
-    batch = SpanCorruption(TOKENIZER, PAD).batch(raw, [(seed, row) for row in range(3)])
+    batch = SpanCorruption(TOKENIZER, PAD, 64).batch(raw, [(seed, row) for row in range(3)])
     for text, inputs, targets in zip(raw.tolist(), batch["input_ids"], batch["labels"], strict=True):
         assert put_together(inputs.tolist(), targets.tolist()) == text
     assert (batch["decoder_input_ids"][:, 0] == PAD).all()

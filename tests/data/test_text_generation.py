@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,36 +34,47 @@ def short(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
 
 
+def written(own: OwnText) -> list[str]:
+    return [json.loads(line)["text"] for line in own.file.read_text(encoding="utf-8").split("\n")[:-1]]
+
+
+def write(model: Path, cache: Path, **settings: Any) -> OwnText:
+    return own_text(open_checkpoint(model), cache, **settings)
+
+
 def test_it_is_generated_once_for_each_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[int, int]] = []
-    own = own_text(DEMO, tmp_path / "here", **SMALL, progress=lambda done, total: seen.append((done, total)))
+    own = write(DEMO, tmp_path / "here", **SMALL, progress=lambda done, total: seen.append((done, total)))
     assert own.label == "demo_checkpoint's own text (at least 40 tokens at temperature 1, seed 0)"
     assert seen[-1] == (40, 40)
-    other = own_text(DEMO, tmp_path / "there", **SMALL)
+    other = write(DEMO, tmp_path / "there", **SMALL)
     assert own.file.read_bytes() == other.file.read_bytes()
-    assert own.file.read_bytes() != own_text(DEMO, tmp_path / "there", **SMALL, seed=1).file.read_bytes()
+    assert own.file.read_bytes() != write(DEMO, tmp_path / "there", **SMALL, seed=1).file.read_bytes()
 
     def refuses(*_: Any, **__: Any) -> None:
         raise DataError("generated again")
 
     monkeypatch.setattr(text_generation, "_Writer", refuses)
-    assert own_text(DEMO, tmp_path / "here", **SMALL) == own
+    assert write(DEMO, tmp_path / "here", **SMALL) == own
     for changed in ({"seed": 1}, {"tokens": 41}):
         with pytest.raises(DataError, match="generated again"):
-            own_text(DEMO, tmp_path / "here", **SMALL | changed)
+            write(DEMO, tmp_path / "here", **SMALL | changed)
     shutil.copytree(DEMO, tmp_path / "other")
     with pytest.raises(DataError, match="generated again"):
-        own_text(tmp_path / "other", tmp_path / "here", **SMALL)
-    assert own_text(tmp_path / "other", tmp_path / "here", **SMALL, origin=open_checkpoint(DEMO)) == own
+        write(tmp_path / "other", tmp_path / "here", **SMALL)
+    rewritten = replace(open_checkpoint(tmp_path / "other"), rewritten_from=open_checkpoint(DEMO))
+    assert own_text(rewritten, tmp_path / "here", **SMALL) == own
 
 
 def test_a_text_may_hold_every_end_of_a_line(tmp_path: Path) -> None:
-    (tmp_path / "own.jsonl").write_text('{"text": "one\u2028two"}\n{"text": "three"}\n', encoding="utf-8")
-    assert OwnText(tmp_path / "own.jsonl", "").texts() == ["one\u2028two", "three"]
+    rows = [{"text": "one\u2028two", "batch": 0}, {"text": "three", "batch": 0}, {"text": "later", "batch": 1}]
+    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    (tmp_path / "own.jsonl").write_text(lines, encoding="utf-8")
+    assert OwnText(tmp_path / "own.jsonl", "").first_texts() == ["one\u2028two", "three"]
 
 
 def test_it_is_what_generate_samples(tmp_path: Path, fast_bfloat16: bool) -> None:
-    texts = own_text(DEMO, tmp_path, **SMALL | {"tokens": 65}).texts()
+    texts = written(write(DEMO, tmp_path, **SMALL | {"tokens": 65}))
     model = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.bfloat16 if fast_bfloat16 else torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(DEMO)
     begin = torch.full((8, 1), tokenizer.bos_token_id)
@@ -80,7 +92,7 @@ def test_a_model_that_ends_every_text_at_once_is_not_asked_for_ever(
     padding = AutoTokenizer.from_pretrained(DEMO).pad_token_id
     left = iter([torch.full((8, 3), padding)] * 5)
     monkeypatch.setattr("gqa_convert.data.text_generation._Writer._sampled", lambda *_: next(left))
-    assert own_text(DEMO, tmp_path, **SMALL).texts() == []
+    assert written(write(DEMO, tmp_path, **SMALL)) == []
     assert next(left, None) is None
 
 
@@ -88,8 +100,8 @@ def test_a_tokenizer_without_padding(tmp_path: Path) -> None:
     shutil.copytree(DEMO, tmp_path / "source")
     edit_json(tmp_path / "source" / "tokenizer_config.json", pad_token=None)
     assert AutoTokenizer.from_pretrained(tmp_path / "source").pad_token_id is None
-    made = own_text(tmp_path / "source", tmp_path / "here", **SMALL)
-    assert made.texts() == own_text(DEMO, tmp_path / "there", **SMALL).texts()
+    made = write(tmp_path / "source", tmp_path / "here", **SMALL)
+    assert written(made) == written(write(DEMO, tmp_path / "there", **SMALL))
 
 
 def test_conversations_begin_where_the_template_lets_a_user_speak(
@@ -97,7 +109,7 @@ def test_conversations_begin_where_the_template_lets_a_user_speak(
 ) -> None:
     monkeypatch.setattr("gqa_convert.data.text_generation.QUESTION", 6)
     source = with_chat_template(tmp_path / "source")
-    own = own_text(source, tmp_path / "cache", **SMALL, conversations=True)
+    own = write(source, tmp_path / "cache", **SMALL, conversations=True)
     found = [json.loads(line)["messages"] for line in own.file.read_text().splitlines()]
     assert all([each["role"] for each in messages] == ["user", "assistant"] for messages in found)
     model = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
@@ -116,7 +128,7 @@ def test_conversations_begin_where_the_template_lets_a_user_speak(
     assert [messages[1]["content"] for messages in found[: len(answers)]] == answers
     edit_json(source / "config.json", max_position_embeddings=4)
     with pytest.raises(DataError, match="a conversation does not fit the model's 4 positions"):
-        own_text(source, tmp_path / "cache", **SMALL, conversations=True)
+        write(source, tmp_path / "cache", **SMALL, conversations=True)
 
 
 def test_a_beginning_that_the_model_has_no_embedding_for_is_refused(tmp_path: Path) -> None:
@@ -125,14 +137,14 @@ def test_a_beginning_that_the_model_has_no_embedding_for_is_refused(tmp_path: Pa
     tokenizer.add_special_tokens({"bos_token": "<beginning>"})
     tokenizer.save_pretrained(model)
     with pytest.raises(DataError, match="vocabulary"):
-        own_text(model, tmp_path / "cache", **SMALL)
+        write(model, tmp_path / "cache", **SMALL)
 
 
 def test_what_has_no_chat_template_or_one_of_its_own_mind_writes_documents_only(tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(DEMO)
     assert not has_chat_template(tokenizer)
     with pytest.raises(DataError, match="no chat template"):
-        own_text(DEMO, tmp_path, **SMALL, conversations=True)
+        write(DEMO, tmp_path, **SMALL, conversations=True)
     for template, has in ((CHAT, True), ("{{ raise_exception('no') }}", False), ("no messages", False)):
         tokenizer.chat_template = template
         assert has_chat_template(tokenizer) == has

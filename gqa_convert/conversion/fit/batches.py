@@ -75,11 +75,10 @@ def prepare_calibration(
     # encoding the text again can take fewer tokens than its sampling gave, and the last text of a block is cut
     write = partial(
         own_text,
-        folder,
+        plan.checkpoint,
         default_cache(),
         seed=options.seed,
         device=chosen_device(options.device),
-        origin=plan.checkpoint.origin,
         progress=partial(progress, OWN_TEXT),
     )
 

@@ -268,9 +268,9 @@ def _blocks_of(folder: Path, config: Config, tokenizer: Any, length: int | None)
     start = decoder_start(folder, config, tokenizer)
     if not has_sentinels(tokenizer):
         return _Blocks("shifted", length_or_default, length_or_default, start, begin=begin)
-    corruption = SpanCorruption(tokenizer, start)
     length = length or min(SPAN_LENGTH, block_length(config))
-    return _Blocks("spans", length, corruption.shape_for(length).raw, start, corruption)
+    corruption = SpanCorruption(tokenizer, start, length)
+    return _Blocks("spans", length, corruption.raw, start, corruption)
 
 
 def _drawn(texts: Sequence[_Text], length: int, counts: Sequence[int], seed: int) -> list[list[_Block]]:

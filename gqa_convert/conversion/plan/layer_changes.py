@@ -38,7 +38,7 @@ def layer_changes(
         is_transposed = family.transposed and len(before) == 2
         rows = sum(section.rows for section in regrouped(sections, groups))
         after = (before[0], rows) if is_transposed else (rows, *before[1:])
-        entry = TensorEntry.planned(finder.dtype(name), after)
+        entry = TensorEntry(finder.dtype(name), after)
         yield TensorChange(name, before, entry, applied.name, (name,), sections, groups, is_transposed)
     for names in finder.head_lists(layer):
         # the gains of norms that have a tensor for each K/V head
@@ -48,7 +48,7 @@ def layer_changes(
                 f"choose at most {len(names)} groups"
             )
         size, shape = len(names) // groups, entries[names[0]].shape
-        entry, sections = TensorEntry.planned(finder.dtype(names[0]), shape), separate("key_norm", size, shape[0])
+        entry, sections = TensorEntry(finder.dtype(names[0]), shape), separate("key_norm", size, shape[0])
         for group in range(groups):
             sources = tuple(names[group * size : (group + 1) * size])
             yield TensorChange(names[group], (size, *shape), entry, applied.name, sources, sections, groups=1)
@@ -59,7 +59,7 @@ def layer_changes(
             name = f"{layer.module}.{projection}.{kind}"
             if name in entries and (method.trains or not constraint):
                 shape = entries[name].shape
-                yield TensorChange(name, shape, TensorEntry.planned(finder.dtype(name), shape), method.name)
+                yield TensorChange(name, shape, TensorEntry(finder.dtype(name), shape), method.name)
 
 
 def constraint_notes(limits: Sequence[AbsorptionLimits], method: MergeMethod) -> Iterator[str]:

@@ -120,7 +120,7 @@ class Plan:
             if name in self.regrouped:
                 yield name, self.regrouped[name].entry
             elif name in dtypes:
-                yield name, TensorEntry.planned(dtypes[name], entries[name].shape)
+                yield name, TensorEntry(dtypes[name], entries[name].shape)
             else:
                 yield name, entries[name]
 

@@ -204,5 +204,5 @@ class OtherForm:
         if is_product:
             dtype = arrays.WIDE[dtype]
             self._result_dtypes[name] = entry.dtype
-        self._files[number][name] = TensorEntry.planned(dtype, shape)
+        self._files[number][name] = TensorEntry(dtype, shape)
         self._recipes[name] = Recipe(sources, compute)

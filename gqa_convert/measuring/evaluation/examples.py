@@ -183,11 +183,11 @@ def span_material(pieces: Sequence[Piece], tokenizer: Any, *, start: int, length
             example. A remainder at the end of the text is not used.
     """
     try:
-        corruption = SpanCorruption(tokenizer, start)
-        raw = corruption.shape_for(length).raw
+        corruption = SpanCorruption(tokenizer, start, length)
     except DataError as problem:  # in the words of a recipe
         raise DataError(str(problem).replace("sequence_length", "--window")) from None
     ids = np.concatenate([encode(tokenizer, piece.text)[0] for piece in pieces])
+    raw = corruption.raw
     count = len(ids) // raw
     if not count:
         raise DataError(
