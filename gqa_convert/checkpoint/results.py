@@ -2,14 +2,17 @@
 
 from typing import Any
 
-from pydantic_core import to_jsonable_python
+from pydantic import TypeAdapter
 
 from gqa_convert.checkpoint.strict_json import JsonObject
+
+_PLAIN: TypeAdapter[Any] = TypeAdapter(Any, config={"ser_json_inf_nan": "constants"})
+"""Numbers that are not finite stay as they are."""
 
 
 def plain(value: Any) -> Any:
     """Turn dataclasses and mappings into dictionaries, and sequences into lists, all the way down."""
-    return to_jsonable_python(value, fallback=dict)
+    return _PLAIN.dump_python(value, mode="json", fallback=dict)
 
 
 class Result:

@@ -59,7 +59,7 @@ def _in_source_dtypes(model: Any, state: StateDict, source: Checkpoint) -> State
     """The tensors in the source's dtypes, those of other names in that of its largest one; tensors that are shared in the
     model are there once.
     """
-    entries = {name: entry for _, name, entry in source.tensors() if entry.dtype in _DTYPES}
+    entries = {name: entry for name, entry in source.entries.items() if entry.dtype in _DTYPES}
     largest = max(entries.values(), key=lambda entry: entry.nbytes)
     named = dict(model.named_parameters(remove_duplicate=False))
     for name, _ in model.named_parameters():

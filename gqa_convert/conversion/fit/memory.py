@@ -139,14 +139,14 @@ def estimate_needs(plan: Plan, options: CalibrationOptions) -> Needs:
         least = memory
         if options.has_data:
             if plan.checkpoint.recipes:
-                rewritten = sum(entry.nbytes for *_, entry in plan.checkpoint.tensors())
+                rewritten = sum(entry.nbytes for entry in plan.checkpoint.entries.values())
             tokens = wanted_tokens(plan, options)
             work += f" on {tokens:,} tokens"
             device, offloaded = device_of(options), 4 * plan.parameters_before
             running = _running_bytes(plan, tokens, block_tokens(plan, options), device)
             memory = running + offloaded
             # a layer's weights are in memory together where all others lie on the disk, or a large tensor
-            tensors = [entry.elements for *_, entry in plan.checkpoint.tensors()]
+            tensors = [entry.elements for entry in plan.checkpoint.entries.values()]
             least = running + 4 * max(*tensors, sum(tensors) // len(plan.layers))
             if mixes(plan, options):
                 memory = max(memory, _writing_bytes(plan))

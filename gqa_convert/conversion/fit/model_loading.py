@@ -47,7 +47,7 @@ def open_model(folder: Path, *, device: str = "cpu") -> Any:
     """
     place = torch.device(device)
     limit = int(WEIGHTS_SHARE * free_memory(device))
-    needed = sum(entry.elements for _, _, entry in open_checkpoint(folder).tensors()) * torch.float32.itemsize
+    needed = sum(entry.elements for entry in open_checkpoint(folder).entries.values()) * torch.float32.itemsize
     with explained(str(folder)), ExitStack() as stack:
         if needed <= limit:
             model, missing = load_model(folder, torch.float32)
@@ -155,7 +155,7 @@ def precision_of(plan: Plan, device: torch.device) -> Precision:
     """
     changed = {change.name for change in plan.changes}
     wide = plan.checkpoint.result_dtypes
-    dtypes = {wide.get(name, entry.dtype) for _, name, entry in plan.checkpoint.tensors() if name in changed}
+    dtypes = {wide.get(name, entry.dtype) for name, entry in plan.checkpoint.entries.items() if name in changed}
     hidden_size = stated_count(plan.checkpoint.config, HIDDEN_SIZE_KEYS) or 0
     if dtypes <= {"F16", "BF16"} and hidden_size >= _WIDE and multiplies_bfloat16(device):
         return partial(torch.autocast, device.type, torch.bfloat16)

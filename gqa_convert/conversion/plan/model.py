@@ -180,7 +180,7 @@ class Plan:
 
     @property
     def parameters_before(self) -> int:
-        return sum(entry.elements for *_, entry in self.checkpoint.tensors())
+        return sum(entry.elements for entry in self.checkpoint.entries.values())
 
     @property
     def parameters_after(self) -> int:

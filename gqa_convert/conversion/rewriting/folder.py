@@ -47,7 +47,7 @@ def write_rewritten(
         NoSpaceError: the disk cannot hold the result.
         CorruptCheckpointError: a file of the source changed meanwhile.
     """
-    total = sum(entry.nbytes for *_, entry in checkpoint.tensors())
+    total = sum(entry.nbytes for entry in checkpoint.entries.values())
     folder.mkdir(parents=True)
     check_room("the rewritten source, beside the result,", total, folder.parent)
     done = 0
