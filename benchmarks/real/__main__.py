@@ -5,7 +5,7 @@
 
 FOLDER contains the model and the text, which are made once:
 
-    python -m benchmarks.real.make_source FOLDER/smollm2
+    python -m benchmarks.real.make_source smollm2 FOLDER/smollm2
     python -m benchmarks.real.text FOLDER/smollm2 FOLDER/text
 
 Each cell is a conversion and its scores by `gqa-convert evaluate`: loss and divergence from the source by kind of text
