@@ -13,14 +13,13 @@ from gqa_convert.attention.core import grouped_query_attention
 from gqa_convert.attention.dropin import GroupedMultiheadAttention, convert_module
 from gqa_convert.attention.interface import register
 from gqa_convert.attention.layer import GroupedQueryAttention
-from gqa_convert.attention.positions import Rotary, alibi_bias
+from gqa_convert.attention.positions import Rotary
 
 __all__ = [
     "GroupedMultiheadAttention",
     "GroupedQueryAttention",
     "KVCache",
     "Rotary",
-    "alibi_bias",
     "convert_module",
     "grouped_query_attention",
     "register",

@@ -80,7 +80,7 @@ class GroupedQueryAttention(GroupedProjections):
                 cached keys too.
             documents: integers [b, q]; a token sees only the tokens of its own document. Restart `positions` with each
                 document.
-            bias: float, shaped like `mask`; added to the scores (T5's relative positions, `alibi_bias`).
+            bias: float, shaped like `mask`; added to the scores (T5's relative positions, ALiBi).
             positions: integers [q] or [b|1, q] for rotary; by default n, n + 1, ...
             cache: keys and values of earlier tokens; new ones are appended. In cross-attention the first call fills it
                 from `memory` and later calls read it. A memory that is passed again must be the same.

@@ -1,9 +1,8 @@
-"""Position encodings of attention: rotary embedding and ALiBi.
+"""Rotary position embedding.
 
-Shape legend: b batch, h heads, q queries, k keys, c head_dim, r rotary dimensions of a head.
+Shape legend: b batch, h heads, q queries, c head_dim, r rotary dimensions of a head.
 """
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -56,22 +55,3 @@ class Rotary:
         first, second = turning.chunk(2, dim=-1)
         parts = first * cosine - second * sine, second * cosine + first * sine, still
         return torch.cat(parts, dim=-1).to(heads.dtype)
-
-
-def alibi_bias(
-    heads: int, queries: int, keys: int, *, device: torch.device | str | None = None, dtype: torch.dtype = torch.float32
-) -> Tensor:
-    """The bias of ALiBi (Press et al. 2022, *Train Short, Test Long*): minus a head's slope times the distance; 0 for
-    later keys.
-
-    The queries are the newest of the keys' tokens. For a number of heads that is no power of two, the slopes are those
-    of the next lower power and then every second one of the next higher, as in the authors' code.
-
-    Returns:
-        [1, heads, queries, keys].
-    """
-    lower = 2 ** int(math.log2(heads))
-    steps = [*range(2, 2 * lower + 1, 2), *range(1, 2 * (heads - lower), 2)]
-    slopes = [2.0 ** (-4.0 * step / lower) for step in steps]
-    distance = torch.arange(keys, device=device) - torch.arange(keys - queries, keys, device=device)[:, None]
-    return (torch.tensor(slopes, device=device, dtype=dtype)[:, None, None] * distance.clamp(max=0).to(dtype))[None]

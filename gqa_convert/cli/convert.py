@@ -18,7 +18,6 @@ from .options import (
     Json,
     Revision,
     Source,
-    byte_count,
     command_line,
     option,
     refuse,
@@ -134,15 +133,6 @@ def convert(
         ),
     ] = None,
     revision: Revision = None,
-    max_shard_size: Annotated[
-        Any,
-        option(
-            "--max-shard-size SIZE",
-            "Largest weight file of the result, for example 5GB. Default: the files of SOURCE.",
-            parser=byte_count,
-            hidden=True,
-        ),
-    ] = None,
     overwrite: Annotated[
         bool,
         option("--overwrite", "Replace an earlier result in OUT once the new one is complete."),
@@ -232,7 +222,6 @@ def convert(
         encoder=encoder,
         native=native,
         revision=revision,
-        max_shard_size=max_shard_size,
         overwrite=overwrite,
         hash_weights=hash_weights,
         command=command_line(),

@@ -44,20 +44,6 @@ def counts(text: str) -> list[int]:
     return [int(part) for part in parts]
 
 
-def byte_count(text: str) -> int:
-    """Parse a size of memory such as "5GB", "500 MiB" or "1000" into bytes.
-
-    Raises:
-        typer.BadParameter: the text is no size.
-    """
-    from gqa_convert.data.scalars import counted
-
-    number = counted(text.strip().removesuffix("B"))
-    if number is None or number < 0:
-        raise typer.BadParameter(f"{text!r} is not a size: write it like 5GB or 500MiB")
-    return int(number)
-
-
 def cache_budget(text: str) -> "KVBudget":
     """Parse a share such as "50%".
 

@@ -17,7 +17,6 @@ class ConversionOptions:
         native: rewrite a type without a K/V-head count for a stock class that has one (True), add a modelling file
             (False), or the former where possible (None).
         revision: branch, tag or commit on the Hub.
-        max_shard_size: bytes of tensors per output file, at most; by default the files are those of the source.
         overwrite: replace an existing result once the new one is complete.
         hash_weights: record the SHA-256 of the weight files of source and result, which means reading them whole.
             Methods that work on whole layers record that of the result in any case.
@@ -29,7 +28,6 @@ class ConversionOptions:
     encoder: bool = False
     native: bool | None = None
     revision: str | None = None
-    max_shard_size: int | None = None
     overwrite: bool = False
     hash_weights: bool = False
     command: list[str] | None = None

@@ -13,19 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers import LlamaConfig
-from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
 
 from gqa_convert.attention import (
     GroupedQueryAttention,
     KVCache,
     Rotary,
-    alibi_bias,
     core,
     grouped_query_attention,
 )
 from gqa_convert.errors import GQAConvertError, GroupsError, OptionError
-from tests.helpers.attention import numbers, oracle
+from tests.helpers.attention import distance_bias, numbers, oracle
 from tests.helpers.checkpoints import refused
 
 EMBED_DIM, HEADS, HEAD_DIM = 36, 12, 6
@@ -136,7 +134,7 @@ def test_half_precision_is_accumulated_wide(dtype: torch.dtype, queries: int, ma
     query, key, value = (
         torch.randn(1, heads, length, 64).to(dtype) for heads, length in ((12, queries), (4, 600), (4, 600))
     )
-    bias = alibi_bias(12, queries, 600) if masked else None
+    bias = distance_bias(12, queries, 600) if masked else None
     result = grouped_query_attention(query, key, value, causal=True, bias=bias)
     visible = lower_right(queries, 600)
     wide = oracle(query.double(), key.double(), value.double(), visible, 0.0 if bias is None else bias.double())
@@ -233,7 +231,7 @@ def test_chunked_prefill_and_decoding_equal_one_pass(chunks: list[int], capacity
     inputs = numbers(2, 20, EMBED_DIM)
     key_mask = torch.ones(2, 20, dtype=torch.int64)
     key_mask[1, :4] = 0
-    bias = alibi_bias(12, 20, 20, dtype=torch.float64)
+    bias = distance_bias(12, 20, 20, dtype=torch.float64)
     expected = attention(inputs, key_mask=key_mask, bias=bias)
     cache, outputs, done = KVCache(capacity), [], 0
     with torch.no_grad():
@@ -262,19 +260,6 @@ def test_padding_on_either_side_changes_nothing(order: str) -> None:
         result = turn(attention(turn(padded), key_mask=key_mask, positions=key_mask.cumsum(1) - 1))
         torch.testing.assert_close(result[:, keep], expected, **EXACT)
         assert result.isfinite().all()
-
-
-@pytest.mark.parametrize("heads", [4, 8, 12, 6])
-def test_alibi_equals_bloom(heads: int) -> None:
-    # Bloom adds slope * position of the key, which differs from the paper's distance by a constant per query
-    theirs = build_alibi_tensor(torch.ones(1, 9, dtype=torch.int64), heads, torch.float32).view(1, heads, 1, 9)
-    ours = alibi_bias(heads, 9, 9)
-    visible = lower_right(9, 9)
-    torch.testing.assert_close(
-        (ours - ours[..., :1]).masked_fill(~visible, 0), theirs.expand(1, heads, 9, 9).masked_fill(~visible, 0)
-    )
-    assert torch.equal(alibi_bias(heads, 2, 9), ours[:, :, 7:])
-    assert not ours.masked_fill(visible, 0).any()
 
 
 @pytest.mark.parametrize(

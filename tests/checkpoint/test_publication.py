@@ -47,7 +47,7 @@ def leftovers(folder: Path) -> list[str]:
 class TestDestination:
     def test_overwrite_replaces_everything_and_nothing_else_does(self, source: Path, out: Path, tmp_path: Path) -> None:
         by_mean(source, tmp_path / "reference")
-        by_mean(source, out, 3, max_shard_size=20_000)
+        by_mean(write_llama(tmp_path / "other", shards=2), out, 3)
         before = digests(out, ignore=())
         with refused(OutputError, "exists already", "--overwrite"):
             by_mean(source, out)

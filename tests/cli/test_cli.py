@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from safetensors.numpy import load_file
 from typer.main import get_command
 from typer.testing import CliRunner
 
@@ -112,16 +111,6 @@ def test_convert_verify_and_overwrite(source: Path, tmp_path: Path) -> None:
     assert (failed.returncode, failed.stderr, json.loads(failed.stdout)["passed"]) == (1, "", False)
 
 
-def test_a_new_shard_size(source: Path, tmp_path: Path) -> None:
-    assert run("convert", source, tmp_path / "out", "--groups", 12, "--max-shard-size", "20kB").returncode == 0
-    files = sorted((tmp_path / "out").glob("*.safetensors"))
-    assert len(files) > 3
-    assert files[0].name == f"model-00001-of-{len(files):05d}.safetensors"
-    contents = [load_file(file) for file in files]
-    assert all(len(each) == 1 or sum(array.nbytes for array in each.values()) <= 20_000 for each in contents)
-    assert any(len(each) > 1 for each in contents)
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -133,7 +122,6 @@ def test_a_new_shard_size(source: Path, tmp_path: Path) -> None:
         (("convert", "{missing}", "--groups", "3", "--dry-run"), ("neither a local folder nor a Hub id",)),
         (("convert", "{source}/config.json", "--groups", "3", "--dry-run"), ("is a file",)),
         (("convert", "{source}", "{source}", "--groups", "3"), ("is the source ",)),
-        (("convert", "{source}", "{missing}", "-n", "3", "--max-shard-size", "big"), ("--max-shard-size", "5GB")),
         (("convert", "{source}", "--groups", "3"), ("OUT",)),
         (("verify", "{missing}", "--source", "{source}"), ("nowhere",)),
     ],

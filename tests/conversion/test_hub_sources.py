@@ -33,5 +33,5 @@ def test_the_result_computes_what_the_source_computes_with_repeated_heads(
 @pytest.mark.parametrize("name", [name for name, source in HUB_SOURCES.items() if source.fit])
 def test_two_steps_of_fit(name: str, once: Callable[..., Path], tmp_path: Path) -> None:
     out = tmp_path / "out"
-    fitted(once(write_hub_source, name), out, 3, steps=2, max_shard_size=1_000_000)
+    fitted(once(write_hub_source, name), out, 3, steps=2)
     assert load_model(out, torch.float32)[1] == []

@@ -17,3 +17,10 @@ def oracle(
     scores = query @ key.transpose(2, 3) * (query.shape[3] ** -0.5 if scale is None else scale) + bias
     weights = scores.masked_fill(~visible, -torch.inf).softmax(-1).nan_to_num(0.0)
     return weights @ value
+
+
+def distance_bias(heads: int, queries: int, keys: int, *, dtype: torch.dtype = torch.float32) -> Tensor:
+    """[1, heads, queries, keys]: minus the distance of a key, times a slope for each head, as in ALiBi."""
+    slopes = 2.0 ** -torch.arange(1, heads + 1, dtype=dtype)
+    distances = torch.arange(keys) - torch.arange(keys - queries, keys)[:, None]
+    return (slopes[:, None, None] * distances.clamp(max=0))[None]

@@ -22,6 +22,7 @@ from gqa_convert.conversion.fit.options import CalibrationOptions
 from gqa_convert.conversion.fit.progress import FitProgress
 from gqa_convert.conversion.fit.run import fit_checkpoint
 from gqa_convert.conversion.plan import Plan, make_plan
+from gqa_convert.conversion.sidecar_files import write_index
 from gqa_convert.conversion.writing import write_weights
 from gqa_convert.families.table import FAMILIES
 from tests.helpers.tiny import VOCAB
@@ -123,6 +124,7 @@ def fitted(
     with LayerStore(out, {}, keep=False) as store:
         found = fit(plan, store, batches, held_out, fresh, steps=steps, kl_steps=kl_steps)
         write_weights(plan, out, files_of(store, plan), lambda _: None)
+    write_index(out, {file.file: file.names for file in plan.files}, {})
     (out / "config.json").write_text(json.dumps(plan.config))
     if plan.modeling:
         for file in plan.modeling.files:

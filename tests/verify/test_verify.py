@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from huggingface_hub import save_torch_state_dict
 from safetensors.torch import load_file, save_file
 
 from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions
@@ -92,7 +93,11 @@ def test_other_weight_formats(made: Made, tmp_path: Path) -> None:
     stated |= {"rotary_pct": 0.25, "rotary_emb_base": 10000, "torch_dtype": "bfloat16"}
     (old / "config.json").write_text(json.dumps(stated))
     out = tmp_path / "out"
-    convert_checkpoint(old, out, 4, ConversionOptions(max_shard_size=40_000, method="mean"))
+    convert_checkpoint(old, out, 4, MEAN)
+    weights = out / "model.safetensors"
+    state = load_file(weights)
+    weights.unlink()
+    save_torch_state_dict(state, out, max_shard_size=40_000)
     assert failed(verify_checkpoint(out, old)) == {}
     edit(out, "model.layers.1.self_attn.v_proj.weight", flip(0))
     assert set(failed(verify_checkpoint(out, old, logits=False))) == {"merged tensors"}
@@ -200,15 +205,14 @@ def test_a_type_that_transformers_does_not_know(tmp_path: Path) -> None:
 
 
 def test_terms_and_metadata_stay(tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    make_model(make_config("llama")).save_pretrained(source)
-    file = source / "model.safetensors"
-    save_file(load_file(file), file, metadata={"format": "pt", "author": "somebody"})
-    for name in ("LICENSE", "LICENSE.md", "NOTICE.txt", "README.md"):
-        (source / name).write_text("terms")
-    for options in (MEAN, ConversionOptions(method="mean", max_shard_size=40_000)):
-        good = tmp_path / f"good-{options.max_shard_size}"
-        convert_checkpoint(source, good, 3, options)
+    for shards in ("5GB", "40kB"):
+        source, good = tmp_path / f"source-{shards}", tmp_path / f"good-{shards}"
+        make_model(make_config("llama")).save_pretrained(source, max_shard_size=shards)
+        for file in source.glob("*.safetensors"):
+            save_file(load_file(file), file, metadata={"format": "pt", "author": "somebody"})
+        for name in ("LICENSE", "LICENSE.md", "NOTICE.txt", "README.md"):
+            (source / name).write_text("terms")
+        convert_checkpoint(source, good, 3, MEAN)
         (good / "README.md").write_text("a card")
         (good / "NOTICE").write_text("a user's own")
         assert failed(verify_checkpoint(good, source, logits=False)) == {}

@@ -60,7 +60,6 @@ def plan_conversion(
         seed=calibration.seed,
         encoder=options.encoder,
         native=options.native,
-        max_shard_size=options.max_shard_size,
     )
     exact = []
     if plan.merge_method is REPEAT:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Set
 
 from gqa_convert.checkpoint.source import Checkpoint
-from gqa_convert.conversion.plan.model import OutputFile, Plan
+from gqa_convert.conversion.plan.model import OutputFile
 
 
 def keep_files(checkpoint: Checkpoint, dropped: Set[str]) -> Iterator[OutputFile]:
@@ -23,17 +23,3 @@ def safetensors_name(file: str) -> str:
     if not file.endswith(".bin"):
         return file
     return file.replace("pytorch_model", "model", 1).removesuffix(".bin") + ".safetensors"
-
-
-def divide_files(plan: Plan, limit: int) -> list[OutputFile]:
-    """Files of at most `limit` bytes of tensors; a larger tensor has a file to itself."""
-    from huggingface_hub import split_state_dict_into_shards_factory
-
-    divided = split_state_dict_into_shards_factory(
-        dict(plan.all_tensors()),
-        get_storage_size=lambda entry: entry.nbytes,
-        filename_pattern="model{suffix}.safetensors",
-        max_shard_size=limit,
-    )
-    metadata = {key: value for shard in plan.checkpoint.shards for key, value in shard.metadata.items()}
-    return [OutputFile(file, names, metadata) for file, names in divided.filename_to_tensors.items()]

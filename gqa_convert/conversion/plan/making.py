@@ -1,14 +1,13 @@
 """Makes a plan, or refuses."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 from gqa_convert.checkpoint.ownership import some
 from gqa_convert.checkpoint.source import Checkpoint
 from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.conversion.plan.completeness import check_layers
 from gqa_convert.conversion.plan.configs import converted_config, modeling_keys
-from gqa_convert.conversion.plan.files import divide_files, keep_files
+from gqa_convert.conversion.plan.files import keep_files
 from gqa_convert.conversion.plan.layer_changes import constraint_notes, layer_changes
 from gqa_convert.conversion.plan.layer_groups import layer_groups
 from gqa_convert.conversion.plan.model import Plan, TensorChange
@@ -30,7 +29,6 @@ def make_plan(
     seed: int = 0,
     encoder: bool = False,
     native: bool | None = None,
-    max_shard_size: int | None = None,
 ) -> Plan:
     """Plan a conversion.
 
@@ -44,7 +42,6 @@ def make_plan(
         encoder: convert an encoder's self-attention too. It keeps no cache, and the paper leaves it alone (section 2).
         native: as the user asked for it; refused where it does not fit the family. A source that is rewritten for a stock
             class is planned as one of that type.
-        max_shard_size: bytes of tensors per output file, at most; without it the files are those of the source.
 
     Raises:
         UnsupportedFamilyError: the model type is unknown or cannot be converted.
@@ -52,11 +49,9 @@ def make_plan(
         GroupsError: `groups` does not fit the heads, or the family has no form in which layers differ.
         NoLanguageModelError: the checkpoint was saved without a language-model head.
         UnsupportedFormatError: the K/V projections have a type that can't be merged.
-        OptionError: an unknown method, an impossible shard size, no encoder to convert, or a route that there is not.
+        OptionError: an unknown method, no encoder to convert, or a route that there is not.
     """
     merge_method = choose_method(method)
-    if max_shard_size is not None and max_shard_size < 1:
-        raise OptionError(f"--max-shard-size {max_shard_size} is not positive: give a size such as 5GB")
     family = family_of(checkpoint.config)
     if family.native or family.modeling is not None:
         check_language_model(checkpoint.source_id, checkpoint.config, "a K/V cache serves to generate text")
@@ -89,7 +84,7 @@ def make_plan(
     if finder.unused_layers:
         names = some([layer.module for layer in finder.unused_layers])
         notes.append(f"transformers leaves out {names}: there, method {needs_no_run.name} applies")
-    plan = Plan(
+    return Plan(
         checkpoint=checkpoint,
         family=family,
         modeling=modeling,
@@ -106,9 +101,6 @@ def make_plan(
         config=config,
         warnings=(*notes, *_warnings(checkpoint, family, modeling)),
     )
-    if max_shard_size is None:
-        return plan
-    return replace(plan, files=tuple(divide_files(plan, max_shard_size)))
 
 
 def _form(
