@@ -5,9 +5,8 @@ import zipfile
 from pathlib import Path
 
 from gqa_convert.checkpoint.formats import choose_weights
-from gqa_convert.checkpoint.headers import LENGTH_BYTES, header_bytes, parse_header
 from gqa_convert.checkpoint.ownership import RECORD
-from gqa_convert.checkpoint.strict_json import parse_object
+from gqa_convert.checkpoint.source import CONFIG, Checkpoint, Shard
 from gqa_convert.errors import CorruptCheckpointError
 
 SCHEME = "v2-"
@@ -18,52 +17,50 @@ _SAMPLE_BYTES, _PARTS = 4096, 16
 """Of the middle of every tensor in a fingerprint: two models of one architecture have files of equal names and sizes."""
 
 
-def fingerprint(folder: Path) -> str:
+def fingerprint(checkpoint: Checkpoint) -> str:
     """A SHA-256, behind `SCHEME`, by which results of the same checkpoint are known, whatever its folder is called.
 
     It covers config.json, the record of a conversion, the index of the weights, and each weight file's name, size and
     a sample of every tensor; the model card and the tokenizer do not count.
 
+    Args:
+        checkpoint: in a local folder.
+
     Raises:
-        GQAConvertError: the folder holds no checkpoint, or a file of it can't be read.
+        CorruptCheckpointError: a file of it can't be read any more.
     """
+    stored = checkpoint.stored
+    folder = stored.local_folder
     digest = hashlib.sha256()
     try:
-        weights = choose_weights([path.name for path in folder.iterdir()], str(folder))
-        shards = [weights]
-        for name in ("config.json", RECORD):
+        for name in (CONFIG, RECORD):
             if (folder / name).exists():
                 digest.update(f"{name}\n".encode() + hashlib.sha256((folder / name).read_bytes()).digest())
+        weights = choose_weights(stored.sizes, stored.source_id)
         if weights.endswith(".json"):
-            index = (folder / weights).read_bytes()
-            digest.update(hashlib.sha256(index).digest())
-            shards = sorted(set(parse_object(index, weights)["weight_map"].values()))
-        for name in shards:
-            digest.update(_sampled(folder / name))
+            digest.update(hashlib.sha256((folder / weights).read_bytes()).digest())
+        for shard in stored.shards:
+            digest.update(_sampled(folder / shard.file, shard))
     except OSError as problem:
         raise CorruptCheckpointError(f"{problem.filename} can't be read ({problem.strerror}): copy it again") from None
     return SCHEME + digest.hexdigest()
 
 
-def _sampled(path: Path) -> bytes:
-    size = path.stat().st_size
-    digest = hashlib.sha256(f"{path.name} {size}\n".encode())
+def _sampled(path: Path, shard: Shard) -> bytes:
+    digest = hashlib.sha256(f"{shard.file} {shard.size}\n".encode())
     with path.open("rb", buffering=0) as file:
-        for start, nbytes in _parts(path, size):
+        for start, nbytes in _parts(path, shard):
             file.seek(start + max(0, nbytes - _SAMPLE_BYTES) // 2)
             digest.update(file.read(min(nbytes, _SAMPLE_BYTES)))
     return digest.digest()
 
 
-def _parts(path: Path, size: int) -> list[tuple[int, int]]:
+def _parts(path: Path, shard: Shard) -> list[tuple[int, int]]:
     """The start and the bytes of what is sampled: the header and each tensor, or equal parts where their places are unknown."""
     if path.suffix == ".safetensors":
-        with path.open("rb") as file:
-            length = header_bytes(file.read(LENGTH_BYTES), size)
-            file.seek(0)
-            tensors, _ = parse_header(file.read(length), size, str(path))
-        return [(0, length), *((entry.start, entry.nbytes) for entry in tensors.values())]
+        tensors = [(entry.start, entry.nbytes) for entry in shard.tensors.values()]
+        return [(0, tensors[0][0] if tensors else shard.size), *tensors]
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
             return [(record.header_offset, record.compress_size + _ZIP_HEADER) for record in archive.infolist()]
-    return [(size * number // _PARTS, size // _PARTS) for number in range(_PARTS)]
+    return [(shard.size * number // _PARTS, shard.size // _PARTS) for number in range(_PARTS)]

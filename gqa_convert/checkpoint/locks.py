@@ -32,15 +32,9 @@ def try_lock(path: Path) -> int | None:
 
 
 @contextlib.contextmanager
-def wait_for_lock(path: Path) -> Iterator[bool]:
-    """A context that one process at a time is in.
-
-    Yields:
-        Whether the lock is held; some filesystems have no locks.
-    """
+def wait_for_lock(path: Path) -> Iterator[None]:
+    """A context that one process at a time is in, where the filesystem has locks."""
     with path.open("ab") as file:
-        held = False
         with contextlib.suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX)
-            held = True
-        yield held
+        yield

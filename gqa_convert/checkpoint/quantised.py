@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Mapping
-from typing import Any
 
 from gqa_convert.checkpoint.headers import bits_per_element
 from gqa_convert.checkpoint.strict_json import Config
@@ -19,22 +18,15 @@ _ORIGINAL = "convert the unquantised checkpoint that it was made from, or one th
 
 def quantisation_method(config: Config) -> str | None:
     """The method by which a config, or a config inside it, says that the weights are quantised; None if none does."""
-    described = _described_quantisation(config)
-    if isinstance(described, Mapping):
-        described = described.get("quant_method", "unnamed method")
-    return None if described is None else str(described)
-
-
-def _described_quantisation(config: Config) -> Any:
-    """What a config, or a config inside it, says of the quantisation; None if it says nothing."""
-    for key in ("quantization_config", "compression_config"):
-        if config.get(key) is not None:
-            return config[key]
     mlx = config.get("quantization")
-    if isinstance(mlx, Mapping) and "bits" in mlx:
-        return mlx
-    inner = (_described_quantisation(value) for value in config.values() if isinstance(value, Mapping))
-    return next((described for described in inner if described is not None), None)
+    by_mlx = mlx if isinstance(mlx, Mapping) and "bits" in mlx else None
+    for described in (config.get("quantization_config"), config.get("compression_config"), by_mlx):
+        if isinstance(described, Mapping):
+            return str(described.get("quant_method", "unnamed method"))
+        if described is not None:
+            return str(described)
+    inner = (quantisation_method(value) for value in config.values() if isinstance(value, Mapping))
+    return next((method for method in inner if method is not None), None)
 
 
 def refuse_quantised_config(config: Config, source: str) -> None:

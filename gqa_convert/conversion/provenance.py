@@ -58,7 +58,7 @@ def record_conversion(
         "source": {
             "id": source.source_id,
             "revision": source.revision,
-            "fingerprint": fingerprint(source.local_folder),
+            "fingerprint": fingerprint(source),
             "model_type": str(source.config.get("model_type")),
             "files": dict(sorted(known.items())),
         },

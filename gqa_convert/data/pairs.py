@@ -15,7 +15,7 @@ from gqa_convert.data.encoders import tokenizer_state
 from gqa_convert.data.labels import IGNORED
 from gqa_convert.data.objectives import SampleSettings
 from gqa_convert.data.order import Integers, mix, permuted
-from gqa_convert.data.sampler import Batch, Keys, Places, Sampler, Shapes, Shares
+from gqa_convert.data.sampler import Batch, Keys, Places, Sampler, Shares
 from gqa_convert.data.sources import Source, TextSource
 from gqa_convert.data.token_files import Encoder, Marked, TokenSource, ids_of, packed
 from gqa_convert.errors import DataError
@@ -150,10 +150,6 @@ class PairSampler(Sampler):
         """The tokens of a text, truncated; sources have even numbers, targets odd ones."""
         start = int(tokens.ends[number - 1]) if number else 0
         return ids_of(shortened(tokens.tokens[start : int(tokens.ends[number])], self.settings.length))
-
-    def shapes(self) -> Shapes:
-        """See `Sampler.shapes`: texts are taken to be as long as they may be."""
-        return {"input_ids": (self.settings.length,), "decoder_input_ids": (self.settings.length,)}
 
 
 def _lengths(tokens: TokenSource) -> Integers:

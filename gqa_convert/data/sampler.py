@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-import numpy as np
 import numpy.typing as npt
 
 from gqa_convert.data.objectives import SampleSettings
@@ -32,8 +31,6 @@ Places = Sequence[tuple[TokenSource, Any]]
 """The source of each sample, and its location there."""
 Shares = Sequence[tuple[TokenSource, int]]
 """The tokens of each source, and its share of the samples."""
-Shapes = dict[str, tuple[int, ...]]
-"""The shape of each input of a sample, which are all tokens, by name."""
 
 
 class Sampler(ABC):
@@ -94,10 +91,6 @@ class Sampler(ABC):
         predict at each position, or IGNORED.
         """
 
-    @abstractmethod
-    def shapes(self) -> Shapes:
-        """The shape of each of a model's inputs in the longest sample, for the estimate of memory."""
-
 
 class Block(NamedTuple):
     """The location of a block.
@@ -148,9 +141,3 @@ class BlockSampler(Sampler):
             return Block(place * self.length, place * self.length)
         before = permuted(place, blocks, mix(key, epoch, 2)) * self.length
         return Block((mix(key, epoch, 1) + before) % tokens.size, before)
-
-    def shapes(self) -> Shapes:
-        """See `Sampler.shapes`."""
-        tokens = TokenSource(np.zeros(self.shortest, np.uint32))
-        batch = self.batch([(tokens, Block(0, 0))], [(0, 0)])
-        return {name: rows.shape[1:] for name, rows in batch.items() if name != "labels"}

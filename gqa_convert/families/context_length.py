@@ -15,28 +15,19 @@ SPAN_LENGTH = 512
 FARTHEST = 32_768
 """The position up to which blocks of calibration text are stretched by default, even if the context is longer."""
 
-_POSITIONS = ("max_position_embeddings", "n_positions", "max_target_positions", "max_seq_len", "seq_length")
-_ENCODER_POSITIONS = ("max_source_positions", "max_encoder_position_embeddings", *_POSITIONS)
+POSITIONS = ("max_position_embeddings", "n_positions", "max_target_positions", "max_seq_len", "seq_length")
+ENCODER_POSITIONS = ("max_source_positions", "max_encoder_position_embeddings", *POSITIONS)
 
 
-def stated_positions(config: Config) -> int | None:
+def stated_positions(config: Config, names: Sequence[str] = POSITIONS) -> int | None:
     """Number of tokens for which a model has positions (the decoder, in an encoder-decoder); None for any number, or
     where the config does not say.
 
     Args:
         config: what config.json holds.
+        names: of the keys; `ENCODER_POSITIONS` for the encoder.
     """
-    return None if record_of(config).is_t5 else stated_count(config, _POSITIONS)  # a T5's `n_positions` has no effect
-
-
-def stated_encoder_positions(config: Config) -> int | None:
-    """Number of tokens for which the encoder of an encoder-decoder has positions; None for any number, or where the
-    config does not say.
-
-    Args:
-        config: what config.json holds.
-    """
-    return None if record_of(config).is_t5 else stated_count(config, _ENCODER_POSITIONS)
+    return None if record_of(config).is_t5 else stated_count(config, names)  # a T5's `n_positions` has no effect
 
 
 def stated_count(config: Config, names: Sequence[str]) -> int | None:

@@ -109,7 +109,7 @@ def open_converted(folder: Path) -> Converted:
         plan=_plan_without_change(checkpoint, record),
         records=records,
         names=names,
-        fingerprint=fingerprint(folder),
+        fingerprint=fingerprint(checkpoint),
         files=tuple(files),
         untracked=tuple(name for name in found if name not in files),
     )

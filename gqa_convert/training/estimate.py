@@ -17,12 +17,15 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from gqa_convert.checkpoint.results import Result
 from gqa_convert.checkpoint.source import Checkpoint, open_checkpoint
 from gqa_convert.data.objectives import make_sampler
+from gqa_convert.data.sampler import Batch, Sampler
+from gqa_convert.data.token_files import LAST, TokenSource
 from gqa_convert.errors import GQAConvertError, OptionError, RecipeError, first_line
 from gqa_convert.families.loading import model_of_config, no_bars, untie
 from gqa_convert.losses.distillation import positions_at_once
@@ -105,7 +108,8 @@ def estimate(path: str | Path, overrides: Sequence[str], gpus: int, gpu: str) ->
         sampler = make_sampler(sample_settings(recipe, student))
     # texts of different lengths are taken to be as long as they may be
     tokens_per_sample = Fraction(sampler.raw_tokens)
-    shapes = {name: (recipe.micro_batch_size, *shape) for name, shape in sampler.shapes().items()}
+    batch = _longest(sampler, recipe.micro_batch_size)
+    shapes = {name: rows.shape for name, rows in batch.items() if name != "labels"}
     try:
         memory, parameters, flops = _costs(recipe, student, teacher, shapes, shards)
     except GQAConvertError:
@@ -132,6 +136,15 @@ def estimate(path: str | Path, overrides: Sequence[str], gpus: int, gpu: str) ->
         hours=steps * flops / (gpus * teraflops * 1e12 * UTILISATION) / 3600,
         tokens_needed=int(steps * samples_per_step * tokens_per_sample),
     )
+
+
+def _longest(sampler: Sampler, size: int) -> Batch:
+    """A batch of the longest sample, from two documents of made-up tokens."""
+    tokens = np.zeros(2 * sampler.settings.length, np.uint32)
+    tokens[sampler.settings.length - 1 :: sampler.settings.length] |= LAST
+    source = TokenSource(tokens)
+    place = sampler.first(source, source.size)[0]
+    return sampler.batch([(source, place)] * size, [(0, 0)] * size)
 
 
 def _costs(

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 from gqa_convert.checkpoint.atomic_files import sync, write_json
+from gqa_convert.checkpoint.dtypes import STORED
+from gqa_convert.checkpoint.headers import ITEM_BYTES
 from gqa_convert.checkpoint.ownership import WRITTEN, hash_files, list_written
 from gqa_convert.checkpoint.provenance import PROVENANCE, earlier_record
 from gqa_convert.checkpoint.publication import staged_folder
@@ -17,7 +19,6 @@ from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.training.checkpoints import StateDict
 
 _SHARD = "5GB"
-_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 def export_model(model: Any, state: StateDict, source: Checkpoint, out: Path, record: JsonObject) -> None:
@@ -59,7 +60,7 @@ def _in_source_dtypes(model: Any, state: StateDict, source: Checkpoint) -> State
     """The tensors in the source's dtypes, those of other names in that of its largest one; tensors that are shared in the
     model are there once.
     """
-    entries = {name: entry for name, entry in source.entries.items() if entry.dtype in _DTYPES}
+    entries = {name: entry for name, entry in source.entries.items() if entry.dtype in ITEM_BYTES}
     largest = max(entries.values(), key=lambda entry: entry.nbytes)
     named = dict(model.named_parameters(remove_duplicate=False))
     for name, _ in model.named_parameters():
@@ -68,6 +69,6 @@ def _in_source_dtypes(model: Any, state: StateDict, source: Checkpoint) -> State
     for name in list(state):
         tensor = state.pop(name)
         if name not in named:
-            dtype = getattr(torch, _DTYPES[entries.get(name, largest).dtype])
+            dtype = getattr(torch, STORED[entries.get(name, largest).dtype].name)
             made[name] = tensor.to(dtype) if tensor.is_floating_point() else tensor
     return made

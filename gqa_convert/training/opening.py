@@ -68,7 +68,7 @@ def open_recipe(recipe: Recipe, known: DatasetCommits, progress: OnTokenize, say
             if name is not None:
                 models.append(open_checkpoint(name, download=True))
                 loading.check_language_model(name, models[-1].config, NEEDS_HEAD)
-                inputs[f"the checkpoint of {role}"] = fingerprint(models[-1].local_folder)
+                inputs[f"the checkpoint of {role}"] = fingerprint(models[-1])
         student, *teachers = models
         settings = sample_settings(recipe, student)
         for teacher in teachers:

@@ -128,7 +128,7 @@ def _open_origin(out: Path, recorded: Any, source: str | Path | None, revision: 
             raise SourceNotFoundError(f"the record in {out} {named}: name what it was made from with --source")
     checkpoint = open_checkpoint(source, revision=revision, download=True)
     known = str(stated.get("fingerprint"))
-    if known.startswith(SCHEME) and known != fingerprint(checkpoint.local_folder):
+    if known.startswith(SCHEME) and known != fingerprint(checkpoint):
         raise SourceNotFoundError(
             f"{out} was made from {stated.get('id')}, not from {source}, which has another config or other weights: name "
             "the former with --source"

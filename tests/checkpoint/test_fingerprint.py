@@ -9,7 +9,8 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 from gqa_convert.checkpoint.fingerprint import fingerprint
-from gqa_convert.errors import CorruptCheckpointError, SourceNotFoundError
+from gqa_convert.checkpoint.source import open_checkpoint
+from gqa_convert.errors import CorruptCheckpointError
 from tests.helpers.checkpoints import by_mean, write_llama
 
 
@@ -17,8 +18,8 @@ def test_a_conversion_records_the_fingerprint_and_the_parameters_of_its_source(t
     source = write_llama(tmp_path / "source")
     by_mean(source, tmp_path / "out", 3)
     record = json.loads((tmp_path / "out" / "gqa_conversion.json").read_bytes())
-    assert record["source"]["fingerprint"] == fingerprint(source)
-    assert fingerprint(source) != fingerprint(tmp_path / "out")
+    assert record["source"]["fingerprint"] == fingerprint(open_checkpoint(source))
+    assert fingerprint(open_checkpoint(source)) != fingerprint(open_checkpoint(tmp_path / "out"))
     stored = {
         name: (folder / "model.safetensors").stat().st_size
         for name, folder in (("before", source), ("after", tmp_path / "out"))
@@ -34,33 +35,42 @@ def checkpoint(folder: Path, *, sharded: bool = False) -> Path:
     save_file(tensors | {"small": np.zeros(2, np.float32)}, folder / "model.safetensors")
     if sharded:
         (folder / "model.safetensors").rename(folder / "part.safetensors")
-        (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "part.safetensors"}}')
+        write_index(folder)
     return folder
+
+
+def write_index(folder: Path, **metadata: str) -> None:
+    """The index of a checkpoint with one file."""
+    names = dict.fromkeys(load_file(folder / "part.safetensors"), "part.safetensors")
+    stated = {"metadata": metadata, "weight_map": names}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(stated))
 
 
 @pytest.mark.parametrize("sharded", [False, True])
 def test_a_fingerprint_is_that_of_the_checkpoint(tmp_path: Path, sharded: bool) -> None:
     folder = checkpoint(tmp_path / "a" / "model", sharded=sharded)
-    known = fingerprint(folder)
-    assert known == fingerprint(checkpoint(tmp_path / "b", sharded=sharded))
+    known = fingerprint(open_checkpoint(folder))
+    assert known == fingerprint(open_checkpoint(checkpoint(tmp_path / "b", sharded=sharded)))
     (folder / "README.md").write_text("a card")
     (folder / "pytorch_model.bin").write_bytes(b"weights that transformers would not load")
-    assert fingerprint(folder) == known
+    assert fingerprint(open_checkpoint(folder)) == known
     weights = folder / ("part.safetensors" if sharded else "model.safetensors")
     found = {known}
     with weights.open("r+b") as file:
         file.seek(weights.stat().st_size // 2)
         file.write(b"trained")
-    found.add(fingerprint(folder))
+    found.add(fingerprint(open_checkpoint(folder)))
     save_file(load_file(weights) | {"more": np.zeros(1)}, weights)
-    found.add(fingerprint(folder))
-    (folder / "config.json").write_text('{"model_type": "llama", "num_key_value_heads": 2}')
-    found.add(fingerprint(folder))
-    (folder / "gqa_conversion.json").write_text("{}")
-    found.add(fingerprint(folder))
     if sharded:
-        (folder / "model.safetensors.index.json").write_text('{"weight_map": {"b": "part.safetensors"}}')
-        found.add(fingerprint(folder))
+        write_index(folder)
+    found.add(fingerprint(open_checkpoint(folder)))
+    (folder / "config.json").write_text('{"model_type": "llama", "num_key_value_heads": 2}')
+    found.add(fingerprint(open_checkpoint(folder)))
+    (folder / "gqa_conversion.json").write_text("{}")
+    found.add(fingerprint(open_checkpoint(folder)))
+    if sharded:
+        write_index(folder, note="another index")
+        found.add(fingerprint(open_checkpoint(folder)))
     assert len(found) == 5 + sharded
 
 
@@ -78,7 +88,7 @@ def test_every_tensor_counts(tmp_path: Path, suffix: str) -> None:
             torch.save({name: torch.from_numpy(array) for name, array in tensors.items()}, folder / "pytorch_model.bin")
         else:
             save_file(tensors, file)
-        return fingerprint(folder)
+        return fingerprint(open_checkpoint(folder))
 
     known = {found()}
     for array in tensors.values():
@@ -87,8 +97,8 @@ def test_every_tensor_counts(tmp_path: Path, suffix: str) -> None:
     assert len(known) == 1 + len(tensors)
 
 
-def test_a_folder_without_weights_has_no_fingerprint(tmp_path: Path) -> None:
-    with pytest.raises(SourceNotFoundError):
-        fingerprint(tmp_path)
-    with pytest.raises(CorruptCheckpointError, match="No such file"):
-        fingerprint(tmp_path / "missing")
+def test_files_that_went_away_are_named(tmp_path: Path) -> None:
+    opened = open_checkpoint(checkpoint(tmp_path / "model"))
+    (tmp_path / "model" / "model.safetensors").unlink()
+    with pytest.raises(CorruptCheckpointError, match=r"model\.safetensors can't be read \(No such file"):
+        fingerprint(opened)

@@ -18,6 +18,7 @@ from gqa_convert.checkpoint.byte_sizes import size
 from gqa_convert.checkpoint.fingerprint import fingerprint
 from gqa_convert.checkpoint.machine import measurement
 from gqa_convert.checkpoint.signed_card import is_our_card
+from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import GQAConvertError, OptionError, OutputError, PublishError
@@ -226,7 +227,8 @@ def test_folders_of_the_machine_stay_out_of_the_card(out: Path) -> None:
     text_record = {"text": "9 tokens of ~/Secret Plans/c.txt: 1", "kl": None}
     record(out, uptraining=content["uptraining"], calibration=text_record, command=command)
     scored = {"source": "Secret Plans/test.txt"}
-    found = {"model": f"{folder}/gqa-3", "fingerprint": fingerprint(out), "tokens": 9, "loss": 1.0}
+    own = fingerprint(open_checkpoint(out))
+    found = {"model": f"{folder}/gqa-3", "fingerprint": own, "tokens": 9, "loss": 1.0}
     found["difference"] = {"to": f"{folder}/other", "loss": 0.5}
     measured = measurement("evaluate", ["gqa-convert", "evaluate", f"--data={folder}/test.txt"])
     results = EvaluationFile(**measured, data=scored, objective="causal", results=[found])

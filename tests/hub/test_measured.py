@@ -10,6 +10,7 @@ from huggingface_hub import ModelCard
 
 from gqa_convert.checkpoint.fingerprint import fingerprint
 from gqa_convert.checkpoint.machine import Machine
+from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import ReportError
@@ -42,7 +43,8 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def score(folder: Path, loss: float | None = 2.5, **more: Any) -> ModelScores:
-    known: dict[str, Any] = {"model": folder.name, "fingerprint": fingerprint(folder), "loss": loss, "tokens": 4096}
+    found = fingerprint(open_checkpoint(folder))
+    known: dict[str, Any] = {"model": folder.name, "fingerprint": found, "loss": loss, "tokens": 4096}
     figures = {"loss_standard_error": 0.0625, "bits_per_byte": 1.25}
     return ModelScores(**known | figures | more)
 

@@ -11,6 +11,7 @@ from safetensors.numpy import load_file, save_file
 
 from gqa_convert import convert_checkpoint
 from gqa_convert.checkpoint.fingerprint import fingerprint
+from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.errors import GQAConvertError, GroupsError, OptionError
 from gqa_convert.families.loading import load_model
@@ -62,8 +63,8 @@ def test_the_result_of_a_sweep(llama: Path) -> None:
         assert cell.decode_tokens_per_second == pytest.approx(1e3 * cell.batch / cell.decode_ms_per_token)
         assert cell.decode_ms_low <= cell.decode_ms_per_token <= cell.decode_ms_high
         assert cell.prefill_ms_low <= cell.prefill_ms <= cell.prefill_ms_high
-        assert cell.fingerprint == (fingerprint(llama) if cell.groups == 12 else None)
-    assert result.fingerprint == fingerprint(llama)
+        assert cell.fingerprint == (fingerprint(open_checkpoint(llama)) if cell.groups == 12 else None)
+    assert result.fingerprint == fingerprint(open_checkpoint(llama))
     assert BenchmarkFile(**json.loads(json.dumps(result.as_json(), allow_nan=False))) == result
 
 

@@ -7,7 +7,7 @@ from tempfile import gettempdir
 from typing import TYPE_CHECKING
 
 from gqa_convert.checkpoint.byte_sizes import size
-from gqa_convert.families.context_length import stated_encoder_positions, stated_positions
+from gqa_convert.families.context_length import ENCODER_POSITIONS, stated_positions
 from gqa_convert.families.engines import LOADERS, same_up_to
 from gqa_convert.families.layerwise import heads_text
 
@@ -45,7 +45,7 @@ def caches_at_context(plan: "Plan", context: int | None, batch: int) -> "JsonObj
     own, cross = plan.kv_cache_bytes(tokens=tokens), plan.kv_cache_bytes("cross")
     found = {"kv_cache": {"tokens": tokens, "batch": batch, "before": batch * own.before, "after": batch * own.after}}
     if cross.before and not plan.family.reads_images_alone:  # the config does not count the tokens of an image
-        tokens = stated_encoder_positions(config) or _LONG_CONTEXT
+        tokens = stated_positions(config, ENCODER_POSITIONS) or _LONG_CONTEXT
         before, after = batch * tokens * cross.before, batch * tokens * cross.after
         found["cross_kv_cache"] = {"tokens": tokens, "batch": batch, "before": before, "after": after}
     return found

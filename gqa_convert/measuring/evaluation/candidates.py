@@ -66,7 +66,7 @@ def find_models(names: Sequence[str], revision: str | None) -> list[Candidate]:
         tokenizer, cache = usable_tokenizer(folder), None
         with suppress(GQAConvertError):  # a model that can't be converted can still be evaluated
             cache = make_plan(checkpoint, 1).kv_cache_bytes().before
-        found.append(Candidate(shown, checkpoint.revision, folder, config, tokenizer, fingerprint(folder), cache))
+        found.append(Candidate(shown, checkpoint.revision, folder, config, tokenizer, fingerprint(checkpoint), cache))
     return found
 
 

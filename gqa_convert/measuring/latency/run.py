@@ -91,7 +91,7 @@ def benchmark_model(
         )
     plans, own = plan_versions(opened, options.candidates)
     any_plan = next(iter(plans.values()))
-    known = fingerprint(opened.local_folder)
+    known = fingerprint(opened)
     settings = list(itertools.product(options.batch, contexts))
     cells = []
     with memory_explained(opened.source_id, "time fewer --candidates, or a smaller --batch or --context"):

@@ -139,7 +139,7 @@ def _plan(checkpoint: Checkpoint, budget: KVBudget, options: ConversionOptions) 
 @contextmanager
 def _fits_store(plan: Plan, out: str | Path | None, digest: str, text: CalibrationOptions) -> Iterator[LayerStore]:
     """Where short fits are kept: beside the result, or in a temporary folder if there is no result."""
-    source = fingerprint(plan.checkpoint.local_folder)
+    source = fingerprint(plan.checkpoint)
     depends_on = {"version": __version__, "source": source, "text": digest, "fit": [steps_per_layer(text), text.seed]}
     with ExitStack() as stack:
         if out is None:  # the next run removes what a killed one leaves
