@@ -8,6 +8,7 @@ import pytest
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from gqa_convert.conversion.rewriting.stock_config import STOCK_TYPES
+from gqa_convert.families.__main__ import described
 from gqa_convert.families.records import ALL, COMPOSITES, FAMILIES, INNER, REFUSALS
 from tests.helpers import folding_cases as cases
 from tests.helpers import own_files
@@ -21,13 +22,14 @@ SOME = ("llama", "gemma3_text", "phi3", "stablelm", "cohere", "olmo2", "gpt_neox
 """Types with other layouts, norms and rotary positions, which are looked at in every run."""
 
 
-def test_a_record_is_joined_from_both_files() -> None:
-    record = ALL["cohere2"]
-    assert record.rotary == "interleaved"  # derived.json
-    assert record.beyond_window_in == {"vLLM"}  # facts.toml
-    assert record.head_dim_key == "head_dim"  # a default
-    assert REFUSALS["jetmoe"] == "its query heads are experts, counted by the K/V heads"
-    assert "no_such_type" not in ALL | REFUSALS
+def test_a_record_can_be_read() -> None:
+    """It is joined from both files: what differs from the defaults is marked."""
+    shown = described("cohere2").splitlines()
+    assert "* rotary                   'interleaved'" in shown  # derived.json
+    assert "* beyond_window_in         ['vLLM']" in shown  # facts.toml
+    assert "  head_dim_key             'head_dim'" in shown
+    assert described("jetmoe") == "jetmoe its query heads are experts, counted by the K/V heads"
+    assert described("no_such_type") == "no_such_type is on no list"
 
 
 @pytest.mark.parametrize("model_type", slow_but(SOME, DERIVED))
