@@ -7,7 +7,7 @@ from .screen import stdout_console
 
 
 def show_table(rows: Sequence[Mapping[str, str]], title: str = "", justify: Literal["left", "right"] = "right") -> None:
-    """Print a table on stdout. On a terminal that is too narrow for it, each row becomes a few lines.
+    """Print a table on stdout. On a terminal that is too narrow for it, each cell becomes a line.
 
     Args:
         rows: the cells by the headings of their columns, which are the same in all rows.
@@ -30,13 +30,8 @@ def show_table(rows: Sequence[Mapping[str, str]], title: str = "", justify: Lite
         console.print(table, soft_wrap=False)
         return
     for row in rows:
-        name, *cells = (f"{heading} {cell}".strip() for heading, cell in row.items() if cell)
-        lines = [name, " "]
-        for cell in cells:  # they stay whole
-            if len(lines[-1]) + len(cell) >= console.width:
-                lines.append(" ")
-            lines[-1] += f" {cell} "
-        console.print("\n".join(map(str.rstrip, lines)))
+        cells = (f"{heading} {cell}".strip() for heading, cell in row.items() if cell)
+        console.print("\n  ".join(cells))
 
 
 def show_done(title: str, rows: Mapping[str, str]) -> None:
