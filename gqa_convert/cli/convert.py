@@ -1,6 +1,5 @@
 """`gqa-convert convert`."""
 
-import re
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,27 +25,19 @@ from .options import (
 
 
 def group_counts(text: str) -> int | list[int]:
-    """Parse one number for all layers, a list with one for each layer, or @ and a file with a list.
+    """Parse one number for all layers, or a list with one for each layer.
 
     Raises:
-        typer.BadParameter: the file cannot be read, or what is given is not a number or a list of numbers.
+        typer.BadParameter: what is given is neither.
     """
-    listed = text
-    if text.startswith("@"):
-        try:
-            listed = Path(text[1:]).read_text(encoding="utf-8").strip("[] \n")
-        except (OSError, UnicodeDecodeError) as problem:
-            raise typer.BadParameter(f"{text} cannot be read ({problem}): name a text file") from None
     try:
-        counts = [int(part) for part in re.split(r"\s*[,\s]\s*", listed)]
+        counts = [int(part) for part in text.split(",")]
     except ValueError as problem:
         part = str(problem).rpartition(": ")[2]
         raise typer.BadParameter(
             f"{part} is not an integer: write a number such as 8, or a list such as 8,8,4,4"
         ) from None
-    if len(counts) == 1 and not text.startswith("@"):
-        return counts[0]
-    return counts
+    return counts if len(counts) > 1 else counts[0]
 
 
 def convert(
@@ -61,10 +52,9 @@ def convert(
     groups: Annotated[
         Any,
         option(
-            "--groups -n N|N,N,...|@FILE",
+            "--groups -n N|N,N,...",
             "K/V heads per layer in the result; 1 is multi-query attention. Layers of most "
-            "decoders may differ: a list with one number per attention layer, or @ and a "
-            "file with it.",
+            "decoders may differ: a list with one number per attention layer.",
             parser=group_counts,
         ),
     ] = None,
