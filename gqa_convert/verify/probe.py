@@ -2,7 +2,6 @@
 
 import inspect
 import math
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,18 +25,6 @@ _ENCODER_LENGTH = 24
 Shape = tuple[int, ...]
 Shapes = list[tuple[Shape, Shape]]
 """The shapes [batch, heads, tokens, width] of keys and of values, by layer that keeps them."""
-
-
-@dataclass
-class Decoding:
-    """What a model does with a cache."""
-
-    output: Tensor | None = None
-    """The outputs [rows, STEPS, n] of steps on the cache of a prefill."""
-    problem: str = ""
-    """Why the model cannot decode, if it cannot."""
-    caches: dict[str, Shapes] = field(default_factory=dict)
-    """By kind of attention, `self` and `cross`, after the prefill."""
 
 
 class Probe:
@@ -103,11 +90,16 @@ class Probe:
         distance = (ours - theirs).abs().max() if self._exact else (ours - theirs).square().mean().sqrt()
         return float((distance / theirs.std().clamp(min=1e-30)).nan_to_num(math.inf))
 
-    def decode(self, model: Any) -> Decoding:
-        """Decode with a cache, and look at the cache. The caller compares with SOURCE, which may not be able to either."""
+    def decode(self, model: Any) -> tuple[Tensor | str, dict[str, Shapes]]:
+        """Decode with a cache, and look at the cache. The caller compares with SOURCE, which may not be able to either.
+
+        Returns:
+            The outputs [rows, STEPS, n] of steps on the cache of a prefill, or why the model cannot decode; and the cache
+            after the prefill, by kind of attention: `self` and `cross`.
+        """
         from transformers import DynamicCache, EncoderDecoderCache
 
-        found = Decoding()
+        caches: dict[str, Shapes] = {}
         prompt, *steps = self._ids.split([self._ids.shape[1] - STEPS, *[1] * STEPS], dim=1)
         memory, name = self._memory, cache_name(model)
         try:
@@ -120,12 +112,11 @@ class Probe:
                 if memory:
                     cache = EncoderDecoderCache(cache, DynamicCache(config=model.config))
                 self._forward(model, prompt, memory, use_cache=True, **{name: cache})
-            found.caches = _cached_shapes(cache)
+            caches = _cached_shapes(cache)
             parts = [self._forward(model, step, memory, use_cache=True, **{name: cache})[0] for step in steps]
-            found.output = torch.cat(parts, dim=1)
+            return torch.cat(parts, dim=1), caches
         except Exception as problem:
-            found.problem = first_line(problem)
-        return found
+            return first_line(problem), caches
 
     def _forward(self, model: Any, ids: Tensor, memory: dict[str, Any], **options: Any) -> tuple[Tensor, Any]:
         """The outputs, and the cache, which later steps update in place."""
