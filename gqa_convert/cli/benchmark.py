@@ -10,7 +10,6 @@ from .options import (
     command_line,
     counts,
     option,
-    token_counts,
 )
 
 
@@ -30,7 +29,7 @@ def benchmark(
         option(
             "--context T,T,...",
             "Tokens in the K/V cache, such as 4k. Default: 512, or half the model's positions.",
-            parser=token_counts,
+            parser=counts,
         ),
     ] = None,
     device: Device = None,

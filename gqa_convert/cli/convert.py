@@ -4,8 +4,6 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
 from gqa_convert.errors import OptionError
 from gqa_convert.merging.methods import METHOD_HELP
 
@@ -18,26 +16,17 @@ from .options import (
     Revision,
     Source,
     command_line,
+    count,
+    counts,
     option,
     refuse,
-    token_count,
 )
 
 
 def group_counts(text: str) -> int | list[int]:
-    """Parse one number for all layers, or a list with one for each layer.
-
-    Raises:
-        typer.BadParameter: what is given is neither.
-    """
-    try:
-        counts = [int(part) for part in text.split(",")]
-    except ValueError as problem:
-        part = str(problem).rpartition(": ")[2]
-        raise typer.BadParameter(
-            f"{part} is not an integer: write a number such as 8, or a list such as 8,8,4,4"
-        ) from None
-    return counts if len(counts) > 1 else counts[0]
+    """Parse one number for all layers, or a list with one for each layer."""
+    listed = counts(text)
+    return listed if len(listed) > 1 else listed[0]
 
 
 def convert(
@@ -67,7 +56,7 @@ def convert(
         option(
             "--calibration-length T",
             "Tokens per block of calibration text. Default: the model's context, at most 1,024.",
-            parser=token_count,
+            parser=count,
             hidden=True,
         ),
     ] = None,
@@ -148,7 +137,7 @@ def convert(
         option(
             "--context T",
             "With --dry-run: tokens for which the K/V cache is shown. Default: the model's context.",
-            parser=token_count,
+            parser=count,
             hidden=True,
         ),
     ] = None,

@@ -8,7 +8,7 @@ import typer
 
 from gqa_convert.errors import OptionError
 
-from .options import Device, Json, command_line, option, refuse, token_count, token_counts
+from .options import Device, Json, command_line, count, counts, option, refuse
 
 
 def evaluate(
@@ -38,7 +38,7 @@ def evaluate(
         option(
             "--tokens T",
             "Most tokens to score. Default: all; 1M of a Hub dataset.",
-            parser=token_count,
+            parser=count,
         ),
     ] = None,
     window: Annotated[
@@ -46,7 +46,7 @@ def evaluate(
         option(
             "--window T",
             "Tokens read at once. Default: the model's positions, at most 2k.",
-            parser=token_count,
+            parser=count,
         ),
     ] = None,
     batch: Annotated[int, option("--batch B", "Windows scored at once.", min=1)] = 4,
@@ -62,7 +62,7 @@ def evaluate(
         option(
             "--lengths T,T,...",
             "Tokens of the texts of --retrieval. Default: 512, 1024, 2048 and 4096 within the context.",
-            parser=token_counts,
+            parser=counts,
         ),
     ] = None,
     questions: Annotated[

@@ -13,35 +13,23 @@ if TYPE_CHECKING:
     from gqa_convert.measuring.sensitivity.kv_budget import KVBudget
 
 
-def token_count(text: str) -> int:
-    """Parse a number of tokens such as 4096, 4k or 2M.
+def count(text: str) -> int:
+    """Parse a number above 0, as of tokens, such as 4096, 4k or 2M.
 
     Raises:
-        typer.BadParameter: the text is no whole number of tokens above 0.
+        typer.BadParameter: the text is none.
     """
     from gqa_convert.data.scalars import counted
 
     number = counted(text)
     if number is None or number.denominator != 1 or number < 1:
-        raise typer.BadParameter(f"{text!r} is not a number of tokens: write it like 4096, 4k or 2M")
+        raise typer.BadParameter(f"{text!r} is not a whole number above 0: write it like 8, 4096, 4k or 2M")
     return int(number)
 
 
-def token_counts(text: str) -> list[int]:
-    """Parse numbers of tokens such as 4k,32k."""
-    return [token_count(part) for part in text.split(",")]
-
-
 def counts(text: str) -> list[int]:
-    """Parse a list of numbers above 0 such as "1,2,4".
-
-    Raises:
-        typer.BadParameter: the text is no such list.
-    """
-    parts = text.split(",")
-    if not all(part.strip().isdecimal() and int(part) for part in parts):
-        raise typer.BadParameter(f"{text!r} is not a list of numbers above 0: write it like 1,2,4")
-    return [int(part) for part in parts]
+    """Parse numbers above 0 such as 1,2,4 or 4k,32k."""
+    return [count(part) for part in text.split(",")]
 
 
 def cache_budget(text: str) -> "KVBudget":
@@ -119,7 +107,7 @@ CalibrationTokens = Annotated[
     option(
         "--calibration-tokens T",
         "Tokens of calibration text, such as 100k. Default: 24.6k, fewer for a hidden_size below 50, and 8 per unit of hidden_size above 3,072.",
-        parser=token_count,
+        parser=count,
     ),
 ]
 Device = Annotated[

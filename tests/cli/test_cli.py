@@ -62,7 +62,7 @@ def test_a_mistake_points_to_the_help_of_its_command() -> None:
     assert_mistake(run("inspct"), "Did you mean 'inspect'? See gqa-convert --help")
     assert_mistake(run("inspect", "x", "--max-loss-increase", "low"), "'--max-loss-increase': 'low'", "valid")
     assert_mistake(run("inspect", "x", "--max-loss-increase", "-0.1"), "--max-loss-increase", "-0.1")
-    assert_mistake(run("convert", "x", "y", "--groups", "8,a"), "--groups", "'a' is not an integer: write a number")
+    assert_mistake(run("convert", "x", "y", "--groups", "8,a"), "--groups", "'a' is not a whole number above 0")
 
 
 def test_a_dry_run_shows_the_cache_at_a_context_for_a_batch(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_convert_verify_and_overwrite(source: Path, tmp_path: Path) -> None:
     ("arguments", "words"),
     [
         (("convert", "{source}", "--groups", "5", "--dry-run"), ("--groups 5", "12 K/V heads", "1, 2, 3, 4, 6, 12")),
-        (("convert", "{source}", "--groups", "0", "--dry-run"), ("--groups 0",)),
+        (("convert", "{source}", "--groups", "0", "--dry-run"), ("--groups", "'0' is not a whole number above 0")),
         (("convert", "{source}", "--dry-run"), ("either --groups", "--kv-budget")),
         (("convert", "{source}", "--groups", "3", "--method", "median", "--dry-run"), ("median", "mean")),
         (("convert", "{source}", "--groups", "3", "--revision", "main", "--dry-run"), ("local folder", "--revision")),

@@ -16,7 +16,7 @@ from gqa_convert.cli.console import progress
 from gqa_convert.cli.console.conversion_progress import ConversionScreen
 from gqa_convert.cli.console.screen import tokens_text
 from gqa_convert.cli.console.tables import show_table
-from gqa_convert.cli.options import token_count, token_counts
+from gqa_convert.cli.options import count, counts
 from gqa_convert.conversion.fit.layer_store import LayerRecord
 from gqa_convert.conversion.fit.progress import ALL_TOGETHER, MERGING_LAYERS, OWN_TEXT, FitProgress
 from tests.helpers.checkpoints import write_llama
@@ -118,16 +118,16 @@ def test_a_long_step_is_told_of_again_without_a_terminal(
 
 def test_numbers_of_tokens_are_read_and_printed_in_powers_of_1000() -> None:
     read = {"4096": 4096, "4k": 4000, "4K": 4000, "1.5k": 1500, "2M": 2_000_000, "1B": 10**9, "1_000": 1000}
-    for text, count in read.items():
-        assert token_count(text) == count
-    assert token_counts("512,4k") == [512, 4000]
+    for text, number in read.items():
+        assert count(text) == number
+    assert counts("512,4k") == [512, 4000]
     for text in ("", "k", "4q", "1.5", "0.0001k", "4k,8k"):
-        with pytest.raises(typer.BadParameter, match="write it like 4096, 4k or 2M"):
-            token_count(text)
+        with pytest.raises(typer.BadParameter, match="write it like 8, 4096, 4k or 2M"):
+            count(text)
     shown = {0: "0", 512: "512", 999: "999", 1000: "1k", 4096: "4.1k", 24_576: "24.6k", 131_072: "131k"}
     shown |= {999_499: "999k", 999_500: "1M", 2_000_000: "2M", 20_004_864: "20M", 10**10: "10B", 15 * 10**12: "15T"}
-    for count, text in shown.items():
-        assert tokens_text(count) == text
+    for number, text in shown.items():
+        assert tokens_text(number) == text
 
 
 @pytest.mark.parametrize("columns", [40, 60, 80, 120])

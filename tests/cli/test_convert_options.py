@@ -23,7 +23,7 @@ def test_a_list_of_numbers() -> None:
     shown = run("convert", MODEL, "--groups", "12,4,3, 6,12", "-m", "mean", "--dry-run", "--json")
     assert json.loads(shown.stdout)["groups"] == [12, 4, 3, 6, 12] == group_counts("12,4,3,6,12")
     assert group_counts("4") == 4
-    for text, words in (("12, x", "' x'"), ("", "integer"), ("4,,4", "integer"), ("@file", "'@file'")):
+    for text, words in (("12, x", "' x'"), ("", "'' is"), ("4,,4", "'' is"), ("4,0", "'0'"), ("@file", "'@file'")):
         with pytest.raises(typer.BadParameter, match=words):
             group_counts(text)
 
@@ -75,7 +75,7 @@ def test_mistakes(tmp_path: Path) -> None:
         (["-n", "2", "-c", "t.txt", "--device", "meta"], ["--device 'meta' is neither the CPU nor a GPU"]),
         (
             ["-n", "3", "-c", __file__, "--calibration-tokens", "0"],
-            ["--calibration-tokens", "'0' is not a number of tokens"],
+            ["--calibration-tokens", "'0' is not a whole number above 0"],
         ),
     ):
         assert_mistake(run("convert", MODEL, out, *arguments), *words)

@@ -76,7 +76,7 @@ def test_json_and_the_table(ask: Any, home: Path, tmp_path: Path) -> None:
         (("one", "--data", "rows.jsonl", "--text-field", "body"), "has no 'body', found text, a, b"),
         (("untold", "--data", "text.txt"), "no tokenizer"),
         (("one", "--data", "text.txt", "--window", "49"), "--window is 49, and one has positions for 48"),
-        (("one", "--data", "text.txt", "--tokens", "0"), "'0' is not a number of tokens"),
+        (("one", "--data", "text.txt", "--tokens", "0"), "'0' is not a whole number above 0"),
         (("one", "--data", "text.txt", "--dtype", "int8"), "--dtype is 'int8'"),
         (("one", "--data", "text.txt", "--device", "cuda:99"), "--device is cuda:99"),
         (("one", "--data", "missing.txt", "-o", "no/a.json"), "the folder of no/a.json does not exist"),
