@@ -43,15 +43,9 @@ class HeadTensor:
     after: Heads
     """The numbers of the rows of heads."""
 
-    def read(self, tensors: Tensors) -> Heads:
-        """The heads in SOURCE's tensors."""
-        return self._heads(tensors, self.names, self.before)
-
-    def read_after(self, tensors: Tensors) -> Heads:
-        """The heads in OUT's tensors."""
-        return self._heads(tensors, self.names_after, self.after)
-
-    def _heads(self, tensors: Tensors, names: list[str], rows: Heads) -> Heads:
+    def read(self, tensors: Tensors, *, after: bool) -> Heads:
+        """The heads in SOURCE's tensors or, `after` the conversion, in OUT's."""
+        names, rows = (self.names_after, self.after) if after else (self.names, self.before)
         whole = tensors[names[0]] if len(names) == 1 else torch.cat([tensors[name] for name in names])
         return {role: whole.movedim(self.axis, 0)[each] for role, each in rows.items()}
 

@@ -36,7 +36,8 @@ def repeated_heads(geometry: Geometry, source: Tensors, out: Tensors | None, *, 
     for module in geometry.merged:
         for tensor in module.tensors:
             found: Heads = {}
-            for role, heads in (tensor.read(source) if out is None else tensor.read_after(out)).items():
+            tensors = source if out is None else out
+            for role, heads in tensor.read(tensors, after=out is not None).items():
                 if role in MERGED:
                     kept = heads.unflatten(0, (module.after, -1)).mean(1) if out is None else heads
                     found[role] = kept.repeat_interleave(module.before // module.after, 0)

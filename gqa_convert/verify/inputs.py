@@ -41,9 +41,8 @@ class Inputs:
     family: Family
     original: Weights
     """The tensors of SOURCE as the user named it: `source`, unless it is rewritten before it is converted."""
-    original_config: dict[str, Any]
-    source_id: str
-    """What the user or the record calls SOURCE."""
+    named: Checkpoint
+    """The same, opened by the converter: its config, and what the user or the record calls it."""
 
     @property
     def decoder_config(self) -> dict[str, Any]:
@@ -104,8 +103,7 @@ def read_inputs(
             original = _open_source(checkpoint)
         if not family.listed:
             family = with_key_norm(family, weights.tensors, converted.config["num_key_value_heads"])
-        config, name = checkpoint.config, checkpoint.source_id
-        yield Inputs(out, out_config, claims, weights, converted.config, family, original, config, name)
+        yield Inputs(out, out_config, claims, weights, converted.config, family, original, checkpoint)
 
 
 def _open_origin(out: Path, recorded: Any, source: str | Path | None, revision: str | None) -> Checkpoint:

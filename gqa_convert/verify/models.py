@@ -125,7 +125,7 @@ class ModelChecks:
         """The rewritten SOURCE computes what SOURCE computes."""
         del self.source
         original = load_model(self.inputs.original.folder, self.dtype)
-        what = f"the rewritten source against SOURCE, a {self.inputs.original_config['model_type']}"
+        what = f"the rewritten source against SOURCE, a {self.inputs.named.config['model_type']}"
         return self._judge(self.rewritten, self.probe.output(original), what)
 
     def cache_heads(self) -> str:

@@ -38,7 +38,7 @@ def check_provenance(result: Result) -> str:
         raise Failure(f"{PROVENANCE} claims calibration = {text!r} for method {result.method}")
     origin = claims["source"]
     source = inputs.original
-    stated_type = {"model_type": inputs.original_config.get("model_type")}
+    stated_type = {"model_type": inputs.named.config.get("model_type")}
     compare_json(f"{PROVENANCE}: source", {"model_type": origin["model_type"]}, stated_type)
     for name in (CONFIG, *source.files):
         stated = origin["files"][name]

@@ -46,7 +46,7 @@ def verify_checkpoint(
         OptionError: no stock class computes what SOURCE does.
     """
     with read_inputs(out, source, revision, on_note) as inputs:
-        report = VerificationReport(str(inputs.out), inputs.source_id)
+        report = VerificationReport(str(inputs.out), inputs.named.source_id)
         result = _check_stored(report, inputs, progress)
         if logits:
             _check_computed(report, inputs, result, progress)
@@ -87,7 +87,7 @@ def _check_computed(report: VerificationReport, inputs: Inputs, result: Result |
         detail = f"not run: transformers has no class of type {inputs.family.model_type}, and code in checkpoints is never executed"
         report.checks.append(Check("behaviour", True, detail))
         return
-    if inputs.out_config.get("model_type") != inputs.original_config.get("model_type"):
+    if inputs.out_config.get("model_type") != inputs.named.config.get("model_type"):
         report.check("tokenizer", check_tokenizer, inputs)
     if result is None:
         detail = (

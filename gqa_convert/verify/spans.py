@@ -39,7 +39,7 @@ def check_spans(result: Result) -> str:
     worst = 0.0
     for module in result.geometry.merged:
         order = result.inputs.claims.get("head_order", {}).get(module.name, [*range(module.before)])
-        theirs = _joined_heads(module, result.inputs.source.tensors)
+        theirs = _joined_heads(module, result.inputs.source.tensors, after=False)
         ours = _joined_heads(module, result.weights.tensors, after=True)
         dtype = result.weights.tensors[module.tensors[0].names_after[0]].dtype
         for role in sorted(result.foldable[module.name].intersection(_ROLES)):
@@ -78,18 +78,17 @@ def _distances(heads: Tensor, made_from: Tensor) -> Tensor:
     return squares.clamp(min=0).sqrt()
 
 
-def _joined_heads(module: Module, tensors: Tensors, *, after: bool = False) -> Heads:
+def _joined_heads(module: Module, tensors: Tensors, *, after: bool) -> Heads:
     """The heads of queries, keys and values with their biases, [heads, c, e], and the columns of the output projection that
     each query head feeds, [query heads, c, outputs], in float64.
 
     Args:
         module: whose heads they are.
-        tensors: of SOURCE.
-        after: they are OUT's.
+        tensors: of SOURCE or, `after` the conversion, of OUT.
     """
     found: Heads = {}
     for tensor in module.tensors:  # weights before their biases
-        for role, heads in (tensor.read_after(tensors) if after else tensor.read(tensors)).items():
+        for role, heads in tensor.read(tensors, after=after).items():
             if role == "output":
                 heads = heads.reshape(module.heads, -1, heads.shape[-1])
             if role in found:

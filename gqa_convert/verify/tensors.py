@@ -87,8 +87,8 @@ class TensorChecks:
             shape = list(self._source.tensors[name].shape)
             shape[tensor.axis] = sum(rows.numel() for rows in tensor.after.values()) // len(names)
             self._check_header(name, tuple(shape))
-        theirs = tensor.read(self._source.tensors)
-        for role, ours in tensor.read_after(self._out.tensors).items():
+        theirs = tensor.read(self._source.tensors, after=False)
+        for role, ours in tensor.read(self._out.tensors, after=True).items():
             if role in foldable:
                 if not ours.isfinite().all():
                     raise Failure(f"{names[0]} has NaN or Inf in a {role} head")
