@@ -70,9 +70,7 @@ def publish(
     token = get_token()
     refuse_token("the model card", card.encode(), token)
     repository = None if dry_run else Repository(options, token)
-    private = repository.read() if repository else options.private or None
-    if repository is not None:
-        repository.check_weights(model.files)
+    private = repository.read(model.files) if repository else options.private or None
     files = []
     for name in model.files:
         files.append(hash_file(model.folder, name, token))

@@ -42,14 +42,15 @@ class Repository:
             )
         self._options, self._token, self._api = options, token, HfApi()
         self._url = url_of(options.repo_id)
-        self._names: list[str] = []
 
-    def read(self) -> bool | None:
-        """List the files, and return whether the repository is private; None for a new one that will be as its
-        organisation has it.
+    def read(self, names: Sequence[str]) -> bool | None:
+        """Return whether the repository is private; None for a new one that will be as its organisation has it.
+
+        Args:
+            names: files that it may get. Other weights in it could be loaded in place of them.
 
         Raises:
-            PublishError: it is public and --private was given.
+            PublishError: it is public and --private was given, or it holds other weights.
             UploadError: the Hub can't be reached.
         """
         from huggingface_hub.errors import RepositoryNotFoundError
@@ -61,20 +62,13 @@ class Repository:
                 return self._options.private or None
         if self._options.private and not info.private:
             raise PublishError(f"{self._url} exists and is public: make it private on the Hub, or leave --private out")
-        self._names = [item.rfilename for item in info.siblings or []]
-        return bool(info.private)
-
-    def check_weights(self, names: Sequence[str]) -> None:
-        """Refuse a repository that holds other weights than these files, since those could be loaded in place of them.
-
-        Raises:
-            PublishError: it does.
-        """
-        other = sorted(name for name in self._names if name not in names and is_weight_file(name))
+        there = {item.rfilename for item in info.siblings or []}
+        other = sorted(filter(is_weight_file, there.difference(names)))
         if other:
             raise PublishError(
                 f"{self._url} holds weights of another model, {some(other)}: delete them there, or name another repository"
             )
+        return bool(info.private)
 
     def upload(self, folder: Path, files: Sequence[HashedFile], message: str) -> str:
         """Create the repository if it is missing, upload files that the Hub does not have yet, and compare what it then

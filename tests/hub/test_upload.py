@@ -168,7 +168,7 @@ def test_messages_show_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("huggingface_hub.HfApi.model_info", refuse)
     with pytest.raises(UploadError) as problem:
-        Repository(PublishOptions("me/gqa-3"), TOKEN).read()
+        Repository(PublishOptions("me/gqa-3"), TOKEN).read([])
     assert str(problem.value).startswith("the Hub refused me/gqa-3 (*** https://hub/x); nothing was sent")
 
 
