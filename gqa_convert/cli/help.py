@@ -57,10 +57,8 @@ class Command(_PlainHelp, TyperCommand):
         return super().parse_args(ctx, args)
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
-        hidden = sum(getattr(param, "hidden", False) for param in self.params)
-        if hidden:
-            more = "1 more option is" if hidden == 1 else f"{hidden} more options are"
-            formatter.write(f"\n{more} shown by: {ctx.command_path} --help-all\n")
+        if any(getattr(param, "hidden", False) for param in self.params):
+            formatter.write(f"\nMore options are shown by: {ctx.command_path} --help-all\n")
 
 
 class CommandGroup(_PlainHelp, TyperGroup):
