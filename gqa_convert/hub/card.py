@@ -9,7 +9,7 @@ from gqa_convert.errors import OptionError, PublishError
 from gqa_convert.hub.converted import Converted
 from gqa_convert.hub.licenses import find_license, reminders
 from gqa_convert.hub.markup import render
-from gqa_convert.hub.measured import read_measured
+from gqa_convert.hub.measured import eval_results, read_measured
 from gqa_convert.hub.options import PublishOptions
 from gqa_convert.hub.readme import came_with_source, read_readme, stated_by_source
 from gqa_convert.merging.methods import METHODS
@@ -51,15 +51,19 @@ def make_card(model: Converted, options: PublishOptions) -> tuple[str, list[str]
     tags = ["gqa-convert", "multi-query-attention" if model.record.groups == 1 else "grouped-query-attention"]
     if model.trainings:
         tags.append("uptrained")
+    task = _TASKS.get(model.auto_class)
+    results = eval_results(measured, task or "text2text-generation")
     front = ModelCardData(
         base_model=base_id,
         base_model_relation="finetune" if base_id else None,
         library_name="transformers",
-        pipeline_tag=_TASKS.get(model.auto_class),
+        pipeline_tag=task,
         language=stated.get("language"),
         license=chosen.id,
         license_name=chosen.name,
         license_link=chosen.link,
+        model_name=options.name if results else None,
+        eval_results=results or None,
         tags=tags,
     ).to_yaml(line_break="\n")
     context = {

@@ -1,8 +1,9 @@
 """The results of evaluate that a card states: those whose fingerprint is the checkpoint's."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from gqa_convert.checkpoint.paths import local_path
 from gqa_convert.hub.converted import Converted
@@ -19,6 +20,38 @@ class Evaluated(NamedTuple):
     source: ModelScores | None
     tables: list[Table]
     notes: list[str]
+
+
+_METRICS = {
+    "loss": ("loss", "loss (nats per token)"),
+    "kl": ("kl", "KL divergence from the source (nats per token)"),
+    "bits_per_byte": ("bits_per_byte", "bits per byte"),
+    "word_error_rate": ("wer", "word error rate"),
+}
+"""The Hub's names of what `evaluate` measures on a text, for machines and for people."""
+
+
+def eval_results(measured: Sequence[Evaluated], task: str) -> list[Any]:
+    """The figures as the metadata of a card states them: huggingface_hub's `EvalResult`.
+
+    Args:
+        measured: evaluations.
+        task: of the model, as the Hub calls it.
+    """
+    from huggingface_hub import EvalResult
+
+    found = []
+    for each in measured:
+        data, answers = each.file.data, each.ours.retrieval
+        for key, (metric, name) in _METRICS.items():
+            value = getattr(each.ours, key)
+            if data is not None and value is not None:
+                split = data.revision and data.split  # files have none
+                shown = EvalResult(task, data.source, data.source, metric, value, metric_name=name, dataset_split=split)
+                found.append(replace(shown, dataset_revision=data.revision, dataset_config=data.name))
+        if answers:
+            found.append(EvalResult(task, "made-up facts", "made-up facts", "exact_match", answers[0].found))
+    return found
 
 
 def read_measured(paths: Sequence[Path], model: Converted) -> tuple[list[Evaluated], list[str]]:
