@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
@@ -26,6 +27,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Hundreds of processes import the package, and would spend most of that time on compiling it.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+
+# A shell ignores SIGINT in what it runs in the background, and nohup SIGHUP, for all children: tests send both.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 EXPECTED_SKIPS = (
