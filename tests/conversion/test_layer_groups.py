@@ -96,7 +96,7 @@ def test_a_result_is_a_source_again(factored: Path, tmp_path: Path) -> None:
         ("12,4,3", ("lists 3 numbers", "4 attention layers")),
         ("12,5,3,1", ("--groups 5", "in layer 1", "12 K/V heads", "1, 2, 3, 4, 6, 12")),
         ("12,24,3,1", ("--groups 24", "in layer 1")),
-        ("12,,3,1", ("--groups", "''", "integer")),
+        ("12,,3,1", ("--groups", "''", "is not a whole number above 0")),
     ],
 )
 def test_a_bad_list_writes_nothing(listed: str, words: tuple[str, ...], source: Path, tmp_path: Path) -> None:
