@@ -185,6 +185,8 @@ def test_the_command_for_people_and_for_scripts(planted: tuple[Path, Path]) -> N
     assert printed["loss"].keys() == {"source", "source_standard_error", "tokens", "by_groups"}
     keys = {"groups", "loss", "increase", "increase_standard_error"}
     assert printed["loss"]["by_groups"][0].keys() == keys
-    assert_mistake(run("inspect", planted[0], "--candidates", "1,x"), "'--candidates': 'x' is not a whole number above 0")
+    assert_mistake(
+        run("inspect", planted[0], "--candidates", "1,x"), "'--candidates': 'x' is not a whole number above 0"
+    )
     assert_mistake(run(*options[:-1], "5"), "choose among [1, 2, 3, 4, 6]")
     assert_mistake(run("inspect", planted[0]), "measures losses on text: name a file", "--calibration")
