@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gqa_convert.checkpoint import formats, quantised
+from gqa_convert.checkpoint.dtypes import TORCH
 from gqa_convert.checkpoint.files import LocalFiles
 from gqa_convert.checkpoint.headers import LENGTH_BYTES, TensorEntry, header_bytes, parse_header
 from gqa_convert.checkpoint.hub import CheckpointFiles, HubFiles, open_hub_files
@@ -214,6 +215,12 @@ def read_checkpoint(files: CheckpointFiles, *, download: bool = False) -> Checkp
     for key, kind in _KINDS.items():
         if not isinstance(config.get(key), kind | None):
             raise ConfigError(f"{files.name}/{CONFIG} has {key!r}: {config[key]!r}, expected {_JSON[kind]}: correct it")
+    for key in ("dtype", "torch_dtype"):
+        if f"torch.{config.get(key, 'float32')}" not in TORCH and config[key] is not None:
+            raise ConfigError(
+                f"{files.name}/{CONFIG} has {key!r}: {config[key]!r}, which from_pretrained does not know: write the type of the "
+                "weights there, such as bfloat16"
+            )
     quantised.refuse_quantised_config(config, files.name)
     weight_map, metadata, names = None, None, [chosen]
     if chosen.endswith(".json"):

@@ -175,7 +175,7 @@ def convert(
     and loses more. Method mean (the GQA paper's) copies from disk to disk and usually needs uptraining afterwards.
 
     With --kv-budget, each layer's cost is measured on the text, and the layers that lose least are merged most. Of a T5,
-    the decoder is converted, and the encoder only with --encoder. docs/converting.md describes all options.
+    the decoder is converted, and the encoder only with --encoder.
 
       gqa-convert convert ./Llama-2-7b ./gqa8 --groups 8 --calibration text.txt
       gqa-convert convert org/model ./half --kv-budget 50% --calibration text.txt

@@ -55,8 +55,8 @@ def uptrain(
 ) -> None:
     """Train a converted checkpoint to recover quality, with its source as teacher.
 
-    RECIPE.yaml names at least a model, text and an output folder; docs/uptraining-reference.md lists all keys with their
-    defaults. The same command resumes an interrupted run. Exit code 75 means that a signal (TERM, USR1, INT, HUP)
+    RECIPE.yaml names at least a model, text and an output folder; the documentation's reference of uptraining lists all
+    keys. The same command resumes an interrupted run. Exit code 75 means that a signal (TERM, USR1, INT, HUP)
     stopped the run after its state was saved.
 
     With --dry-run, the run is estimated on models without numbers: no weights are read. With --tokenize-only, the

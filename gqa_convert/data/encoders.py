@@ -102,7 +102,7 @@ class ChatEncoder:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         try:
-            self._template = _with_pinned_date(str(tokenizer.get_chat_template()))
+            self._template = template_of_one_day(tokenizer)
         except (ValueError, AttributeError):
             raise DataError(
                 "the data hold conversations and the tokenizer has no chat template: name running text, or copy chat_template.jinja of the model's "
@@ -135,8 +135,13 @@ class ChatEncoder:
         return packed(found["input_ids"], [True] * len(pieces))
 
 
-def _with_pinned_date(template: str) -> str:
-    """A chat template in which it is always the same day."""
+def template_of_one_day(tokenizer: Any) -> str:
+    """A tokenizer's chat template, in which it is always the same day.
+
+    Raises:
+        ValueError, AttributeError: it has none.
+    """
+    template = str(tokenizer.get_chat_template())
     if "strftime_now" not in template:
         return template
     filters = "".join(f"|replace('{part}', '{DATE.strftime(part)}')" for part in _PARTS_OF_DATES.split())

@@ -16,6 +16,7 @@ from gqa_convert.checkpoint.atomic_files import write_whole
 from gqa_convert.checkpoint.devices import chosen_device, multiplies_bfloat16
 from gqa_convert.checkpoint.paths import local_path
 from gqa_convert.checkpoint.source import Checkpoint
+from gqa_convert.data.encoders import template_of_one_day
 from gqa_convert.data.model_tokenizer import check_vocabulary
 from gqa_convert.data.order import mix
 from gqa_convert.errors import DataError, OptionError
@@ -197,7 +198,8 @@ def _chat_turns(tokenizer: Any) -> tuple[list[int], list[int]] | None:
     """The tokens before a user's first message, and those between it and the answer; None without a template for that."""
     messages = [{"role": "user", "content": _MARKS[0]}, {"role": "assistant", "content": _MARKS[1]}]
     try:
-        text = str(tokenizer.apply_chat_template(messages, tokenize=False))
+        template = template_of_one_day(tokenizer)
+        text = str(tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False))
     except Exception:  # there is none, or it refuses anything in its own words
         return None
     opening, first, rest = text.partition(_MARKS[0])

@@ -4,8 +4,6 @@ import copy
 import json
 from typing import Any
 
-import torch
-
 from gqa_convert.families.composite import SECTION
 from gqa_convert.families.family import Modeling
 from gqa_convert.families.layerwise import restate
@@ -46,9 +44,6 @@ def check_config(result: Result) -> str:
     if stated is not None:
         expected[TESTED_KEY] = stated
     compare_json(CONFIG, config, expected)
-    dtype = config.get("dtype", config.get("torch_dtype"))
-    if dtype is not None and not isinstance(getattr(torch, str(dtype), None), torch.dtype):
-        raise Failure(f"{CONFIG} states the type {dtype!r}, as SOURCE's does, and from_pretrained knows no such type")
     return f"SOURCE's, with {result.geometry.groups} K/V heads"
 
 

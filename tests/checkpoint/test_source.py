@@ -199,6 +199,17 @@ def test_a_damaged_config(single: Path, raw: bytes) -> None:
     refuses(single, ConfigError, "single/config.json")
 
 
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_a_type_that_from_pretrained_does_not_know(single: Path, key: str) -> None:
+    """Loading the result in a type of one's own would hide it."""
+    for known in ("bfloat16", None):
+        write_config(single, **{key: known})
+        open_checkpoint(single)
+    for unknown in ("auto", "torch.bfloat16", "BF16", 16):
+        write_config(single, **{key: unknown})
+        refuses(single, ConfigError, key, repr(unknown), "which from_pretrained does not know")
+
+
 @pytest.mark.parametrize(
     ("changes", "method"),
     [

@@ -14,6 +14,7 @@ from gqa_convert.data import encoders
 from gqa_convert.data.documents import Fields, Piece
 from gqa_convert.data.encoders import ChatEncoder, TextEncoder, beginning_of_text
 from gqa_convert.data.pairs import PairEncoder
+from gqa_convert.data.text_generation import _chat_turns
 from gqa_convert.data.token_files import LAST, ids_of
 from gqa_convert.measuring.evaluation.examples import encode, text_material
 from tests.helpers.data_helpers import DEMO, demo_tokenizer, span_tokenizer
@@ -82,6 +83,13 @@ def test_dates_in_chat_templates_are_pinned_and_part_of_the_key(monkeypatch: pyt
     other = made()
     assert "02 Jan 2031 (2.1.31, Thursday)" in other[0]
     assert other[1] != first[1]
+
+
+def test_dates_in_the_beginning_of_own_conversations_are_pinned() -> None:
+    tokenizer = demo_tokenizer()
+    tokenizer.chat_template = DATED
+    opening, _ = _chat_turns(tokenizer) or ([], [])
+    assert tokenizer.decode(opening) == "\n\n26 Jul 2024 (26.7.24, Friday)"
 
 
 def with_beginning() -> Any:

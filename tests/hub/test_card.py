@@ -134,6 +134,15 @@ def test_a_native_one(out: Path) -> None:
     assert warnings == []
 
 
+def test_what_was_left_out_of_the_calibration_is_said(out: Path) -> None:
+    left_out = "the last stage, which needs 108 GB of memory, and 70 GB are free: name a larger GPU"
+    record(out, method="fit", calibration={"text": "a.txt", "kl": None, "left_out": [left_out]})
+    text, _, _ = card(out)
+    assert f"\nLeft out was {left_out}.\n" in text
+    record(out, calibration={"text": "a.txt", "kl": None, "left_out": []})
+    assert "Left out" not in card(out)[0]
+
+
 def test_one_with_code_of_its_own(tmp_path: Path) -> None:
     from tests.helpers.own_files import make_source
 

@@ -195,15 +195,6 @@ def test_eager_attention_is_run_too(made: Made, monkeypatch: pytest.MonkeyPatch)
     assert "not compared" in details(verify_checkpoint(*made("llama", 3)))["eager attention"]
 
 
-def test_a_type_that_transformers_does_not_know(tmp_path: Path) -> None:
-    """Loading in another type hides it."""
-    source = tmp_path / "source"
-    make_model(make_config("llama")).save_pretrained(source)
-    edit_json(source / "config.json", dtype="auto", torch_dtype="auto")
-    convert_checkpoint(source, tmp_path / "out", 3, MEAN)
-    assert set(failed(verify_checkpoint(tmp_path / "out", source))) == {"config"}
-
-
 def test_terms_and_metadata_stay(tmp_path: Path) -> None:
     for shards in ("5GB", "40kB"):
         source, good = tmp_path / f"source-{shards}", tmp_path / f"good-{shards}"
