@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from gqa_convert.checkpoint.byte_sizes import size
-from gqa_convert.measuring.results import BenchmarkFile, EvaluationFile, ModelScores, ScoredText
+from gqa_convert.measuring.results import BenchmarkFile, EvaluationFile, Found, ModelScores, ScoredText
 
 Row = dict[str, str]
 """Cells by the headings of their columns, which are the same in all rows of a table."""
@@ -109,10 +109,17 @@ def _answers(entries: Sequence[ModelScores], names: Names) -> list[Row]:
             counts[heading] = f"{part.questions:,}"
             row[heading] = figure(part, "found", ".0%")
             if heading == "all":
-                counts["difference"] = ""
-                row["difference"] = figure(part, "difference", "+.0%")
+                counts |= {"difference": "", "recovery": ""}
+                row |= {"difference": figure(part, "difference", "+.0%"), "recovery": _recovery(part)}
         rows.append(row)
     return rows
+
+
+def _recovery(part: Found) -> str:
+    """The share found over that of the model that it is compared with; nothing if that one found nothing."""
+    if part.difference in (None, part.found):
+        return ""
+    return f"{part.found / (part.found - part.difference):.0%}"
 
 
 def notes(entries: Sequence[ModelScores], names: Names) -> list[str]:
