@@ -16,12 +16,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.conversion.fit import model_loading, statistics
+from gqa_convert.conversion.fit.attention_calls import SINK_SHARE, AttentionCall, position_weights
 from gqa_convert.conversion.fit.layer_store import LayerRecord
 from gqa_convert.conversion.fit.merged_attention import MergedAttention
 from gqa_convert.conversion.fit.model_loading import find_modules, open_model, precision_of
 from gqa_convert.conversion.fit.one_layer import least
 from gqa_convert.conversion.fit.optimizer import RelativeAdam
-from gqa_convert.conversion.fit.statistics import DAMPING, Regression, best_strength, damped_moment
+from gqa_convert.conversion.fit.statistics import DAMPING, Regression, best_strength, damped_moment, moments_of
 from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import NonFiniteError, OptionError
@@ -136,6 +137,44 @@ def test_moments_and_ridge_are_what_they_say() -> None:
     left = np.square(targets - extended @ solution).sum()
     assert regression.error(change) == pytest.approx(left)
     assert regression.power == pytest.approx(np.square(targets).sum())
+
+
+def test_the_first_position_has_its_share_of_every_sum() -> None:
+    """Weights by hand: 50 positions, so that the first counts three times as much as the average."""
+    generator = np.random.default_rng(0)
+    rows, targets = generator.standard_normal((2, 50, 5)), generator.standard_normal((2, 50, 4))
+    weights = np.full(50, (1 - SINK_SHARE) * 50 / 49)
+    weights[0] = SINK_SHARE * 50
+    assert weights[0] == 3
+    roots = np.sqrt(np.tile(weights, 2))[:, None]
+    states, errors = torch.from_numpy(rows), torch.from_numpy(targets)
+
+    extended = roots * np.concatenate([rows.reshape(100, 5), np.ones((100, 1))], axis=1)
+    expected = extended.T @ extended / 100
+    expected[np.diag_indices(5)] += DAMPING * np.diag(expected)[:5].mean()
+    np.testing.assert_allclose(damped_moment([states]), expected, atol=1e-5)
+    unweighted = damped_moment([states], weighted=False)
+    np.testing.assert_allclose(unweighted[-1, :5], rows.reshape(100, 5).mean(0), atol=1e-6)
+
+    regression = Regression(biased=False)
+    regression.add(states, errors)
+    wanted = roots * targets.reshape(100, 4)
+    solution = np.linalg.lstsq(roots * rows.reshape(100, 5), wanted, rcond=None)[0]
+    np.testing.assert_allclose(regression.change(1e-9).numpy(), solution, atol=1e-5)
+    assert regression.power == pytest.approx(np.square(wanted).sum())
+
+    call = AttentionCall(states, (), {}, errors, errors)
+    assert float(call.squared(errors)) == pytest.approx(np.square(wanted).sum())
+    assert position_weights(torch.zeros(1, 16, 1)).tolist() == [1.0] * 16
+    assert position_weights(torch.zeros(1, 1, 1)).tolist() == [1.0]
+
+
+def test_moments_of_cross_attention_weigh_queries_alone() -> None:
+    hidden, states = torch.randn(1, 40, 6), torch.randn(1, 40, 6)
+    call = AttentionCall(hidden, (), {"key_value_states": states}, hidden, hidden)
+    moments = moments_of([call])
+    np.testing.assert_array_equal(moments.queries, damped_moment([hidden]))
+    np.testing.assert_array_equal(moments.keys, damped_moment([states], weighted=False))
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.3, 100.0])

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 Batch = Mapping[str, Tensor]
@@ -13,6 +14,11 @@ _STATES = ("key_value_states", "encoder_hidden_states")
 """Keyword arguments for the states that keys and values are projected from, in cross-attention."""
 _TOKENS_TOGETHER = 512
 """Of short sequences that are run together."""
+SINK_SHARE = 0.06
+"""Of every sum over a sequence, what its first position has. Every later position attends to it, for most heads as a sink
+(Xiao et al. 2023, section 3), and some models give it a state many times as large as all others (Sun et al. 2024,
+section 2). One position among a thousand, it would count for nothing in the sums that decide how its layer is merged.
+"""
 
 
 def tokens_of(batch: Batch) -> Tensor:
@@ -85,6 +91,22 @@ class AttentionCall:
     def between(self, share: float) -> Tensor:
         """[B, L, d], float32, from `output` at a share of 0 to `target` at 1."""
         return self.output.float().lerp(self.target.float(), share)
+
+    def squared(self, tensor: Tensor) -> Tensor:
+        """The weighted sum of squares of [B, L, d], of rows in float32, of all in float64."""
+        rows = tensor.float().square().sum(-1).double()
+        return (rows * position_weights(tensor)).sum()
+
+
+def position_weights(states: Tensor) -> Tensor:
+    """The weight of each position of [B, L, d] in sums, float64 [L], 1 on average: `SINK_SHARE` of all for the first, where
+    it would have less, and the rest in equal parts.
+    """
+    length = states.shape[1]
+    first = max(1.0, SINK_SHARE * length)
+    weights = torch.full((length,), (length - first) / max(1, length - 1), dtype=torch.float64)
+    weights[0] = first
+    return weights.to(states.device)
 
 
 @dataclass(slots=True)

@@ -137,8 +137,8 @@ class OneLayer:
         for call in self._validation:
             output, _ = self._run(call, weights)
             target = call.between(share)
-            error += float(squared(output - target))
-            power += float(squared(target))
+            error += float(call.squared(output - target))
+            power += float(call.squared(target))
         return math.sqrt(error / power) if power else 0.0
 
     def _first_low_frequency(self, source: Heads, moments: Moments) -> int | None:
@@ -157,7 +157,7 @@ class OneLayer:
             tensors = layout.merge_heads(trial(first_low), self._tensors, source.groups)
             unmerged = MergedAttention(layout, tensors, source.groups, self._attention.module)
             with self._options.precision(), unmerged.installed(unmerged.tensors):
-                return sum(float(squared(self._attention.run(call)[0] - call.output)) for call in calls)
+                return sum(float(call.squared(self._attention.run(call)[0] - call.output)) for call in calls)
 
         return least(error, limits.pairs.shape[1])
 
@@ -174,14 +174,15 @@ class OneLayer:
             return weights
         *_, share = self._repair(weights)
         optimizer = RelativeAdam([weights], RATE, steps)
-        power = sum(float(squared(call.between(share))) for call in calls)
+        power = sum(float(call.squared(call.between(share))) for call in calls)
         mean_square = power / sum(call.output.numel() for call in calls)
         for done, number in enumerate(batch_order(len(calls), steps, self._options.seed)):
             self._tell(f"gradient steps {done:,} of {steps:,}")
             target = calls[number].between(share)
             with torch.enable_grad():
                 output, _ = self._run(calls[number], optimizer.layers[0])
-                torch.autograd.backward(squared(output.float() - target) / (target.numel() * mean_square or 1.0))
+                error = calls[number].squared(output.float() - target)
+                torch.autograd.backward(error / (target.numel() * mean_square or 1.0))
             optimizer.step()
         found = optimizer.results()[0]
         return found if self._error(found, share) < self._error(weights, share) else weights
@@ -215,11 +216,6 @@ class OneLayer:
                 output, entered = self._run(call, weights)
                 sums[-1].add(entered, call.target - output)
         return sums[0], *best_strength(*sums)
-
-
-def squared(tensor: Tensor) -> Tensor:
-    """The sum of squares, of rows in float32, of all in float64."""
-    return tensor.float().square().sum(-1).double().sum()
 
 
 def least(error: Callable[[int], float], count: int) -> int:
