@@ -1,9 +1,9 @@
-"""What each method loses on a real model: SmolLM2-135M-Instruct, whose 3 K/V heads are merged into one.
+"""What each method loses on a real model, whose K/V heads are merged into one.
 
-    python -m benchmarks.real --folder FOLDER [--methods mean fit] [--seeds 0 1 2]
-    python -m benchmarks.real --folder FOLDER --methods fit-mixed budget --text prose --windows 1024 8192
+    python -m benchmarks.real smollm2 [--methods mean fit] [--seeds 0 1 2]
+    python -m benchmarks.real qwen-0.5b --text code --methods mean closed layers
 
-FOLDER contains the model and the text, which are made once:
+The folder (`--folder`) contains the models and the text, which are made once:
 
     python -m benchmarks.real.make_source smollm2 FOLDER/smollm2
     python -m benchmarks.real.text FOLDER/smollm2 FOLDER/text
@@ -21,22 +21,21 @@ from typing import Any
 
 from benchmarks.records import Cell, Records, gqa_convert
 
+from .make_source import MODELS
 from .text import KINDS
 
 OUTPUT = Path("docs/results/real.json")
 FOLDER = Path("~/.cache/gqa-convert/real")
 GROUPS = 1
-CLOSED_FORMS = ["--fit-steps", "0", "--kl-steps", "0"]
 METHODS: dict[str, list[str]] = {
     "mean": ["--method", "mean"],
     "first": ["--method", "first"],
     "factor": ["--method", "factor"],
     "default": [],
     "factor-calibrated": ["--method", "factor", "--calibration"],
-    "fit-closed": ["--no-mix", *CLOSED_FORMS, "--calibration"],
-    "fit-gradient": ["--no-mix", "--kl-steps", "0", "--calibration"],
-    "fit": ["--no-mix", "--calibration"],
-    "fit-mixed": ["--calibration"],
+    "closed": ["--fit-steps", "0", "--kl-steps", "0", "--calibration"],
+    "layers": ["--kl-steps", "0", "--calibration"],
+    "fit": ["--calibration"],
     "budget": ["--kv-budget", "47%", "--calibration"],
 }
 """The rows of the comparison, by the options of `convert`; those that end in `--calibration` get text, and all but that
@@ -98,26 +97,31 @@ def measure(method: str, seed: int | None, source: Path, options: argparse.Names
     """Convert by a method, and score the result."""
     text = None if seed is None else options.text
     keys = {"calibration": text, "calibration_tokens": options.calibration_tokens if text else None, "seed": seed}
-    cell = records.cell(model="smollm2", groups=GROUPS, method=method, **keys)
-    out = options.folder / "converted" / f"{method}-{text}-{seed}"
+    cell = records.cell(model=source.name, groups=GROUPS, method=method, **keys)
+    out = options.folder / "converted" / f"{source.name}-{method}-{text}-{seed}"
     given: list[str | Path] = list(METHODS[method])
     if "--kv-budget" not in given:
         given = ["--groups", str(GROUPS), *given]
     if text:
         given += [options.folder / "text" / f"{text}-calibration.jsonl", "--seed", str(seed)]
         given += ["--calibration-tokens", str(options.calibration_tokens)] if options.calibration_tokens else []
-    if "retrieval" in cell and all(str(window) in cell["loss"]["prose"] for window in options.windows):
+    scored = all(str(window) in cell.get("loss", {}).get(KINDS[-1], {}) for window in options.windows)
+    if scored and ("retrieval" in cell or not options.lengths):
         return
-    _, took = gqa_convert("convert", source, out, "--overwrite", *given)
-    cell |= took
+    if not out.exists():
+        _, took = gqa_convert("convert", source, out, *given)
+        cell |= took
+        records.write()
     score(out, source, options, cell, records)
-    shutil.rmtree(out)
+    if not options.keep:
+        shutil.rmtree(out)
     sys.stderr.write(f"{method}, seed {seed}: {cell['loss']}, {cell['minutes']} min\n")
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=FOLDER, help="with smollm2/ and text/ (%(default)s)")
+    parser.add_argument("model", choices=tuple(MODELS))
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="of models and text (%(default)s)")
     parser.add_argument("--output", type=Path, default=OUTPUT, help="JSON file (%(default)s)")
     parser.add_argument("--methods", nargs="+", choices=tuple(METHODS), default=list(METHODS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="of calibration (default: 0 1 2)")
@@ -128,13 +132,15 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--questions", type=int, default=24, help="of each kind at each length (%(default)s)")
     parser.add_argument("--calibration-tokens", type=int, help="default: the converter's own")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of scoring (%(default)s)")
+    parser.add_argument("--keep", action="store_true", help="keep the results in FOLDER/converted")
     options = parser.parse_args(arguments)
     options.folder = options.folder.expanduser()
-    source = options.folder / "smollm2"
+    source = options.folder / options.model
     records = Records(
         options.output, ("model", "groups", "method", "calibration", "calibration_tokens", "seed"), "benchmarks.real"
     )
-    score(source, source, options, records.data["models"].setdefault("smollm2", {}).setdefault("scores", {}), records)
+    own = records.data["models"].setdefault(options.model, {}).setdefault("scores", {})
+    score(source, source, options, own, records)
     for method in options.methods:
         calibrated = METHODS[method][-1:] == ["--calibration"]
         for seed in options.seeds if calibrated else [None]:

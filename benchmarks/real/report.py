@@ -21,14 +21,15 @@ Data = dict[str, Any]
 Rows = dict[str, list[Cell]]
 
 
-def rows(data: Data) -> Rows:
-    """The cells of all seeds by method, in the order of methods; a text that is not the mixed one stands beside it."""
-    found: Rows = {method: [] for method in METHODS}
-    for cell in data["cells"]:
-        is_named = cell.get("calibration") not in (None, "mixed")
-        name = f"{cell['method']}, {cell['calibration']}" if is_named else cell["method"]
-        found.setdefault(name, []).append(cell)
-    return {method: cells for method, cells in found.items() if cells}
+def rows(data: Data, model: str) -> Rows:
+    """The cells of all seeds by method, in the order of methods, with the calibration text beside it."""
+    found: Rows = {}
+    for method in METHODS:
+        for cell in data["cells"]:
+            if (cell["model"], cell["method"]) == (model, method):
+                text = cell.get("calibration")
+                found.setdefault(f"{method}, {text}" if text else method, []).append(cell)
+    return found
 
 
 def values(cells: list[Cell], kind: str, window: str, name: str) -> list[float]:
@@ -58,28 +59,35 @@ def results_table(source: Cell, found: Rows) -> str:
     for method, cells in found.items():
         minutes = sorted({f"{cell['minutes']:.1f}" for cell in cells}, key=float)
         line = [method, " to ".join(dict.fromkeys([minutes[0], minutes[-1]]))]
-        line += [loss_and_gap(source, cells, found["mean"], kind) for kind in KINDS]
+        line += [loss_and_gap(source, cells, found.get("mean"), kind) for kind in KINDS]
         line += [with_error(cells, kind, "512", "kl") for kind in KINDS]
-        share = share_found(cells)
-        lines.append([*line, f"{share_found([source])} -> {share}" if share else ""])
-    header = ["method", "minutes", *(f"loss, {kind}" for kind in KINDS), *(f"KL, {kind}" for kind in KINDS), "needles"]
+        lines.append([*line, found_and_recovery(source, cells)])
+    header = ["method", "minutes", *(f"loss, {kind}" for kind in KINDS), *(f"KL, {kind}" for kind in KINDS), "found"]
     return f"Windows of 512 tokens:\n\n{table(header, lines)}"
 
 
-def loss_and_gap(source: Cell, cells: list[Cell], pooled: list[Cell], kind: str) -> str:
+def loss_and_gap(source: Cell, cells: list[Cell], pooled: list[Cell] | None, kind: str) -> str:
     """The source's loss, the mean over seeds, and the share of mean pooling's gap that is closed."""
     (before,) = values([source], kind, "512", "loss")
     text = f"{before:.3f} -> {statistics.mean(values(cells, kind, '512', 'loss')):.3f}"
-    if cells is pooled:
+    if pooled is None or cells is pooled:
         return text
     added, gap = (statistics.mean(values(each, kind, "512", "excess")) for each in (cells, pooled))
     return f"{text}, {100 * (1 - added / gap):.1f}%"
 
 
-def share_found(cells: list[Cell]) -> str:
-    """The share of facts over all lengths and seeds."""
-    each = [length["found"] for cell in cells for length in cell.get("retrieval", {}).values()]
-    return f"{100 * statistics.mean(each):.0f}%" if each else ""
+def found_and_recovery(source: Cell, cells: list[Cell]) -> str:
+    """The shares of facts that source and result find over all lengths and seeds, and the second over the first."""
+    before, after = (
+        [length["found"] for cell in each for length in cell.get("retrieval", {}).values()]
+        for each in ([source], cells)
+    )
+    if not before or not after:
+        return ""
+    recovered = statistics.mean(after) / statistics.mean(before)
+    return (
+        f"{100 * statistics.mean(before):.0f}% -> {100 * statistics.mean(after):.0f}%, recovery {100 * recovered:.0f}%"
+    )
 
 
 def windows_table(source: Cell, found: Rows) -> str:
@@ -122,13 +130,16 @@ def sources_table(source: Cell) -> str:
 
 def blocks(data: Data) -> dict[str, str]:
     """The text of every block of the page, from the content of the file of `benchmarks.real`."""
-    source, found = data["models"]["smollm2"]["scores"], rows(data)
-    return {
-        "results": results_table(source, found),
-        "sources": sources_table(source),
-        "windows": windows_table(source, found),
-        "needles": retrieval_table(source, found),
-    }
+    made = {}
+    for model, measured in data["models"].items():
+        source, found = measured["scores"], rows(data, model)
+        made |= {
+            f"{model} results": results_table(source, found),
+            f"{model} sources": sources_table(source),
+            f"{model} windows": windows_table(source, found),
+            f"{model} retrieval": retrieval_table(source, found),
+        }
+    return made
 
 
 if __name__ == "__main__":

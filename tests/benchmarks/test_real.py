@@ -30,6 +30,7 @@ def test_each_method_has_a_row_and_nothing_is_measured_twice(tmp_path: Path, mon
         (tmp_path / "text" / f"{name}.jsonl").write_text(json.dumps({"text": text}) + "\n")
     monkeypatch.setattr(real, "gqa_convert", in_a_fork)
     command = [
+        "smollm2",
         "--folder",
         str(tmp_path),
         "--output",
@@ -65,22 +66,28 @@ def test_tables() -> None:
         "512": {"found": 0.8, "by_kind": {"needles": 0.6, "copying": 0.8}},
         "1024": {"found": 0.6, "by_kind": {"needles": 0.4, "copying": 0.6}},
     }
+    half = {
+        length: {"found": each["found"] / 2, "by_kind": {kind: share / 2 for kind, share in each["by_kind"].items()}}
+        for length, each in asked.items()
+    }
     cells = [
         {"method": "mean", "minutes": 0.1, "loss": loss(6.0, 3.0)},
-        {"method": "fit", "minutes": 9.0, "loss": loss(3.2, 0.2), "retrieval": asked},
-        {"method": "fit", "minutes": 8.0, "loss": loss(3.4, 0.4), "retrieval": asked},
+        {"method": "fit", "calibration": "code", "minutes": 9.0, "loss": loss(3.2, 0.2), "retrieval": half},
+        {"method": "fit", "calibration": "code", "minutes": 8.0, "loss": loss(3.4, 0.4), "retrieval": asked},
     ]
     source = {"loss": loss(3.0, 0.0), "retrieval": asked}
-    made = blocks({"models": {"smollm2": {"scores": source}}, "cells": cells})
-    (row,) = [line for line in made["results"].splitlines() if "| fit |" in line]
-    assert row.startswith("| fit | 8.0 to 9.0 | 3.000 -> 3.300, 90.0% |")
+    other = {"model": "qwen-0.5b", "method": "fit", "minutes": 1.0, "loss": loss(9.0, 7.0)}
+    models = {"smollm2": {"scores": source}, "qwen-0.5b": {"scores": source}}
+    made = blocks({"models": models, "cells": [*({"model": "smollm2"} | cell for cell in cells), other]})
+    (row,) = [line for line in made["smollm2 results"].splitlines() if "| fit, code |" in line]
+    assert row.startswith("| fit, code | 8.0 to 9.0 | 3.000 -> 3.300, 90.0% |")
     assert "| 0.300 ± 0.020 (0.200 to 0.400) |" in row
-    assert row.endswith("| 70% -> 70% |")
-    needles = made["needles"].splitlines()
+    assert row.endswith("| 70% -> 52%, recovery 75% |")
+    needles = made["smollm2 retrieval"].splitlines()
     assert needles[0] == "| method | 512 tokens | 1,024 tokens | needles | copying |"
-    assert needles[2:] == ["| source | 80% | 60% | 50% | 70% |", "| fit | 80% | 60% | 50% | 70% |"]
-    assert "| 2,048 | 3.000 ± 0.100 | 3.000 ± 0.100 | 3.000 ± 0.100 |" in made["sources"]
-    assert "| mean | prose | 3.000 ± 0.020 | 3.000 ± 0.020 |" in made["windows"]
+    assert needles[2:] == ["| source | 80% | 60% | 50% | 70% |", "| fit, code | 60% | 45% | 38% | 52% |"]
+    assert "| 2,048 | 3.000 ± 0.100 | 3.000 ± 0.100 | 3.000 ± 0.100 |" in made["smollm2 sources"]
+    assert "| mean | prose | 3.000 ± 0.020 | 3.000 ± 0.020 |" in made["smollm2 windows"]
 
 
 def test_the_text_of_a_page() -> None:

@@ -6,6 +6,7 @@ import runpy
 import statistics
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,21 +40,26 @@ def test_the_number_of_families() -> None:
         assert words in README, f"README.md states another number of types: it must say '{words}'"
 
 
+def cells_of(method: str) -> list[dict[str, Any]]:
+    """Of SmolLM2, of all seeds."""
+    return [cell for cell in REAL["cells"] if (cell["model"], cell["method"]) == ("smollm2", method)]
+
+
 def real_losses(method: str) -> list[str]:
     """On prose, code and chat, as the README writes them; averaged over seeds."""
     if method == "source":
         scores = [REAL["models"]["smollm2"]["scores"]]
     else:
-        scores = [cell for cell in REAL["cells"] if cell["method"] == method]
+        scores = cells_of(method)
     kinds = ("prose", "code", "chat")
     return [f"{statistics.mean(each['loss'][kind]['512']['loss'] for each in scores):.2f}" for kind in kinds]
 
 
-def needles(method: str) -> list[str]:
+def facts(method: str) -> list[str]:
     """The shares found in texts of 512 and of 4,096 tokens; empty where they were not measured."""
     scores = [REAL["models"]["smollm2"]["scores"]]
     if method != "source":
-        scores = [cell for cell in REAL["cells"] if cell["method"] == method]
+        scores = cells_of(method)
     if "retrieval" not in scores[0]:
         return ["", ""]
     return [
@@ -67,15 +73,15 @@ def needles(method: str) -> list[str]:
         ("source", "source"),
         ("`--method mean`", "mean"),
         ("`convert` without text", "default"),
-        ("`fit`, closed forms only (`--fit-steps 0 --kl-steps 0`)", "fit-closed"),
-        ("`fit` without its last stage (`--kl-steps 0`)", "fit-gradient"),
+        ("`fit`, closed forms only (`--fit-steps 0 --kl-steps 0`)", "closed"),
+        ("`fit` without its last stage (`--kl-steps 0`)", "layers"),
         ("`fit`, the default with `--calibration`", "fit"),
     ],
 )
 def test_the_table_states_what_was_measured(row: str, method: str) -> None:
     lines = [line.replace("*", "") for line in README.splitlines() if line.startswith("|")]
     (cells,) = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith(f"| {row} |")]
-    assert cells[3:] == [*real_losses(method), *needles(method)]
+    assert cells[3:] == [*real_losses(method), *facts(method)]
 
 
 def test_the_table_of_speech_states_what_was_measured() -> None:
