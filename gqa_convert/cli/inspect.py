@@ -44,7 +44,7 @@ def inspect(
       gqa-convert inspect ./Llama-2-7b --calibration text.txt --candidates 4,8,16 --max-loss-increase 0.5
       gqa-convert inspect ./Llama-2-7b --calibration text.txt --kv-budget 50%
     """
-    from gqa_convert.measuring.sensitivity.inspection import inspect_checkpoint
+    from gqa_convert.measuring.sensitivity.inspection import inspect_checkpoint, sink_warnings
     from gqa_convert.measuring.tables import figure, filled
 
     from .console.progress import ProgressScreen
@@ -82,6 +82,8 @@ def inspect(
     )
     rows = [{"N": str(each.groups), "loss added": figure(each, "increase", f"+{form}")} for each in losses.by_groups]
     show_table(filled(rows), title)
+    for warning in sink_warnings(losses.by_groups):
+        print_note(warning)
     advice = result.recommendation
     if advice is not None:
         mark = "no N fits" if advice.groups is None else "recommended"

@@ -12,13 +12,16 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from gqa_convert.checkpoint.source import open_checkpoint
+from gqa_convert.conversion.fit.attention_calls import SINK_SHARE
 from gqa_convert.conversion.fit.calibration_text import calibration_batches
 from gqa_convert.families.geometry import AttentionFinder
 from gqa_convert.families.table import FAMILIES
+from gqa_convert.measuring.sensitivity import merged_copies
 from gqa_convert.measuring.sensitivity.inspection import (
     MergedLoss,
     inspect_checkpoint,
     recommend_within_loss,
+    sink_warnings,
 )
 from gqa_convert.merging.absorption_limits import find_absorption_limits
 from gqa_convert.merging.attention_heads import LayerLayout
@@ -56,7 +59,9 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @pytest.fixture(scope="module")
 def inspected(planted: tuple[Path, Path]) -> dict[str, Any]:
     folder, text = planted
-    found = inspect_checkpoint(folder, calibration=str(text), calibration_tokens=TOKENS, max_loss_increase=0.01)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(merged_copies, "MASSIVE", 0.0)  # the states at its first positions are as long as all others
+        found = inspect_checkpoint(folder, calibration=str(text), calibration_tokens=TOKENS, max_loss_increase=0.01)
     return found.as_json()
 
 
@@ -69,17 +74,22 @@ def blocks_of(planted: tuple[Path, Path]) -> tuple[Tensor, Tensor]:
 
 
 def moments_of(model: Any, blocks: Tensor) -> list[Array]:
-    """E[x x^T] of each attention layer's input and a 1 behind it, damped by 1% of the mean of its diagonal."""
+    """E[x x^T] of each attention layer's input and a 1 behind it, damped by 1% of the mean of its diagonal. The first
+    position of a block has 6% of the sum.
+    """
     found = []
     with torch.inference_mode():
         stream = model(input_ids=blocks, output_hidden_states=True).hidden_states[:-1]
         seen = [layer.input_layernorm(states) for layer, states in zip(model.model.layers, stream, strict=True)]
     for states in seen:
         rows = states.flatten(0, 1).double().numpy()
-        moment = rows.T @ rows / len(rows)
+        weights = np.full(LENGTH, (1 - SINK_SHARE) * LENGTH / (LENGTH - 1))
+        weights[0] = SINK_SHARE * LENGTH
+        weighted = rows * np.tile(weights, len(states))[:, None]
+        moment, average = weighted.T @ rows / len(rows), weighted.mean(0)
         moment += 0.01 * np.diag(moment).mean() * np.eye(len(moment))
         whole = np.ones((len(moment) + 1, len(moment) + 1))
-        whole[:-1, :-1], whole[-1, :-1], whole[:-1, -1] = moment, rows.mean(0), rows.mean(0)
+        whole[:-1, :-1], whole[-1, :-1], whole[:-1, -1] = moment, average, average
         found.append(whole)
     return found
 
@@ -87,6 +97,17 @@ def moments_of(model: Any, blocks: Tensor) -> list[Array]:
 def loss_of(model: Any, blocks: Tensor) -> float:
     with torch.inference_mode():
         return float(model(input_ids=blocks, labels=blocks).loss)
+
+
+def sink_length(model: Any, blocks: Tensor) -> float:
+    """Of the states at the first positions behind the last layer, where that of `planted` is longest."""
+    seen: list[Tensor] = []
+    with (
+        model.model.layers[-1].register_forward_hook(lambda _, __, output: seen.append(output)),
+        torch.inference_mode(),
+    ):
+        model(input_ids=blocks)
+    return float(seen[0][:, 0].norm(dim=-1).mean())
 
 
 def test_the_planted_number_is_recommended(planted: tuple[Path, Path], inspected: dict[str, Any]) -> None:
@@ -124,6 +145,7 @@ def test_losses_are_those_of_a_model_with_merged_weights(planted: tuple[Path, Pa
         stated = next(each for each in inspected["loss"]["by_groups"] if each["groups"] == groups)
         assert stated["loss"] == pytest.approx(loss_of(other, held_out), rel=1e-4)
         assert stated["increase"] == pytest.approx(stated["loss"] - inspected["loss"]["source"])
+        assert stated["sink"] == pytest.approx(sink_length(other, held_out) / sink_length(model, held_out), rel=1e-4)
         gaps = [loss_of(other, block[None]) - loss_of(model, block[None]) for block in held_out]
         assert stated["increase_standard_error"] == pytest.approx(np.std(gaps, ddof=1) / len(gaps) ** 0.5, rel=1e-2)
 
@@ -162,6 +184,12 @@ def test_recommendations() -> None:
     assert recommend_within_loss(losses[1:2], 0.1)[0] is None
 
 
+def test_a_sink_that_shrinks_is_warned_of() -> None:
+    losses = [MergedLoss(1, 3.0, 0.5, sink=0.5), MergedLoss(2, 2.7, 0.2, sink=0.95), MergedLoss(4, 2.6, 0.1)]
+    (warning,) = sink_warnings(losses)
+    assert warning.startswith("with N = 1 the closed form leaves 50% of the attention sink's length")
+
+
 def test_the_command_for_people_and_for_scripts(planted: tuple[Path, Path]) -> None:
     options = ("inspect", planted[0], "-c", planted[1], "--calibration-tokens", TOKENS, "--candidates", "2,3")
     shown = run(*options, "--max-loss-increase", "0.01", "--device", "cpu")
@@ -183,8 +211,9 @@ def test_the_command_for_people_and_for_scripts(planted: tuple[Path, Path]) -> N
     printed = json.loads(scripts.stdout)
     assert printed["recommendation"] is None
     assert printed["loss"].keys() == {"source", "source_standard_error", "tokens", "by_groups"}
-    keys = {"groups", "loss", "increase", "increase_standard_error"}
+    keys = {"groups", "loss", "increase", "increase_standard_error", "sink"}
     assert printed["loss"]["by_groups"][0].keys() == keys
+    assert printed["loss"]["by_groups"][0]["sink"] is None, "no state is massive"
     assert_mistake(
         run("inspect", planted[0], "--candidates", "1,x"), "'--candidates': 'x' is not a whole number above 0"
     )

@@ -307,6 +307,15 @@ class Stream:
                 context.enter_context(installed())
             return layer.module(self._hidden[number][layer.stack], *args, **kwargs)
 
+    def norms(self, stack: str) -> tuple[float, float]:
+        """How long hidden states are, where this stream is in a stack: those at the first positions on average, and all
+        others.
+        """
+        states = [hidden[stack].float().norm(dim=-1) for hidden in self._hidden]
+        first = torch.cat([norms[:, 0] for norms in states])
+        others = torch.cat([norms[:, 1:].flatten() for norms in states])
+        return float(first.mean()), float(others.mean())
+
     def logits(self, number: int) -> Tensor:
         """The logits [B, L, vocabulary] of a batch, once all layers are passed."""
         logits: Tensor = self._walk.run(number, self._hidden[number]).logits

@@ -20,17 +20,25 @@ from gqa_convert.measuring import Progress, no_progress
 from gqa_convert.measuring.sensitivity.kv_budget import BudgetChoice, KVBudget, numbers_text
 from gqa_convert.measuring.tables import figure
 
+SINK_KEPT = 0.9
+"""The share of the attention sink's length below which users are warned."""
+
 
 @dataclass(frozen=True)
 class MergedLoss:
     """The loss with all layers merged into `groups` K/V heads by the closed form, and its increase over the source, paired
     block by block, in nats per token; None where not finite. One block of text has no standard error.
+
+    Attributes:
+        sink: the length of the attention sink, the massive state at the first position, as a share of the source's
+            (`merged_copies.Score`); None where the source has none.
     """
 
     groups: int
     loss: float | None
     increase: float | None
     increase_standard_error: float | None = None
+    sink: float | None = None
 
 
 @dataclass(frozen=True)
@@ -164,6 +172,16 @@ def recommend_within_loss(losses: Sequence[MergedLoss], limit: float) -> tuple[i
     return None, f"none of N = {tried} adds {allowed}: allow more with --max-loss-increase"
 
 
+def sink_warnings(losses: Sequence[MergedLoss]) -> list[str]:
+    """A sentence for each number of K/V heads with which too little is left of the attention sink."""
+    return [
+        f"with N = {each.groups} the closed form leaves {each.sink:.0%} of the attention sink's length, on which all later "
+        "layers depend: leave fit its gradient steps"
+        for each in losses
+        if each.sink is not None and each.sink < SINK_KEPT
+    ]
+
+
 def conversion_command(source: str, text: CalibrationOptions, revision: str | None, groups: int | list[int]) -> str:
     """The command line of a conversion with the options of the inspection."""
     words = ["gqa-convert", "convert", source, f"{Path(source).absolute().name}-gqa", "--groups", numbers_text(groups)]
@@ -204,7 +222,7 @@ def _measure(
     losses = []
     for groups, score in zip(candidates, merged, strict=True):
         increase = score.loss.minus(source.loss)
-        losses.append(MergedLoss(groups, score.loss.value, increase.value, increase.error))
+        losses.append(MergedLoss(groups, score.loss.value, increase.value, increase.error, score.sink))
     described = {
         "text": calibration.description,
         "tokens": calibration.tokens,

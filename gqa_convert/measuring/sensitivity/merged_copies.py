@@ -36,6 +36,8 @@ Copy = Mapping[str, int]
 """The number of K/V heads of each merged layer, by the layer's module; other layers are the source's."""
 MOST_COPIES = 64
 """Maximum number of copies whose activations are in memory together."""
+MASSIVE = 5.0
+"""An attention sink is a state at the first position that is so many times as long as those at all others."""
 _HELD_OUT = 5
 """One in this many tokens of text is held out."""
 
@@ -70,10 +72,13 @@ class Score:
     Attributes:
         loss: nats per predicted token.
         kl: the divergence from the source, nats per token.
+        sink: the length of the attention sink as a share of the source's, behind the layer where the source's is
+            longest; None where the source has none.
     """
 
     loss: Mean
     kl: Mean
+    sink: float | None
 
 
 @contextmanager
@@ -159,6 +164,8 @@ def score_copies(
     (text,) = on_text.streams(1)
     source, *students = on_held_out.streams(1 + len(copies))
     done = 0
+    lengths: list[list[float]] = []
+    """At the first position behind each layer of the last stack, of the source and the students, where there is a sink."""
     for layer in on_text.layers:
         merged: list[dict[str, Installing]] = [{} for _ in copies]
         for name in layer.attention:
@@ -176,6 +183,11 @@ def score_copies(
         source.advance(layer)
         for student, own in zip(students, merged, strict=True):
             student.advance(layer, own)
+        first, others = source.norms(layer.stack)
+        if layer.stack == on_held_out.stacks[-1] and first > MASSIVE * others:
+            lengths.append([first, *(student.norms(layer.stack)[0] for student in students)])
+    longest = max(lengths, default=[])
+    sinks = [length / longest[0] for length in longest] or [None] * (1 + len(copies))
     sums: list[list[tuple[float, float]]] = [[] for _ in range(1 + len(copies))]
     predicted: list[int] = []
     tokens: list[int] = []
@@ -187,9 +199,9 @@ def score_copies(
         for blocks, stream in zip(sums, (source, *students), strict=True):
             blocks += _sums(stream.logits(number), logits, targets)
     scores = []
-    for blocks in sums:
+    for blocks, sink in zip(sums, sinks, strict=True):
         loss, divergence = np.array(blocks).T
-        scores.append(Score(_mean(loss, predicted), _mean(divergence, tokens)))
+        scores.append(Score(_mean(loss, predicted), _mean(divergence, tokens), sink))
     return scores
 
 
