@@ -187,7 +187,7 @@ def score_copies(
         if layer.stack == on_held_out.stacks[-1] and first > MASSIVE * others:
             lengths.append([first, *(student.norms(layer.stack)[0] for student in students)])
     longest = max(lengths, default=[])
-    sinks = [length / longest[0] for length in longest] or [None] * (1 + len(copies))
+    sinks: list[float | None] = [length / longest[0] for length in longest]
     sums: list[list[tuple[float, float]]] = [[] for _ in range(1 + len(copies))]
     predicted: list[int] = []
     tokens: list[int] = []
@@ -199,7 +199,7 @@ def score_copies(
         for blocks, stream in zip(sums, (source, *students), strict=True):
             blocks += _sums(stream.logits(number), logits, targets)
     scores = []
-    for blocks, sink in zip(sums, sinks, strict=True):
+    for blocks, sink in zip(sums, sinks or [None] * len(sums), strict=True):
         loss, divergence = np.array(blocks).T
         scores.append(Score(_mean(loss, predicted), _mean(divergence, tokens), sink))
     return scores
