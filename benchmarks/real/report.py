@@ -130,7 +130,7 @@ def sources_table(source: Cell) -> str:
 
 def blocks(data: Data) -> dict[str, str]:
     """The text of every block of the page, from the content of the file of `benchmarks.real`."""
-    made = {}
+    made: dict[str, str] = {}
     for model, measured in data["models"].items():
         source, found = measured["scores"], rows(data, model)
         made |= {
