@@ -2,10 +2,12 @@
 not at all.
 """
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from gqa_convert.conversion.fit import distillation, memory
 from gqa_convert.conversion.fit.layer_store import LayerStore
@@ -77,3 +79,24 @@ def test_unasked_it_is_done_where_it_is_worth_its_time_and_possible(
     monkeypatch.setattr(distillation, "WORTHWHILE", 1e-9)
     monkeypatch.setattr(memory, "_MOST_PARAMETERS", 1000)
     assert run("long")[0] == 0
+
+
+def test_activations_that_are_computed_again_change_no_bit(llama: Path, tmp_path: Path) -> None:
+    plan, batches = plan_of(llama), batches_for(open_model(llama))
+    kept: list[int] = []
+    saved = torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: kept.append(tensor.numel()) or tensor, lambda it: it
+    )
+    found = []
+    for recompute in (False, True):
+        with LayerStore(tmp_path / str(recompute), {}, keep=False) as store:
+            fit(plan, store, batches, steps=0)
+            student = distillation.Student(plan, store, open_model(llama), nullcontext, recompute=recompute)
+            kept.clear()
+            with saved:
+                _, trained = distillation.train_together(student, batches, batches[:1], 6, 0, 0.0, lambda _: None)
+            assert trained is not None
+            found.append((sum(kept), [tensor for layer in trained for tensor in layer.values()]))
+    (whole, expected), (least, recomputed) = found
+    assert least < whole / 2, "layers keep less for the backward pass"
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(recomputed, expected, strict=True))

@@ -15,9 +15,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from gqa_convert.checkpoint.source import open_checkpoint
-from gqa_convert.conversion.fit import model_loading, statistics
+from gqa_convert.conversion.fit import memory, model_loading, statistics
 from gqa_convert.conversion.fit.attention_calls import SINK_SHARE, AttentionCall, position_weights
 from gqa_convert.conversion.fit.layer_store import LayerRecord
+from gqa_convert.conversion.fit.memory import half_type, held_bytes
 from gqa_convert.conversion.fit.merged_attention import MergedAttention
 from gqa_convert.conversion.fit.model_loading import find_modules, open_model, precision_of
 from gqa_convert.conversion.fit.one_layer import least
@@ -35,6 +36,7 @@ from tests.helpers.checkpoints import digests
 from tests.helpers.fitting import EXACT, batches_for, fitted, plan_of
 from tests.helpers.native import distance
 from tests.helpers.selection import slow_but
+from tests.helpers.tiny import VOCAB
 from tests.helpers.uptrain_runs import die, in_child
 
 pytestmark = pytest.mark.usefixtures("modeling_files_registered")
@@ -222,6 +224,61 @@ def test_precision_is_reduced_for_wide_sources_of_16_bits(tmp_path: Path, fast_b
         LlamaForCausalLM(LlamaConfig(hidden_size=hidden_size, **sizes)).to(dtype).save_pretrained(folder)
         is_reduced = precision_of(plan_of(folder, 2), torch.device("cpu")) is not nullcontext
         assert is_reduced == (fast_bfloat16 and hidden_size == 256 and dtype == torch.bfloat16)
+
+
+@pytest.fixture
+def wide(tmp_path: Path) -> Path:
+    """A Llama whose products are reduced, with a head of its own."""
+    sizes = {"num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 320, "vocab_size": VOCAB}
+    config = LlamaConfig(hidden_size=256, num_key_value_heads=4, tie_word_embeddings=False, **sizes)
+    torch.manual_seed(0)
+    return LlamaForCausalLM(config).bfloat16().save_pretrained(tmp_path / "wide") or tmp_path / "wide"
+
+
+def test_weights_of_16_bits_compute_what_widened_ones_do(wide: Path) -> None:
+    """Under autocast and outside of it, bit for bit; and they take what the estimate says."""
+    whole, halves = open_model(wide), open_model(wide, halves=True)
+    types = {name: parameter.dtype for name, parameter in halves.named_parameters()}
+    assert {types[name] for name in ("lm_head.weight", "model.layers.1.self_attn.q_proj.weight")} == {torch.bfloat16}
+    assert {types[name] for name in ("model.embed_tokens.weight", "model.norm.weight")} == {torch.float32}
+    taken = sum(parameter.nbytes for parameter in halves.parameters())
+    assert (
+        taken == held_bytes(open_checkpoint(wide), halves=True) < 0.6 * held_bytes(open_checkpoint(wide), halves=False)
+    )
+    (batch, *_) = batches_for(whole)
+    for precision in (nullcontext, partial(torch.autocast, "cpu", torch.bfloat16)):
+        with torch.no_grad(), precision():
+            assert torch.equal(halves(**batch).logits, whole(**batch).logits)
+
+
+def test_matrices_are_held_in_halves_where_nothing_changes_by_it(wide: Path, tmp_path: Path) -> None:
+    assert half_type(open_checkpoint(wide)) == "BF16"
+    tied = folded.build("qwen2").model.half()
+    tied.save_pretrained(tmp_path / "tied")
+    assert half_type(open_checkpoint(tmp_path / "tied")) == "F16"
+    folded.build("t5").model.bfloat16().save_pretrained(tmp_path / "t5")
+    folded.build("llama").model.save_pretrained(tmp_path / "float32")
+    assert half_type(open_checkpoint(tmp_path / "t5")) is None
+    assert half_type(open_checkpoint(tmp_path / "float32")) is None
+
+
+def test_a_fit_on_halves_has_the_bytes_of_one_on_float32(
+    wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "multiplies_bfloat16", lambda _: True)
+    loaded: list[bool] = []
+
+    def noted(*args: Any, halves: bool = False, **options: Any) -> Any:
+        loaded.append(halves)
+        return open_model(*args, halves=halves, **options)
+
+    monkeypatch.setattr(model_loading, "open_model", noted)
+    batches = batches_for(open_model(wide))
+    fitted(wide, tmp_path / "halves", 2, batches=batches, kl_steps=3)
+    monkeypatch.setattr(memory, "half_type", lambda _: None)
+    fitted(wide, tmp_path / "float32", 2, batches=batches, kl_steps=3)
+    assert loaded == [True, False]
+    assert digests(tmp_path / "halves") == digests(tmp_path / "float32")
 
 
 @pytest.mark.parametrize("reduced", [False, True])

@@ -7,15 +7,18 @@ its attention. The stage needs the whole model in memory; larger models skip it.
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from gqa_convert.conversion.fit.attention_calls import Batch, parts_of, tokens_of
 from gqa_convert.conversion.fit.layer_store import LayerStore, layer_key
+from gqa_convert.conversion.fit.layer_walk import list_elements
 from gqa_convert.conversion.fit.merged_attention import MergedAttention
-from gqa_convert.conversion.fit.model_loading import Precision, find_modules
+from gqa_convert.conversion.fit.model_loading import Precision, find_modules, wrapped_forward
 from gqa_convert.conversion.fit.optimizer import RelativeAdam, batch_order
 from gqa_convert.conversion.fit.progress import ALL_TOGETHER, FitProgress, OnProgress
 from gqa_convert.conversion.fit.source_layers import attention_of
@@ -39,12 +42,16 @@ class Student:
         store: with all its layers.
         model: the loaded source, all in memory; it is unchanged outside `installed`.
         precision: of the forward passes of a step.
+        recompute: whether activations inside a layer are computed again in the backward pass (Chen et al. 2016, section 4)
+            in place of being kept; the gradients are the same.
 
     Attributes:
-        start: the weights of each layer, as the store has them.
+        weights: of each layer, as the store has them; training changes them.
     """
 
-    def __init__(self, plan: Plan, store: LayerStore, model: Any, precision: Precision) -> None:
+    def __init__(
+        self, plan: Plan, store: LayerStore, model: Any, precision: Precision, *, recompute: bool = False
+    ) -> None:
         self.model, self.precision = model, precision
         finder = attention_of(plan)
         names = find_modules(model, [layer.module for layer, _ in plan.merged_layers])
@@ -53,7 +60,8 @@ class Student:
         for number, (layer, groups) in enumerate(plan.merged_layers):
             tensors, module = store.read(layer_key(number)), model.get_submodule(names[layer.module])
             self._layers.append(MergedAttention(self._layouts[number], tensors, groups, module))
-        self.start = [layer.tensors for layer in self._layers]
+        self.weights = [layer.tensors for layer in self._layers]
+        self._recomputed = [*list_elements(model, names.values())] if recompute else []
 
     @contextmanager
     def installed(self, weights: AllWeights) -> Iterator[None]:
@@ -61,6 +69,16 @@ class Student:
         with ExitStack() as stack:
             for layer, own in zip(self._layers, weights, strict=True):
                 stack.enter_context(layer.installed(own))
+            yield
+
+    @contextmanager
+    def recomputing(self) -> Iterator[None]:
+        """A context in which layers are called as `recompute` says; it must last until the backward pass is over."""
+        with ExitStack() as stack:
+            for name in self._recomputed:
+                layer = self.model.get_submodule(name)
+                again = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+                stack.enter_context(wrapped_forward(layer, again))
             yield
 
     def logits(self, batch: Batch) -> Tensor:
@@ -101,7 +119,7 @@ def train_together(
     """Adam on the divergence of the student's next-token distributions from the source's.
 
     Args:
-        student: which starts from its `start`.
+        student: whose `weights` are trained.
         batches: to learn from.
         validation: other batches, at least one, which decide whether it is worth its time, and whether it helped.
         steps: batches to see.
@@ -114,15 +132,15 @@ def train_together(
         at the start.
     """
     on_progress(FitProgress(ALL_TOGETHER, 0, steps, f"step 0 of {steps:,}"))
-    before = student.divergence(validation, student.start)
+    before = student.divergence(validation, student.weights)
     if before < least:
         return 0, None
-    optimizer = RelativeAdam(student.start, RATE, steps)
+    optimizer = RelativeAdam(student.weights, RATE, steps)
     for done, number in enumerate(batch_order(len(batches), steps, seed), start=1):
         for part in parts_of(batches[number]):  # a backward pass needs memory for a part
             with torch.no_grad(), student.precision():
                 wanted = student.logits(part)
-            with torch.enable_grad(), student.precision(), student.installed(optimizer.layers):
+            with torch.enable_grad(), student.precision(), student.installed(optimizer.layers), student.recomputing():
                 divergence = summed_divergence(student.logits(part), wanted)
                 torch.autograd.backward(divergence / tokens_of(batches[number]).numel())
         optimizer.step()

@@ -17,7 +17,7 @@ class RelativeAdam:
     """Trains the tensors of merged layers.
 
     Args:
-        layers: weights and biases of each layer to start from; they are not changed.
+        layers: weights and biases of each layer to start from, in float32; these tensors themselves are trained.
         rate: step size at its height, relative to the root mean square of each tensor; a bias counts as at least its
             weight.
         steps: that will be taken: ten to warm up, and a line down to a twentieth of the rate.
@@ -31,7 +31,7 @@ class RelativeAdam:
         groups = []
         for tensors in layers:
             sizes = {name: float(start.double().square().mean().sqrt()) for name, start in tensors.items()}
-            trained = {name: start.detach().clone().requires_grad_() for name, start in tensors.items()}
+            trained = {name: start.detach().requires_grad_() for name, start in tensors.items()}
             for name, tensor in trained.items():
                 weight = name.removesuffix(".bias") + ".weight"
                 groups.append({"params": [tensor], "lr": rate * max(sizes[name], sizes.get(weight, 0.0))})

@@ -5,7 +5,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from gqa_convert._version import __version__
 from gqa_convert.checkpoint.devices import chosen_device
@@ -15,7 +15,7 @@ from gqa_convert.checkpoint.results import plain
 from gqa_convert.conversion.fit.batches import prepare_calibration
 from gqa_convert.conversion.fit.from_weights import merge_layers
 from gqa_convert.conversion.fit.layer_store import TOGETHER, LayerStore, layer_key
-from gqa_convert.conversion.fit.memory import LAST_STAGE, Decisions, decide
+from gqa_convert.conversion.fit.memory import LAST_STAGE, Decisions, decide, holds_halves
 from gqa_convert.conversion.fit.options import CalibrationOptions, steps_per_layer
 from gqa_convert.conversion.fit.progress import ALL_TOGETHER, MERGING_LAYERS, FitProgress, OnProgress
 from gqa_convert.conversion.plan import Plan
@@ -24,7 +24,7 @@ from gqa_convert.errors import DeviceMemoryError, NoSpaceError, OptionError
 if TYPE_CHECKING:
     from gqa_convert.conversion.fit.attention_calls import Batch
     from gqa_convert.conversion.fit.calibration_text import Calibration
-    from gqa_convert.conversion.fit.one_layer import FitOptions
+    from gqa_convert.conversion.fit.distillation import Student
 
 _RESULT = "result"
 """The name under which what fitting came to is stored."""
@@ -143,7 +143,7 @@ def _merge_on_data(
     for note in (mixed, calibration.warning, _left_out_note(more)):
         on_progress(tell(note=note))
     record = replace(record, left_out=(*left_out, *more))
-    return fit_checkpoint(plan, store, calibration, options, on_progress, record, steps)
+    return fit_checkpoint(plan, store, calibration, options, on_progress, record, steps, recompute=decisions.recompute)
 
 
 def _left_out_note(sentences: Sequence[str]) -> str | None:
@@ -158,6 +158,8 @@ def fit_checkpoint(
     on_progress: OnProgress,
     record: CalibrationRecord,
     steps: int,
+    *,
+    recompute: bool = False,
 ) -> CalibrationRecord:
     """Load the source, fit every layer, train all layers together, and measure the result on held-out text.
 
@@ -169,6 +171,7 @@ def fit_checkpoint(
         on_progress: called as the work goes on.
         record: of the calibration.
         steps: that train all layers together; 0 for none.
+        recompute: see `Decisions`.
 
     Returns:
         The record with what was done and measured.
@@ -182,6 +185,7 @@ def fit_checkpoint(
     """
     from gqa_convert.conversion.fit.attention_calls import hold_out, tokens_of
     from gqa_convert.conversion.fit.calibration_text import digest_of
+    from gqa_convert.conversion.fit.distillation import Student
     from gqa_convert.conversion.fit.layer_fitting import fit_layers, measure_divergence
     from gqa_convert.conversion.fit.model_loading import open_model, precision_of, running_device
     from gqa_convert.conversion.fit.one_layer import VALIDATED, FitOptions
@@ -196,7 +200,8 @@ def fit_checkpoint(
     store.discard(_RESULT)
     store.discard(TOGETHER)
     on_progress(FitProgress(MERGING_LAYERS, 0, len(plan.merged_layers), "loading the source"))
-    model = open_model(plan.checkpoint.local_folder, device=chosen_device(options.device))
+    device = chosen_device(options.device)
+    model = open_model(plan.checkpoint.local_folder, device=device, halves=holds_halves(plan, device))
     if steps and any(parameter.is_meta for parameter in model.parameters()):  # offloaded
         raise OptionError(
             f"{LAST_STAGE}, needs the model in memory, and it does not fit now: free memory, or leave the stage out "
@@ -220,7 +225,8 @@ def fit_checkpoint(
     if steps:
         texts = [*calibration.fresh, *learned], validation or learned
         try:
-            steps = _train_together(plan, store, model, fitting, texts, steps, options, on_progress)
+            student = Student(plan, store, model, fitting.precision, recompute=recompute)
+            steps = _train_together(student, store, texts, steps, options, on_progress)
         except (MemoryError, RuntimeError) as problem:
             if is_asked or not is_out_of_memory(problem):
                 raise
@@ -236,10 +242,8 @@ def fit_checkpoint(
 
 
 def _train_together(
-    plan: Plan,
+    student: "Student",
     store: LayerStore,
-    model: Any,
-    fitting: "FitOptions",
     texts: tuple[Sequence["Batch"], Sequence["Batch"]],
     steps: int,
     options: CalibrationOptions,
@@ -250,11 +254,10 @@ def _train_together(
     Returns:
         The steps that were taken: 0 where there was too little to gain unasked.
     """
-    from gqa_convert.conversion.fit.distillation import WORTHWHILE, Student, train_together
+    from gqa_convert.conversion.fit.distillation import WORTHWHILE, train_together
 
-    student = Student(plan, store, model, fitting.precision)
     least = WORTHWHILE if options.kl_steps is None else 0.0
-    taken, trained = train_together(student, *texts, steps, plan.seed, least, on_progress)
+    taken, trained = train_together(student, *texts, steps, options.seed, least, on_progress)
     if trained is not None:
         store.write(TOGETHER, student.tensors(trained), {})
     return taken
