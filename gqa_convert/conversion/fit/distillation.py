@@ -5,8 +5,10 @@ The source and the student are one loaded model, run with the weights of either,
 its attention. The stage needs the whole model in memory; larger models skip it.
 """
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,8 +16,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.conversion.fit.attention_calls import Batch, parts_of, tokens_of
-from gqa_convert.conversion.fit.layer_store import LayerStore, layer_key
+from gqa_convert.conversion.fit.layer_store import HALFWAY, LayerStore, layer_key
 from gqa_convert.conversion.fit.layer_walk import list_elements
 from gqa_convert.conversion.fit.merged_attention import MergedAttention
 from gqa_convert.conversion.fit.model_loading import Precision, find_modules, wrapped_forward
@@ -28,6 +31,8 @@ from gqa_convert.merging.attention_heads import LayerLayout, Tensors
 
 RATE = 0.005
 """Of `RelativeAdam`."""
+SAVED_EVERY = 600.0
+"""Seconds of the stage that a kill may cost."""
 WORTHWHILE = 0.02
 """Nats per token: where the divergence after the layers is smaller, the stage gains too little for its time."""
 AllWeights = Sequence[Mapping[str, Tensor]]
@@ -107,36 +112,54 @@ class Student:
         return made
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LastStage:
+    """How all layers are trained together.
+
+    Attributes:
+        steps: batches to see.
+        seed: of their order.
+        least: the divergence, in nats per token, below which nothing is done.
+        request: what the stage depends on beside the layers, plain data; what was saved for another request is not used.
+    """
+
+    steps: int
+    seed: int
+    least: float
+    request: JsonObject
+
+
 def train_together(
     student: Student,
+    store: LayerStore,
     batches: Sequence[Batch],
     validation: Sequence[Batch],
-    steps: int,
-    seed: int,
-    least: float,
+    options: LastStage,
     on_progress: OnProgress,
 ) -> tuple[int, AllWeights | None]:
     """Adam on the divergence of the student's next-token distributions from the source's.
 
     Args:
         student: whose `weights` are trained.
+        store: keeps the state every `SAVED_EVERY` seconds; one that it has is gone on with.
         batches: to learn from.
         validation: other batches, at least one, which decide whether it is worth its time, and whether it helped.
-        steps: batches to see.
-        seed: of their order.
-        least: the divergence, in nats per token, below which nothing is done.
+        options: of the stage.
         on_progress: called as steps are taken.
 
     Returns:
         The steps taken, 0 if there was too little to gain; and trained weights, None if they predict no better than those
         at the start.
     """
+    steps = options.steps
     on_progress(FitProgress(ALL_TOGETHER, 0, steps, f"step 0 of {steps:,}"))
     before = student.divergence(validation, student.weights)
-    if before < least:
+    if before < options.least:
         return 0, None
     optimizer = RelativeAdam(student.weights, RATE, steps)
-    for done, number in enumerate(batch_order(len(batches), steps, seed), start=1):
+    taken = _restore(optimizer, store, options.request)
+    saved = time.monotonic()
+    for number in batch_order(len(batches), steps, options.seed)[taken:]:
         for part in parts_of(batches[number]):  # a backward pass needs memory for a part
             with torch.no_grad(), student.precision():
                 wanted = student.logits(part)
@@ -144,6 +167,20 @@ def train_together(
                 divergence = summed_divergence(student.logits(part), wanted)
                 torch.autograd.backward(divergence / tokens_of(batches[number]).numel())
         optimizer.step()
-        on_progress(FitProgress(ALL_TOGETHER, done, steps, f"step {done:,} of {steps:,}"))
+        taken += 1
+        on_progress(FitProgress(ALL_TOGETHER, taken, steps, f"step {taken:,} of {steps:,}"))
+        if time.monotonic() - saved > SAVED_EVERY and taken < steps:
+            state = {name: tensor.cpu().numpy() for name, tensor in optimizer.state().items()}
+            store.write(HALFWAY, state, {"request": options.request, "taken": taken})
+            saved = time.monotonic()
     after = student.divergence(validation, optimizer.layers)
     return steps, optimizer.results() if after < before else None
+
+
+def _restore(optimizer: RelativeAdam, store: LayerStore, request: JsonObject) -> int:
+    """Go on with what an interrupted run has saved; returns the steps that it had taken, 0 if there is none."""
+    saved = store.record(HALFWAY)
+    if saved is None or saved["request"] != request:
+        return 0
+    optimizer.restore({name: torch.from_numpy(array) for name, array in store.read(HALFWAY).items()}, saved["taken"])
+    return int(saved["taken"])
