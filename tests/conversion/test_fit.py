@@ -2,6 +2,7 @@
 text.
 """
 
+import gc
 import signal
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
@@ -17,12 +18,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.conversion.fit import memory, model_loading, statistics
 from gqa_convert.conversion.fit.attention_calls import SINK_SHARE, AttentionCall, position_weights
-from gqa_convert.conversion.fit.layer_store import LayerRecord
+from gqa_convert.conversion.fit.layer_fitting import fit_layers
+from gqa_convert.conversion.fit.layer_store import LayerRecord, LayerStore
 from gqa_convert.conversion.fit.memory import half_type, held_bytes
 from gqa_convert.conversion.fit.merged_attention import MergedAttention
 from gqa_convert.conversion.fit.model_loading import find_modules, open_model, precision_of
-from gqa_convert.conversion.fit.one_layer import least
+from gqa_convert.conversion.fit.one_layer import FitOptions, least
 from gqa_convert.conversion.fit.optimizer import RelativeAdam
+from gqa_convert.conversion.fit.progress import FitProgress
 from gqa_convert.conversion.fit.statistics import DAMPING, Regression, best_strength, damped_moment, moments_of
 from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions
 from gqa_convert.conversion.run import convert_checkpoint
@@ -379,3 +382,29 @@ def test_a_type_without_classes_can_be_factored_only(text: Path, tmp_path: Path)
     with pytest.raises(OptionError, match=r"transformers has no class of type chatglm.*--method factor"):
         convert_checkpoint(tmp_path / "source", tmp_path / "out", 2, options)
     assert not (tmp_path / "out").exists()
+
+
+def test_memory_does_not_grow_by_layer(tmp_path: Path) -> None:
+    """Of 12 layers, counted by all tensors that are alive when one has been merged."""
+    sizes = {"num_attention_heads": 12, "num_key_value_heads": 12, "num_hidden_layers": 12, "intermediate_size": 32}
+    model = LlamaForCausalLM(LlamaConfig(hidden_size=48, vocab_size=VOCAB, **sizes))
+    model.save_pretrained(tmp_path / "source")
+    alive: list[int] = []
+
+    def count(progress: FitProgress) -> None:
+        if progress.layer is not None:
+            gc.collect()
+            storages = {
+                each.untyped_storage().data_ptr(): each.untyped_storage().nbytes()
+                for each in gc.get_objects()
+                if type(each) in (torch.Tensor, torch.nn.Parameter) and each.device.type == "cpu"
+            }
+            alive.append(sum(storages.values()))
+
+    plan = plan_of(tmp_path / "source")
+    batches = [{"input_ids": torch.randint(3, VOCAB, (4, 64))} for _ in range(4)]
+    options = FitOptions(method=plan.merge_method, steps=2, seed=0, validation=1)
+    with LayerStore(tmp_path / "out", {}, keep=False) as store:
+        fit_layers(plan, store, open_model(tmp_path / "source"), batches, options, count)
+    assert len(alive) == 12
+    assert max(alive[2:]) <= 1.01 * max(alive[:2])

@@ -80,6 +80,9 @@ class Student:
     def recomputing(self) -> Iterator[None]:
         """A context in which layers are called as `recompute` says; it must last until the backward pass is over."""
         with ExitStack() as stack:
+            if self._recomputed:  # what autocast would keep of the weights in 16 bits is made again too
+                stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
+                torch.set_autocast_cache_enabled(False)
             for name in self._recomputed:
                 layer = self.model.get_submodule(name)
                 again = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)

@@ -28,8 +28,8 @@ WEIGHTS_SHARE = 0.7
 """Of the free memory that the weights of the source may take; the rest is for activations."""
 LAST_STAGE = "the last stage, which trains all layers together"
 _UNKNOWN = 1 << 62
-_STAGE_SHARE = 0.7
-"""Of the free memory that the last stage may take."""
+_STAGE_SHARE = 0.95
+"""Of the memory that is free beside the weights, what the last stage may take by its estimate."""
 _ACTIVATIONS = 40
 """Roughly how many numbers a layer keeps for the backward pass, per token and unit of hidden_size."""
 _WIDE = 256
@@ -264,13 +264,14 @@ def is_slow(plan: Plan, device: str) -> bool:
 
 def last_stage_bytes(plan: Plan, tokens: int, device: str, *, recompute: bool) -> int:
     """What that stage takes beside the weights of the source: the numbers that it trains, their gradients and two moments
-    in float32, and in bfloat16 where products are made in it; and what a sequence keeps for its backward pass, logits of
+    in float32, and in bfloat16 where products are made in it and nothing is computed again; and what a sequence keeps for its backward pass, logits of
     student and source included.
     """
     hidden_size, rows = hidden_size_of(plan), 0
     for layer, groups in plan.merged_layers:
         rows += (layer.key_head_dim + layer.value_head_dim) * (layer.heads + groups)
-    trained = rows * hidden_size * (4 * 4 + (2 if is_reduced(plan, _torch_device(device)) else 0))
+    copied = not recompute and is_reduced(plan, _torch_device(device))
+    trained = rows * hidden_size * (4 * 4 + (2 if copied else 0))
     kept = _ACTIVATIONS + len(plan.layers) if recompute else _ACTIVATIONS * len(plan.layers)
     logits = 3 * (stated_count(plan.checkpoint.config, VOCABULARY_KEYS) or 0)
     return trained + 4 * tokens * (kept * hidden_size + logits)
