@@ -2,17 +2,20 @@
 not at all.
 """
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from gqa_convert.conversion.fit import distillation, memory
 from gqa_convert.conversion.fit.layer_store import LayerStore
 from gqa_convert.conversion.fit.model_loading import open_model
+from gqa_convert.conversion.fit.progress import FitProgress, OnProgress
 from tests.helpers import folding_cases as folded
 from tests.helpers.checkpoints import digests
-from tests.helpers.fitting import batches_for, divergence, fit, fitted, plan_of
+from tests.helpers.fitting import Batches, batches_for, divergence, fit, fitted, plan_of
 from tests.helpers.native import distance
 from tests.helpers.selection import slow_but
 
@@ -77,3 +80,58 @@ def test_unasked_it_is_done_where_it_is_worth_its_time_and_possible(
     monkeypatch.setattr(distillation, "WORTHWHILE", 1e-9)
     monkeypatch.setattr(memory, "_MOST_PARAMETERS", 1000)
     assert run("long")[0] == 0
+
+
+def train(student: distillation.Student, store: LayerStore, batches: Batches, look: OnProgress = lambda _: None) -> Any:
+    """Six steps."""
+    stage = distillation.LastStage(steps=6, seed=0, least=0.0, request={"text": "these batches"})
+    return distillation.train_together(student, store, batches, batches[:1], stage, look)
+
+
+def test_killed_it_goes_on_with_what_was_saved(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit for bit, and no step is taken twice."""
+    monkeypatch.setattr(distillation, "SAVED_EVERY", -1.0)  # after every step
+    plan, batches = plan_of(llama), batches_for(open_model(llama))
+    seen: list[int] = []
+
+    def stop(progress: FitProgress) -> None:
+        seen.append(progress.done)
+        if progress.done == 4 and seen.count(4) == 1:
+            raise KeyboardInterrupt
+
+    def student(store: LayerStore) -> distillation.Student:
+        return distillation.Student(plan, store, open_model(llama), nullcontext)
+
+    with LayerStore(tmp_path / "whole", {}, keep=False) as store:
+        fit(plan, store, batches, steps=0)
+        _, expected = train(student(store), store, batches)
+    with LayerStore(tmp_path / "killed", {}, keep=False) as store:
+        fit(plan, store, batches, steps=0)
+        with pytest.raises(KeyboardInterrupt):
+            train(student(store), store, batches, stop)
+        steps, found = train(student(store), store, batches, stop)
+    assert seen == [0, 1, 2, 3, 4, 0, 4, 5, 6], "the state behind the third step was saved"
+    assert steps == 6
+    for ours, theirs in zip(found, expected, strict=True):
+        assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+
+
+def test_activations_that_are_computed_again_change_no_bit(llama: Path, tmp_path: Path) -> None:
+    plan, batches = plan_of(llama), batches_for(open_model(llama))
+    kept: list[int] = []
+    saved = torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: kept.append(tensor.numel()) or tensor, lambda it: it
+    )
+    found = []
+    for recompute in (False, True):
+        with LayerStore(tmp_path / str(recompute), {}, keep=False) as store:
+            fit(plan, store, batches, steps=0)
+            student = distillation.Student(plan, store, open_model(llama), nullcontext, recompute=recompute)
+            kept.clear()
+            with saved:
+                _, trained = train(student, store, batches)
+            assert trained is not None
+            found.append((sum(kept), [tensor for layer in trained for tensor in layer.values()]))
+    (whole, expected), (least, recomputed) = found
+    assert least < whole / 2, "layers keep less for the backward pass"
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(recomputed, expected, strict=True))

@@ -2,6 +2,7 @@
 text.
 """
 
+import gc
 import signal
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
@@ -15,13 +16,16 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from gqa_convert.checkpoint.source import open_checkpoint
-from gqa_convert.conversion.fit import model_loading, statistics
+from gqa_convert.conversion.fit import memory, model_loading, statistics
 from gqa_convert.conversion.fit.attention_calls import SINK_SHARE, AttentionCall, position_weights
-from gqa_convert.conversion.fit.layer_store import LayerRecord
+from gqa_convert.conversion.fit.layer_fitting import fit_layers
+from gqa_convert.conversion.fit.layer_store import LayerRecord, LayerStore
+from gqa_convert.conversion.fit.memory import half_type, held_bytes
 from gqa_convert.conversion.fit.merged_attention import MergedAttention
 from gqa_convert.conversion.fit.model_loading import find_modules, open_model, precision_of
-from gqa_convert.conversion.fit.one_layer import least
+from gqa_convert.conversion.fit.one_layer import FitOptions, least
 from gqa_convert.conversion.fit.optimizer import RelativeAdam
+from gqa_convert.conversion.fit.progress import FitProgress
 from gqa_convert.conversion.fit.statistics import DAMPING, Regression, best_strength, damped_moment, moments_of
 from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions
 from gqa_convert.conversion.run import convert_checkpoint
@@ -35,6 +39,7 @@ from tests.helpers.checkpoints import digests
 from tests.helpers.fitting import EXACT, batches_for, fitted, plan_of
 from tests.helpers.native import distance
 from tests.helpers.selection import slow_but
+from tests.helpers.tiny import VOCAB
 from tests.helpers.uptrain_runs import die, in_child
 
 pytestmark = pytest.mark.usefixtures("modeling_files_registered")
@@ -224,6 +229,61 @@ def test_precision_is_reduced_for_wide_sources_of_16_bits(tmp_path: Path, fast_b
         assert is_reduced == (fast_bfloat16 and hidden_size == 256 and dtype == torch.bfloat16)
 
 
+@pytest.fixture
+def wide(tmp_path: Path) -> Path:
+    """A Llama whose products are reduced, with a head of its own."""
+    sizes = {"num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 320, "vocab_size": VOCAB}
+    config = LlamaConfig(hidden_size=256, num_key_value_heads=4, tie_word_embeddings=False, **sizes)
+    torch.manual_seed(0)
+    return LlamaForCausalLM(config).bfloat16().save_pretrained(tmp_path / "wide") or tmp_path / "wide"
+
+
+def test_weights_of_16_bits_compute_what_widened_ones_do(wide: Path) -> None:
+    """Under autocast and outside of it, bit for bit; and they take what the estimate says."""
+    whole, halves = open_model(wide), open_model(wide, halves=True)
+    types = {name: parameter.dtype for name, parameter in halves.named_parameters()}
+    assert {types[name] for name in ("lm_head.weight", "model.layers.1.self_attn.q_proj.weight")} == {torch.bfloat16}
+    assert {types[name] for name in ("model.embed_tokens.weight", "model.norm.weight")} == {torch.float32}
+    taken = sum(parameter.nbytes for parameter in halves.parameters())
+    assert (
+        taken == held_bytes(open_checkpoint(wide), halves=True) < 0.6 * held_bytes(open_checkpoint(wide), halves=False)
+    )
+    (batch, *_) = batches_for(whole)
+    for precision in (nullcontext, partial(torch.autocast, "cpu", torch.bfloat16)):
+        with torch.no_grad(), precision():
+            assert torch.equal(halves(**batch).logits, whole(**batch).logits)
+
+
+def test_matrices_are_held_in_halves_where_nothing_changes_by_it(wide: Path, tmp_path: Path) -> None:
+    assert half_type(open_checkpoint(wide)) == "BF16"
+    tied = folded.build("qwen2").model.half()
+    tied.save_pretrained(tmp_path / "tied")
+    assert half_type(open_checkpoint(tmp_path / "tied")) == "F16"
+    folded.build("t5").model.bfloat16().save_pretrained(tmp_path / "t5")
+    folded.build("llama").model.save_pretrained(tmp_path / "float32")
+    assert half_type(open_checkpoint(tmp_path / "t5")) is None
+    assert half_type(open_checkpoint(tmp_path / "float32")) is None
+
+
+def test_a_fit_on_halves_has_the_bytes_of_one_on_float32(
+    wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "multiplies_bfloat16", lambda _: True)
+    loaded: list[bool] = []
+
+    def noted(*args: Any, halves: bool = False, **options: Any) -> Any:
+        loaded.append(halves)
+        return open_model(*args, halves=halves, **options)
+
+    monkeypatch.setattr(model_loading, "open_model", noted)
+    batches = batches_for(open_model(wide))
+    fitted(wide, tmp_path / "halves", 2, batches=batches, kl_steps=3)
+    monkeypatch.setattr(memory, "half_type", lambda _: None)
+    fitted(wide, tmp_path / "float32", 2, batches=batches, kl_steps=3)
+    assert loaded == [True, False]
+    assert digests(tmp_path / "halves") == digests(tmp_path / "float32")
+
+
 @pytest.mark.parametrize("reduced", [False, True])
 def test_weights_on_the_disk_change_nothing(reduced: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
@@ -322,3 +382,29 @@ def test_a_type_without_classes_can_be_factored_only(text: Path, tmp_path: Path)
     with pytest.raises(OptionError, match=r"transformers has no class of type chatglm.*--method factor"):
         convert_checkpoint(tmp_path / "source", tmp_path / "out", 2, options)
     assert not (tmp_path / "out").exists()
+
+
+def test_memory_does_not_grow_by_layer(tmp_path: Path) -> None:
+    """Of 12 layers, counted by all tensors that are alive when one has been merged."""
+    sizes = {"num_attention_heads": 12, "num_key_value_heads": 12, "num_hidden_layers": 12, "intermediate_size": 32}
+    model = LlamaForCausalLM(LlamaConfig(hidden_size=48, vocab_size=VOCAB, **sizes))
+    model.save_pretrained(tmp_path / "source")
+    alive: list[int] = []
+
+    def count(progress: FitProgress) -> None:
+        if progress.layer is not None:
+            gc.collect()
+            storages = {
+                each.untyped_storage().data_ptr(): each.untyped_storage().nbytes()
+                for each in gc.get_objects()
+                if type(each) in (torch.Tensor, torch.nn.Parameter) and each.device.type == "cpu"
+            }
+            alive.append(sum(storages.values()))
+
+    plan = plan_of(tmp_path / "source")
+    batches = [{"input_ids": torch.randint(3, VOCAB, (4, 64))} for _ in range(4)]
+    options = FitOptions(method=plan.merge_method, steps=2, seed=0, validation=1)
+    with LayerStore(tmp_path / "out", {}, keep=False) as store:
+        fit_layers(plan, store, open_model(tmp_path / "source"), batches, options, count)
+    assert len(alive) == 12
+    assert max(alive[2:]) <= 1.01 * max(alive[:2])

@@ -9,7 +9,8 @@ def test_steps_are_relative_to_what_is_trained() -> None:
     """The first step of Adam is as long as its rate, a tenth of the height in the warm-up."""
     queries = torch.randn(3, 4, 5, 24, generator=torch.Generator().manual_seed(1))
     parts = {"q.weight": queries, "q.bias": torch.zeros(3, 4, 5), "k.weight": torch.ones(2, 5)}
-    optimizer = RelativeAdam([parts], 0.5, 20)
+    parts, trained = ({name: part.clone() for name, part in parts.items()} for _ in range(2))
+    optimizer = RelativeAdam([trained], 0.5, 20)
     sum(part.sum() for part in optimizer.layers[0].values()).backward()  # type: ignore[union-attr]
     optimizer.step()
     (found,) = optimizer.results()

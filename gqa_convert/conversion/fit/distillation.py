@@ -5,17 +5,23 @@ The source and the student are one loaded model, run with the weights of either,
 its attention. The stage needs the whole model in memory; larger models skip it.
 """
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
+from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.conversion.fit.attention_calls import Batch, parts_of, tokens_of
-from gqa_convert.conversion.fit.layer_store import LayerStore, layer_key
+from gqa_convert.conversion.fit.layer_store import HALFWAY, LayerStore, layer_key
+from gqa_convert.conversion.fit.layer_walk import list_elements
 from gqa_convert.conversion.fit.merged_attention import MergedAttention
-from gqa_convert.conversion.fit.model_loading import Precision, find_modules
+from gqa_convert.conversion.fit.model_loading import Precision, find_modules, wrapped_forward
 from gqa_convert.conversion.fit.optimizer import RelativeAdam, batch_order
 from gqa_convert.conversion.fit.progress import ALL_TOGETHER, FitProgress, OnProgress
 from gqa_convert.conversion.fit.source_layers import attention_of
@@ -25,6 +31,8 @@ from gqa_convert.merging.attention_heads import LayerLayout, Tensors
 
 RATE = 0.005
 """Of `RelativeAdam`."""
+SAVED_EVERY = 600.0
+"""Seconds of the stage that a kill may cost."""
 WORTHWHILE = 0.02
 """Nats per token: where the divergence after the layers is smaller, the stage gains too little for its time."""
 AllWeights = Sequence[Mapping[str, Tensor]]
@@ -39,12 +47,16 @@ class Student:
         store: with all its layers.
         model: the loaded source, all in memory; it is unchanged outside `installed`.
         precision: of the forward passes of a step.
+        recompute: whether activations inside a layer are computed again in the backward pass (Chen et al. 2016, section 4)
+            in place of being kept; the gradients are the same.
 
     Attributes:
-        start: the weights of each layer, as the store has them.
+        weights: of each layer, as the store has them; training changes them.
     """
 
-    def __init__(self, plan: Plan, store: LayerStore, model: Any, precision: Precision) -> None:
+    def __init__(
+        self, plan: Plan, store: LayerStore, model: Any, precision: Precision, *, recompute: bool = False
+    ) -> None:
         self.model, self.precision = model, precision
         finder = attention_of(plan)
         names = find_modules(model, [layer.module for layer, _ in plan.merged_layers])
@@ -53,7 +65,8 @@ class Student:
         for number, (layer, groups) in enumerate(plan.merged_layers):
             tensors, module = store.read(layer_key(number)), model.get_submodule(names[layer.module])
             self._layers.append(MergedAttention(self._layouts[number], tensors, groups, module))
-        self.start = [layer.tensors for layer in self._layers]
+        self.weights = [layer.tensors for layer in self._layers]
+        self._recomputed = [*list_elements(model, names.values())] if recompute else []
 
     @contextmanager
     def installed(self, weights: AllWeights) -> Iterator[None]:
@@ -61,6 +74,19 @@ class Student:
         with ExitStack() as stack:
             for layer, own in zip(self._layers, weights, strict=True):
                 stack.enter_context(layer.installed(own))
+            yield
+
+    @contextmanager
+    def recomputing(self) -> Iterator[None]:
+        """A context in which layers are called as `recompute` says; it must last until the backward pass is over."""
+        with ExitStack() as stack:
+            if self._recomputed:  # what autocast would keep of the weights in 16 bits is made again too
+                stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
+                torch.set_autocast_cache_enabled(False)
+            for name in self._recomputed:
+                layer = self.model.get_submodule(name)
+                again = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+                stack.enter_context(wrapped_forward(layer, again))
             yield
 
     def logits(self, batch: Batch) -> Tensor:
@@ -89,43 +115,75 @@ class Student:
         return made
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LastStage:
+    """How all layers are trained together.
+
+    Attributes:
+        steps: batches to see.
+        seed: of their order.
+        least: the divergence, in nats per token, below which nothing is done.
+        request: what the stage depends on beside the layers, plain data; what was saved for another request is not used.
+    """
+
+    steps: int
+    seed: int
+    least: float
+    request: JsonObject
+
+
 def train_together(
     student: Student,
+    store: LayerStore,
     batches: Sequence[Batch],
     validation: Sequence[Batch],
-    steps: int,
-    seed: int,
-    least: float,
+    options: LastStage,
     on_progress: OnProgress,
 ) -> tuple[int, AllWeights | None]:
     """Adam on the divergence of the student's next-token distributions from the source's.
 
     Args:
-        student: which starts from its `start`.
+        student: whose `weights` are trained.
+        store: keeps the state every `SAVED_EVERY` seconds; one that it has is gone on with.
         batches: to learn from.
         validation: other batches, at least one, which decide whether it is worth its time, and whether it helped.
-        steps: batches to see.
-        seed: of their order.
-        least: the divergence, in nats per token, below which nothing is done.
+        options: of the stage.
         on_progress: called as steps are taken.
 
     Returns:
         The steps taken, 0 if there was too little to gain; and trained weights, None if they predict no better than those
         at the start.
     """
+    steps = options.steps
     on_progress(FitProgress(ALL_TOGETHER, 0, steps, f"step 0 of {steps:,}"))
-    before = student.divergence(validation, student.start)
-    if before < least:
+    before = student.divergence(validation, student.weights)
+    if before < options.least:
         return 0, None
-    optimizer = RelativeAdam(student.start, RATE, steps)
-    for done, number in enumerate(batch_order(len(batches), steps, seed), start=1):
+    optimizer = RelativeAdam(student.weights, RATE, steps)
+    taken = _restore(optimizer, store, options.request)
+    saved = time.monotonic()
+    for number in batch_order(len(batches), steps, options.seed)[taken:]:
         for part in parts_of(batches[number]):  # a backward pass needs memory for a part
             with torch.no_grad(), student.precision():
                 wanted = student.logits(part)
-            with torch.enable_grad(), student.precision(), student.installed(optimizer.layers):
+            with torch.enable_grad(), student.precision(), student.installed(optimizer.layers), student.recomputing():
                 divergence = summed_divergence(student.logits(part), wanted)
                 torch.autograd.backward(divergence / tokens_of(batches[number]).numel())
         optimizer.step()
-        on_progress(FitProgress(ALL_TOGETHER, done, steps, f"step {done:,} of {steps:,}"))
+        taken += 1
+        on_progress(FitProgress(ALL_TOGETHER, taken, steps, f"step {taken:,} of {steps:,}"))
+        if time.monotonic() - saved > SAVED_EVERY and taken < steps:
+            state = {name: tensor.cpu().numpy() for name, tensor in optimizer.state().items()}
+            store.write(HALFWAY, state, {"request": options.request, "taken": taken})
+            saved = time.monotonic()
     after = student.divergence(validation, optimizer.layers)
     return steps, optimizer.results() if after < before else None
+
+
+def _restore(optimizer: RelativeAdam, store: LayerStore, request: JsonObject) -> int:
+    """Go on with what an interrupted run has saved; returns the steps that it had taken, 0 if there is none."""
+    saved = store.record(HALFWAY)
+    if saved is None or saved["request"] != request:
+        return 0
+    optimizer.restore({name: torch.from_numpy(array) for name, array in store.read(HALFWAY).items()}, saved["taken"])
+    return int(saved["taken"])

@@ -27,6 +27,8 @@ Array = npt.NDArray[Any]
 
 TOGETHER = "together"
 """The name under which the stage that trains all layers together is stored."""
+HALFWAY = "halfway"
+"""The name under which what that stage has come to is stored every few minutes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ source's do, except those that come from an encoder, which each stream makes of 
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from copy import copy
 from functools import partial
@@ -117,7 +117,7 @@ class LayerWalk:
             for name in self.modules:
                 noting = self.module(name).register_forward_pre_hook(lambda _, __, name=name: called.append(name))
                 context.enter_context(noting)
-            for name, stack in self._elements().items():
+            for name, stack in list_elements(self.model, self.modules.values()).items():
                 module = self.model.get_submodule(name)
                 forward = partial(surveyed, stack, name, module, module.forward)
                 context.enter_context(wrapped_forward(module, forward))
@@ -130,16 +130,6 @@ class LayerWalk:
                     f"running the model on text calls {name} {found.count(name)} times in its lists of layers, not once: it can't "
                     "be calibrated; choose --method factor without calibration text"
                 )
-
-    def _elements(self) -> dict[str, str]:
-        """The elements of the outermost module lists that hold attention modules: the list of each."""
-        found: dict[str, str] = {}
-        for name in self.modules.values():
-            parents = [name[: dot.start()] for dot in re.finditer(r"\.", name)]
-            lists = [each for each in parents if isinstance(self.model.get_submodule(each), torch.nn.ModuleList)]
-            for stack in lists[:1]:
-                found |= {f"{stack}.{number}": stack for number in range(len(self.model.get_submodule(stack)))}
-        return found
 
     def streams(self, count: int) -> "list[Stream]":
         """New streams at the first layer."""
@@ -320,6 +310,22 @@ class Stream:
         """The logits [B, L, vocabulary] of a batch, once all layers are passed."""
         logits: Tensor = self._walk.run(number, self._hidden[number]).logits
         return logits
+
+
+def list_elements(model: Any, modules: Iterable[str]) -> dict[str, str]:
+    """The layers of a model: the elements of the outermost module lists that hold attention modules, and the list of each.
+
+    Args:
+        model: a loaded model.
+        modules: the attention modules' names in it.
+    """
+    found: dict[str, str] = {}
+    for name in modules:
+        parents = [name[: dot.start()] for dot in re.finditer(r"\.", name)]
+        lists = [each for each in parents if isinstance(model.get_submodule(each), torch.nn.ModuleList)]
+        for stack in lists[:1]:
+            found |= {f"{stack}.{number}": stack for number in range(len(model.get_submodule(stack)))}
+    return found
 
 
 def check_finite(name: str, *tensors: Tensor) -> None:

@@ -1,16 +1,20 @@
-"""How much memory and disk a conversion takes: sums over the sizes in headers and config, without importing torch."""
+"""How much memory and disk a conversion takes: sums over the sizes in headers and config."""
 
 import math
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Any
 
 from gqa_convert.checkpoint.byte_sizes import size
-from gqa_convert.checkpoint.devices import available_memory, chosen_device, has_gpu_driver
+from gqa_convert.checkpoint.devices import available_memory, chosen_device, has_gpu_driver, multiplies_bfloat16
+from gqa_convert.checkpoint.headers import ITEM_BYTES
 from gqa_convert.checkpoint.results import Result
+from gqa_convert.checkpoint.source import Checkpoint
 from gqa_convert.conversion.fit.options import BATCH_TOKENS, CalibrationOptions, mixes, steps_together, wanted_tokens
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.families.config_sizes import HIDDEN_SIZE_KEYS, VOCABULARY_KEYS
 from gqa_convert.families.context_length import stated_count
+from gqa_convert.families.loading import is_encoder_decoder
 
 _KEPT_BYTES = 4 * 6
 """What waits between layers per token and unit of hidden_size: the residual stream and attention's input, of source and
@@ -24,10 +28,12 @@ WEIGHTS_SHARE = 0.7
 """Of the free memory that the weights of the source may take; the rest is for activations."""
 LAST_STAGE = "the last stage, which trains all layers together"
 _UNKNOWN = 1 << 62
-_STAGE_SHARE = 0.7
-"""Of the free memory that the last stage may take."""
+_STAGE_SHARE = 0.95
+"""Of the memory that is free beside the weights, what the last stage may take by its estimate."""
 _ACTIVATIONS = 40
 """Roughly how many numbers a layer keeps for the backward pass, per token and unit of hidden_size."""
+_WIDE = 256
+"""The hidden_size from which on products take longer in float32 than the conversions between types."""
 _MOST_PARAMETERS = 200_000_000
 """Of a model that is trained as a whole on a CPU, which would need hours for more."""
 
@@ -68,10 +74,13 @@ class Decisions:
     Attributes:
         no_own_text: why the source writes no text that is mixed in; empty where it does.
         no_last_stage: why all layers are not trained together unasked; empty where they are.
+        recompute: whether activations inside layers are computed again in that stage's backward passes, since they need
+            too much memory to be kept. It takes a third more time and changes no gradient.
     """
 
     no_own_text: str = ""
     no_last_stage: str = ""
+    recompute: bool = False
 
     def left_out(self, plan: Plan, options: CalibrationOptions) -> tuple[str, ...]:
         """What is left out, and why, for users."""
@@ -98,26 +107,71 @@ def decide(plan: Plan, options: CalibrationOptions) -> Decisions:
         return Decisions()
     device = device_of(options)
     free, no_own_text, no_last_stage = free_memory(device), "", ""
-    if (needed := _writing_bytes(plan)) > free:
+    recompute = _last_stage_free(plan, options, recompute=False) > free
+    if (needed := _writing_bytes(plan, device)) > free:
         no_own_text = f"it needs {size(needed)} of free memory, and {device} has {size(free)}"
     if is_slow(plan, device):
         steps = f"--kl-steps {steps_together(plan, options)}"
         no_last_stage = f"it takes hours on a CPU above {_MOST_PARAMETERS:,} parameters ({steps} runs it)"
-    elif (needed := _last_stage_free(plan, options)) > free:
+    elif (needed := _last_stage_free(plan, options, recompute=True)) > free:
         no_last_stage = f"it needs {size(needed)} of free memory, and {device} has {size(free)}"
-    return Decisions(no_own_text, no_last_stage)
+    return Decisions(no_own_text, no_last_stage, recompute)
 
 
-def _writing_bytes(plan: Plan) -> int:
-    """Where so much is free, the source writes text: for its weights, in float32, and as much again."""
-    return 2 * 4 * plan.parameters_before
+def _writing_bytes(plan: Plan, device: str) -> int:
+    """Where so much is free, the source writes text: for its weights, and as much again."""
+    return 2 * (2 if multiplies_bfloat16(_torch_device(device)) else 4) * plan.parameters_before
 
 
-def _last_stage_free(plan: Plan, options: CalibrationOptions) -> int:
+def _last_stage_free(plan: Plan, options: CalibrationOptions, *, recompute: bool) -> int:
     """Where so much is free, the weights are not offloaded, and all layers are trained together beside them."""
-    weights = 4 * plan.parameters_before
-    beside = last_stage_bytes(plan, block_tokens(plan, options))
+    device = device_of(options)
+    weights = held_bytes(plan.checkpoint, halves=holds_halves(plan, device))
+    beside = last_stage_bytes(plan, block_tokens(plan, options), device, recompute=recompute)
     return math.ceil(max(weights / WEIGHTS_SHARE, weights + beside / _STAGE_SHARE))
+
+
+def is_reduced(plan: Plan, device: Any) -> bool:
+    """Whether products with activations are made in bfloat16: where it is faster on a torch device, the merged layers of
+    the source have 16 bits, and their products are large enough to gain by it.
+    """
+    changed = {change.name for change in plan.changes}
+    wide = plan.checkpoint.result_dtypes
+    dtypes = {wide.get(name, entry.dtype) for name, entry in plan.checkpoint.entries.items() if name in changed}
+    hidden_size = stated_count(plan.checkpoint.config, HIDDEN_SIZE_KEYS) or 0
+    return dtypes <= {"F16", "BF16"} and hidden_size >= _WIDE and multiplies_bfloat16(device)
+
+
+def holds_halves(plan: Plan, device: str) -> bool:
+    """Whether the loaded source holds its matrices in the 16 bits of its files, of which autocast products are the same."""
+    return half_type(plan.checkpoint) is not None and is_reduced(plan, _torch_device(device))
+
+
+def half_type(checkpoint: Checkpoint) -> str | None:
+    """The one type of 16 bits that all tensors of a decoder have; None for other models, for those of several types, and
+    for experts, which transformers joins into tensors that no linear layer holds.
+    """
+    dtypes = {entry.dtype for entry in checkpoint.entries.values() if entry.dtype in ITEM_BYTES}
+    has_experts = any(".experts." in name for name in checkpoint.entries)
+    if is_encoder_decoder(checkpoint.config) or has_experts or len(dtypes) != 1:
+        return None
+    (dtype,) = dtypes
+    return dtype if ITEM_BYTES[dtype] == 2 else None
+
+
+def held_bytes(checkpoint: Checkpoint, *, halves: bool) -> int:
+    """What a loaded model's weights take: 4 bytes a number, or with `halves` 2 in all matrices but the embeddings."""
+    vocabulary, total, has_embeddings = stated_count(checkpoint.config, VOCABULARY_KEYS), 0, False
+    for entry in checkpoint.entries.values():
+        is_embedding = vocabulary in entry.shape and not has_embeddings
+        has_embeddings = has_embeddings or is_embedding
+        total += entry.elements * (2 if halves and len(entry.shape) == 2 and not is_embedding else 4)
+    return total
+
+
+def _torch_device(name: str) -> Any:
+    """What has the type of a torch device, without torch."""
+    return SimpleNamespace(type=name.partition(":")[0])
 
 
 def estimate_needs(plan: Plan, options: CalibrationOptions) -> Needs:
@@ -144,15 +198,15 @@ def estimate_needs(plan: Plan, options: CalibrationOptions) -> Needs:
             work += f" on {tokens:,} tokens"
             device, offloaded = device_of(options), 4 * plan.parameters_before
             running = _running_bytes(plan, tokens, block_tokens(plan, options), device)
-            memory = running + offloaded
+            memory = running + held_bytes(plan.checkpoint, halves=holds_halves(plan, device))
             # a layer's weights are in memory together where all others lie on the disk, or a large tensor
             tensors = [entry.elements for entry in plan.checkpoint.entries.values()]
             least = running + 4 * max(*tensors, sum(tensors) // len(plan.layers))
             if mixes(plan, options):
-                memory = max(memory, _writing_bytes(plan))
+                memory = max(memory, _writing_bytes(plan, device))
             steps = steps_together(plan, options)
             if steps and (options.kl_steps is not None or not is_slow(plan, device)):
-                memory = max(memory, running + _last_stage_free(plan, options))
+                memory = max(memory, running + _last_stage_free(plan, options, recompute=True))
                 work += f", then up to {steps:,} steps on all layers together"
                 if options.kl_steps is not None:
                     least, offloaded = memory, 0
@@ -208,17 +262,19 @@ def is_slow(plan: Plan, device: str) -> bool:
     return device == "cpu" and plan.parameters_before > _MOST_PARAMETERS
 
 
-def last_stage_bytes(plan: Plan, tokens: int) -> int:
-    """What that stage takes beside the weights of the source, in float32: the numbers that it trains beside those that they
-    began with, their gradients and two moments, the weights of modules that they are put into, and what a sequence keeps
-    for its backward pass, logits of student and source included.
+def last_stage_bytes(plan: Plan, tokens: int, device: str, *, recompute: bool) -> int:
+    """What that stage takes beside the weights of the source: the numbers that it trains, their gradients and two moments
+    in float32, and in bfloat16 where products are made in it and nothing is computed again; and what a sequence keeps for its backward pass, logits of
+    student and source included.
     """
     hidden_size, rows = hidden_size_of(plan), 0
     for layer, groups in plan.merged_layers:
-        trained, installed = layer.heads + groups, layer.heads + layer.kv_heads
-        rows += (layer.key_head_dim + layer.value_head_dim) * (5 * trained + installed)
+        rows += (layer.key_head_dim + layer.value_head_dim) * (layer.heads + groups)
+    copied = not recompute and is_reduced(plan, _torch_device(device))
+    trained = rows * hidden_size * (4 * 4 + (2 if copied else 0))
+    kept = _ACTIVATIONS + len(plan.layers) if recompute else _ACTIVATIONS * len(plan.layers)
     logits = 3 * (stated_count(plan.checkpoint.config, VOCABULARY_KEYS) or 0)
-    return 4 * (rows * hidden_size + tokens * (_ACTIVATIONS * len(plan.layers) * hidden_size + logits))
+    return trained + 4 * tokens * (kept * hidden_size + logits)
 
 
 def hidden_size_of(plan: Plan) -> int:

@@ -11,33 +11,29 @@ from typing import Any
 import torch
 from transformers.modeling_outputs import BaseModelOutput
 
-from gqa_convert.checkpoint.devices import multiplies_bfloat16
 from gqa_convert.checkpoint.publication import staged_folder
 from gqa_convert.checkpoint.source import open_checkpoint
-from gqa_convert.conversion.fit.memory import WEIGHTS_SHARE, free_memory
+from gqa_convert.conversion.fit.memory import WEIGHTS_SHARE, free_memory, half_type, held_bytes, is_reduced
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.errors import ConfigError
 from gqa_convert.families.composite import is_composite
-from gqa_convert.families.config_sizes import HIDDEN_SIZE_KEYS
-from gqa_convert.families.context_length import stated_count
 from gqa_convert.families.loading import check_complete, explained, load_model
 from gqa_convert.families.table import family_of
 
 _HEAD = "calibration compares its predictions; merge its heads without text"
-_WIDE = 256
-"""The hidden_size from which on products take longer in float32 than the conversions between types."""
-
 Precision = Callable[[], AbstractContextManager[Any]]
 """Returns a context in which torch multiplies matrices in one precision."""
 
 
-def open_model(folder: Path, *, device: str = "cpu") -> Any:
-    """Load a model with logits in float32, in evaluation mode and without gradients.
+def open_model(folder: Path, *, device: str = "cpu", halves: bool = False) -> Any:
+    """Load a model with logits that computes in float32, in evaluation mode and without gradients.
 
     Args:
         folder: a local checkpoint.
         device: the device to run it on. Of its free memory the weights take 70% at most. What does not fit is offloaded by
-            accelerate: it stays in the machine's memory or on the disk until its module runs.
+            accelerate, in float32: it stays in the machine's memory or on the disk until its module runs.
+        halves: hold matrices in the 16 bits in which the folder has them (`memory.multiplies_halves`). Autocast products
+            are the same bit for bit; for others, each matrix is widened while it is used.
 
     Raises:
         CorruptCheckpointError: parameters are missing in the folder.
@@ -47,10 +43,12 @@ def open_model(folder: Path, *, device: str = "cpu") -> Any:
     """
     place = torch.device(device)
     limit = int(WEIGHTS_SHARE * free_memory(device))
-    needed = sum(entry.elements for entry in open_checkpoint(folder).entries.values()) * torch.float32.itemsize
+    checkpoint = open_checkpoint(folder)
+    stored = half_type(checkpoint) if halves else None
+    needed = held_bytes(checkpoint, halves=stored is not None)
     with explained(str(folder)), ExitStack() as stack:
         if needed <= limit:
-            model, missing = load_model(folder, torch.float32)
+            model, missing = _load_halves(folder, stored) if stored else load_model(folder, torch.float32)
             model.to(place)
         else:
             memory: dict[str | int, int] = {"cpu": int(WEIGHTS_SHARE * free_memory("cpu"))}
@@ -63,6 +61,33 @@ def open_model(folder: Path, *, device: str = "cpu") -> Any:
     check_complete(str(folder), folder, missing, _HEAD)
     model.register_forward_pre_hook(_take_encoder_outputs, with_kwargs=True)
     return model.requires_grad_(False)
+
+
+def _load_halves(folder: Path, dtype: str) -> tuple[Any, list[str]]:
+    """Load a model whose linear layers hold their weights as the folder does, and all else float32."""
+    model, missing = load_model(folder, torch.bfloat16 if dtype == "BF16" else torch.float16)
+    if any(buffer.dtype in (torch.bfloat16, torch.float16) for buffer in model.buffers()):
+        return load_model(folder, torch.float32)  # it was computed in 16 bits, and widening it would not repair it
+    linear = [module for module in model.modules() if type(module) is torch.nn.Linear]
+    others = [module for module in model.modules() if type(module) is not torch.nn.Linear]
+    tied = {id(parameter) for module in others for parameter in module._parameters.values()}
+    for module in linear:
+        if id(module.weight) in tied:  # to embeddings, which enter the residual stream
+            others.append(module)
+        else:
+            module.forward = partial(_linear, module)
+    for module in others:
+        for parameter in module.parameters(recurse=False):
+            parameter.data = parameter.data.float()
+    return model, missing
+
+
+def _linear(module: Any, inputs: torch.Tensor) -> torch.Tensor:
+    """What a linear layer computes whose weights have 16 bits."""
+    weight, bias = module.weight, module.bias
+    if not torch.is_autocast_enabled(inputs.device.type):
+        weight, bias = weight.to(inputs.dtype), None if bias is None else bias.to(inputs.dtype)
+    return torch.nn.functional.linear(inputs, weight, bias)
 
 
 def _take_encoder_outputs(model: Any, args: Any, inputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -153,10 +178,4 @@ def precision_of(plan: Plan, device: torch.device) -> Precision:
         plan: of the conversion.
         device: where the model runs.
     """
-    changed = {change.name for change in plan.changes}
-    wide = plan.checkpoint.result_dtypes
-    dtypes = {wide.get(name, entry.dtype) for name, entry in plan.checkpoint.entries.items() if name in changed}
-    hidden_size = stated_count(plan.checkpoint.config, HIDDEN_SIZE_KEYS) or 0
-    if dtypes <= {"F16", "BF16"} and hidden_size >= _WIDE and multiplies_bfloat16(device):
-        return partial(torch.autocast, device.type, torch.bfloat16)
-    return nullcontext
+    return partial(torch.autocast, device.type, torch.bfloat16) if is_reduced(plan, device) else nullcontext

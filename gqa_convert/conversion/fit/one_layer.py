@@ -173,7 +173,8 @@ class OneLayer:
         if not steps or self._error(weights) < _EXACT:
             return weights
         *_, share = self._repair(weights)
-        optimizer = RelativeAdam([weights], RATE, steps)
+        copies = {name: tensor.clone() for name, tensor in weights.items()}
+        optimizer = RelativeAdam([copies], RATE, steps)
         power = sum(float(call.squared(call.between(share))) for call in calls)
         mean_square = power / sum(call.output.numel() for call in calls)
         for done, number in enumerate(batch_order(len(calls), steps, self._options.seed)):

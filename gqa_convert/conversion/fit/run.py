@@ -5,7 +5,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from gqa_convert._version import __version__
 from gqa_convert.checkpoint.devices import chosen_device
@@ -14,17 +14,15 @@ from gqa_convert.checkpoint.resource_errors import is_disk_full, is_out_of_memor
 from gqa_convert.checkpoint.results import plain
 from gqa_convert.conversion.fit.batches import prepare_calibration
 from gqa_convert.conversion.fit.from_weights import merge_layers
-from gqa_convert.conversion.fit.layer_store import TOGETHER, LayerStore, layer_key
-from gqa_convert.conversion.fit.memory import LAST_STAGE, Decisions, decide
+from gqa_convert.conversion.fit.layer_store import HALFWAY, TOGETHER, LayerStore, layer_key
+from gqa_convert.conversion.fit.memory import LAST_STAGE, Decisions, decide, holds_halves
 from gqa_convert.conversion.fit.options import CalibrationOptions, steps_per_layer
 from gqa_convert.conversion.fit.progress import ALL_TOGETHER, MERGING_LAYERS, FitProgress, OnProgress
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.errors import DeviceMemoryError, NoSpaceError, OptionError
 
 if TYPE_CHECKING:
-    from gqa_convert.conversion.fit.attention_calls import Batch
     from gqa_convert.conversion.fit.calibration_text import Calibration
-    from gqa_convert.conversion.fit.one_layer import FitOptions
 
 _RESULT = "result"
 """The name under which what fitting came to is stored."""
@@ -143,7 +141,7 @@ def _merge_on_data(
     for note in (mixed, calibration.warning, _left_out_note(more)):
         on_progress(tell(note=note))
     record = replace(record, left_out=(*left_out, *more))
-    return fit_checkpoint(plan, store, calibration, options, on_progress, record, steps)
+    return fit_checkpoint(plan, store, calibration, options, on_progress, record, steps, recompute=decisions.recompute)
 
 
 def _left_out_note(sentences: Sequence[str]) -> str | None:
@@ -158,6 +156,8 @@ def fit_checkpoint(
     on_progress: OnProgress,
     record: CalibrationRecord,
     steps: int,
+    *,
+    recompute: bool = False,
 ) -> CalibrationRecord:
     """Load the source, fit every layer, train all layers together, and measure the result on held-out text.
 
@@ -169,6 +169,7 @@ def fit_checkpoint(
         on_progress: called as the work goes on.
         record: of the calibration.
         steps: that train all layers together; 0 for none.
+        recompute: see `Decisions`.
 
     Returns:
         The record with what was done and measured.
@@ -180,8 +181,10 @@ def fit_checkpoint(
         NonFiniteError: a tensor of the source holds NaN or Inf, or the source yields it on the data.
         UnsupportedFamilyError: the loaded modules' parameters are not the checkpoint's tensors.
     """
+    from gqa_convert.conversion.fit import distillation
     from gqa_convert.conversion.fit.attention_calls import hold_out, tokens_of
     from gqa_convert.conversion.fit.calibration_text import digest_of
+    from gqa_convert.conversion.fit.distillation import LastStage, Student, train_together
     from gqa_convert.conversion.fit.layer_fitting import fit_layers, measure_divergence
     from gqa_convert.conversion.fit.model_loading import open_model, precision_of, running_device
     from gqa_convert.conversion.fit.one_layer import VALIDATED, FitOptions
@@ -195,8 +198,11 @@ def fit_checkpoint(
         return replace(record, kl_steps=finished["kl_steps"], kl=kl, left_out=tuple(finished["left_out"]))
     store.discard(_RESULT)
     store.discard(TOGETHER)
+    if not is_whole:
+        store.discard(HALFWAY)  # it began with other layers
     on_progress(FitProgress(MERGING_LAYERS, 0, len(plan.merged_layers), "loading the source"))
-    model = open_model(plan.checkpoint.local_folder, device=chosen_device(options.device))
+    device = chosen_device(options.device)
+    model = open_model(plan.checkpoint.local_folder, device=device, halves=holds_halves(plan, device))
     if steps and any(parameter.is_meta for parameter in model.parameters()):  # offloaded
         raise OptionError(
             f"{LAST_STAGE}, needs the model in memory, and it does not fit now: free memory, or leave the stage out "
@@ -220,7 +226,14 @@ def fit_checkpoint(
     if steps:
         texts = [*calibration.fresh, *learned], validation or learned
         try:
-            steps = _train_together(plan, store, model, fitting, texts, steps, options, on_progress)
+            student = Student(plan, store, model, fitting.precision, recompute=recompute)
+            stage = LastStage(
+                steps=steps, seed=options.seed, least=0.0 if is_asked else distillation.WORTHWHILE, request=request
+            )
+            steps, trained = train_together(student, store, *texts, stage, on_progress)
+            if trained is not None:
+                store.write(TOGETHER, student.tensors(trained), {})
+            store.discard(HALFWAY)
         except (MemoryError, RuntimeError) as problem:
             if is_asked or not is_out_of_memory(problem):
                 raise
@@ -233,31 +246,6 @@ def fit_checkpoint(
     on_progress(at_end(kl=record.kl))
     store.write(_RESULT, {}, {"request": request} | {key: plain(getattr(record, key)) for key in FOUND})
     return record
-
-
-def _train_together(
-    plan: Plan,
-    store: LayerStore,
-    model: Any,
-    fitting: "FitOptions",
-    texts: tuple[Sequence["Batch"], Sequence["Batch"]],
-    steps: int,
-    options: CalibrationOptions,
-    on_progress: OnProgress,
-) -> int:
-    """Train all layers together on the first text, as far as the second confirms it, and store them where that helped.
-
-    Returns:
-        The steps that were taken: 0 where there was too little to gain unasked.
-    """
-    from gqa_convert.conversion.fit.distillation import WORTHWHILE, Student, train_together
-
-    student = Student(plan, store, model, fitting.precision)
-    least = WORTHWHILE if options.kl_steps is None else 0.0
-    taken, trained = train_together(student, *texts, steps, plan.seed, least, on_progress)
-    if trained is not None:
-        store.write(TOGETHER, student.tensors(trained), {})
-    return taken
 
 
 @contextmanager

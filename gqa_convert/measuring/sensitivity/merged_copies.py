@@ -16,6 +16,7 @@ from gqa_convert.checkpoint.devices import chosen_device
 from gqa_convert.conversion.fit.attention_calls import Batch, hold_out
 from gqa_convert.conversion.fit.layer_store import LayerStore
 from gqa_convert.conversion.fit.layer_walk import Installing, LayerWalk
+from gqa_convert.conversion.fit.memory import holds_halves
 from gqa_convert.conversion.fit.merged_attention import check_holds
 from gqa_convert.conversion.fit.model_loading import Precision, open_model, precision_of, running_device
 from gqa_convert.conversion.fit.one_layer import VALIDATED, FitOptions
@@ -101,7 +102,9 @@ def open_inputs(
         raise DataError(
             "the calibration text has one block and none left to hold out for the loss: name more text or more --calibration-tokens"
         )
-    model = open_model(plan.checkpoint.local_folder, device=chosen_device(text.device))
+    device = chosen_device(text.device)
+    halves = store is not None and holds_halves(plan, device)
+    model = open_model(plan.checkpoint.local_folder, device=device, halves=halves)
     merge: Merging = merge_by_closed_form
     precision: Precision = nullcontext
     if store is not None:
