@@ -17,16 +17,16 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.conversion.fit import memory, model_loading, statistics
-from gqa_convert.conversion.fit.attention_calls import SINK_SHARE, AttentionCall, position_weights
+from gqa_convert.conversion.fit.attention_calls import AttentionCall, beginnings
 from gqa_convert.conversion.fit.layer_fitting import fit_layers
 from gqa_convert.conversion.fit.layer_store import LayerRecord, LayerStore
 from gqa_convert.conversion.fit.memory import half_type, held_bytes
 from gqa_convert.conversion.fit.merged_attention import MergedAttention
 from gqa_convert.conversion.fit.model_loading import find_modules, open_model, precision_of
-from gqa_convert.conversion.fit.one_layer import FitOptions, least
+from gqa_convert.conversion.fit.one_layer import FitOptions, OneLayer, least
 from gqa_convert.conversion.fit.optimizer import RelativeAdam
 from gqa_convert.conversion.fit.progress import FitProgress
-from gqa_convert.conversion.fit.statistics import DAMPING, Regression, best_strength, damped_moment, moments_of
+from gqa_convert.conversion.fit.statistics import DAMPING, Regression, best_strength, damped_moment
 from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import NonFiniteError, OptionError
@@ -132,7 +132,7 @@ def test_moments_and_ridge_are_what_they_say() -> None:
     np.testing.assert_allclose(moment, expected, atol=1e-6)  # products are made in float32
 
     regression = Regression(biased=True)
-    regression.add(torch.from_numpy(rows).view(2, 15, 5), torch.from_numpy(targets).view(2, 15, 4))
+    regression.add(torch.from_numpy(rows).view(2, 15, 5), torch.from_numpy(targets).view(2, 15, 4), torch.ones(2, 15))
     change = regression.change(0.3)
     # the same as least squares with rows that keep the change small
     penalty = np.sqrt(0.3 * np.mean(np.diag(extended.T @ extended)[:5])) * np.eye(6)
@@ -144,42 +144,65 @@ def test_moments_and_ridge_are_what_they_say() -> None:
     assert regression.power == pytest.approx(np.square(targets).sum())
 
 
-def test_the_first_position_has_its_share_of_every_sum() -> None:
-    """Weights by hand: 50 positions, so that the first counts three times as much as the average."""
+def test_errors_count_by_their_weights() -> None:
     generator = np.random.default_rng(0)
     rows, targets = generator.standard_normal((2, 50, 5)), generator.standard_normal((2, 50, 4))
-    weights = np.full(50, (1 - SINK_SHARE) * 50 / 49)
-    weights[0] = SINK_SHARE * 50
-    assert weights[0] == 3
-    roots = np.sqrt(np.tile(weights, 2))[:, None]
+    weights = generator.random((2, 50))
+    roots = np.sqrt(weights.reshape(100, 1))
     states, errors = torch.from_numpy(rows), torch.from_numpy(targets)
-
-    extended = roots * np.concatenate([rows.reshape(100, 5), np.ones((100, 1))], axis=1)
-    expected = extended.T @ extended / 100
-    expected[np.diag_indices(5)] += DAMPING * np.diag(expected)[:5].mean()
-    np.testing.assert_allclose(damped_moment([states]), expected, atol=1e-5)
-    unweighted = damped_moment([states], weighted=False)
-    np.testing.assert_allclose(unweighted[-1, :5], rows.reshape(100, 5).mean(0), atol=1e-6)
-
     regression = Regression(biased=False)
-    regression.add(states, errors)
+    regression.add(states, errors, torch.from_numpy(weights))
     wanted = roots * targets.reshape(100, 4)
     solution = np.linalg.lstsq(roots * rows.reshape(100, 5), wanted, rcond=None)[0]
     np.testing.assert_allclose(regression.change(1e-9).numpy(), solution, atol=1e-5)
     assert regression.power == pytest.approx(np.square(wanted).sum())
-
-    call = AttentionCall(states, (), {}, errors, errors)
+    call = AttentionCall(states, (), {}, errors, errors, torch.from_numpy(weights))
     assert float(call.squared(errors)) == pytest.approx(np.square(wanted).sum())
-    assert position_weights(torch.zeros(1, 16, 1)).tolist() == [1.0] * 16
-    assert position_weights(torch.zeros(1, 1, 1)).tolist() == [1.0]
 
 
-def test_moments_of_cross_attention_weigh_queries_alone() -> None:
-    hidden, states = torch.randn(1, 40, 6), torch.randn(1, 40, 6)
-    call = AttentionCall(hidden, (), {"key_value_states": states}, hidden, hidden)
-    moments = moments_of([call])
-    np.testing.assert_array_equal(moments.queries, damped_moment([hidden]))
-    np.testing.assert_array_equal(moments.keys, damped_moment([states], weighted=False))
+def test_an_error_in_a_massive_state_counts_by_its_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One token's embedding is a hundred times as long as all others, and so is every state that it enters."""
+    case = folded.build("llama")
+    embeddings = case.model.get_input_embeddings().weight
+    embeddings.data[7] *= 100 * embeddings.data.norm(dim=-1).median() / embeddings.data[7].norm()
+    batches = [{"input_ids": torch.randint(8, VOCAB, (2, 40))} for _ in range(3)]
+    for batch in batches:
+        batch["input_ids"][:, 0] = 7
+    seen: list[AttentionCall] = []
+    fit = OneLayer.fit
+
+    def noted(self: OneLayer) -> Any:
+        seen.extend(self._attention.calls)
+        return fit(self)
+
+    monkeypatch.setattr(OneLayer, "fit", noted)
+    fitted(case.save(tmp_path / "source"), tmp_path / "out", batches=batches, steps=0)
+    assert {call.weights.shape[1] for call in seen} == {40, 2}
+    for call in (call for call in seen if call.weights.shape[1] == 40):
+        assert (call.weights[:, 1:] == 1).all()
+        assert (call.weights[:, 0] < 0.02).all()
+
+
+def test_tokens_are_read_as_beginnings() -> None:
+    blocks = [{"input_ids": torch.arange(400 * number, 400 * number + 400).view(4, 100)} for number in range(2)]
+    (batch,) = beginnings(blocks, blocks)
+    assert batch.keys() == {"input_ids"}
+    assert batch["input_ids"].shape == (48, 1)
+    tokens = batch["input_ids"].flatten()
+    assert (tokens[0], tokens[-1]) == (0, 799)
+    assert {int(gap) for gap in tokens.diff()} == {17}
+    for block in blocks:
+        block["input_ids"][:, 0] = 5
+    (batch,) = beginnings(blocks, blocks)
+    assert batch["input_ids"].shape == (48, 2)
+    assert (batch["input_ids"][:, 0] == 5).all()
+    assert beginnings([], blocks) == []
+    (alone,) = beginnings([{"input_ids": torch.full((1, 100), 9)}], blocks)
+    assert alone["input_ids"].tolist() == 6 * [[5, 9]]
+    pairs = [{"input_ids": torch.zeros(1, 9), "decoder_input_ids": torch.zeros(1, 9)}]
+    assert beginnings(pairs, pairs) == []
+    many = beginnings([{"input_ids": torch.zeros(50, 1000, dtype=torch.long)}], blocks)
+    assert [len(batch["input_ids"]) for batch in many] == [1024, 1024, 952]
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.3, 100.0])
@@ -193,7 +216,7 @@ def test_held_out_text_decides_how_much_is_repaired(noise: float, monkeypatch: p
     for _ in range(2):
         inputs = normal(1, 30, 20)
         texts.append(Regression(biased=False))
-        texts[-1].add(inputs, inputs @ weight + noise * normal(1, 30, 8))
+        texts[-1].add(inputs, inputs @ weight + noise * normal(1, 30, 8), torch.ones(1, 30))
     strength, share = best_strength(*texts)
     if noise == 100:  # 30 tokens of noise predict nothing on other text
         assert strength is None or strength >= 1

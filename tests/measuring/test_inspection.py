@@ -12,7 +12,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from gqa_convert.checkpoint.source import open_checkpoint
-from gqa_convert.conversion.fit.attention_calls import SINK_SHARE
 from gqa_convert.conversion.fit.calibration_text import calibration_batches
 from gqa_convert.families.geometry import AttentionFinder
 from gqa_convert.families.table import FAMILIES
@@ -74,22 +73,23 @@ def blocks_of(planted: tuple[Path, Path]) -> tuple[Tensor, Tensor]:
 
 
 def moments_of(model: Any, blocks: Tensor) -> list[Array]:
-    """E[x x^T] of each attention layer's input and a 1 behind it, damped by 1% of the mean of its diagonal. The first
-    position of a block has 6% of the sum.
+    """E[x x^T] of each attention layer's input and a 1 behind it, damped by 1% of the mean of its diagonal. 6% of the
+    tokens are read behind the one that begins all blocks too.
     """
+    tokens = blocks.flatten()
+    spread = tokens[torch.linspace(0, len(tokens) - 1, int(0.06 * len(tokens))).long()]
+    begun = torch.stack([torch.full_like(spread, FIRST_WORD), spread], dim=1)
     found = []
     with torch.inference_mode():
-        stream = model(input_ids=blocks, output_hidden_states=True).hidden_states[:-1]
-        seen = [layer.input_layernorm(states) for layer, states in zip(model.model.layers, stream, strict=True)]
+        streams = [model(input_ids=ids, output_hidden_states=True).hidden_states for ids in (blocks, begun)]
+        states = [torch.cat([each.flatten(0, 1) for each in layer]) for layer in zip(*streams, strict=True)]
+        seen = [layer.input_layernorm(rows) for layer, rows in zip(model.model.layers, states[:-1], strict=True)]
     for states in seen:
-        rows = states.flatten(0, 1).double().numpy()
-        weights = np.full(LENGTH, (1 - SINK_SHARE) * LENGTH / (LENGTH - 1))
-        weights[0] = SINK_SHARE * LENGTH
-        weighted = rows * np.tile(weights, len(states))[:, None]
-        moment, average = weighted.T @ rows / len(rows), weighted.mean(0)
+        rows = states.double().numpy()
+        moment = rows.T @ rows / len(rows)
         moment += 0.01 * np.diag(moment).mean() * np.eye(len(moment))
         whole = np.ones((len(moment) + 1, len(moment) + 1))
-        whole[:-1, :-1], whole[-1, :-1], whole[:-1, -1] = moment, average, average
+        whole[:-1, :-1], whole[-1, :-1], whole[:-1, -1] = moment, rows.mean(0), rows.mean(0)
         found.append(whole)
     return found
 

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gqa_convert.conversion.fit.options import BATCH_TOKENS
+
 Batch = Mapping[str, Tensor]
 """The inputs of the model: tensors by argument, with a row for each sequence."""
 
@@ -14,11 +16,10 @@ _STATES = ("key_value_states", "encoder_hidden_states")
 """Keyword arguments for the states that keys and values are projected from, in cross-attention."""
 _TOKENS_TOGETHER = 512
 """Of short sequences that are run together."""
-SINK_SHARE = 0.06
-"""Of every sum over a sequence, what its first position has. Every later position attends to it, for most heads as a sink
-(Xiao et al. 2023, section 3), and some models give it a state many times as large as all others (Sun et al. 2024,
-section 2). One position among a thousand, it would count for nothing in the sums that decide how its layer is merged.
-"""
+_BEGINNINGS = 0.06
+"""How many of a text's tokens are also read as the beginning of a block."""
+MASSIVE = 5.0
+"""How many times as long as their median a state is that counts as massive (Sun et al. 2024, section 2)."""
 
 
 def tokens_of(batch: Batch) -> Tensor:
@@ -74,6 +75,7 @@ class AttentionCall:
         hidden: [B, L, d], the states that queries are projected from: the first argument.
         output: [B, L, d], the contribution to the residual stream that the source's weights yield.
         target: [B, L, d], the contribution that would bring the residual stream to the source's.
+        weights: [B, L], how much an error counts at each position.
     """
 
     hidden: Tensor
@@ -81,6 +83,7 @@ class AttentionCall:
     kwargs: dict[str, Any]
     output: Tensor
     target: Tensor
+    weights: Tensor
 
     @property
     def states(self) -> Tensor:
@@ -94,19 +97,32 @@ class AttentionCall:
 
     def squared(self, tensor: Tensor) -> Tensor:
         """The weighted sum of squares of [B, L, d], of rows in float32, of all in float64."""
-        rows = tensor.float().square().sum(-1).double()
-        return (rows * position_weights(tensor)).sum()
+        return (tensor.float().square().sum(-1).double() * self.weights).sum()
 
 
-def position_weights(states: Tensor) -> Tensor:
-    """The weight of each position of [B, L, d] in sums, float64 [L], 1 on average: `SINK_SHARE` of all for the first, where
-    it would have less, and the rest in equal parts.
+def beginnings(batches: Sequence[Batch], text: Sequence[Batch]) -> list[Batch]:
+    """Blocks that hold nothing but their beginning: evenly spread tokens of a text, each by itself, or behind the token with
+    which all of its blocks begin.
+
+    To the first token of a block most heads of all later positions attend, as to a sink (Xiao et al. 2023, section 3), and
+    some models give it a massive state. A text of a few dozen blocks shows a few dozen first tokens.
+
+    Args:
+        batches: whose tokens are read.
+        text: all batches, which tell whether blocks begin with one token.
+
+    Returns:
+        Batches of these blocks; none for an encoder-decoder, whose decoder always begins with the same token.
     """
-    length = states.shape[1]
-    first = max(1.0, SINK_SHARE * length)
-    weights = torch.full((length,), (length - first) / max(1, length - 1), dtype=torch.float64)
-    weights[0] = first
-    return weights.to(states.device)
+    if not batches or "decoder_input_ids" in batches[0]:
+        return []
+    tokens = torch.cat([batch["input_ids"].flatten() for batch in batches])
+    places = torch.linspace(0, len(tokens) - 1, max(1, int(_BEGINNINGS * len(tokens)))).long()
+    rows = tokens[places][:, None]
+    first = torch.cat([batch["input_ids"][:, 0] for batch in text])
+    if len(first) > 1 and (first == first[0]).all():
+        rows = torch.cat([first[:1].expand(len(rows), 1), rows], dim=1)
+    return [{"input_ids": part} for part in rows.split(BATCH_TOKENS // rows.shape[1])]
 
 
 @dataclass(slots=True)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gqa_convert.conversion.fit.attention_calls import AttentionCall, Batch, CapturedAttention
+from gqa_convert.conversion.fit.attention_calls import MASSIVE, AttentionCall, Batch, CapturedAttention
 from gqa_convert.conversion.fit.model_loading import find_modules, running_device, wrapped_forward
 from gqa_convert.conversion.fit.residual_stream import StreamPlace, find_stream, first_tensor, on_passing
 from gqa_convert.errors import NonFiniteError, UnsupportedFamilyError
@@ -271,6 +271,7 @@ class Stream:
         walk = self._walk
         self._enter(layer)
         calls = []
+        counting = self._error_weights(streams)
         for number in range(len(walk.batches)):
             with walk.watching(name, ends=True) as seen:
                 self._run(layer, number, weights)
@@ -279,8 +280,20 @@ class Stream:
             if streams is not None:
                 target = output + (streams[number] - seen["stream"]).reshape(output.shape) / walk.places[name].factor
             check_finite(name, hidden, output, target)
-            calls.append(AttentionCall(hidden, args, kwargs, output, target))
+            counts = counting[number] if streams else output.new_ones(output.shape[:-1])
+            calls.append(AttentionCall(hidden, args, kwargs, output, target, counts.reshape(output.shape[:-1])))
         return CapturedAttention(name, walk.module(name), walk.projection, calls)
+
+    @staticmethod
+    def _error_weights(streams: Sequence[Tensor] | None) -> list[Tensor]:
+        """How much an error counts at each position of the source's residual streams: 1, and less in a massive state, which
+        a norm divides by its length before anything reads it.
+        """
+        lengths = [stream.float().norm(dim=-1) for stream in streams or ()]
+        if not lengths:
+            return []
+        median = torch.cat([each.flatten() for each in lengths]).median()
+        return [torch.where(each > MASSIVE * median, (median / each).square(), 1.0) for each in lengths]
 
     def _enter(self, layer: WalkedLayer) -> None:
         """Go on to the stack of a layer."""

@@ -215,7 +215,7 @@ class OneLayer:
             sums.append(Regression(biased=self._layout.output_names[1] in weights))
             for call in calls:
                 output, entered = self._run(call, weights)
-                sums[-1].add(entered, call.target - output)
+                sums[-1].add(entered, call.target - output, call.weights)
         return sums[0], *best_strength(*sums)
 
 

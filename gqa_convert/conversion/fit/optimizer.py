@@ -3,6 +3,7 @@ own.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ class RelativeAdam:
 
     def __init__(self, layers: Sequence[Mapping[str, Tensor]], rate: float, steps: int) -> None:
         self.layers: list[dict[str, Tensor]] = []
-        groups = []
+        groups: list[dict[str, Any]] = []
         for tensors in layers:
             sizes = {name: float(start.double().square().mean().sqrt()) for name, start in tensors.items()}
             trained = {name: start.detach().requires_grad_() for name, start in tensors.items()}
@@ -51,7 +52,7 @@ class RelativeAdam:
 
     def state(self) -> dict[str, Tensor]:
         """What the steps so far have come to, by names of its own: each tensor with its moments."""
-        found = {}
+        found: dict[str, Tensor] = {}
         for name, tensor in self._named():
             own = self._adam.state[tensor]
             found |= {name: tensor.detach(), f"{name} mean": own["exp_avg"], f"{name} square": own["exp_avg_sq"]}

@@ -182,7 +182,7 @@ def fit_checkpoint(
         UnsupportedFamilyError: the loaded modules' parameters are not the checkpoint's tensors.
     """
     from gqa_convert.conversion.fit import distillation
-    from gqa_convert.conversion.fit.attention_calls import hold_out, tokens_of
+    from gqa_convert.conversion.fit.attention_calls import beginnings, hold_out, tokens_of
     from gqa_convert.conversion.fit.calibration_text import digest_of
     from gqa_convert.conversion.fit.distillation import LastStage, Student, train_together
     from gqa_convert.conversion.fit.layer_fitting import fit_layers, measure_divergence
@@ -209,14 +209,15 @@ def fit_checkpoint(
             "with --kl-steps 0, and run the same command again, which resumes from the finished layers"
         )
     learned, validation = hold_out(calibration.batches, VALIDATED)
+    fitted, validating = ([*part, *beginnings(part, calibration.batches)] for part in (learned, validation))
     fitting = FitOptions(
         method=plan.merge_method,
         steps=steps_per_layer(options),
         seed=plan.seed,
-        validation=len(validation),
+        validation=len(validating),
         precision=precision_of(plan, running_device(model)),
     )
-    fit_layers(plan, store, model, [*learned, *validation], fitting, on_progress)
+    fit_layers(plan, store, model, [*fitted, *validating], fitting, on_progress)
     at_end = partial(FitProgress, ALL_TOGETHER, steps, steps)
     if held_out:
         on_progress(at_end("measuring the result"))

@@ -1,6 +1,6 @@
 """Sums over calibration text: second moments of inputs, and ridge regression of an output projection.
 
-The products of a batch are made in float32, and summed over batches in float64. Positions count by `position_weights`.
+The products of a batch are made in float32, and summed over batches in float64.
 """
 
 from collections.abc import Iterable, Sequence
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gqa_convert.conversion.fit.attention_calls import AttentionCall, position_weights
+from gqa_convert.conversion.fit.attention_calls import AttentionCall
 from gqa_convert.merging.factorisation import Array
 from gqa_convert.merging.merge_layer import Moments
 
@@ -29,33 +29,22 @@ def product(left: Tensor, right: Tensor) -> Tensor:
     return (left.T @ right).double()
 
 
-def rows_of(tensor: Tensor, *, constant: bool, weighted: bool = True) -> Tensor:
-    """[B, L, d] as [n, d], float32.
-
-    Args:
-        tensor: states.
-        constant: put a 1 behind each row, which stands for a bias.
-        weighted: multiply each row by the root of its position's weight, so that products of rows are weighted.
-    """
-    states = tensor.detach().float()
-    if constant:
-        states = torch.nn.functional.pad(states, (0, 1), value=1.0)
-    if weighted:
-        states = states * position_weights(tensor).float().sqrt()[:, None]
-    return states.flatten(0, 1)
+def rows_of(tensor: Tensor, *, constant: bool) -> Tensor:
+    """[B, L, d] as [n, d], float32, with a 1 behind each row if `constant` says so, which stands for a bias."""
+    rows = tensor.detach().float().flatten(0, 1)
+    return torch.cat([rows, rows.new_ones(len(rows), 1)], dim=1) if constant else rows
 
 
-def damped_moment(states: Iterable[Tensor], *, weighted: bool = True) -> Array:
+def damped_moment(states: Iterable[Tensor]) -> Array:
     """E[x x^T] of inputs x with a 1 behind them, [d + 1, d + 1], with `DAMPING` on its diagonal so that it is not
     singular. The last entry is 1.
 
     Args:
         states: [B, L, d] of each batch.
-        weighted: by position. An encoder's output has no first position that all others attend to.
     """
     total: Any = 0
     for tensor in states:
-        rows = rows_of(tensor, constant=True, weighted=weighted)
+        rows = rows_of(tensor, constant=True)
         total += product(rows, rows)
     found = (total / total[-1, -1]).cpu().numpy()
     mean = float(np.mean(np.diag(found)[:-1]))
@@ -68,7 +57,7 @@ def moments_of(calls: Sequence[AttentionCall]) -> Moments:
     queries = damped_moment(call.hidden for call in calls)
     if all(call.states is call.hidden for call in calls):
         return Moments(queries, queries)
-    return Moments(queries, damped_moment((call.states for call in calls), weighted=False))
+    return Moments(queries, damped_moment(call.states for call in calls))
 
 
 class Regression:
@@ -87,9 +76,10 @@ class Regression:
         self._power: Any = 0
         """[t], the squares of each column of errors."""
 
-    def add(self, inputs: Tensor, error: Tensor) -> None:
-        """Add inputs of the projection [B, L, z] and what its output lacks [B, L, t]."""
-        rows, wanted = rows_of(inputs, constant=self._biased), rows_of(error, constant=False)
+    def add(self, inputs: Tensor, error: Tensor, weights: Tensor) -> None:
+        """Add inputs of the projection [B, L, z], what its output lacks [B, L, t], and how much each position counts [B, L]."""
+        roots = weights.float().sqrt().flatten()[:, None]
+        rows, wanted = roots * rows_of(inputs, constant=self._biased), roots * rows_of(error, constant=False)
         self._gram += product(rows, rows)
         self._cross += product(rows, wanted)
         self._power += wanted.square().sum(0).double()

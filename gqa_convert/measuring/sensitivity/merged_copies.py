@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gqa_convert.checkpoint.devices import chosen_device
-from gqa_convert.conversion.fit.attention_calls import Batch, hold_out
+from gqa_convert.conversion.fit.attention_calls import MASSIVE, Batch, beginnings, hold_out
 from gqa_convert.conversion.fit.layer_store import LayerStore
 from gqa_convert.conversion.fit.layer_walk import Installing, LayerWalk
 from gqa_convert.conversion.fit.memory import holds_halves
@@ -37,8 +37,6 @@ Copy = Mapping[str, int]
 """The number of K/V heads of each merged layer, by the layer's module; other layers are the source's."""
 MOST_COPIES = 64
 """Maximum number of copies whose activations are in memory together."""
-MASSIVE = 5.0
-"""An attention sink is a state at the first position that is so many times as long as those at all others."""
 _HELD_OUT = 5
 """One in this many tokens of text is held out."""
 
@@ -107,11 +105,13 @@ def open_inputs(
     model = open_model(plan.checkpoint.local_folder, device=device, halves=halves)
     merge: Merging = merge_by_closed_form
     precision: Precision = nullcontext
-    if store is not None:
+    if store is None:
+        before = [*before, *beginnings(before, batches)]
+    else:
         precision = precision_of(plan, running_device(model))
         steps = min(steps_per_layer(text), SHORT_STEPS)
         learned, validation = hold_out(before, VALIDATED)
-        before = [*learned, *validation]
+        before = [*learned, *beginnings(learned, batches), *validation]
         options = FitOptions(
             method=CALIBRATED_DEFAULT,
             steps=steps,
