@@ -41,7 +41,7 @@ def test_each_part_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert twice.disk_bytes == once.disk_bytes
     assert once.offloaded_bytes == 4 * plan.parameters_before
     sizes = {"tokens": 2048, "sequence_length": 512}
-    assert estimate(**sizes, kl_steps=20).memory_bytes > 1.1 * estimate(**sizes, kl_steps=0, mix=False).memory_bytes
+    assert estimate(**sizes, kl_steps=20).memory_bytes > 1.05 * estimate(**sizes, kl_steps=0, mix=False).memory_bytes
     assert estimate(**sizes).memory_bytes == estimate(**sizes, kl_steps=20).memory_bytes
     assert "then up to 20 steps on all layers together" in estimate(**sizes, kl_steps=20).work
     monkeypatch.setattr(memory, "available_memory", lambda _: 64 * GIB)

@@ -358,7 +358,7 @@ def test_one_bad_module_does_not_hide_in_a_good_fit(made: Made, tmp_path: Path) 
     def exchange_heads(out: Path, source: Path) -> None:
         for name, axis in (("k_proj", 0), ("v_proj", 0), ("o_proj", 1)):
             exchange(f"{STEM}.{name}.weight", 0, 1, WIDTH, axis)(out, source)
-        edit(out, f"{STEM}.o_proj.weight", lambda tensor: -tensor)
+        edit(out, f"{STEM}.o_proj.weight", lambda tensor: -0.7 * tensor)
 
     out, source = damaged(made, ("llama, float32", 3, "fit"), exchange_heads, tmp_path)
     assert set(failed(verify_checkpoint(out, source))) == {"spans", "module outputs"}
