@@ -145,5 +145,6 @@ def blocks(data: Data) -> dict[str, str]:
 if __name__ == "__main__":
     page = PAGE.read_text(encoding="utf-8")
     for name, text in blocks(json.loads(OUTPUT.read_text(encoding="utf-8"))).items():
-        page = filled(page, name, text)
+        if f"<!-- begin {name} -->" in page:
+            page = filled(page, name, text)
     PAGE.write_text(page, encoding="utf-8")
