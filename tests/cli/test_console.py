@@ -70,6 +70,7 @@ def shown_by(screen_of: type, clock: Clock, capsys: pytest.CaptureFixture[str], 
 
 def test_the_stages_of_a_conversion(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
     layer = LayerRecord("layers.0.self_attn", {}, [0], 0.25)
+    lost = LayerRecord("layers.1.self_attn", {}, [0], 1.5)
     from_weights = LayerRecord("m", {}, [0])
     trained = Divergence(0.5, 0.125, "1,024 held-out tokens of text.txt")
     alike = Divergence(0.5, 0.5, "9 held-out tokens of text.txt")
@@ -80,6 +81,7 @@ def test_the_stages_of_a_conversion(clock: Clock, capsys: pytest.CaptureFixture[
         ("layer", (FitProgress(OWN_TEXT, 10, 40),)),
         ("layer", (FitProgress(MERGING_LAYERS, 0, 2, "loading the source"),)),
         ("layer", (FitProgress(MERGING_LAYERS, 1, 2, layer=layer),)),
+        ("layer", (FitProgress(MERGING_LAYERS, 2, 2, layer=lost),)),
         ("layer", (FitProgress(MERGING_LAYERS, 2, 2, layer=from_weights),)),
         ("layer", (FitProgress(ALL_TOGETHER, 2, 8, "step 2 of 8, KL 0.400"),)),
         ("layer", (FitProgress(ALL_TOGETHER, 8, 8, kl=trained),)),
@@ -92,6 +94,9 @@ def test_the_stages_of_a_conversion(clock: Clock, capsys: pytest.CaptureFixture[
         "merging layers: 0.0%  loading the source",
         "merging layers: 50.0%",
         "layer 1 of 2  layers.0.self_attn: 25.0% of mean pooling's error remains",
+        "merging layers: 100.0%",
+        "layer 2 of 2  layers.1.self_attn: 150.0% of mean pooling's error remains",
+        "note: pooling loses less in that layer: name more text like the model's, or keep more heads there",
         "merging layers: 100.0%",
         "all layers together: 25.0%  step 2 of 8, KL 0.400",
         "all layers together: 100.0%",

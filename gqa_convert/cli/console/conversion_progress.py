@@ -40,6 +40,10 @@ class ConversionScreen:
             self.say(
                 f"layer {progress.done} of {progress.total}  {layer.module}: {layer.error_vs_mean:.1%} of mean pooling's error remains"
             )
+            if layer.error_vs_mean > 1:
+                self.say(
+                    "note: pooling loses less in that layer: name more text like the model's, or keep more heads there"
+                )
         if kl is not None:
             before = f"{kl.before:.4f}, by training all layers together " if kl.after != kl.before else ""
             self.say(f"KL divergence from the source: {before}{kl.after:.4f} nats per token on {kl.text}")
