@@ -43,15 +43,24 @@ def lengths(model: Any, blocks: torch.Tensor) -> dict[str, list[float]]:
 
 
 def draw(sources: dict[str, dict[str, Any]], out: Path) -> None:
-    """A panel for each source: the first position's length by layer, in the source and in its results."""
-    figure = Figure(figsize=(9, 3.2), layout="constrained", facecolor="white")
-    for (name, models), axes in zip(sources.items(), figure.subplots(1, len(sources), squeeze=False)[0], strict=True):
+    """For each source how long its states are by layer, and the first position's in its results, as a share of that."""
+    figure = Figure(figsize=(9, 3.2 * len(sources)), layout="constrained", facecolor="white")
+    for (name, models), (left, right) in zip(
+        sources.items(), figure.subplots(len(sources), 2, squeeze=False), strict=True
+    ):
+        source = models.pop(name)
+        layers = range(1, 1 + len(source["first"]))
+        left.plot(layers, source["first"], marker=".", label="first position")
+        left.plot(layers, source["others"], marker=".", label="other positions")
+        left.set(title=name, xlabel="layer", ylabel="length of the hidden state", yscale="log")
         for model, measured in models.items():
-            axes.plot(range(1, 1 + len(measured["first"])), measured["first"], marker=".", label=model)
-        axes.plot(range(1, 1 + len(measured["others"])), measured["others"], linestyle=":", label="other positions")
-        axes.set(title=name, xlabel="layer", ylabel="length of the hidden state", yscale="log")
-        axes.legend(frameon=False)
-        axes.grid(linewidth=0.4)
+            shares = [ours / theirs for ours, theirs in zip(measured["first"], source["first"], strict=True)]
+            right.plot(layers, shares, marker=".", label=model)
+        right.axhline(1, color="grey", linewidth=1)
+        right.set(title="first position after conversion", xlabel="layer", ylabel="share of the source's length")
+        for axes in (left, right):
+            axes.legend(frameon=False)
+            axes.grid(linewidth=0.4)
     figure.savefig(out, metadata={"Date": None})
 
 
