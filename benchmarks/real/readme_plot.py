@@ -26,12 +26,13 @@ THEMES = {
 
 def draw(data: dict[str, Any], colours: dict[str, str]) -> Figure:
     """One panel per kind of text, with losses in windows of 512 tokens; the cache shrinks from left to right."""
+    cells = [cell for cell in data["cells"] if cell["model"] == "smollm2"]
     caches = [3 * BYTES_PER_HEAD, BYTES_PER_HEAD]
     figure = Figure(figsize=(9, 3.2), layout="constrained", facecolor="none")
     for kind, axes in zip(("prose", "code", "chat"), figure.subplots(1, 3, sharey=True), strict=True):
         source = data["models"]["smollm2"]["scores"]["loss"][kind]["512"]["loss"]
         for method, label in METHODS.items():
-            seeds = [cell["loss"][kind]["512"]["loss"] for cell in data["cells"] if cell["method"] == method]
+            seeds = [cell["loss"][kind]["512"]["loss"] for cell in cells if cell["method"] == method]
             loss = statistics.mean(seeds)
             axes.plot(caches, [source, loss], marker="o", linewidth=1.8, color=colours[method], label=label)
             axes.annotate(f"{loss:.2f}", (caches[1], loss), (6, 2), textcoords="offset points")

@@ -40,17 +40,17 @@ def test_the_number_of_families() -> None:
         assert words in README, f"README.md states another number of types: it must say '{words}'"
 
 
-def cells_of(method: str) -> list[dict[str, Any]]:
-    """Of SmolLM2, of all seeds."""
-    return [cell for cell in REAL["cells"] if (cell["model"], cell["method"]) == ("smollm2", method)]
+def cells_of(method: str, model: str = "smollm2") -> list[dict[str, Any]]:
+    """Of all seeds."""
+    return [cell for cell in REAL["cells"] if (cell["model"], cell["method"]) == (model, method)]
 
 
-def real_losses(method: str) -> list[str]:
+def real_losses(method: str, model: str = "smollm2") -> list[str]:
     """On prose, code and chat, as the README writes them; averaged over seeds."""
     if method == "source":
-        scores = [REAL["models"]["smollm2"]["scores"]]
+        scores = [REAL["models"][model]["scores"]]
     else:
-        scores = cells_of(method)
+        scores = cells_of(method, model)
     kinds = ("prose", "code", "chat")
     return [f"{statistics.mean(each['loss'][kind]['512']['loss'] for each in scores):.2f}" for kind in kinds]
 
@@ -82,6 +82,15 @@ def test_the_table_states_what_was_measured(row: str, method: str) -> None:
     lines = [line.replace("*", "") for line in README.splitlines() if line.startswith("|")]
     (cells,) = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith(f"| {row} |")]
     assert cells[3:] == [*real_losses(method), *facts(method)]
+
+
+def test_the_sentence_on_qwen_states_what_was_measured() -> None:
+    source, mean, layers = (real_losses(method, "qwen-0.5b") for method in ("source", "mean", "layers"))
+    text = " ".join(README.split())
+    for place, kind, word in ((1, "code", "mean pooling: "), (0, "prose", "")):
+        assert re.search(rf"on {kind} (rises )?from {source[place]} to {layers[place]} \({word}{mean[place]}", text), (
+            kind
+        )
 
 
 def test_the_table_of_speech_states_what_was_measured() -> None:
