@@ -65,7 +65,7 @@ def test_what_is_needed_does_not_depend_on_what_is_free(monkeypatch: pytest.Monk
         assert bool(found.left_out) is (free < best.memory_bytes)
     options = CalibrationOptions("text.txt", **sizes)
     whole, least = (memory._last_stage_free(plan_by("fit"), options, recompute=again) for again in (False, True))
-    assert whole > 1.5 * least
+    assert whole > 1.1 * least
     for free, recomputes, trains in (
         (whole, False, True),
         (whole - 1, True, True),
@@ -93,4 +93,4 @@ def test_memory_for_what_is_trained_is_asked_for(name: str, tmp_path: Path) -> N
     trained = 0
     for weights in student.weights:
         trained += sum(tensor.nbytes for name, tensor in weights.items() if name.endswith("weight"))
-    assert memory.last_stage_bytes(plan, 0, "cpu", recompute=False) == 4 * trained
+    assert memory.last_stage_bytes(plan, 0, "cpu", recompute=False) == memory._STAGE_BASE + 4 * trained

@@ -30,8 +30,12 @@ LAST_STAGE = "the last stage, which trains all layers together"
 _UNKNOWN = 1 << 62
 _STAGE_SHARE = 0.95
 """Of the memory that is free beside the weights, what the last stage may take by its estimate."""
-_ACTIVATIONS = 40
-"""Roughly how many numbers a layer keeps for the backward pass, per token and unit of hidden_size."""
+_ACTIVATIONS = 18
+"""How many numbers a layer keeps for the backward pass, per token and unit of hidden_size, counted as float32."""
+_STAGE_BASE = 600 << 20
+"""Bytes of the last stage for what its products and its comparisons work with. This and the number above were measured:
+`benchmarks/last_stage_memory.py`.
+"""
 _WIDE = 256
 """The hidden_size from which on products take longer in float32 than the conversions between types."""
 _MOST_PARAMETERS = 200_000_000
@@ -274,7 +278,7 @@ def last_stage_bytes(plan: Plan, tokens: int, device: str, *, recompute: bool) -
     trained = rows * hidden_size * (4 * 4 + (2 if copied else 0))
     kept = _ACTIVATIONS + len(plan.layers) if recompute else _ACTIVATIONS * len(plan.layers)
     logits = 3 * (stated_count(plan.checkpoint.config, VOCABULARY_KEYS) or 0)
-    return trained + 4 * tokens * (kept * hidden_size + logits)
+    return _STAGE_BASE + trained + 4 * tokens * (kept * hidden_size + logits)
 
 
 def hidden_size_of(plan: Plan) -> int:
