@@ -46,7 +46,9 @@ class Records:
         self.data: dict[str, Any] = {"commands": [], "models": {}, "cells": []}
         if path.is_file():
             self.data = json.loads(path.read_text(encoding="utf-8"))
-        line = ["python", "-m", module, *sys.argv[1:]]
+        # a path of one machine says nothing on another
+        words = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]
+        line = ["python", "-m", module, *words]
         if line not in self.data["commands"]:
             self.data["commands"].append(line)
         self.data["versions"] = dict(machine().versions)

@@ -41,7 +41,7 @@ def test_each_part_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert twice.disk_bytes == once.disk_bytes
     assert once.offloaded_bytes == 4 * plan.parameters_before
     sizes = {"tokens": 2048, "sequence_length": 512}
-    assert estimate(**sizes, kl_steps=20).memory_bytes > 1.05 * estimate(**sizes, kl_steps=0, mix=False).memory_bytes
+    assert estimate(**sizes, kl_steps=20).memory_bytes > 1.1 * estimate(**sizes, kl_steps=0, mix=False).memory_bytes
     assert estimate(**sizes).memory_bytes == estimate(**sizes, kl_steps=20).memory_bytes
     assert "then up to 20 steps on all layers together" in estimate(**sizes, kl_steps=20).work
     monkeypatch.setattr(memory, "available_memory", lambda _: 64 * GIB)
@@ -65,7 +65,8 @@ def test_what_is_needed_does_not_depend_on_what_is_free(monkeypatch: pytest.Monk
         assert bool(found.left_out) is (free < best.memory_bytes)
     options = CalibrationOptions("text.txt", **sizes)
     whole, least = (memory._last_stage_free(plan_by("fit"), options, recompute=again) for again in (False, True))
-    assert whole > 1.1 * least
+    base = memory._STAGE_BASE / memory._STAGE_SHARE
+    assert whole - base > 1.5 * (least - base)
     for free, recomputes, trains in (
         (whole, False, True),
         (whole - 1, True, True),

@@ -138,7 +138,10 @@ def _merge_on_data(
     mixed = None
     if calibration.mixed_in:
         mixed = f"mixed into the calibration text, so that other kinds of text are kept too: {calibration.mixed_in} (--no-mix leaves them out)"
-    for note in (mixed, calibration.warning, _left_out_note(more)):
+    again = None
+    if steps and decisions.recompute:
+        again = "the last stage computes activations again in its backward passes, since the free memory does not hold them; the result is the same"
+    for note in (mixed, calibration.warning, _left_out_note(more), again):
         on_progress(tell(note=note))
     record = replace(record, left_out=(*left_out, *more))
     return fit_checkpoint(plan, store, calibration, options, on_progress, record, steps, recompute=decisions.recompute)
