@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from gqa_convert.conversion.fit import distillation, layer_walk, memory, model_loading
+from gqa_convert.conversion.fit import distillation, layer_walk, memory, model_loading, run
 from gqa_convert.conversion.fit.progress import FitProgress
 from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions
 from gqa_convert.conversion.run import ConversionResult, convert_checkpoint
@@ -223,3 +223,26 @@ def test_a_source_that_yields_no_numbers_is_refused(
         convert_checkpoint(source, tmp_path / "out", 3, ConversionOptions(method=method, calibration=options))
     assert caught.value.exit_code == 2
     assert not (tmp_path / "out").exists()
+
+
+def test_activations_that_are_computed_again_are_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the stage runs so, to the same bytes."""
+    case = folded.build("llama")
+    source = case.save(tmp_path / "source")
+    calibrate_on(batches_for(case.model), monkeypatch)
+    seen: list[str] = []
+    asked: list[bool] = []
+    student = distillation.Student
+
+    def noted(*args: Any, recompute: bool, **options: Any) -> Any:
+        asked.append(recompute)
+        return student(*args, recompute=recompute, **options)
+
+    monkeypatch.setattr(distillation, "Student", noted)
+    for name, recompute in (("kept", False), ("again", True)):
+        monkeypatch.setattr(run, "decide", lambda *_, recompute=recompute: memory.Decisions(recompute=recompute))
+        fit(tmp_path / name, source, look=lambda progress: seen.append(progress.note or ""), kl_steps=2)
+        told = [note for note in seen if note.startswith("the last stage computes activations again")]
+        assert len(told) == recompute
+    assert asked == [False, True]
+    assert digests(tmp_path / "kept")["model.safetensors"] == digests(tmp_path / "again")["model.safetensors"]
