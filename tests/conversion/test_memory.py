@@ -84,7 +84,7 @@ def test_what_is_needed_does_not_depend_on_what_is_free(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "t5"])
 def test_memory_for_what_is_trained_is_asked_for(name: str, tmp_path: Path) -> None:
-    """What is trained with its gradients and moments."""
+    """What is trained with its gradients and moments, and the weights that fused projections run with."""
     case = folded.build(name)
     source = case.save(tmp_path / "source")
     plan, batches = plan_of(source), batches_for(case.model)
@@ -94,4 +94,6 @@ def test_memory_for_what_is_trained_is_asked_for(name: str, tmp_path: Path) -> N
     trained = 0
     for weights in student.weights:
         trained += sum(tensor.nbytes for name, tensor in weights.items() if name.endswith("weight"))
-    assert memory.last_stage_bytes(plan, 0, "cpu", recompute=False) == memory._STAGE_BASE + 4 * trained
+    fused = sum(tensor.nbytes for key, tensor in case.model.named_parameters() if "c_attn" in key)
+    assert bool(fused) is (name == "gpt2")
+    assert memory.last_stage_bytes(plan, 0, "cpu", recompute=False) == memory._STAGE_BASE + 4 * trained + fused

@@ -274,11 +274,13 @@ def last_stage_bytes(plan: Plan, tokens: int, device: str, *, recompute: bool) -
     hidden_size, rows = hidden_size_of(plan), 0
     for layer, groups in plan.merged_layers:
         rows += (layer.key_head_dim + layer.value_head_dim) * (layer.heads + groups)
+    # a fused projection runs with the rows of its shared heads repeated
+    repeated = 4 * sum(math.prod(change.before) for change in plan.changes if len(change.sections) > 1)
     copied = not recompute and is_reduced(plan, _torch_device(device))
     trained = rows * hidden_size * (4 * 4 + (2 if copied else 0))
     kept = _ACTIVATIONS + len(plan.layers) if recompute else _ACTIVATIONS * len(plan.layers)
     logits = 3 * (stated_count(plan.checkpoint.config, VOCABULARY_KEYS) or 0)
-    return _STAGE_BASE + trained + 4 * tokens * (kept * hidden_size + logits)
+    return _STAGE_BASE + trained + repeated + 4 * tokens * (kept * hidden_size + logits)
 
 
 def hidden_size_of(plan: Plan) -> int:

@@ -32,7 +32,7 @@ def open_model(folder: Path, *, device: str = "cpu", halves: bool = False) -> An
         folder: a local checkpoint.
         device: the device to run it on. Of its free memory the weights take 70% at most. What does not fit is offloaded by
             accelerate, in float32: it stays in the machine's memory or on the disk until its module runs.
-        halves: hold matrices in the 16 bits in which the folder has them (`memory.multiplies_halves`). Autocast products
+        halves: hold matrices in the 16 bits in which the folder has them (`memory.holds_halves`). Autocast products
             are the same bit for bit; for others, each matrix is widened while it is used.
 
     Raises:
