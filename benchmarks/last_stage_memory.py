@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.pages import table
 from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.conversion.fit.distillation import LastStage, Student, train_together
-from gqa_convert.conversion.fit.layer_store import LayerStore, layer_key
+from gqa_convert.conversion.fit.layer_store import LayerStore, SharedStore, layer_key
 from gqa_convert.conversion.fit.memory import holds_halves, last_stage_bytes
 from gqa_convert.conversion.fit.model_loading import open_model, precision_of
 from gqa_convert.conversion.fit.source_layers import SourceLayer, open_layers
@@ -50,9 +50,10 @@ def measure(shape: str, *, recompute: bool) -> dict[str, float]:
             batches = [{"input_ids": torch.randint(config.vocab_size, (1, TOKENS))}]
             Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
             before = peak()
-            student = Student(plan, store, model, precision_of(plan, torch.device("cpu")), recompute=recompute)
+            shared = SharedStore(store)
+            student = Student(plan, shared, model, precision_of(plan, torch.device("cpu")), recompute=recompute)
             stage = LastStage(steps=2, seed=0, least=0.0, request={})
-            train_together(student, store, batches, batches, stage, lambda _: None)
+            train_together(student, shared, batches, batches, stage, lambda _: None)
             estimated = last_stage_bytes(plan, TOKENS, "cpu", recompute=recompute)
             return {"estimated": estimated, "measured": peak() - before}
 

@@ -1,5 +1,8 @@
 """The commands by name. The file of a command and its function have its name, with `_` for `-`."""
 
+import os
+from collections.abc import Callable
+from functools import wraps
 from importlib import import_module
 from inspect import cleandoc
 from typing import Any
@@ -17,6 +20,27 @@ COMMANDS = (
     "publish",
     "demo",
 )
+LAUNCHED = frozenset({"convert"})
+"""Commands whose first process does the work, and tells others that a launcher has started what to do."""
+
+
+def on_first(command: Callable[..., None]) -> Callable[..., None]:
+    """A command that runs on the first process of a launcher alone, while the others follow."""
+
+    @wraps(command)
+    def run(**arguments: Any) -> None:
+        if "WORLD_SIZE" not in os.environ:
+            return command(**arguments)
+        from gqa_convert.processes import follow, join, leading, rank, taking_part
+
+        with taking_part():
+            join()
+            if rank():
+                return follow()
+            with leading():
+                return command(**arguments)
+
+    return run
 
 
 def add_commands(app: Any) -> None:
@@ -25,4 +49,6 @@ def add_commands(app: Any) -> None:
         identifier = name.replace("-", "_")
         function = getattr(import_module(f"gqa_convert.cli.{identifier}"), identifier)
         text = cleandoc(function.__doc__)
+        if name in LAUNCHED:
+            function = on_first(function)
         app.command(name, cls=Command, help=help_text(text), short_help=first_sentence(text))(function)

@@ -18,7 +18,7 @@ from gqa_convert.checkpoint.atomic_files import sync, write_json
 from gqa_convert.checkpoint.resource_errors import is_disk_full, no_space
 from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.errors import GQAConvertError, ResumeError, first_line
-from gqa_convert.training.distributed import Say, rank, together, waiting_group
+from gqa_convert.processes import Say, rank, together, waiting_group
 from gqa_convert.training.sharding import unwrapped
 
 if TYPE_CHECKING:

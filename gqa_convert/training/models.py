@@ -11,8 +11,8 @@ from torch import Tensor
 from gqa_convert.data.sampler import Batch
 from gqa_convert.families.loading import check_complete, explained, read_config
 from gqa_convert.losses.output_layer import remove_output_layer
+from gqa_convert.processes import together
 from gqa_convert.training import sharding
-from gqa_convert.training.distributed import together
 from gqa_convert.training.lora import add_adapters, loading_options
 from gqa_convert.training.opening import NEEDS_HEAD
 from gqa_convert.training.optimizers import fix_towers

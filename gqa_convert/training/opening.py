@@ -19,7 +19,7 @@ from gqa_convert.families import loading
 from gqa_convert.families.composite import decoder_config
 from gqa_convert.families.config_sizes import VOCABULARY_KEYS
 from gqa_convert.families.context_length import SPAN_LENGTH, block_length, stated_count, stated_positions
-from gqa_convert.training.distributed import Say, by_first, check_agreement, rank, together
+from gqa_convert.processes import Say, by_first, check_agreement, rank, together
 from gqa_convert.training.recipe import Recipe
 
 NEEDS_HEAD = "uptraining trains the predictions of one; name the language model that the checkpoint was made from"

@@ -12,9 +12,9 @@ from gqa_convert.checkpoint.machine import machine, measurement
 from gqa_convert.checkpoint.publication import check_destination, sweep
 from gqa_convert.data.token_files import OnTokenize
 from gqa_convert.errors import DivergedError, ResumeError, StoppedError
+from gqa_convert.processes import Say, by_first, check_agreement, join, together
 from gqa_convert.training import sharding
 from gqa_convert.training.checkpoints import Checkpoints, Progress, set_state, state_of, whole_model
-from gqa_convert.training.distributed import Say, by_first, check_agreement, join, together
 from gqa_convert.training.export import export_model
 from gqa_convert.training.lora import check_lora, merged_model
 from gqa_convert.training.metrics import OnStep, RunLog, RunSummary, check_trackers, read_metrics, recovery

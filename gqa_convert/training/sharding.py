@@ -13,7 +13,7 @@ from typing import Any
 
 from gqa_convert.errors import LaunchError
 from gqa_convert.families.loading import load_model, outline_model, untie
-from gqa_convert.training.distributed import check_agreement, gathered, is_set, rank
+from gqa_convert.processes import check_agreement, gathered, is_set, rank
 from gqa_convert.training.recipe import Sharding
 
 

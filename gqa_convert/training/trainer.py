@@ -20,9 +20,9 @@ from gqa_convert.data.sampler import Batch
 from gqa_convert.data.samples import EvaluationBlocks, Samples
 from gqa_convert.losses.distillation import CombinedLoss, combined_loss, labelled_positions
 from gqa_convert.losses.output_layer import removed_output_layer
+from gqa_convert.processes import summed
 from gqa_convert.training import sharding
 from gqa_convert.training.checkpoints import Progress
-from gqa_convert.training.distributed import summed
 from gqa_convert.training.metrics import StepMetrics
 from gqa_convert.training.models import on_device, teacher_logits
 from gqa_convert.training.optimizers import learning_rate

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from gqa_convert.checkpoint.resource_errors import is_disk_full, is_out_of_memory, no_space
 from gqa_convert.errors import GQAConvertError, OutputError
 from gqa_convert.families.loading import no_bars
-from gqa_convert.training.distributed import Say, out_of_memory, taking_part
+from gqa_convert.processes import Say, out_of_memory, taking_part
 from gqa_convert.training.recipe_files import read_recipe
 from gqa_convert.training.stopping import StopRequests
 

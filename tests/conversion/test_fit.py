@@ -156,7 +156,7 @@ def test_errors_count_by_their_weights() -> None:
     solution = np.linalg.lstsq(roots * rows.reshape(100, 5), wanted, rcond=None)[0]
     np.testing.assert_allclose(regression.change(1e-9).numpy(), solution, atol=1e-5)
     assert regression.power == pytest.approx(np.square(wanted).sum())
-    call = AttentionCall(states, (), {}, errors, errors, torch.from_numpy(weights))
+    call = AttentionCall(states, (), {}, errors, errors, torch.from_numpy(weights), number=0, all_rows=2)
     assert float(call.squared(errors)) == pytest.approx(np.square(wanted).sum())
 
 

@@ -49,7 +49,7 @@ def run_cases(target: str) -> None:
     """Every case on the processes there are; the main process writes numbers and tensors to `target` with the kind's
     name behind it.
     """
-    from gqa_convert.training.distributed import join, taking_part
+    from gqa_convert.processes import join, taking_part
 
     with taking_part():
         accelerator = join()

@@ -96,11 +96,20 @@ class Job:
 
 def uptrain(*arguments: str) -> None:
     """The command line."""
+    command("uptrain", *arguments)
+
+
+def convert(*arguments: str) -> None:
+    """The command line."""
+    command("convert", *arguments)
+
+
+def command(*arguments: str) -> None:
     import torch
 
     from gqa_convert.cli import main
 
     torch.set_num_threads(1)
 
-    sys.argv = ["gqa-convert", "uptrain", *arguments]
+    sys.argv = ["gqa-convert", *arguments]
     main()

@@ -17,7 +17,7 @@ import pytest
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.demo import CHECKPOINT
 from gqa_convert.errors import LaunchError
-from gqa_convert.training.distributed import check_environment
+from gqa_convert.processes import check_environment
 from tests.helpers.ranks import Job, free_port, uptrain
 from tests.helpers.uptrain_runs import MEASURED
 

@@ -60,8 +60,8 @@ def on_shards(folder: str) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
+    from gqa_convert.processes import join, taking_part
     from gqa_convert.training.checkpoints import set_state, state_of
-    from gqa_convert.training.distributed import join, taking_part
 
     def made(sharded: bool) -> tuple[Any, Adafactor]:
         torch.manual_seed(0)

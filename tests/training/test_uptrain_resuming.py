@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from gqa_convert.errors import DataError, DivergedError, NoSpaceError, OutputError, ResumeError, StoppedError
-from gqa_convert.training.distributed import taking_part
+from gqa_convert.processes import taking_part
 from gqa_convert.training.metrics import RunLog, StepMetrics
 from gqa_convert.training.run import Run
 from gqa_convert.training.stopping import StopRequests

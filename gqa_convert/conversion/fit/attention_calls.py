@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from gqa_convert.conversion.fit.options import BATCH_TOKENS
+from gqa_convert.processes import count, rank
 
 Batch = Mapping[str, Tensor]
 """The inputs of the model: tensors by argument, with a row for each sequence."""
@@ -67,6 +68,21 @@ def _rows(batch: Batch, first: int, last: int) -> Batch:
     return {name: tensor[first:last] for name, tensor in batch.items()}
 
 
+def own_rows(batches: Sequence[Batch]) -> dict[int, Batch]:
+    """The rows that this process reads, by the numbers of their batches: of all rows, every one in as many as there are
+    processes.
+    """
+    found: dict[int, Batch] = {}
+    before, every = 0, count()
+    for number, batch in enumerate(batches):
+        rows = len(tokens_of(batch))
+        first = (rank() - before) % every
+        if first < rows:
+            found[number] = {name: tensor[first::every] for name, tensor in batch.items()}
+        before += rows
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
     """One call of an attention module: B sequences of L positions, d numbers each, none of them padding.
@@ -76,6 +92,8 @@ class AttentionCall:
         output: [B, L, d], the contribution to the residual stream that the source's weights yield.
         target: [B, L, d], the contribution that would bring the residual stream to the source's.
         weights: [B, L], how much an error counts at each position.
+        number: of the batch.
+        all_rows: B, of the batch in all processes.
     """
 
     hidden: Tensor
@@ -84,6 +102,14 @@ class AttentionCall:
     output: Tensor
     target: Tensor
     weights: Tensor
+    number: int
+    all_rows: int
+
+    @property
+    def all_numbers(self) -> int:
+        """How many numbers the output has in all processes."""
+        numbers: int = self.output[0].numel() * self.all_rows
+        return numbers
 
     @property
     def states(self) -> Tensor:
@@ -132,12 +158,15 @@ class CapturedAttention:
     Attributes:
         name: in the checkpoint.
         projection: the name of the output projection inside the module.
+        calls: on what this process reads, in the order of the batches.
+        batches: how many there are in all processes.
     """
 
     name: str
     module: Any
     projection: str
     calls: Sequence[AttentionCall]
+    batches: int
 
     def run(self, call: AttentionCall) -> tuple[Tensor, Tensor]:
         """Make a call again, with the weights that the module has now.

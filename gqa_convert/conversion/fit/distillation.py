@@ -5,6 +5,7 @@ The source and the student are one loaded model, run with the weights of either,
 its attention. The stage needs the whole model in memory; larger models skip it.
 """
 
+import operator
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -17,8 +18,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from gqa_convert.checkpoint.strict_json import JsonObject
-from gqa_convert.conversion.fit.attention_calls import Batch, parts_of, tokens_of
-from gqa_convert.conversion.fit.layer_store import HALFWAY, LayerStore, layer_key
+from gqa_convert.conversion.fit.attention_calls import Batch, own_rows, parts_of, tokens_of
+from gqa_convert.conversion.fit.layer_store import HALFWAY, SharedStore, layer_key
 from gqa_convert.conversion.fit.layer_walk import list_elements
 from gqa_convert.conversion.fit.merged_attention import MergedAttention
 from gqa_convert.conversion.fit.model_loading import Precision, find_modules, wrapped_forward
@@ -28,6 +29,7 @@ from gqa_convert.conversion.fit.source_layers import attention_of
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.losses.distillation import summed_divergence
 from gqa_convert.merging.attention_heads import LayerLayout, Tensors
+from gqa_convert.processes import by_first, total
 
 RATE = 0.005
 """Of `RelativeAdam`."""
@@ -55,7 +57,7 @@ class Student:
     """
 
     def __init__(
-        self, plan: Plan, store: LayerStore, model: Any, precision: Precision, *, recompute: bool = False
+        self, plan: Plan, store: SharedStore, model: Any, precision: Precision, *, recompute: bool = False
     ) -> None:
         self.model, self.precision = model, precision
         finder = attention_of(plan)
@@ -97,14 +99,14 @@ class Student:
 
     def divergence(self, batches: Sequence[Batch], weights: AllWeights) -> float:
         """KL(source || student), in nats per token."""
-        total = 0.0
+        own = 0.0
         with torch.no_grad():
-            for batch in batches:
+            for batch in own_rows(batches).values():
                 wanted = self.logits(batch)
                 with self.installed(weights):
-                    total += float(summed_divergence(self.logits(batch), wanted))
-        count: int = sum(tokens_of(batch).numel() for batch in batches)
-        return total / count
+                    own += float(summed_divergence(self.logits(batch), wanted))
+        divergence: float = total(own) / sum(tokens_of(batch).numel() for batch in batches)
+        return divergence
 
     def tensors(self, weights: AllWeights) -> Tensors:
         """Weights as they are published."""
@@ -134,7 +136,7 @@ class LastStage:
 
 def train_together(
     student: Student,
-    store: LayerStore,
+    store: SharedStore,
     batches: Sequence[Batch],
     validation: Sequence[Batch],
     options: LastStage,
@@ -162,8 +164,10 @@ def train_together(
     optimizer = RelativeAdam(student.weights, RATE, steps)
     taken = _restore(optimizer, store, options.request)
     saved = time.monotonic()
+    rows = own_rows(batches)
     for number in batch_order(len(batches), steps, options.seed)[taken:]:
-        for part in parts_of(batches[number]):  # a backward pass needs memory for a part
+        own = parts_of(rows[number]) if number in rows else []
+        for part in own:  # a backward pass needs memory for a part
             with torch.no_grad(), student.precision():
                 wanted = student.logits(part)
             with torch.enable_grad(), student.precision(), student.installed(optimizer.layers), student.recomputing():
@@ -172,7 +176,8 @@ def train_together(
         optimizer.step()
         taken += 1
         on_progress(FitProgress(ALL_TOGETHER, taken, steps, f"step {taken:,} of {steps:,}"))
-        if time.monotonic() - saved > SAVED_EVERY and taken < steps:
+        is_late = by_first(partial(operator.gt, time.monotonic() - saved, SAVED_EVERY))
+        if is_late and taken < steps:
             state = {name: tensor.cpu().numpy() for name, tensor in optimizer.state().items()}
             store.write(HALFWAY, state, {"request": options.request, "taken": taken})
             saved = time.monotonic()
@@ -180,7 +185,7 @@ def train_together(
     return steps, optimizer.results() if after < before else None
 
 
-def _restore(optimizer: RelativeAdam, store: LayerStore, request: JsonObject) -> int:
+def _restore(optimizer: RelativeAdam, store: SharedStore, request: JsonObject) -> int:
     """Go on with what an interrupted run has saved; returns the steps that it had taken, 0 if there is none."""
     saved = store.record(HALFWAY)
     if saved is None or saved["request"] != request:

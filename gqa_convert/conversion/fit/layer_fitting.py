@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from gqa_convert.conversion.fit.attention_calls import Batch, tokens_of
-from gqa_convert.conversion.fit.layer_store import LayerStore, layer_key
+from gqa_convert.conversion.fit.layer_store import SharedStore, layer_key
 from gqa_convert.conversion.fit.layer_walk import Installing, LayerWalk, Replacements, check_finite
 from gqa_convert.conversion.fit.merged_attention import MergedAttention
 from gqa_convert.conversion.fit.model_loading import weights_in_memory
@@ -19,10 +19,11 @@ from gqa_convert.conversion.fit.source_layers import attention_of, open_layers
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.losses.distillation import summed_divergence
 from gqa_convert.merging.attention_heads import LayerLayout, Tensors
+from gqa_convert.processes import total
 
 
 def fit_layers(
-    plan: Plan, store: LayerStore, model: Any, batches: Sequence[Batch], options: FitOptions, on_progress: OnProgress
+    plan: Plan, store: SharedStore, model: Any, batches: Sequence[Batch], options: FitOptions, on_progress: OnProgress
 ) -> None:
     """Fit the layers of a plan in the order in which the model runs them.
 
@@ -72,7 +73,7 @@ def fit_layers(
                 student.advance(layer, weights)
 
 
-def measure_divergence(plan: Plan, store: LayerStore, model: Any, batches: Sequence[Batch]) -> float:
+def measure_divergence(plan: Plan, store: SharedStore, model: Any, batches: Sequence[Batch]) -> float:
     """KL(source || result) in nats per token, in float32, with the tensors that the store holds, last stage included.
 
     Args:
@@ -96,12 +97,12 @@ def measure_divergence(plan: Plan, store: LayerStore, model: Any, batches: Seque
                 tensors = store.read_result(numbers[name])
                 weights[name] = _installing(LayerLayout(finder, merged), groups, tensors, walk.module(name))
             student.advance(layer, weights)
-    total = 0.0
-    for number in range(len(batches)):
-        total += float(summed_divergence(student.logits(number), source.logits(number)))
-    check_finite("the logits", torch.tensor(total))
-    count: int = sum(tokens_of(batch).numel() for batch in batches)
-    return total / count
+    own = 0.0
+    for number in range(len(walk.batches)):
+        own += float(summed_divergence(student.logits(number), source.logits(number)))
+    divergence: float = total(own) / sum(tokens_of(batch).numel() for batch in batches)
+    check_finite("the logits", torch.tensor(divergence))
+    return divergence
 
 
 def _layer_numbers(plan: Plan) -> dict[str, int]:

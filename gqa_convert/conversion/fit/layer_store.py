@@ -22,6 +22,7 @@ from gqa_convert.checkpoint.atomic_files import write_whole
 from gqa_convert.checkpoint.locks import try_lock
 from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.errors import InterruptedRunError, OutputError
+from gqa_convert.processes import by_first
 
 Array = npt.NDArray[Any]
 
@@ -198,3 +199,18 @@ class LayerStore:
 
     def _file(self, name: str) -> Path:
         return self.path / f"{name}.safetensors"
+
+
+class SharedStore:
+    """The store of the first process, which all processes of a run read and this one writes.
+
+    Args:
+        store: None on the other processes.
+    """
+
+    def __init__(self, store: LayerStore | None) -> None:
+        self._store = store
+
+    def __getattr__(self, name: str) -> Any:
+        """A method of `LayerStore`, which every process calls, and which returns what it returned on the first one."""
+        return lambda *arguments: by_first(lambda: getattr(self._store, name)(*arguments))

@@ -17,10 +17,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gqa_convert.conversion.fit.attention_calls import MASSIVE, AttentionCall, Batch, CapturedAttention
+from gqa_convert.conversion.fit.attention_calls import (
+    MASSIVE,
+    AttentionCall,
+    Batch,
+    CapturedAttention,
+    own_rows,
+    tokens_of,
+)
 from gqa_convert.conversion.fit.model_loading import find_modules, running_device, wrapped_forward
 from gqa_convert.conversion.fit.residual_stream import StreamPlace, find_stream, first_tensor, on_passing
 from gqa_convert.errors import NonFiniteError, UnsupportedFamilyError
+from gqa_convert.processes import gathered
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """What a layer or an attention module is called with behind hidden states, by position and by name."""
@@ -66,7 +74,7 @@ class LayerWalk:
 
     Args:
         model: a loaded model in evaluation mode; it is unchanged between calls.
-        batches: the inputs of the model, one mapping per batch.
+        batches: the inputs of the model, one mapping per batch; several processes divide their rows.
         names: the attention modules' names in the checkpoint.
         projection: the name of the output projection inside each of them.
         precision: the context of all forward passes.
@@ -86,19 +94,22 @@ class LayerWalk:
     ) -> None:
         self.model, self.projection, self._precision = model, projection, precision
         device = running_device(model)
-        self.batches = [{name: tensor.to(device) for name, tensor in batch.items()} for batch in batches]
+        self.all_rows = [len(tokens_of(batch)) for batch in batches]
+        own = own_rows(batches)
+        self.numbers = [*own]
+        self.batches = [{name: tensor.to(device) for name, tensor in batch.items()} for batch in own.values()]
         self.modules = find_modules(model, names)
         self.places: dict[str, StreamPlace] = {}
         self.layers: list[WalkedLayer] = []
-        self._survey()
+        self._survey({name: tensor[:1, :_SURVEYED].to(device) for name, tensor in batches[0].items()})
         self.stacks = list(dict.fromkeys(layer.stack for layer in self.layers))
 
     def module(self, name: str) -> Any:
         """An attention module, by its name in the checkpoint."""
         return self.model.get_submodule(self.modules[name])
 
-    def _survey(self) -> None:
-        """Find the layers of all stacks in the order of their calls, by an ordinary pass over the first tokens."""
+    def _survey(self, few: Batch) -> None:
+        """Find the layers of all stacks in the order of their calls, by an ordinary pass over a few tokens."""
         called: list[str] = []
 
         def surveyed(stack: str, name: str, module: Any, forward: Any, *args: Any, **kwargs: Any) -> Any:
@@ -121,7 +132,6 @@ class LayerWalk:
                 module = self.model.get_submodule(name)
                 forward = partial(surveyed, stack, name, module, module.forward)
                 context.enter_context(wrapped_forward(module, forward))
-            few = {name: tensor[:1, :_SURVEYED] for name, tensor in self.batches[0].items()}
             self.model(**few, use_cache=False)
         found = [name for layer in self.layers for name in layer.attention]
         for name in self.modules:
@@ -280,24 +290,27 @@ class Stream:
             if streams is not None:
                 target = output + (streams[number] - seen["stream"]).reshape(output.shape) / walk.places[name].factor
             check_finite(name, hidden, output, target)
-            counts = counting[number] if streams else output.new_ones(output.shape[:-1])
-            calls.append(AttentionCall(hidden, args, kwargs, output, target, counts.reshape(output.shape[:-1])))
-        return CapturedAttention(name, walk.module(name), walk.projection, calls)
+            counts = counting[number] if streams is not None else output.new_ones(output.shape[:-1])
+            counts, batch = counts.reshape(output.shape[:-1]), walk.numbers[number]
+            call = AttentionCall(hidden, args, kwargs, output, target, counts, batch, walk.all_rows[batch])
+            calls.append(call)
+        return CapturedAttention(name, walk.module(name), walk.projection, calls, len(walk.all_rows))
 
     @staticmethod
     def _error_weights(streams: Sequence[Tensor] | None) -> list[Tensor]:
         """How much an error counts at each position of the source's residual streams: 1, and less in a massive state, which
         a norm divides by its length before anything reads it.
         """
-        lengths = [stream.float().norm(dim=-1) for stream in streams or ()]
-        if not lengths:
+        if streams is None:
             return []
-        median = torch.cat([each.flatten() for each in lengths]).median()
-        return [torch.where(each > MASSIVE * median, (median / each).square(), 1.0) for each in lengths]
+        lengths = [stream.float().norm(dim=-1) for stream in streams]
+        known = gathered([each.flatten().cpu() for each in lengths])
+        median = torch.cat([each for process in known for each in process]).median()
+        return [_relative_weights(each, median.to(each.device)) for each in lengths]
 
     def _enter(self, layer: WalkedLayer) -> None:
         """Go on to the stack of a layer."""
-        if layer.stack not in self._hidden[0]:
+        if self._hidden and layer.stack not in self._hidden[0]:
             recorded = [self._walk.record(*each) for each in enumerate(self._hidden)]
             self._arguments = [arguments for _, arguments in recorded]
             for states, (hidden, _) in zip(self._hidden, recorded, strict=True):
@@ -323,6 +336,11 @@ class Stream:
         """The logits [B, L, vocabulary] of a batch, once all layers are passed."""
         logits: Tensor = self._walk.run(number, self._hidden[number]).logits
         return logits
+
+
+def _relative_weights(lengths: Tensor, median: Tensor) -> Tensor:
+    """1, and for massive states the square of their median length over theirs."""
+    return torch.where(lengths > MASSIVE * median, (median / lengths).square(), 1.0)
 
 
 def list_elements(model: Any, modules: Iterable[str]) -> dict[str, str]:

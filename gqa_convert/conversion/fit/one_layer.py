@@ -5,11 +5,11 @@ merged. `fit` then trains the merged projections to yield what the source's atte
 lets the output projection repair as much of what the student's residual stream misses as held-out text confirms.
 """
 
-import functools
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import cache, partial
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from gqa_convert.merging.head_grouping import find_head_order, reorder_heads
 from gqa_convert.merging.key_trials import key_trials
 from gqa_convert.merging.merge_layer import Moments, merge_layer
 from gqa_convert.merging.methods import MergeMethod
+from gqa_convert.processes import by_first, total
 
 RATE = 0.03
 """Of the gradient stage's `RelativeAdam`."""
@@ -87,9 +88,11 @@ class OneLayer:
         self._attention, self._layer, self._groups, self._options, self._tell = attention, layer, groups, options, tell
         self._layout = layer.layout
         self._tensors = {name: array.astype(np.float32) for name, array in layer.tensors.items()}
-        first = len(attention.calls) - options.validation
-        self._fitted = attention.calls[:first]
-        self._validation = attention.calls[first:] or self._fitted
+        self._first = attention.batches - options.validation
+        """The number of the first batch that decides between candidates."""
+        self._fitted = [call for call in attention.calls if call.number < self._first]
+        others = [call for call in attention.calls if call.number >= self._first]
+        self._validation = others if options.validation else self._fitted
 
     def fit(self) -> tuple[Tensors, LayerRecord]:
         """The tensors of the merged layer, as they are published, and its record.
@@ -105,11 +108,11 @@ class OneLayer:
         self._install(replace(source, keys=keys, values=values))
         error_of_mean = self._error(self._module.tensors)
         self._tell("head order")
-        order = find_head_order(source, groups, limits, moments)
+        order = by_first(partial(find_head_order, source, groups, limits, moments))
         source = reorder_heads(source, order)
         self._tell("low-frequency pairs")
         first_low = self._first_low_frequency(source, moments)
-        found = self._install(merge_layer(source, groups, limits, moments, first_low))
+        found = self._install(by_first(partial(merge_layer, source, groups, limits, moments, first_low)))
         weights = self._module.tensors
         if self._options.method.trains:
             weights = self._refitted(self._trained(weights))
@@ -139,6 +142,7 @@ class OneLayer:
             target = call.between(share)
             error += float(call.squared(output - target))
             power += float(call.squared(target))
+        error, power = total(error), total(power)
         return math.sqrt(error / power) if power else 0.0
 
     def _first_low_frequency(self, source: Heads, moments: Moments) -> int | None:
@@ -149,15 +153,18 @@ class OneLayer:
         limits, layout = self._layer.limits, self._layout
         if limits.key_constraint or not limits.pairs.size:
             return None
-        tokens = self._attention.calls[0].hidden.shape[:2].numel()
-        calls = self._attention.calls[: max(1, LOW_FREQUENCY_TOKENS // tokens)]
+        some = self._attention.calls[0]
+        tokens = by_first(lambda: some.all_rows * some.hidden.shape[1])
+        number = max(1, LOW_FREQUENCY_TOKENS // tokens)
+        calls = [call for call in self._attention.calls if call.number < number]
         trial = key_trials(source, self._groups, limits, moments)
 
         def error(first_low: int) -> float:
             tensors = layout.merge_heads(trial(first_low), self._tensors, source.groups)
             unmerged = MergedAttention(layout, tensors, source.groups, self._attention.module)
             with self._options.precision(), unmerged.installed(unmerged.tensors):
-                return sum(float(call.squared(self._attention.run(call)[0] - call.output)) for call in calls)
+                errors = [float(call.squared(self._attention.run(call)[0] - call.output)) for call in calls]
+                return float(total(sum(errors, start=0.0)))
 
         return least(error, limits.pairs.shape[1])
 
@@ -175,15 +182,17 @@ class OneLayer:
         *_, share = self._repair(weights)
         copies = {name: tensor.clone() for name, tensor in weights.items()}
         optimizer = RelativeAdam([copies], RATE, steps)
-        power = sum(float(call.squared(call.between(share))) for call in calls)
-        mean_square = power / sum(call.output.numel() for call in calls)
-        for done, number in enumerate(batch_order(len(calls), steps, self._options.seed)):
+        power = total(sum((float(call.squared(call.between(share))) for call in calls), start=0.0))
+        mean_square = power / total(float(sum(call.output.numel() for call in calls)))
+        by_number = {call.number: call for call in calls}
+        for done, number in enumerate(batch_order(self._first, steps, self._options.seed)):
             self._tell(f"gradient steps {done:,} of {steps:,}")
-            target = calls[number].between(share)
-            with torch.enable_grad():
-                output, _ = self._run(calls[number], optimizer.layers[0])
-                error = calls[number].squared(output.float() - target)
-                torch.autograd.backward(error / (target.numel() * mean_square or 1.0))
+            call = by_number.get(number)
+            if call is not None:  # else other processes have all of its rows
+                with torch.enable_grad():
+                    output, _ = self._run(call, optimizer.layers[0])
+                    error = call.squared(output.float() - call.between(share))
+                    torch.autograd.backward(error / (call.all_numbers * mean_square or 1.0))
             optimizer.step()
         found = optimizer.results()[0]
         return found if self._error(found, share) < self._error(weights, share) else weights
@@ -216,7 +225,8 @@ class OneLayer:
             for call in calls:
                 output, entered = self._run(call, weights)
                 sums[-1].add(entered, call.target - output, call.weights)
-        return sums[0], *best_strength(*sums)
+        fitted, validation = (each.summed() for each in sums)
+        return fitted, *by_first(lambda: best_strength(fitted, validation))
 
 
 def least(error: Callable[[int], float], count: int) -> int:
@@ -224,7 +234,7 @@ def least(error: Callable[[int], float], count: int) -> int:
 
     The error must fall towards one point and rise behind it, except for dents of two numbers.
     """
-    at = functools.cache(error)
+    at = cache(error)
     best, step = count // 2, (count + 2) // 4
     while step:
         best = min((number for number in (best, best - step, best + step) if 0 <= number <= count), key=at)

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gqa_convert.processes import count, total
+
 _BETAS = (0.9, 0.95)
 _WARM_UP = 10
 _END = 0.05
@@ -42,10 +44,15 @@ class RelativeAdam:
         self._steps, self._taken = steps, 0
 
     def step(self) -> None:
-        """One step down the gradients that backward passes have summed since the last step."""
+        """One step down the gradients that the backward passes of all processes have summed since the last step."""
         share = min(1.0, (self._taken + 1) / _WARM_UP) * (1 - (1 - _END) * self._taken / self._steps)
         for group, rate in zip(self._adam.param_groups, self._rates, strict=True):
             group["lr"] = rate * share
+        if count() > 1:
+            for _, tensor in self._named():
+                if tensor.grad is None:
+                    tensor.grad = torch.zeros_like(tensor)
+                tensor.grad.copy_(total(tensor.grad))  # whose strides the fused optimizer takes to be the tensor's
         self._adam.step()
         self._taken += 1
         self._adam.zero_grad()

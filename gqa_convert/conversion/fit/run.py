@@ -14,12 +14,13 @@ from gqa_convert.checkpoint.resource_errors import is_disk_full, is_out_of_memor
 from gqa_convert.checkpoint.results import plain
 from gqa_convert.conversion.fit.batches import prepare_calibration
 from gqa_convert.conversion.fit.from_weights import merge_layers
-from gqa_convert.conversion.fit.layer_store import HALFWAY, TOGETHER, LayerStore, layer_key
+from gqa_convert.conversion.fit.layer_store import HALFWAY, TOGETHER, LayerStore, SharedStore, layer_key
 from gqa_convert.conversion.fit.memory import LAST_STAGE, Decisions, decide, holds_halves
 from gqa_convert.conversion.fit.options import CalibrationOptions, steps_per_layer
 from gqa_convert.conversion.fit.progress import ALL_TOGETHER, MERGING_LAYERS, FitProgress, OnProgress
 from gqa_convert.conversion.plan import Plan
-from gqa_convert.errors import DeviceMemoryError, NoSpaceError, OptionError
+from gqa_convert.errors import DeviceMemoryError, LaunchError, NoSpaceError, OptionError
+from gqa_convert.processes import by_first, count, sharing, started
 
 if TYPE_CHECKING:
     from gqa_convert.conversion.fit.calibration_text import Calibration
@@ -66,7 +67,7 @@ def prepare_layers(
     """
     if not plan.merge_method.merges_layers:
         return PreparedLayers()
-    origin, count = plan.checkpoint.origin, len(plan.merged_layers)
+    origin = plan.checkpoint.origin
     fingerprint = {
         "version": __version__,
         "source": str(origin.folder),
@@ -82,12 +83,16 @@ def prepare_layers(
         merge_layers(plan, store, on_progress)
     else:
         device = chosen_device(options.device)
+        if started() > 1 and options.device not in (None, "cpu"):
+            raise OptionError(
+                f"--device {options.device} is one device, and each of the {started()} processes has its own: leave it out"
+            )
         with _explained_errors(out.parent):
             record = _merge_on_data(plan, store, options, on_progress)
     files: dict[str, Path] = {}
     errors: dict[str, float] = {}
     head_order = {}
-    for number in range(count):
+    for number in range(len(plan.merged_layers)):
         layer = store.layer(number)
         assert layer is not None
         files |= store.files(layer_key(number))
@@ -141,10 +146,36 @@ def _merge_on_data(
     again = None
     if steps and decisions.recompute:
         again = "the last stage computes activations again in its backward passes, since the free memory does not hold them; the result is the same"
-    for note in (mixed, calibration.warning, _left_out_note(more), again):
+    shared = f"{started()} processes divide the blocks among them" if started() > 1 else None
+    for note in (mixed, calibration.warning, _left_out_note(more), again, shared):
         on_progress(tell(note=note))
     record = replace(record, left_out=(*left_out, *more))
-    return fit_checkpoint(plan, store, calibration, options, on_progress, record, steps, recompute=decisions.recompute)
+    with sharing(_fit_with_first, plan, calibration, options, record, steps, decisions.recompute):
+        return fit_checkpoint(
+            plan, store, calibration, options, on_progress, record, steps, recompute=decisions.recompute
+        )
+
+
+def _fit_with_first(
+    plan: Plan,
+    calibration: "Calibration",
+    options: CalibrationOptions,
+    record: CalibrationRecord,
+    steps: int,
+    recompute: bool,
+) -> None:
+    """What all processes but the first do while this one fits a checkpoint: the same on their rows of the text."""
+    fit_checkpoint(plan, None, calibration, options, lambda progress: None, record, steps, recompute=recompute)
+
+
+def _check_shares(rows: int) -> None:
+    """Refuse more processes than rows.
+
+    Raises:
+        LaunchError: some process would have nothing to read.
+    """
+    if rows < count():
+        raise LaunchError(f"{count()} processes cannot share {rows} blocks of calibration text: start at most {rows}")
 
 
 def _left_out_note(sentences: Sequence[str]) -> str | None:
@@ -153,7 +184,7 @@ def _left_out_note(sentences: Sequence[str]) -> str | None:
 
 def fit_checkpoint(
     plan: Plan,
-    store: LayerStore,
+    files: LayerStore | None,
     calibration: "Calibration",
     options: CalibrationOptions,
     on_progress: OnProgress,
@@ -164,9 +195,12 @@ def fit_checkpoint(
 ) -> CalibrationRecord:
     """Load the source, fit every layer, train all layers together, and measure the result on held-out text.
 
+    Several processes divide the rows of each batch, and add their sums and gradients. The first one decides, and writes.
+
     Args:
         plan: of the conversion, of a method that takes calibration data.
-        store: where merged layers go; those that it holds already are not merged again. The last stage is stored whole.
+        files: where merged layers go; those that it holds already are not merged again. The last stage is stored whole.
+            None on all processes but the first.
         calibration: the batches.
         options: of calibration.
         on_progress: called as the work goes on.
@@ -180,6 +214,7 @@ def fit_checkpoint(
     Raises:
         NoSpaceError: the disk cannot hold the merged layers.
         DeviceMemoryError: the memory is too small.
+        LaunchError: there are fewer rows than processes.
         OptionError: the model is too large for these steps, whoever decided on them.
         NonFiniteError: a tensor of the source holds NaN or Inf, or the source yields it on the data.
         UnsupportedFamilyError: the loaded modules' parameters are not the checkpoint's tensors.
@@ -192,7 +227,7 @@ def fit_checkpoint(
     from gqa_convert.conversion.fit.model_loading import open_model, precision_of, running_device
     from gqa_convert.conversion.fit.one_layer import VALIDATED, FitOptions
 
-    held_out, is_asked = calibration.held_out, options.kl_steps is not None
+    store, held_out, is_asked = SharedStore(files), calibration.held_out, options.kl_steps is not None
     request = {"steps": options.kl_steps, "data": digest_of([], [*calibration.fresh, *held_out])}
     finished = store.record(_RESULT)
     is_whole = all(store.layer(number) is not None for number in range(len(plan.merged_layers)))
@@ -213,6 +248,7 @@ def fit_checkpoint(
         )
     learned, validation = hold_out(calibration.batches, VALIDATED)
     fitted, validating = ([*part, *beginnings(part, calibration.batches)] for part in (learned, validation))
+    by_first(partial(_check_shares, sum(len(tokens_of(batch)) for batch in fitted)))
     fitting = FitOptions(
         method=plan.merge_method,
         steps=steps_per_layer(options),

@@ -13,6 +13,7 @@ from torch import Tensor
 from gqa_convert.conversion.fit.attention_calls import AttentionCall
 from gqa_convert.merging.factorisation import Array
 from gqa_convert.merging.merge_layer import Moments
+from gqa_convert.processes import gathered, total
 
 STRENGTHS = (1e-3, 1e-2, 1e-1, 1.0, 10.0)
 """Of a ridge regression, relative to the mean of the Gram matrix's diagonal."""
@@ -42,11 +43,12 @@ def damped_moment(states: Iterable[Tensor]) -> Array:
     Args:
         states: [B, L, d] of each batch.
     """
-    total: Any = 0
+    own: Any = 0
     for tensor in states:
         rows = rows_of(tensor, constant=True)
-        total += product(rows, rows)
-    found = (total / total[-1, -1]).cpu().numpy()
+        own += product(rows, rows)
+    summed = total(own)
+    found = (summed / summed[-1, -1]).cpu().numpy()
     mean = float(np.mean(np.diag(found)[:-1]))
     found[np.diag_indices(len(found) - 1)] += DAMPING * mean if mean > 0 else 1.0
     return np.asarray(found)
@@ -55,7 +57,7 @@ def damped_moment(states: Iterable[Tensor]) -> Array:
 def moments_of(calls: Sequence[AttentionCall]) -> Moments:
     """The moments of an attention module's inputs over all batches."""
     queries = damped_moment(call.hidden for call in calls)
-    if all(call.states is call.hidden for call in calls):
+    if all(gathered(all(call.states is call.hidden for call in calls))):
         return Moments(queries, queries)
     return Moments(queries, damped_moment(call.states for call in calls))
 
@@ -83,6 +85,12 @@ class Regression:
         self._gram += product(rows, rows)
         self._cross += product(rows, wanted)
         self._power += wanted.square().sum(0).double()
+
+    def summed(self) -> "Regression":
+        """The same of all processes."""
+        found = Regression(biased=self._biased)
+        found._gram, found._cross, found._power = map(total, (self._gram, self._cross, self._power))
+        return found
 
     def sampled(self) -> "Regression":
         """The same of evenly spaced columns of the output, or of all if they are few."""

@@ -1,4 +1,4 @@
-"""The processes of a run, which join, compare values, and fail together.
+"""The processes of a run, which join, compare values, add sums, and fail together.
 
 Misconfigured launches are refused at once, because a job that silently runs as one process, or as several independent
 ones, wastes days. An error on one process is raised on all of them, so that none waits for a process that has ended.
@@ -39,6 +39,10 @@ Say = Callable[[str], None]
 """Called on the main process with messages about events between the steps."""
 
 _waiting_group: Any = None
+_device: Any = None
+"""Where this process computes, and sums of all processes are made."""
+_leads = False
+"""Whether this process works while the others wait for what it sends."""
 
 
 def join(**options: Any) -> Any:
@@ -67,7 +71,8 @@ def join(**options: Any) -> Any:
     if accelerator.num_processes > 1:
         import torch
 
-        global _waiting_group
+        global _waiting_group, _device
+        _device = accelerator.device
         _waiting_group = torch.distributed.new_group(backend="gloo", timeout=_LONGEST_WAIT)
     return accelerator
 
@@ -94,7 +99,7 @@ def check_environment(environment: Mapping[str, str]) -> None:
         tasks = _number(environment, name) or 1
         if tasks > known:
             raise LaunchError(
-                f"{tasks} tasks were started ({name}) and this one knows of {known}, so each would train separately: start one task per node, "
+                f"{tasks} tasks were started ({name}) and this one knows of {known}, so each would work alone: start one task per node, "
                 "and in each torchrun with --nnodes and --rdzv_endpoint, as recipes/slurm/uptrain.sbatch does"
             )
     needed = _LAUNCHER[:3] if _number(environment, "WORLD_SIZE") == 1 else _LAUNCHER
@@ -116,6 +121,16 @@ def _number(environment: Mapping[str, str], name: str) -> int | None:
 def rank() -> int:
     """The number of this process."""
     return 0 if _waiting_group is None else int(_waiting_group.rank())
+
+
+def started() -> int:
+    """How many processes this run has."""
+    return 1 if _waiting_group is None else int(_waiting_group.size())
+
+
+def count() -> int:
+    """How many processes do the present work: all of the run, or this one while the others wait for it."""
+    return 1 if _leads else started()
 
 
 def waiting_group() -> Any:
@@ -167,7 +182,7 @@ def gathered(value: Any) -> list[Any]:
     """The value of every process, in the order of their numbers; for small Python objects. Every process calls this,
     and waits for the others without a time limit; accelerate's gather_object would end the job after ten minutes.
     """
-    if _waiting_group is None:
+    if count() == 1:
         return [value]
     import torch
 
@@ -181,11 +196,118 @@ def gathered(value: Any) -> list[Any]:
 
 def by_first(work: Callable[[], Any]) -> Any:
     """What a function returns on the first process, on all of them; an error is raised on all too."""
-    found = None
-    with together():
-        if rank() == 0:
-            found = work()
-    return gathered(found)[0]
+    if count() == 1:
+        return work()
+    if rank() > 0:
+        return _received()
+    try:
+        found = work()
+    except (Exception, InterruptedRunError) as problem:
+        _send(None, problem)
+        raise
+    _send(found)
+    return found
+
+
+def _send(value: Any, problem: BaseException | None = None) -> None:
+    """Send a value, or an error, from the first process to all others."""
+    import torch
+
+    stated = None if problem is None else (type(problem).__name__, str(problem))
+    try:
+        torch.distributed.broadcast_object_list([value, stated], src=0, group=_waiting_group)
+    except RuntimeError as broken:
+        if problem is None:  # which says more
+            raise _ended(broken) from None
+
+
+def _received() -> Any:
+    """What the first process sends; an error is raised."""
+    import torch
+
+    found: list[Any] = [None, None]
+    try:
+        torch.distributed.broadcast_object_list(found, src=0, group=_waiting_group)
+    except RuntimeError as broken:
+        raise _ended(broken) from None
+    value, stated = found
+    if stated is None:
+        return value
+    error = _error(0, *stated)
+    error.reported_elsewhere = True
+    raise error
+
+
+@contextmanager
+def sharing(function: Callable[..., Any], *arguments: Any) -> Iterator[None]:
+    """A context in which this process, the first, does what all others, which `follow`, do in a function.
+
+    Args:
+        function: of a module, which other processes find by its name.
+        arguments: what pickle can send.
+    """
+    global _leads
+    if started() == 1:
+        yield
+        return
+    _send((function, arguments))
+    _leads = False
+    yield
+    _leads = True
+
+
+@contextmanager
+def leading() -> Iterator[None]:
+    """A context of the first process, at whose end the others stop following, with the same error if there is one."""
+    global _leads
+    if started() == 1:
+        yield
+        return
+    _leads = True
+    try:
+        yield
+    except BaseException as problem:
+        if _leads:  # else they notice that this process ends
+            _send(None, problem)
+        raise
+    finally:
+        _leads = False
+    _send(None)
+
+
+def follow() -> None:
+    """Do what the first process asks for, until it ends.
+
+    Raises:
+        GQAConvertError: the first process fails, or this one.
+    """
+    while (work := _received()) is not None:
+        function, arguments = work
+        function(*arguments)
+
+
+def total(own: Any) -> Any:
+    """The sum of a tensor or a float over all processes, the same on each.
+
+    Args:
+        own: this process's; the int 0 where it has no part in the sum.
+    """
+    if count() == 1:
+        return own
+    import torch
+
+    if isinstance(own, float):
+        return float(total(torch.tensor(own, dtype=torch.float64)))
+    shapes = gathered(None if isinstance(own, int) else (own.shape, own.dtype))
+    shape, dtype = next(each for each in shapes if each is not None)
+    found = torch.zeros(shape, dtype=dtype, device=_device)
+    if not isinstance(own, int):
+        found.copy_(own.detach())
+    try:
+        torch.distributed.all_reduce(found)
+    except RuntimeError as problem:
+        raise _ended(problem) from None
+    return found if isinstance(own, int) else found.to(own.device)
 
 
 def check_agreement(values: Mapping[str, Any]) -> None:
