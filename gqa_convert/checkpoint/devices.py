@@ -66,7 +66,8 @@ def chosen_device(asked: str | None) -> str:
     import torch
 
     if asked is None:
-        return "cuda" if torch.cuda.is_available() else "cpu"
+        has_gpu = _stated("gpu")
+        return "cuda" if (torch.cuda.is_available() if has_gpu is None else has_gpu) else "cpu"
     count = torch.cuda.device_count()
     if int(asked.partition(":")[2] or 0) >= count:
         raise OptionError(

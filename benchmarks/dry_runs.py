@@ -1,0 +1,108 @@
+"""What `convert --calibration` would do with models of 7 to 70 billion parameters on GPUs of several sizes.
+
+    python -m benchmarks.dry_runs
+
+The checkpoints are sparse files with the shapes of the real ones; the GPUs are stated, not there. Prints a table for
+docs/converting.md.
+"""
+
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from gqa_convert.checkpoint.devices import STATED
+
+GPUS = (24, 48, 80)
+"""Free memory in GB."""
+
+
+class Shape(NamedTuple):
+    """A Llama, and the number of K/V heads to go to."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    vocab_size: int
+    groups: int
+
+
+MODELS = {
+    "Llama-2-7B": Shape(4096, 11008, 32, 32, 32, 32000, 8),
+    "Llama-3.1-8B": Shape(4096, 14336, 32, 32, 8, 128256, 4),
+    "Llama-2-13B": Shape(5120, 13824, 40, 40, 40, 32000, 8),
+    "Llama-2-70B": Shape(8192, 28672, 80, 64, 8, 32000, 4),
+}
+
+
+def tensors(shape: Shape) -> dict[str, list[int]]:
+    """The shape of each tensor."""
+    hidden, wide = shape.hidden_size, shape.intermediate_size
+    kv = hidden // shape.num_attention_heads * shape.num_key_value_heads
+    found = {"model.embed_tokens.weight": [shape.vocab_size, hidden], "lm_head.weight": [shape.vocab_size, hidden]}
+    found["model.norm.weight"] = [hidden]
+    for number in range(shape.num_hidden_layers):
+        layer = f"model.layers.{number}"
+        found |= {f"{layer}.self_attn.{name}_proj.weight": [hidden, hidden] for name in "qo"}
+        found |= {f"{layer}.self_attn.{name}_proj.weight": [kv, hidden] for name in "kv"}
+        found |= {f"{layer}.mlp.{name}_proj.weight": [wide, hidden] for name in ("gate", "up")}
+        found[f"{layer}.mlp.down_proj.weight"] = [hidden, wide]
+        found |= {f"{layer}.{name}_layernorm.weight": [hidden] for name in ("input", "post_attention")}
+    return found
+
+
+def write_sparse(folder: Path, shape: Shape) -> None:
+    """A checkpoint whose weights are a hole."""
+    folder.mkdir()
+    stated = {key: value for key, value in shape._asdict().items() if key != "groups"}
+    config = stated | {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "max_position_embeddings": 4096}
+    config |= {"tie_word_embeddings": False, "torch_dtype": "bfloat16"}
+    (folder / "config.json").write_text(json.dumps(config))
+    header, offset = {}, 0
+    for name, dimensions in tensors(shape).items():
+        end = offset + 2 * math.prod(dimensions)
+        header[name] = {"dtype": "BF16", "shape": dimensions, "data_offsets": [offset, end]}
+        offset = end
+    written = json.dumps(header).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(written).to_bytes(8, "little") + written)
+        file.truncate(8 + len(written) + offset)
+
+
+def dry_run(source: Path, groups: int, free: int) -> dict[str, Any]:
+    """The estimate of a conversion where so many GB of a GPU are free."""
+    machine = {"gpu_driver": True, "gpu": True, "bfloat16": True, "memory": free * 10**9}
+    command = ["convert", str(source), "--groups", str(groups), "--calibration", "python-stdlib", "--dry-run", "--json"]
+    done = subprocess.run(
+        [sys.executable, "-m", "gqa_convert", *command],
+        env=os.environ | {STATED: json.dumps(machine)},
+        capture_output=True,
+        check=True,
+    )
+    found: dict[str, Any] = json.loads(done.stdout)["estimate"]
+    return found
+
+
+def main() -> None:
+    print("| model | N | GB free | memory asked for, GB | left out |")
+    print("| --- | --- | --- | --- | --- |")
+    for name, shape in MODELS.items():
+        with tempfile.TemporaryDirectory() as folder:
+            source = Path(folder) / name
+            write_sparse(source, shape)
+            heads = f"{shape.num_key_value_heads} -> {shape.groups}"
+            for free in GPUS:
+                found = dry_run(source, shape.groups, free)
+                asked = f"{found['least_memory_bytes'] / 1e9:.0f} to {found['memory_bytes'] / 1e9:.0f}"
+                left_out = "; ".join(found["left_out"]) or "nothing"
+                print(f"| {name} | {heads} | {free} | {asked} | {left_out} |")
+
+
+if __name__ == "__main__":
+    main()
