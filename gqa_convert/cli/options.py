@@ -99,7 +99,7 @@ Calibration = Annotated[
     list[str] | None,
     option(
         "--calibration -c TEXT",
-        "Calibration text or conversations: a file, a folder, a glob pattern, a Hub dataset, or self for text that SOURCE writes; a folder of audio files for a model that hears. Repeat the option to mix texts in equal shares.",
+        "Calibration text, conversations, or pairs with source and target for an encoder-decoder: a file, a folder, a glob pattern, a Hub dataset, or self for text that SOURCE writes; a folder of audio files for a model that hears. Repeat the option to mix texts in equal shares.",
     ),
 ]
 CalibrationTokens = Annotated[

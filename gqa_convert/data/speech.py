@@ -8,7 +8,7 @@ their texts first, so that little is lost. The encoder runs once for each window
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ _AT_ONCE = 16
 """Windows of a batch."""
 
 Batch = dict[str, Tensor]
+T = TypeVar("T")
 
 
 def speech_tokens_for(config: Config) -> int:
@@ -203,7 +204,8 @@ def speech_batches(
         progress(min(tokens, sum(size)), sum(size))
     if not found:
         raise DataError("the model hears no word in any of the files: name a folder of speech")
-    layers, held_out, fresh = (_batches(part) for part in _divided(found, size))
+    parts = divided(found, [len(spoken.tokens) for spoken in found], size.layers, size.held_out)
+    layers, held_out, fresh = map(_batches, parts)
     used = sum(batch["decoder_input_ids"].numel() for batch in layers)
     by = f"{written} texts written by the source" if written else "texts as stated"
     return Speech(layers, held_out, fresh, used, f"{used} tokens of {len(found)} sounds, {by}")
@@ -224,14 +226,20 @@ def _spoken(speech: SpeechModel, windows: Sequence[Window]) -> list[SpokenText]:
     return found
 
 
-def _divided(found: list[SpokenText], size: SpeechSize) -> tuple[list[SpokenText], ...]:
-    """The first windows for the layers, the next ones held out, and the rest. Where there are too few for the first two,
+def divided(found: Sequence[T], lengths: Sequence[int], fitted: int, held_out: int) -> tuple[Sequence[T], ...]:
+    """The first examples for the layers, the next ones held out, and the rest. Where there are too few for the first two,
     one in nine is held out.
+
+    Args:
+        found: all examples.
+        lengths: the tokens of each.
+        fitted: tokens for the layers.
+        held_out: tokens to hold out; 0 for no example.
     """
-    ends = np.cumsum([len(spoken.tokens) for spoken in found])
-    layers = int(np.searchsorted(ends, size.layers)) + 1
-    judged = max(layers, int(np.searchsorted(ends, size.layers + size.held_out))) + 1
-    if not size.held_out or len(found) == 1:
+    ends = np.cumsum(lengths)
+    layers = int(np.searchsorted(ends, fitted)) + 1
+    judged = max(layers, int(np.searchsorted(ends, fitted + held_out))) + 1
+    if not held_out or len(found) == 1:
         judged = layers
     elif judged > len(found):
         layers = len(found) - max(1, len(found) // 9)

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gqa_convert.checkpoint.strict_json import Config
+from gqa_convert.conversion.fit.calibration_pairs import pair_batches, pair_fields, read_pairs
 from gqa_convert.conversion.fit.mixed_text import MadeUpRecords, SharedText
 from gqa_convert.conversion.fit.options import BATCH_TOKENS, each_of
 from gqa_convert.conversion.fit.stretched_blocks import stretched
@@ -30,7 +31,7 @@ from gqa_convert.data.files import Files
 from gqa_convert.data.hub import default_cache
 from gqa_convert.data.model_tokenizer import check_vocabulary, usable_tokenizer
 from gqa_convert.data.order import mix, permuted
-from gqa_convert.data.sources import as_source, open_source
+from gqa_convert.data.sources import TextSource, as_source, open_source
 from gqa_convert.data.span_corruption import SpanCorruption, has_sentinels, shape_for
 from gqa_convert.data.text_generation import OwnText
 from gqa_convert.data.token_files import batched, ids_of, tokenize
@@ -174,6 +175,9 @@ def calibration_batches(
     """
     config, tokenizer = read_config(model_folder), usable_tokenizer(model_folder)
     blocks = _blocks_of(model_folder, config, tokenizer, sequence_length)
+    if is_encoder_decoder(config) and (pairs := _opened_pairs(source)):
+        counts = [tokens, held_out_tokens, fresh_tokens]
+        return _paired(model_folder, config, tokenizer, pairs, counts, blocks.length, seed)
     wanted = [-(-count // blocks.raw) for count in (tokens, held_out_tokens, fresh_tokens)]
     label, texts, added = _read_all(source, tokenizer, wanted, blocks, mixing)
     parts = _drawn(texts, blocks.raw, wanted, seed)
@@ -199,6 +203,65 @@ def calibration_batches(
         label=label + (" and what is mixed in" if kinds else ""),
         warning=warning,
         mixed_in=kinds,
+        held_out=held_out,
+        fresh=fresh,
+    )
+
+
+def _opened_pairs(source: Any) -> list[tuple[TextSource, tuple[str, str]]]:
+    """The sources with the fields of their pairs; none where they hold running text.
+
+    Raises:
+        DataError: some hold pairs and some do not.
+    """
+    found, others = [], []
+    for given in each_of(source):
+        stated = as_source(given)
+        text = open_source(stated)
+        fields = pair_fields(stated, text)
+        if fields is None:
+            others.append(text.label)
+        else:
+            found.append((text, fields))
+    if found and others:
+        raise DataError(
+            f"{found[0][0].label} holds pairs of source and target, and {others[0]} does not: calibrate on one kind of text"
+        )
+    return found
+
+
+def _paired(
+    folder: Path,
+    config: Config,
+    tokenizer: Any,
+    opened: Sequence[tuple[TextSource, tuple[str, str]]],
+    counts: Sequence[int],
+    length: int,
+    seed: int,
+) -> Calibration:
+    """Calibration on pairs, drawn from all sources in turn; see `calibration_pairs`."""
+    read = [
+        read_pairs(text, fields, tokenizer, tokens=sum(counts), length=length, seed=mix(seed, number))
+        for number, (text, fields) in enumerate(opened)
+    ]
+    pairs = [pair for together in zip_longest(*read) for pair in together if pair is not None]
+    (made, held_out, fresh), number = pair_batches(folder, config, tokenizer, pairs, counts)
+    sides = ("input_ids", "labels")
+    check_vocabulary(config, max(int(batch[side].max()) for batch in made for side in sides), folder)
+    label = " and ".join(text.label for text, _ in opened)
+    used = sum(batch[side].numel() for batch in made for side in sides)
+    held = sum(pair.size for pair in pairs)
+    warning = None
+    if held < counts[0]:
+        warning = f"{label} has only {held} of the {counts[0]} calibration tokens requested: all of them are used; more pairs may give a better merge"
+    return Calibration(
+        batches=made,
+        tokens=used,
+        sequence_length=max(batch["input_ids"].shape[1] for batch in made),
+        digest=digest_of(["pairs", length, seed, BATCH_TOKENS, counts[0]], made),
+        description=f"{used} tokens of {label}: {number} pairs of source and target, cut to the lengths of others, seed {seed}",
+        label=label,
+        warning=warning,
         held_out=held_out,
         fresh=fresh,
     )

@@ -1,0 +1,111 @@
+"""Pairs as calibration: every row is the beginning of a pair, and no pair is in two parts."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gqa_convert import convert_checkpoint
+from gqa_convert.conversion.fit.calibration_text import Calibration, calibration_batches
+from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions
+from gqa_convert.errors import DataError
+from tests.helpers import seq2seq
+from tests.helpers.seq2seq import BOS, EOS
+
+START = 2
+WORD = 5
+"""The token of w0."""
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def bart(tmp_path: Path) -> Path:
+    return seq2seq.model(tmp_path / "bart", "bart", seq2seq.bart_tokenizer(), decoder_start_token_id=START)
+
+
+def write(path: Path, count: int, names: tuple[str, str] = ("source", "target")) -> list[tuple[str, str]]:
+    """Pairs whose target is the source backwards; each begins and ends with two words that tell which one it is."""
+    random = np.random.default_rng(0)
+    pairs = []
+    for number in range(count):
+        mark = f"w{number // 40} w{number % 40}"
+        source = f"{mark} {seq2seq.words(random, int(random.integers(1, 12)))} {mark}"
+        pairs.append((source, " ".join(reversed(source.split()))))
+    path.write_text("".join(json.dumps(dict(zip(names, pair, strict=True))) + "\n" for pair in pairs))
+    return pairs
+
+
+def tokens(text: str) -> list[int]:
+    return [BOS, *(WORD + int(word[1:]) for word in text.split()), EOS]
+
+
+def cut(ids: list[int], length: int) -> list[int]:
+    return ids if len(ids) <= length else [*ids[: length - 1], ids[-1]]
+
+
+def pairs_in(batches: list[dict[str, Any]], pairs: list[tuple[str, str]]) -> list[int]:
+    """The number of the pair that each row of batches is, after comparing all that is in it."""
+    found = []
+    for batch in batches:
+        assert (batch["decoder_input_ids"][:, 0] == START).all()
+        assert (batch["decoder_input_ids"][:, 1:] == batch["labels"][:, :-1]).all()
+        for source, target in zip(batch["input_ids"].tolist(), batch["labels"].tolist(), strict=True):
+            number = (source[1] - WORD) * 40 + source[2] - WORD
+            assert source == cut(tokens(pairs[number][0]), len(source))
+            assert target == cut(tokens(pairs[number][1]), len(target))
+            found.append(number)
+    return found
+
+
+def kept(made: Calibration, pairs: list[tuple[str, str]], numbers: list[int]) -> float:
+    return made.tokens / sum(len(tokens(text)) for number in numbers for text in pairs[number])
+
+
+def test_rows_are_pairs_and_parts_have_none_in_common(bart: Path, tmp_path: Path) -> None:
+    pairs = write(tmp_path / "pairs.jsonl", 600)
+    made = calibration_batches(bart, tmp_path / "pairs.jsonl", 6000, seed=1, held_out_tokens=900, fresh_tokens=2000)
+    parts = [pairs_in(batches, pairs) for batches in (made.batches, made.held_out, made.fresh)]
+    used = [number for part in parts for number in part]
+    assert len(used) == len(set(used))
+    assert len(parts[0]) > len(parts[1]) > 0
+    assert kept(made, pairs, parts[0]) > 0.85
+    assert made.tokens == sum(batch[side].numel() for batch in made.batches for side in ("input_ids", "labels"))
+    assert "pairs of source and target" in made.description
+    assert made.warning is None
+    again = calibration_batches(bart, tmp_path / "pairs.jsonl", 6000, seed=1, held_out_tokens=900)
+    assert again.digest == made.digest
+    other = calibration_batches(bart, tmp_path / "pairs.jsonl", 6000, seed=2)
+    assert other.digest != made.digest
+
+
+def test_fields_may_be_stated_and_little_text_is_told(bart: Path, tmp_path: Path) -> None:
+    pairs = write(tmp_path / "pairs.jsonl", 40, ("en", "de"))
+    stated = {"source": str(tmp_path / "pairs.jsonl"), "source_field": "en", "target_field": "de"}
+    made = calibration_batches(bart, stated, 100_000, seed=1, held_out_tokens=100)
+    assert len(pairs_in(made.batches, pairs)) + len(pairs_in(made.held_out, pairs)) == 40
+    assert "of the 100000 calibration tokens requested" in str(made.warning)
+
+
+def test_pairs_and_running_text_are_not_mixed(bart: Path, tmp_path: Path) -> None:
+    write(tmp_path / "pairs.jsonl", 40)
+    (tmp_path / "text.txt").write_text("w1 w2 " * 200)
+    with pytest.raises(DataError, match=r"pairs\.jsonl holds pairs of source and target, and .*text\.txt does not"):
+        calibration_batches(bart, [str(tmp_path / "pairs.jsonl"), str(tmp_path / "text.txt")], 1000, seed=0)
+
+
+@pytest.mark.parametrize("kind", ["bart", "t5"])
+def test_a_conversion_on_pairs(kind: str, tmp_path: Path) -> None:
+    source = seq2seq.model(tmp_path / "source", kind, seq2seq.bart_tokenizer(), decoder_start_token_id=START)
+    write(tmp_path / "pairs.jsonl", 300)
+    options = CalibrationOptions(source=str(tmp_path / "pairs.jsonl"), tokens=3000, steps=3, kl_steps=3, device="cpu")
+    result = convert_checkpoint(source, tmp_path / "out", 3, ConversionOptions(calibration=options))
+    assert result.calibration is not None
+    assert result.calibration.kl is not None
+    assert result.calibration.kl.after <= result.calibration.kl.before
+    assert "pairs of source and target" in result.calibration.text
