@@ -105,3 +105,14 @@ def test_methods_without_text_run_on_the_first(tmp_path: Path) -> None:
     job = start(tmp_path / "out", 2, "--groups", "3", "--method", "mean")
     assert job.wait(120) == [0, 0], job.text()
     assert (tmp_path / "out" / "config.json").is_file()
+
+
+@pytest.mark.slow
+def test_the_first_process_chooses_for_a_budget(tmp_path: Path) -> None:
+    """By its own measurement of the whole text, while the other waits."""
+    options = ("--kv-budget", "40%", *OPTIONS[2:7], "--fit-steps", "0", "--kl-steps", "0")
+    jobs = [start(tmp_path / str(processes), processes, *options) for processes in (1, 2)]
+    assert [job.wait(240) for job in jobs] == [[0], [0, 0]], jobs[1].text()
+    one, two = (record(tmp_path / str(processes)) for processes in (1, 2))
+    assert one["groups"] == two["groups"]
+    assert len(set(one["groups"])) > 1
