@@ -6,11 +6,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from gqa_convert import convert_checkpoint
+from gqa_convert.checkpoint.devices import multiplies_bfloat16
+from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.conversion.fit.calibration_text import Calibration, calibration_batches
 from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions
+from gqa_convert.data import target_writing
+from gqa_convert.data.sources import as_source, open_source
+from gqa_convert.data.target_writing import written_targets
 from gqa_convert.errors import DataError
+from gqa_convert.families.loading import load_model
 from tests.helpers import seq2seq
 from tests.helpers.seq2seq import BOS, EOS
 
@@ -109,3 +116,29 @@ def test_a_conversion_on_pairs(kind: str, tmp_path: Path) -> None:
     assert result.calibration.kl is not None
     assert result.calibration.kl.after <= result.calibration.kl.before
     assert "pairs of source and target" in result.calibration.text
+
+
+@pytest.mark.parametrize("kind", ["bart", "t5"])
+def test_the_source_writes_what_is_missing(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inputs alone, answered as transformers' own generation answers them one by one."""
+    monkeypatch.setattr(target_writing, "LONGEST", 6)
+    tokenizer = seq2seq.bart_tokenizer()
+    source = seq2seq.model(tmp_path / "source", kind, tokenizer, decoder_start_token_id=START)
+    pairs = write(tmp_path / "pairs.jsonl", 60)
+    inputs = tmp_path / "inputs.jsonl"
+    inputs.write_text("".join(json.dumps({"source": read}) + "\n" for read, _ in pairs))
+    checkpoint, text = open_checkpoint(source), open_source(as_source(str(inputs)))
+    made = written_targets(checkpoint, text, "source", tmp_path, tokens=10**6, seed=0, device="cpu")
+    rows = [json.loads(line) for line in made.file.read_text().splitlines()]
+    assert sorted(row["source"] for row in rows) == sorted(read for read, _ in pairs)
+    model, _ = load_model(source, torch.bfloat16 if multiplies_bfloat16(torch.device("cpu")) else torch.float32)
+    same = 0
+    for row in rows[:20]:
+        ids = tokenizer(row["source"], return_tensors="pt")["input_ids"]
+        alone = model.generate(ids, num_beams=1, do_sample=False, max_new_tokens=6)
+        same += tokenizer.decode(alone[0], skip_special_tokens=True) == row["target"]
+    assert same >= 18  # rounding may turn a greedy choice between random weights
+    options = CalibrationOptions(source=str(inputs), tokens=600, steps=2, kl_steps=0, device="cpu")
+    result = convert_checkpoint(source, tmp_path / "out", 3, ConversionOptions(calibration=options))
+    assert result.calibration is not None
+    assert "inputs.jsonl with targets that source writes: " in result.calibration.text

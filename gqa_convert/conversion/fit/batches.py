@@ -22,7 +22,7 @@ from gqa_convert.conversion.plan import Plan
 from gqa_convert.errors import DataError, OptionError
 from gqa_convert.families.composite import decoder_config
 from gqa_convert.families.context_length import reachable_context
-from gqa_convert.families.loading import hears
+from gqa_convert.families.loading import hears, is_encoder_decoder
 
 if TYPE_CHECKING:
     from gqa_convert.conversion.fit.calibration_text import Calibration
@@ -54,11 +54,13 @@ def prepare_calibration(
         OptionError: a number is out of range, or the model's encoder reads no text.
         DataError: the text, the tokenizer or a sound can't be read.
     """
+    from gqa_convert.conversion.fit.calibration_pairs import INPUT, has_inputs_alone
     from gqa_convert.conversion.fit.calibration_text import calibration_batches
     from gqa_convert.conversion.fit.mixed_text import MOST, OWN_SHARE, SharedText, mixed
     from gqa_convert.data.hub import default_cache
     from gqa_convert.data.model_tokenizer import usable_tokenizer
     from gqa_convert.data.sources import as_source, is_self, open_source
+    from gqa_convert.data.target_writing import written_targets
     from gqa_convert.data.text_generation import OwnText, has_chat_template, own_text
     from gqa_convert.families.rotary import rotary_pairs
 
@@ -102,9 +104,21 @@ def prepare_calibration(
         return mixed(named, options.seed, documents, conversations)
 
     texts = [own if is_self(text) else text for text in named]
-    for text in named:
-        if not is_self(text):
-            open_source(as_source(text))  # what does not exist is refused before anything is read
+    for number, text in enumerate(named):
+        if is_self(text):
+            continue
+        opened = open_source(as_source(text))  # what does not exist is refused before anything is read
+        if is_encoder_decoder(config) and has_inputs_alone(as_source(text), opened):
+            texts[number] = written_targets(
+                plan.checkpoint,
+                opened,
+                INPUT,
+                default_cache(),
+                tokens=_with_spare((used + (tokens if fresh else 0)) / len(named)),
+                seed=options.seed,
+                device=chosen_device(options.device),
+                progress=partial(progress, OWN_TEXT),
+            )
     decoder, layer = decoder_config(config), plan.layers[0]
     turning, _ = rotary_pairs(plan.family, decoder, layer.key_head_dim)
     can_skip = len(turning) and layer.attention_kind == "decoder"

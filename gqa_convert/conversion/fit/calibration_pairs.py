@@ -24,7 +24,8 @@ from gqa_convert.data.sources import Source, TextSource
 from gqa_convert.data.speech import divided
 from gqa_convert.data.token_files import tokenize
 
-_FIELDS = ("source", "target")
+INPUT = "source"
+_FIELDS = (INPUT, "target")
 """Of rows that hold pairs, where nothing is stated."""
 _OVERSAMPLING = 16
 """From a Hub dataset, this many times the requested number of tokens is read."""
@@ -48,11 +49,20 @@ def pair_fields(source: Source, text: TextSource) -> tuple[str, str] | None:
     """The fields that hold pairs, as stated or as the first row has them; None where the source holds none."""
     if source.source_field is not None and source.target_field is not None:
         return source.source_field, source.target_field
+    return _FIELDS if _has_fields(source, text, _FIELDS) else None
+
+
+def has_inputs_alone(source: Source, text: TextSource) -> bool:
+    """Whether the rows of a source hold inputs of an encoder-decoder without what is to be written for them."""
+    return _has_fields(source, text, _FIELDS[:1]) and pair_fields(source, text) is None
+
+
+def _has_fields(source: Source, text: TextSource, names: tuple[str, ...]) -> bool:
+    """Whether the first row has these fields, and none that holds running text."""
     row: Any = {}
     with suppress(Exception):  # what is wrong with the text is explained when it is read
         row = next(text.pieces(Fields((), "row"))).text
-    has_pairs = isinstance(row, Mapping) and row.keys() >= set(_FIELDS)
-    return _FIELDS if has_pairs and source.text_field not in row else None
+    return isinstance(row, Mapping) and row.keys() >= set(names) and source.text_field not in row
 
 
 def read_pairs(

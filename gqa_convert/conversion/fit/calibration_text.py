@@ -208,24 +208,25 @@ def calibration_batches(
     )
 
 
-def _opened_pairs(source: Any) -> list[tuple[TextSource, tuple[str, str]]]:
-    """The sources with the fields of their pairs; none where they hold running text.
+def _opened_pairs(source: Any) -> list[tuple[str, TextSource, tuple[str, str]]]:
+    """The sources with their labels and the fields of their pairs; none where they hold running text.
 
     Raises:
         DataError: some hold pairs and some do not.
     """
     found, others = [], []
     for given in each_of(source):
-        stated = as_source(given)
+        stated = as_source(given.file if isinstance(given, OwnText) else given)
         text = open_source(stated)
+        label = given.label if isinstance(given, OwnText) else text.label
         fields = pair_fields(stated, text)
         if fields is None:
-            others.append(text.label)
+            others.append(label)
         else:
-            found.append((text, fields))
+            found.append((label, text, fields))
     if found and others:
         raise DataError(
-            f"{found[0][0].label} holds pairs of source and target, and {others[0]} does not: calibrate on one kind of text"
+            f"{found[0][0]} holds pairs of source and target, and {others[0]} does not: calibrate on one kind of text"
         )
     return found
 
@@ -234,7 +235,7 @@ def _paired(
     folder: Path,
     config: Config,
     tokenizer: Any,
-    opened: Sequence[tuple[TextSource, tuple[str, str]]],
+    opened: Sequence[tuple[str, TextSource, tuple[str, str]]],
     counts: Sequence[int],
     length: int,
     seed: int,
@@ -242,13 +243,13 @@ def _paired(
     """Calibration on pairs, drawn from all sources in turn; see `calibration_pairs`."""
     read = [
         read_pairs(text, fields, tokenizer, tokens=sum(counts), length=length, seed=mix(seed, number))
-        for number, (text, fields) in enumerate(opened)
+        for number, (_, text, fields) in enumerate(opened)
     ]
     pairs = [pair for together in zip_longest(*read) for pair in together if pair is not None]
     (made, held_out, fresh), number = pair_batches(folder, config, tokenizer, pairs, counts)
     sides = ("input_ids", "labels")
     check_vocabulary(config, max(int(batch[side].max()) for batch in made for side in sides), folder)
-    label = " and ".join(text.label for text, _ in opened)
+    label = " and ".join(label for label, _, _ in opened)
     used = sum(batch[side].numel() for batch in made for side in sides)
     held = sum(pair.size for pair in pairs)
     warning = None
