@@ -49,7 +49,7 @@ def check_config(result: Result) -> str:
 
 def _expected_config(result: Result) -> dict[str, Any]:
     inputs = result.inputs
-    family = result.inputs.family
+    family = inputs.family
     modeling = result.modeling
     original = inputs.config
     groups = result.geometry.groups
@@ -59,7 +59,7 @@ def _expected_config(result: Result) -> dict[str, Any]:
     changes = {"multi_query_attention": True, "multi_query_group_num": groups}
     if modeling or not family.modeling:  # the stock class of another type does not know these keys
         changes |= dict.fromkeys(family.kv_heads_keys, groups)
-        if result.encoder:
+        if result.geometry.kinds["encoder"]:
             changes[family.encoder_kv_heads_key] = groups
         if family.one_kv_head_key:
             changes[family.one_kv_head_key] = groups == 1

@@ -14,7 +14,7 @@ from gqa_convert.families.family import Family
 from gqa_convert.verify.geometry import MERGED, Geometry, Heads, Tensors
 
 
-def attention_parameters(model: Any, family: Family) -> dict[str, Tensor]:
+def attention_parameters(model: Any, family: Family) -> Tensors:
     """The parameters of a loaded model's attention modules."""
     return {
         name: parameter.detach()
@@ -32,19 +32,18 @@ def repeated_heads(geometry: Geometry, source: Tensors, out: Tensors | None, *, 
         out: those of the loaded OUT, whose heads they are; None for the mean of each group of SOURCE's K/V heads.
         folds: whether queries and outputs are OUT's too.
     """
-    made: dict[str, Tensor] = {}
+    made: Tensors = {}
     for module in geometry.merged:
-        for tensor in module.tensors:
-            found: Heads = {}
-            tensors = source if out is None else out
-            for role, heads in tensor.read(tensors, after=out is not None).items():
+        for before, after in module.tensors:
+            heads = before.read(source) if out is None else after.read(out)
+            for role in list(heads):
                 if role in MERGED:
-                    kept = heads.unflatten(0, (module.after, -1)).mean(1) if out is None else heads
-                    found[role] = kept.repeat_interleave(module.before // module.after, 0)
-                elif folds:
-                    found[role] = heads
-            if found:
-                made |= tensor.replace(source, found)
+                    means = heads[role].unflatten(0, (module.after, -1)).mean(1)  # of OUT, each of one head
+                    heads[role] = means.repeat_interleave(module.before // module.after, 0)
+                elif not folds:
+                    del heads[role]
+            if heads:
+                made |= before.replace(source, heads)
     return made
 
 

@@ -17,7 +17,7 @@ from gqa_convert.families import loading
 from gqa_convert.families.family import Modeling
 from gqa_convert.families.layerwise import heads_text
 from gqa_convert.verify import heads
-from gqa_convert.verify.geometry import read_geometry
+from gqa_convert.verify.geometry import Geometry
 from gqa_convert.verify.inputs import Progress
 from gqa_convert.verify.probe import STEPS, Probe
 from gqa_convert.verify.report import Failure, VerificationReport
@@ -46,7 +46,6 @@ class ModelChecks:
         self.inputs = result.inputs
         numbers = sum(tensor.numel() for tensor in self.inputs.source.tensors.values())
         self.dtype: Any = torch.float32 if numbers <= FLOAT32_LIMIT else "auto"
-        self.has_cross = any(module.kind == "cross" for module in result.geometry.modules)
 
     def load_out(self) -> str:
         """Load OUT and run it."""
@@ -54,10 +53,8 @@ class ModelChecks:
 
         modeling = self.result.modeling
         model = load_model(self.inputs.out, self.dtype, modeling)
-        self.probe = Probe(model, cross=self.has_cross)
-        self.output = self.probe.output(model)
-        self.steps, self.caches = self.probe.decode(model)
-        self.eager = self.probe.eager_output(model)
+        self.probe = Probe(model, cross=bool(self.result.geometry.kinds["cross"]))
+        self.ours, self.caches = self.probe.run(model)
         self.attention = heads.attention_parameters(model, self.inputs.family)
         own = " of its own modelling file" if modeling else ""
         dtype = str(model.dtype).removeprefix("torch.")
@@ -74,9 +71,7 @@ class ModelChecks:
                 parameter.data = parameter.data.to(dtype).to(parameter.dtype)
             self.expected = self.probe.output(self.source)
         own = heads.attention_parameters(self.source, inputs.family)
-        self.geometry = read_geometry(
-            inputs.family, inputs.decoder_config, own, self.attention, encoder=self.result.encoder
-        )
+        self.geometry = Geometry(inputs, own, self.attention)
         self.repeated = heads.repeated_heads(self.geometry, own, self.attention, folds=self.result.folds)
         self.pooled = heads.repeated_heads(self.geometry, own, None, folds=False)
         return type(self.source).__name__
@@ -86,25 +81,19 @@ class ModelChecks:
         if not self.repeated and self.result.geometry.merged:
             raise Failure("the loaded SOURCE has no parameters with K/V heads")
         with heads.replaced(self.source, self.repeated):
-            found = self.probe.output(self.source)
-            self.source_steps, self.source_caches = self.probe.decode(self.source)
-        return self._judge(self.output, found, f"{len(self.repeated)} parameters of SOURCE replaced")
+            self.theirs, self.source_caches = self.probe.run(self.source)
+        return self.same("logits", f"{len(self.repeated)} parameters of SOURCE replaced")
 
-    def same_steps(self) -> str:
-        """OUT's steps on a cache compute what those of SOURCE with OUT's heads compute."""
-        return self._judge(self.steps, self.source_steps, f"{STEPS} steps on the cache of a prefill")
-
-    def same_eager_outputs(self) -> str:
-        """The same as `same_outputs`, with eager attention in both models."""
-        with heads.replaced(self.source, self.repeated):
-            theirs = self.probe.eager_output(self.source)
-        return self._judge(self.eager, theirs, "eager attention in both models")
+    def same(self, part: str, what: str) -> str:
+        """The same for a part of what both models computed, which is named in words too."""
+        return self._judge(self.ours[part], self.theirs[part], what)
 
     def better_than_mean(self) -> str:
         """OUT's predictions are nearer to SOURCE's than those of mean pooling."""
         with heads.replaced(self.source, self.pooled):
             pooled = self.probe.output(self.source)
-        found, mean = (divergence(self.expected, output) for output in (self.output, pooled))
+        found = divergence(self.expected, self.ours["logits"])
+        mean = divergence(self.expected, pooled)
         detail = f"KL from SOURCE {found:.4g} nats per token, {mean:.4g} for mean pooling"
         if not (found < mean or found <= NEGLIGIBLE):
             raise Failure(detail)
@@ -134,7 +123,7 @@ class ModelChecks:
         """
         geometry = self.result.geometry
         counts = {"self": geometry.counts}
-        if self.has_cross and not self.inputs.family.reads_images_alone:
+        if geometry.kinds["cross"] and not self.inputs.family.reads_images_alone:
             counts["cross"] = [module.after for module in geometry.modules if module.kind == "cross"]
         found = []
         for kind, by_layer in counts.items():
@@ -183,8 +172,8 @@ def check_models(report: VerificationReport, result: Result, progress: Progress)
         report.check("module outputs", checks.module_outputs)
     report.check("logits", checks.same_outputs)
     report.check("cache heads", checks.cache_heads)
-    report.check("cached decoding", checks.same_steps)
-    report.check("eager attention", checks.same_eager_outputs)
+    report.check("cached decoding", checks.same, "steps", f"{STEPS} steps on the cache of a prefill")
+    report.check("eager attention", checks.same, "eager", "eager attention in both models")
     progress("logits", 3, 3)
     if result.inputs.original is not result.inputs.source:
         report.check("rewritten source", checks.same_as_original)

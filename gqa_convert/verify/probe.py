@@ -69,12 +69,23 @@ class Probe:
     def _noise(self, model: Any, *shape: int) -> Tensor:
         return torch.randn((_ROWS, *shape), generator=self._generator).to(model.dtype)
 
+    def run(self, model: Any) -> tuple[dict[str, Any], dict[str, Shapes]]:
+        """All that is compared.
+
+        Returns:
+            Logits, those of decoding steps and those with eager attention, or why the model has none; and the cache after
+            a prefill, by kind of attention: `self` and `cross`. Eager attention stays chosen.
+        """
+        logits = self.output(model)
+        steps, caches = self._decode(model)
+        return {"logits": logits, "steps": steps, "eager": self._eager_output(model)}, caches
+
     def output(self, model: Any) -> Tensor:
         """The logits [rows, length, n] of every token, computed without a cache."""
         return self._forward(model, self._ids, self._memory, use_cache=False)[0]
 
-    def eager_output(self, model: Any) -> Tensor | str:
-        """The same with eager attention, which stays chosen; why not, where the model cannot compute it."""
+    def _eager_output(self, model: Any) -> Tensor | str:
+        """The same with eager attention, or why not, where the model cannot compute it."""
         for module in model.modules():  # parts of a model may have copies of its config
             if hasattr(module, "config"):
                 module.config._attn_implementation = "eager"
@@ -90,7 +101,7 @@ class Probe:
         distance = (ours - theirs).abs().max() if self._exact else (ours - theirs).square().mean().sqrt()
         return float((distance / theirs.std().clamp(min=1e-30)).nan_to_num(math.inf))
 
-    def decode(self, model: Any) -> tuple[Tensor | str, dict[str, Shapes]]:
+    def _decode(self, model: Any) -> tuple[Tensor | str, dict[str, Shapes]]:
         """Decode with a cache, and look at the cache. The caller compares with SOURCE, which may not be able to either.
 
         Returns:

@@ -11,9 +11,9 @@ def check_provenance(result: Result) -> str:
     """The type, the heads and the method that OUT claims are those that the files show, and the type, the sizes and the
     hashes that it claims of SOURCE are those of the checkpoint that the user named.
     """
-    claims = result.inputs.claims
-    geometry = result.geometry
     inputs = result.inputs
+    claims = inputs.claims
+    geometry = result.geometry
     if not claims:
         raise Failure(f"{PROVENANCE} is missing, or no JSON object")
     if claims.get("uptraining_tokens"):
@@ -28,7 +28,7 @@ def check_provenance(result: Result) -> str:
         "source_kv_heads": max(module.before for module in geometry.decoder),
         "groups": geometry.groups,
         "method": result.method,
-        "encoder": result.encoder and any(module.kind == "encoder" for module in geometry.modules),
+        "encoder": bool(geometry.kinds["encoder"]),
         "route": "own file" if result.modeling else route,
     }
     compare_json(PROVENANCE, {key: claims.get(key) for key in truth}, truth)

@@ -7,7 +7,7 @@ from typing import Any
 from gqa_convert.families.composite import config_value
 from gqa_convert.families.family import Modeling
 from gqa_convert.families.layerwise import is_run
-from gqa_convert.verify.geometry import Geometry, Role, read_geometry
+from gqa_convert.verify.geometry import Geometry, Role
 from gqa_convert.verify.inputs import Inputs
 from gqa_convert.verify.weights import Weights
 
@@ -26,8 +26,6 @@ class Result:
     inputs: Inputs
     weights: Weights
     geometry: Geometry
-    encoder: bool
-    """Whether the record claims that an encoder was converted."""
     modeling: Modeling | None
     """The modelling file that it must come with."""
 
@@ -81,11 +79,10 @@ class Result:
 
 
 def read_result(inputs: Inputs, weights: Weights) -> tuple[Result, str]:
-    """Find the heads of OUT, and say which they are; raises as `read_geometry` does."""
+    """Find the heads of OUT, and say which they are; raises as `Geometry` does."""
     family = inputs.family
     modeling = inputs.modeling
-    encoder = inputs.claims.get("encoder") is True
-    geometry = read_geometry(family, inputs.decoder_config, inputs.source.tensors, weights.tensors, encoder=encoder)
+    geometry = Geometry(inputs, inputs.source.tensors, weights.tensors)
     if modeling is family.modeling and not geometry.changed and not family.is_converted:
         modeling = None  # stock classes load it
-    return Result(inputs, weights, geometry, encoder, modeling), geometry.describe()
+    return Result(inputs, weights, geometry, modeling), geometry.describe()

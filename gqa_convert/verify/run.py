@@ -59,10 +59,10 @@ def _check_stored(report: VerificationReport, inputs: Inputs, progress: Progress
     Returns:
         OUT; None if it is too damaged to run, or its modelling files are not the package's own.
     """
-    weights = report.find("files", open_result, inputs.out)
+    weights = report.check("files", open_result, inputs.out)
     result = None
     if weights is not None:
-        result = report.find("heads", read_result, inputs, weights)
+        result = report.check("heads", read_result, inputs, weights)
     if result is not None:
         tensors = TensorChecks(result, progress)
         report.check("tensor names", tensors.names)

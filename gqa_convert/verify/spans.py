@@ -11,7 +11,7 @@ Distances are those of a few random mixtures of a head's rows.
 import torch
 from torch import Tensor
 
-from gqa_convert.verify.geometry import MERGED, Heads, Module, Tensors
+from gqa_convert.verify.geometry import MERGED, Heads, HeadTensor, Tensors
 from gqa_convert.verify.report import Failure
 from gqa_convert.verify.result import FITTED, Result
 from gqa_convert.verify.weights import half_units
@@ -39,9 +39,10 @@ def check_spans(result: Result) -> str:
     worst = 0.0
     for module in result.geometry.merged:
         order = result.inputs.claims.get("head_order", {}).get(module.name, [*range(module.before)])
-        theirs = _joined_heads(module, result.inputs.source.tensors, after=False)
-        ours = _joined_heads(module, result.weights.tensors, after=True)
-        dtype = result.weights.tensors[module.tensors[0].names_after[0]].dtype
+        before, after = zip(*module.tensors, strict=True)
+        theirs = _joined_heads(before, result.inputs.source.tensors)
+        ours = _joined_heads(after, result.weights.tensors)
+        dtype = result.weights.tensors[after[0].names[0]].dtype
         for role in sorted(result.foldable[module.name].intersection(_ROLES)):
             heads = ours[role]
             # source heads by the K/V head that they belong to, in the order in which these were merged
@@ -78,19 +79,17 @@ def _distances(heads: Tensor, made_from: Tensor) -> Tensor:
     return squares.clamp(min=0).sqrt()
 
 
-def _joined_heads(module: Module, tensors: Tensors, *, after: bool) -> Heads:
+def _joined_heads(held: tuple[HeadTensor, ...], tensors: Tensors) -> Heads:
     """The heads of queries, keys and values with their biases, [heads, c, e], and the columns of the output projection that
     each query head feeds, [query heads, c, outputs], in float64.
 
     Args:
-        module: whose heads they are.
-        tensors: of SOURCE or, `after` the conversion, of OUT.
+        held: the tensors of a module.
+        tensors: of the same checkpoint.
     """
     found: Heads = {}
-    for tensor in module.tensors:  # weights before their biases
-        for role, heads in tensor.read(tensors, after=after).items():
-            if role == "output":
-                heads = heads.reshape(module.heads, -1, heads.shape[-1])
+    for tensor in held:  # weights before their biases
+        for role, heads in tensor.read(tensors).items():
             if role in found:
                 heads = torch.cat([found[role], heads.unsqueeze(-1)], -1)
             if role in _ROLES:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gqa_convert.verify.config import compare_json
-from gqa_convert.verify.geometry import MERGED, HeadTensor, Module
+from gqa_convert.verify.geometry import MERGED, HeadTensor, Role
 from gqa_convert.verify.inputs import Progress
 from gqa_convert.verify.report import Failure
 from gqa_convert.verify.result import FACTORED, FITTED, PLAIN, Result
@@ -25,35 +25,37 @@ class TensorChecks:
     def __init__(self, result: Result, progress: Progress) -> None:
         self._result = result
         self._source = result.inputs.source
-        self._out = result.weights
+        self._out = result.weights.tensors
         self._progress = progress
         self._done = 0
-        self._total = sum(tensor.nbytes for tensor in self._out.tensors.values())
-        self._touched: list[tuple[Module, HeadTensor]] = []
-        """The tensors that hold merged heads, or heads that the method may change."""
+        self._total = sum(tensor.nbytes for tensor in self._out.values())
+        self._touched: list[tuple[HeadTensor, HeadTensor, set[Role]]] = []
+        """The tensors that hold merged heads, or heads that the method may change, and the roles that it may change."""
         for module in result.geometry.changed:
-            roles = {*MERGED, *result.foldable.get(module.name, ())}
-            self._touched += [(module, tensor) for tensor in module.tensors if roles & tensor.before.keys()]
+            foldable = result.foldable.get(module.name, set())
+            for before, after in module.tensors:
+                if before.rows.keys() & foldable.union(MERGED):
+                    self._touched.append((before, after, foldable))
 
     def names(self) -> str:
         """OUT has SOURCE's tensors, except the norms of K/V heads that it does not have, and its files SOURCE's metadata."""
-        dropped = {name for _, tensor in self._touched for name in tensor.names[len(tensor.names_after) :]}
+        dropped = {name for before, after, _ in self._touched for name in before.names[len(after.names) :]}
         expected = self._source.tensors.keys() - dropped
-        found = self._out.tensors.keys()
+        found = self._out.keys()
         if expected != found:
             raise Failure(f"missing: {sorted(expected - found)[:3]}, not in SOURCE: {sorted(found - expected)[:3]}")
         metadata = {"format": "pt"} | self._result.inputs.original.metadata
-        compare_json("the metadata of the weight files", self._out.metadata, metadata)
+        compare_json("the metadata of the weight files", self._result.weights.metadata, metadata)
         return f"{len(expected)} tensors"
 
     def untouched(self) -> str:
         """Every tensor that the conversion leaves alone has SOURCE's type, shape and bytes."""
-        touched = {name for _, tensor in self._touched for name in tensor.names}
+        touched = {name for before, _, _ in self._touched for name in before.names}
         names = [name for name in self._source.tensors if name not in touched]
         for name in names:
             theirs = self._source.tensors[name].to(self._source.result_dtype(name))
             self._check_header(name, theirs.shape)
-            if not same_bits(self._out.tensors[name], theirs):
+            if not same_bits(self._out[name], theirs):
                 raise Failure(f"{name} has other numbers than SOURCE's")
         return f"{len(names)} tensors, bit for bit"
 
@@ -65,30 +67,30 @@ class TensorChecks:
         known = (*PLAIN, FACTORED, FITTED)
         if result.geometry.merged and result.method not in known:
             raise Failure(f"method {result.method!r} is none of {', '.join(known)}")
-        for module, tensor in self._touched:
-            self._check_heads(tensor, result.foldable.get(module.name, set()))
+        for before, after, foldable in self._touched:
+            self._check_heads(before, after, foldable)
         how = "finite, and means where they may not be folded" if result.folds else "bit for bit"
         return f"{len(self._touched)} tensors, {how}"
 
     def _check_header(self, name: str, shape: tuple[int, ...]) -> None:
-        if name not in self._out.tensors:
+        if name not in self._out:
             raise Failure(f"{name} is missing")
-        tensor = self._out.tensors[name]
+        tensor = self._out[name]
         dtype = self._source.result_dtype(name)
         self._done += tensor.nbytes
         self._progress("tensors", self._done, self._total)
         if tensor.dtype != dtype or tensor.shape != shape:
             raise Failure(f"{name} is {tensor.dtype} {list(tensor.shape)}, expected {dtype} {list(shape)}")
 
-    def _check_heads(self, tensor: HeadTensor, foldable: set[str]) -> None:
+    def _check_heads(self, before: HeadTensor, after: HeadTensor, foldable: set[Role]) -> None:
         """Compare a tensor role by role."""
-        names = tensor.names_after
+        names = after.names
         for name in names:
             shape = list(self._source.tensors[name].shape)
-            shape[tensor.axis] = sum(rows.numel() for rows in tensor.after.values()) // len(names)
+            shape[after.axis] = sum(rows.numel() for rows in after.rows.values()) // len(names)
             self._check_header(name, tuple(shape))
-        theirs = tensor.read(self._source.tensors, after=False)
-        for role, ours in tensor.read(self._out.tensors, after=True).items():
+        theirs = before.read(self._source.tensors)
+        for role, ours in after.read(self._out).items():
             if role in foldable:
                 if not ours.isfinite().all():
                     raise Failure(f"{names[0]} has NaN or Inf in a {role} head")
