@@ -33,9 +33,9 @@ class LocalFiles:
         self.sizes: dict[str, int] = {}
         links_out: list[str] = []
         for root, folders, names in os.walk(folder, onerror=_refuse):
-            visible = sorted(name for name in folders if not name.startswith(".") and name != "__pycache__")
-            folders[:] = [name for name in visible if not Path(root, name).is_symlink()]
-            links_out += [f"{Path(root, name).relative_to(folder)}/" for name in visible if name not in folders]
+            folders[:] = sorted(name for name in folders if not name.startswith(".") and name != "__pycache__")
+            links = [path for path in (Path(root, name) for name in folders) if path.is_symlink()]
+            links_out += [f"{path.relative_to(folder)}/" for path in links]
             for path in sorted(Path(root, name) for name in names if not name.startswith(".")):
                 relative = path.relative_to(folder).as_posix()
                 may_lie_elsewhere = relative == "config.json" or formats.is_weight_file(relative)

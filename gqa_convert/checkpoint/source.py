@@ -7,7 +7,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
-from gqa_convert.checkpoint import formats, quantised
+from gqa_convert.checkpoint import formats
 from gqa_convert.checkpoint.dtypes import TORCH
 from gqa_convert.checkpoint.files import LocalFiles
 from gqa_convert.checkpoint.headers import LENGTH_BYTES, TensorEntry, header_bytes, parse_header
@@ -19,12 +19,11 @@ from gqa_convert.checkpoint.torch_files import describe_tensors
 from gqa_convert.errors import ConfigError, CorruptCheckpointError, SourceNotFoundError
 
 CONFIG = "config.json"
-_JSON: dict[type, str] = {dict: "an object", list: "a list", int: "a whole number"}
-_KINDS: dict[str, type] = {
-    **dict.fromkeys(("attn_config", "auto_map", "rope_parameters", "rope_scaling"), dict),
-    "architectures": list,
-    "sliding_window": int,
-}
+_KINDS = (
+    (dict, "an object", ("attn_config", "auto_map", "rope_parameters", "rope_scaling")),
+    (list, "a list", ("architectures",)),
+    (int, "a whole number", ("sliding_window",)),
+)
 """What the values of some keys of a config are, where they are not null."""
 _LFS_POINTER = b"version https://git-lfs"
 _POINTER_BYTES = 1024
@@ -207,21 +206,21 @@ def read_checkpoint(files: CheckpointFiles, *, download: bool = False) -> Checkp
                     f"{files.name}/{name} is only a Git LFS pointer to its content: fetch the files with `git lfs pull`, or download "
                     "the repository with `hf download`"
                 )
-    formats.refuse_adapter(files.sizes, files.name)
     chosen = formats.choose_weights(files.sizes, files.name)
     if CONFIG not in files.sizes:
         raise ConfigError(f"{files.name} has no config.json: name the folder that save_pretrained wrote")
     config = parse_object(files.read(CONFIG, files.sizes[CONFIG]), f"{files.name}/{CONFIG}", ConfigError)
-    for key, kind in _KINDS.items():
-        if not isinstance(config.get(key), kind | None):
-            raise ConfigError(f"{files.name}/{CONFIG} has {key!r}: {config[key]!r}, expected {_JSON[kind]}: correct it")
+    for kind, words, keys in _KINDS:
+        for key in keys:
+            if not isinstance(config.get(key), kind | None):
+                raise ConfigError(f"{files.name}/{CONFIG} has {key!r}: {config[key]!r}, expected {words}: correct it")
     for key in ("dtype", "torch_dtype"):
         if f"torch.{config.get(key, 'float32')}" not in TORCH and config[key] is not None:
             raise ConfigError(
                 f"{files.name}/{CONFIG} has {key!r}: {config[key]!r}, which from_pretrained does not know: write the type of the "
                 "weights there, such as bfloat16"
             )
-    quantised.refuse_quantised_config(config, files.name)
+    formats.refuse_quantised_config(config, files.name)
     weight_map, metadata, names = None, None, [chosen]
     if chosen.endswith(".json"):
         weight_map, metadata = _read_index(files, chosen)
@@ -288,8 +287,7 @@ def _check_tensors(source: str, shards: list[Shard], weight_map: dict[str, str] 
     for shard in shards:
         where = f"{source}/{shard.file}"
         for name, entry in shard.tensors.items():
-            formats.refuse_wrapped_tensor(name, where)
-            quantised.refuse_quantised_tensor(name, entry.dtype, where)
+            formats.refuse_tensor(name, entry.dtype, where)
             if name in file_of:
                 raise CorruptCheckpointError(
                     f"{source} holds tensor {name!r} twice, in {file_of[name]} and {shard.file}: remove one"

@@ -24,7 +24,7 @@ class TensorChecks:
 
     def __init__(self, result: Result, progress: Progress) -> None:
         self._result = result
-        self._source = result.inputs.source
+        self._source = result.inputs.source.tensors
         self._out = result.weights.tensors
         self._progress = progress
         self._done = 0
@@ -40,7 +40,7 @@ class TensorChecks:
     def names(self) -> str:
         """OUT has SOURCE's tensors, except the norms of K/V heads that it does not have, and its files SOURCE's metadata."""
         dropped = {name for before, after, _ in self._touched for name in before.names[len(after.names) :]}
-        expected = self._source.tensors.keys() - dropped
+        expected = self._source.keys() - dropped
         found = self._out.keys()
         if expected != found:
             raise Failure(f"missing: {sorted(expected - found)[:3]}, not in SOURCE: {sorted(found - expected)[:3]}")
@@ -51,9 +51,9 @@ class TensorChecks:
     def untouched(self) -> str:
         """Every tensor that the conversion leaves alone has SOURCE's type, shape and bytes."""
         touched = {name for before, _, _ in self._touched for name in before.names}
-        names = [name for name in self._source.tensors if name not in touched]
+        names = [name for name in self._source if name not in touched]
         for name in names:
-            theirs = self._source.tensors[name].to(self._source.result_dtype(name))
+            theirs = self._source[name].to(self._result.inputs.result_dtype(name))
             self._check_header(name, theirs.shape)
             if not same_bits(self._out[name], theirs):
                 raise Failure(f"{name} has other numbers than SOURCE's")
@@ -76,7 +76,7 @@ class TensorChecks:
         if name not in self._out:
             raise Failure(f"{name} is missing")
         tensor = self._out[name]
-        dtype = self._source.result_dtype(name)
+        dtype = self._result.inputs.result_dtype(name)
         self._done += tensor.nbytes
         self._progress("tensors", self._done, self._total)
         if tensor.dtype != dtype or tensor.shape != shape:
@@ -86,10 +86,10 @@ class TensorChecks:
         """Compare a tensor role by role."""
         names = after.names
         for name in names:
-            shape = list(self._source.tensors[name].shape)
+            shape = list(self._source[name].shape)
             shape[after.axis] = sum(rows.numel() for rows in after.rows.values()) // len(names)
             self._check_header(name, tuple(shape))
-        theirs = before.read(self._source.tensors)
+        theirs = before.read(self._source)
         for role, ours in after.read(self._out).items():
             if role in foldable:
                 if not ours.isfinite().all():

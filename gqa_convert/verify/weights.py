@@ -1,9 +1,7 @@
 """Reads checkpoints with the safetensors library and torch, not with the reader that the converter uses."""
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -25,16 +23,14 @@ class Weights:
 
     Args:
         folder: the checkpoint's folder.
-        result_dtypes: the types that OUT must have for tensors that a rewritten SOURCE holds in a wider one.
 
     Raises:
         Exception: whatever the libraries raise for files that cannot be read; ValueError for those that do not make one
             checkpoint.
     """
 
-    def __init__(self, folder: Path, result_dtypes: Mapping[str, torch.dtype] = MappingProxyType({})) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.result_dtypes = result_dtypes
         self.tensors: dict[str, Tensor] = {}
         """Every tensor in the files, whatever the index says."""
         self.file_of: dict[str, str] = {}
@@ -61,10 +57,6 @@ class Weights:
                 raise ValueError(f"{folder} holds tensor {min(twice)} twice, once in {file}")
             self.tensors |= found
             self.file_of |= dict.fromkeys(found, file)
-
-    def result_dtype(self, name: str) -> torch.dtype:
-        """The type of a tensor of SOURCE in OUT."""
-        return self.result_dtypes.get(name, self.tensors[name].dtype)
 
     def _map_file(self, file: str) -> dict[str, Tensor]:
         path = self.folder / file
