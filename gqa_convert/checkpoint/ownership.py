@@ -27,7 +27,7 @@ _NAMED = 3
 """Number of files that a message names; it counts the rest."""
 
 
-def list_written(folder: Path, result: Mapping[str, Any] | None = None) -> dict[str, JsonObject]:
+def list_written(folder: Path, result: Mapping[str, Any] | None) -> dict[str, JsonObject]:
     """Return the record's list of files in a new result: the size and SHA-256 of each, or for weights whose hash is not
     known the size and the time of the last change.
 

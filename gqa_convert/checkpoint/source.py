@@ -9,9 +9,8 @@ from typing import Any, Literal
 
 from gqa_convert.checkpoint import formats
 from gqa_convert.checkpoint.dtypes import TORCH
-from gqa_convert.checkpoint.files import LocalFiles
+from gqa_convert.checkpoint.files import CheckpointFiles, HubFiles, LocalFiles, open_hub_files
 from gqa_convert.checkpoint.headers import LENGTH_BYTES, TensorEntry, header_bytes, parse_header
-from gqa_convert.checkpoint.hub import CheckpointFiles, HubFiles, open_hub_files
 from gqa_convert.checkpoint.ownership import some
 from gqa_convert.checkpoint.paths import expanded
 from gqa_convert.checkpoint.strict_json import JsonObject, parse_object

@@ -4,15 +4,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from gqa_convert.errors import UnsupportedFamilyError
-from gqa_convert.verify.config import check_config, check_modelling_file
+from gqa_convert.verify.config import check_config, check_modelling_file, check_provenance
 from gqa_convert.verify.files import check_copied, check_hashes, open_result
 from gqa_convert.verify.inputs import Inputs, Progress, read_inputs
 from gqa_convert.verify.models import check_models
-from gqa_convert.verify.provenance import check_provenance
 from gqa_convert.verify.report import VerificationReport
 from gqa_convert.verify.result import Result, read_result
-from gqa_convert.verify.spans import check_spans
-from gqa_convert.verify.tensors import TensorChecks
+from gqa_convert.verify.tensors import TensorChecks, check_spans
 
 
 def verify_checkpoint(

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -37,14 +36,16 @@ class Weights:
         """By tensor."""
         self.metadata: dict[str, str] = {}
         """Of all safetensors files together."""
-        self.index: dict[str, Any] | None = None
+        self.weight_map: dict[str, str] | None = None
+        """The file of each tensor, as an index states it."""
         self.chosen = next((name for name in PREFERENCE if (folder / name).is_file()), "")
         if not self.chosen:
             raise ValueError(f"{folder} has no weights: it has none of {', '.join(PREFERENCE)}")
         self.files = [self.chosen]
         if self.chosen.endswith(".json"):
-            self.index = json.loads((folder / self.chosen).read_bytes())
-            self.files = sorted(set(self.index["weight_map"].values()))
+            weight_map: dict[str, str] = json.loads((folder / self.chosen).read_bytes())["weight_map"]
+            self.weight_map = weight_map
+            self.files = sorted(set(weight_map.values()))
         for file in self.files:
             if Path(file).name != file:
                 raise ValueError(f"{self.chosen} names {file}, which is no file of its folder")
