@@ -67,9 +67,9 @@ def choose_weights(files: Iterable[str], where: str) -> str:
     for name in PREFERENCE:
         if name in names:
             return name
-    parts = [name.rpartition("/")[0] for name in names if "/" in name and name.rpartition("/")[2] in PREFERENCE]
-    if parts:
-        raise SourceNotFoundError(f"{where} holds no weights itself: name a subfolder that does, such as {parts[-1]}")
+    split = [name.rpartition("/") for name in names]
+    if folders := [folder for folder, _, file in split if file in PREFERENCE]:
+        raise SourceNotFoundError(f"{where} holds no weights itself: name a subfolder that does, such as {folders[-1]}")
     raise SourceNotFoundError(
         f"{where} holds no weights that transformers loads by default (none of {', '.join(PREFERENCE)}): name the folder that save_pretrained wrote, or finish the download"
     )
@@ -84,8 +84,10 @@ def quantisation_method(config: Config) -> str | None:
             return str(described.get("quant_method", "unnamed method"))
         if described is not None:
             return str(described)
-    inner = (quantisation_method(value) for value in config.values() if isinstance(value, Mapping))
-    return next((method for method in inner if method is not None), None)
+    for value in config.values():
+        if isinstance(value, Mapping) and (method := quantisation_method(value)) is not None:
+            return method
+    return None
 
 
 def refuse_quantised_config(config: Config, source: str) -> None:

@@ -135,7 +135,13 @@ def staged_folder(out: Path) -> Iterator[StagedFolder]:
                 handle = try_lock(lock)
         path.mkdir()
         if out.is_dir() and any(out.iterdir()):
-            _check_exchange(path)  # before hours of work, not after them
+            # whether the filesystem can exchange folders, before hours of work, not after them
+            one, other = path / "one", path / "other"
+            one.mkdir()
+            other.mkdir()
+            _exchange(one, other)
+            one.rmdir()
+            other.rmdir()
         yield StagedFolder(out, path)
     except OSError as problem:
         raise _explained(problem, out) from problem
@@ -163,20 +169,6 @@ def _explained(problem: OSError, out: Path) -> GQAConvertError:
     return OutputError(
         f"{out} cannot be written ({detail}{at}) and nothing was left there: check the disk, or name another folder"
     )
-
-
-def _check_exchange(folder: Path) -> None:
-    """Exchange two folders inside another.
-
-    Raises:
-        OSError: the filesystem cannot.
-    """
-    one, other = folder / "one", folder / "other"
-    one.mkdir()
-    other.mkdir()
-    _exchange(one, other)
-    one.rmdir()
-    other.rmdir()
 
 
 def _exchange(first: Path, second: Path) -> None:

@@ -13,7 +13,7 @@ from gqa_convert.families.released import TESTED_KEY, is_released, release_of
 from gqa_convert.verify.inputs import Inputs
 from gqa_convert.verify.report import Failure
 from gqa_convert.verify.result import FACTORED, FITTED, Result
-from gqa_convert.verify.weights import CONFIG, PROVENANCE
+from gqa_convert.verify.weights import CONFIG, PROVENANCE, JsonObject
 
 _REFRESH = "`gqa-convert verify OUT --refresh` replaces them by this release's"
 
@@ -23,7 +23,7 @@ def in_json(value: Any) -> str:
     return json.dumps(value, sort_keys=True)
 
 
-def compare_json(where: str, found: dict[str, Any], expected: dict[str, Any]) -> None:
+def compare_json(where: str, found: JsonObject, expected: JsonObject) -> None:
     """Compare two JSON objects key by key.
 
     Raises:
@@ -48,7 +48,7 @@ def check_config(result: Result) -> str:
     return f"SOURCE's, with {result.geometry.groups} K/V heads"
 
 
-def _expected_config(result: Result) -> dict[str, Any]:
+def _expected_config(result: Result) -> JsonObject:
     inputs = result.inputs
     family = inputs.family
     modeling = result.modeling
@@ -81,7 +81,7 @@ def _expected_config(result: Result) -> dict[str, Any]:
     return expected | added
 
 
-def _modelling_keys(modeling: Modeling, original: dict[str, Any]) -> dict[str, Any]:
+def _modelling_keys(modeling: Modeling, original: JsonObject) -> JsonObject:
     """The config entries that lead transformers to a modelling file.
 
     SOURCE's `auto_map` keeps its entries for other classes than configs and models.
@@ -98,7 +98,7 @@ def _modelling_keys(modeling: Modeling, original: dict[str, Any]) -> dict[str, A
     }
 
 
-def _auto_map(config: dict[str, Any], *, models: bool) -> dict[str, Any]:
+def _auto_map(config: JsonObject, *, models: bool) -> JsonObject:
     """The entries of a config's `auto_map` for configs and models, or those for other classes."""
     entries = config.get("auto_map") or {}
     return {auto: code for auto, code in entries.items() if auto.startswith(("AutoConfig", "AutoModel")) == models}

@@ -19,13 +19,13 @@ from gqa_convert.families.family import Family
 from gqa_convert.families.layerwise import heads_text
 from gqa_convert.verify.inputs import Inputs
 from gqa_convert.verify.report import Failure
+from gqa_convert.verify.weights import Tensors
 
 Kind = Literal["decoder", "cross", "encoder"]
 Role = str
 """What rows hold: query, gate, key, value, key_norm, output; and output_bias, which is not divided into heads."""
 MERGED = ("key", "value", "key_norm")
 """The roles whose heads a conversion merges."""
-Tensors = dict[str, Tensor]
 Heads = dict[Role, Tensor]
 """By role, the heads [heads, width, ...], or the numbers of their rows [heads, width]."""
 
@@ -93,16 +93,22 @@ class Geometry:
     """
 
     def __init__(self, inputs: Inputs, source: Tensors, out: Tensors) -> None:
-        encoder = inputs.claims.get("encoder") is True  # an encoder was converted too
-        modules = [
-            _read_module(name, kind, inputs, source, out)
-            for name, kind in _find_modules(inputs.family, source).items()
-            if encoder or kind != "encoder"
-        ]
+        family = inputs.family
+        projection = f".{family.fused or family.value}.weight"
+        modules = []
+        for name in source:
+            module = name.removesuffix(projection)
+            if module == name or not _is_called(module, family.attention) or not family.owns(module):
+                continue
+            kind: Kind = "cross" if _is_called(module, family.cross_attention) else "decoder"
+            if family.encoder in module.split("."):
+                kind = "encoder"
+            if kind != "encoder" or inputs.claims.get("encoder") is True:  # it was converted too
+                modules.append(_read_module(module, kind, inputs, source, out))
         decoder = [module for module in modules if module.kind == "decoder"]
         if not decoder:
             raise ConfigError(
-                f"SOURCE is not a {inputs.family.model_type} checkpoint: it has no attention modules, check its config"
+                f"SOURCE is not a {family.model_type} checkpoint: it has no attention modules, check its config"
             )
         self.modules = modules
         self.kinds = Counter(module.kind for module in modules)
@@ -117,20 +123,6 @@ class Geometry:
         modules = ", ".join(f"{count} modules of {kind} attention" for kind, count in self.kinds.items())
         before = heads_text([module.before for module in self.decoder])
         return f"{self.decoder[0].heads} query heads, {before} -> {heads_text(self.counts)} K/V heads in {modules}"
-
-
-def _find_modules(family: Family, source: Tensors) -> dict[str, Kind]:
-    """The attention modules among the names of tensors, in their order, each with its kind."""
-    projection = f".{family.fused or family.value}.weight"
-    found: dict[str, Kind] = {}
-    for name in source:
-        module = name.removesuffix(projection)
-        if module == name or not _is_called(module, family.attention) or not family.owns(module):
-            continue
-        found[module] = "cross" if _is_called(module, family.cross_attention) else "decoder"
-        if family.encoder in module.split("."):
-            found[module] = "encoder"
-    return found
 
 
 def _is_called(module: str, names: tuple[str, ...]) -> bool:

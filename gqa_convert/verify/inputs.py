@@ -19,7 +19,7 @@ from gqa_convert.families.family import Family, Modeling
 from gqa_convert.families.loading import read_config, read_object
 from gqa_convert.families.records import with_key_norm
 from gqa_convert.families.table import family_of
-from gqa_convert.verify.weights import PREFERENCE, PROVENANCE, Weights
+from gqa_convert.verify.weights import PREFERENCE, PROVENANCE, JsonObject, Weights
 
 Progress = Callable[[str, int, int], None]
 """Called with a stage (tensors or logits), the amount done and the total: bytes or steps."""
@@ -31,12 +31,12 @@ class Inputs:
     """The two checkpoints of a verification."""
 
     out: Path
-    out_config: dict[str, Any]
-    claims: dict[str, Any]
+    out_config: JsonObject
+    claims: JsonObject
     """OUT's provenance record. Both are empty if they cannot be read."""
     source: Weights
     """SOURCE's tensors, in the form in which it was converted."""
-    config: dict[str, Any]
+    config: JsonObject
     """SOURCE's config in that form."""
     result_dtypes: dict[str, torch.dtype]
     """The types that OUT must have for tensors that a rewritten SOURCE holds in a wider one."""
@@ -51,7 +51,7 @@ class Inputs:
         return self.result_dtypes.get(name, self.source.tensors[name].dtype)
 
     @property
-    def decoder_config(self) -> dict[str, Any]:
+    def decoder_config(self) -> JsonObject:
         """The config of SOURCE's decoder, which in a composite model is nested in `config`."""
         return decoder_config(self.config)
 

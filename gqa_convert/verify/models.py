@@ -18,12 +18,13 @@ from gqa_convert.errors import first_line
 from gqa_convert.families import loading
 from gqa_convert.families.family import Family, Modeling
 from gqa_convert.families.layerwise import heads_text
-from gqa_convert.verify.geometry import MERGED, Geometry, Tensors
+from gqa_convert.verify.geometry import MERGED, Geometry
 from gqa_convert.verify.inputs import Inputs, Progress
 from gqa_convert.verify.probe import STEPS, Probe
 from gqa_convert.verify.report import Check, Failure, VerificationReport
 from gqa_convert.verify.result import Result
 from gqa_convert.verify.tokenizers import check_tokenizer
+from gqa_convert.verify.weights import Tensors
 
 FLOAT32_LIMIT = 3_000_000_000
 """Models of more parameters run in the checkpoint's own type, to fit in memory."""

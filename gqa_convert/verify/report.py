@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from gqa_convert.errors import ConfigError, CorruptCheckpointError, first_line
+from gqa_convert.verify.weights import JsonObject
 
 
 class Failure(Exception):  # noqa: N818 - a result about OUT, never shown to a user as an exception
@@ -59,6 +60,6 @@ class VerificationReport:
         self.checks.append(Check(name, True, detail))
         return found
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> JsonObject:
         """The report as plain data for `--json`."""
         return asdict(self) | {"passed": self.passed}

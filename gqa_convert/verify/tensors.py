@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from gqa_convert.verify.config import compare_json
-from gqa_convert.verify.geometry import MERGED, Heads, HeadTensor, Role, Tensors
+from gqa_convert.verify.geometry import MERGED, Heads, HeadTensor, Role
 from gqa_convert.verify.inputs import Progress
 from gqa_convert.verify.report import Failure
 from gqa_convert.verify.result import FACTORED, FITTED, PLAIN, Result
-from gqa_convert.verify.weights import half_units, same_bits
+from gqa_convert.verify.weights import Tensors, half_units, same_bits
 
 _ROLES = ("query", "key", "value", "output")
 _EXACT = 1e-6
@@ -79,7 +79,18 @@ class TensorChecks:
         if result.geometry.merged and result.method not in known:
             raise Failure(f"method {result.method!r} is none of {', '.join(known)}")
         for before, after, foldable in self._touched:
-            self._check_heads(before, after, foldable)
+            for name in after.names:
+                shape = list(self._source[name].shape)
+                shape[after.axis] = sum(rows.numel() for rows in after.rows.values()) // len(after.names)
+                self._check_header(name, shape)
+            theirs = before.read(self._source)
+            for role, ours in after.read(self._out).items():
+                if role in foldable:
+                    problem = "" if ours.isfinite().all() else "NaN or Inf"
+                else:
+                    problem = "" if self._is_merge(theirs[role], ours) else "other numbers than it must"
+                if problem:
+                    raise Failure(f"{after.names[0]} has {problem} in a {role} head")
         how = "finite, and means where they may not be folded" if result.folds else "bit for bit"
         return f"{len(self._touched)} tensors, {how}"
 
@@ -93,27 +104,12 @@ class TensorChecks:
         if tensor.dtype != dtype or list(tensor.shape) != shape:
             raise Failure(f"{name} is {tensor.dtype} {list(tensor.shape)}, expected {dtype} {shape}")
 
-    def _check_heads(self, before: HeadTensor, after: HeadTensor, foldable: set[Role]) -> None:
-        """Compare a tensor role by role."""
-        names = after.names
-        for name in names:
-            shape = list(self._source[name].shape)
-            shape[after.axis] = sum(rows.numel() for rows in after.rows.values()) // len(names)
-            self._check_header(name, shape)
-        theirs = before.read(self._source)
-        for role, ours in after.read(self._out).items():
-            if role in foldable:
-                if not ours.isfinite().all():
-                    raise Failure(f"{names[0]} has NaN or Inf in a {role} head")
-                continue
-            repeated = theirs[role].repeat_interleave(max(1, len(ours) // len(theirs[role])), 0)
-            if not self._is_merge(repeated.unflatten(0, (len(ours), -1)), ours):
-                raise Failure(f"{names[0]} has other numbers than it must in a {role} head")
-
-    def _is_merge(self, groups: Tensor, ours: Tensor) -> bool:
-        """Whether heads [N, width, ...] are what the method makes of the heads of their groups [N, m, width, ...]: bit for
-        bit or, where keys or values are means because they may not be folded, the rounded mean.
+    def _is_merge(self, theirs: Tensor, ours: Tensor) -> bool:
+        """Whether heads are what the method makes of SOURCE's: bit for bit or, where keys or values are means because they
+        may not be folded, the rounded mean.
         """
+        repeated = theirs.repeat_interleave(max(1, len(ours) // len(theirs)), 0)
+        groups = repeated.unflatten(0, (len(ours), -1))
         size = groups.shape[1]
         if self._result.method == "first" or size == 1:
             return same_bits(ours, groups[:, 0].to(ours.dtype))

@@ -2,12 +2,16 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
 from gqa_convert.errors import first_line
+
+JsonObject = dict[str, Any]
+Tensors = dict[str, Tensor]
 
 CONFIG = "config.json"
 PROVENANCE = "gqa_conversion.json"
@@ -30,7 +34,7 @@ class Weights:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.tensors: dict[str, Tensor] = {}
+        self.tensors: Tensors = {}
         """Every tensor in the files, whatever the index says."""
         self.file_of: dict[str, str] = {}
         """By tensor."""
@@ -59,7 +63,7 @@ class Weights:
             self.tensors |= found
             self.file_of |= dict.fromkeys(found, file)
 
-    def _map_file(self, file: str) -> dict[str, Tensor]:
+    def _map_file(self, file: str) -> Tensors:
         path = self.folder / file
         if file.endswith(".safetensors"):
             with safe_open(path, framework="pt") as opened:
