@@ -54,6 +54,10 @@ class HeadTensor:
         return dict(zip(self.names, whole.chunk(len(self.names)), strict=True))
 
 
+Pair = tuple[HeadTensor, HeadTensor]
+"""A tensor in SOURCE and in OUT."""
+
+
 @dataclass(frozen=True)
 class Module:
     """An attention module."""
@@ -66,8 +70,7 @@ class Module:
     """K/V heads in SOURCE."""
     after: int
     """K/V heads in OUT."""
-    tensors: list[tuple[HeadTensor, HeadTensor]]
-    """Each in SOURCE and in OUT."""
+    tensors: list[Pair]
 
 
 class Geometry:
@@ -158,7 +161,7 @@ def _read_module(name: str, kind: Kind, inputs: Inputs, source: Tensors, out: Te
     return module
 
 
-def _head_tensors(module: Module, family: Family, source: Tensors) -> Iterator[tuple[HeadTensor, HeadTensor]]:
+def _head_tensors(module: Module, family: Family, source: Tensors) -> Iterator[Pair]:
     """The tensors of a module that hold heads. In OUT, what is merged lies in one block."""
     parts: dict[str, tuple[Role, ...]] = {
         family.key: ("key",),
