@@ -16,6 +16,7 @@ _PATIENCE_SECONDS = 10
 _RETRIES = 2
 
 
+@dataclass
 class LocalFiles:
     """The files of a local folder, without hidden files, Python caches and a user's README that gave way to a card.
 
@@ -33,11 +34,13 @@ class LocalFiles:
         links_out: the links that are not followed.
     """
 
-    def __init__(self, folder: Path, name: str, commit: str | None = None, unreachable: str | None = None) -> None:
-        self.folder = folder
-        self.name = name
-        self.commit = commit
-        self.unreachable = unreachable
+    folder: Path
+    name: str
+    commit: str | None = None
+    unreachable: str | None = None
+
+    def __post_init__(self) -> None:
+        folder = self.folder
         self.sizes: dict[str, int] = {}
         links_out: list[str] = []
         for root, folders, names in os.walk(folder, onerror=_refuse):

@@ -70,12 +70,8 @@ class Checkpoint:
     """Sidecar files that a conversion copies unchanged."""
     left_behind: tuple[str, ...]
     """Weights in other formats and training state, which a conversion must not copy."""
-    sizes: dict[str, int]
-    """Size in bytes of every file."""
-    links_out: tuple[str, ...] = ()
-    """Links to folders or out of the folder, which are not followed."""
-    unreachable: str | None = None
-    """Why the files are those of an earlier download: the Hub's answer to the question for newer ones."""
+    files: CheckpointFiles
+    """All of its files."""
     result_dtypes: Mapping[str, str] = field(default_factory=dict)
     """The types of a result's tensors, where a rewritten source holds them in wider ones."""
     rewritten_from: "Checkpoint | None" = None
@@ -86,6 +82,11 @@ class Checkpoint:
     """Values of tokenizer_config.json that the source's tokenizer class has by default, and that of this form has not."""
     rewriting_notes: tuple[str, ...] = ()
     """Sentences on what is rewritten, and how it differs."""
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Size in bytes of every file."""
+        return self.files.sizes
 
     @property
     def local_folder(self) -> Path:
@@ -107,13 +108,12 @@ class Checkpoint:
     def notes(self) -> list[str]:
         """Sentences on what the user may not expect of the files."""
         notes = [*self.rewriting_notes]
-        if self.links_out:
+        links = self.files.links_out
+        if links:
+            notes.append(f"links to folders and links that lead out of the folder are not copied: {some(links)}")
+        if self.files.unreachable is not None:
             notes.append(
-                f"links to folders and links that lead out of the folder are not copied: {some(self.links_out)}"
-            )
-        if self.unreachable is not None:
-            notes.append(
-                f"the Hub was not asked for the newest commit of {self.source_id} ({self.unreachable}): the files are those of commit "
+                f"the Hub was not asked for the newest commit of {self.source_id} ({self.files.unreachable}): the files are those of commit "
                 f"{self.revision} in its cache"
             )
         return notes
@@ -168,18 +168,13 @@ def open_checkpoint(source: str | Path, *, revision: str | None = None, download
     return read_checkpoint(open_hub_files(str(source), revision), download=download)
 
 
-def download_checkpoint(opened: Checkpoint, revision: str | None) -> Checkpoint:
+def download_checkpoint(opened: Checkpoint) -> Checkpoint:
     """Return a checkpoint in a local folder; a remote one is downloaded at the commit whose headers were read.
 
     Args:
         opened: by `open_checkpoint`.
-        revision: the one that it was opened with.
     """
-    if opened.folder is not None:
-        return opened
-    assert opened.revision is not None
-    files = HubFiles(opened.source_id, revision, opened.revision, opened.sizes)
-    return read_checkpoint(files, download=True)
+    return opened if opened.folder else read_checkpoint(opened.files, download=True)
 
 
 def open_local(source: str | Path, revision: str | None, check: Callable[[Checkpoint], Any]) -> Checkpoint:
@@ -193,7 +188,7 @@ def open_local(source: str | Path, revision: str | None, check: Callable[[Checkp
     opened = open_checkpoint(source, revision=revision)
     if opened.folder is None:
         check(opened)
-    return download_checkpoint(opened, revision)
+    return download_checkpoint(opened)
 
 
 def read_checkpoint(files: CheckpointFiles, *, download: bool = False) -> Checkpoint:
@@ -242,9 +237,7 @@ def read_checkpoint(files: CheckpointFiles, *, download: bool = False) -> Checkp
         index_metadata=metadata,
         carried=tuple(name for name in files.sizes if name not in {CONFIG, *read, *left_behind}),
         left_behind=left_behind,
-        sizes=dict(files.sizes),
-        links_out=files.links_out,
-        unreachable=files.unreachable,
+        files=files,
     )
 
 
