@@ -12,7 +12,7 @@ import mmap
 import os
 import struct
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 from gqa_convert.errors import CorruptCheckpointError
 
@@ -62,7 +62,7 @@ class SourceFile(io.FileIO):
         )
 
 
-class WrittenFile:
+class WrittenFile(ExitStack):
     """A new file that is written from front to back, as a context. Once it ends without an error, all bytes are on the
     disk.
 
@@ -76,25 +76,21 @@ class WrittenFile:
     """
 
     def __init__(self, path: str | os.PathLike[str], size: int, progress: Progress) -> None:
+        super().__init__()
         self._cached = self._direct = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         """Descriptors that write through the page cache and past it."""
+        self.callback(os.close, self._cached)
         if size >= LARGE:
             with suppress(OSError):  # a filesystem that always uses the page cache
                 self._direct = os.open(path, os.O_WRONLY | os.O_DIRECT)
-        self._opened = {self._cached, self._direct}
+                self.callback(os.close, self._direct)
+        self.push(self._sync)
         self._progress = progress
         self._at = 0
 
-    def __enter__(self) -> "WrittenFile":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        try:
-            if kind is None:
-                os.fsync(self._cached)
-        finally:
-            for descriptor in self._opened:
-                os.close(descriptor)
+    def _sync(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            os.fsync(self._cached)
 
     def write(self, data: memoryview | bytes) -> None:
         """Append bytes."""

@@ -2,12 +2,12 @@
 
 from typing import Any
 
-import ml_dtypes
+import ml_dtypes  # noqa: F401 - numpy knows its types by name then
 import numpy as np
 
 from gqa_convert.errors import NonFiniteError
 
-_NUMPY: dict[str, Any] = {
+_NUMPY = {
     "F16": "f2",
     "F32": "f4",
     "F64": "f8",
@@ -21,9 +21,9 @@ _NUMPY: dict[str, Any] = {
     "U16": "u2",
     "U32": "u4",
     "U64": "u8",
-    "BF16": ml_dtypes.bfloat16,
-    "F8_E4M3": ml_dtypes.float8_e4m3fn,
-    "F8_E5M2": ml_dtypes.float8_e5m2,
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
 }
 STORED: dict[str, np.dtype[Any]] = {name: np.dtype(dtype) for name, dtype in _NUMPY.items()}
 """NumPy dtype by safetensors name, of tensors that can be read."""

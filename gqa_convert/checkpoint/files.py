@@ -1,13 +1,22 @@
-"""The files of a checkpoint in a local folder; `hub.HubFiles` is read in the same way."""
+"""The files of a checkpoint: in a local folder, or on the Hugging Face Hub, where headers are read through range requests and
+full downloads go through the Hub's cache.
+"""
 
+import glob
 import os
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from gqa_convert.checkpoint import formats
-from gqa_convert.errors import CorruptCheckpointError
+from gqa_convert.errors import CorruptCheckpointError, SourceNotFoundError
+
+_PATIENCE_SECONDS = 10
+_RETRIES = 2
 
 
+@dataclass
 class LocalFiles:
     """The files of a local folder, without hidden files, Python caches and a user's README that gave way to a card.
 
@@ -25,17 +34,19 @@ class LocalFiles:
         links_out: the links that are not followed.
     """
 
-    def __init__(self, folder: Path, name: str, commit: str | None = None, unreachable: str | None = None) -> None:
-        self.folder = folder
-        self.name = name
-        self.commit = commit
-        self.unreachable = unreachable
+    folder: Path
+    name: str
+    commit: str | None = None
+    unreachable: str | None = None
+
+    def __post_init__(self) -> None:
+        folder = self.folder
         self.sizes: dict[str, int] = {}
         links_out: list[str] = []
         for root, folders, names in os.walk(folder, onerror=_refuse):
-            visible = sorted(name for name in folders if not name.startswith(".") and name != "__pycache__")
-            folders[:] = [name for name in visible if not Path(root, name).is_symlink()]
-            links_out += [f"{Path(root, name).relative_to(folder)}/" for name in visible if name not in folders]
+            folders[:] = sorted(name for name in folders if not name.startswith(".") and name != "__pycache__")
+            links = [path for path in (Path(root, name) for name in folders) if path.is_symlink()]
+            links_out += [f"{path.relative_to(folder)}/" for path in links]
             for path in sorted(Path(root, name) for name in names if not name.startswith(".")):
                 relative = path.relative_to(folder).as_posix()
                 may_lie_elsewhere = relative == "config.json" or formats.is_weight_file(relative)
@@ -86,3 +97,117 @@ def leads_out(path: Path, folder: Path) -> bool:
         return any(part.startswith(".") for part in target.relative_to(root).parts)
     blobs = (parent.parent / "blobs" for parent in root.parents if parent.name == "snapshots")
     return target.parent not in (Path(os.path.realpath(each)) for each in blobs)
+
+
+@dataclass
+class HubFiles:
+    """The files of a Hub repository at one commit, read by range requests. They are read as `LocalFiles` are.
+
+    Attributes:
+        name: the repository's id.
+        revision: what the user asked for: a branch, a tag, a commit, or None for the main branch.
+        commit: the commit that it stands for.
+        sizes: size in bytes by path.
+    """
+
+    name: str
+    revision: str | None
+    commit: str
+    sizes: dict[str, int]
+    folder = None
+    links_out = ()
+    unreachable = None
+
+    def read(self, name: str, length: int) -> bytes:
+        from huggingface_hub import hf_hub_url
+        from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_stream_backoff
+
+        if length == 0:
+            return b""
+        url = hf_hub_url(self.name, name, revision=self.commit)
+        headers = {**build_hf_headers(), "Range": f"bytes=0-{length - 1}", "Accept-Encoding": "identity"}
+        limits = {"timeout": _PATIENCE_SECONDS, "max_retries": _RETRIES}
+        try:
+            with http_stream_backoff("GET", url, headers=headers, follow_redirects=True, **limits) as answer:
+                hf_raise_for_status(answer)
+                # a server may ignore the range and send the whole file
+                raw = next(answer.iter_bytes(length), b"")
+        except Exception as problem:
+            raise _explained(self.name, problem) from None
+        return checked_length(raw, length, f"{self.name}/{name}")
+
+    def download(self, leave_out: Iterable[str]) -> LocalFiles:
+        """Download all files but `leave_out` into the Hub's cache."""
+        from huggingface_hub import hf_hub_download, snapshot_download
+        from huggingface_hub.utils import tqdm
+
+        class TerminalBars(tqdm):  # type: ignore[misc]
+            def __init__(self, *args: Any, **options: Any) -> None:
+                super().__init__(*args, **options | {"disable": None})  # nothing where stderr is no terminal
+
+        patterns = [glob.escape(name) for name in leave_out] or None
+        try:
+            folder = snapshot_download(
+                self.name, revision=self.commit, ignore_patterns=patterns, tqdm_class=TerminalBars
+            )
+            # by this the cache knows what the revision stands for, for runs without a network
+            hf_hub_download(self.name, "config.json", revision=self.revision)
+        except Exception as problem:
+            raise _explained(self.name, problem) from None
+        return LocalFiles(Path(folder), self.name, self.commit)
+
+
+CheckpointFiles = LocalFiles | HubFiles
+
+
+def open_hub_files(repo_id: str, revision: str | None) -> CheckpointFiles:
+    """Return the files of a Hub id; without a network, those of a snapshot in the Hub's cache.
+
+    Raises:
+        SourceNotFoundError: there is no such repository, revision or access, or no network and no cached snapshot.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        info = HfApi().model_info(repo_id, revision=revision, files_metadata=True, timeout=_PATIENCE_SECONDS)
+    except Exception as problem:
+        was_answered = isinstance(problem, HfHubHTTPError) and problem.response.status_code < 500
+        folder = None if was_answered else _cached_snapshot(repo_id, revision)
+        if folder is None:
+            raise _explained(repo_id, problem) from None
+        return LocalFiles(folder, repo_id, folder.name, None if folder.name == revision else _detail(problem))
+    siblings = info.siblings or []
+    visible = {item.rfilename: item.size or 0 for item in siblings if "/." not in f"/{item.rfilename}"}
+    return HubFiles(repo_id, revision, str(info.sha), visible)
+
+
+def _cached_snapshot(repo_id: str, revision: str | None) -> Path | None:
+    """Return the cached folder of a revision, which may be incomplete, or None."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(repo_id, revision=revision, local_files_only=True))
+    except Exception as problem:  # newer versions of huggingface_hub report an incomplete snapshot in this way
+        path = getattr(problem, "snapshot_path", None)
+        return Path(path) if path else None
+
+
+def _explained(repo_id: str, problem: Exception) -> SourceNotFoundError:
+    """Turn an exception of the Hub's client into one line."""
+    from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
+
+    texts: dict[type[Exception], str] = {
+        HFValidationError: "is neither a local folder nor a Hub id of the form org/name: check the path",
+        GatedRepoError: "is gated: accept its terms on the Hub and log in with `hf auth login`",
+        RepositoryNotFoundError: "is neither a local folder nor a Hub repository that you can access: check the name, or "
+        "log in with `hf auth login`",
+        RevisionNotFoundError: "has no such revision on the Hub: check --revision",
+        Exception: f"is not a local folder, and the Hub did not provide it ({_detail(problem)}): check the path and the "
+        "network, try again later, or log in with `hf auth login`",
+    }
+    return SourceNotFoundError(f"{repo_id} {next(texts[kind] for kind in texts if isinstance(problem, kind))}")
+
+
+def _detail(problem: Exception) -> str:
+    return " ".join(str(problem).split())[:160] or type(problem).__name__

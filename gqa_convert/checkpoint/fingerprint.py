@@ -40,19 +40,16 @@ def fingerprint(checkpoint: Checkpoint) -> str:
         if weights.endswith(".json"):
             digest.update(hashlib.sha256((folder / weights).read_bytes()).digest())
         for shard in stored.shards:
-            digest.update(_sampled(folder / shard.file, shard))
+            path = folder / shard.file
+            sampled = hashlib.sha256(f"{shard.file} {shard.size}\n".encode())
+            with path.open("rb", buffering=0) as file:
+                for start, nbytes in _parts(path, shard):
+                    file.seek(start + max(0, nbytes - _SAMPLE_BYTES) // 2)
+                    sampled.update(file.read(min(nbytes, _SAMPLE_BYTES)))
+            digest.update(sampled.digest())
     except OSError as problem:
         raise CorruptCheckpointError(f"{problem.filename} can't be read ({problem.strerror}): copy it again") from None
     return SCHEME + digest.hexdigest()
-
-
-def _sampled(path: Path, shard: Shard) -> bytes:
-    digest = hashlib.sha256(f"{shard.file} {shard.size}\n".encode())
-    with path.open("rb", buffering=0) as file:
-        for start, nbytes in _parts(path, shard):
-            file.seek(start + max(0, nbytes - _SAMPLE_BYTES) // 2)
-            digest.update(file.read(min(nbytes, _SAMPLE_BYTES)))
-    return digest.digest()
 
 
 def _parts(path: Path, shard: Shard) -> list[tuple[int, int]]:

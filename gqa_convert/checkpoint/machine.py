@@ -35,8 +35,8 @@ class Machine:
 
 def machine(device: str = "cpu") -> Machine:
     """Describe the machine and the software for a computation on a device, such as `cpu` or `cuda:0`."""
-    names = [line.split(":", 1)[1].strip() for line in system_lines(PROC / "cpuinfo") if line.startswith("model name")]
-    name = names[0] if names else platform.processor() or platform.machine()
+    names = (line.split(":", 1)[1].strip() for line in system_lines(PROC / "cpuinfo") if line.startswith("model name"))
+    name = next(names, platform.processor() or platform.machine())
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if device.startswith("cuda"):
         import torch

@@ -9,9 +9,9 @@ here, or written to, has another one. A file that is not proven to be the listed
 
 import hashlib
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from gqa_convert.checkpoint.signed_card import CARD, is_our_card
 from gqa_convert.checkpoint.strict_json import JsonObject, parse_object
@@ -27,7 +27,7 @@ _NAMED = 3
 """Number of files that a message names; it counts the rest."""
 
 
-def list_written(folder: Path, result: Mapping[str, Any] | None = None) -> dict[str, JsonObject]:
+def list_written(folder: Path, result: JsonObject | None) -> dict[str, JsonObject]:
     """Return the record's list of files in a new result: the size and SHA-256 of each, or for weights whose hash is not
     known the size and the time of the last change.
 

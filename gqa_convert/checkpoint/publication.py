@@ -12,6 +12,7 @@ import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from gqa_convert.checkpoint.atomic_files import sync
@@ -75,17 +76,14 @@ def sweep(parent: Path) -> None:
                 os.close(handle)
 
 
+@dataclass(frozen=True)
 class StagedFolder:
-    """A temporary sibling of a result, in which the result is made; `staged_folder` makes it.
+    """A temporary sibling of a result, in which the result is made; `staged_folder` makes it."""
 
-    Attributes:
-        out: the result.
-        path: the sibling.
-    """
-
-    def __init__(self, out: Path) -> None:
-        self.out = Path(os.path.realpath(out))
-        self.path = self.out.with_name(f".{self.out.name}.gqa-convert-{secrets.token_hex(4)}")
+    out: Path
+    """The result."""
+    path: Path
+    """The sibling."""
 
     def publish(self, *, overwrite: bool) -> None:
         """Give the folder its final name in one step. Its files must be synced already; folders are synced here.
@@ -125,23 +123,30 @@ def staged_folder(out: Path) -> Iterator[StagedFolder]:
 
     An OSError that leaves the context becomes a NoSpaceError or an OutputError.
     """
-    staged = StagedFolder(out)
-    lock = staged.path.with_name(f"{staged.path.name}.lock")
+    out = Path(os.path.realpath(out))
+    path = out.with_name(f".{out.name}.gqa-convert-{secrets.token_hex(4)}")
+    lock = path.with_name(f"{path.name}.lock")
     handle = None
     try:
-        staged.out.parent.mkdir(parents=True, exist_ok=True)
-        sweep(staged.out.parent)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        sweep(out.parent)
         with suppress(OSError):  # the filesystem has no locks; there, `sweep` removes nothing either
             while handle is None:  # another process's sweep has it for a moment
                 handle = try_lock(lock)
-        staged.path.mkdir()
-        if staged.out.is_dir() and any(staged.out.iterdir()):
-            _check_exchange(staged.path)  # before hours of work, not after them
-        yield staged
+        path.mkdir()
+        if out.is_dir() and any(out.iterdir()):
+            # whether the filesystem can exchange folders, before hours of work, not after them
+            one, other = path / "one", path / "other"
+            one.mkdir()
+            other.mkdir()
+            _exchange(one, other)
+            one.rmdir()
+            other.rmdir()
+        yield StagedFolder(out, path)
     except OSError as problem:
-        raise _explained(problem, staged.out) from problem
+        raise _explained(problem, out) from problem
     finally:
-        shutil.rmtree(staged.path, ignore_errors=True)
+        shutil.rmtree(path, ignore_errors=True)
         with suppress(OSError):
             lock.unlink()
         if handle is not None:
@@ -164,20 +169,6 @@ def _explained(problem: OSError, out: Path) -> GQAConvertError:
     return OutputError(
         f"{out} cannot be written ({detail}{at}) and nothing was left there: check the disk, or name another folder"
     )
-
-
-def _check_exchange(folder: Path) -> None:
-    """Exchange two folders inside another.
-
-    Raises:
-        OSError: the filesystem cannot.
-    """
-    one, other = folder / "one", folder / "other"
-    one.mkdir()
-    other.mkdir()
-    _exchange(one, other)
-    one.rmdir()
-    other.rmdir()
 
 
 def _exchange(first: Path, second: Path) -> None:

@@ -7,11 +7,10 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
-from gqa_convert.checkpoint import formats, quantised
+from gqa_convert.checkpoint import formats
 from gqa_convert.checkpoint.dtypes import TORCH
-from gqa_convert.checkpoint.files import LocalFiles
+from gqa_convert.checkpoint.files import CheckpointFiles, HubFiles, LocalFiles, open_hub_files
 from gqa_convert.checkpoint.headers import LENGTH_BYTES, TensorEntry, header_bytes, parse_header
-from gqa_convert.checkpoint.hub import CheckpointFiles, HubFiles, open_hub_files
 from gqa_convert.checkpoint.ownership import some
 from gqa_convert.checkpoint.paths import expanded
 from gqa_convert.checkpoint.strict_json import JsonObject, parse_object
@@ -19,12 +18,11 @@ from gqa_convert.checkpoint.torch_files import describe_tensors
 from gqa_convert.errors import ConfigError, CorruptCheckpointError, SourceNotFoundError
 
 CONFIG = "config.json"
-_JSON: dict[type, str] = {dict: "an object", list: "a list", int: "a whole number"}
-_KINDS: dict[str, type] = {
-    **dict.fromkeys(("attn_config", "auto_map", "rope_parameters", "rope_scaling"), dict),
-    "architectures": list,
-    "sliding_window": int,
-}
+_KINDS = (
+    (dict, "an object", ("attn_config", "auto_map", "rope_parameters", "rope_scaling")),
+    (list, "a list", ("architectures",)),
+    (int, "a whole number", ("sliding_window",)),
+)
 """What the values of some keys of a config are, where they are not null."""
 _LFS_POINTER = b"version https://git-lfs"
 _POINTER_BYTES = 1024
@@ -72,12 +70,8 @@ class Checkpoint:
     """Sidecar files that a conversion copies unchanged."""
     left_behind: tuple[str, ...]
     """Weights in other formats and training state, which a conversion must not copy."""
-    sizes: dict[str, int]
-    """Size in bytes of every file."""
-    links_out: tuple[str, ...] = ()
-    """Links to folders or out of the folder, which are not followed."""
-    unreachable: str | None = None
-    """Why the files are those of an earlier download: the Hub's answer to the question for newer ones."""
+    files: CheckpointFiles
+    """All of its files."""
     result_dtypes: Mapping[str, str] = field(default_factory=dict)
     """The types of a result's tensors, where a rewritten source holds them in wider ones."""
     rewritten_from: "Checkpoint | None" = None
@@ -88,6 +82,11 @@ class Checkpoint:
     """Values of tokenizer_config.json that the source's tokenizer class has by default, and that of this form has not."""
     rewriting_notes: tuple[str, ...] = ()
     """Sentences on what is rewritten, and how it differs."""
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Size in bytes of every file."""
+        return self.files.sizes
 
     @property
     def local_folder(self) -> Path:
@@ -109,13 +108,12 @@ class Checkpoint:
     def notes(self) -> list[str]:
         """Sentences on what the user may not expect of the files."""
         notes = [*self.rewriting_notes]
-        if self.links_out:
+        links = self.files.links_out
+        if links:
+            notes.append(f"links to folders and links that lead out of the folder are not copied: {some(links)}")
+        if self.files.unreachable is not None:
             notes.append(
-                f"links to folders and links that lead out of the folder are not copied: {some(self.links_out)}"
-            )
-        if self.unreachable is not None:
-            notes.append(
-                f"the Hub was not asked for the newest commit of {self.source_id} ({self.unreachable}): the files are those of commit "
+                f"the Hub was not asked for the newest commit of {self.source_id} ({self.files.unreachable}): the files are those of commit "
                 f"{self.revision} in its cache"
             )
         return notes
@@ -170,18 +168,13 @@ def open_checkpoint(source: str | Path, *, revision: str | None = None, download
     return read_checkpoint(open_hub_files(str(source), revision), download=download)
 
 
-def download_checkpoint(opened: Checkpoint, revision: str | None) -> Checkpoint:
+def download_checkpoint(opened: Checkpoint) -> Checkpoint:
     """Return a checkpoint in a local folder; a remote one is downloaded at the commit whose headers were read.
 
     Args:
         opened: by `open_checkpoint`.
-        revision: the one that it was opened with.
     """
-    if opened.folder is not None:
-        return opened
-    assert opened.revision is not None
-    files = HubFiles(opened.source_id, revision, opened.revision, opened.sizes)
-    return read_checkpoint(files, download=True)
+    return opened if opened.folder else read_checkpoint(opened.files, download=True)
 
 
 def open_local(source: str | Path, revision: str | None, check: Callable[[Checkpoint], Any]) -> Checkpoint:
@@ -195,7 +188,7 @@ def open_local(source: str | Path, revision: str | None, check: Callable[[Checkp
     opened = open_checkpoint(source, revision=revision)
     if opened.folder is None:
         check(opened)
-    return download_checkpoint(opened, revision)
+    return download_checkpoint(opened)
 
 
 def read_checkpoint(files: CheckpointFiles, *, download: bool = False) -> Checkpoint:
@@ -207,21 +200,21 @@ def read_checkpoint(files: CheckpointFiles, *, download: bool = False) -> Checkp
                     f"{files.name}/{name} is only a Git LFS pointer to its content: fetch the files with `git lfs pull`, or download "
                     "the repository with `hf download`"
                 )
-    formats.refuse_adapter(files.sizes, files.name)
     chosen = formats.choose_weights(files.sizes, files.name)
     if CONFIG not in files.sizes:
         raise ConfigError(f"{files.name} has no config.json: name the folder that save_pretrained wrote")
     config = parse_object(files.read(CONFIG, files.sizes[CONFIG]), f"{files.name}/{CONFIG}", ConfigError)
-    for key, kind in _KINDS.items():
-        if not isinstance(config.get(key), kind | None):
-            raise ConfigError(f"{files.name}/{CONFIG} has {key!r}: {config[key]!r}, expected {_JSON[kind]}: correct it")
+    for kind, words, keys in _KINDS:
+        for key in keys:
+            if not isinstance(config.get(key), kind | None):
+                raise ConfigError(f"{files.name}/{CONFIG} has {key!r}: {config[key]!r}, expected {words}: correct it")
     for key in ("dtype", "torch_dtype"):
         if f"torch.{config.get(key, 'float32')}" not in TORCH and config[key] is not None:
             raise ConfigError(
                 f"{files.name}/{CONFIG} has {key!r}: {config[key]!r}, which from_pretrained does not know: write the type of the "
                 "weights there, such as bfloat16"
             )
-    quantised.refuse_quantised_config(config, files.name)
+    formats.refuse_quantised_config(config, files.name)
     weight_map, metadata, names = None, None, [chosen]
     if chosen.endswith(".json"):
         weight_map, metadata = _read_index(files, chosen)
@@ -244,9 +237,7 @@ def read_checkpoint(files: CheckpointFiles, *, download: bool = False) -> Checkp
         index_metadata=metadata,
         carried=tuple(name for name in files.sizes if name not in {CONFIG, *read, *left_behind}),
         left_behind=left_behind,
-        sizes=dict(files.sizes),
-        links_out=files.links_out,
-        unreachable=files.unreachable,
+        files=files,
     )
 
 
@@ -288,8 +279,7 @@ def _check_tensors(source: str, shards: list[Shard], weight_map: dict[str, str] 
     for shard in shards:
         where = f"{source}/{shard.file}"
         for name, entry in shard.tensors.items():
-            formats.refuse_wrapped_tensor(name, where)
-            quantised.refuse_quantised_tensor(name, entry.dtype, where)
+            formats.refuse_tensor(name, entry.dtype, where)
             if name in file_of:
                 raise CorruptCheckpointError(
                     f"{source} holds tensor {name!r} twice, in {file_of[name]} and {shard.file}: remove one"

@@ -8,6 +8,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+from gqa_convert.checkpoint.dtypes import TORCH
 from gqa_convert.checkpoint.headers import TensorEntry
 from gqa_convert.errors import CorruptCheckpointError, UnsupportedFormatError
 
@@ -20,8 +21,6 @@ def load_tensors(path: Path) -> dict[str, Any]:
         UnsupportedFormatError: the file holds something other than a map of names to tensors.
     """
     import torch
-
-    from gqa_convert.checkpoint.dtypes import TORCH
 
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=_can_be_mapped(path))
@@ -56,8 +55,6 @@ def _can_be_mapped(path: Path) -> bool:
 def describe_tensors(path: Path) -> dict[str, TensorEntry]:
     """The types and shapes of a `.bin` file's tensors; raises as `load_tensors` does."""
     from torch._subclasses.fake_tensor import FakeTensorMode
-
-    from gqa_convert.checkpoint.dtypes import TORCH
 
     with FakeTensorMode():
         state = load_tensors(path)

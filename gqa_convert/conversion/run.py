@@ -94,7 +94,7 @@ def convert_checkpoint(
     plan, calibration = plan_conversion(plan_rewriting(opened, groups, native=options.native), groups, options)
     check_destination(folder, opened.folder, overwrite=options.overwrite)
     if opened.folder is None:
-        opened = download_checkpoint(opened, options.revision)
+        opened = download_checkpoint(opened)
         plan = replace(plan, checkpoint=plan_rewriting(opened, groups, native=options.native))
         check_destination(folder, opened.folder, overwrite=options.overwrite)
     previous = earlier_record(opened)

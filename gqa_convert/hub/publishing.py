@@ -81,8 +81,8 @@ def publish(
     if model.names.local:
         path = next(iter(model.names.local))
         warnings.append(f"{PROVENANCE} is published too and names folders of this machine: {path}; the card does not")
-    if model.checkpoint.links_out:
-        warnings.append(f"not sent, as links that lead out of the folder: {some(model.checkpoint.links_out)}")
+    if links := model.checkpoint.files.links_out:
+        warnings.append(f"not sent, as links that lead out of the folder: {some(links)}")
     if model.untracked:
         warnings.append(f"not sent, as neither convert nor uptrain wrote it: {some(model.untracked)}")
     publication = Publication(

@@ -1,9 +1,10 @@
-"""The checks on OUT's config and on the modelling files that it leads to."""
+"""The checks on what OUT states: its config with the modelling files that it leads to, and its record, gqa_conversion.json."""
 
 import copy
 import json
 from typing import Any
 
+from gqa_convert.checkpoint.ownership import hash_file
 from gqa_convert.families.composite import SECTION
 from gqa_convert.families.family import Modeling
 from gqa_convert.families.layerwise import restate
@@ -11,8 +12,8 @@ from gqa_convert.families.legacy_config_keys import legacy_config_keys
 from gqa_convert.families.released import TESTED_KEY, is_released, release_of
 from gqa_convert.verify.inputs import Inputs
 from gqa_convert.verify.report import Failure
-from gqa_convert.verify.result import Result
-from gqa_convert.verify.weights import CONFIG
+from gqa_convert.verify.result import FACTORED, FITTED, Result
+from gqa_convert.verify.weights import CONFIG, PROVENANCE, JsonObject
 
 _REFRESH = "`gqa-convert verify OUT --refresh` replaces them by this release's"
 
@@ -22,7 +23,7 @@ def in_json(value: Any) -> str:
     return json.dumps(value, sort_keys=True)
 
 
-def compare_json(where: str, found: dict[str, Any], expected: dict[str, Any]) -> None:
+def compare_json(where: str, found: JsonObject, expected: JsonObject) -> None:
     """Compare two JSON objects key by key.
 
     Raises:
@@ -47,9 +48,9 @@ def check_config(result: Result) -> str:
     return f"SOURCE's, with {result.geometry.groups} K/V heads"
 
 
-def _expected_config(result: Result) -> dict[str, Any]:
+def _expected_config(result: Result) -> JsonObject:
     inputs = result.inputs
-    family = result.inputs.family
+    family = inputs.family
     modeling = result.modeling
     original = inputs.config
     groups = result.geometry.groups
@@ -59,7 +60,7 @@ def _expected_config(result: Result) -> dict[str, Any]:
     changes = {"multi_query_attention": True, "multi_query_group_num": groups}
     if modeling or not family.modeling:  # the stock class of another type does not know these keys
         changes |= dict.fromkeys(family.kv_heads_keys, groups)
-        if result.encoder:
+        if result.geometry.kinds["encoder"]:
             changes[family.encoder_kv_heads_key] = groups
         if family.one_kv_head_key:
             changes[family.one_kv_head_key] = groups == 1
@@ -80,7 +81,7 @@ def _expected_config(result: Result) -> dict[str, Any]:
     return expected | added
 
 
-def _modelling_keys(modeling: Modeling, original: dict[str, Any]) -> dict[str, Any]:
+def _modelling_keys(modeling: Modeling, original: JsonObject) -> JsonObject:
     """The config entries that lead transformers to a modelling file.
 
     SOURCE's `auto_map` keeps its entries for other classes than configs and models.
@@ -97,7 +98,7 @@ def _modelling_keys(modeling: Modeling, original: dict[str, Any]) -> dict[str, A
     }
 
 
-def _auto_map(config: dict[str, Any], *, models: bool) -> dict[str, Any]:
+def _auto_map(config: JsonObject, *, models: bool) -> JsonObject:
     """The entries of a config's `auto_map` for configs and models, or those for other classes."""
     entries = config.get("auto_map") or {}
     return {auto: code for auto, code in entries.items() if auto.startswith(("AutoConfig", "AutoModel")) == models}
@@ -116,3 +117,45 @@ def check_modelling_file(inputs: Inputs, modeling: Modeling) -> str:
     compare_json(f"{CONFIG}: auto_map", _auto_map(inputs.out_config, models=True), modeling.auto_map)
     names = " and ".join(file.name for file in modeling.files)
     return f"{names} of this release" if release.is_current else f"{names}, {release.name}: {_REFRESH}"
+
+
+def check_provenance(result: Result) -> str:
+    """The type, the heads and the method that OUT claims are those that the files show, and the type, the sizes and the
+    hashes that it claims of SOURCE are those of the checkpoint that the user named.
+    """
+    inputs = result.inputs
+    claims = inputs.claims
+    geometry = result.geometry
+    if not claims:
+        raise Failure(f"{PROVENANCE} is missing, or no JSON object")
+    if claims.get("uptraining_tokens"):
+        raise Failure(
+            f"OUT was trained on {claims['uptraining_tokens']} tokens after its conversion, which changed its tensors: "
+            "verify the checkpoint that it was trained from"
+        )
+    route = "native" if inputs.has_class else "checkpoint's own code"
+    truth = {
+        "model_type": inputs.family.model_type,
+        "heads": geometry.decoder[0].heads,
+        "source_kv_heads": max(module.before for module in geometry.decoder),
+        "groups": geometry.groups,
+        "method": result.method,
+        "encoder": bool(geometry.kinds["encoder"]),
+        "route": "own file" if result.modeling else route,
+    }
+    compare_json(PROVENANCE, {key: claims.get(key) for key in truth}, truth)
+    text = claims.get("calibration")
+    was_read = text is not None and text["tokens"] > 0
+    if was_read != result.has_text or (result.method != FACTORED and was_read != (result.method == FITTED)):
+        raise Failure(f"{PROVENANCE} claims calibration = {text!r} for method {result.method}")
+    origin = claims["source"]
+    source = inputs.original
+    own_type = {"model_type": inputs.named.config.get("model_type")}
+    compare_json(f"{PROVENANCE}: source", {"model_type": origin["model_type"]}, own_type)
+    for name in (CONFIG, *source.files):
+        stated = origin["files"][name]
+        path = source.folder / name
+        # the bytes alone of large files that nobody asked to hash
+        found = hash_file(path) if "sha256" in stated else {"bytes": path.stat().st_size}
+        compare_json(f"{PROVENANCE}: SOURCE's {name}", stated, found)
+    return f"as the files show, method {result.method}"

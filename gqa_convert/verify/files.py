@@ -39,8 +39,8 @@ def open_result(folder: Path) -> tuple[Weights, str]:
     for name in _list_files(folder):
         if _is_weights(name) and name not in (*out.files, out.chosen):
             raise Failure(f"{name} lies beside the weights in {out.chosen}: software may load it instead")
-    if out.index is not None:
-        compare_json(INDEX, out.index["weight_map"], out.file_of)
+    if out.weight_map is not None:
+        compare_json(INDEX, out.weight_map, out.file_of)
     size = sum((folder / file).stat().st_size for file in out.files)
     return out, f"{len(out.files)} weight file(s), {size:,} bytes"
 

@@ -6,9 +6,9 @@ which no conversion changes. The same functions read the parameters of loaded mo
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -17,44 +17,45 @@ from gqa_convert.errors import ConfigError
 from gqa_convert.families.composite import config_value
 from gqa_convert.families.family import Family
 from gqa_convert.families.layerwise import heads_text
+from gqa_convert.verify.inputs import Inputs
 from gqa_convert.verify.report import Failure
+from gqa_convert.verify.weights import Tensors
 
 Kind = Literal["decoder", "cross", "encoder"]
 Role = str
-"""What rows hold: query, gate, key, value, key_norm; output and output_bias, which are not divided into heads."""
+"""What rows hold: query, gate, key, value, key_norm, output; and output_bias, which is not divided into heads."""
 MERGED = ("key", "value", "key_norm")
 """The roles whose heads a conversion merges."""
-Tensors = Mapping[str, Tensor]
 Heads = dict[Role, Tensor]
 """By role, the heads [heads, width, ...], or the numbers of their rows [heads, width]."""
 
 
 @dataclass(frozen=True)
 class HeadTensor:
-    """A tensor that holds heads, or the norms of all K/V heads where each has a tensor of its own."""
+    """A tensor of one checkpoint that holds heads, or the norms of all K/V heads where each has a tensor of its own."""
 
     names: list[str]
-    """One name, or one for each K/V head of SOURCE."""
-    names_after: list[str]
-    """Those that OUT has."""
+    """One name, or one for each K/V head."""
     axis: int
     """Along which the heads lie."""
-    before: Heads
-    after: Heads
+    rows: Heads
     """The numbers of the rows of heads."""
 
-    def read(self, tensors: Tensors, *, after: bool) -> Heads:
-        """The heads in SOURCE's tensors or, `after` the conversion, in OUT's."""
-        names, rows = (self.names_after, self.after) if after else (self.names, self.before)
-        whole = tensors[names[0]] if len(names) == 1 else torch.cat([tensors[name] for name in names])
-        return {role: whole.movedim(self.axis, 0)[each] for role, each in rows.items()}
+    def read(self, tensors: Tensors) -> Heads:
+        """The heads in the tensors of the checkpoint."""
+        whole = torch.cat([tensors[name] for name in self.names]).movedim(self.axis, 0)
+        return {role: whole[rows] for role, rows in self.rows.items()}
 
-    def replace(self, tensors: Tensors, heads: Heads) -> dict[str, Tensor]:
-        """Copies of SOURCE's tensors with other heads of some roles."""
+    def replace(self, tensors: Tensors, heads: Heads) -> Tensors:
+        """Copies of the tensors with other heads of some roles."""
         whole = torch.cat([tensors[name] for name in self.names])
         for role, each in heads.items():
-            whole.movedim(self.axis, 0)[self.before[role]] = each.to(whole.dtype)
+            whole.movedim(self.axis, 0)[self.rows[role]] = each.to(whole.dtype)
         return dict(zip(self.names, whole.chunk(len(self.names)), strict=True))
+
+
+Pair = tuple[HeadTensor, HeadTensor]
+"""A tensor in SOURCE and in OUT."""
 
 
 @dataclass(frozen=True)
@@ -69,89 +70,62 @@ class Module:
     """K/V heads in SOURCE."""
     after: int
     """K/V heads in OUT."""
-    tensors: list[HeadTensor]
+    tensors: list[Pair]
 
 
-@dataclass(frozen=True)
 class Geometry:
-    """The attention modules of a checkpoint whose heads the conversion may have merged."""
-
-    modules: list[Module]
-
-    @property
-    def decoder(self) -> list[Module]:
-        """The modules of the decoder's self-attention, in the order of the layers."""
-        modules = [module for module in self.modules if module.kind == "decoder"]
-        return sorted(modules, key=lambda module: int(next(filter(str.isdigit, module.name.split(".")))))
-
-    @property
-    def counts(self) -> list[int]:
-        """K/V heads of OUT in each layer of the decoder."""
-        return [module.after for module in self.decoder]
-
-    @property
-    def groups(self) -> int | list[int]:
-        """The same: one number where all layers have it."""
-        return self.counts if len(set(self.counts)) > 1 else self.counts[0]
-
-    @property
-    def changed(self) -> list[Module]:
-        """The modules with another number of K/V heads in OUT than in SOURCE."""
-        return [module for module in self.modules if module.before != module.after]
-
-    @property
-    def merged(self) -> list[Module]:
-        """The modules with fewer K/V heads in OUT than in SOURCE."""
-        return [module for module in self.modules if module.after < module.before]
-
-    def describe(self) -> str:
-        """Heads and layers in one line."""
-        kinds = Counter(module.kind for module in self.modules)
-        modules = ", ".join(f"{count} modules of {kind} attention" for kind, count in kinds.items())
-        before = heads_text([module.before for module in self.decoder])
-        return f"{self.decoder[0].heads} query heads, {before} -> {heads_text(self.counts)} K/V heads in {modules}"
-
-
-def read_geometry(family: Family, config: dict[str, Any], source: Tensors, out: Tensors, *, encoder: bool) -> Geometry:
-    """The heads of SOURCE and OUT.
+    """The attention modules of a checkpoint whose heads the conversion may have merged.
 
     Args:
-        family: SOURCE's family.
-        config: of SOURCE's decoder.
+        inputs: the checkpoints.
         source: SOURCE's tensors, or its model's parameters.
         out: the same of OUT.
-        encoder: whether an encoder was converted too.
+
+    Attributes:
+        modules: all of them.
+        kinds: the number of modules of each kind.
+        decoder: the modules of the decoder's self-attention, in the order of the layers.
+        counts: K/V heads of OUT in each layer of the decoder.
+        groups: the same; one number where all layers have it.
+        changed: the modules with another number of K/V heads in OUT than in SOURCE.
+        merged: the modules with fewer K/V heads in OUT than in SOURCE.
 
     Raises:
         ConfigError: SOURCE has no attention.
         Failure: OUT's numbers of K/V heads cannot be determined, or do not fit SOURCE's.
     """
-    geometry = Geometry(
-        [
-            _read_module(name, kind, family, config, source, out)
-            for name, kind in _find_modules(family, source).items()
-            if encoder or kind != "encoder"
-        ]
-    )
-    if not geometry.decoder:
-        raise ConfigError(
-            f"SOURCE is not a {family.model_type} checkpoint: it has no attention modules, check its config"
-        )
-    return geometry
 
+    def __init__(self, inputs: Inputs, source: Tensors, out: Tensors) -> None:
+        family = inputs.family
+        projection = f".{family.fused or family.value}.weight"
+        modules = []
+        for name in source:
+            module = name.removesuffix(projection)
+            if module == name or not _is_called(module, family.attention) or not family.owns(module):
+                continue
+            kind: Kind = "cross" if _is_called(module, family.cross_attention) else "decoder"
+            if family.encoder in module.split("."):
+                kind = "encoder"
+            if kind != "encoder" or inputs.claims.get("encoder") is True:  # it was converted too
+                modules.append(_read_module(module, kind, inputs, source, out))
+        decoder = [module for module in modules if module.kind == "decoder"]
+        if not decoder:
+            raise ConfigError(
+                f"SOURCE is not a {family.model_type} checkpoint: it has no attention modules, check its config"
+            )
+        self.modules = modules
+        self.kinds = Counter(module.kind for module in modules)
+        self.decoder = sorted(decoder, key=lambda module: int(next(filter(str.isdigit, module.name.split(".")))))
+        self.counts = [module.after for module in self.decoder]
+        self.groups = self.counts if len(set(self.counts)) > 1 else self.counts[0]
+        self.changed = [module for module in modules if module.before != module.after]
+        self.merged = [module for module in modules if module.after < module.before]
 
-def _find_modules(family: Family, source: Tensors) -> dict[str, Kind]:
-    """The attention modules among the names of tensors, in their order, each with its kind."""
-    projection = f".{family.fused or family.value}.weight"
-    found: dict[str, Kind] = {}
-    for name in source:
-        module = name.removesuffix(projection)
-        if module == name or not _is_called(module, family.attention) or not family.owns(module):
-            continue
-        found[module] = "cross" if _is_called(module, family.cross_attention) else "decoder"
-        if family.encoder in module.split("."):
-            found[module] = "encoder"
-    return found
+    def describe(self) -> str:
+        """Heads and layers in one line."""
+        modules = ", ".join(f"{count} modules of {kind} attention" for kind, count in self.kinds.items())
+        before = heads_text([module.before for module in self.decoder])
+        return f"{self.decoder[0].heads} query heads, {before} -> {heads_text(self.counts)} K/V heads in {modules}"
 
 
 def _is_called(module: str, names: tuple[str, ...]) -> bool:
@@ -159,10 +133,9 @@ def _is_called(module: str, names: tuple[str, ...]) -> bool:
     return any(f".{module}".endswith(f".{name}") for name in names)
 
 
-def _read_module(
-    name: str, kind: Kind, family: Family, config: dict[str, Any], source: Tensors, out: Tensors
-) -> Module:
+def _read_module(name: str, kind: Kind, inputs: Inputs, source: Tensors, out: Tensors) -> Module:
     """A module with its numbers of heads, which follow from the rows of the values, or of a fused projection."""
+    family, config = inputs.family, inputs.decoder_config
     key = (family.encoder_heads_key or family.heads_key) if kind == "encoder" else family.heads_key
     heads = config_value(config, key) or config["num_attention_heads"]
     axis = int(family.transposed)
@@ -183,12 +156,12 @@ def _read_module(
     before, after = counts
     if before % after and after % before:
         raise Failure(f"{projection}: {before} K/V heads cannot be grouped or repeated to {after}")
-    return Module(name, kind, heads, before, after, _head_tensors(name, kind, family, heads, before, after, source))
+    module = Module(name, kind, heads, before, after, [])
+    module.tensors.extend(_head_tensors(module, family, source))
+    return module
 
 
-def _head_tensors(
-    module: str, kind: Kind, family: Family, heads: int, before: int, after: int, source: Tensors
-) -> list[HeadTensor]:
+def _head_tensors(module: Module, family: Family, source: Tensors) -> Iterator[Pair]:
     """The tensors of a module that hold heads. In OUT, what is merged lies in one block."""
     parts: dict[str, tuple[Role, ...]] = {
         family.key: ("key",),
@@ -196,36 +169,34 @@ def _head_tensors(
         family.query: ("query", "gate")[: family.query_outputs],
         family.output: ("output",),
     }
-    blocks = {family.query: heads}  # a head's gate follows its queries
+    blocks = {family.query: module.heads}  # a head's gate follows its queries
     if family.fused:
-        parts[family.fused] = ("key", "value") if kind == "cross" else ("query", "key", "value")
-        if family.fused_layout == "grouped" and kind != "cross":
-            blocks[family.fused] = before
+        parts[family.fused] = ("key", "value") if module.kind == "cross" else ("query", "key", "value")
+        if family.fused_layout == "grouped" and module.kind != "cross":
+            blocks[family.fused] = module.before
     if family.key_norm not in ("none", "shared"):
         parts[family.key_norm_name] = ("key_norm",)
-    found = []
+    before = dict.fromkeys(MERGED, module.before) | {"output_bias": 1}
+    after = before | dict.fromkeys(MERGED, module.after)
     for ending in ("weight", "bias"):
         for part, roles in parts.items():
-            names = names_after = [f"{module}.{part}.{ending}"]
+            names = names_after = [f"{module.name}.{part}.{ending}"]
             if roles == ("key_norm",) and family.key_norm == "per_head_list":
-                names = [f"{module}.{part}.{head}.{ending}" for head in range(before)]
-                names_after = names[:after]
+                names = [f"{module.name}.{part}.{head}.{ending}" for head in range(module.before)]
+                names_after = names[: module.after]
             if names[0] not in source:
                 continue
+            if part == family.output and ending == "bias":
+                roles = ("output_bias",)
             shape = source[names[0]].shape
             is_turned = family.transposed != (part == family.output)
             axis = 1 if is_turned and len(shape) == 2 else 0
-            counts, counts_after = (
-                {role: kv_heads if role in MERGED else heads for role in roles} for kv_heads in (before, after)
-            )
-            if part == family.output:
-                counts = counts_after = {"output" if ending == "weight" else "output_bias": 1}
+            counts, counts_after = ({role: kv.get(role, module.heads) for role in roles} for kv in (before, after))
             width = len(names) * shape[axis] // sum(counts.values())
             rows = rows_after = _rows(counts, width, blocks.get(part, 1))
             if counts != counts_after:
                 rows_after = _rows(counts_after, width, 1)
-            found.append(HeadTensor(names, names_after, axis, rows, rows_after))
-    return found
+            yield HeadTensor(names, axis, rows), HeadTensor(names_after, axis, rows_after)
 
 
 def _rows(counts: dict[Role, int], width: int, blocks: int) -> Heads:

@@ -19,7 +19,7 @@ from gqa_convert.families.family import Family, Modeling
 from gqa_convert.families.loading import read_config, read_object
 from gqa_convert.families.records import with_key_norm
 from gqa_convert.families.table import family_of
-from gqa_convert.verify.weights import PREFERENCE, PROVENANCE, Weights
+from gqa_convert.verify.weights import PREFERENCE, PROVENANCE, JsonObject, Weights
 
 Progress = Callable[[str, int, int], None]
 """Called with a stage (tensors or logits), the amount done and the total: bytes or steps."""
@@ -31,21 +31,27 @@ class Inputs:
     """The two checkpoints of a verification."""
 
     out: Path
-    out_config: dict[str, Any]
-    claims: dict[str, Any]
+    out_config: JsonObject
+    claims: JsonObject
     """OUT's provenance record. Both are empty if they cannot be read."""
     source: Weights
     """SOURCE's tensors, in the form in which it was converted."""
-    config: dict[str, Any]
+    config: JsonObject
     """SOURCE's config in that form."""
+    result_dtypes: dict[str, torch.dtype]
+    """The types that OUT must have for tensors that a rewritten SOURCE holds in a wider one."""
     family: Family
     original: Weights
     """The tensors of SOURCE as the user named it: `source`, unless it is rewritten before it is converted."""
     named: Checkpoint
     """The same, opened by the converter: its config, and what the user or the record calls it."""
 
+    def result_dtype(self, name: str) -> torch.dtype:
+        """The type of a tensor of SOURCE in OUT."""
+        return self.result_dtypes.get(name, self.source.tensors[name].dtype)
+
     @property
-    def decoder_config(self) -> dict[str, Any]:
+    def decoder_config(self) -> JsonObject:
         """The config of SOURCE's decoder, which in a composite model is nested in `config`."""
         return decoder_config(self.config)
 
@@ -103,7 +109,8 @@ def read_inputs(
             original = _open_source(checkpoint)
         if not family.listed:
             family = with_key_norm(family, weights.tensors, converted.config["num_key_value_heads"])
-        yield Inputs(out, out_config, claims, weights, converted.config, family, original, checkpoint)
+        dtypes = {name: _TORCH[dtype] for name, dtype in converted.result_dtypes.items()}
+        yield Inputs(out, out_config, claims, weights, converted.config, dtypes, family, original, checkpoint)
 
 
 def _open_origin(out: Path, recorded: Any, source: str | Path | None, revision: str | None) -> Checkpoint:
@@ -136,8 +143,7 @@ def _open_origin(out: Path, recorded: Any, source: str | Path | None, revision: 
 
 def _open_source(checkpoint: Checkpoint) -> Weights:
     try:
-        result_dtypes = {name: _TORCH[dtype] for name, dtype in checkpoint.result_dtypes.items()}
-        return Weights(checkpoint.local_folder, result_dtypes)
+        return Weights(checkpoint.local_folder)
     except Exception as problem:
         raise CorruptCheckpointError(
             f"{checkpoint.folder} cannot be read ({first_line(problem)}): download or copy the source again"

@@ -5,6 +5,8 @@ transformers loads OUT, then SOURCE. Of the code in checkpoints, only modelling 
 
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +16,15 @@ from torch.nn.functional import kl_div
 
 from gqa_convert.errors import first_line
 from gqa_convert.families import loading
-from gqa_convert.families.family import Modeling
+from gqa_convert.families.family import Family, Modeling
 from gqa_convert.families.layerwise import heads_text
-from gqa_convert.verify import heads
-from gqa_convert.verify.geometry import read_geometry
-from gqa_convert.verify.inputs import Progress
+from gqa_convert.verify.geometry import MERGED, Geometry
+from gqa_convert.verify.inputs import Inputs, Progress
 from gqa_convert.verify.probe import STEPS, Probe
-from gqa_convert.verify.report import Failure, VerificationReport
+from gqa_convert.verify.report import Check, Failure, VerificationReport
 from gqa_convert.verify.result import Result
+from gqa_convert.verify.tokenizers import check_tokenizer
+from gqa_convert.verify.weights import Tensors
 
 FLOAT32_LIMIT = 3_000_000_000
 """Models of more parameters run in the checkpoint's own type, to fit in memory."""
@@ -46,7 +49,6 @@ class ModelChecks:
         self.inputs = result.inputs
         numbers = sum(tensor.numel() for tensor in self.inputs.source.tensors.values())
         self.dtype: Any = torch.float32 if numbers <= FLOAT32_LIMIT else "auto"
-        self.has_cross = any(module.kind == "cross" for module in result.geometry.modules)
 
     def load_out(self) -> str:
         """Load OUT and run it."""
@@ -54,11 +56,9 @@ class ModelChecks:
 
         modeling = self.result.modeling
         model = load_model(self.inputs.out, self.dtype, modeling)
-        self.probe = Probe(model, cross=self.has_cross)
-        self.output = self.probe.output(model)
-        self.steps, self.caches = self.probe.decode(model)
-        self.eager = self.probe.eager_output(model)
-        self.attention = heads.attention_parameters(model, self.inputs.family)
+        self.probe = Probe(model, cross=bool(self.result.geometry.kinds["cross"]))
+        self.ours, self.caches = self.probe.run(model)
+        self.attention = attention_parameters(model, self.inputs.family)
         own = " of its own modelling file" if modeling else ""
         dtype = str(model.dtype).removeprefix("torch.")
         return f"{type(model).__name__}{own} in {dtype}, transformers {transformers.__version__}"
@@ -68,53 +68,63 @@ class ModelChecks:
         inputs = self.inputs
         self.source = load_model(inputs.source.folder, self.dtype)
         self.rewritten = self.expected = self.probe.output(self.source)
-        if inputs.source.result_dtypes:  # a rewritten SOURCE holds tensors in a wider type than OUT
+        if inputs.result_dtypes:  # a rewritten SOURCE holds tensors in a wider type than OUT
             for name, parameter in self.source.named_parameters():
-                dtype = inputs.source.result_dtypes.get(name, parameter.dtype)
+                dtype = inputs.result_dtypes.get(name, parameter.dtype)
                 parameter.data = parameter.data.to(dtype).to(parameter.dtype)
             self.expected = self.probe.output(self.source)
-        own = heads.attention_parameters(self.source, inputs.family)
-        self.geometry = read_geometry(
-            inputs.family, inputs.decoder_config, own, self.attention, encoder=self.result.encoder
-        )
-        self.repeated = heads.repeated_heads(self.geometry, own, self.attention, folds=self.result.folds)
-        self.pooled = heads.repeated_heads(self.geometry, own, None, folds=False)
+        own = attention_parameters(self.source, inputs.family)
+        self.geometry = Geometry(inputs, own, self.attention)
+        self.repeated = repeated_heads(self.geometry, own, self.attention, folds=self.result.folds)
+        self.pooled = repeated_heads(self.geometry, own, None, folds=False)
         return type(self.source).__name__
 
     def same_outputs(self) -> str:
         """SOURCE with OUT's heads computes what OUT computes."""
         if not self.repeated and self.result.geometry.merged:
             raise Failure("the loaded SOURCE has no parameters with K/V heads")
-        with heads.replaced(self.source, self.repeated):
-            found = self.probe.output(self.source)
-            self.source_steps, self.source_caches = self.probe.decode(self.source)
-        return self._judge(self.output, found, f"{len(self.repeated)} parameters of SOURCE replaced")
+        with replaced(self.source, self.repeated):
+            self.theirs, self.source_caches = self.probe.run(self.source)
+        return self.same("logits", f"{len(self.repeated)} parameters of SOURCE replaced")
 
-    def same_steps(self) -> str:
-        """OUT's steps on a cache compute what those of SOURCE with OUT's heads compute."""
-        return self._judge(self.steps, self.source_steps, f"{STEPS} steps on the cache of a prefill")
-
-    def same_eager_outputs(self) -> str:
-        """The same as `same_outputs`, with eager attention in both models."""
-        with heads.replaced(self.source, self.repeated):
-            theirs = self.probe.eager_output(self.source)
-        return self._judge(self.eager, theirs, "eager attention in both models")
+    def same(self, part: str, what: str) -> str:
+        """The same for a part of what both models computed, which is named in words too."""
+        return self._judge(self.ours[part], self.theirs[part], what)
 
     def better_than_mean(self) -> str:
         """OUT's predictions are nearer to SOURCE's than those of mean pooling."""
-        with heads.replaced(self.source, self.pooled):
+        with replaced(self.source, self.pooled):
             pooled = self.probe.output(self.source)
-        found, mean = (divergence(self.expected, output) for output in (self.output, pooled))
+        found = divergence(self.expected, self.ours["logits"])
+        mean = divergence(self.expected, pooled)
         detail = f"KL from SOURCE {found:.4g} nats per token, {mean:.4g} for mean pooling"
         if not (found < mean or found <= NEGLIGIBLE):
             raise Failure(detail)
         return detail
 
     def module_outputs(self) -> str:
-        """No module of OUT is far worse than with mean pooling, on SOURCE's own inputs."""
-        errors = heads.compare_modules(
-            self.geometry, self.source, lambda: self.probe.output(self.source), self.repeated, self.pooled
-        )
+        """No module of OUT is far worse than with mean pooling, on SOURCE's own inputs: how far its outputs are from
+        SOURCE's, relative to these.
+        """
+        names = {self.source.get_submodule(module.name): module.name for module in self.geometry.merged}
+        errors: dict[str, list[float]] = {}
+
+        def compare(module: Any, args: Any, options: Any, output: Any) -> None:
+            expected = _states(output)
+            found = []
+            for parameters in (self.repeated, self.pooled):
+                with replaced(self.source, parameters):
+                    lost = _states(module.forward(*args, **options)) - expected
+                found.append(float((lost.norm() / expected.norm().clamp(min=1e-30)).nan_to_num(torch.inf)))
+            # a module that runs several times has its largest errors
+            errors[names[module]] = max(errors.get(names[module], []), found)
+
+        handles = [module.register_forward_hook(compare, with_kwargs=True) for module in names]
+        try:
+            self.probe.output(self.source)
+        finally:
+            for handle in handles:
+                handle.remove()
         worst, name = max((ours / max(mean, NEGLIGIBLE), name) for name, (ours, mean) in errors.items())
         detail = f"{worst:.2f} times mean pooling's error in {name}"
         if not worst <= MODULE_LIMIT:
@@ -134,7 +144,7 @@ class ModelChecks:
         """
         geometry = self.result.geometry
         counts = {"self": geometry.counts}
-        if self.has_cross and not self.inputs.family.reads_images_alone:
+        if geometry.kinds["cross"] and not self.inputs.family.reads_images_alone:
             counts["cross"] = [module.after for module in geometry.modules if module.kind == "cross"]
         found = []
         for kind, by_layer in counts.items():
@@ -168,8 +178,27 @@ class ModelChecks:
         return f"{words}: {what}"
 
 
-def check_models(report: VerificationReport, result: Result, progress: Progress) -> None:
-    """Load and run OUT, then SOURCE, and compare what they compute."""
+def check_models(report: VerificationReport, inputs: Inputs, result: Result | None, progress: Progress) -> None:
+    """Load and run OUT, then SOURCE, and compare what they compute.
+
+    Args:
+        report: for the checks.
+        inputs: the checkpoints.
+        result: OUT; None if it is too damaged to run, or its modelling files are not the package's own.
+        progress: called with the stage `logits`.
+    """
+    if not inputs.has_class:
+        detail = f"not run: transformers has no class of type {inputs.family.model_type}, and code in checkpoints is never executed"
+        report.checks.append(Check("behaviour", True, detail))
+        return
+    if inputs.out_config.get("model_type") != inputs.named.config.get("model_type"):
+        report.check("tokenizer", check_tokenizer, inputs)
+    if result is None:
+        detail = (
+            "not run: OUT's files or heads did not pass their checks, and code other than the package's is not executed"
+        )
+        report.checks.append(Check("loads", False, detail))
+        return
     checks = ModelChecks(result)
     loads = report.check("loads", checks.load_out)
     progress("logits", 1, 3)
@@ -183,10 +212,10 @@ def check_models(report: VerificationReport, result: Result, progress: Progress)
         report.check("module outputs", checks.module_outputs)
     report.check("logits", checks.same_outputs)
     report.check("cache heads", checks.cache_heads)
-    report.check("cached decoding", checks.same_steps)
-    report.check("eager attention", checks.same_eager_outputs)
+    report.check("cached decoding", checks.same, "steps", f"{STEPS} steps on the cache of a prefill")
+    report.check("eager attention", checks.same, "eager", "eager attention in both models")
     progress("logits", 3, 3)
-    if result.inputs.original is not result.inputs.source:
+    if inputs.original is not inputs.source:
         report.check("rewritten source", checks.same_as_original)
 
 
@@ -220,7 +249,58 @@ def load_model(folder: Path, dtype: Any, code: Modeling | None = None) -> Any:
     return model
 
 
+def attention_parameters(model: Any, family: Family) -> Tensors:
+    """The parameters of a loaded model's attention modules."""
+    return {
+        name: parameter.detach()
+        for name, parameter in model.named_parameters()
+        if any(f".{module}." in f".{name}" for module in family.attention)
+    }
+
+
+def repeated_heads(geometry: Geometry, source: Tensors, out: Tensors | None, *, folds: bool) -> Tensors:
+    """SOURCE's parameters with other heads, each K/V head repeated for its group.
+
+    Args:
+        geometry: of the loaded models.
+        source: the loaded SOURCE's attention parameters.
+        out: those of the loaded OUT, whose heads they are; None for the mean of each group of SOURCE's K/V heads.
+        folds: whether queries and outputs are OUT's too.
+    """
+    made: Tensors = {}
+    for module in geometry.merged:
+        for before, after in module.tensors:
+            heads = before.read(source) if out is None else after.read(out)
+            for role in list(heads):
+                if role in MERGED:
+                    means = heads[role].unflatten(0, (module.after, -1)).mean(1)  # of OUT, each of one head
+                    heads[role] = means.repeat_interleave(module.before // module.after, 0)
+                elif not folds:
+                    del heads[role]
+            if heads:
+                made |= before.replace(source, heads)
+    return made
+
+
+@contextmanager
+def replaced(model: Any, parameters: Tensors) -> Iterator[None]:
+    """Put other numbers into a model's parameters for a while."""
+    own = dict(model.named_parameters())
+    kept = {name: own[name].data for name in parameters}
+    try:
+        for name, tensor in parameters.items():
+            own[name].data = tensor
+        yield
+    finally:
+        for name, tensor in kept.items():
+            own[name].data = tensor
+
+
 def divergence(source: Tensor, other: Tensor) -> float:
     """KL(source || other) of two sets of logits [rows, length, vocabulary], in nats per token."""
     expected, found = (torch.log_softmax(logits.double().flatten(0, 1), -1) for logits in (source, other))
     return float(kl_div(found, expected, reduction="batchmean", log_target=True))
+
+
+def _states(output: Any) -> Tensor:
+    return (output[0] if isinstance(output, tuple) else output).double()

@@ -25,6 +25,8 @@ _ENCODER_LENGTH = 24
 Shape = tuple[int, ...]
 Shapes = list[tuple[Shape, Shape]]
 """The shapes [batch, heads, tokens, width] of keys and of values, by layer that keeps them."""
+Caches = dict[str, Shapes]
+"""By kind of attention: `self` and `cross`."""
 
 
 class Probe:
@@ -69,19 +71,28 @@ class Probe:
     def _noise(self, model: Any, *shape: int) -> Tensor:
         return torch.randn((_ROWS, *shape), generator=self._generator).to(model.dtype)
 
-    def output(self, model: Any) -> Tensor:
-        """The logits [rows, length, n] of every token, computed without a cache."""
-        return self._forward(model, self._ids, self._memory, use_cache=False)[0]
+    def run(self, model: Any) -> tuple[dict[str, Any], Caches]:
+        """All that is compared.
 
-    def eager_output(self, model: Any) -> Tensor | str:
-        """The same with eager attention, which stays chosen; why not, where the model cannot compute it."""
+        Returns:
+            Logits, those of decoding steps and those with eager attention, or why the model has none; and the cache after
+            a prefill, by kind of attention: `self` and `cross`. Eager attention stays chosen.
+        """
+        logits = self.output(model)
+        steps, caches = self._decode(model)
         for module in model.modules():  # parts of a model may have copies of its config
             if hasattr(module, "config"):
                 module.config._attn_implementation = "eager"
+        eager: Tensor | str
         try:
-            return self.output(model)
+            eager = self.output(model)
         except Exception as problem:
-            return first_line(problem)
+            eager = first_line(problem)
+        return {"logits": logits, "steps": steps, "eager": eager}, caches
+
+    def output(self, model: Any) -> Tensor:
+        """The logits [rows, length, n] of every token, computed without a cache."""
+        return self._forward(model, self._ids, self._memory, use_cache=False)[0]
 
     def difference(self, ours: Tensor, theirs: Tensor) -> float:
         """The distance of two outputs, relative to the standard deviation of the second; infinite if it is not finite."""
@@ -90,7 +101,7 @@ class Probe:
         distance = (ours - theirs).abs().max() if self._exact else (ours - theirs).square().mean().sqrt()
         return float((distance / theirs.std().clamp(min=1e-30)).nan_to_num(math.inf))
 
-    def decode(self, model: Any) -> tuple[Tensor | str, dict[str, Shapes]]:
+    def _decode(self, model: Any) -> tuple[Tensor | str, Caches]:
         """Decode with a cache, and look at the cache. The caller compares with SOURCE, which may not be able to either.
 
         Returns:
@@ -99,7 +110,7 @@ class Probe:
         """
         from transformers import DynamicCache, EncoderDecoderCache
 
-        caches: dict[str, Shapes] = {}
+        caches: Caches = {}
         prompt, *steps = self._ids.split([self._ids.shape[1] - STEPS, *[1] * STEPS], dim=1)
         memory, name = self._memory, cache_name(model)
         try:
@@ -126,7 +137,7 @@ class Probe:
         return result.logits.float(), getattr(result, cache_name(model), None)
 
 
-def _cached_shapes(cache: Any) -> dict[str, Shapes]:
+def _cached_shapes(cache: Any) -> Caches:
     """The shapes of keys and values in every layer that keeps them, by kind of attention. Other layers (recurrence,
     convolution) have no keys or an empty tensor.
     """

@@ -2,11 +2,10 @@
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 from gqa_convert.errors import ConfigError, CorruptCheckpointError, first_line
-
-Found = TypeVar("Found")
+from gqa_convert.verify.weights import JsonObject
 
 
 class Failure(Exception):  # noqa: N818 - a result about OUT, never shown to a user as an exception
@@ -36,32 +35,31 @@ class VerificationReport:
         """Whether at least one check ran and all of them hold."""
         return bool(self.checks) and all(check.passed for check in self.checks)
 
-    def check(self, name: str, function: Callable[..., str], *args: Any) -> bool:
-        """Run a check and return whether it holds.
+    def check(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
+        """Run a check.
 
         Args:
             name: of the check.
-            function: returns what it looked at, or raises. On a damaged OUT any library may raise anything. Only SOURCE
-                raises CorruptCheckpointError and ConfigError, and these reach the caller.
+            function: returns what it looked at, alone or behind something that it hands on, or raises. On a damaged OUT
+                any library may raise anything. Only SOURCE raises CorruptCheckpointError and ConfigError, and these reach
+                the caller.
             args: its arguments.
-        """
-        return self.find(name, lambda: (True, function(*args))) is not None
 
-    def find(self, name: str, function: Callable[..., tuple[Found, str]], *args: Any) -> Found | None:
-        """The same for a check that hands something on: what `function` returns in front of what it looked at; None if
-        the check fails.
+        Returns:
+            What the check hands on, or True; None if it fails.
         """
         try:
-            found, detail = function(*args)
+            done = function(*args)
         except (CorruptCheckpointError, ConfigError):
             raise
         except Exception as problem:
             detail = str(problem) if isinstance(problem, Failure) else first_line(problem)
             self.checks.append(Check(name, False, detail))
             return None
+        found, detail = done if isinstance(done, tuple) else (True, done)
         self.checks.append(Check(name, True, detail))
         return found
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> JsonObject:
         """The report as plain data for `--json`."""
         return asdict(self) | {"passed": self.passed}

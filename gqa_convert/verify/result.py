@@ -1,13 +1,10 @@
 """What OUT turned out to be: its tensors, its heads, and the method by whose rules it is judged."""
 
-from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from gqa_convert.families.composite import config_value
-from gqa_convert.families.family import Modeling
 from gqa_convert.families.layerwise import is_run
-from gqa_convert.verify.geometry import Geometry, Role, read_geometry
+from gqa_convert.verify.geometry import Geometry, Role
 from gqa_convert.verify.inputs import Inputs
 from gqa_convert.verify.weights import Weights
 
@@ -19,36 +16,37 @@ FITTED = "fit"
 """The method that depends on a text."""
 
 
-@dataclass(frozen=True)
 class Result:
-    """A converted checkpoint whose heads were found."""
+    """A converted checkpoint whose heads were found.
 
-    inputs: Inputs
-    weights: Weights
-    geometry: Geometry
-    encoder: bool
-    """Whether the record claims that an encoder was converted."""
-    modeling: Modeling | None
-    """The modelling file that it must come with."""
+    Args:
+        inputs: the checkpoints.
+        weights: the tensors of OUT.
 
-    @property
-    def method(self) -> Any:
-        """The claimed method, unless the heads show another: heads that do not become fewer are copied or repeated,
-        whatever was asked for.
-        """
+    Attributes:
+        geometry: the heads.
+        method: the claimed method, unless the heads show another: heads that do not become fewer are copied or repeated,
+            whatever was asked for.
+        folds: whether the method changes queries and outputs too; it is measured against mean pooling.
+        has_text: whether the method measured on a text.
+        modeling: the modelling file that it must come with.
+
+    Raises:
+        ConfigError, Failure: as `Geometry` does.
+    """
+
+    def __init__(self, inputs: Inputs, weights: Weights) -> None:
+        self.inputs = inputs
+        self.weights = weights
+        self.geometry = Geometry(inputs, inputs.source.tensors, weights.tensors)
+        self.method = inputs.claims.get("method") if self.geometry.merged else "repeat"
+        self.modeling = inputs.modeling
         if not self.geometry.changed:
-            return "copy"
-        return self.inputs.claims.get("method") if self.geometry.merged else "repeat"
-
-    @property
-    def folds(self) -> bool:
-        """Whether the method changes queries and outputs too; it is measured against mean pooling."""
-        return self.method in (FACTORED, FITTED)
-
-    @property
-    def has_text(self) -> bool:
-        """Whether the method measured on a text."""
-        return self.inputs.claims.get("calibration") is not None
+            self.method = "copy"
+            if self.modeling is inputs.family.modeling and not inputs.family.is_converted:
+                self.modeling = None  # stock classes load it
+        self.folds = self.method in (FACTORED, FITTED)
+        self.has_text = inputs.claims.get("calibration") is not None
 
     @cached_property
     def foldable(self) -> dict[str, set[Role]]:
@@ -63,16 +61,14 @@ class Result:
         merged = [module.name for module in self.geometry.merged] if self.folds else []
         run = [name for name in merged if is_run(family, config, name)]
         names = run or merged  # as in the converter, where the names of layers tell nothing
-        left_out: dict[str, set[Role]] = {name: set() for name in merged if name not in names}
+        found: dict[str, set[Role]] = {name: set() for name in merged}
         if self.method == FITTED:
-            return left_out | {name: {"query", "key", "value", "output", "output_bias"} for name in names}
+            return found | {name: {"query", "key", "value", "output", "output_bias"} for name in names}
         is_clipped = config_value(config, "clip_qkv") or config_value(config, "attn_config.clip_qkv")
         is_normed = family.gainless_key_norm is not None and config.get(*family.gainless_key_norm)
-        found = left_out
         for name in names:
             gains = f"{name}.{family.key_norm_name}."
             has_gains = family.key_norm != "none" and any(each.startswith(gains) for each in self.inputs.source.tensors)
-            found[name] = set()
             if not (is_clipped or is_normed or has_gains or family.key_constraint):
                 found[name] |= {"query", "key"}
             if not (is_clipped or family.value_constraint):
@@ -81,11 +77,6 @@ class Result:
 
 
 def read_result(inputs: Inputs, weights: Weights) -> tuple[Result, str]:
-    """Find the heads of OUT, and say which they are; raises as `read_geometry` does."""
-    family = inputs.family
-    modeling = inputs.modeling
-    encoder = inputs.claims.get("encoder") is True
-    geometry = read_geometry(family, inputs.decoder_config, inputs.source.tensors, weights.tensors, encoder=encoder)
-    if modeling is family.modeling and not geometry.changed and not family.is_converted:
-        modeling = None  # stock classes load it
-    return Result(inputs, weights, geometry, encoder, modeling), geometry.describe()
+    """Find the heads of OUT, and say which they are."""
+    result = Result(inputs, weights)
+    return result, result.geometry.describe()

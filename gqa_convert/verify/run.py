@@ -4,16 +4,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from gqa_convert.errors import UnsupportedFamilyError
-from gqa_convert.verify.config import check_config, check_modelling_file
+from gqa_convert.verify.config import check_config, check_modelling_file, check_provenance
 from gqa_convert.verify.files import check_copied, check_hashes, open_result
-from gqa_convert.verify.inputs import Inputs, Progress, read_inputs
+from gqa_convert.verify.inputs import Progress, read_inputs
 from gqa_convert.verify.models import check_models
-from gqa_convert.verify.provenance import check_provenance
-from gqa_convert.verify.report import Check, VerificationReport
+from gqa_convert.verify.report import VerificationReport
 from gqa_convert.verify.result import Result, read_result
-from gqa_convert.verify.spans import check_spans
-from gqa_convert.verify.tensors import TensorChecks
-from gqa_convert.verify.tokenizers import check_tokenizer
+from gqa_convert.verify.tensors import TensorChecks, check_spans
 
 
 def verify_checkpoint(
@@ -47,55 +44,26 @@ def verify_checkpoint(
     """
     with read_inputs(out, source, revision, on_note) as inputs:
         report = VerificationReport(str(inputs.out), inputs.named.source_id)
-        result = _check_stored(report, inputs, progress)
+        weights = report.check("files", open_result, inputs.out)
+        result: Result | None = weights and report.check("heads", read_result, inputs, weights)
+        if result:
+            tensors = TensorChecks(result, progress)
+            report.check("tensor names", tensors.names)
+            report.check("untouched tensors", tensors.untouched)
+            if report.check("merged tensors", tensors.merged) and result.folds:
+                report.check("spans", check_spans, result)
+            report.check("config", check_config, result)
+            report.check("provenance", check_provenance, result)
+        modeling = result.modeling if result else inputs.modeling
+        runnable = result
+        if result and modeling and not report.check("modelling file", check_modelling_file, inputs, modeling):
+            runnable = None
+        report.check("copied files", check_copied, inputs, modeling)
+        if inputs.claims:
+            report.check("hashes", check_hashes, inputs, result)
         if logits:
-            _check_computed(report, inputs, result, progress)
+            check_models(report, inputs, runnable, progress)
         return report
-
-
-def _check_stored(report: VerificationReport, inputs: Inputs, progress: Progress) -> Result | None:
-    """Check everything that can be checked without running a model.
-
-    Returns:
-        OUT; None if it is too damaged to run, or its modelling files are not the package's own.
-    """
-    weights = report.find("files", open_result, inputs.out)
-    result = None
-    if weights is not None:
-        result = report.find("heads", read_result, inputs, weights)
-    if result is not None:
-        tensors = TensorChecks(result, progress)
-        report.check("tensor names", tensors.names)
-        report.check("untouched tensors", tensors.untouched)
-        if report.check("merged tensors", tensors.merged) and result.folds:
-            report.check("spans", check_spans, result)
-        report.check("config", check_config, result)
-        report.check("provenance", check_provenance, result)
-    modeling = result.modeling if result else inputs.modeling
-    runnable = result
-    if result and modeling and not report.check("modelling file", check_modelling_file, inputs, modeling):
-        runnable = None
-    report.check("copied files", check_copied, inputs, modeling)
-    if inputs.claims:
-        report.check("hashes", check_hashes, inputs, result)
-    return runnable
-
-
-def _check_computed(report: VerificationReport, inputs: Inputs, result: Result | None, progress: Progress) -> None:
-    """Check what the tokenizer and the models do."""
-    if not inputs.has_class:
-        detail = f"not run: transformers has no class of type {inputs.family.model_type}, and code in checkpoints is never executed"
-        report.checks.append(Check("behaviour", True, detail))
-        return
-    if inputs.out_config.get("model_type") != inputs.named.config.get("model_type"):
-        report.check("tokenizer", check_tokenizer, inputs)
-    if result is None:
-        detail = (
-            "not run: OUT's files or heads did not pass their checks, and code other than the package's is not executed"
-        )
-        report.checks.append(Check("loads", False, detail))
-        return
-    check_models(report, result, progress)
 
 
 def prover(source: str | Path, revision: str | None = None) -> Callable[[Path], None]:

@@ -6,6 +6,7 @@ from gqa_convert.errors import first_line
 from gqa_convert.families.loading import load_tokenizer
 from gqa_convert.verify.inputs import Inputs
 from gqa_convert.verify.report import Failure
+from gqa_convert.verify.weights import JsonObject
 
 _SAMPLE = "Grouped-query attention:\tw1 w2, 12 heads\n  in 3 groups. Größe, 数, <s></s>"
 _FIRST = 1000
@@ -31,7 +32,7 @@ def check_tokenizer(inputs: Inputs) -> str:
     return f"{ours['class name']} of {ours['size']:,} tokens, which do what those of SOURCE's {theirs['class name']} do"
 
 
-def _behaviour(tokenizer: Any) -> dict[str, Any]:
+def _behaviour(tokenizer: Any) -> JsonObject:
     """What a tokenizer makes of samples."""
     ids = tokenizer(_SAMPLE, verbose=False)["input_ids"]
     return {

@@ -1,9 +1,7 @@
 """Reads checkpoints with the safetensors library and torch, not with the reader that the converter uses."""
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -11,6 +9,9 @@ from safetensors import safe_open
 from torch import Tensor
 
 from gqa_convert.errors import first_line
+
+JsonObject = dict[str, Any]
+Tensors = dict[str, Tensor]
 
 CONFIG = "config.json"
 PROVENANCE = "gqa_conversion.json"
@@ -25,30 +26,30 @@ class Weights:
 
     Args:
         folder: the checkpoint's folder.
-        result_dtypes: the types that OUT must have for tensors that a rewritten SOURCE holds in a wider one.
 
     Raises:
         Exception: whatever the libraries raise for files that cannot be read; ValueError for those that do not make one
             checkpoint.
     """
 
-    def __init__(self, folder: Path, result_dtypes: Mapping[str, torch.dtype] = MappingProxyType({})) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.result_dtypes = result_dtypes
-        self.tensors: dict[str, Tensor] = {}
+        self.tensors: Tensors = {}
         """Every tensor in the files, whatever the index says."""
         self.file_of: dict[str, str] = {}
         """By tensor."""
         self.metadata: dict[str, str] = {}
         """Of all safetensors files together."""
-        self.index: dict[str, Any] | None = None
+        self.weight_map: dict[str, str] | None = None
+        """The file of each tensor, as an index states it."""
         self.chosen = next((name for name in PREFERENCE if (folder / name).is_file()), "")
         if not self.chosen:
             raise ValueError(f"{folder} has no weights: it has none of {', '.join(PREFERENCE)}")
         self.files = [self.chosen]
         if self.chosen.endswith(".json"):
-            self.index = json.loads((folder / self.chosen).read_bytes())
-            self.files = sorted(set(self.index["weight_map"].values()))
+            weight_map: dict[str, str] = json.loads((folder / self.chosen).read_bytes())["weight_map"]
+            self.weight_map = weight_map
+            self.files = sorted(set(weight_map.values()))
         for file in self.files:
             if Path(file).name != file:
                 raise ValueError(f"{self.chosen} names {file}, which is no file of its folder")
@@ -62,11 +63,7 @@ class Weights:
             self.tensors |= found
             self.file_of |= dict.fromkeys(found, file)
 
-    def result_dtype(self, name: str) -> torch.dtype:
-        """The type of a tensor of SOURCE in OUT."""
-        return self.result_dtypes.get(name, self.tensors[name].dtype)
-
-    def _map_file(self, file: str) -> dict[str, Tensor]:
+    def _map_file(self, file: str) -> Tensors:
         path = self.folder / file
         if file.endswith(".safetensors"):
             with safe_open(path, framework="pt") as opened:

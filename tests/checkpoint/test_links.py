@@ -101,7 +101,7 @@ def test_links_to_files_within_the_folder_are_followed(source: Path, tmp_path: P
     (source / "texts" / "one.txt").write_text("one")
     (source / "two.txt").symlink_to("texts/one.txt")
     (source / "again").symlink_to("texts", target_is_directory=True)
-    assert open_checkpoint(source).links_out == ("again/",)
+    assert open_checkpoint(source).files.links_out == ("again/",)
     by_mean(source, tmp_path / "out", 3)
     for name in ("texts/one.txt", "two.txt"):
         assert (tmp_path / "out" / name).read_text() == "one"
@@ -123,5 +123,5 @@ def test_other_folders_beside_a_snapshot_are_not_the_cache(source: Path, tmp_pat
     (other / "file").write_text("other")
     (snapshot / "other.txt").symlink_to(other / "file")
     opened = open_checkpoint(snapshot)
-    assert opened.links_out == ("blobs-deeper.txt", "other.txt", "refs.txt")
+    assert opened.files.links_out == ("blobs-deeper.txt", "other.txt", "refs.txt")
     assert "blobs.txt" in opened.carried

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from gqa_convert.checkpoint import files, quantised
+from gqa_convert.checkpoint import files, formats
 from gqa_convert.checkpoint.source import open_checkpoint, read_checkpoint
 from gqa_convert.errors import (
     ConfigError,
@@ -222,7 +222,7 @@ def test_a_type_that_from_pretrained_does_not_know(single: Path, key: str) -> No
     ],
 )
 def test_a_quantised_config(single: Path, changes: dict[str, Any], method: str | None) -> None:
-    assert quantised.quantisation_method(changes) == method
+    assert formats.quantisation_method(changes) == method
     write_config(single, **changes)
     if method is None:
         open_checkpoint(single)

@@ -71,7 +71,7 @@ def write_rewritten(
         shards=written.shards,
         index_metadata=written.index_metadata,
         carried=written.carried,
-        sizes=written.sizes,
+        files=written.files,
         recipes={},
         tokenizer_defaults={},
     )
