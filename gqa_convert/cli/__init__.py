@@ -1,6 +1,6 @@
 """The command line: one file per command, whose docstring is its help; the work is imported when it is called."""
 
-from typing import Annotated, Never
+from typing import Never
 
 import typer
 
@@ -33,11 +33,10 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def _root(
     context: typer.Context,
-    version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
-    ] = False,
+    _version: bool = typer.Option(
+        False, "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+    ),
 ) -> None:
-    del version
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
         raise typer.Exit(2)

@@ -1,6 +1,6 @@
 """`gqa-convert benchmark`."""
 
-from typing import Annotated, Any
+from typing import Any
 
 from .options import (
     Candidates,
@@ -14,43 +14,28 @@ from .options import (
 
 
 def benchmark(
-    model: Annotated[str, option("MODEL", "Checkpoint folder or Hub id.")],
+    model: str = option("MODEL", "Checkpoint folder or Hub id.", ...),
     candidates: Candidates = None,
-    batch: Annotated[
-        Any,
-        option(
-            "--batch -b B,B,...",
-            "Sequences decoded at once.",
-            parser=counts,
-        ),
-    ] = "1",
-    context: Annotated[
-        Any,
-        option(
-            "--context T,T,...",
-            "Tokens in the K/V cache, such as 4k. Default: 512, or half the model's positions.",
-            parser=counts,
-        ),
-    ] = None,
+    batch: Any = option("--batch -b B,B,...", "Sequences decoded at once.", "1", parser=counts),
+    context: Any = option(
+        "--context T,T,...",
+        "Tokens in the K/V cache, such as 4k. Default: 512, or half the model's positions.",
+        parser=counts,
+    ),
     device: Device = None,
     as_json: Json = False,
-    dtype: Annotated[
-        str | None,
-        option(
-            "--dtype TYPE",
-            "float32, bfloat16 or float16. Default: that of MODEL.",
-            hidden=True,
-        ),
-    ] = None,
-    repetitions: Annotated[
-        int,
-        option(
-            "--repetitions R",
-            "Timed turns of each version.",
-            min=1,
-            hidden=True,
-        ),
-    ] = 8,
+    dtype: str | None = option(
+        "--dtype TYPE",
+        "float32, bfloat16 or float16. Default: that of MODEL.",
+        hidden=True,
+    ),
+    repetitions: int = option(
+        "--repetitions R",
+        "Timed turns of each version.",
+        8,
+        min=1,
+        hidden=True,
+    ),
     revision: Revision = None,
 ) -> None:
     """Measure decode time, prefill time and K/V cache of a model with different numbers of K/V heads.

@@ -1,7 +1,5 @@
 """`gqa-convert check-serving`."""
 
-from typing import Annotated
-
 import typer
 
 from .options import Converted, Json, option
@@ -9,20 +7,14 @@ from .options import Converted, Json, option
 
 def check_serving(
     out: Converted,
-    engine: Annotated[
-        list[str] | None,
-        option(
-            "--engine NAME",
-            "Engine to run: llama.cpp or vllm; repeatable. Default: all that are installed.",
-        ),
-    ] = None,
-    python: Annotated[
-        str | None,
-        option(
-            "--python PATH",
-            "Python interpreter of the environment that has the engine. Default: this one.",
-        ),
-    ] = None,
+    engine: list[str] | None = option(
+        "--engine NAME",
+        "Engine to run: llama.cpp or vllm; repeatable. Default: all that are installed.",
+    ),
+    python: str | None = option(
+        "--python PATH",
+        "Python interpreter of the environment that has the engine. Default: this one.",
+    ),
     as_json: Json = False,
 ) -> None:
     """Run serving engines on OUT and compare their greedy tokens and logits with transformers', in float32.
@@ -36,14 +28,14 @@ def check_serving(
       gqa-convert check-serving ./Llama-2-7b-gqa8
       gqa-convert check-serving ./Llama-2-7b-gqa8 --engine vllm --python /opt/vllm/bin/python
     """
-    from gqa_convert.cli.console.screen import print_json, stdout_console
+    from gqa_convert.cli.console.screen import make_console, print_json
     from gqa_convert.serving.checking import check_serving
 
     report = check_serving(out, engine or (), python=python)
     if as_json:
         print_json(report.as_json())
     else:
-        console = stdout_console()
+        console = make_console()
         for entry in report.clients:
             console.print(f"{entry['status']:<13}  {entry['client']} {entry['version'] or ''}  {entry['detail']}")
         console.print("every engine that ran agrees with transformers" if report.passed else "not proved")

@@ -20,12 +20,10 @@ COMMANDS = (
     "publish",
     "demo",
 )
-LAUNCHED = frozenset({"convert"})
-"""Commands whose first process does the work, and tells others that a launcher has started what to do."""
 
 
 def on_first(command: Callable[..., None]) -> Callable[..., None]:
-    """A command that runs on the first process of a launcher alone, while the others follow."""
+    """A command that runs on the first process of a launcher alone, which tells the others what to do."""
 
     @wraps(command)
     def run(**arguments: Any) -> None:
@@ -49,6 +47,4 @@ def add_commands(app: Any) -> None:
         identifier = name.replace("-", "_")
         function = getattr(import_module(f"gqa_convert.cli.{identifier}"), identifier)
         text = cleandoc(function.__doc__)
-        if name in LAUNCHED:
-            function = on_first(function)
         app.command(name, cls=Command, help=help_text(text), short_help=first_sentence(text))(function)

@@ -3,13 +3,14 @@
 import re
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 from gqa_convert.errors import OptionError
 from gqa_convert.merging.methods import METHOD_HELP
 
+from .commands import on_first
 from .options import (
     Budget,
     Calibration,
@@ -42,128 +43,96 @@ def group_counts(text: str) -> int | list[int]:
     return counts(re.sub(r"\s*[,\s]\s*", ",", content))
 
 
+@on_first
 def convert(
     source: Source,
-    out: Annotated[
-        Path | None,
-        option(
-            "OUT",
-            "New folder for the result; it appears whole or not at all.",
-        ),
-    ] = None,
-    groups: Annotated[
-        Any,
-        option(
-            "--groups -n N|N,N,...|@FILE",
-            "K/V heads per layer in the result; 1 is multi-query attention. Layers of most "
-            "decoders may differ: a list with one number per attention layer, or @ and a "
-            "file with it.",
-            parser=group_counts,
-        ),
-    ] = None,
+    out: Path | None = option(
+        "OUT",
+        "New folder for the result; it appears whole or not at all.",
+    ),
+    groups: Any = option(
+        "--groups -n N|N,N,...|@FILE",
+        "K/V heads per layer in the result; 1 is multi-query attention. Layers of most "
+        "decoders may differ: a list with one number per attention layer, or @ and a "
+        "file with it.",
+        parser=group_counts,
+    ),
     kv_budget: Budget = None,
-    method: Annotated[str | None, option("--method -m NAME", METHOD_HELP)] = None,
+    method: str | None = option("--method -m NAME", METHOD_HELP),
     calibration: Calibration = None,
     calibration_tokens: CalibrationTokens = None,
-    calibration_length: Annotated[
-        Any,
-        option(
-            "--calibration-length T",
-            "Tokens per block of calibration text. Default: the model's context, at most 1,024.",
-            parser=count,
-            hidden=True,
-        ),
-    ] = None,
-    fit_steps: Annotated[
-        int | None,
-        option(
-            "--fit-steps S",
-            "Gradient steps per layer of fit; 0 uses the closed forms only. Default: 100.",
-            hidden=True,
-        ),
-    ] = None,
-    kl_steps: Annotated[
-        int | None,
-        option(
-            "--kl-steps S",
-            "Steps of fit's last stage, which trains all layers together. Default: twice "
-            "--fit-steps if the model fits in memory and lost 0.02 nats per token or more, "
-            "else 0.",
-            hidden=True,
-        ),
-    ] = None,
-    mix: Annotated[
-        bool,
-        option(
-            "--mix/--no-mix",
-            "Let a quarter of a decoder's calibration text for fit be of other kinds: text "
-            "that SOURCE writes itself, Python sources and made-up records.",
-            hidden=True,
-        ),
-    ] = True,
+    calibration_length: Any = option(
+        "--calibration-length T",
+        "Tokens per block of calibration text. Default: the model's context, at most 1,024.",
+        parser=count,
+        hidden=True,
+    ),
+    fit_steps: int | None = option(
+        "--fit-steps S",
+        "Gradient steps per layer of fit; 0 uses the closed forms only. Default: 100.",
+        hidden=True,
+    ),
+    kl_steps: int | None = option(
+        "--kl-steps S",
+        "Steps of fit's last stage, which trains all layers together. Default: twice "
+        "--fit-steps if the model fits in memory and lost 0.02 nats per token or more, "
+        "else 0.",
+        hidden=True,
+    ),
+    mix: bool = option(
+        "--mix/--no-mix",
+        "Let a quarter of a decoder's calibration text for fit be of other kinds: text "
+        "that SOURCE writes itself, Python sources and made-up records.",
+        True,
+        hidden=True,
+    ),
     device: Device = None,
-    seed: Annotated[
-        int,
-        option(
-            "--seed S",
-            "Seed for the sample of calibration text and the order of batches.",
-            hidden=True,
-        ),
-    ] = 0,
-    encoder: Annotated[
-        bool,
-        option(
-            "--encoder",
-            "Also merge heads of the encoder's self-attention, which has no K/V cache.",
-        ),
-    ] = False,
-    native: Annotated[
-        bool | None,
-        option(
-            "--native/--no-native",
-            "For types without a K/V-head count: translate to a stock class that has one, "
-            "or add a modelling file. Default: translate if possible.",
-        ),
-    ] = None,
+    seed: int = option(
+        "--seed S",
+        "Seed for the sample of calibration text and the order of batches.",
+        0,
+        hidden=True,
+    ),
+    encoder: bool = option(
+        "--encoder",
+        "Also merge heads of the encoder's self-attention, which has no K/V cache.",
+        False,
+    ),
+    native: bool | None = option(
+        "--native/--no-native",
+        "For types without a K/V-head count: translate to a stock class that has one, "
+        "or add a modelling file. Default: translate if possible.",
+    ),
     revision: Revision = None,
-    overwrite: Annotated[
-        bool,
-        option("--overwrite", "Replace an earlier result in OUT once the new one is complete."),
-    ] = False,
-    hash_weights: Annotated[
-        bool,
-        option(
-            "--hash",
-            "Record the SHA-256 of the weight files of SOURCE and OUT, which reads them completely.",
-            hidden=True,
-        ),
-    ] = False,
-    dry_run: Annotated[
-        bool,
-        option(
-            "--dry-run",
-            "Write nothing: show what would change, what it would save, what it would need, "
-            "and what would load the result.",
-        ),
-    ] = False,
-    context: Annotated[
-        Any,
-        option(
-            "--context T",
-            "With --dry-run: tokens for which the K/V cache is shown. Default: the model's context.",
-            parser=count,
-            hidden=True,
-        ),
-    ] = None,
-    batch: Annotated[
-        int | None,
-        option(
-            "--batch B",
-            "With --dry-run: sequences in the K/V cache.",
-            min=1,
-            hidden=True,
-        ),
-    ] = None,
+    overwrite: bool = option(
+        "--overwrite",
+        "Replace an earlier result in OUT once the new one is complete.",
+        False,
+    ),
+    hash_weights: bool = option(
+        "--hash",
+        "Record the SHA-256 of the weight files of SOURCE and OUT, which reads them completely.",
+        False,
+        hidden=True,
+    ),
+    dry_run: bool = option(
+        "--dry-run",
+        "Write nothing: show what would change, what it would save, what it would need, "
+        "and what would load the result.",
+        False,
+    ),
+    context: Any = option(
+        "--context T",
+        "With --dry-run: tokens for which the K/V cache is shown. Default: the model's context.",
+        parser=count,
+        hidden=True,
+    ),
+    batch: int | None = option(
+        "--batch B",
+        "With --dry-run: sequences in the K/V cache.",
+        min=1,
+        hidden=True,
+    ),
     as_json: Json = False,
 ) -> None:
     """Merge the K/V heads of SOURCE into N groups and write the result to OUT.
@@ -249,8 +218,7 @@ def convert(
 
             prover(source, revision)(folder)
 
-        with ProgressScreen() as progress:
-            stages = ConversionScreen(progress)
+        with ConversionScreen() as stages:
             result = convert_checkpoint(
                 source,
                 out,

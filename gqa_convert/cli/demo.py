@@ -1,7 +1,7 @@
 """`gqa-convert demo`."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
@@ -9,7 +9,7 @@ from .options import Json, option
 
 
 def demo(
-    out: Annotated[Path, option("OUT", "New folder for the results.")] = Path("gqa-demo"),
+    out: Path = option("OUT", "New folder for the results.", Path("gqa-demo")),
     as_json: Json = False,
 ) -> None:
     """Try the whole workflow on a small bundled model, offline, in a few minutes on two cores.
@@ -22,7 +22,7 @@ def demo(
     from gqa_convert.demo import run_demo
 
     from .console.progress import ProgressScreen
-    from .console.screen import print_json, stdout_console
+    from .console.screen import make_console, print_json
     from .console.tables import show_table
 
     with ProgressScreen() as screen:
@@ -32,7 +32,7 @@ def demo(
     else:
         rows = [_row(result) for result in summary["results"]]
         show_table(rows, f"Loss in nats per token over {summary['held_out_tokens']:,} held-out tokens")
-        console = stdout_console()
+        console = make_console()
         console.print(f"results  {Path(summary['results'][1]['model']).parent}")
         console.print("next     gqa-convert convert YOUR-MODEL --groups 8 --dry-run")
     if not summary["passed"]:

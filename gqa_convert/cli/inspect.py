@@ -1,7 +1,5 @@
 """`gqa-convert inspect`."""
 
-from typing import Annotated
-
 from .options import (
     Budget,
     Calibration,
@@ -20,14 +18,11 @@ def inspect(
     calibration: Calibration = None,
     calibration_tokens: CalibrationTokens = None,
     candidates: Candidates = None,
-    max_loss_increase: Annotated[
-        float | None,
-        option(
-            "--max-loss-increase NATS",
-            "Recommend the smallest N that adds at most this loss, in nats per token.",
-            min=0,
-        ),
-    ] = None,
+    max_loss_increase: float | None = option(
+        "--max-loss-increase NATS",
+        "Recommend the smallest N that adds at most this loss, in nats per token.",
+        min=0,
+    ),
     kv_budget: Budget = None,
     device: Device = None,
     revision: Revision = None,
@@ -48,7 +43,7 @@ def inspect(
     from gqa_convert.measuring.tables import figure, filled
 
     from .console.progress import ProgressScreen
-    from .console.screen import print_json, print_note, stdout_console
+    from .console.screen import make_console, print_json, print_note
     from .console.tables import show_table
 
     with ProgressScreen() as screen:
@@ -66,7 +61,7 @@ def inspect(
     if as_json:
         print_json(result.as_json())
         return
-    console = stdout_console()
+    console = make_console()
     console.print(
         f"{result.source}: {result.model_type}, {result.kv_heads} K/V heads in {result.layers} attention layers"
     )

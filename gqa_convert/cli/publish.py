@@ -3,7 +3,7 @@
 import sys
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 from gqa_convert.checkpoint.byte_sizes import size
 
@@ -16,43 +16,30 @@ if TYPE_CHECKING:
 
 
 def publish(
-    out: Annotated[Path, option("OUT", "Folder written by convert or uptrain.")],
-    repo_id: Annotated[
-        str,
-        option(
-            "--repo-id ORG/NAME",
-            "Repository on the Hub; created if it does not exist.",
-        ),
-    ],
-    private: Annotated[bool, option("--private", "Create the repository as private.")] = False,
-    dry_run: Annotated[
-        bool,
-        option(
-            "--dry-run",
-            "Write OUT/README.md and list the files to upload, without network access.",
-        ),
-    ] = False,
-    results: Annotated[
-        list[Path] | None,
-        option(
-            "--results -r FILE",
-            "JSON of evaluate for the card; repeatable.",
-        ),
-    ] = None,
-    base_model: Annotated[
-        str | None,
-        option(
-            "--base-model ORG/NAME",
-            "Source model on the Hub. Default: the one that the conversion recorded.",
-        ),
-    ] = None,
-    licence: Annotated[
-        str | None,
-        option(
-            "--license ID",
-            "Licence of the result. Default: that in the README.md of the source.",
-        ),
-    ] = None,
+    out: Path = option("OUT", "Folder written by convert or uptrain.", ...),
+    repo_id: str = option(
+        "--repo-id ORG/NAME",
+        "Repository on the Hub; created if it does not exist.",
+        ...,
+    ),
+    private: bool = option("--private", "Create the repository as private.", False),
+    dry_run: bool = option(
+        "--dry-run",
+        "Write OUT/README.md and list the files to upload, without network access.",
+        False,
+    ),
+    results: list[Path] | None = option(
+        "--results -r FILE",
+        "JSON of evaluate for the card; repeatable.",
+    ),
+    base_model: str | None = option(
+        "--base-model ORG/NAME",
+        "Source model on the Hub. Default: the one that the conversion recorded.",
+    ),
+    licence: str | None = option(
+        "--license ID",
+        "Licence of the result. Default: that in the README.md of the source.",
+    ),
     as_json: Json = False,
 ) -> None:
     """Write a model card and upload a converted checkpoint to the Hugging Face Hub.
@@ -70,17 +57,14 @@ def publish(
     from huggingface_hub.utils import disable_progress_bars
 
     from gqa_convert.cli.console.progress import ProgressScreen
-    from gqa_convert.cli.console.screen import print_json, stderr_console, stdout_console
+    from gqa_convert.cli.console.screen import make_console, print_json
     from gqa_convert.hub.options import PublishOptions
     from gqa_convert.hub.publishing import publish
 
     if not sys.stderr.isatty():
         disable_progress_bars()
 
-    console = stderr_console()
-    if dry_run and not as_json:
-        console = stdout_console()
-
+    console = make_console(stderr=as_json or not dry_run)
     options = PublishOptions(
         repo_id,
         private,
@@ -95,7 +79,7 @@ def publish(
     if as_json:
         print_json(published.as_json())
     elif not dry_run:
-        stdout_console().print(f"published at {published.url}")
+        make_console().print(f"published at {published.url}")
 
 
 def _show_files(console: "Console", publication: "Publication") -> None:

@@ -3,54 +3,38 @@
 import re
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from .options import Json, command_line, option, refuse
 
 
 def _hardware(text: str) -> tuple[int, str]:
     """The number and the type of GPUs in 8xh100 or h100."""
-    number = re.match(r"([1-9]\d{0,5}) ?x ?", text, re.IGNORECASE)
-    return (1, text) if number is None else (int(number[1]), text[number.end() :])
+    _, number, gpu = re.split(r"^(?:([1-9]\d{0,5}) ?x ?)?", text, maxsplit=1, flags=re.IGNORECASE)
+    return int(number or 1), gpu
 
 
 def uptrain(
-    recipe: Annotated[
-        Path,
-        option(
-            "RECIPE.yaml",
-            "Recipe file: the model, the text and the budget.",
-        ),
-    ],
-    overrides: Annotated[
-        list[str] | None,
-        option(
-            "KEY=VALUE",
-            "Values that replace keys of the recipe.",
-        ),
-    ] = None,
-    dry_run: Annotated[
-        bool,
-        option(
-            "--dry-run",
-            "Estimate memory and hours of the run; train nothing.",
-        ),
-    ] = False,
-    hardware: Annotated[
-        Any,
-        option(
-            "--hardware NxGPU",
-            "With --dry-run: the number and the type of GPUs, such as 8xh100. Default: one H100.",
-            parser=_hardware,
-        ),
-    ] = None,
-    tokenize_only: Annotated[
-        bool,
-        option(
-            "--tokenize-only",
-            "Tokenise the text ahead of the run, so that no GPU waits for it; train nothing.",
-        ),
-    ] = False,
+    recipe: Path = option("RECIPE.yaml", "Recipe file: the model, the text and the budget.", ...),
+    overrides: list[str] | None = option(
+        "KEY=VALUE",
+        "Values that replace keys of the recipe.",
+    ),
+    dry_run: bool = option(
+        "--dry-run",
+        "Estimate memory and hours of the run; train nothing.",
+        False,
+    ),
+    hardware: Any = option(
+        "--hardware NxGPU",
+        "With --dry-run: the number and the type of GPUs, such as 8xh100. Default: one H100.",
+        parser=_hardware,
+    ),
+    tokenize_only: bool = option(
+        "--tokenize-only",
+        "Tokenise the text ahead of the run, so that no GPU waits for it; train nothing.",
+        False,
+    ),
     as_json: Json = False,
 ) -> None:
     """Train a converted checkpoint to recover quality, with its source as teacher.

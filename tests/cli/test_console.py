@@ -58,10 +58,14 @@ def test_work_of_an_earlier_process_does_not_count(clock: Clock, capsys: pytest.
     assert capsys.readouterr().err.splitlines() == ["fitting: 90.0%  0:00:10 left"]
 
 
-def shown_by(screen_of: type, clock: Clock, capsys: pytest.CaptureFixture[str], *calls: tuple[str, object]) -> str:
+def shown_by(
+    screen_of: type[progress.ProgressScreen],
+    clock: Clock,
+    capsys: pytest.CaptureFixture[str],
+    *calls: tuple[str, tuple[object, ...]],
+) -> str:
     """Return what a screen prints where every call is 31 seconds after the one before."""
-    with progress.ProgressScreen() as lines:
-        screen = screen_of(lines)
+    with screen_of() as screen:
         for name, arguments in calls:
             clock.now += 31
             getattr(screen, name)(*arguments)

@@ -9,17 +9,10 @@ if TYPE_CHECKING:
     from gqa_convert.conversion.plan import Plan
 
 
-class ConversionScreen:
-    """Shows the stage, the layer, the step and the time left of a conversion.
+class ConversionScreen(ProgressScreen):
+    """Shows the stage, the layer, the step and the time left of a conversion."""
 
-    Args:
-        progress: where they are shown.
-    """
-
-    def __init__(self, progress: ProgressScreen) -> None:
-        self.say = progress.say
-        self._show = progress.show
-        self._written = self._to_write = 0
+    _written = _to_write = 0
 
     def plan(self, plan: "Plan") -> None:
         """Note the size of the result's weights."""
@@ -28,11 +21,11 @@ class ConversionScreen:
     def written(self, nbytes: int) -> None:
         """Note that weights were written."""
         self._written += nbytes
-        self._show("converting", self._written, self._to_write)
+        self.show("converting", self._written, self._to_write)
 
     def layer(self, progress: "FitProgress") -> None:
         """Show where the work on layers is."""
-        self._show(progress.label, progress.done, progress.total, progress.detail)
+        self.show(progress.label, progress.done, progress.total, progress.detail)
         layer, kl = progress.layer, progress.kl
         if progress.note is not None:
             self.say(f"note: {progress.note}")

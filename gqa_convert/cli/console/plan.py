@@ -11,7 +11,7 @@ from gqa_convert.families.context_length import ENCODER_POSITIONS, stated_positi
 from gqa_convert.families.engines import LOADERS, same_up_to
 from gqa_convert.families.layerwise import heads_text
 
-from .screen import print_note, stdout_console, tokens_text
+from .screen import make_console, print_note, tokens_text
 from .tables import show_table
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def show_plan(plan: "Plan", needs: "Needs", caches: "JsonObject") -> None:
         needs: its memory and disk space.
         caches: what `caches_at_context` returned.
     """
-    console = stdout_console()
+    console = make_console()
     console.print(
         f"{plan.checkpoint.source_id}: {plan.family.model_type}, {plan.heads} query heads, {heads_change(plan)} in {len(plan.layers)} attention layers"
     )
@@ -90,13 +90,17 @@ def heads_change(plan: "Plan") -> str:
 
 def _changes(plan: "Plan") -> "list[Row]":
     """The rows of changed tensors; layers in which the same tensor changes in the same way are counted."""
-    layers: Counter[tuple[str, ...]] = Counter()
+    layers: Counter[tuple[tuple[str, str], ...]] = Counter()
     for change in plan.changes:
-        tensor = re.sub(r"^.*?\b\d+\.", "", change.name)
-        after = change.entry
-        layers[tensor, str(list(change.before)), str(list(after.shape)), after.dtype, change.method] += 1
-    columns = ("tensor", "before", "after", "type", "method", "layers")
-    return [dict(zip(columns, (*cells, str(count)), strict=True)) for cells, count in layers.items()]
+        row = {
+            "tensor": re.sub(r"^.*?\b\d+\.", "", change.name),
+            "before": str(list(change.before)),
+            "after": str(list(change.entry.shape)),
+            "type": change.entry.dtype,
+            "method": change.method,
+        }
+        layers[tuple(row.items())] += 1
+    return [{**dict(row), "layers": str(count)} for row, count in layers.items()]
 
 
 def _savings(plan: "Plan", caches: "JsonObject") -> "list[Row]":

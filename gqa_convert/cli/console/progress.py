@@ -5,9 +5,9 @@ import threading
 import time
 from contextlib import suppress
 from datetime import timedelta
-from typing import Self
+from typing import Any, Self
 
-from .screen import stderr_console
+from .screen import make_console
 
 SECONDS = 30.0
 """Between two lines about progress where there is no terminal."""
@@ -23,7 +23,7 @@ class ProgressScreen:
         from rich.table import Column
 
         self.on_terminal = sys.stderr.isatty()
-        self._console = stderr_console()
+        self._console = make_console(stderr=True)
         self._console.soft_wrap = False  # bars are cut to the width of the terminal
         # bars that are disabled still measure the pace
         self._bars = Progress(
@@ -37,7 +37,7 @@ class ProgressScreen:
             speed_estimate_period=_PACE_SECONDS,
             disable=not self.on_terminal,
         )
-        self._tasks: dict[str, int] = {}
+        self._tasks: dict[str, Any] = {}
         self._latest = ("", 0.0, 0.0, "")
         self._line_shown = time.monotonic()
         self._lock, self._ended = threading.Lock(), threading.Event()
@@ -52,13 +52,11 @@ class ProgressScreen:
 
         Work that an earlier, interrupted process did, which is what `done` says at first, does not count for the pace.
         """
-        task = self._tasks.setdefault(label, len(self._tasks))  # rich counts tasks from 0 on
         with suppress(OSError):
-            if task == len(self._bars.task_ids):
+            if label not in self._tasks:
+                self._tasks[label] = len(self._tasks)  # as rich numbers them
                 self._bars.add_task(label, total=total, detail=detail)
-            self._bars.update(
-                self._bars.task_ids[task], completed=done, total=total, detail=detail, visible=done < total
-            )
+            self._bars.update(self._tasks[label], completed=done, total=total, detail=detail, visible=done < total)
         self._latest = (label, done, total, detail)
         self._show_line()
 

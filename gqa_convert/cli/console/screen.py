@@ -1,9 +1,10 @@
 """The consoles on stdout and stderr, the JSON object on stdout, and notes."""
 
-import io
 import json
 import os
 import sys
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -15,17 +16,8 @@ _WIDTH = 120
 """Columns of a table in a file or a pipe, unless the environment states COLUMNS."""
 
 
-def stdout_console() -> "Console":
-    """Return the console for results. Lines are not wrapped."""
-    return _console(stderr=False)
-
-
-def stderr_console() -> "Console":
-    """Return the console for progress and notes."""
-    return _console(stderr=True)
-
-
-def _console(*, stderr: bool) -> "Console":
+def make_console(*, stderr: bool = False) -> "Console":
+    """Return the console for results on stdout, or for progress and notes on stderr. Lines are not wrapped."""
     from rich.console import Console
 
     class Literal(Console):
@@ -42,7 +34,7 @@ def _console(*, stderr: bool) -> "Console":
 
 def print_note(text: str, console: "Console | None" = None) -> None:
     """Print a note, on stdout unless another console is given."""
-    (console or stdout_console()).print(f"note: {text}")
+    (console or make_console()).print(f"note: {text}")
 
 
 def print_json(value: "JsonObject") -> None:
@@ -51,35 +43,27 @@ def print_json(value: "JsonObject") -> None:
     Raises:
         OSError: stdout cannot be written, for example because its disk is full.
     """
-    text = json.dumps(value, allow_nan=False)
     try:
-        sys.stdout.write(text + "\n")
-        sys.stdout.flush()
-    except BrokenPipeError:
-        abandon(sys.stdout)
+        print(json.dumps(value, allow_nan=False), flush=True)
     except OSError as problem:
         abandon(sys.stdout)  # otherwise the buffered rest would fail again at exit
-        raise OSError(problem.errno, problem.strerror, "stdout") from None
+        if not isinstance(problem, BrokenPipeError):
+            raise OSError(problem.errno, problem.strerror, "stdout") from None
 
 
 def prepare_streams() -> None:
     """Let stdout and stderr accept any character in any encoding, and replace streams that the caller has closed."""
-    sys.stdout = sys.stdout or open(os.devnull, "w", encoding="utf-8")  # noqa: PTH123, SIM115
-    sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")  # noqa: PTH123, SIM115
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name) or Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
+        stream.reconfigure(errors="backslashreplace")
+        setattr(sys, name, stream)
 
 
 def abandon(stream: Any) -> None:
     """Discard what is still written to a stream whose reader, such as a pager, has exited."""
-    devnull = os.open(os.devnull, os.O_WRONLY)
-    try:
-        os.dup2(devnull, stream.fileno())
-    except (OSError, ValueError):  # the stream has no file descriptor
-        pass
-    finally:
-        os.close(devnull)
+    # ValueError: the stream has no file descriptor
+    with suppress(OSError, ValueError), Path(os.devnull).open("wb") as devnull:
+        os.dup2(devnull.fileno(), stream.fileno())
 
 
 def tokens_text(count: int) -> str:

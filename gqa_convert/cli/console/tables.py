@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from .screen import stdout_console
+from .screen import make_console
 
 
 def show_table(rows: Sequence[Mapping[str, str]], title: str = "", justify: Literal["left", "right"] = "right") -> None:
@@ -17,7 +17,7 @@ def show_table(rows: Sequence[Mapping[str, str]], title: str = "", justify: Lite
     from rich import box
     from rich.table import Table
 
-    console = stdout_console()
+    console = make_console()
     if title:
         console.print(title)
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
@@ -36,7 +36,7 @@ def show_table(rows: Sequence[Mapping[str, str]], title: str = "", justify: Lite
 
 def show_done(title: str, rows: Mapping[str, str]) -> None:
     """Print what was done, and a line for each label and its text."""
-    console = stdout_console()
+    console = make_console()
     console.print(f"done  {title}")
     width = max(map(len, rows))
     for label, text in rows.items():
