@@ -7,7 +7,7 @@ from importlib import import_module
 from inspect import cleandoc
 from typing import Any
 
-from .help import Command, first_sentence, help_text
+from .help import Command, help_text
 
 COMMANDS = (
     "inspect",
@@ -46,5 +46,4 @@ def add_commands(app: Any) -> None:
     for name in COMMANDS:
         identifier = name.replace("-", "_")
         function = getattr(import_module(f"gqa_convert.cli.{identifier}"), identifier)
-        text = cleandoc(function.__doc__)
-        app.command(name, cls=Command, help=help_text(text), short_help=first_sentence(text))(function)
+        app.command(name, cls=Command, help=help_text(cleandoc(function.__doc__)))(function)

@@ -164,7 +164,6 @@ def convert(
     from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions
     from gqa_convert.conversion.rewriting.planning import plan_rewriting
 
-    from .console.conversion import show_conversion
     from .console.plan import caches_at_context, show_plan
     from .console.progress import ProgressScreen
     from .console.screen import print_json
@@ -211,6 +210,7 @@ def convert(
     else:
         from gqa_convert.conversion.run import convert_checkpoint
 
+        from .console.conversion import show_conversion
         from .console.conversion_progress import ConversionScreen
 
         def prove(folder: Path) -> None:

@@ -23,12 +23,6 @@ def help_text(text: str) -> str:
     return re.sub(r"(?m)(?<=\n\n)(?= )", "\b\n", text)
 
 
-def first_sentence(text: str) -> str:
-    """What the list of commands says of one."""
-    paragraph = " ".join(text.partition("\n\n")[0].split())
-    return re.split(r"(?<=\.) ", paragraph)[0]
-
-
 class _PlainHelp:
     """Usage lines show `OUT` instead of `{OUT}`, and no type stands beside arguments."""
 
@@ -48,6 +42,10 @@ class _PlainHelp:
 
 class Command(_PlainHelp, TyperCommand):
     """A command whose hidden options are shown by `--help-all`."""
+
+    def get_short_help_str(self, limit: int = 1000) -> str:
+        """The first sentence, however long it is."""
+        return super().get_short_help_str(max(limit, 1000))
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if "--help-all" in args:

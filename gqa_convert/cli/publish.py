@@ -68,7 +68,7 @@ def publish(
     options = PublishOptions(
         repo_id,
         private,
-        results=tuple(results or ()),
+        results=results or (),
         base_model=base_model,
         license=licence,
     )

@@ -37,7 +37,7 @@ def make_card(model: Converted, options: PublishOptions) -> tuple[str, list[str]
     if readme is not None and not is_our_card(readme) and not came_with_source(model, readme):
         _refuse_changes(model.folder / CARD, options)
         return readme, [f"{CARD} was written or edited by you and stays as it is; move it away for a new card"]
-    stated = stated_by_source(model, readme)
+    stated = stated_by_source(model, readme or "")
     chosen = find_license(stated, options.license)
     warnings = reminders(chosen, options.name)
     if not chosen.inherited and "license" in stated:

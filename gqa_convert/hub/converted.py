@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gqa_convert.checkpoint.files import leads_out
-from gqa_convert.checkpoint.fingerprint import fingerprint
 from gqa_convert.checkpoint.provenance import PROVENANCE
 from gqa_convert.checkpoint.signed_card import CARD
 from gqa_convert.checkpoint.source import Checkpoint, open_checkpoint
@@ -29,7 +28,6 @@ class Converted:
         plan: of a conversion to the same N, which changes nothing: it has heads, sizes and engines from the headers.
         records: of the conversions that made it, oldest first, without folders of the machine.
         names: of what the records state.
-        fingerprint: by which its results are known.
         files: paths of what is published besides the card: what convert and uptrain wrote, and licences.
         untracked: paths of other files in the folder, which stay.
     """
@@ -37,11 +35,10 @@ class Converted:
     folder: Path
     checkpoint: Checkpoint
     plan: Plan
-    records: tuple[ConversionRecord, ...]
+    records: list[ConversionRecord]
     names: PublicNames
-    fingerprint: str
-    files: tuple[str, ...]
-    untracked: tuple[str, ...]
+    files: list[str]
+    untracked: list[str]
 
     @property
     def record(self) -> ConversionRecord:
@@ -109,9 +106,8 @@ def open_converted(folder: Path) -> Converted:
         plan=_plan_without_change(checkpoint, record),
         records=records,
         names=names,
-        fingerprint=fingerprint(checkpoint),
-        files=tuple(files),
-        untracked=tuple(name for name in found if name not in files),
+        files=files,
+        untracked=[name for name in found if name not in files],
     )
 
 

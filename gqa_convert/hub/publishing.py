@@ -15,7 +15,7 @@ from gqa_convert.hub.converted import open_converted
 from gqa_convert.hub.files import HashedFile, find_changes, hash_file, refuse_token
 from gqa_convert.hub.options import PublishOptions
 from gqa_convert.hub.readme import write_card
-from gqa_convert.hub.repository import Repository, url_of
+from gqa_convert.hub.repository import Repository
 from gqa_convert.measuring import Progress, no_progress
 
 
@@ -76,7 +76,8 @@ def publish(
         files.append(hash_file(model.folder, name, token))
         on_progress("hashing", len(files), len(model.files))
     warnings += find_changes(model, files)
-    written = write_card(model, card)
+    written = model.folder / CARD
+    write_card(written, card)
     files.append(hash_file(model.folder, CARD, token))
     if model.names.local:
         path = next(iter(model.names.local))
@@ -87,7 +88,7 @@ def publish(
         warnings.append(f"not sent, as neither convert nor uptrain wrote it: {some(model.untracked)}")
     publication = Publication(
         repo_id=options.repo_id,
-        url=url_of(options.repo_id),
+        url=options.url,
         private=private,
         files=sorted(files, key=lambda file: file.path),
         warnings=warnings,

@@ -37,15 +37,12 @@ def came_with_source(model: Converted, text: str) -> bool:
     return written is not None and written["sha256"] == hashlib.sha256(text.encode()).hexdigest()
 
 
-def stated_by_source(model: Converted, text: str | None) -> Words:
+def stated_by_source(model: Converted, text: str) -> Words:
     """Licence and languages that the source states, in its README or in the comment of the card that replaced
-    it.
+    it; nothing if there is neither.
     """
-    found: Any = None
-    if text and (match := MARKER.search(text)):
-        found = json.loads(match[1])
-    elif text and came_with_source(model, text):
-        found = _front_matter(text)
+    match = MARKER.search(text)
+    found = json.loads(match[1]) if match else _front_matter(text)
     stated: dict[str, str | list[str]] = {}
     for key in _INHERITED if isinstance(found, dict) else ():
         value = found.get(key)
@@ -70,18 +67,13 @@ def _front_matter(text: str) -> Any:
         return None
 
 
-def write_card(model: Converted, card: str) -> Path:
+def write_card(path: Path, card: str) -> None:
     """Write the card in one step.
 
     Raises:
         OutputError: the card can't be written.
     """
-    path = model.folder / CARD
-    text = read_readme(model.folder)
-    if text == card and not path.is_symlink():
-        return path
     try:
         write_whole(path, card.encode())
     except OSError as problem:
         raise OutputError(f"{path} can't be written ({problem.strerror}): make room, or the folder writable") from None
-    return path

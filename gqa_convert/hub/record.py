@@ -31,7 +31,7 @@ class ConversionRecord(BaseModel):
     """The `bytes` and the `sha256` of files; there is no hash of weights that were streamed without `--hash`."""
 
 
-def read_records(folder: Path) -> tuple[tuple[ConversionRecord, ...], PublicNames]:
+def read_records(folder: Path) -> tuple[list[ConversionRecord], PublicNames]:
     """The records of the conversions that made a checkpoint, oldest first, without folders of the machine; and the names
     of what they state.
 
@@ -55,4 +55,4 @@ def read_records(folder: Path) -> tuple[tuple[ConversionRecord, ...], PublicName
     records = [newest]
     while (earlier := records[0].previous) is not None:
         records.insert(0, earlier)
-    return tuple(records), names
+    return records, names

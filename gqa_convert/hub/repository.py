@@ -15,13 +15,6 @@ from gqa_convert.hub.options import PublishOptions
 _TIMEOUT_SECONDS = 30
 
 
-def url_of(repo_id: str) -> str:
-    """The address of a repository."""
-    from huggingface_hub import constants
-
-    return f"{constants.ENDPOINT}/{repo_id}"
-
-
 class Repository:
     """A repository, accessed with the user's login.
 
@@ -41,7 +34,6 @@ class Repository:
                 "you are not logged in to the Hub: run `hf auth login` with a write token, or try --dry-run"
             )
         self._options, self._token, self._api = options, token, HfApi()
-        self._url = url_of(options.repo_id)
 
     def read(self, names: Sequence[str]) -> bool | None:
         """Return whether the repository is private; None for a new one that will be as its organisation has it.
@@ -61,12 +53,14 @@ class Repository:
             except RepositoryNotFoundError:
                 return self._options.private or None
         if self._options.private and not info.private:
-            raise PublishError(f"{self._url} exists and is public: make it private on the Hub, or leave --private out")
+            raise PublishError(
+                f"{self._options.url} exists and is public: make it private on the Hub, or leave --private out"
+            )
         there = {item.rfilename for item in info.siblings or []}
         other = sorted(filter(is_weight_file, there.difference(names)))
         if other:
             raise PublishError(
-                f"{self._url} holds weights of another model, {some(other)}: delete them there, or name another repository"
+                f"{self._options.url} holds weights of another model, {some(other)}: delete them there, or name another repository"
             )
         return bool(info.private)
 
@@ -95,7 +89,7 @@ class Repository:
         for file in files:
             if file.path not in arrived or not file.is_same(arrived[file.path]):
                 raise UploadError(
-                    f"{self._url} holds another {file.path} than the one that was checked, or none: do not change the folder, and publish again"
+                    f"{self._options.url} holds another {file.path} than the one that was checked, or none: do not change the folder, and publish again"
                 )
         return str(commit.oid)
 
@@ -107,7 +101,7 @@ class Repository:
         try:
             yield
         except InterruptedRunError:  # raised by a signal, wherever the program is
-            raise InterruptedRunError(f"stopped during a request to {self._url}; {advice}") from None
+            raise InterruptedRunError(f"stopped during a request to {self._options.url}; {advice}") from None
         except Exception as problem:
             if isinstance(problem, HfHubHTTPError) and problem.response.status_code in (401, 403, 404):
                 advice = "log in with `hf auth login` and a token that may write there"

@@ -10,12 +10,13 @@ import numpy as np
 from gqa_convert.checkpoint.paths import local_path
 from gqa_convert.checkpoint.results import Result
 from gqa_convert.checkpoint.strict_json import JsonObject
-from gqa_convert.errors import MissingExtraError, SourceNotFoundError
+from gqa_convert.errors import MissingExtraError, OptionError, SourceNotFoundError
 from gqa_convert.families.layerwise import is_decilm
 from gqa_convert.families.loading import TASKS, auto_class, check_language_model, read_config
+from gqa_convert.families.released import release_of
 from gqa_convert.families.table import FAMILIES
 
-from .engines import ENGINES, engine_named, find_interpreter
+from .engines import ENGINES, find_interpreter
 from .reference import NEEDS_HEAD, ask_transformers
 from .request import NEW_TOKENS, Request, TokenIds
 from .worker import FAILED, OK, SKIPPED, UNSUPPORTED, Outcome, ask
@@ -68,7 +69,8 @@ def check_serving(
     import transformers
 
     for name in names:
-        engine_named(name)
+        if name not in ENGINES:
+            raise OptionError(f"there is no engine {name!r}: choose from {', '.join(ENGINES)}")
     out = local_path(out)
     config = read_config(out)
     if not config:
@@ -91,8 +93,6 @@ def check_serving(
             prompts, reference = ask_transformers(out)
             request = Request(
                 folder=str(out.resolve()),
-                config=config,
-                dtype="float32",
                 context=max(map(len, prompts)) + NEW_TOKENS,
                 run_code=has_our_code(out, config),
                 prompts=prompts,
@@ -134,14 +134,11 @@ def has_our_code(folder: Path, config: JsonObject) -> bool:
         return False
     modeling = FAMILIES[str(config["model_type"])].modeling
     assert modeling is not None
-    for place in (config.get("auto_map") or {}).values():
-        if not str(place).startswith(f"{modeling.file}."):
-            return False
-    for file in modeling.files:
-        copy = folder / file.name
-        if not copy.is_file() or copy.read_bytes() != file.read_bytes():
-            return False
-    return True
+    release = release_of(folder, modeling)
+    if release is None or not release.is_current:
+        return False
+    places = (config.get("auto_map") or {}).values()
+    return all(str(place).startswith(f"{modeling.file}.") for place in places)
 
 
 def compare(reference: Outcome, found: Outcome, prompts: TokenIds) -> JsonObject:

@@ -1,20 +1,17 @@
 """The summary at the end of a conversion."""
 
 import shlex
-from typing import TYPE_CHECKING
 
 from gqa_convert.checkpoint.byte_sizes import size
+from gqa_convert.conversion.run import ConversionResult
 from gqa_convert.merging.methods import COPY, REPEAT
 
 from .plan import CACHES, heads_change, loaded_by
 from .screen import print_note
 from .tables import show_done
 
-if TYPE_CHECKING:
-    from gqa_convert.conversion.run import ConversionResult
 
-
-def show_conversion(result: "ConversionResult") -> None:
+def show_conversion(result: ConversionResult) -> None:
     """Print what was converted, the sizes before and after, the next command, and last how to measure the quality."""
     plan, out = result.plan, str(result.out)
     source = plan.checkpoint.source_id

@@ -1,12 +1,9 @@
 """The progress of a conversion."""
 
-from typing import TYPE_CHECKING
+from gqa_convert.conversion.fit.progress import FitProgress
+from gqa_convert.conversion.plan import Plan
 
 from .progress import ProgressScreen
-
-if TYPE_CHECKING:
-    from gqa_convert.conversion.fit.progress import FitProgress
-    from gqa_convert.conversion.plan import Plan
 
 
 class ConversionScreen(ProgressScreen):
@@ -14,7 +11,7 @@ class ConversionScreen(ProgressScreen):
 
     _written = _to_write = 0
 
-    def plan(self, plan: "Plan") -> None:
+    def plan(self, plan: Plan) -> None:
         """Note the size of the result's weights."""
         self._to_write = plan.weight_bytes_after
 
@@ -23,7 +20,7 @@ class ConversionScreen(ProgressScreen):
         self._written += nbytes
         self.show("converting", self._written, self._to_write)
 
-    def layer(self, progress: "FitProgress") -> None:
+    def layer(self, progress: FitProgress) -> None:
         """Show where the work on layers is."""
         self.show(progress.label, progress.done, progress.total, progress.detail)
         layer, kl = progress.layer, progress.kl
