@@ -6,8 +6,7 @@ import typer
 
 from gqa_convert._version import __version__
 
-from .commands import add_commands
-from .help import SUMMARY, CommandGroup, help_text
+from .commands import SUMMARY, CommandGroup, add_commands, help_text
 from .running import run
 
 __all__ = ["app", "main"]

@@ -46,9 +46,7 @@ def benchmark(
 
       gqa-convert benchmark ./Llama-2-7b --candidates 1,8,32 --batch 1,8 --context 4k
     """
-    from gqa_convert.cli.console.progress import ProgressScreen
-    from gqa_convert.cli.console.screen import print_json
-    from gqa_convert.cli.console.tables import show_table
+    from gqa_convert.cli.console.screen import ProgressScreen, print_json, show_table
     from gqa_convert.measuring.latency.run import BenchmarkOptions, benchmark_model
     from gqa_convert.measuring.tables import benchmark_table
 

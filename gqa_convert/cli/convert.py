@@ -37,7 +37,7 @@ def group_counts(text: str) -> int | list[int]:
         listed = counts(text)
         return listed if len(listed) > 1 else listed[0]
     try:
-        content = Path(text[1:]).read_text(encoding="utf-8").strip("[] \n")
+        content = Path(text[1:]).read_text("utf-8").strip("[] \n")
     except (OSError, UnicodeDecodeError) as problem:
         raise typer.BadParameter(f"{text} cannot be read ({problem}): name a text file") from None
     return counts(re.sub(r"\s*[,\s]\s*", ",", content))
@@ -165,8 +165,7 @@ def convert(
     from gqa_convert.conversion.rewriting.planning import plan_rewriting
 
     from .console.plan import caches_at_context, show_plan
-    from .console.progress import ProgressScreen
-    from .console.screen import print_json
+    from .console.screen import ProgressScreen, print_json
 
     options = ConversionOptions(
         method=method,
@@ -210,8 +209,7 @@ def convert(
     else:
         from gqa_convert.conversion.run import convert_checkpoint
 
-        from .console.conversion import show_conversion
-        from .console.conversion_progress import ConversionScreen
+        from .console.conversion import ConversionScreen, show_conversion
 
         def prove(folder: Path) -> None:
             from gqa_convert.verify.run import prover  # imports torch, which no listed type needs here

@@ -42,9 +42,7 @@ def inspect(
     from gqa_convert.measuring.sensitivity.inspection import inspect_checkpoint, sink_warnings
     from gqa_convert.measuring.tables import figure, filled
 
-    from .console.progress import ProgressScreen
-    from .console.screen import make_console, print_json, print_note
-    from .console.tables import show_table
+    from .console.screen import ProgressScreen, make_console, print_json, print_note, show_table
 
     with ProgressScreen() as screen:
         result = inspect_checkpoint(

@@ -56,8 +56,7 @@ def publish(
     """
     from huggingface_hub.utils import disable_progress_bars
 
-    from gqa_convert.cli.console.progress import ProgressScreen
-    from gqa_convert.cli.console.screen import make_console, print_json
+    from gqa_convert.cli.console.screen import ProgressScreen, make_console, print_json
     from gqa_convert.hub.options import PublishOptions
     from gqa_convert.hub.publishing import publish
 

@@ -45,8 +45,7 @@ def run(app: Any) -> Never:
         raise
 
 
-def _stop(number: int, frame: FrameType | None) -> None:
-    del frame
+def _stop(number: int, _frame: FrameType | None) -> None:
     raise InterruptedRunError(f"stopped by {signal.Signals(number).name}: no partial result was written")
 
 

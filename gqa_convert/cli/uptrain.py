@@ -55,18 +55,15 @@ def uptrain(
         refuse({"--hardware": hardware}, "describes GPUs for the estimate of --dry-run")
     elif tokenize_only:
         refuse({"--tokenize-only": True}, "writes tokens, and --dry-run writes nothing")
-    from .console.progress import ProgressScreen
-    from .console.screen import print_json
+    from .console.screen import ProgressScreen, print_json
     from .console.training import show_estimate, show_step, show_tokenized, show_training
 
-    result: Any
-    show: Any
     with ProgressScreen() as screen:
         if dry_run:
             from gqa_convert.training.estimate import estimate
 
-            result = estimate(recipe, overrides or [], *(hardware or (1, "h100")))
-            show = show_estimate
+            result: Any = estimate(recipe, overrides or [], *(hardware or (1, "h100")))
+            show: Any = show_estimate
         elif tokenize_only:
             from gqa_convert.training.tokenize_only import tokenize_recipe
 

@@ -41,8 +41,7 @@ def verify(
     from gqa_convert.conversion.refreshing import refresh_modeling
     from gqa_convert.verify import verify_checkpoint
 
-    from .console.progress import ProgressScreen
-    from .console.screen import make_console, print_json
+    from .console.screen import ProgressScreen, make_console, print_json
 
     with ProgressScreen() as screen:
         if refresh:

@@ -38,7 +38,7 @@ def render(template: Path, card: object) -> str:
     )
     tools = (code, fenced, shell, number, significant, size, heads_text, Markdown)
     environment.filters |= {tool.__name__: tool for tool in tools}
-    return environment.from_string(template.read_text(encoding="utf-8")).render(card=card)
+    return environment.from_string(template.read_text("utf-8")).render(card=card)
 
 
 def code(text: str) -> Markdown:

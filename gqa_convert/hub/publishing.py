@@ -10,12 +10,10 @@ from gqa_convert.checkpoint.provenance import PROVENANCE
 from gqa_convert.checkpoint.results import Result
 from gqa_convert.checkpoint.signed_card import CARD
 from gqa_convert.families.layerwise import heads_text
-from gqa_convert.hub.card import make_card
+from gqa_convert.hub.card import make_card, write_card
 from gqa_convert.hub.converted import open_converted
-from gqa_convert.hub.files import HashedFile, find_changes, hash_file, refuse_token
 from gqa_convert.hub.options import PublishOptions
-from gqa_convert.hub.readme import write_card
-from gqa_convert.hub.repository import Repository
+from gqa_convert.hub.repository import HashedFile, Repository, find_changes, hash_file, refuse_token
 from gqa_convert.measuring import Progress, no_progress
 
 

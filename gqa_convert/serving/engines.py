@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 from gqa_convert.checkpoint.paths import local_path
 from gqa_convert.errors import MissingExtraError
 
-from .process import run
+from .worker import run
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,9 @@ import typer
 from safetensors.numpy import load_file, save_file
 
 from gqa_convert.checkpoint.provenance import Divergence
-from gqa_convert.cli.console import progress
-from gqa_convert.cli.console.conversion_progress import ConversionScreen
-from gqa_convert.cli.console.screen import tokens_text
-from gqa_convert.cli.console.tables import show_table
+from gqa_convert.cli.console import screen as progress
+from gqa_convert.cli.console.conversion import ConversionScreen
+from gqa_convert.cli.console.screen import show_table, tokens_text
 from gqa_convert.cli.options import count, counts
 from gqa_convert.conversion.fit.layer_store import LayerRecord
 from gqa_convert.conversion.fit.progress import ALL_TOGETHER, MERGING_LAYERS, OWN_TEXT, FitProgress

@@ -13,8 +13,7 @@ from gqa_convert.families.context_length import ENCODER_POSITIONS, stated_positi
 from gqa_convert.families.engines import LOADERS, same_up_to
 from gqa_convert.families.layerwise import heads_text
 
-from .screen import make_console, print_note, tokens_text
-from .tables import show_table
+from .screen import make_console, print_note, show_table, tokens_text
 
 CACHES = {
     "kv_bytes_per_token": "K/V cache per token",
