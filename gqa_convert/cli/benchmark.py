@@ -56,5 +56,4 @@ def benchmark(
     if as_json:
         print_json(result.as_json())
     else:
-        table = benchmark_table(result)
-        show_table(table.rows, table.title)
+        show_table(*benchmark_table(result))

@@ -28,16 +28,15 @@ def check_serving(
       gqa-convert check-serving ./Llama-2-7b-gqa8
       gqa-convert check-serving ./Llama-2-7b-gqa8 --engine vllm --python /opt/vllm/bin/python
     """
-    from gqa_convert.cli.console.screen import make_console, print_json
+    from gqa_convert.cli.console.screen import print_json, say
     from gqa_convert.serving.checking import check_serving
 
     report = check_serving(out, engine or (), python=python)
     if as_json:
         print_json(report.as_json())
     else:
-        console = make_console()
         for entry in report.clients:
-            console.print(f"{entry['status']:<13}  {entry['client']} {entry['version'] or ''}  {entry['detail']}")
-        console.print("every engine that ran agrees with transformers" if report.passed else "not proved")
+            say(f"{entry['status']:<13}  {entry['client']} {entry['version'] or ''}  {entry['detail']}")
+        say("every engine that ran agrees with transformers" if report.passed else "not proved")
     if not report.passed:
         raise typer.Exit(1)

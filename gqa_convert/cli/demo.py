@@ -21,7 +21,7 @@ def demo(
     from gqa_convert.checkpoint.byte_sizes import size
     from gqa_convert.demo import run_demo
 
-    from .console.screen import ProgressScreen, make_console, print_json, show_table
+    from .console.screen import ProgressScreen, print_json, say, show_table
 
     with ProgressScreen() as screen:
         summary = run_demo(out, progress=screen.show)
@@ -39,9 +39,8 @@ def demo(
                 "verified": verified[result["verified"]],
             }
             rows.append(row)
-        show_table(rows, f"Loss in nats per token over {summary['held_out_tokens']:,} held-out tokens")
-        console = make_console()
-        console.print(f"results  {Path(summary['results'][1]['model']).parent}")
-        console.print("next     gqa-convert convert YOUR-MODEL --groups 8 --dry-run")
+        show_table(f"Loss in nats per token over {summary['held_out_tokens']:,} held-out tokens", rows)
+        say(f"results  {Path(summary['results'][1]['model']).parent}")
+        say("next     gqa-convert convert YOUR-MODEL --groups 8 --dry-run")
     if not summary["passed"]:
         raise typer.Exit(1)

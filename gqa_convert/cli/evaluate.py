@@ -138,7 +138,7 @@ def evaluate(
     else:
         names = short_names(entries)
         for table in evaluation_tables(results, entries, names):
-            show_table(table.rows, table.title)
+            show_table(*table)
         for note in notes(entries, names):
             print_note(note)
     failed = ", ".join(each.model for each in entries if each.scored_nan)

@@ -1,18 +1,11 @@
 """`gqa-convert publish`."""
 
 import sys
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from gqa_convert.checkpoint.byte_sizes import size
 
 from .options import Json, option
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from gqa_convert.hub.publishing import Publication
 
 
 def publish(
@@ -56,9 +49,10 @@ def publish(
     """
     from huggingface_hub.utils import disable_progress_bars
 
-    from gqa_convert.cli.console.screen import ProgressScreen, make_console, print_json
+    from gqa_convert.cli.console.screen import ProgressScreen, make_console, print_json, say
+    from gqa_convert.hub.markup import printable
     from gqa_convert.hub.options import PublishOptions
-    from gqa_convert.hub.publishing import publish
+    from gqa_convert.hub.publishing import Publication, publish
 
     if not sys.stderr.isatty():
         disable_progress_bars()
@@ -71,28 +65,22 @@ def publish(
         base_model=base_model,
         license=licence,
     )
+
+    def show_files(publication: Publication) -> None:
+        verb = "would send" if dry_run else "sending"
+        for file in publication.files:
+            console.print(printable(f"{verb}  {file.path}, {size(file.bytes)}"))
+        nbytes = sum(file.bytes for file in publication.files)
+        console.print(f"total    {len(publication.files)} files, {size(nbytes)}")
+        visibility = "private" if publication.private else "public, unless its owner makes it private"
+        console.print(f"to       {publication.url}, {visibility}")
+        console.print(f"card     {publication.card}")
+        for warning in publication.warnings:
+            console.print(printable(f"note: {warning}"))
+
     with ProgressScreen() as screen:
-        published = publish(
-            out, options, dry_run=dry_run, on_progress=screen.show, on_checked=partial(_show_files, console)
-        )
+        published = publish(out, options, dry_run=dry_run, on_progress=screen.show, on_checked=show_files)
     if as_json:
         print_json(published.as_json())
     elif not dry_run:
-        make_console().print(f"published at {published.url}")
-
-
-def _show_files(console: "Console", publication: "Publication") -> None:
-    """Print what is sent, and where."""
-    from gqa_convert.hub.markup import printable
-
-    from .console.screen import print_note
-
-    verb = "would send" if publication.dry_run else "sending"
-    for file in publication.files:
-        console.print(printable(f"{verb}  {file.path}, {size(file.bytes)}"))
-    console.print(f"total    {len(publication.files)} files, {size(sum(file.bytes for file in publication.files))}")
-    visibility = "private" if publication.private else "public, unless its owner makes it private"
-    console.print(f"to       {publication.url}, {visibility}")
-    console.print(f"card     {publication.card}")
-    for warning in publication.warnings:
-        print_note(printable(warning), console)
+        say(f"published at {published.url}")

@@ -41,7 +41,7 @@ def verify(
     from gqa_convert.conversion.refreshing import refresh_modeling
     from gqa_convert.verify import verify_checkpoint
 
-    from .console.screen import ProgressScreen, make_console, print_json
+    from .console.screen import ProgressScreen, print_json, say
 
     with ProgressScreen() as screen:
         if refresh:
@@ -58,12 +58,11 @@ def verify(
     if as_json:
         print_json(report.summary())
     else:
-        console = make_console()
         for check in report.checks:
-            console.print(f"{'ok  ' if check.passed else 'FAIL'}  {check.name:<22} {check.detail}")
+            say(f"{'ok  ' if check.passed else 'FAIL'}  {check.name:<22} {check.detail}")
         verdict = "verified"
         if not report.passed:
             verdict = "not verified: OUT is not SOURCE with merged K/V heads; do not use it, unless it was uptrained after the conversion"
-        console.print(verdict)
+        say(verdict)
     if not report.passed:
         raise typer.Exit(1)

@@ -42,12 +42,6 @@ def read_readme(folder: Path) -> str | None:
         raise PublishError(f"{path} can't be read as text ({problem}): move it away") from None
 
 
-def came_with_source(model: Converted, text: str) -> bool:
-    """Whether a README is the source's, which convert copied."""
-    written = model.record.written.get(CARD)
-    return written is not None and written["sha256"] == hashlib.sha256(text.encode()).hexdigest()
-
-
 def stated_by_source(model: Converted, text: str) -> JsonObject:
     """Licence and languages that the source states, in its README or in the comment of the card that replaced
     it; nothing if there is neither.
@@ -102,7 +96,9 @@ def make_card(model: Converted, options: PublishOptions) -> tuple[str, list[str]
     from jinja2 import UndefinedError
 
     readme = read_readme(model.folder)
-    if readme is not None and not is_our_card(readme) and not came_with_source(model, readme):
+    digest = hashlib.sha256((readme or "").encode()).hexdigest()
+    came_with_source = model.record.written.get(CARD, {}).get("sha256") == digest
+    if readme is not None and not is_our_card(readme) and not came_with_source:
         asked = {"--results": options.results, "--base-model": options.base_model, "--license": options.license}
         for name, value in asked.items():
             if value:

@@ -13,7 +13,7 @@ from gqa_convert.merging.attention_heads import Heads, regroup_heads
 from gqa_convert.merging.factorisation import Array, Channels, adjoint, factor, gram, root
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Moments:
     """E[x x^T] over calibration text, damped, of a layer's inputs together with the constant 1 that stands for a bias. None
     stands for the identity: without text every direction counts alike.
@@ -111,14 +111,21 @@ def _by_row(turning: Array) -> Array:
 
 
 def key_trials(heads: Heads, groups: int, limits: AbsorptionLimits, moments: Moments) -> Callable[[int], Heads]:
-    """Returns a function of `first_low`, as `merge_layer` takes it: the heads with keys that are merged in float32, and
-    the source's values.
+    """Many merges of a layer's keys that begin at different frequencies, at little cost.
+
+    A merge sees nothing of the rows but their products. So the rows of a group, and those of a query head, are replaced
+    by the root of the matrix of their products: trials are merged in a space with as many dimensions as a group has
+    rows. What they found is a map of rows to rows, which then applies to the layer's own.
 
     Args:
         heads: of the source.
         groups: how many K/V heads remain.
         limits: what may be absorbed.
         moments: of the inputs.
+
+    Returns:
+        A function of `first_low`, as `merge_layer` takes it: the heads with keys that are merged in float32, and the
+        source's values.
     """
     rows = heads.keys.reshape(groups, -1, heads.keys.shape[-1])
     key_root = root(gram(rows, moments.keys))

@@ -219,9 +219,8 @@ def compare(reference: Outcome, found: Outcome, prompts: TokenIds) -> JsonObject
         equal += same
         if same < NEW_TOKENS:
             token = ours[same]
-            other = theirs[same] if same < len(theirs) else -1
-            is_tie = 0 <= other < rows.shape[1] and rows[same, token] - rows[same, other] <= allowed
-            if not is_tie:
+            tied = np.flatnonzero(rows[same, token] - rows[same] <= allowed)
+            if not np.isin(theirs[same : same + 1], tied).any():
                 problems.append(f"prompt of {len(prompt)} tokens: new token {same + 1} is not {token}")
         padded = their_rows[:, : rows.shape[1]]  # engines may pad the vocabulary
         if padded.shape == rows.shape:

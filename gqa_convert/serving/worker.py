@@ -38,7 +38,7 @@ def run(command: Sequence[str], folder: Path, seconds: float = 60.0) -> tuple[in
     Raises:
         OSError: the program does not exist.
     """
-    variables = dict(os.environ) | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    variables = os.environ | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
     if "LLAMA_CPP" in variables:  # relative to the user's folder
         variables["LLAMA_CPP"] = str(Path(variables["LLAMA_CPP"]).absolute())
     if command[0] != sys.executable:

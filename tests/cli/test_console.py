@@ -149,7 +149,7 @@ def test_cells_stay_whole_however_narrow_a_terminal_is(
     losses = {"K/V/token": "524.3 kB", "loss": "2.4712 ±0.0213", "bits/byte": "0.7312", "KL": "0.1721 ±0.0034"}
     difference = {"model": "Llama-2-7b-gqa8", "difference": "+0.1187 ±0.0031"}
     for rows in ([{"tensor": name, **change} for name in names], [difference | losses]):
-        show_table(rows)
+        show_table("", rows)
         shown = capsys.readouterr().out.splitlines()
         assert max(map(len, shown)) <= columns
         for cell in (cell for row in rows for item in row.items() for cell in item):

@@ -13,7 +13,7 @@ from gqa_convert.families.context_length import ENCODER_POSITIONS, stated_positi
 from gqa_convert.families.engines import LOADERS, same_up_to
 from gqa_convert.families.layerwise import heads_text
 
-from .screen import make_console, print_note, show_table, tokens_text
+from .screen import print_note, say, show_table, tokens_text
 
 CACHES = {
     "kv_bytes_per_token": "K/V cache per token",
@@ -57,13 +57,12 @@ def show_plan(plan: Plan, needs: Needs, caches: JsonObject) -> None:
         needs: its memory and disk space.
         caches: what `caches_at_context` returned.
     """
-    say = make_console().print
     say(
         f"{plan.checkpoint.source_id}: {plan.family.model_type}, {plan.heads} query heads, {heads_change(plan)} in {len(plan.layers)} attention layers"
     )
     if plan.changes:
-        show_table(_changes(plan), title="Changes", justify="left")
-    show_table(_savings(plan, caches), title="Sizes")
+        show_table("Changes", _changes(plan), justify="left")
+    show_table("Sizes", _savings(plan, caches))
     if plan.rewritten_from:
         where = "while it is read"
         if needs.rewritten_bytes:

@@ -37,9 +37,14 @@ def make_console(*, stderr: bool = False) -> "Console":
     return console
 
 
-def print_note(text: str, console: "Console | None" = None) -> None:
-    """Print a note, on stdout unless another console is given."""
-    (console or make_console()).print(f"note: {text}")
+def say(line: str) -> None:
+    """Print a line of results on stdout."""
+    make_console().print(line)
+
+
+def print_note(text: str) -> None:
+    """Print a note on stdout."""
+    say(f"note: {text}")
 
 
 def print_json(value: "JsonObject") -> None:
@@ -83,23 +88,22 @@ def tokens_text(count: int) -> str:
     return f"{shown:.1f}".removesuffix(".0") + unit
 
 
-def show_table(rows: Sequence[Mapping[str, str]], title: str = "", justify: Literal["left", "right"] = "right") -> None:
+def show_table(title: str, rows: Sequence[Mapping[str, str]], justify: Literal["left", "right"] = "right") -> None:
     """Print a table on stdout. On a terminal that is too narrow for it, each cell becomes a line.
 
     Args:
-        rows: the cells by the headings of their columns, which are the same in all rows.
         title: printed above the table.
+        rows: the cells by the headings of their columns, which are the same in all rows.
         justify: the side on which cells are aligned; those of the first column always on the left.
     """
     from rich import box
     from rich.table import Table
 
     console = make_console()
-    if title:
-        console.print(title)
+    console.print(title)
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for heading in rows[0]:
-        table.add_column(heading, justify=justify if table.columns else "left", overflow="fold")
+        table.add_column(heading, justify=justify if table.columns else "left")
     for row in rows:
         table.add_row(*row.values())
     unlimited = console.options.update(width=10_000)
@@ -113,11 +117,10 @@ def show_table(rows: Sequence[Mapping[str, str]], title: str = "", justify: Lite
 
 def show_done(title: str, rows: Mapping[str, str]) -> None:
     """Print what was done, and a line for each label and its text."""
-    console = make_console()
-    console.print(f"done  {title}")
+    say(f"done  {title}")
     width = max(map(len, rows))
     for label, text in rows.items():
-        console.print(f"      {label:<{width}}  {text}")
+        say(f"      {label:<{width}}  {text}")
 
 
 SECONDS = 30.0
