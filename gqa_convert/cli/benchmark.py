@@ -10,6 +10,7 @@ from .options import (
     command_line,
     counts,
     option,
+    rare_option,
 )
 
 
@@ -24,17 +25,15 @@ def benchmark(
     ),
     device: Device = None,
     as_json: Json = False,
-    dtype: str | None = option(
+    dtype: str | None = rare_option(
         "--dtype TYPE",
         "float32, bfloat16 or float16. Default: that of MODEL.",
-        hidden=True,
     ),
-    repetitions: int = option(
+    repetitions: int = rare_option(
         "--repetitions R",
         "Timed turns of each version.",
         8,
         min=1,
-        hidden=True,
     ),
     revision: Revision = None,
 ) -> None:

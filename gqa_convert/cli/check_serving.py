@@ -7,9 +7,10 @@ from .options import Converted, Json, option
 
 def check_serving(
     out: Converted,
-    engine: list[str] | None = option(
+    engine: list[str] = option(
         "--engine NAME",
         "Engine to run: llama.cpp or vllm; repeatable. Default: all that are installed.",
+        [],
     ),
     python: str | None = option(
         "--python PATH",
@@ -31,7 +32,7 @@ def check_serving(
     from gqa_convert.cli.console.screen import print_json, say
     from gqa_convert.serving.checking import check_serving
 
-    report = check_serving(out, engine or (), python=python)
+    report = check_serving(out, engine, python=python)
     if as_json:
         print_json(report.as_json())
     else:

@@ -23,6 +23,7 @@ from .options import (
     count,
     counts,
     option,
+    rare_option,
     refuse,
 )
 
@@ -61,37 +62,32 @@ def convert(
     method: str | None = option("--method -m NAME", METHOD_HELP),
     calibration: Calibration = None,
     calibration_tokens: CalibrationTokens = None,
-    calibration_length: Any = option(
+    calibration_length: Any = rare_option(
         "--calibration-length T",
         "Tokens per block of calibration text. Default: the model's context, at most 1,024.",
         parser=count,
-        hidden=True,
     ),
-    fit_steps: int | None = option(
+    fit_steps: int | None = rare_option(
         "--fit-steps S",
         "Gradient steps per layer of fit; 0 uses the closed forms only. Default: 100.",
-        hidden=True,
     ),
-    kl_steps: int | None = option(
+    kl_steps: int | None = rare_option(
         "--kl-steps S",
         "Steps of fit's last stage, which trains all layers together. Default: twice "
         "--fit-steps if the model fits in memory and lost 0.02 nats per token or more, "
         "else 0.",
-        hidden=True,
     ),
-    mix: bool = option(
+    mix: bool = rare_option(
         "--mix/--no-mix",
         "Let a quarter of a decoder's calibration text for fit be of other kinds: text "
         "that SOURCE writes itself, Python sources and made-up records.",
         True,
-        hidden=True,
     ),
     device: Device = None,
-    seed: int = option(
+    seed: int = rare_option(
         "--seed S",
         "Seed for the sample of calibration text and the order of batches.",
         0,
-        hidden=True,
     ),
     encoder: bool = option(
         "--encoder",
@@ -109,11 +105,10 @@ def convert(
         "Replace an earlier result in OUT once the new one is complete.",
         False,
     ),
-    hash_weights: bool = option(
+    hash_weights: bool = rare_option(
         "--hash",
         "Record the SHA-256 of the weight files of SOURCE and OUT, which reads them completely.",
         False,
-        hidden=True,
     ),
     dry_run: bool = option(
         "--dry-run",
@@ -121,17 +116,15 @@ def convert(
         "and what would load the result.",
         False,
     ),
-    context: Any = option(
+    context: Any = rare_option(
         "--context T",
         "With --dry-run: tokens for which the K/V cache is shown. Default: the model's context.",
         parser=count,
-        hidden=True,
     ),
-    batch: int | None = option(
+    batch: int | None = rare_option(
         "--batch B",
         "With --dry-run: sequences in the K/V cache.",
         min=1,
-        hidden=True,
     ),
     as_json: Json = False,
 ) -> None:

@@ -8,7 +8,7 @@ import typer
 
 from gqa_convert.errors import OptionError
 
-from .options import Device, Json, command_line, count, counts, option, refuse
+from .options import Device, Json, command_line, count, counts, option, rare_option, refuse
 
 
 def evaluate(
@@ -49,43 +49,36 @@ def evaluate(
         "New file for the results as JSON.",
     ),
     as_json: Json = False,
-    dtype: str = option(
+    dtype: str = rare_option(
         "--dtype TYPE",
         "float32, bfloat16, float16 or auto: float32 on a CPU, else the checkpoint's.",
         "auto",
-        hidden=True,
     ),
-    seed: int | None = option(
+    seed: int | None = rare_option(
         "--seed S",
         "Seed of the texts of --retrieval. Default: 0.",
-        hidden=True,
     ),
-    revision: str | None = option(
+    revision: str | None = rare_option(
         "--revision REV",
         "Branch, tag or commit of models on the Hub. Default: main.",
-        hidden=True,
     ),
-    text_field: str = option(
+    text_field: str = rare_option(
         "--text-field NAME",
         "Field with the text, in JSON lines, Parquet and datasets.",
         "text",
-        hidden=True,
     ),
-    source_field: str | None = option(
+    source_field: str | None = rare_option(
         "--source-field NAME",
         "Field with the input of an encoder-decoder, to score pairs.",
-        hidden=True,
     ),
-    target_field: str | None = option(
+    target_field: str | None = rare_option(
         "--target-field NAME",
         "Field with what an encoder-decoder should write.",
-        hidden=True,
     ),
-    data_split: str = option("--data-split NAME", "Split of a Hub dataset.", "train", hidden=True),
-    data_name: str | None = option(
+    data_split: str = rare_option("--data-split NAME", "Split of a Hub dataset.", "train"),
+    data_name: str | None = rare_option(
         "--data-name NAME",
         "Configuration of a Hub dataset.",
-        hidden=True,
     ),
 ) -> None:
     """Measure the loss of one or more models on the same text, in nats per token and bits per byte.

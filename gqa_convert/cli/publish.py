@@ -21,9 +21,10 @@ def publish(
         "Write OUT/README.md and list the files to upload, without network access.",
         False,
     ),
-    results: list[Path] | None = option(
+    results: list[Path] = option(
         "--results -r FILE",
         "JSON of evaluate for the card; repeatable.",
+        [],
     ),
     base_model: str | None = option(
         "--base-model ORG/NAME",
@@ -61,7 +62,7 @@ def publish(
     options = PublishOptions(
         repo_id,
         private,
-        results=results or (),
+        results=results,
         base_model=base_model,
         license=licence,
     )

@@ -16,10 +16,7 @@ def _hardware(text: str) -> tuple[int, str]:
 
 def uptrain(
     recipe: Path = option("RECIPE.yaml", "Recipe file: the model, the text and the budget.", ...),
-    overrides: list[str] | None = option(
-        "KEY=VALUE",
-        "Values that replace keys of the recipe.",
-    ),
+    overrides: list[str] = option("KEY=VALUE", "Values that replace keys of the recipe.", []),
     dry_run: bool = option(
         "--dry-run",
         "Estimate memory and hours of the run; train nothing.",
@@ -62,19 +59,19 @@ def uptrain(
         if dry_run:
             from gqa_convert.training.estimate import estimate
 
-            result: Any = estimate(recipe, overrides or [], *(hardware or (1, "h100")))
+            result: Any = estimate(recipe, overrides, *(hardware or (1, "h100")))
             show: Any = show_estimate
         elif tokenize_only:
             from gqa_convert.training.tokenize_only import tokenize_recipe
 
-            result = tokenize_recipe(recipe, overrides or [], on_tokenize=screen.show)
+            result = tokenize_recipe(recipe, overrides, on_tokenize=screen.show)
             show = show_tokenized
         else:
             from gqa_convert.training.uptrain import uptrain_checkpoint
 
             result = uptrain_checkpoint(
                 recipe,
-                overrides or [],
+                overrides,
                 on_message=screen.say,
                 on_step=partial(show_step, screen),
                 on_tokenize=screen.show,

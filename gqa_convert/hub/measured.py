@@ -83,12 +83,9 @@ def read_measured(paths: Sequence[Path], model: Converted) -> tuple[list[Evaluat
             continue
         content = file.as_json()
         public = PublicNames(content)
-        names = {each.model: public.name(each.model) for each in file.entries()}
-        entries = [ours]
-        names[ours.model] = "this model"
-        if source is not None:
-            entries.insert(0, source)
-            names[source.model] = "source"
+        called = {of_source: "source", own: "this model"}
+        names = {each.model: called.get(each.fingerprint) or public.name(each.model) for each in file.entries()}
+        entries = [each for each in (source, ours) if each is not None]
         stated = {key: content[key] for key in ("command", "data")}
         shown = EvaluationFile.model_validate(content | public.of(stated))
         tables = evaluation_tables(shown, entries, names)
