@@ -179,7 +179,7 @@ def convert(
         hash_weights=hash_weights,
         command=command_line(),
     )
-    chosen: dict[str, Any] = {}
+    choice = None
     if kv_budget is not None:
         from gqa_convert.measuring.sensitivity.choosing import choose_num_kv_heads
 
@@ -192,7 +192,6 @@ def convert(
                 f"{choice.source_kv_bytes_per_token:,} bytes of K/V per token; chosen is {choice.reason}"
             )
         groups = choice.groups
-        chosen["budget"] = choice.as_json()
     if out is None or dry_run:
         checkpoint = open_checkpoint(source, revision=revision)  # of a Hub id, headers alone
         plan, text = plan_conversion(plan_rewriting(checkpoint, groups, native=native), groups, options)
@@ -222,7 +221,9 @@ def convert(
             )
         printed = result.as_json()
         show = partial(show_conversion, result)
+    if choice is not None:
+        printed["budget"] = choice.as_json()
     if as_json:
-        print_json(printed | chosen)
+        print_json(printed)
     else:
         show()

@@ -5,11 +5,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from gqa_convert.checkpoint.atomic_files import write_whole
 from gqa_convert.checkpoint.provenance import PROVENANCE
 from gqa_convert.checkpoint.signed_card import CARD, MARKER, is_our_card, signed
 from gqa_convert.checkpoint.strict_json import JsonObject
-from gqa_convert.errors import OptionError, OutputError, PublishError
+from gqa_convert.errors import OptionError, PublishError
 from gqa_convert.hub.converted import Converted
 from gqa_convert.hub.licenses import find_license, reminders
 from gqa_convert.hub.markup import printable, render
@@ -70,18 +69,6 @@ def _front_matter(text: str) -> Any:
         return block and yaml.load(block[2], yaml.BaseLoader)
     except yaml.YAMLError:
         return None
-
-
-def write_card(path: Path, card: str) -> None:
-    """Write the card in one step.
-
-    Raises:
-        OutputError: the card can't be written.
-    """
-    try:
-        write_whole(path, card.encode())
-    except OSError as problem:
-        raise OutputError(f"{path} can't be written ({problem.strerror}): make room, or the folder writable") from None
 
 
 def make_card(model: Converted, options: PublishOptions) -> tuple[str, list[str]]:

@@ -1,12 +1,12 @@
 """The progress of a conversion, and the summary at its end."""
 
 import shlex
+from collections.abc import Sequence
 
 from gqa_convert.checkpoint.byte_sizes import size
 from gqa_convert.conversion.fit.progress import FitProgress
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.conversion.run import ConversionResult
-from gqa_convert.merging.methods import COPY, REPEAT
 
 from .plan import CACHES, heads_change, loaded_by
 from .screen import ProgressScreen, print_note, show_done
@@ -18,18 +18,20 @@ def show_conversion(result: ConversionResult) -> None:
     source = plan.checkpoint.source_id
     rows = {CACHES[key]: f"{size(both.before)} -> {size(both.after)}" for key, both in plan.cache_bytes().items()}
     rows["weights"] = f"{size(plan.checkpoint.weight_bytes)} -> {size(plan.weight_bytes_after)}"
-    if result.calibration is not None and result.calibration.kl is not None:
-        kl = result.calibration.kl
+    left_out: Sequence[str] = ()
+    kl = None
+    if result.calibration is not None:
+        left_out, kl = result.calibration.left_out, result.calibration.kl
+    if kl is not None:
         rows["quality"] = f"KL divergence from the source: {kl.after:.3f} nats per token on {kl.text}"
     rows["folder"] = out
     rows["loads in"] = loaded_by(plan)
     rows["next"] = shlex.join(["gqa-convert", "verify", out, "--source", source])
     show_done(f"{heads_change(plan)} ({plan.merge_method.name}) in {len(plan.layers)} layers", rows)
-    left_out = () if result.calibration is None else result.calibration.left_out
     for note in (*plan.warnings, *(f"left out: {sentence}" for sentence in left_out)):
         print_note(note)
     method = plan.merge_method
-    if method in (COPY, REPEAT):
+    if method.is_exact:
         return
     advice = f"measure the loss with {shlex.join(['gqa-convert', 'evaluate', source, out, '--data'])} TEXT"
     if not method.trains:
