@@ -1,13 +1,12 @@
 """The command line: one file per command, whose docstring is its help; the work is imported when it is called."""
 
-from typing import Annotated, Never
+from typing import Never
 
 import typer
 
 from gqa_convert._version import __version__
 
-from .commands import add_commands
-from .help import SUMMARY, CommandGroup, help_text
+from .commands import SUMMARY, CommandGroup, add_commands, help_text
 from .running import run
 
 __all__ = ["app", "main"]
@@ -33,11 +32,10 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def _root(
     context: typer.Context,
-    version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
-    ] = False,
+    _version: bool = typer.Option(
+        False, "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+    ),
 ) -> None:
-    del version
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
         raise typer.Exit(2)

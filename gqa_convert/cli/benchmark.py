@@ -1,6 +1,6 @@
 """`gqa-convert benchmark`."""
 
-from typing import Annotated, Any
+from typing import Any
 
 from .options import (
     Candidates,
@@ -10,47 +10,31 @@ from .options import (
     command_line,
     counts,
     option,
+    rare_option,
 )
 
 
 def benchmark(
-    model: Annotated[str, option("MODEL", "Checkpoint folder or Hub id.")],
+    model: str = option("MODEL", "Checkpoint folder or Hub id.", ...),
     candidates: Candidates = None,
-    batch: Annotated[
-        Any,
-        option(
-            "--batch -b B,B,...",
-            "Sequences decoded at once.",
-            parser=counts,
-        ),
-    ] = "1",
-    context: Annotated[
-        Any,
-        option(
-            "--context T,T,...",
-            "Tokens in the K/V cache, such as 4k. Default: 512, or half the model's positions.",
-            parser=counts,
-        ),
-    ] = None,
+    batch: Any = option("--batch -b B,B,...", "Sequences decoded at once.", "1", parser=counts),
+    context: Any = option(
+        "--context T,T,...",
+        "Tokens in the K/V cache, such as 4k. Default: 512, or half the model's positions.",
+        parser=counts,
+    ),
     device: Device = None,
     as_json: Json = False,
-    dtype: Annotated[
-        str | None,
-        option(
-            "--dtype TYPE",
-            "float32, bfloat16 or float16. Default: that of MODEL.",
-            hidden=True,
-        ),
-    ] = None,
-    repetitions: Annotated[
-        int,
-        option(
-            "--repetitions R",
-            "Timed turns of each version.",
-            min=1,
-            hidden=True,
-        ),
-    ] = 8,
+    dtype: str | None = rare_option(
+        "--dtype TYPE",
+        "float32, bfloat16 or float16. Default: that of MODEL.",
+    ),
+    repetitions: int = rare_option(
+        "--repetitions R",
+        "Timed turns of each version.",
+        8,
+        min=1,
+    ),
     revision: Revision = None,
 ) -> None:
     """Measure decode time, prefill time and K/V cache of a model with different numbers of K/V heads.
@@ -61,9 +45,7 @@ def benchmark(
 
       gqa-convert benchmark ./Llama-2-7b --candidates 1,8,32 --batch 1,8 --context 4k
     """
-    from gqa_convert.cli.console.progress import ProgressScreen
-    from gqa_convert.cli.console.screen import print_json
-    from gqa_convert.cli.console.tables import show_table
+    from gqa_convert.cli.console.screen import ProgressScreen, print_json, show_table
     from gqa_convert.measuring.latency.run import BenchmarkOptions, benchmark_model
     from gqa_convert.measuring.tables import benchmark_table
 
@@ -73,5 +55,4 @@ def benchmark(
     if as_json:
         print_json(result.as_json())
     else:
-        table = benchmark_table(result)
-        show_table(table.rows, table.title)
+        show_table(*benchmark_table(result))

@@ -1,7 +1,5 @@
 """`gqa-convert check-serving`."""
 
-from typing import Annotated
-
 import typer
 
 from .options import Converted, Json, option
@@ -9,20 +7,15 @@ from .options import Converted, Json, option
 
 def check_serving(
     out: Converted,
-    engine: Annotated[
-        list[str] | None,
-        option(
-            "--engine NAME",
-            "Engine to run: llama.cpp or vllm; repeatable. Default: all that are installed.",
-        ),
-    ] = None,
-    python: Annotated[
-        str | None,
-        option(
-            "--python PATH",
-            "Python interpreter of the environment that has the engine. Default: this one.",
-        ),
-    ] = None,
+    engine: list[str] = option(
+        "--engine NAME",
+        "Engine to run: llama.cpp or vllm; repeatable. Default: all that are installed.",
+        [],
+    ),
+    python: str | None = option(
+        "--python PATH",
+        "Python interpreter of the environment that has the engine. Default: this one.",
+    ),
     as_json: Json = False,
 ) -> None:
     """Run serving engines on OUT and compare their greedy tokens and logits with transformers', in float32.
@@ -36,16 +29,15 @@ def check_serving(
       gqa-convert check-serving ./Llama-2-7b-gqa8
       gqa-convert check-serving ./Llama-2-7b-gqa8 --engine vllm --python /opt/vllm/bin/python
     """
-    from gqa_convert.cli.console.screen import print_json, stdout_console
+    from gqa_convert.cli.console.screen import print_json, say
     from gqa_convert.serving.checking import check_serving
 
-    report = check_serving(out, engine or (), python=python)
+    report = check_serving(out, engine, python=python)
     if as_json:
         print_json(report.as_json())
     else:
-        console = stdout_console()
         for entry in report.clients:
-            console.print(f"{entry['status']:<13}  {entry['client']} {entry['version'] or ''}  {entry['detail']}")
-        console.print("every engine that ran agrees with transformers" if report.passed else "not proved")
+            say(f"{entry['status']:<13}  {entry['client']} {entry['version'] or ''}  {entry['detail']}")
+        say("every engine that ran agrees with transformers" if report.passed else "not proved")
     if not report.passed:
         raise typer.Exit(1)

@@ -3,13 +3,14 @@
 import re
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 from gqa_convert.errors import OptionError
 from gqa_convert.merging.methods import METHOD_HELP
 
+from .commands import on_first
 from .options import (
     Budget,
     Calibration,
@@ -22,6 +23,7 @@ from .options import (
     count,
     counts,
     option,
+    rare_option,
     refuse,
 )
 
@@ -36,134 +38,94 @@ def group_counts(text: str) -> int | list[int]:
         listed = counts(text)
         return listed if len(listed) > 1 else listed[0]
     try:
-        content = Path(text[1:]).read_text(encoding="utf-8").strip("[] \n")
+        content = Path(text[1:]).read_text("utf-8").strip("[] \n")
     except (OSError, UnicodeDecodeError) as problem:
         raise typer.BadParameter(f"{text} cannot be read ({problem}): name a text file") from None
     return counts(re.sub(r"\s*[,\s]\s*", ",", content))
 
 
+@on_first
 def convert(
     source: Source,
-    out: Annotated[
-        Path | None,
-        option(
-            "OUT",
-            "New folder for the result; it appears whole or not at all.",
-        ),
-    ] = None,
-    groups: Annotated[
-        Any,
-        option(
-            "--groups -n N|N,N,...|@FILE",
-            "K/V heads per layer in the result; 1 is multi-query attention. Layers of most "
-            "decoders may differ: a list with one number per attention layer, or @ and a "
-            "file with it.",
-            parser=group_counts,
-        ),
-    ] = None,
+    out: Path | None = option(
+        "OUT",
+        "New folder for the result; it appears whole or not at all.",
+    ),
+    groups: Any = option(
+        "--groups -n N|N,N,...|@FILE",
+        "K/V heads per layer in the result; 1 is multi-query attention. Layers of most "
+        "decoders may differ: a list with one number per attention layer, or @ and a "
+        "file with it.",
+        parser=group_counts,
+    ),
     kv_budget: Budget = None,
-    method: Annotated[str | None, option("--method -m NAME", METHOD_HELP)] = None,
+    method: str | None = option("--method -m NAME", METHOD_HELP),
     calibration: Calibration = None,
     calibration_tokens: CalibrationTokens = None,
-    calibration_length: Annotated[
-        Any,
-        option(
-            "--calibration-length T",
-            "Tokens per block of calibration text. Default: the model's context, at most 1,024.",
-            parser=count,
-            hidden=True,
-        ),
-    ] = None,
-    fit_steps: Annotated[
-        int | None,
-        option(
-            "--fit-steps S",
-            "Gradient steps per layer of fit; 0 uses the closed forms only. Default: 100.",
-            hidden=True,
-        ),
-    ] = None,
-    kl_steps: Annotated[
-        int | None,
-        option(
-            "--kl-steps S",
-            "Steps of fit's last stage, which trains all layers together. Default: twice "
-            "--fit-steps if the model fits in memory and lost 0.02 nats per token or more, "
-            "else 0.",
-            hidden=True,
-        ),
-    ] = None,
-    mix: Annotated[
-        bool,
-        option(
-            "--mix/--no-mix",
-            "Let a quarter of a decoder's calibration text for fit be of other kinds: text "
-            "that SOURCE writes itself, Python sources and made-up records.",
-            hidden=True,
-        ),
-    ] = True,
+    calibration_length: Any = rare_option(
+        "--calibration-length T",
+        "Tokens per block of calibration text. Default: the model's context, at most 1,024.",
+        parser=count,
+    ),
+    fit_steps: int | None = rare_option(
+        "--fit-steps S",
+        "Gradient steps per layer of fit; 0 uses the closed forms only. Default: 100.",
+    ),
+    kl_steps: int | None = rare_option(
+        "--kl-steps S",
+        "Steps of fit's last stage, which trains all layers together. Default: twice "
+        "--fit-steps if the model fits in memory and lost 0.02 nats per token or more, "
+        "else 0.",
+    ),
+    mix: bool = rare_option(
+        "--mix/--no-mix",
+        "Let a quarter of a decoder's calibration text for fit be of other kinds: text "
+        "that SOURCE writes itself, Python sources and made-up records.",
+        True,
+    ),
     device: Device = None,
-    seed: Annotated[
-        int,
-        option(
-            "--seed S",
-            "Seed for the sample of calibration text and the order of batches.",
-            hidden=True,
-        ),
-    ] = 0,
-    encoder: Annotated[
-        bool,
-        option(
-            "--encoder",
-            "Also merge heads of the encoder's self-attention, which has no K/V cache.",
-        ),
-    ] = False,
-    native: Annotated[
-        bool | None,
-        option(
-            "--native/--no-native",
-            "For types without a K/V-head count: translate to a stock class that has one, "
-            "or add a modelling file. Default: translate if possible.",
-        ),
-    ] = None,
+    seed: int = rare_option(
+        "--seed S",
+        "Seed for the sample of calibration text and the order of batches.",
+        0,
+    ),
+    encoder: bool = option(
+        "--encoder",
+        "Also merge heads of the encoder's self-attention, which has no K/V cache.",
+        False,
+    ),
+    native: bool | None = option(
+        "--native/--no-native",
+        "For types without a K/V-head count: translate to a stock class that has one, "
+        "or add a modelling file. Default: translate if possible.",
+    ),
     revision: Revision = None,
-    overwrite: Annotated[
-        bool,
-        option("--overwrite", "Replace an earlier result in OUT once the new one is complete."),
-    ] = False,
-    hash_weights: Annotated[
-        bool,
-        option(
-            "--hash",
-            "Record the SHA-256 of the weight files of SOURCE and OUT, which reads them completely.",
-            hidden=True,
-        ),
-    ] = False,
-    dry_run: Annotated[
-        bool,
-        option(
-            "--dry-run",
-            "Write nothing: show what would change, what it would save, what it would need, "
-            "and what would load the result.",
-        ),
-    ] = False,
-    context: Annotated[
-        Any,
-        option(
-            "--context T",
-            "With --dry-run: tokens for which the K/V cache is shown. Default: the model's context.",
-            parser=count,
-            hidden=True,
-        ),
-    ] = None,
-    batch: Annotated[
-        int | None,
-        option(
-            "--batch B",
-            "With --dry-run: sequences in the K/V cache.",
-            min=1,
-            hidden=True,
-        ),
-    ] = None,
+    overwrite: bool = option(
+        "--overwrite",
+        "Replace an earlier result in OUT once the new one is complete.",
+        False,
+    ),
+    hash_weights: bool = rare_option(
+        "--hash",
+        "Record the SHA-256 of the weight files of SOURCE and OUT, which reads them completely.",
+        False,
+    ),
+    dry_run: bool = option(
+        "--dry-run",
+        "Write nothing: show what would change, what it would save, what it would need, "
+        "and what would load the result.",
+        False,
+    ),
+    context: Any = rare_option(
+        "--context T",
+        "With --dry-run: tokens for which the K/V cache is shown. Default: the model's context.",
+        parser=count,
+    ),
+    batch: int | None = rare_option(
+        "--batch B",
+        "With --dry-run: sequences in the K/V cache.",
+        min=1,
+    ),
     as_json: Json = False,
 ) -> None:
     """Merge the K/V heads of SOURCE into N groups and write the result to OUT.
@@ -195,10 +157,8 @@ def convert(
     from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions
     from gqa_convert.conversion.rewriting.planning import plan_rewriting
 
-    from .console.conversion import show_conversion
     from .console.plan import caches_at_context, show_plan
-    from .console.progress import ProgressScreen
-    from .console.screen import print_json
+    from .console.screen import ProgressScreen, print_json
 
     options = ConversionOptions(
         method=method,
@@ -219,7 +179,7 @@ def convert(
         hash_weights=hash_weights,
         command=command_line(),
     )
-    chosen: dict[str, Any] = {}
+    choice = None
     if kv_budget is not None:
         from gqa_convert.measuring.sensitivity.choosing import choose_num_kv_heads
 
@@ -232,7 +192,6 @@ def convert(
                 f"{choice.source_kv_bytes_per_token:,} bytes of K/V per token; chosen is {choice.reason}"
             )
         groups = choice.groups
-        chosen["budget"] = choice.as_json()
     if out is None or dry_run:
         checkpoint = open_checkpoint(source, revision=revision)  # of a Hub id, headers alone
         plan, text = plan_conversion(plan_rewriting(checkpoint, groups, native=native), groups, options)
@@ -242,15 +201,14 @@ def convert(
     else:
         from gqa_convert.conversion.run import convert_checkpoint
 
-        from .console.conversion_progress import ConversionScreen
+        from .console.conversion import ConversionScreen, show_conversion
 
         def prove(folder: Path) -> None:
             from gqa_convert.verify.run import prover  # imports torch, which no listed type needs here
 
             prover(source, revision)(folder)
 
-        with ProgressScreen() as progress:
-            stages = ConversionScreen(progress)
+        with ConversionScreen() as stages:
             result = convert_checkpoint(
                 source,
                 out,
@@ -263,7 +221,9 @@ def convert(
             )
         printed = result.as_json()
         show = partial(show_conversion, result)
+    if choice is not None:
+        printed["budget"] = choice.as_json()
     if as_json:
-        print_json(printed | chosen)
+        print_json(printed)
     else:
         show()

@@ -1,7 +1,6 @@
 """`gqa-convert demo`."""
 
 from pathlib import Path
-from typing import Annotated, Any
 
 import typer
 
@@ -9,7 +8,7 @@ from .options import Json, option
 
 
 def demo(
-    out: Annotated[Path, option("OUT", "New folder for the results.")] = Path("gqa-demo"),
+    out: Path = option("OUT", "New folder for the results.", Path("gqa-demo")),
     as_json: Json = False,
 ) -> None:
     """Try the whole workflow on a small bundled model, offline, in a few minutes on two cores.
@@ -19,34 +18,29 @@ def demo(
 
       gqa-convert demo
     """
+    from gqa_convert.checkpoint.byte_sizes import size
     from gqa_convert.demo import run_demo
 
-    from .console.progress import ProgressScreen
-    from .console.screen import print_json, stdout_console
-    from .console.tables import show_table
+    from .console.screen import ProgressScreen, print_json, say, show_table
 
     with ProgressScreen() as screen:
         summary = run_demo(out, progress=screen.show)
     if as_json:
         print_json(summary)
     else:
-        rows = [_row(result) for result in summary["results"]]
-        show_table(rows, f"Loss in nats per token over {summary['held_out_tokens']:,} held-out tokens")
-        console = stdout_console()
-        console.print(f"results  {Path(summary['results'][1]['model']).parent}")
-        console.print("next     gqa-convert convert YOUR-MODEL --groups 8 --dry-run")
+        verified = {None: "", True: "yes", False: "no"}  # the source and the uptrained model have nothing to prove
+        rows = []
+        for result in summary["results"]:
+            row = {
+                "model": result["name"],
+                "K/V heads": str(result["groups"]),
+                "K/V cache per token": size(result["kv_bytes_per_token"]),
+                "loss": f"{result['loss']:.3f}",
+                "verified": verified[result["verified"]],
+            }
+            rows.append(row)
+        show_table(f"Loss in nats per token over {summary['held_out_tokens']:,} held-out tokens", rows)
+        say(f"results  {Path(summary['results'][1]['model']).parent}")
+        say("next     gqa-convert convert YOUR-MODEL --groups 8 --dry-run")
     if not summary["passed"]:
         raise typer.Exit(1)
-
-
-def _row(result: dict[str, Any]) -> dict[str, str]:
-    """What is shown of a model; the source and the uptrained model have nothing to prove."""
-    from gqa_convert.checkpoint.byte_sizes import size
-
-    return {
-        "model": result["name"],
-        "K/V heads": str(result["groups"]),
-        "K/V cache per token": size(result["kv_bytes_per_token"]),
-        "loss": f"{result['loss']:.3f}",
-        "verified": {None: "", True: "yes", False: "no"}[result["verified"]],
-    }

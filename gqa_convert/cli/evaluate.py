@@ -2,150 +2,84 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 from gqa_convert.errors import OptionError
 
-from .options import Device, Json, command_line, count, counts, option, refuse
+from .options import Device, Json, command_line, count, counts, option, rare_option, refuse
 
 
 def evaluate(
-    models: Annotated[
-        list[str],
-        option(
-            "MODEL...",
-            "Checkpoint folders or Hub ids.",
-        ),
-    ],
-    data: Annotated[
-        str | None,
-        option(
-            "--data -d TEXT",
-            "Held-out text to score: a file, a folder, a glob pattern or a Hub dataset.",
-        ),
-    ] = None,
-    reference: Annotated[
-        str | None,
-        option(
-            "--reference MODEL",
-            "Model to compare with, by KL divergence too. Default: the first, by loss.",
-        ),
-    ] = None,
-    tokens: Annotated[
-        Any,
-        option(
-            "--tokens T",
-            "Most tokens to score. Default: all; 1M of a Hub dataset.",
-            parser=count,
-        ),
-    ] = None,
-    window: Annotated[
-        Any,
-        option(
-            "--window T",
-            "Tokens read at once. Default: the model's positions, at most 2k.",
-            parser=count,
-        ),
-    ] = None,
-    batch: Annotated[int, option("--batch B", "Windows scored at once.", min=1)] = 4,
-    retrieval: Annotated[
-        bool,
-        option(
-            "--retrieval",
-            "Ask causal models for facts in long texts.",
-        ),
-    ] = False,
-    lengths: Annotated[
-        Any,
-        option(
-            "--lengths T,T,...",
-            "Tokens of the texts of --retrieval. Default: 512, 1024, 2048 and 4096 within the context.",
-            parser=counts,
-        ),
-    ] = None,
-    questions: Annotated[
-        int | None,
-        option(
-            "--questions N",
-            "Questions of each kind at each length of --retrieval. Default: 24.",
-            min=1,
-        ),
-    ] = None,
+    models: list[str] = option("MODEL...", "Checkpoint folders or Hub ids.", ...),
+    data: str | None = option(
+        "--data -d TEXT",
+        "Held-out text to score: a file, a folder, a glob pattern or a Hub dataset.",
+    ),
+    reference: str | None = option(
+        "--reference MODEL",
+        "Model to compare with, by KL divergence too. Default: the first, by loss.",
+    ),
+    tokens: Any = option(
+        "--tokens T",
+        "Most tokens to score. Default: all; 1M of a Hub dataset.",
+        parser=count,
+    ),
+    window: Any = option(
+        "--window T",
+        "Tokens read at once. Default: the model's positions, at most 2k.",
+        parser=count,
+    ),
+    batch: int = option("--batch B", "Windows scored at once.", 4, min=1),
+    retrieval: bool = option("--retrieval", "Ask causal models for facts in long texts.", False),
+    lengths: Any = option(
+        "--lengths T,T,...",
+        "Tokens of the texts of --retrieval. Default: 512, 1024, 2048 and 4096 within the context.",
+        parser=counts,
+    ),
+    questions: int | None = option(
+        "--questions N",
+        "Questions of each kind at each length of --retrieval. Default: 24.",
+        min=1,
+    ),
     device: Device = None,
-    output: Annotated[
-        Path | None,
-        option(
-            "--output -o FILE.json",
-            "New file for the results as JSON.",
-        ),
-    ] = None,
+    output: Path | None = option(
+        "--output -o FILE.json",
+        "New file for the results as JSON.",
+    ),
     as_json: Json = False,
-    dtype: Annotated[
-        str,
-        option(
-            "--dtype TYPE",
-            "float32, bfloat16, float16 or auto: float32 on a CPU, else the checkpoint's.",
-            hidden=True,
-        ),
-    ] = "auto",
-    seed: Annotated[
-        int | None,
-        option(
-            "--seed S",
-            "Seed of the texts of --retrieval. Default: 0.",
-            hidden=True,
-        ),
-    ] = None,
-    revision: Annotated[
-        str | None,
-        option(
-            "--revision REV",
-            "Branch, tag or commit of models on the Hub. Default: main.",
-            hidden=True,
-        ),
-    ] = None,
-    text_field: Annotated[
-        str,
-        option(
-            "--text-field NAME",
-            "Field with the text, in JSON lines, Parquet and datasets.",
-            hidden=True,
-        ),
-    ] = "text",
-    source_field: Annotated[
-        str | None,
-        option(
-            "--source-field NAME",
-            "Field with the input of an encoder-decoder, to score pairs.",
-            hidden=True,
-        ),
-    ] = None,
-    target_field: Annotated[
-        str | None,
-        option(
-            "--target-field NAME",
-            "Field with what an encoder-decoder should write.",
-            hidden=True,
-        ),
-    ] = None,
-    data_split: Annotated[
-        str,
-        option(
-            "--data-split NAME",
-            "Split of a Hub dataset.",
-            hidden=True,
-        ),
-    ] = "train",
-    data_name: Annotated[
-        str | None,
-        option(
-            "--data-name NAME",
-            "Configuration of a Hub dataset.",
-            hidden=True,
-        ),
-    ] = None,
+    dtype: str = rare_option(
+        "--dtype TYPE",
+        "float32, bfloat16, float16 or auto: float32 on a CPU, else the checkpoint's.",
+        "auto",
+    ),
+    seed: int | None = rare_option(
+        "--seed S",
+        "Seed of the texts of --retrieval. Default: 0.",
+    ),
+    revision: str | None = rare_option(
+        "--revision REV",
+        "Branch, tag or commit of models on the Hub. Default: main.",
+    ),
+    text_field: str = rare_option(
+        "--text-field NAME",
+        "Field with the text, in JSON lines, Parquet and datasets.",
+        "text",
+    ),
+    source_field: str | None = rare_option(
+        "--source-field NAME",
+        "Field with the input of an encoder-decoder, to score pairs.",
+    ),
+    target_field: str | None = rare_option(
+        "--target-field NAME",
+        "Field with what an encoder-decoder should write.",
+    ),
+    data_split: str = rare_option("--data-split NAME", "Split of a Hub dataset.", "train"),
+    data_name: str | None = rare_option(
+        "--data-name NAME",
+        "Configuration of a Hub dataset.",
+    ),
 ) -> None:
     """Measure the loss of one or more models on the same text, in nats per token and bits per byte.
 
@@ -158,9 +92,7 @@ def evaluate(
       gqa-convert evaluate ./Llama-2-7b ./gqa8 --data test.txt
       gqa-convert evaluate ./gqa8 --reference ./Llama-2-7b --data test.txt -o gqa8.json
     """
-    from gqa_convert.cli.console.progress import ProgressScreen
-    from gqa_convert.cli.console.screen import print_json, print_note
-    from gqa_convert.cli.console.tables import show_table
+    from gqa_convert.cli.console.screen import ProgressScreen, print_json, print_note, show_table
     from gqa_convert.data.sources import as_source
     from gqa_convert.measuring.results import AskedQuestions, check_result_path, write_result
     from gqa_convert.measuring.tables import evaluation_tables, notes, short_names
@@ -180,8 +112,15 @@ def evaluate(
     options = run.EvaluationOptions(reference, revision, window, tokens, batch, dtype, device, asked)
     text = None
     if data is not None:
-        fields = {"text_field": text_field, "source_field": source_field, "target_field": target_field}
-        text = as_source({"source": data, "split": data_split, "name": data_name, **fields})
+        stated = {
+            "source": data,
+            "split": data_split,
+            "name": data_name,
+            "text_field": text_field,
+            "source_field": source_field,
+            "target_field": target_field,
+        }
+        text = as_source(stated)
     with ProgressScreen() as screen:
         results = run.evaluate(models, text, options, command=command_line(), progress=screen.show)
     if output is not None:
@@ -192,7 +131,7 @@ def evaluate(
     else:
         names = short_names(entries)
         for table in evaluation_tables(results, entries, names):
-            show_table(table.rows, table.title)
+            show_table(*table)
         for note in notes(entries, names):
             print_note(note)
     failed = ", ".join(each.model for each in entries if each.scored_nan)

@@ -1,7 +1,5 @@
 """`gqa-convert inspect`."""
 
-from typing import Annotated
-
 from .options import (
     Budget,
     Calibration,
@@ -20,14 +18,11 @@ def inspect(
     calibration: Calibration = None,
     calibration_tokens: CalibrationTokens = None,
     candidates: Candidates = None,
-    max_loss_increase: Annotated[
-        float | None,
-        option(
-            "--max-loss-increase NATS",
-            "Recommend the smallest N that adds at most this loss, in nats per token.",
-            min=0,
-        ),
-    ] = None,
+    max_loss_increase: float | None = option(
+        "--max-loss-increase NATS",
+        "Recommend the smallest N that adds at most this loss, in nats per token.",
+        min=0,
+    ),
     kv_budget: Budget = None,
     device: Device = None,
     revision: Revision = None,
@@ -47,9 +42,7 @@ def inspect(
     from gqa_convert.measuring.sensitivity.inspection import inspect_checkpoint, sink_warnings
     from gqa_convert.measuring.tables import figure, filled
 
-    from .console.progress import ProgressScreen
-    from .console.screen import print_json, print_note, stdout_console
-    from .console.tables import show_table
+    from .console.screen import ProgressScreen, print_json, print_note, say, show_table
 
     with ProgressScreen() as screen:
         result = inspect_checkpoint(
@@ -66,14 +59,11 @@ def inspect(
     if as_json:
         print_json(result.as_json())
         return
-    console = stdout_console()
-    console.print(
-        f"{result.source}: {result.model_type}, {result.kv_heads} K/V heads in {result.layers} attention layers"
-    )
+    say(f"{result.source}: {result.model_type}, {result.kv_heads} K/V heads in {result.layers} attention layers")
     if result.calibration["warning"]:
         print_note(result.calibration["warning"])
     losses = result.loss
-    console.print(f"text: {result.calibration['text']}")
+    say(f"text: {result.calibration['text']}")
     # a single block has no standard error, and its digits mean little
     form = "z.1f" if losses.source_standard_error is None else "z.4f"
     title = (
@@ -81,12 +71,12 @@ def inspect(
         "tokens of this text: closed form, an upper bound of what fit loses"
     )
     rows = [{"N": str(each.groups), "loss added": figure(each, "increase", f"+{form}")} for each in losses.by_groups]
-    show_table(filled(rows), title)
+    show_table(title, filled(rows))
     for warning in sink_warnings(losses.by_groups):
         print_note(warning)
     advice = result.recommendation
     if advice is not None:
         mark = "no N fits" if advice.groups is None else "recommended"
-        console.print(f"{mark}  {advice.reason}")
+        say(f"{mark}  {advice.reason}")
         if advice.command:
-            console.print(f"next  {advice.command}")
+            say(f"next  {advice.command}")

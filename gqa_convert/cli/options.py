@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -47,14 +48,24 @@ def cache_budget(text: str) -> "KVBudget":
     return KVBudget(text, percent / 100)
 
 
-def option(shown: str, text: str, **more: Any) -> Any:
-    """Declare an option or an argument as `--help` shows it: its names, and what stands for its value if it takes one."""
+def option(shown: str, text: str, default: Any = None, **more: Any) -> Any:
+    """Declare an option or an argument.
+
+    Args:
+        shown: as `--help` shows it: its names, and what stands for its value if it takes one.
+        text: its help.
+        default: its value if it is not given; `...` where it must be, or where the parameter states it.
+        more: what typer's function takes.
+    """
     names, metavar = shown.split(), None
     if not names[-1].startswith("-"):
         metavar = names.pop()
-    if not names:
-        return typer.Argument(metavar=metavar, help=text)
-    return typer.Option(*names, metavar=metavar, help=text, **more)
+    declare: Any = typer.Option if names else typer.Argument
+    return declare(default, *names, metavar=metavar, help=text, **more)
+
+
+rare_option = partial(option, hidden=True)
+"""An option that `--help-all` shows."""
 
 
 def refuse(options: Mapping[str, Any], reason: str) -> None:
@@ -77,13 +88,14 @@ def command_line() -> list[str]:
     return ["gqa-convert", *sys.argv[1:]]
 
 
-Source = Annotated[str, option("SOURCE", "Checkpoint folder or Hub id.")]
-Converted = Annotated[Path, option("OUT", "Folder of the converted checkpoint.")]
+Source = Annotated[str, option("SOURCE", "Checkpoint folder or Hub id.", ...)]
+Converted = Annotated[Path, option("OUT", "Folder of the converted checkpoint.", ...)]
 Budget = Annotated[
     Any,
     option(
         "--kv-budget SHARE",
         "The K/V cache to keep, as a share of that of SOURCE (50%): chooses a number of K/V heads for each layer of most decoders, by what merging costs it on the calibration text.",
+        ...,
         parser=cache_budget,
     ),
 ]
@@ -92,6 +104,7 @@ Candidates = Annotated[
     option(
         "--candidates N,N,...",
         "Numbers of K/V heads per layer to try. Default: divisors of the source's number.",
+        ...,
         parser=counts,
     ),
 ]
@@ -100,6 +113,7 @@ Calibration = Annotated[
     option(
         "--calibration -c TEXT",
         "Calibration text, conversations, or pairs with source and target for an encoder-decoder: a file, a folder, a glob pattern, a Hub dataset, or self for text that SOURCE writes; a folder of audio files for a model that hears. Repeat the option to mix texts in equal shares.",
+        ...,
     ),
 ]
 CalibrationTokens = Annotated[
@@ -107,12 +121,13 @@ CalibrationTokens = Annotated[
     option(
         "--calibration-tokens T",
         "Tokens of calibration text, such as 100k. Default: 24.6k, fewer for a hidden_size below 50, and 8 per unit of hidden_size above 3,072.",
+        ...,
         parser=count,
     ),
 ]
 Device = Annotated[
     str | None,
-    option("--device NAME", "Where models run: cpu, cuda or cuda:1. Default: a GPU if there is one."),
+    option("--device NAME", "Where models run: cpu, cuda or cuda:1. Default: a GPU if there is one.", ...),
 ]
-Revision = Annotated[str | None, option("--revision REV", "Branch, tag or commit on the Hub. Default: main.")]
-Json = Annotated[bool, option("--json", "Print the result as one JSON object.")]
+Revision = Annotated[str | None, option("--revision REV", "Branch, tag or commit on the Hub. Default: main.", ...)]
+Json = Annotated[bool, option("--json", "Print the result as one JSON object.", ...)]

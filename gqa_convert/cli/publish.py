@@ -1,58 +1,39 @@
 """`gqa-convert publish`."""
 
 import sys
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
 
 from gqa_convert.checkpoint.byte_sizes import size
 
 from .options import Json, option
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from gqa_convert.hub.publishing import Publication
-
 
 def publish(
-    out: Annotated[Path, option("OUT", "Folder written by convert or uptrain.")],
-    repo_id: Annotated[
-        str,
-        option(
-            "--repo-id ORG/NAME",
-            "Repository on the Hub; created if it does not exist.",
-        ),
-    ],
-    private: Annotated[bool, option("--private", "Create the repository as private.")] = False,
-    dry_run: Annotated[
-        bool,
-        option(
-            "--dry-run",
-            "Write OUT/README.md and list the files to upload, without network access.",
-        ),
-    ] = False,
-    results: Annotated[
-        list[Path] | None,
-        option(
-            "--results -r FILE",
-            "JSON of evaluate for the card; repeatable.",
-        ),
-    ] = None,
-    base_model: Annotated[
-        str | None,
-        option(
-            "--base-model ORG/NAME",
-            "Source model on the Hub. Default: the one that the conversion recorded.",
-        ),
-    ] = None,
-    licence: Annotated[
-        str | None,
-        option(
-            "--license ID",
-            "Licence of the result. Default: that in the README.md of the source.",
-        ),
-    ] = None,
+    out: Path = option("OUT", "Folder written by convert or uptrain.", ...),
+    repo_id: str = option(
+        "--repo-id ORG/NAME",
+        "Repository on the Hub; created if it does not exist.",
+        ...,
+    ),
+    private: bool = option("--private", "Create the repository as private.", False),
+    dry_run: bool = option(
+        "--dry-run",
+        "Write OUT/README.md and list the files to upload, without network access.",
+        False,
+    ),
+    results: list[Path] = option(
+        "--results -r FILE",
+        "JSON of evaluate for the card; repeatable.",
+        [],
+    ),
+    base_model: str | None = option(
+        "--base-model ORG/NAME",
+        "Source model on the Hub. Default: the one that the conversion recorded.",
+    ),
+    licence: str | None = option(
+        "--license ID",
+        "Licence of the result. Default: that in the README.md of the source.",
+    ),
     as_json: Json = False,
 ) -> None:
     """Write a model card and upload a converted checkpoint to the Hugging Face Hub.
@@ -69,47 +50,38 @@ def publish(
     """
     from huggingface_hub.utils import disable_progress_bars
 
-    from gqa_convert.cli.console.progress import ProgressScreen
-    from gqa_convert.cli.console.screen import print_json, stderr_console, stdout_console
+    from gqa_convert.cli.console.screen import ProgressScreen, make_console, print_json, say
+    from gqa_convert.hub.markup import printable
     from gqa_convert.hub.options import PublishOptions
-    from gqa_convert.hub.publishing import publish
+    from gqa_convert.hub.publishing import Publication, publish
 
     if not sys.stderr.isatty():
         disable_progress_bars()
 
-    console = stderr_console()
-    if dry_run and not as_json:
-        console = stdout_console()
-
+    console = make_console(stderr=as_json or not dry_run)
     options = PublishOptions(
         repo_id,
         private,
-        results=tuple(results or ()),
+        results=results,
         base_model=base_model,
         license=licence,
     )
+
+    def show_files(publication: Publication) -> None:
+        verb = "would send" if dry_run else "sending"
+        for file in publication.files:
+            console.print(printable(f"{verb}  {file.path}, {size(file.bytes)}"))
+        nbytes = sum(file.bytes for file in publication.files)
+        console.print(f"total    {len(publication.files)} files, {size(nbytes)}")
+        visibility = "private" if publication.private else "public, unless its owner makes it private"
+        console.print(f"to       {publication.url}, {visibility}")
+        console.print(f"card     {publication.card}")
+        for warning in publication.warnings:
+            console.print(printable(f"note: {warning}"))
+
     with ProgressScreen() as screen:
-        published = publish(
-            out, options, dry_run=dry_run, on_progress=screen.show, on_checked=partial(_show_files, console)
-        )
+        published = publish(out, options, dry_run=dry_run, on_progress=screen.show, on_checked=show_files)
     if as_json:
         print_json(published.as_json())
     elif not dry_run:
-        stdout_console().print(f"published at {published.url}")
-
-
-def _show_files(console: "Console", publication: "Publication") -> None:
-    """Print what is sent, and where."""
-    from gqa_convert.hub.markup import printable
-
-    from .console.screen import print_note
-
-    verb = "would send" if publication.dry_run else "sending"
-    for file in publication.files:
-        console.print(printable(f"{verb}  {file.path}, {size(file.bytes)}"))
-    console.print(f"total    {len(publication.files)} files, {size(sum(file.bytes for file in publication.files))}")
-    visibility = "private" if publication.private else "public, unless its owner makes it private"
-    console.print(f"to       {publication.url}, {visibility}")
-    console.print(f"card     {publication.card}")
-    for warning in publication.warnings:
-        print_note(printable(warning), console)
+        say(f"published at {published.url}")

@@ -29,44 +29,38 @@ def run(app: Any) -> Never:
                 raise OptionError(
                     f"the argument {argument} is not UTF-8, so that records cannot hold it: rename the file or folder"
                 )
-        code = app(prog_name="gqa-convert", standalone_mode=False)
+        sys.exit(app(prog_name="gqa-convert", standalone_mode=False))
     except (GQAConvertError, InterruptedRunError) as mistake:
-        if isinstance(mistake, InterruptedRunError):
-            sys.unraisablehook = lambda _: (
-                None
-            )  # a library's thread that starts while Python ends would print a traceback
-        sys.exit(mistake.exit_code if mistake.reported_elsewhere else _report(str(mistake), mistake.exit_code))
+        # a library's thread that starts while Python ends would print a traceback
+        sys.unraisablehook = lambda _: None
+        if not mistake.reported_elsewhere:
+            _report(str(mistake), mistake.exit_code)
+        sys.exit(mistake.exit_code)
     except Exception as problem:
         # typer brings its own copy of click's exceptions or uses click's, depending on its version
-        if hasattr(problem, "format_message") and hasattr(problem, "exit_code"):
-            sys.exit(_report_usage(problem))
+        if hasattr(problem, "format_message"):
+            _report_usage(problem)
         if isinstance(problem, OSError):
-            sys.exit(_report(f"{problem.filename or 'the system'}: {problem.strerror or problem}", 1))
+            _report(f"{problem.filename or 'the system'}: {problem.strerror or problem}", 1)
         raise
-    sys.exit(code if isinstance(code, int) else 0)
 
 
-def _stop(number: int, frame: FrameType | None) -> None:
-    del frame
+def _stop(number: int, _frame: FrameType | None) -> None:
     raise InterruptedRunError(f"stopped by {signal.Signals(number).name}: no partial result was written")
 
 
-def _report_usage(problem: Any) -> int:
+def _report_usage(problem: Any) -> Never:
     """Report a mistake in the arguments, and point to the help of the command that was called."""
     text = " ".join(problem.format_message().split()).rstrip(".")
-    if not text:
-        return int(problem.exit_code)
     errors = getattr(problem.__cause__, "errors", None)
     if errors is not None:  # pydantic's, whose words leave out what was found
         text = text.partition(", unable to parse")[0].replace("Input", repr(errors()[0]["input"]))
-    context = getattr(problem, "ctx", None)
-    command = context.command_path if context is not None else "gqa-convert"
     see = " See" if text.endswith("?") else ": see"
-    return _report(f"{text}{see} {command} --help", problem.exit_code)
+    _report(f"{text}{see} {problem.ctx.command_path} --help", problem.exit_code)
 
 
-def _report(message: str, code: int) -> int:
-    """Print an error on stderr, and as a JSON object on stdout with --json; return the exit code."""
+def _report(message: str, code: int) -> Never:
+    """Print an error on stderr, and as a JSON object on stdout with --json; exit."""
     with contextlib.suppress(OSError):  # stderr may be full or closed; the exit code reports the error as well
         for line in message.splitlines():  # one, but for the mistakes in a recipe
             sys.stderr.write(f"gqa-convert: {' '.join(line.split())}\n")
@@ -74,4 +68,4 @@ def _report(message: str, code: int) -> int:
     if "--json" in sys.argv[1:]:
         with contextlib.suppress(OSError):
             print_json({"error": message, "exit_code": code})
-    return code
+    sys.exit(code)

@@ -3,54 +3,35 @@
 import re
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from .options import Json, command_line, option, refuse
 
 
 def _hardware(text: str) -> tuple[int, str]:
     """The number and the type of GPUs in 8xh100 or h100."""
-    number = re.match(r"([1-9]\d{0,5}) ?x ?", text, re.IGNORECASE)
-    return (1, text) if number is None else (int(number[1]), text[number.end() :])
+    _, number, gpu = re.split(r"^(?:([1-9]\d{0,5}) ?x ?)?", text, maxsplit=1, flags=re.IGNORECASE)
+    return int(number or 1), gpu
 
 
 def uptrain(
-    recipe: Annotated[
-        Path,
-        option(
-            "RECIPE.yaml",
-            "Recipe file: the model, the text and the budget.",
-        ),
-    ],
-    overrides: Annotated[
-        list[str] | None,
-        option(
-            "KEY=VALUE",
-            "Values that replace keys of the recipe.",
-        ),
-    ] = None,
-    dry_run: Annotated[
-        bool,
-        option(
-            "--dry-run",
-            "Estimate memory and hours of the run; train nothing.",
-        ),
-    ] = False,
-    hardware: Annotated[
-        Any,
-        option(
-            "--hardware NxGPU",
-            "With --dry-run: the number and the type of GPUs, such as 8xh100. Default: one H100.",
-            parser=_hardware,
-        ),
-    ] = None,
-    tokenize_only: Annotated[
-        bool,
-        option(
-            "--tokenize-only",
-            "Tokenise the text ahead of the run, so that no GPU waits for it; train nothing.",
-        ),
-    ] = False,
+    recipe: Path = option("RECIPE.yaml", "Recipe file: the model, the text and the budget.", ...),
+    overrides: list[str] = option("KEY=VALUE", "Values that replace keys of the recipe.", []),
+    dry_run: bool = option(
+        "--dry-run",
+        "Estimate memory and hours of the run; train nothing.",
+        False,
+    ),
+    hardware: Any = option(
+        "--hardware NxGPU",
+        "With --dry-run: the number and the type of GPUs, such as 8xh100. Default: one H100.",
+        parser=_hardware,
+    ),
+    tokenize_only: bool = option(
+        "--tokenize-only",
+        "Tokenise the text ahead of the run, so that no GPU waits for it; train nothing.",
+        False,
+    ),
     as_json: Json = False,
 ) -> None:
     """Train a converted checkpoint to recover quality, with its source as teacher.
@@ -71,29 +52,26 @@ def uptrain(
         refuse({"--hardware": hardware}, "describes GPUs for the estimate of --dry-run")
     elif tokenize_only:
         refuse({"--tokenize-only": True}, "writes tokens, and --dry-run writes nothing")
-    from .console.progress import ProgressScreen
-    from .console.screen import print_json
+    from .console.screen import ProgressScreen, print_json
     from .console.training import show_estimate, show_step, show_tokenized, show_training
 
-    result: Any
-    show: Any
     with ProgressScreen() as screen:
         if dry_run:
             from gqa_convert.training.estimate import estimate
 
-            result = estimate(recipe, overrides or [], *(hardware or (1, "h100")))
-            show = show_estimate
+            result: Any = estimate(recipe, overrides, *(hardware or (1, "h100")))
+            show: Any = show_estimate
         elif tokenize_only:
             from gqa_convert.training.tokenize_only import tokenize_recipe
 
-            result = tokenize_recipe(recipe, overrides or [], on_tokenize=screen.show)
+            result = tokenize_recipe(recipe, overrides, on_tokenize=screen.show)
             show = show_tokenized
         else:
             from gqa_convert.training.uptrain import uptrain_checkpoint
 
             result = uptrain_checkpoint(
                 recipe,
-                overrides or [],
+                overrides,
                 on_message=screen.say,
                 on_step=partial(show_step, screen),
                 on_tokenize=screen.show,

@@ -1,7 +1,5 @@
 """`gqa-convert verify`."""
 
-from typing import Annotated
-
 import typer
 
 from .options import Converted, Json, Revision, option
@@ -9,28 +7,21 @@ from .options import Converted, Json, Revision, option
 
 def verify(
     out: Converted,
-    source: Annotated[
-        str | None,
-        option(
-            "--source SOURCE",
-            "Checkpoint that OUT was converted from: a folder or a Hub id. Default: the one that its record names.",
-        ),
-    ] = None,
+    source: str | None = option(
+        "--source SOURCE",
+        "Checkpoint that OUT was converted from: a folder or a Hub id. Default: the one that its record names.",
+    ),
     revision: Revision = None,
-    logits: Annotated[
-        bool,
-        option(
-            "--logits/--no-logits",
-            "Load both models and compare their outputs.",
-        ),
-    ] = True,
-    refresh: Annotated[
-        bool,
-        option(
-            "--refresh",
-            "First replace modelling files of an earlier release in OUT by those of this one, and record that.",
-        ),
-    ] = False,
+    logits: bool = option(
+        "--logits/--no-logits",
+        "Load both models and compare their outputs.",
+        True,
+    ),
+    refresh: bool = option(
+        "--refresh",
+        "First replace modelling files of an earlier release in OUT by those of this one, and record that.",
+        False,
+    ),
     as_json: Json = False,
 ) -> None:
     """Prove that OUT is SOURCE with merged K/V heads and no other change.
@@ -50,8 +41,7 @@ def verify(
     from gqa_convert.conversion.refreshing import refresh_modeling
     from gqa_convert.verify import verify_checkpoint
 
-    from .console.progress import ProgressScreen
-    from .console.screen import print_json, stdout_console
+    from .console.screen import ProgressScreen, print_json, say
 
     with ProgressScreen() as screen:
         if refresh:
@@ -68,12 +58,11 @@ def verify(
     if as_json:
         print_json(report.summary())
     else:
-        console = stdout_console()
         for check in report.checks:
-            console.print(f"{'ok  ' if check.passed else 'FAIL'}  {check.name:<22} {check.detail}")
+            say(f"{'ok  ' if check.passed else 'FAIL'}  {check.name:<22} {check.detail}")
         verdict = "verified"
         if not report.passed:
             verdict = "not verified: OUT is not SOURCE with merged K/V heads; do not use it, unless it was uptrained after the conversion"
-        console.print(verdict)
+        say(verdict)
     if not report.passed:
         raise typer.Exit(1)

@@ -1,17 +1,19 @@
-"""The model card: its metadata, and the text that `card.md.jinja` makes."""
+"""The model card: its metadata, the text that `card.md.jinja` makes, and the OUT/README.md that it replaces."""
 
+import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 from gqa_convert.checkpoint.provenance import PROVENANCE
-from gqa_convert.checkpoint.signed_card import CARD, is_our_card, signed
+from gqa_convert.checkpoint.signed_card import CARD, MARKER, is_our_card, signed
+from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.errors import OptionError, PublishError
 from gqa_convert.hub.converted import Converted
 from gqa_convert.hub.licenses import find_license, reminders
-from gqa_convert.hub.markup import render
+from gqa_convert.hub.markup import printable, render
 from gqa_convert.hub.measured import eval_results, read_measured
 from gqa_convert.hub.options import PublishOptions
-from gqa_convert.hub.readme import came_with_source, read_readme, stated_by_source
 from gqa_convert.merging.methods import METHODS
 
 _TEMPLATE = Path(__file__).with_name("card.md.jinja")
@@ -20,6 +22,53 @@ _TASKS = {
     "AutoModelForImageTextToText": "image-text-to-text",
     "AutoModelForSpeechSeq2Seq": "automatic-speech-recognition",
 }
+_INHERITED = ("license", "license_name", "license_link", "language")
+"""Keys of the source's front matter that hold for the result too."""
+
+
+def read_readme(folder: Path) -> str | None:
+    """The text of OUT/README.md, None if there is none.
+
+    Raises:
+        PublishError: the file is no text.
+    """
+    path = folder / CARD
+    if not path.is_symlink() and not path.exists():
+        return None
+    try:
+        return path.read_bytes().decode("utf-8")
+    except (OSError, ValueError) as problem:
+        raise PublishError(f"{path} can't be read as text ({problem}): move it away") from None
+
+
+def stated_by_source(model: Converted, text: str) -> JsonObject:
+    """Licence and languages that the source states, in its README or in the comment of the card that replaced
+    it; nothing if there is neither.
+    """
+    match = MARKER.search(text)
+    found = json.loads(match[1]) if match else _front_matter(text)
+    stated: JsonObject = {}
+    for key in _INHERITED if isinstance(found, dict) else ():
+        value = found.get(key)
+        if value and isinstance(value, str):
+            stated[key] = printable(model.names.name(value.strip()))
+        elif value and isinstance(value, list):
+            stated[key] = [printable(word) for word in value if isinstance(word, str)]
+    return stated
+
+
+def _front_matter(text: str) -> Any:
+    """The front matter of a README, in which every value is a word: `no` is Norwegian, not false. None if it can't be
+    read.
+    """
+    import yaml
+    from huggingface_hub.repocard import REGEX_YAML_BLOCK
+
+    try:
+        block = REGEX_YAML_BLOCK.search(text)
+        return block and yaml.load(block[2], yaml.BaseLoader)
+    except yaml.YAMLError:
+        return None
 
 
 def make_card(model: Converted, options: PublishOptions) -> tuple[str, list[str]]:
@@ -34,10 +83,18 @@ def make_card(model: Converted, options: PublishOptions) -> tuple[str, list[str]
     from jinja2 import UndefinedError
 
     readme = read_readme(model.folder)
-    if readme is not None and not is_our_card(readme) and not came_with_source(model, readme):
-        _refuse_changes(model.folder / CARD, options)
+    digest = hashlib.sha256((readme or "").encode()).hexdigest()
+    came_with_source = model.record.written.get(CARD, {}).get("sha256") == digest
+    if readme is not None and not is_our_card(readme) and not came_with_source:
+        asked = {"--results": options.results, "--base-model": options.base_model, "--license": options.license}
+        for name, value in asked.items():
+            if value:
+                raise OptionError(
+                    f"{model.folder / CARD} was written or edited by you and stays as it is, so {name} would change nothing: "
+                    f"leave it out, or move the file away for a new card"
+                )
         return readme, [f"{CARD} was written or edited by you and stays as it is; move it away for a new card"]
-    stated = stated_by_source(model, readme)
+    stated = stated_by_source(model, readme or "")
     chosen = find_license(stated, options.license)
     warnings = reminders(chosen, options.name)
     if not chosen.inherited and "license" in stated:
@@ -81,13 +138,3 @@ def make_card(model: Converted, options: PublishOptions) -> tuple[str, list[str]
     except UndefinedError as problem:
         raise PublishError(f"{PROVENANCE} lacks what a card states ({problem}): convert again") from None
     return signed(f"---\n{front}\n---\n", kept, body), [*warnings, *left_out]
-
-
-def _refuse_changes(card: Path, options: PublishOptions) -> None:
-    stated = {"--results": options.results, "--base-model": options.base_model, "--license": options.license}
-    unread = [name for name, value in stated.items() if value]
-    if unread:
-        raise OptionError(
-            f"{card} was written or edited by you and stays as it is, so {unread[0]} would change nothing: "
-            f"leave it out, or move the file away for a new card"
-        )

@@ -1,22 +1,71 @@
-"""A converted checkpoint, opened and checked for publication."""
+"""A converted checkpoint, opened and checked for publication; and its `gqa_conversion.json`, as far as a card states it."""
 
+import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from pydantic import BaseModel, ConfigDict, ValidationError
+
 from gqa_convert.checkpoint.files import leads_out
-from gqa_convert.checkpoint.fingerprint import fingerprint
 from gqa_convert.checkpoint.provenance import PROVENANCE
 from gqa_convert.checkpoint.signed_card import CARD
 from gqa_convert.checkpoint.source import Checkpoint, open_checkpoint
-from gqa_convert.checkpoint.strict_json import JsonObject
+from gqa_convert.checkpoint.strict_json import JsonObject, parse_object
 from gqa_convert.conversion.plan import Plan, make_plan
 from gqa_convert.errors import GroupsError, PublishError
 from gqa_convert.families.loading import auto_class, headless_class
 from gqa_convert.hub.names import PublicNames
 from gqa_convert.hub.options import HUB_ID
-from gqa_convert.hub.record import ConversionRecord, read_records
 from gqa_convert.merging.methods import COPY
+
+
+class ConversionRecord(BaseModel):
+    """A conversion and the uptraining runs after it. What a card states and nothing else depends on is plain data."""
+
+    model_config = ConfigDict(frozen=True, extra="allow", allow_inf_nan=False, protected_namespaces=())
+
+    source: JsonObject
+    """What was converted: `id`, a folder or Hub id, its commit `revision`, `fingerprint` and `model_type`."""
+    route: str
+    method: str
+    groups: int | list[int]
+    encoder: bool
+    calibration: JsonObject | None
+    kv_bytes_per_token: JsonObject | None = None
+    cross_kv_bytes_per_encoder_token: JsonObject | None = None
+    uptraining: list[JsonObject] = []
+    previous: "ConversionRecord | None"
+    written: dict[str, JsonObject]
+    """The `bytes` and the `sha256` of files; there is no hash of weights that were streamed without `--hash`."""
+
+
+def read_records(folder: Path) -> tuple[list[ConversionRecord], PublicNames]:
+    """The records of the conversions that made a checkpoint, oldest first, without folders of the machine; and the names
+    of what they state.
+
+    Raises:
+        PublishError: there is no record, or it is no record of a conversion.
+    """
+    path = folder / PROVENANCE
+    try:
+        content = parse_object(path.read_bytes(), str(path))
+        names = PublicNames(content)
+        newest = ConversionRecord.model_validate_json(json.dumps(names.of(content)), strict=True)
+    except OSError:
+        raise PublishError(
+            f"{folder} has no {PROVENANCE} that can be read: name a folder that convert or uptrain wrote"
+        ) from None
+    except ValidationError as problem:
+        first = problem.errors()[0]
+        raise PublishError(
+            f"{path} is not the record of a conversion ({first['loc']}: {first['msg']}): convert again"
+        ) from None
+    records = [newest]
+    while (earlier := records[0].previous) is not None:
+        records.insert(0, earlier)
+    return records, names
+
 
 _LICENSE_FILE = re.compile(r"(licen[cs]e|notice|copying|use_policy)[^/]*", re.IGNORECASE)
 
@@ -29,7 +78,6 @@ class Converted:
         plan: of a conversion to the same N, which changes nothing: it has heads, sizes and engines from the headers.
         records: of the conversions that made it, oldest first, without folders of the machine.
         names: of what the records state.
-        fingerprint: by which its results are known.
         files: paths of what is published besides the card: what convert and uptrain wrote, and licences.
         untracked: paths of other files in the folder, which stay.
     """
@@ -37,11 +85,10 @@ class Converted:
     folder: Path
     checkpoint: Checkpoint
     plan: Plan
-    records: tuple[ConversionRecord, ...]
+    records: list[ConversionRecord]
     names: PublicNames
-    fingerprint: str
-    files: tuple[str, ...]
-    untracked: tuple[str, ...]
+    files: list[str]
+    untracked: list[str]
 
     @property
     def record(self) -> ConversionRecord:
@@ -109,9 +156,8 @@ def open_converted(folder: Path) -> Converted:
         plan=_plan_without_change(checkpoint, record),
         records=records,
         names=names,
-        fingerprint=fingerprint(checkpoint),
-        files=tuple(files),
-        untracked=tuple(name for name in found if name not in files),
+        files=files,
+        untracked=[name for name in found if name not in files],
     )
 
 

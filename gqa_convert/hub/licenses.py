@@ -2,14 +2,13 @@
 
 import re
 import tomllib
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-Words = Mapping[str, str | list[str]]
-"""What the source's README states: words and lists of words by key."""
+from gqa_convert.checkpoint.strict_json import JsonObject
 
-_TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+_TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 _BUILT_WITH: dict[str, tuple[str, str]] = _TABLES["built_with"]
 LICENSE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9.+-]{0,63}")
 _UNKNOWN = (
@@ -29,8 +28,8 @@ class License:
     """
 
     id: str | None
-    name: str | list[str] | None = None
-    link: str | list[str] | None = None
+    name: Any = None
+    link: Any = None
     inherited: bool = True
 
     @property
@@ -39,17 +38,17 @@ class License:
         return _BUILT_WITH[self.id][0] if self.id in _BUILT_WITH else None
 
 
-def find_license(stated: Words, given: str | None) -> License:
+def find_license(stated: JsonObject, given: str | None) -> License:
     """The licence that the user gives, or else that of the source; several licences at once are not understood.
 
     Args:
         stated: by the source.
         given: by the user.
     """
-    words = str(stated.get("license")).lower()
+    words = str(stated.get("license", "")).lower()
     if given is not None and given.lower() != words:
         return License(given.lower(), inherited=False)
-    if "license" not in stated or not LICENSE_ID.fullmatch(words):
+    if not LICENSE_ID.fullmatch(words):
         return License(None)
     return License(words, stated.get("license_name"), stated.get("license_link"))
 

@@ -34,17 +34,11 @@ def render(template: Path, card: object) -> str:
     from jinja2 import Environment, StrictUndefined
 
     environment = Environment(
-        undefined=StrictUndefined, finalize=_escaped, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+        undefined=StrictUndefined, finalize=_plain, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )
     tools = (code, fenced, shell, number, significant, size, heads_text, Markdown)
     environment.filters |= {tool.__name__: tool for tool in tools}
-    return environment.from_string(template.read_text(encoding="utf-8")).render(card=card)
-
-
-def _escaped(value: Any) -> Any:
-    if isinstance(value, str) and not isinstance(value, Markdown):
-        return plain(value)
-    return value
+    return environment.from_string(template.read_text("utf-8")).render(card=card)
 
 
 def code(text: str) -> Markdown:
@@ -53,9 +47,11 @@ def code(text: str) -> Markdown:
     return Markdown(f"`{line or ' '}`")
 
 
-def plain(text: str) -> Markdown:
-    """The text as running text on one line, in which nothing is markup."""
-    return Markdown(_MARKUP.sub(r"\\\1", html.escape(printable(text), quote=False)))
+def _plain(value: Any) -> Any:
+    """A text as running text on one line, in which nothing is markup; any other value as it is."""
+    if not isinstance(value, str) or isinstance(value, Markdown):
+        return value
+    return _MARKUP.sub(r"\\\1", html.escape(printable(value), quote=False))
 
 
 def fenced(text: str, language: str) -> Markdown:

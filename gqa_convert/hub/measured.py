@@ -1,10 +1,10 @@
 """The results of evaluate that a card states: those whose fingerprint is the checkpoint's."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from gqa_convert.checkpoint.fingerprint import fingerprint
 from gqa_convert.checkpoint.paths import local_path
 from gqa_convert.hub.converted import Converted
 from gqa_convert.hub.names import PublicNames
@@ -47,8 +47,18 @@ def eval_results(measured: Sequence[Evaluated], task: str) -> list[Any]:
             value = getattr(each.ours, key)
             if data is not None and value is not None:
                 split = data.revision and data.split  # files have none
-                shown = EvalResult(task, data.source, data.source, metric, value, metric_name=name, dataset_split=split)
-                found.append(replace(shown, dataset_revision=data.revision, dataset_config=data.name))
+                shown = EvalResult(
+                    task,
+                    data.source,
+                    data.source,
+                    metric,
+                    value,
+                    metric_name=name,
+                    dataset_config=data.name,
+                    dataset_split=split,
+                    dataset_revision=data.revision,
+                )
+                found.append(shown)
         if answers:
             found.append(EvalResult(task, "made-up facts", "made-up facts", "exact_match", answers[0].found))
     return found
@@ -60,11 +70,12 @@ def read_measured(paths: Sequence[Path], model: Converted) -> tuple[list[Evaluat
     Raises:
         ReportError: a file can't be read, or holds no results.
     """
+    own, of_source = fingerprint(model.checkpoint), model.first.source["fingerprint"]
     measured, warnings = [], []
     for path in map(local_path, paths):
         file = load_evaluation(path)
         scores = {each.fingerprint: each for each in file.entries()}
-        ours, source = scores.get(model.fingerprint), scores.get(model.first.source["fingerprint"])
+        ours, source = scores.get(own), scores.get(of_source)
         if ours is None:
             warnings.append(
                 f"{path} is left out: it measured other models than {model.folder} as it is now; measure again"
@@ -72,12 +83,9 @@ def read_measured(paths: Sequence[Path], model: Converted) -> tuple[list[Evaluat
             continue
         content = file.as_json()
         public = PublicNames(content)
-        names = {each.model: public.name(each.model) for each in file.entries()}
-        entries = [ours]
-        names[ours.model] = "this model"
-        if source is not None:
-            entries.insert(0, source)
-            names[source.model] = "source"
+        called = {of_source: "source", own: "this model"}
+        names = {each.model: called.get(each.fingerprint) or public.name(each.model) for each in file.entries()}
+        entries = [each for each in (source, ours) if each is not None]
         stated = {key: content[key] for key in ("command", "data")}
         shown = EvaluationFile.model_validate(content | public.of(stated))
         tables = evaluation_tables(shown, entries, names)

@@ -52,7 +52,10 @@ class PublicNames:
         if not isinstance(value, str) or key == "processor":  # whose names hold slashes
             return value
         if key == "command":
-            return self._argument(value)
+            mark, stated = _MARKED.fullmatch(value).groups()  # type: ignore[union-attr]  # it matches every word
+            name = self.name(stated)
+            # lists of sources are stated by the recipe, too
+            return mark + ("..." if name != stated and stated.startswith(("[", "{")) else name)
         return self._description(value) if key == "text" else self.name(value)
 
     def name(self, text: str) -> str:
@@ -62,12 +65,6 @@ class PublicNames:
             return text
         self.local[text] = (Path(text).name or ".") if "/" in text else "~"
         return self.local[text]
-
-    def _argument(self, word: str) -> str:
-        mark, value = _MARKED.fullmatch(word).groups()  # type: ignore[union-attr]  # it matches every word
-        name = self.name(value)
-        # lists of sources are stated by the recipe, too
-        return mark + ("..." if name != value and value.startswith(("[", "{")) else name)
 
     def _description(self, text: str) -> str:
         """Words on calibration text. A path that no argument states goes with all before its last slash."""

@@ -1,6 +1,7 @@
 """What the user asks of `publish`."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,7 +30,7 @@ class PublishOptions:
 
     repo_id: str
     private: bool = False
-    results: tuple[Path, ...] = ()
+    results: Sequence[Path] = ()
     base_model: str | None = None
     license: str | None = None
 
@@ -39,9 +40,16 @@ class PublishOptions:
         _check("--license", self.license, LICENSE_ID, "apache-2.0, llama2 or other")
 
     @property
+    def url(self) -> str:
+        """The address of the repository."""
+        from huggingface_hub import constants
+
+        return f"{constants.ENDPOINT}/{self.repo_id}"
+
+    @property
     def name(self) -> str:
         """The repository's name without its owner."""
-        return self.repo_id.rsplit("/", 1)[-1]
+        return self.repo_id.partition("/")[2]
 
 
 def _check(option: str, value: str | None, pattern: re.Pattern[str], example: str) -> None:

@@ -4,18 +4,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from gqa_convert.checkpoint.atomic_files import write_whole
 from gqa_convert.checkpoint.ownership import some
 from gqa_convert.checkpoint.paths import local_path
 from gqa_convert.checkpoint.provenance import PROVENANCE
 from gqa_convert.checkpoint.results import Result
 from gqa_convert.checkpoint.signed_card import CARD
+from gqa_convert.errors import OutputError
 from gqa_convert.families.layerwise import heads_text
 from gqa_convert.hub.card import make_card
 from gqa_convert.hub.converted import open_converted
-from gqa_convert.hub.files import HashedFile, find_changes, hash_file, refuse_token
 from gqa_convert.hub.options import PublishOptions
-from gqa_convert.hub.readme import write_card
-from gqa_convert.hub.repository import Repository, url_of
+from gqa_convert.hub.repository import HashedFile, Repository, find_changes, hash_file, refuse_token
 from gqa_convert.measuring import Progress, no_progress
 
 
@@ -76,22 +76,26 @@ def publish(
         files.append(hash_file(model.folder, name, token))
         on_progress("hashing", len(files), len(model.files))
     warnings += find_changes(model, files)
-    written = write_card(model, card)
+    path = model.folder / CARD
+    try:
+        write_whole(path, card.encode())
+    except OSError as problem:
+        raise OutputError(f"{path} can't be written ({problem.strerror}): make room, or the folder writable") from None
     files.append(hash_file(model.folder, CARD, token))
     if model.names.local:
-        path = next(iter(model.names.local))
-        warnings.append(f"{PROVENANCE} is published too and names folders of this machine: {path}; the card does not")
+        named = next(iter(model.names.local))
+        warnings.append(f"{PROVENANCE} is published too and names folders of this machine: {named}; the card does not")
     if links := model.checkpoint.files.links_out:
         warnings.append(f"not sent, as links that lead out of the folder: {some(links)}")
     if model.untracked:
         warnings.append(f"not sent, as neither convert nor uptrain wrote it: {some(model.untracked)}")
     publication = Publication(
         repo_id=options.repo_id,
-        url=url_of(options.repo_id),
+        url=options.url,
         private=private,
         files=sorted(files, key=lambda file: file.path),
         warnings=warnings,
-        card=str(written),
+        card=str(path),
         dry_run=dry_run,
     )
     on_checked(publication)

@@ -16,7 +16,7 @@ _BUFFERS = ("bias", "masked_bias", "causal_mask", "rotary_emb.inv_freq")
 """Buffers that old checkpoints hold beside the projections."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class AbsorptionLimits:
     """What the projections of a layer can absorb, and why not more.
 

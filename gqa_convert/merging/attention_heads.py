@@ -138,12 +138,14 @@ class LayerLayout:
         Raises:
             NonFiniteError: one holds NaN, Inf, or a number too large for its type.
         """
+        result: Tensors = {}
         for name, array in tensors.items():
             if not np.isfinite(array).all():
                 raise NonFiniteError(
                     f"merging gives NaN or Inf in tensor {name}: check the source's weights, or try --method mean"
                 )
-        return {name: rounded(array, name, self.dtypes[name]) for name, array in tensors.items()}
+            result[name] = rounded(array, name, self.dtypes[name])
+        return result
 
     def merge_gains(self, tensors: Tensors, groups: int) -> Tensors:
         """The gains of norms that count heads: averaged over each of `groups` groups, or repeated for as many heads."""

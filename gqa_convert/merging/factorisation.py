@@ -23,7 +23,7 @@ _LEAST = 1e-12
 """The least eigenvalue, relative to the largest: nothing may be divided by the weight of an unread direction."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Channels:
     """Rows of K/V heads that one map per head may mix, and the rows that read them. Axes in front of h are independent of
     one another.

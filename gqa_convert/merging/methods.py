@@ -16,7 +16,7 @@ Pooling = Literal["mean", "first"]
 """How the numbers of several heads become those of one: a key of `pooling.POOLINGS`, which holds the arithmetic."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class MergeMethod:
     """One merge method.
 

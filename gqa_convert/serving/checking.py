@@ -10,15 +10,69 @@ import numpy as np
 from gqa_convert.checkpoint.paths import local_path
 from gqa_convert.checkpoint.results import Result
 from gqa_convert.checkpoint.strict_json import JsonObject
-from gqa_convert.errors import MissingExtraError, SourceNotFoundError
+from gqa_convert.errors import CorruptCheckpointError, MissingExtraError, OptionError, SourceNotFoundError
+from gqa_convert.families.context_length import stated_positions
 from gqa_convert.families.layerwise import is_decilm
-from gqa_convert.families.loading import TASKS, auto_class, check_language_model, read_config
+from gqa_convert.families.loading import (
+    TASKS,
+    auto_class,
+    check_complete,
+    check_language_model,
+    explained,
+    load_model,
+    read_config,
+)
+from gqa_convert.families.released import release_of
 from gqa_convert.families.table import FAMILIES
 
-from .engines import ENGINES, engine_named, find_interpreter
-from .reference import NEEDS_HEAD, ask_transformers
+from .engines import ENGINES, find_interpreter
 from .request import NEW_TOKENS, Request, TokenIds
 from .worker import FAILED, OK, SKIPPED, UNSUPPORTED, Outcome, ask
+
+NEEDS_HEAD = "engines are compared by its predictions; convert the language model that the checkpoint was made from"
+"""Advice for a checkpoint that was saved without its language-model head."""
+_LENGTHS = (5, 48, 320)
+"""Tokens of the prompts: with some hundred, a wrong rotary base shows."""
+
+
+def make_prompts(config: JsonObject) -> TokenIds:
+    """Prompts of random tokens and of increasing length, which leave room for the new tokens."""
+    room = (stated_positions(config) or max(_LENGTHS) + NEW_TOKENS) - NEW_TOKENS
+    first = min(8, config["vocab_size"] - 1)  # the first ids are often special tokens
+    ids = np.random.default_rng(0).integers(first, config["vocab_size"], max(_LENGTHS)).tolist()
+    return [ids[:length] for length in sorted({max(1, min(length, room)) for length in _LENGTHS})]
+
+
+def ask_transformers(folder: Path) -> tuple[TokenIds, Outcome]:
+    """Prompts, and the greedy tokens and the logits of a checkpoint in float32, with eager attention.
+
+    The tokens are decoded with the K/V cache, and the logits from which each is chosen are computed without one.
+
+    Raises:
+        CorruptCheckpointError: transformers can't run the checkpoint, or its logits are not finite.
+        NoLanguageModelError: it was saved without its language-model head.
+    """
+    import torch
+    from transformers import GenerationConfig
+
+    with explained(str(folder)), torch.inference_mode():
+        model, missing = load_model(folder, torch.float32, attn_implementation="eager")
+        check_complete(str(folder), folder, missing, NEEDS_HEAD)
+        prompts = make_prompts(model.config.get_text_config().to_dict())
+        # the checkpoint's own generation config could stop at a token or penalise repetition
+        model.generation_config = GenerationConfig(max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0)
+        tokens, logits = [], []
+        for prompt in prompts:
+            made = model.generate(torch.tensor([prompt]))
+            tokens.append(made[0, len(prompt) :].tolist())
+            read = model(input_ids=made[:, :-1]).logits
+            logits.append(read[0, len(prompt) - 1 :].float().numpy())
+    if not all(np.isfinite(each).all() for each in logits):
+        raise CorruptCheckpointError(
+            f"{folder}: transformers computes logits that are not finite, so nothing can be compared with them"
+        )
+    return prompts, Outcome(OK, tokens=tokens, logits=logits)
+
 
 TOLERANCE = 1e-3
 """Difference of logits that is allowed, as a share of the spread between the reference's highest and lowest logit."""
@@ -68,7 +122,8 @@ def check_serving(
     import transformers
 
     for name in names:
-        engine_named(name)
+        if name not in ENGINES:
+            raise OptionError(f"there is no engine {name!r}: choose from {', '.join(ENGINES)}")
     out = local_path(out)
     config = read_config(out)
     if not config:
@@ -91,8 +146,6 @@ def check_serving(
             prompts, reference = ask_transformers(out)
             request = Request(
                 folder=str(out.resolve()),
-                config=config,
-                dtype="float32",
                 context=max(map(len, prompts)) + NEW_TOKENS,
                 run_code=has_our_code(out, config),
                 prompts=prompts,
@@ -134,14 +187,11 @@ def has_our_code(folder: Path, config: JsonObject) -> bool:
         return False
     modeling = FAMILIES[str(config["model_type"])].modeling
     assert modeling is not None
-    for place in (config.get("auto_map") or {}).values():
-        if not str(place).startswith(f"{modeling.file}."):
-            return False
-    for file in modeling.files:
-        copy = folder / file.name
-        if not copy.is_file() or copy.read_bytes() != file.read_bytes():
-            return False
-    return True
+    release = release_of(folder, modeling)
+    if release is None or not release.is_current:
+        return False
+    places = (config.get("auto_map") or {}).values()
+    return all(str(place).startswith(f"{modeling.file}.") for place in places)
 
 
 def compare(reference: Outcome, found: Outcome, prompts: TokenIds) -> JsonObject:
@@ -169,9 +219,8 @@ def compare(reference: Outcome, found: Outcome, prompts: TokenIds) -> JsonObject
         equal += same
         if same < NEW_TOKENS:
             token = ours[same]
-            other = theirs[same] if same < len(theirs) else -1
-            is_tie = 0 <= other < rows.shape[1] and rows[same, token] - rows[same, other] <= allowed
-            if not is_tie:
+            tied = np.flatnonzero(rows[same, token] - rows[same] <= allowed)
+            if not np.isin(theirs[same : same + 1], tied).any():
                 problems.append(f"prompt of {len(prompt)} tokens: new token {same + 1} is not {token}")
         padded = their_rows[:, : rows.shape[1]]  # engines may pad the vocabulary
         if padded.shape == rows.shape:

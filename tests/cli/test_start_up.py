@@ -12,7 +12,7 @@ OURS = {
     "gqa_convert",
     "gqa_convert._version",
     "gqa_convert.cli",
-    *(f"gqa_convert.cli.{name}" for name in ("commands", "console", "console.screen", "help", "options", "running")),
+    *(f"gqa_convert.cli.{name}" for name in ("commands", "console", "console.screen", "options", "running")),
     *(f"gqa_convert.cli.{name.replace('-', '_')}" for name in COMMANDS),
     "gqa_convert.checkpoint",
     "gqa_convert.checkpoint.byte_sizes",

@@ -49,7 +49,7 @@ class Adapter:
         if self._mode == "raises":
             raise RuntimeError(f"no tensor\nfits {request.folder}")
         if self._mode == "scratch":
-            raise RuntimeError(f"can't read {request.scratch}/model.gguf")
+            raise RuntimeError(f"can't read {Path.cwd()}/model.gguf")
         if self._mode in REFUSALS:
             raise REFUSALS[self._mode]
         if self._mode in BEGINS:

@@ -10,9 +10,14 @@ import pytest
 
 from gqa_convert.merging.absorption_limits import AbsorptionLimits
 from gqa_convert.merging.factorisation import Channels
-from gqa_convert.merging.head_grouping import find_head_order, group_heads, pair_losses, reorder_heads
+from gqa_convert.merging.head_grouping import (
+    find_head_order,
+    group_heads,
+    pair_losses,
+    reconstruction_errors,
+    reorder_heads,
+)
 from gqa_convert.merging.merge_layer import Moments, merge_layer
-from gqa_convert.merging.reconstruction_error import reconstruction_errors
 from tests.helpers.random_heads import random_heads
 
 Array = np.ndarray[Any, Any]

@@ -8,9 +8,8 @@ import pytest
 
 from gqa_convert.merging.absorption_limits import AbsorptionLimits
 from gqa_convert.merging.attention_heads import Heads
-from gqa_convert.merging.key_trials import key_trials
-from gqa_convert.merging.merge_layer import Moments, merge_layer
-from gqa_convert.merging.reconstruction_error import reconstruction_errors
+from gqa_convert.merging.head_grouping import reconstruction_errors
+from gqa_convert.merging.merge_layer import Moments, key_trials, merge_layer
 from tests.helpers.random_heads import random_heads
 
 Array = np.ndarray[Any, Any]

@@ -14,9 +14,8 @@ from gqa_convert import convert_checkpoint
 from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.errors import MissingExtraError
 from gqa_convert.serving import checking
-from gqa_convert.serving.checking import check_serving, compare, has_our_code
+from gqa_convert.serving.checking import check_serving, compare, has_our_code, make_prompts
 from gqa_convert.serving.engines import ENGINES, Engine, find_interpreter
-from gqa_convert.serving.reference import make_prompts
 from gqa_convert.serving.request import NEW_TOKENS
 from gqa_convert.serving.worker import OK, Outcome
 from tests.helpers.checkpoints import VOCABULARY, write_llama

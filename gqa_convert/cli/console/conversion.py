@@ -1,39 +1,72 @@
-"""The summary at the end of a conversion."""
+"""The progress of a conversion, and the summary at its end."""
 
 import shlex
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from gqa_convert.checkpoint.byte_sizes import size
-from gqa_convert.merging.methods import COPY, REPEAT
+from gqa_convert.conversion.fit.progress import FitProgress
+from gqa_convert.conversion.plan import Plan
+from gqa_convert.conversion.run import ConversionResult
 
 from .plan import CACHES, heads_change, loaded_by
-from .screen import print_note
-from .tables import show_done
-
-if TYPE_CHECKING:
-    from gqa_convert.conversion.run import ConversionResult
+from .screen import ProgressScreen, print_note, show_done
 
 
-def show_conversion(result: "ConversionResult") -> None:
+def show_conversion(result: ConversionResult) -> None:
     """Print what was converted, the sizes before and after, the next command, and last how to measure the quality."""
     plan, out = result.plan, str(result.out)
     source = plan.checkpoint.source_id
     rows = {CACHES[key]: f"{size(both.before)} -> {size(both.after)}" for key, both in plan.cache_bytes().items()}
     rows["weights"] = f"{size(plan.checkpoint.weight_bytes)} -> {size(plan.weight_bytes_after)}"
-    if result.calibration is not None and result.calibration.kl is not None:
-        kl = result.calibration.kl
+    left_out: Sequence[str] = ()
+    kl = None
+    if result.calibration is not None:
+        left_out, kl = result.calibration.left_out, result.calibration.kl
+    if kl is not None:
         rows["quality"] = f"KL divergence from the source: {kl.after:.3f} nats per token on {kl.text}"
     rows["folder"] = out
     rows["loads in"] = loaded_by(plan)
     rows["next"] = shlex.join(["gqa-convert", "verify", out, "--source", source])
     show_done(f"{heads_change(plan)} ({plan.merge_method.name}) in {len(plan.layers)} layers", rows)
-    left_out = () if result.calibration is None else result.calibration.left_out
     for note in (*plan.warnings, *(f"left out: {sentence}" for sentence in left_out)):
         print_note(note)
     method = plan.merge_method
-    if method in (COPY, REPEAT):
+    if method.is_exact:
         return
     advice = f"measure the loss with {shlex.join(['gqa-convert', 'evaluate', source, out, '--data'])} TEXT"
     if not method.trains:
         advice += "; convert --calibration TEXT, method fit, loses less"
     print_note(advice)
+
+
+class ConversionScreen(ProgressScreen):
+    """Shows the stage, the layer, the step and the time left of a conversion."""
+
+    _written = _to_write = 0
+
+    def plan(self, plan: Plan) -> None:
+        """Note the size of the result's weights."""
+        self._to_write = plan.weight_bytes_after
+
+    def written(self, nbytes: int) -> None:
+        """Note that weights were written."""
+        self._written += nbytes
+        self.show("converting", self._written, self._to_write)
+
+    def layer(self, progress: FitProgress) -> None:
+        """Show where the work on layers is."""
+        self.show(progress.label, progress.done, progress.total, progress.detail)
+        layer, kl = progress.layer, progress.kl
+        if progress.note is not None:
+            self.say(f"note: {progress.note}")
+        if layer is not None and layer.error_vs_mean is not None:
+            self.say(
+                f"layer {progress.done} of {progress.total}  {layer.module}: {layer.error_vs_mean:.1%} of mean pooling's error remains"
+            )
+            if layer.error_vs_mean > 1:
+                self.say(
+                    "note: pooling loses less in that layer: name more text like the model's, or keep more heads there"
+                )
+        if kl is not None:
+            before = f"{kl.before:.4f}, by training all layers together " if kl.after != kl.before else ""
+            self.say(f"KL divergence from the source: {before}{kl.after:.4f} nats per token on {kl.text}")

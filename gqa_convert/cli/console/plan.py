@@ -4,21 +4,16 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from tempfile import gettempdir
-from typing import TYPE_CHECKING
 
 from gqa_convert.checkpoint.byte_sizes import size
+from gqa_convert.checkpoint.strict_json import JsonObject
+from gqa_convert.conversion.fit.memory import Needs
+from gqa_convert.conversion.plan import Plan
 from gqa_convert.families.context_length import ENCODER_POSITIONS, stated_positions
 from gqa_convert.families.engines import LOADERS, same_up_to
 from gqa_convert.families.layerwise import heads_text
 
-from .screen import print_note, stdout_console, tokens_text
-from .tables import show_table
-
-if TYPE_CHECKING:
-    from gqa_convert.checkpoint.strict_json import JsonObject
-    from gqa_convert.conversion.fit.memory import Needs
-    from gqa_convert.conversion.plan import Plan
-    from gqa_convert.measuring.tables import Row
+from .screen import print_note, say, show_table, tokens_text
 
 CACHES = {
     "kv_bytes_per_token": "K/V cache per token",
@@ -28,11 +23,14 @@ CACHES = {
 }
 """Labels of a plan's cache sizes."""
 
+Row = dict[str, str]
+"""Cells of a table by the headings of their columns."""
+
 _LONG_CONTEXT = 32_768
 """Tokens for which the cache is shown where the config states no context."""
 
 
-def caches_at_context(plan: "Plan", context: int | None, batch: int) -> "JsonObject":
+def caches_at_context(plan: Plan, context: int | None, batch: int) -> JsonObject:
     """Return the sizes of the caches for --json, in bytes.
 
     Args:
@@ -51,7 +49,7 @@ def caches_at_context(plan: "Plan", context: int | None, batch: int) -> "JsonObj
     return found
 
 
-def show_plan(plan: "Plan", needs: "Needs", caches: "JsonObject") -> None:
+def show_plan(plan: Plan, needs: Needs, caches: JsonObject) -> None:
     """Print what changes, what the conversion saves, what loads the result, and what it takes to make it.
 
     Args:
@@ -59,47 +57,50 @@ def show_plan(plan: "Plan", needs: "Needs", caches: "JsonObject") -> None:
         needs: its memory and disk space.
         caches: what `caches_at_context` returned.
     """
-    console = stdout_console()
-    console.print(
+    say(
         f"{plan.checkpoint.source_id}: {plan.family.model_type}, {plan.heads} query heads, {heads_change(plan)} in {len(plan.layers)} attention layers"
     )
     if plan.changes:
-        show_table(_changes(plan), title="Changes", justify="left")
-    show_table(_savings(plan, caches), title="Sizes")
+        show_table("Changes", _changes(plan), justify="left")
+    show_table("Sizes", _savings(plan, caches))
     if plan.rewritten_from:
         where = "while it is read"
         if needs.rewritten_bytes:
             where = f"into a folder beside OUT, {size(needs.rewritten_bytes)} of disk"
-        console.print(f"rewritten first:  {plan.rewritten_from} as {plan.family.model_type}, {where}")
-    console.print(f"loads in:         {loaded_by(plan)}")
-    console.print(f"tensor parallel:  {', '.join(map(str, plan.tensor_parallel_degrees()))}")
-    console.print(f"method:           {needs.work}")
+        say(f"rewritten first:  {plan.rewritten_from} as {plan.family.model_type}, {where}")
+    say(f"loads in:         {loaded_by(plan)}")
+    say(f"tensor parallel:  {', '.join(map(str, plan.tensor_parallel_degrees()))}")
+    say(f"method:           {needs.work}")
     memory = f"about {size(needs.memory_bytes)} of memory on {needs.device}"
     if needs.offloaded_bytes:
         memory += f" (at least {size(needs.least_memory_bytes)}, with {size(needs.offloaded_bytes)} in {gettempdir()})"
-    console.print(f"needs:            {memory}, {size(needs.disk_bytes)} of disk")
+    say(f"needs:            {memory}, {size(needs.disk_bytes)} of disk")
     for note in (*plan.warnings, *(f"left out: {sentence}" for sentence in needs.left_out)):
         print_note(note)
 
 
-def heads_change(plan: "Plan") -> str:
+def heads_change(plan: Plan) -> str:
     """Return the K/V heads of the layers before and after: "12 -> 2 to 8 K/V heads"."""
     before, after = [layer.kv_heads for layer in plan.layers], list(plan.layer_groups.values())
     return f"{heads_text(before)} -> {heads_text(after)} K/V heads"
 
 
-def _changes(plan: "Plan") -> "list[Row]":
+def _changes(plan: Plan) -> list[Row]:
     """The rows of changed tensors; layers in which the same tensor changes in the same way are counted."""
-    layers: Counter[tuple[str, ...]] = Counter()
+    layers: Counter[tuple[tuple[str, str], ...]] = Counter()
     for change in plan.changes:
-        tensor = re.sub(r"^.*?\b\d+\.", "", change.name)
-        after = change.entry
-        layers[tensor, str(list(change.before)), str(list(after.shape)), after.dtype, change.method] += 1
-    columns = ("tensor", "before", "after", "type", "method", "layers")
-    return [dict(zip(columns, (*cells, str(count)), strict=True)) for cells, count in layers.items()]
+        row = {
+            "tensor": re.sub(r"^.*?\b\d+\.", "", change.name),
+            "before": str(list(change.before)),
+            "after": str(list(change.entry.shape)),
+            "type": change.entry.dtype,
+            "method": change.method,
+        }
+        layers[tuple(row.items())] += 1
+    return [{**dict(row), "layers": str(count)} for row, count in layers.items()]
 
 
-def _savings(plan: "Plan", caches: "JsonObject") -> "list[Row]":
+def _savings(plan: Plan, caches: JsonObject) -> list[Row]:
     """The rows of parameters, weights and cache sizes before and after the conversion."""
     rows = [
         _saving("parameters", plan.parameters_before, plan.parameters_after, "{:,}".format),
@@ -113,11 +114,11 @@ def _savings(plan: "Plan", caches: "JsonObject") -> "list[Row]":
     return rows
 
 
-def _saving(label: str, before: int, after: int, text: Callable[[int], str] = size) -> "Row":
+def _saving(label: str, before: int, after: int, text: Callable[[int], str] = size) -> Row:
     return {"": label, "before": text(before), "after": text(after), "ratio": f"{after / before:.3f}"}
 
 
-def loaded_by(plan: "Plan") -> str:
+def loaded_by(plan: Plan) -> str:
     """Say what loads the result."""
     if plan.modeling:
         return f"transformers 5 with trust_remote_code=True, by the file {plan.modeling.file}.py beside the weights"

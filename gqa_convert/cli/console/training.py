@@ -4,9 +4,7 @@ from typing import TYPE_CHECKING
 
 from gqa_convert.checkpoint.byte_sizes import size
 
-from .progress import ProgressScreen
-from .screen import print_note, tokens_text
-from .tables import show_done
+from .screen import ProgressScreen, print_note, show_done, tokens_text
 
 if TYPE_CHECKING:
     from gqa_convert.training.estimate import Estimate

@@ -8,9 +8,8 @@ from gqa_convert.conversion.fit.layer_store import LayerRecord, LayerStore, laye
 from gqa_convert.conversion.fit.progress import MERGING_LAYERS, FitProgress, OnProgress
 from gqa_convert.conversion.fit.source_layers import open_layers
 from gqa_convert.conversion.plan import Plan
-from gqa_convert.merging.head_grouping import find_head_order, reorder_heads
+from gqa_convert.merging.head_grouping import find_head_order, reconstruction_errors, reorder_heads
 from gqa_convert.merging.merge_layer import Moments, merge_layer
-from gqa_convert.merging.reconstruction_error import reconstruction_errors
 
 
 def merge_layers(plan: Plan, store: LayerStore, on_progress: OnProgress) -> None:

@@ -24,8 +24,7 @@ from gqa_convert.conversion.fit.source_layers import SourceLayer
 from gqa_convert.conversion.fit.statistics import Regression, best_strength, moments_of
 from gqa_convert.merging.attention_heads import Heads, Tensors, regroup_heads, rows_first
 from gqa_convert.merging.head_grouping import find_head_order, reorder_heads
-from gqa_convert.merging.key_trials import key_trials
-from gqa_convert.merging.merge_layer import Moments, merge_layer
+from gqa_convert.merging.merge_layer import Moments, key_trials, merge_layer
 from gqa_convert.merging.methods import MergeMethod
 from gqa_convert.processes import by_first, total
 
