@@ -138,14 +138,17 @@ def notes(entries: Sequence[ModelScores], names: Names) -> list[str]:
 
 def benchmark_table(result: BenchmarkFile) -> Table:
     """Times and sizes; speed is relative to the source's own number of K/V heads, if that was timed."""
-    where = f"{result.machine.processor}, {result.machine.device}"
     title = (
         f"{result.model}: {result.model_type}, {result.kv_heads} K/V heads, {result.dtype}; "
-        f"transformers, attention {result.attention}; {where}. Medians (and quartiles)"
+        f"transformers, attention {result.attention}; "
+        f"{result.machine.processor}, {result.machine.device}. Medians (and quartiles)"
     )
     rows = []
-    own = [cell for cell in result.results if cell.groups == result.kv_heads]
-    sources = {(cell.batch, cell.context): cell.decode_ms_per_token for cell in own}
+    sources = {
+        (cell.batch, cell.context): cell.decode_ms_per_token
+        for cell in result.results
+        if cell.groups == result.kv_heads
+    }
     for cell in result.results:
         source = sources.get((cell.batch, cell.context))
         row = {

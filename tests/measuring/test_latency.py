@@ -16,7 +16,7 @@ from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.errors import GQAConvertError, GroupsError, OptionError
 from gqa_convert.families.loading import load_model
 from gqa_convert.measuring.latency.decoding import Decoder
-from gqa_convert.measuring.latency.models import make_models, open_model, plan_versions
+from gqa_convert.measuring.latency.models import make_models, plan_versions
 from gqa_convert.measuring.latency.run import BenchmarkOptions, benchmark_model
 from gqa_convert.measuring.results import BenchmarkFile
 from tests.helpers.checkpoints import HEADS, WIDTH, write_llama
@@ -32,9 +32,8 @@ def options(**changes: Any) -> BenchmarkOptions:
 
 
 def versions_of(folder: Path, candidates: tuple[int, ...]) -> list[Any]:
-    model = open_model(folder, None)
-    plans, own = plan_versions(model, candidates)
-    return make_models(model, plans, own, "float32", torch.device("cpu"))[0]
+    model = open_checkpoint(folder)
+    return make_models(model, plan_versions(model, candidates), "float32", "cpu")[0]
 
 
 @pytest.fixture(scope="module")

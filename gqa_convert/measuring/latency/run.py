@@ -7,6 +7,7 @@ import gc
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,12 +15,13 @@ import numpy as np
 from gqa_convert.checkpoint.devices import chosen_device
 from gqa_convert.checkpoint.fingerprint import fingerprint
 from gqa_convert.checkpoint.machine import measurement
+from gqa_convert.checkpoint.source import open_local
 from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.errors import OptionError
 from gqa_convert.families.context_length import stated_positions
 from gqa_convert.measuring import Progress, no_progress
 from gqa_convert.measuring.latency.decoding import STEPS, Decoder
-from gqa_convert.measuring.latency.models import make_models, open_model, plan_versions, stated_dtype
+from gqa_convert.measuring.latency.models import make_models, plan_versions, stated_dtype
 from gqa_convert.measuring.out_of_memory import memory_explained
 from gqa_convert.measuring.results import BenchmarkFile, TimedCell
 
@@ -78,25 +80,25 @@ def benchmark_model(
         GQAConvertError: one of its subclasses for every mistake; DeviceMemoryError (exit code 1) if the memory does not
             suffice.
     """
-    import torch
-
-    opened = open_model(model, options.revision)
+    plan = partial(plan_versions, candidates=options.candidates)
+    opened = open_local(model, options.revision, plan)
+    plans = plan(opened)
     dtype = stated_dtype(opened.config, options.dtype)
-    device = torch.device(chosen_device(options.device))
+    device = chosen_device(options.device)
     positions = stated_positions(opened.config)
     contexts = options.context or [min(CONTEXT, (positions or 2 * CONTEXT) // 2)]
     if positions is not None and max(contexts) >= positions - STEPS:
         raise OptionError(
             f"--context {max(contexts)}: the model has {positions} positions, and decode steps follow: give at most {positions - 1 - STEPS}"
         )
-    plans, own = plan_versions(opened, options.candidates)
     any_plan = next(iter(plans.values()))
+    own = any_plan.source_kv_heads
     known = fingerprint(opened)
     settings = list(itertools.product(options.batch, contexts))
     cells = []
     with memory_explained(opened.source_id, "time fewer --candidates, or a smaller --batch or --context"):
         progress("building models", 0, 1)
-        models, attention = make_models(opened, plans, own, dtype, device)
+        models, attention = make_models(opened, plans, dtype, device)
         for done, (batch, context) in enumerate(settings):
             progress("timing", done, len(settings))
             decoders = [Decoder(model, batch, context) for model in models]
@@ -119,7 +121,7 @@ def benchmark_model(
             gc.collect()
         progress("timing", len(settings), len(settings))
     return BenchmarkFile(
-        **measurement("benchmark", command, str(device)),
+        **measurement("benchmark", command, device),
         model=opened.source_id,
         fingerprint=known,
         model_type=any_plan.family.model_type,
@@ -136,9 +138,9 @@ def _alternate(turns: Sequence[Callable[[], float]], repetitions: int) -> list[l
     warm-up.
     """
     measured: list[list[float]] = [[] for _ in turns]
-    for repetition in range(1 + repetitions):
+    for repetition in range(-1, repetitions):
         for place in range(len(turns)):
-            number = (repetition - 1 + place) % len(turns)
+            number = (repetition + place) % len(turns)
             measured[number].append(turns[number]())
     return [found[1:] for found in measured]
 
