@@ -22,7 +22,7 @@ from gqa_convert.conversion.fit.merged_attention import replaced
 from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions
 from gqa_convert.conversion.plan import make_plan
 from gqa_convert.errors import GroupsError, OptionError
-from gqa_convert.measuring.sensitivity import layer_merging, merged_copies
+from gqa_convert.measuring.sensitivity import merged_copies
 from gqa_convert.measuring.sensitivity.choosing import choose_num_kv_heads, made_up_batches, measure_costs
 from gqa_convert.measuring.sensitivity.kv_budget import BudgetChoice, KVBudget, LayerCosts, largest_uniform, least_sum
 from gqa_convert.measuring.sensitivity.merged_copies import open_inputs, score_copies
@@ -167,7 +167,7 @@ def test_for_fit_layers_are_fitted_and_each_only_once(
     """Killed in the second pass over the layers, and repeated."""
     monkeypatch.setattr(merged_copies, "MOST_COPIES", 8)
     monkeypatch.setattr(merged_copies, "SHORT_STEPS", 2)
-    made, fits, left = layer_merging.OneLayer, list[tuple[str, int, int]](), [12]
+    made, fits, left = merged_copies.OneLayer, list[tuple[str, int, int]](), [12]
 
     def counted(attention: Any, layer: Any, groups: int, options: Any) -> Any:
         if not left[0]:
@@ -180,7 +180,7 @@ def test_for_fit_layers_are_fitted_and_each_only_once(
         options = ConversionOptions(calibration=CalibrationOptions(str(text), 640, 64, device="cpu"))
         return choose_num_kv_heads(source, SHARE, options, out=out)
 
-    monkeypatch.setattr(layer_merging, "OneLayer", counted)
+    monkeypatch.setattr(merged_copies, "OneLayer", counted)
     with pytest.raises(KeyboardInterrupt):
         choose()
     assert [path.name for path in tmp_path.iterdir()] == [".out.short-fits.gqa-merging"]

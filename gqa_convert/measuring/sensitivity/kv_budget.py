@@ -136,19 +136,6 @@ def _kl_text(kl: float | None) -> str:
     return "not finite" if kl is None else f"{kl:.4f}"
 
 
-def choose_candidate(candidates: Sequence[HeadAllocation], margin: float) -> HeadAllocation:
-    """The list where its divergence is below the uniform number's times `margin`, else the uniform number.
-
-    Args:
-        candidates: the uniform number first, then the list, unless it is the same.
-        margin: a share, at most 1.
-    """
-    uniform, best = candidates[0], candidates[-1]
-    if best.kl is not None and (uniform.kl is None or best.kl < margin * uniform.kl):
-        return best
-    return uniform
-
-
 def least_sum(layers: Sequence[LayerCosts], limit: int) -> tuple[int, ...]:
     """The number of K/V heads of each layer that together cost least, by dynamic programming over the bytes taken.
 
