@@ -16,7 +16,6 @@ import numpy as np
 from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.errors import MissingExtraError
 from gqa_convert.measuring.evaluation.examples import Array, Doubles, Material
-from gqa_convert.measuring.evaluation.forward import Scores
 from gqa_convert.measuring.results import Difference
 
 
@@ -75,22 +74,24 @@ class Measured:
     Attributes:
         name: of the model.
         material: what was scored.
-        scores: of the model on the material.
+        loss: the cross-entropy of every token in nats, [n].
+        kl: KL(reference || model) in nats, [n]; None without a reference.
     """
 
     name: str
     material: Material
-    scores: Scores
+    loss: Array
+    kl: Array | None = None
 
     @cached_property
     def not_finite(self) -> int:
         """The number of tokens whose loss is not finite."""
-        return int((~np.isfinite(self.scores.loss)).sum())
+        return int((~np.isfinite(self.loss)).sum())
 
     @cached_property
     def means(self) -> Means:
         """All means that are defined: none but that of word errors where a loss is not finite."""
-        material, (loss, kl) = self.material, self.scores
+        material, loss, kl = self.material, self.loss, self.kl
         found = {}
         if material.spoken:
             said, heard = zip(*material.spoken, strict=True)
@@ -99,11 +100,10 @@ class Measured:
             return found
         if material.sizes is not None:
             found["bits_per_byte"] = self._mean(loss, material.sizes * math.log(2))
-        values = {"loss": loss}
+        ones = np.ones_like(loss)
+        found["loss"] = self._mean(loss, ones)
         if kl is not None and np.isfinite(kl).all():
-            values["kl"] = kl
-        for name, each in values.items():
-            found[name] = self._mean(each, np.ones_like(each))
+            found["kl"] = self._mean(kl, ones)
         return found
 
     def _mean(self, values: Array, sizes: Array) -> Mean:

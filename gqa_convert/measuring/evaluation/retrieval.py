@@ -12,6 +12,7 @@ Those of one text are alike, so standard errors are computed over texts.
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -90,7 +91,7 @@ def ask(
     Raises:
         OptionError: a length is too short for the questions.
     """
-    count = -(-questions // PER_TEXT)
+    texts = list(product(lengths, range(-(-questions // PER_TEXT))))
     answers = []
     end = getattr(model.generation_config, "eos_token_id", None) or tokenizer.eos_token_id
     padding = tokenizer.pad_token_id
@@ -98,13 +99,12 @@ def ask(
         padding = end[0] if isinstance(end, list) else end or 0
     greedy = generating_with(model, eos_token_id=end, pad_token_id=padding, do_sample=False)
     with greedy, torch.inference_mode():
-        for place, length in enumerate(lengths):
-            for number in range(count):
-                text = make_text(tokenizer, length, number, seed)
-                written = tokenizer.batch_decode(continuations(model, text, batch), skip_special_tokens=True)
-                for question, each in zip(text.questions, written, strict=True):
-                    answers.append(Answer(**vars(question), written=each))
-                progress(place * count + number + 1, len(lengths) * count)
+        for done, (length, number) in enumerate(texts, 1):
+            text = make_text(tokenizer, length, number, seed)
+            written = tokenizer.batch_decode(continuations(model, text, batch), skip_special_tokens=True)
+            for question, each in zip(text.questions, written, strict=True):
+                answers.append(Answer(**vars(question), written=each))
+            progress(done, len(texts))
     return answers
 
 

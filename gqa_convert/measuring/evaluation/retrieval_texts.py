@@ -133,16 +133,12 @@ def make_text(tokenizer: Any, length: int, number: int, seed: int) -> RetrievalT
     room = 1 + max(len(_encode(tokenizer, f" {answer}")) for *_, answer in asked)
     shared = _fill(tokenizer, facts, shares, first, length - room - longest)
 
-    padding = _encode(tokenizer, f" {_prose(first + len(filler()) // 2, 3)}")
+    padding = _encode(tokenizer, " ".join(["", *_sentences(first + len(filler()) // 2, 3)]))
     questions = []
     for fact, share, ids, answer in asked:
         prompt = shared + padding[: longest - len(ids)] + ids
         questions.append(Question(fact.kind, length, number, fact.wording, share, prompt, answer))
     return RetrievalText(questions, len(shared), room)
-
-
-def _beginning(tokenizer: Any) -> list[int]:
-    return [] if tokenizer.bos_token_id is None else [int(tokenizer.bos_token_id)]
 
 
 def _draw_facts(chance: random.Random, number: int) -> Iterator[_Facts]:
@@ -178,12 +174,12 @@ def _fill(tokenizer: Any, facts: Sequence[_Facts], shares: Sequence[float], firs
     Raises:
         OptionError: the facts take more tokens.
     """
-    begin, sentences = _beginning(tokenizer), list[str]()
+    begin = [] if tokenizer.bos_token_id is None else [int(tokenizer.bos_token_id)]
+    sentences: list[str] = []
     size -= len(begin)
     while len(ids := _encode(tokenizer, _assemble(facts, shares, sentences))) < size:
         few = max(1, (size - len(ids)) // _CHARACTERS.stop)  # so that only the first sentence is cut
-        before = first - len(sentences)
-        sentences = [*map(_sentence, range(before - few, before)), *sentences]
+        sentences = _sentences(first - len(sentences) - few, few) + sentences
     if not sentences:
         raise OptionError(f"{size} tokens are too few for the questions, which need some 500: raise --lengths")
     return begin + ids[len(ids) - size :]
@@ -198,12 +194,10 @@ def _assemble(facts: Sequence[_Facts], shares: Sequence[float], sentences: Seque
     return re.sub(r" *\n\n\s*", "\n\n", " ".join(parts))
 
 
-def _sentence(number: int) -> str:
-    return filler()[number % len(filler())]
-
-
-def _prose(first: int, count: int) -> str:
-    return " ".join(map(_sentence, range(first, first + count)))
+def _sentences(first: int, count: int) -> list[str]:
+    """Sentences of the filler from one on, behind whose last the first follows."""
+    known = filler()
+    return [known[number % len(known)] for number in range(first, first + count)]
 
 
 def _encode(tokenizer: Any, text: str) -> list[int]:

@@ -10,7 +10,7 @@ from typing import Any
 from gqa_convert.checkpoint.devices import chosen_device
 from gqa_convert.checkpoint.machine import measurement
 from gqa_convert.checkpoint.paths import local_path
-from gqa_convert.data.audio_files import list_audio_files
+from gqa_convert.data.audio_files import AudioFile, list_audio_files
 from gqa_convert.data.decoder_start import decoder_start, starts_with_last
 from gqa_convert.data.documents import Piece
 from gqa_convert.data.model_tokenizer import check_vocabulary
@@ -26,6 +26,7 @@ from gqa_convert.measuring.evaluation.comparison import Measured, model_scores
 from gqa_convert.measuring.evaluation.examples import (
     Material,
     pair_material,
+    read_documents,
     span_material,
     speech_material,
     text_material,
@@ -33,13 +34,10 @@ from gqa_convert.measuring.evaluation.examples import (
 from gqa_convert.measuring.evaluation.forward import Scored, score
 from gqa_convert.measuring.evaluation.retrieval import Answer, ask, shares, with_lengths
 from gqa_convert.measuring.evaluation.retrieval_texts import filler
-from gqa_convert.measuring.evaluation.texts import read_documents
 from gqa_convert.measuring.out_of_memory import memory_explained
 from gqa_convert.measuring.results import AskedQuestions, EvaluationFile, ModelScores, ScoredText
 
 _LESS = "lower --batch or --window, use --dtype bfloat16, or a device with more memory"
-_SEED = 0
-"""Of span corruption."""
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -111,14 +109,14 @@ def evaluate(
         asked = None
         if options.retrieval:
             asked = with_lengths(options.retrieval, found, objective)
-        text: Any = None
+        sounds: list[AudioFile] = []
         material = None
         if data is not None and objective == SPEECH:
-            text = list_audio_files(local_path(data.source), data.split)
+            sounds = list_audio_files(local_path(data.source), data.split)
         elif data is not None:
             text = read_documents(data, found[0].tokenizer, options.tokens, partial(progress, "reading"))
             material = _text_material(text, found[0], objective, window)
-        evaluation = _Evaluation(options, asked, text, material, device, progress)
+        evaluation = _Evaluation(options, asked, sounds, material, device, progress)
         scores = []
         for candidate in found:
             gc.collect()  # the model before it
@@ -142,7 +140,7 @@ def _text_material(text: Sequence[Piece], candidate: Candidate, objective: str, 
         return text_material(text, tokenizer, window=window)
     start = decoder_start(candidate.folder, candidate.config, tokenizer)
     if objective == SPANS:
-        return span_material(text, tokenizer, start=start, length=window, seed=_SEED)
+        return span_material(text, tokenizer, start=start, length=window)
     begin = None if starts_with_last(candidate.config) else start
     return pair_material(text, tokenizer, start=begin, length=window)
 
@@ -154,7 +152,7 @@ class _Evaluation:
     Attributes:
         options: how text is scored.
         questions: to ask, None for none.
-        text: to score, None for none.
+        sounds: to score, empty for none.
         material: the text in tokens; None for sound, which every model encodes.
         device: where models run.
         progress: called with the name of a stage, the steps done and the number of steps.
@@ -165,7 +163,7 @@ class _Evaluation:
 
     options: EvaluationOptions
     questions: AskedQuestions | None
-    text: Any
+    sounds: Sequence[AudioFile]
     material: Material | None
     device: str
     progress: Progress
@@ -179,44 +177,31 @@ class _Evaluation:
         Raises:
             DataError: the tokenizer does not belong to the model.
         """
+        name, folder, config = candidate.name, candidate.folder, candidate.config
+        batch, questions = self.options.batch, self.questions
         model = candidates.load(candidate, self.options.dtype, self.device)
         found: dict[str, Any] = {}
-        if self.text is not None:
-            measured = self._score(candidate, model)
-            found = model_scores(measured, self.first)
-            if self.first is None:
-                self.first = measured
-                if self.options.reference:
-                    self.reference = Scored(model, measured.material)
-        if self.questions:
-            answers = self._ask(candidate, model, self.questions)
-            found["retrieval"] = shares(answers, self.answers)
-            self.answers = self.answers or answers
-        return ModelScores(
-            model=candidate.name,
-            revision=candidate.revision,
-            fingerprint=candidate.fingerprint,
-            kv_bytes_per_token=candidate.kv_bytes_per_token,
-            dtype=str(model.dtype).removeprefix("torch."),
-            **found,
-        )
-
-    def _score(self, candidate: Candidate, model: Any) -> Measured:
-        """The losses on the text, and divergences from the reference."""
-        batch, material = self.options.batch, self.material
-        if material is None:
-            show = partial(self.progress, f"transcribing with {candidate.name}")
-            speech = SpeechModel(model, candidate.folder)
-            material = speech_material(speech, self.text, batch=batch, tokens=self.options.tokens, progress=show)
+        material = self.material
+        if self.sounds:
+            show = partial(self.progress, f"transcribing with {name}")
+            speech = SpeechModel(model, folder)
+            material = speech_material(speech, self.sounds, batch=batch, tokens=self.options.tokens, progress=show)
             if self.first is not None:  # which language is spoken is for one model to say
                 material = replace(material, normal=self.first.material.normal)
-        check_vocabulary(candidate.config, material.largest, candidate.folder)
-        show = partial(self.progress, f"scoring {candidate.name}")
-        return Measured(candidate.name, material, score(Scored(model, material), batch, self.reference, show))
-
-    def _ask(self, candidate: Candidate, model: Any, asked: AskedQuestions) -> list[Answer]:
-        """The model's answers to questions about long texts."""
-        ids = candidate.tokenizer(" ".join(filler()), verbose=False)["input_ids"]
-        check_vocabulary(candidate.config, max(ids), candidate.folder)
-        show = partial(self.progress, f"asking {candidate.name}")
-        return ask(model, candidate.tokenizer, **asked.as_json(), batch=self.options.batch, progress=show)
+        if material is not None:
+            check_vocabulary(config, material.largest, folder)
+            show = partial(self.progress, f"scoring {name}")
+            scored = Scored(model, material)
+            measured = Measured(name, material, *score(scored, batch, self.reference, show))
+            found = model_scores(measured, self.first)
+            self.first = self.first or measured
+            if self.options.reference:
+                self.reference = self.reference or scored
+        if questions is not None:
+            ids = candidate.tokenizer(" ".join(filler()), verbose=False)["input_ids"]
+            check_vocabulary(config, max(ids), folder)
+            show = partial(self.progress, f"asking {name}")
+            answers = ask(model, candidate.tokenizer, **questions.as_json(), batch=batch, progress=show)
+            found["retrieval"] = shares(answers, self.answers)
+            self.answers = self.answers or answers
+        return ModelScores(**candidate.stated, dtype=str(model.dtype).removeprefix("torch."), **found)
