@@ -64,12 +64,22 @@ def benchmark(
     from gqa_convert.cli.console.progress import ProgressScreen
     from gqa_convert.cli.console.screen import print_json
     from gqa_convert.cli.console.tables import show_table
-    from gqa_convert.measuring.latency.run import BenchmarkOptions, benchmark_model
+    from gqa_convert.measuring.latency.run import benchmark_model
     from gqa_convert.measuring.tables import benchmark_table
 
-    options = BenchmarkOptions(candidates, batch, context, repetitions, dtype, device, revision)
     with ProgressScreen() as screen:
-        result = benchmark_model(model, options, command_line(), screen.show)
+        result = benchmark_model(
+            model,
+            candidates=candidates,
+            batch=batch,
+            context=context,
+            repetitions=repetitions,
+            dtype=dtype,
+            device=device,
+            revision=revision,
+            command=command_line(),
+            progress=screen.show,
+        )
     if as_json:
         print_json(result.as_json())
     else:

@@ -9,7 +9,6 @@ two models is paired: block by block.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
@@ -51,8 +50,8 @@ Means = Mapping[str, Mean]
 
 
 def mean(sums: Doubles, sizes: Doubles) -> Mean:
-    """The ratio of two sums over blocks, [m] and [m]; not defined if the second is 0."""
-    if not sizes.any():
+    """The ratio of two sums over blocks, [m] and [m]; not defined if the second is 0, or the first not finite."""
+    if not sizes.any() or not np.isfinite(sums).all():
         return UNDEFINED
     value = float(sums.sum() / sizes.sum())
     is_scored = (sizes > 0) | (sums != 0)
@@ -67,65 +66,40 @@ def with_errors(means: Means) -> JsonObject:
     return found
 
 
-@dataclass(frozen=True)
-class Measured:
-    """A model's scores on its material.
+def measured(material: Material, loss: Array, kl: Array | None = None) -> Means:
+    """All means that are defined: none but that of word errors where a loss is not finite.
 
-    Attributes:
-        name: of the model.
+    Args:
         material: what was scored.
         loss: the cross-entropy of every token in nats, [n].
         kl: KL(reference || model) in nats, [n]; None without a reference.
     """
-
-    name: str
-    material: Material
-    loss: Array
-    kl: Array | None = None
-
-    @cached_property
-    def not_finite(self) -> int:
-        """The number of tokens whose loss is not finite."""
-        return int((~np.isfinite(self.loss)).sum())
-
-    @cached_property
-    def means(self) -> Means:
-        """All means that are defined: none but that of word errors where a loss is not finite."""
-        material, loss, kl = self.material, self.loss, self.kl
-        found = {}
-        if material.spoken:
-            said, heard = zip(*material.spoken, strict=True)
-            found["word_error_rate"] = mean(*word_errors(said, heard, material.normal))
-        if self.not_finite:
-            return found
-        if material.sizes is not None:
-            found["bits_per_byte"] = self._mean(loss, material.sizes * math.log(2))
-        ones = np.ones_like(loss)
-        found["loss"] = self._mean(loss, ones)
-        if kl is not None and np.isfinite(kl).all():
-            found["kl"] = self._mean(kl, ones)
+    found = {}
+    if material.spoken:
+        said, heard = zip(*material.spoken, strict=True)
+        found["word_error_rate"] = mean(*word_errors(said, heard, material.normal))
+    if not np.isfinite(loss).all():
         return found
+    losses = material.by_block(loss)
+    tokens = material.by_block(np.ones_like(loss))
+    found["loss"] = mean(losses, tokens)
+    if material.sizes is not None:
+        found["bits_per_byte"] = mean(losses, material.by_block(material.sizes * math.log(2)))
+    if kl is not None:
+        found["kl"] = mean(material.by_block(kl), tokens)
+    return found
 
-    def _mean(self, values: Array, sizes: Array) -> Mean:
-        return mean(self.material.by_block(values), self.material.by_block(sizes))
 
+def difference(means: Means, other: Means, name: str) -> Difference:
+    """The paired differences from the means of another model on the same tokens.
 
-def model_scores(measured: Measured, other: Measured | None = None) -> JsonObject:
-    """What a model's entry in the results states: its losses, and its differences from another model on the same tokens,
-    with paired standard errors.
+    Args:
+        means: of the model.
+        other: of the other one.
+        name: of the other one.
     """
-    material, means = measured.material, measured.means
-    difference = None
-    if other is not None:
-        gaps = {name: each.minus(other.means.get(name, UNDEFINED)) for name, each in means.items()}
-        difference = Difference(to=other.name, **with_errors(gaps))
-    return with_errors(means) | {
-        "tokens": len(material.blocks),
-        "bytes": None if material.sizes is None else int(material.sizes.sum()),
-        "scored_nan": measured.not_finite,
-        "difference": difference,
-        "note": material.note,
-    }
+    gaps = {key: each.minus(other.get(key, UNDEFINED)) for key, each in means.items()}
+    return Difference(to=name, **with_errors(gaps))
 
 
 def word_errors(said: Sequence[str], heard: Sequence[str], normal: Callable[[str], str]) -> tuple[Doubles, Doubles]:

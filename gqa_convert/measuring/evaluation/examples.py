@@ -296,8 +296,7 @@ def speech_material(
         )
     examples: list[Example] = []
     spoken: list[tuple[str, str]] = []
-    languages = getattr(speech.model.generation_config, "lang_to_id", None) or {}
-    done = found = in_english = 0
+    done = found = 0
     while done < len(files) and (tokens is None or found < tokens):
         group = [next(cut_windows([file], speech)) for file in files[done : done + batch]]
         done += len(group)
@@ -310,16 +309,18 @@ def speech_material(
         spoken += zip(said, speech.transcribe(encoded), strict=True)
         for text, sound, prompt in zip(said, encoded.cpu(), speech.prompts(encoded).numpy(), strict=True):
             targets = np.array(speech.text_tokens(text))
-            read, blocks = np.concatenate([prompt, targets[:-1]]), np.full_like(targets, len(examples))
+            read = np.concatenate([prompt, targets[:-1]])
+            blocks = np.full_like(targets, len(examples))
             examples.append(Example(read, targets, blocks, encoder={"encoder_outputs": sound}))
             found += len(targets)
-            in_english += languages.get("<|en|>") in prompt.tolist()
     if not examples:
         raise DataError("all sounds are longer than the encoder's window: cut them into sentences")
     left_out = done - len(examples)
     note = f"{left_out} sounds without words or longer than a window were left out" if left_out else None
     # what papers on Whisper apply to texts before they count words; the spellings come with the checkpoint, if at all
     normal: Callable[[str], str] = BasicTextNormalizer()
+    languages = getattr(speech.model.generation_config, "lang_to_id", None) or {}
+    in_english = sum(languages.get("<|en|>") in example.read.tolist() for example in examples)
     if not languages or 2 * in_english >= len(examples):
         normal = EnglishTextNormalizer(getattr(speech.tokenizer, "english_spelling_normalizer", None) or {})
     return Material(_longest_first(examples), len(examples), note, spoken, normal)

@@ -45,7 +45,8 @@ class Answer(Question):
     def is_right(self) -> bool:
         """Whether the first words written are the expected ones, and nothing continues the last of them."""
         written, expected = (" ".join(text.split()) for text in (self.written, self.answer))
-        return written.startswith(expected) and not written[len(expected) : len(expected) + 1].isalnum()
+        rest = written.removeprefix(expected)
+        return rest != written and not rest[:1].isalnum()
 
 
 def with_lengths(asked: AskedQuestions, models: Sequence[Candidate], objective: str) -> AskedQuestions:
@@ -93,7 +94,7 @@ def ask(
     """
     texts = list(product(lengths, range(-(-questions // PER_TEXT))))
     answers = []
-    end = getattr(model.generation_config, "eos_token_id", None) or tokenizer.eos_token_id
+    end = model.generation_config.eos_token_id or tokenizer.eos_token_id
     padding = tokenizer.pad_token_id
     if padding is None:
         padding = end[0] if isinstance(end, list) else end or 0

@@ -11,7 +11,7 @@ import random
 import re
 import tomllib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -125,19 +125,20 @@ def make_text(tokenizer: Any, length: int, number: int, seed: int) -> RetrievalT
     shares = [(place + chance.random()) / len(facts) for place in range(len(facts))]
     first = chance.randrange(len(filler()))
 
-    asked = []
-    for fact, share in zip(facts, shares, strict=True):
-        for ending, answer in fact.asked:
-            asked.append((fact, share, _encode(tokenizer, ending), answer))
-    longest = max(len(ids) for _, _, ids, _ in asked)
-    room = 1 + max(len(_encode(tokenizer, f" {answer}")) for *_, answer in asked)
+    asked = [
+        Question(fact.kind, length, number, fact.wording, share, _encode(tokenizer, ending), answer)
+        for fact, share in zip(facts, shares, strict=True)
+        for ending, answer in fact.asked
+    ]
+    longest = max(len(each.prompt) for each in asked)
+    room = 1 + max(len(_encode(tokenizer, f" {each.answer}")) for each in asked)
     shared = _fill(tokenizer, facts, shares, first, length - room - longest)
 
     padding = _encode(tokenizer, " ".join(["", *_sentences(first + len(filler()) // 2, 3)]))
     questions = []
-    for fact, share, ids, answer in asked:
-        prompt = shared + padding[: longest - len(ids)] + ids
-        questions.append(Question(fact.kind, length, number, fact.wording, share, prompt, answer))
+    for each in asked:
+        prompt = shared + padding[: longest - len(each.prompt)] + each.prompt
+        questions.append(replace(each, prompt=prompt))
     return RetrievalText(questions, len(shared), room)
 
 

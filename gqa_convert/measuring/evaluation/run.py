@@ -2,14 +2,17 @@
 
 import gc
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from gqa_convert.checkpoint.devices import chosen_device
 from gqa_convert.checkpoint.machine import measurement
 from gqa_convert.checkpoint.paths import local_path
+from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.data.audio_files import AudioFile, list_audio_files
 from gqa_convert.data.decoder_start import decoder_start, starts_with_last
 from gqa_convert.data.documents import Piece
@@ -19,10 +22,18 @@ from gqa_convert.data.speech import SpeechModel
 from gqa_convert.errors import OptionError
 from gqa_convert.families.context_length import LONGEST, SPAN_LENGTH
 from gqa_convert.families.loading import no_bars
-from gqa_convert.measuring import Progress, no_progress
-from gqa_convert.measuring.evaluation import candidates
-from gqa_convert.measuring.evaluation.candidates import CAUSAL, SPANS, SPEECH, Candidate
-from gqa_convert.measuring.evaluation.comparison import Measured, model_scores
+from gqa_convert.measuring import Progress, memory_explained, no_progress
+from gqa_convert.measuring.evaluation.candidates import (
+    CAUSAL,
+    SPANS,
+    SPEECH,
+    Candidate,
+    common_length,
+    common_objective,
+    find_models,
+    load,
+)
+from gqa_convert.measuring.evaluation.comparison import Means, difference, measured, with_errors
 from gqa_convert.measuring.evaluation.examples import (
     Material,
     pair_material,
@@ -34,8 +45,7 @@ from gqa_convert.measuring.evaluation.examples import (
 from gqa_convert.measuring.evaluation.forward import Scored, score
 from gqa_convert.measuring.evaluation.retrieval import Answer, ask, shares, with_lengths
 from gqa_convert.measuring.evaluation.retrieval_texts import filler
-from gqa_convert.measuring.out_of_memory import memory_explained
-from gqa_convert.measuring.results import AskedQuestions, EvaluationFile, ModelScores, ScoredText
+from gqa_convert.measuring.results import AskedQuestions, EvaluationFile, ModelScores
 
 _LESS = "lower --batch or --window, use --dtype bfloat16, or a device with more memory"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -90,11 +100,11 @@ def evaluate(
     Raises:
         GQAConvertError: one of its subclasses for models, text or options that can't be evaluated.
     """
-    if data is not None and (data.source_field is None) != (data.target_field is None):
-        raise OptionError("--source-field and --target-field need each other: give both or neither")
     if options.dtype not in DTYPES:
         raise OptionError(f"--dtype is {options.dtype!r}: give one of {', '.join(DTYPES)}")
     if data is not None:
+        if (data.source_field is None) != (data.target_field is None):
+            raise OptionError("--source-field and --target-field need each other: give both or neither")
         (data,) = pinned([data], find_commits([data], {}))
     names = list(models)
     if options.reference is not None:
@@ -102,20 +112,23 @@ def evaluate(
     device = chosen_device(options.device)
     with warnings.catch_warnings(), no_bars():
         warnings.simplefilter("ignore")  # torch's and transformers', for those who program with them
-        found = candidates.find_models(names, options.revision)
-        objective = candidates.common_objective(found, pairs=data is not None and data.kind == "pairs")
+        found = find_models(names, options.revision)
+        objective = common_objective(found, pairs=data is not None and data.kind == "pairs")
         most = SPAN_LENGTH if objective == SPANS else LONGEST
-        window = candidates.common_length(found, f"--window is {options.window}", options.window, most)
+        window = common_length(found, f"--window is {options.window}", options.window, most)
         asked = None
         if options.retrieval:
             asked = with_lengths(options.retrieval, found, objective)
         sounds: list[AudioFile] = []
         material = None
-        if data is not None and objective == SPEECH:
-            sounds = list_audio_files(local_path(data.source), data.split)
-        elif data is not None:
-            text = read_documents(data, found[0].tokenizer, options.tokens, partial(progress, "reading"))
-            material = _text_material(text, found[0], objective, window)
+        described: JsonObject = {}
+        if data is not None:
+            described = {"data": asdict(data) | {"tokens_limit": options.tokens}, "context": window}
+            if objective == SPEECH:
+                sounds = list_audio_files(local_path(data.source), data.split)
+            else:
+                text = read_documents(data, found[0].tokenizer, options.tokens, partial(progress, "reading"))
+                material = _text_material(text, found[0], objective, window)
         evaluation = _Evaluation(options, asked, sounds, material, device, progress)
         scores = []
         for candidate in found:
@@ -124,10 +137,9 @@ def evaluate(
                 scores.append(evaluation.scores_of(candidate))
     return EvaluationFile(
         **measurement("evaluate", command, device),
-        data=None if data is None else ScoredText.model_validate(asdict(data) | {"tokens_limit": options.tokens}),
+        **described,
         questions=asked,
         objective=objective,
-        context=None if data is None else window,
         reference=scores.pop(0) if options.reference else None,
         results=scores,
     )
@@ -156,7 +168,8 @@ class _Evaluation:
         material: the text in tokens; None for sound, which every model encodes.
         device: where models run.
         progress: called with the name of a stage, the steps done and the number of steps.
-        first: what was measured of the model that those after it are compared with.
+        first: the model that those after it are compared with: its name and its means.
+        normal: what gives spoken words one spelling, in the language that this model hears.
         answers: of that model.
         reference: that model, if distributions are compared.
     """
@@ -167,7 +180,8 @@ class _Evaluation:
     material: Material | None
     device: str
     progress: Progress
-    first: Measured | None = None
+    first: tuple[str, Means] | None = None
+    normal: Callable[[str], str] | None = None
     answers: list[Answer] | None = None
     reference: Scored | None = None
 
@@ -179,22 +193,31 @@ class _Evaluation:
         """
         name, folder, config = candidate.name, candidate.folder, candidate.config
         batch, questions = self.options.batch, self.questions
-        model = candidates.load(candidate, self.options.dtype, self.device)
+        model = load(candidate, self.options.dtype, self.device)
         found: dict[str, Any] = {}
         material = self.material
         if self.sounds:
             show = partial(self.progress, f"transcribing with {name}")
             speech = SpeechModel(model, folder)
             material = speech_material(speech, self.sounds, batch=batch, tokens=self.options.tokens, progress=show)
-            if self.first is not None:  # which language is spoken is for one model to say
-                material = replace(material, normal=self.first.material.normal)
+            self.normal = self.normal or material.normal
+            material = replace(material, normal=self.normal)  # which language is spoken is for one model to say
         if material is not None:
             check_vocabulary(config, material.largest, folder)
             show = partial(self.progress, f"scoring {name}")
             scored = Scored(model, material)
-            measured = Measured(name, material, *score(scored, batch, self.reference, show))
-            found = model_scores(measured, self.first)
-            self.first = self.first or measured
+            loss, *kl = score(scored, batch, self.reference, show)
+            means = measured(material, loss, *kl)
+            found = with_errors(means) | {
+                "tokens": len(loss),
+                "bytes": None if material.sizes is None else int(material.sizes.sum()),
+                "scored_nan": int((~np.isfinite(loss)).sum()),
+                "note": material.note,
+            }
+            if self.first is not None:
+                first, others = self.first
+                found["difference"] = difference(means, others, first)
+            self.first = self.first or (name, means)
             if self.options.reference:
                 self.reference = self.reference or scored
         if questions is not None:

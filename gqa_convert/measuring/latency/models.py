@@ -89,7 +89,7 @@ def make_models(checkpoint: Checkpoint, plans: Mapping[int, Plan], dtype: str, d
     if why_unsupported(type(source), source.config) is None:
         settings["attn_implementation"] = "gqa"
         source.set_attn_implementation("gqa")
-    source = source.to(device)
+    source = source.to(device).requires_grad_(False)
     weights = dict(source.named_parameters(remove_duplicate=False))
     models = []
     for groups, plan in plans.items():
@@ -100,16 +100,15 @@ def make_models(checkpoint: Checkpoint, plans: Mapping[int, Plan], dtype: str, d
             shapes = {key: parameter.shape for key, parameter in made.named_parameters(remove_duplicate=False)}
             shared = {key: weight for key, weight in weights.items() if weight.shape == shapes.get(key)}
             made.load_state_dict(shared, strict=False, assign=True)
-            with torch.no_grad():  # random numbers elsewhere
-                for key, parameter in made.named_parameters():
-                    if key not in shared:
-                        parameter.normal_(std=0.02)
-        models.append(made.requires_grad_(False))
+            for key, parameter in made.named_parameters():
+                if key not in shared:
+                    parameter.normal_(std=0.02)  # random numbers
+        models.append(made)
     return models, settings["attn_implementation"]
 
 
 def _build(config: JsonObject, settings: Mapping[str, Any]) -> Any:
-    """An instance of the config's language model with uninitialised weights, in evaluation mode.
+    """An instance of the config's language model with uninitialised weights, in evaluation mode and without gradients.
 
     Args:
         config: content of a config.json.
@@ -123,4 +122,4 @@ def _build(config: JsonObject, settings: Mapping[str, Any]) -> Any:
     with no_init_weights():
         model = auto.from_config(made, trust_remote_code=False, **settings)
         model.tie_weights()
-    return model.eval()
+    return model.eval().requires_grad_(False)

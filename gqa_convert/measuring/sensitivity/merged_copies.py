@@ -37,8 +37,7 @@ from gqa_convert.data.labels import IGNORED
 from gqa_convert.errors import DataError
 from gqa_convert.losses.distillation import summed_divergence
 from gqa_convert.measuring import StageProgress
-from gqa_convert.measuring.evaluation.comparison import UNDEFINED, Mean, mean
-from gqa_convert.measuring.evaluation.examples import Doubles
+from gqa_convert.measuring.evaluation.comparison import Mean, mean
 from gqa_convert.merging.attention_heads import Tensors
 from gqa_convert.merging.merge_layer import merge_layer
 from gqa_convert.merging.methods import CALIBRATED_DEFAULT
@@ -250,7 +249,7 @@ def score_copies(
     for number, blocks in enumerate(sums):
         loss, predicted, divergence, tokens = np.array(blocks).T
         sink = longest[number] / longest[0] if longest else None
-        scores.append(Score(_mean(loss, predicted), _mean(divergence, tokens), int(predicted.sum()), sink))
+        scores.append(Score(mean(loss, predicted), mean(divergence, tokens), int(predicted.sum()), sink))
     return scores
 
 
@@ -266,7 +265,3 @@ def _sums(logits: Tensor, source: Tensor, targets: Tensor) -> Iterator[_Sums]:
         # rounding can make the divergence of an equal copy slightly negative
         divergence = divergence.clamp(min=0)
         yield float(losses.double().sum()), int((labels != IGNORED).sum()), float(divergence), len(labels)
-
-
-def _mean(sums: Doubles, sizes: Doubles) -> Mean:
-    return mean(sums, sizes) if np.isfinite(sums).all() else UNDEFINED
