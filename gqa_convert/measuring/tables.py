@@ -126,13 +126,14 @@ def notes(entries: Sequence[ModelScores], names: Names) -> list[str]:
     """What there is to say about single models."""
     found = []
     for each in entries:
+        name = names[each.model]
         if each.difference:
             to = names.get(each.difference.to, Path(each.difference.to).name)
-            found.append(f"{names[each.model]}: differences are from {to}, paired over the same text")
+            found.append(f"{name}: differences are from {to}, paired over the same text")
         if each.scored_nan:
-            found.append(f"{names[each.model]}: {each.scored_nan:,} of {each.tokens:,} tokens have no finite loss")
+            found.append(f"{name}: {each.scored_nan:,} of {each.tokens:,} tokens have no finite loss")
         if each.note:
-            found.append(f"{names[each.model]}: {each.note}")
+            found.append(f"{name}: {each.note}")
     return found
 
 

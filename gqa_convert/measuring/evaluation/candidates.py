@@ -2,9 +2,8 @@
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from gqa_convert.checkpoint.fingerprint import fingerprint
 from gqa_convert.checkpoint.paths import expanded
@@ -22,8 +21,7 @@ CAUSAL, SPANS, PAIRS, SPEECH = "causal", "spans", "pairs", "speech"
 _HEAD = "evaluate scores the predictions of one; name the language model that the checkpoint was made from"
 
 
-@dataclass(frozen=True)
-class Candidate:
+class Candidate(NamedTuple):
     """A model to evaluate.
 
     Attributes:
@@ -56,7 +54,8 @@ def find_models(names: Sequence[str], revision: str | None) -> list[Candidate]:
     found = []
     for name in names:
         checkpoint = open_checkpoint(name, revision=revision, download=True)
-        folder, config = checkpoint.local_folder, checkpoint.config
+        folder = checkpoint.local_folder
+        config = checkpoint.config
         loading.check_language_model(name, config, _HEAD)
         shown = str(folder.resolve()) if Path(name).name in ("", "..") else expanded(name)  # for `.` too
         tokenizer = usable_tokenizer(folder)

@@ -7,19 +7,18 @@ two models is paired: block by block.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.errors import MissingExtraError
-from gqa_convert.measuring.evaluation.examples import Array, Doubles, Material
+from gqa_convert.measuring.evaluation.examples import Array, Doubles, Material, Normal
 from gqa_convert.measuring.results import Difference
 
 
-@dataclass(frozen=True)
-class Mean:
+class Mean(NamedTuple):
     """A ratio of sums over blocks.
 
     Attributes:
@@ -102,8 +101,8 @@ def difference(means: Means, other: Means, name: str) -> Difference:
     return Difference(to=name, **with_errors(gaps))
 
 
-def word_errors(said: Sequence[str], heard: Sequence[str], normal: Callable[[str], str]) -> tuple[Doubles, Doubles]:
-    """The words of each sound, [m], that are wrong, missing or too many (Levenshtein distance), and those that are said.
+def word_errors(said: Sequence[str], heard: Sequence[str], normal: Normal) -> Doubles:
+    """[2, m], the words of each sound that are wrong, missing or too many (Levenshtein distance), and those that are said.
 
     Args:
         said: the texts.
@@ -119,7 +118,8 @@ def word_errors(said: Sequence[str], heard: Sequence[str], normal: Callable[[str
         raise MissingExtraError(
             "word errors need jiwer, which is not installed: pip install 'gqa-convert[audio]'"
         ) from None
-    errors, words = [], []
+    errors = []
+    words = []
     for text, written in zip(map(normal, said), map(normal, heard), strict=True):
         words.append(len(text.split()))
         wrong = len(written.split())
@@ -127,4 +127,4 @@ def word_errors(said: Sequence[str], heard: Sequence[str], normal: Callable[[str
             found = jiwer.process_words(text, written)
             wrong = found.substitutions + found.deletions + found.insertions
         errors.append(wrong)
-    return np.array(errors, np.float64), np.array(words, np.float64)
+    return np.array([errors, words], np.float64)

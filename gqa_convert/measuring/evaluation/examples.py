@@ -34,6 +34,8 @@ STREAM_TOKENS = 1_000_000
 
 Array = npt.NDArray[Any]
 Doubles = npt.NDArray[np.float64]
+Normal = Callable[[str], str]
+"""Gives texts that say the same one spelling."""
 
 
 class Example(NamedTuple):
@@ -71,7 +73,7 @@ class Material:
     block_count: int
     note: str | None = None
     spoken: Sequence[tuple[str, str]] = ()
-    normal: Callable[[str], str] = str
+    normal: Normal = str
 
     @property
     def largest(self) -> int:
@@ -132,7 +134,9 @@ def read_documents(source: Source, tokenizer: Any, limit: int | None, progress: 
         DataError: the text can't be found or read, or is empty; or rows lack a field, or have no text in it.
     """
     text = open_source(source)
-    fields, options, chats = Fields((source.text_field,)), "--text-field", None
+    fields = Fields((source.text_field,))
+    options = "--text-field"
+    chats = None
     if source.source_field and source.target_field:
         fields = Fields((source.source_field, source.target_field), "pair")
         options = "--source-field and --target-field"
@@ -256,7 +260,8 @@ def pair_material(pieces: Sequence[Piece], tokenizer: Any, *, start: int | None,
         start: the first token of the decoder's input; None for the target's last token, with which mBART's begins.
         length: maximum number of tokens of each; a longer text is cut before its last one, end-of-text.
     """
-    examples, truncated = [], 0
+    examples = []
+    truncated = 0
     for number, piece in enumerate(pieces):
         source, target = piece.text
         read, _ = encode(tokenizer, source, add_special_tokens=True)
@@ -318,7 +323,7 @@ def speech_material(
     left_out = done - len(examples)
     note = f"{left_out} sounds without words or longer than a window were left out" if left_out else None
     # what papers on Whisper apply to texts before they count words; the spellings come with the checkpoint, if at all
-    normal: Callable[[str], str] = BasicTextNormalizer()
+    normal: Normal = BasicTextNormalizer()
     languages = getattr(speech.model.generation_config, "lang_to_id", None) or {}
     in_english = sum(languages.get("<|en|>") in example.read.tolist() for example in examples)
     if not languages or 2 * in_english >= len(examples):

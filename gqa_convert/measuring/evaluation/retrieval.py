@@ -122,15 +122,15 @@ def continuations(model: Any, text: RetrievalText, batch: int) -> list[Tensor]:
     shared = getattr(_continue(model, prompts[:1, : text.shared], 1), name)
     written: list[Tensor] = []
     for rows in prompts.split(batch):
-        cache = _repeated(shared, len(rows))
-        found = _continue(model, rows, text.room, **{name: cache})
+        found = _continue(model, rows, text.room, **{name: _repeated(shared, len(rows))})
         written += found.sequences[:, rows.shape[1] :].cpu()
     return written
 
 
 def _continue(model: Any, rows: Tensor, tokens: int, **given: Any) -> Any:
-    mask = torch.ones_like(rows)
-    return model.generate(rows, attention_mask=mask, max_new_tokens=tokens, return_dict_in_generate=True, **given)
+    return model.generate(
+        rows, attention_mask=torch.ones_like(rows), max_new_tokens=tokens, return_dict_in_generate=True, **given
+    )
 
 
 def _repeated(shared: Any, count: int) -> Any:
@@ -148,8 +148,8 @@ def share_found(answers: Sequence[Answer]) -> Mean:
     texts: dict[tuple[int, int], list[bool]] = {}
     for answer in answers:
         texts.setdefault((answer.length, answer.text), []).append(answer.is_right)
-    right, asked = (np.array([count(each) for each in texts.values()], np.float64) for count in (sum, len))
-    return mean(right, asked)
+    right_and_asked = np.array([(sum(each), len(each)) for each in texts.values()], np.float64)
+    return mean(*right_and_asked.T)
 
 
 def shares(answers: Sequence[Answer], first: Sequence[Answer] | None) -> list[Found]:

@@ -65,8 +65,7 @@ class Question:
     answer: str
 
 
-@dataclass(frozen=True)
-class RetrievalText:
+class RetrievalText(NamedTuple):
     """The questions of a text.
 
     Attributes:
@@ -151,7 +150,8 @@ def _draw_facts(chance: random.Random, number: int) -> Iterator[_Facts]:
         for each in range(PER_TEXT):
             chosen = (number + number // len(wordings) * place + each) % len(wordings)
             wording = wordings[chosen]
-            lines, asked = wording.head.splitlines(), []
+            lines = wording.head.splitlines()
+            asked = []
             for _ in range(wording.lines):
                 drawn = {name: next(pools[name.rstrip("2345678")]) for name in re.findall(r"{(\w+)}", wording.line)}
                 lines.append(wording.line.format(**drawn))

@@ -2,7 +2,7 @@
 
 import gc
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -36,6 +36,7 @@ from gqa_convert.measuring.evaluation.candidates import (
 from gqa_convert.measuring.evaluation.comparison import Means, difference, measured, with_errors
 from gqa_convert.measuring.evaluation.examples import (
     Material,
+    Normal,
     pair_material,
     read_documents,
     span_material,
@@ -116,9 +117,8 @@ def evaluate(
         objective = common_objective(found, pairs=data is not None and data.kind == "pairs")
         most = SPAN_LENGTH if objective == SPANS else LONGEST
         window = common_length(found, f"--window is {options.window}", options.window, most)
-        asked = None
         if options.retrieval:
-            asked = with_lengths(options.retrieval, found, objective)
+            options = replace(options, retrieval=with_lengths(options.retrieval, found, objective))
         sounds: list[AudioFile] = []
         material = None
         described: JsonObject = {}
@@ -129,7 +129,7 @@ def evaluate(
             else:
                 text = read_documents(data, found[0].tokenizer, options.tokens, partial(progress, "reading"))
                 material = _text_material(text, found[0], objective, window)
-        evaluation = _Evaluation(options, asked, sounds, material, device, progress)
+        evaluation = _Evaluation(options, sounds, material, device, progress)
         scores = []
         for candidate in found:
             gc.collect()  # the model before it
@@ -138,7 +138,7 @@ def evaluate(
     return EvaluationFile(
         **measurement("evaluate", command, device),
         **described,
-        questions=asked,
+        questions=options.retrieval,
         objective=objective,
         reference=scores.pop(0) if options.reference else None,
         results=scores,
@@ -162,26 +162,24 @@ class _Evaluation:
     """Measures models, one after the other, on a text and by questions.
 
     Attributes:
-        options: how text is scored.
-        questions: to ask, None for none.
+        options: how text is scored, and what is asked.
         sounds: to score, empty for none.
         material: the text in tokens; None for sound, which every model encodes.
         device: where models run.
         progress: called with the name of a stage, the steps done and the number of steps.
-        first: the model that those after it are compared with: its name and its means.
+        first: the model that those after it are compared with: its means and its name.
         normal: what gives spoken words one spelling, in the language that this model hears.
         answers: of that model.
         reference: that model, if distributions are compared.
     """
 
     options: EvaluationOptions
-    questions: AskedQuestions | None
     sounds: Sequence[AudioFile]
     material: Material | None
     device: str
     progress: Progress
-    first: tuple[str, Means] | None = None
-    normal: Callable[[str], str] | None = None
+    first: tuple[Means, str] | None = None
+    normal: Normal | None = None
     answers: list[Answer] | None = None
     reference: Scored | None = None
 
@@ -191,22 +189,22 @@ class _Evaluation:
         Raises:
             DataError: the tokenizer does not belong to the model.
         """
-        name, folder, config = candidate.name, candidate.folder, candidate.config
-        batch, questions = self.options.batch, self.questions
-        model = load(candidate, self.options.dtype, self.device)
+        name = candidate.name
+        options = self.options
+        model = load(candidate, options.dtype, self.device)
         found: dict[str, Any] = {}
         material = self.material
         if self.sounds:
             show = partial(self.progress, f"transcribing with {name}")
-            speech = SpeechModel(model, folder)
-            material = speech_material(speech, self.sounds, batch=batch, tokens=self.options.tokens, progress=show)
+            speech = SpeechModel(model, candidate.folder)
+            material = speech_material(speech, self.sounds, batch=options.batch, tokens=options.tokens, progress=show)
             self.normal = self.normal or material.normal
             material = replace(material, normal=self.normal)  # which language is spoken is for one model to say
         if material is not None:
-            check_vocabulary(config, material.largest, folder)
+            check_vocabulary(candidate.config, material.largest, candidate.folder)
             show = partial(self.progress, f"scoring {name}")
             scored = Scored(model, material)
-            loss, *kl = score(scored, batch, self.reference, show)
+            loss, *kl = score(scored, options.batch, self.reference, show)
             means = measured(material, loss, *kl)
             found = with_errors(means) | {
                 "tokens": len(loss),
@@ -215,16 +213,15 @@ class _Evaluation:
                 "note": material.note,
             }
             if self.first is not None:
-                first, others = self.first
-                found["difference"] = difference(means, others, first)
-            self.first = self.first or (name, means)
-            if self.options.reference:
+                found["difference"] = difference(means, *self.first)
+            self.first = self.first or (means, name)
+            if options.reference:
                 self.reference = self.reference or scored
-        if questions is not None:
+        if options.retrieval:
             ids = candidate.tokenizer(" ".join(filler()), verbose=False)["input_ids"]
-            check_vocabulary(config, max(ids), folder)
+            check_vocabulary(candidate.config, max(ids), candidate.folder)
             show = partial(self.progress, f"asking {name}")
-            answers = ask(model, candidate.tokenizer, **questions.as_json(), batch=batch, progress=show)
+            answers = ask(model, candidate.tokenizer, **options.retrieval.as_json(), batch=options.batch, progress=show)
             found["retrieval"] = shares(answers, self.answers)
             self.answers = self.answers or answers
         return ModelScores(**candidate.stated, dtype=str(model.dtype).removeprefix("torch."), **found)

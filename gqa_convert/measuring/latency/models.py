@@ -81,7 +81,8 @@ def make_models(checkpoint: Checkpoint, plans: Mapping[int, Plan], dtype: str, d
         NoLanguageModelError: it was saved without its language-model head.
     """
     register()
-    name, folder = checkpoint.source_id, checkpoint.local_folder
+    name = checkpoint.source_id
+    folder = checkpoint.local_folder
     settings = {"dtype": getattr(torch, dtype), "attn_implementation": "eager"}
     with explained(name):
         source, missing = load_model(folder, **settings)

@@ -42,7 +42,7 @@ from gqa_convert.measuring.sensitivity.kv_budget import (
     largest_uniform,
     least_sum,
 )
-from gqa_convert.measuring.sensitivity.merged_copies import Batches, SensitivityInputs, open_inputs, score_copies
+from gqa_convert.measuring.sensitivity.merged_copies import Batches, SensitivityInputs, load_inputs, score_copies
 from gqa_convert.merging.methods import DEFAULT
 
 FIT_MARGIN = 0.95
@@ -84,11 +84,10 @@ def choose_num_kv_heads(
     calibration = prepare_calibration(plan, text, progress)
     with ExitStack() as stack:
         store = _fits_store(stack, plan, out, calibration.digest, text) if fits else None
-        inputs = stack.enter_context(open_inputs(plan, calibration.batches, text, store))
+        inputs = load_inputs(plan, calibration.batches, text, store)
         records = made_up_batches(plan, inputs.held_out, text.seed)
         costs = measure_costs(inputs, [*inputs.held_out[:1], *records[:1]], progress)
         candidates = measure_candidates(inputs, [*inputs.held_out, *records], costs, limit, progress)
-        held_out_tokens = sum(tokens_of(batch).numel() for batch in inputs.held_out)
     margin = FIT_MARGIN if fits else 1.0
     chosen, best = candidates[0], candidates[-1]  # the uniform number and the list, unless that is the same
     if best.kl is not None and (chosen.kl is None or best.kl < margin * chosen.kl):
@@ -105,7 +104,7 @@ def choose_num_kv_heads(
         candidates=candidates,
         layers=costs,
         text=f"{calibration.description}; and as much text of made-up records as is held out",
-        held_out_tokens=held_out_tokens,
+        held_out_tokens=sum(tokens_of(batch).numel() for batch in inputs.held_out),
         warning=calibration.warning,
     )
 
@@ -168,11 +167,11 @@ def measure_costs(inputs: SensitivityInputs, held_out: Batches, progress: Progre
     layers = sorted(inputs.plan.layers, key=lambda layer: layer.number)
     copies = [{layer.module: groups} for layer in layers for groups in merging_counts(layer.kv_heads)[:-1]]
     _, *scores = score_copies(inputs, copies, held_out, partial(progress, "each layer alone"))
+    costs_of_copies = iter(scores)
     costs = []
     for layer in layers:
         head_bytes = (layer.key_head_dim + layer.value_head_dim) * ITEM_BYTES[layer.dtype]
-        merged = [(copy, score) for copy, score in zip(copies, scores, strict=True) if layer.module in copy]
-        kl = {copy[layer.module]: score.kl.value for copy, score in merged}
+        kl = {groups: next(costs_of_copies).kl.value for groups in merging_counts(layer.kv_heads)[:-1]}
         costs.append(LayerCosts(layer.module, layer.kv_heads, head_bytes, kl))
     return costs
 

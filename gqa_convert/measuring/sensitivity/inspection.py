@@ -138,11 +138,11 @@ def inspect_checkpoint(
         recommendation = Recommendation(budget.groups, budget.reason, command(budget.groups))
     found = prepare_calibration(plan, text, progress)
     from gqa_convert.conversion.fit.attention_calls import tokens_of
-    from gqa_convert.measuring.sensitivity.merged_copies import open_inputs, score_copies
+    from gqa_convert.measuring.sensitivity.merged_copies import load_inputs, score_copies
 
     copies = [dict.fromkeys(plan.layer_groups, groups) for groups in counts]
-    with open_inputs(plan, found.batches, text) as inputs:
-        unmerged, *scores = score_copies(inputs, copies, inputs.held_out, partial(progress, "layers"))
+    inputs = load_inputs(plan, found.batches, text)
+    unmerged, *scores = score_copies(inputs, copies, inputs.held_out, partial(progress, "layers"))
     losses = []
     for groups, score in zip(counts, scores, strict=True):
         increase = score.loss.minus(unmerged.loss)
@@ -203,9 +203,10 @@ def sink_warnings(losses: Sequence[MergedLoss]) -> list[str]:
 def conversion_command(source: str, text: CalibrationOptions, revision: str | None, groups: int | list[int]) -> str:
     """The command line of a conversion with the options of the inspection."""
     words = ["gqa-convert", "convert", source, f"{Path(source).absolute().name}-gqa", "--groups", numbers_text(groups)]
-    stated: list[tuple[str, Any]] = [("--calibration", each) for each in each_of(text.source)]
-    stated += [("--calibration-tokens", text.tokens), ("--device", text.device), ("--revision", revision)]
-    for name, value in stated:
+    for each in each_of(text.source):
+        words += ["--calibration", str(each)]
+    others = {"--calibration-tokens": text.tokens, "--device": text.device, "--revision": revision}
+    for name, value in others.items():
         if value is not None:
             words += [name, str(value)]
     return shlex.join(words)

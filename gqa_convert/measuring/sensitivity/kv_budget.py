@@ -5,14 +5,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from operator import itemgetter
+from typing import NamedTuple
 
 from gqa_convert.checkpoint.results import Result
 from gqa_convert.conversion.plan import merging_counts
 from gqa_convert.errors import OptionError
 
 
-@dataclass(frozen=True)
-class KVBudget:
+class KVBudget(NamedTuple):
     """What the K/V cache of a result may take per token, over all layers.
 
     Attributes:

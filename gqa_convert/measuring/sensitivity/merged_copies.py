@@ -5,14 +5,13 @@ receives them as it enters the layer.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from contextlib import nullcontext
+from dataclasses import asdict, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from gqa_convert.checkpoint.devices import chosen_device
 from gqa_convert.conversion.fit.attention_calls import (
@@ -24,13 +23,13 @@ from gqa_convert.conversion.fit.attention_calls import (
     tokens_of,
 )
 from gqa_convert.conversion.fit.layer_store import LayerStore, layer_key
-from gqa_convert.conversion.fit.layer_walk import Installing, LayerWalk
+from gqa_convert.conversion.fit.layer_walk import Installing, LayerWalk, Stream
 from gqa_convert.conversion.fit.memory import holds_halves
 from gqa_convert.conversion.fit.merged_attention import MergedAttention, check_holds
 from gqa_convert.conversion.fit.model_loading import Precision, open_model, precision_of, running_device
 from gqa_convert.conversion.fit.one_layer import VALIDATED, FitOptions, OneLayer
 from gqa_convert.conversion.fit.options import CalibrationOptions, steps_per_layer
-from gqa_convert.conversion.fit.source_layers import ReadLayer, SourceLayer, open_layers
+from gqa_convert.conversion.fit.source_layers import SourceLayer, open_layers
 from gqa_convert.conversion.fit.statistics import moments_of
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.data.labels import IGNORED
@@ -62,14 +61,12 @@ _HELD_OUT = 5
 """One in this many tokens of text is held out."""
 
 
-@dataclass(frozen=True)
-class SensitivityInputs:
+class SensitivityInputs(NamedTuple):
     """The loaded source, and the text that its copies are merged and measured on.
 
     Attributes:
         plan: of the source.
         model: the loaded source.
-        read_layer: reads a layer.
         text: batches on which layers are merged.
         held_out: batches on which copies are measured.
         merge: how layers are merged.
@@ -78,15 +75,13 @@ class SensitivityInputs:
 
     plan: Plan
     model: Any
-    read_layer: ReadLayer
     text: Batches
     held_out: Batches
     merge: Merging
     precision: Precision
 
 
-@dataclass(frozen=True)
-class Score:
+class Score(NamedTuple):
     """Of the source, or of a copy, over blocks of text; not defined where it yields NaN or Inf.
 
     Attributes:
@@ -103,10 +98,9 @@ class Score:
     sink: float | None
 
 
-@contextmanager
-def open_inputs(
+def load_inputs(
     plan: Plan, batches: Batches, text: CalibrationOptions, store: LayerStore | None = None
-) -> Iterator[SensitivityInputs]:
+) -> SensitivityInputs:
     """Load a plan's source, and hold out a part of the text.
 
     Args:
@@ -141,8 +135,7 @@ def open_inputs(
         )
         merge = partial(merge_by_short_fits, store, options)
     merged_on = [*before, *beginnings(before, batches), *validation]
-    with open_layers(plan) as read_layer:
-        yield SensitivityInputs(plan, model, read_layer, merged_on, held_out, merge, precision)
+    return SensitivityInputs(plan, model, merged_on, held_out, merge, precision)
 
 
 def merge_by_closed_form(layer: SourceLayer, attention: CapturedAttention, candidates: Sequence[int]) -> Installations:
@@ -182,13 +175,6 @@ def _installing(layer: SourceLayer, attention: CapturedAttention, tensors: Tenso
     return partial(module.installed, module.tensors)
 
 
-def predicted_tokens(batch: Batch) -> Tensor:
-    """[B, L], the token that the logits of each position predict: the label, or else the next token of the input."""
-    if "labels" in batch:
-        return batch["labels"]
-    return torch.nn.functional.pad(tokens_of(batch)[:, 1:], (0, 1), value=IGNORED)
-
-
 def score_copies(
     inputs: SensitivityInputs, copies: Sequence[Copy], held_out: Batches, progress: StageProgress
 ) -> list[Score]:
@@ -219,49 +205,52 @@ def score_copies(
     done = 0
     lengths: list[list[float]] = []
     """At the first position behind each layer of the last stack, of the source and its copies, where there is a sink."""
-    for layer in on_text.layers:
-        merged: list[dict[str, Installing]] = [{} for _ in copies]
-        for name in layer.attention:
-            candidates = sorted({copy[name] for copy in copies if name in copy})
-            if candidates:
-                opened, attention = inputs.read_layer(layers[name]), text.attention(layer, name)
-                check_holds(attention.module, opened)
-                installed = dict(inputs.merge(opened, attention, candidates))
-                for copy, own in zip(copies, merged, strict=True):
-                    if name in copy:
-                        own[name] = installed[copy[name]]
-            done += 1
-            progress(done, len(layers))
-        text.advance(layer)
-        for stream, own in zip(streams, merged, strict=True):
-            stream.advance(layer, own)
-        first, others = source.norms(layer.stack)
-        if layer.stack == on_held_out.stacks[-1] and first > MASSIVE * others:
-            lengths.append([stream.norms(layer.stack)[0] for stream in streams])
-    sums: list[list[_Sums]] = [[] for _ in streams]
-    for number, batch in enumerate(held_out):
-        logits = source.logits(number)
-        targets = predicted_tokens(batch).to(logits.device)
-        for blocks, stream in zip(sums, streams, strict=True):
-            blocks += _sums(stream.logits(number), logits, targets)
+    with open_layers(inputs.plan) as read_layer:
+        for layer in on_text.layers:
+            merged: list[dict[str, Installing]] = [{} for _ in copies]
+            for name in layer.attention:
+                candidates = sorted({copy[name] for copy in copies if name in copy})
+                if candidates:
+                    opened = read_layer(layers[name])
+                    attention = text.attention(layer, name)
+                    check_holds(attention.module, opened)
+                    installed = dict(inputs.merge(opened, attention, candidates))
+                    for copy, own in zip(copies, merged, strict=True):
+                        if name in copy:
+                            own[name] = installed[copy[name]]
+                done += 1
+                progress(done, len(layers))
+            text.advance(layer)
+            for stream, own in zip(streams, merged, strict=True):
+                stream.advance(layer, own)
+            first, others = source.norms(layer.stack)
+            if layer.stack == on_held_out.stacks[-1] and first > MASSIVE * others:
+                lengths.append([stream.norms(layer.stack)[0] for stream in streams])
     longest = max(lengths, default=[])
     scores = []
-    for number, blocks in enumerate(sums):
+    for number, blocks in enumerate(_sums_of_blocks(streams, held_out)):
         loss, predicted, divergence, tokens = np.array(blocks).T
         sink = longest[number] / longest[0] if longest else None
         scores.append(Score(mean(loss, predicted), mean(divergence, tokens), int(predicted.sum()), sink))
     return scores
 
 
-_Sums = tuple[float, int, float, int]
-"""The loss of a block and its predicted tokens, and the divergence from the source and all tokens."""
-
-
-def _sums(logits: Tensor, source: Tensor, targets: Tensor) -> Iterator[_Sums]:
-    """The sums of each block: logits [B, L, vocabulary], targets [B, L]."""
-    for ours, theirs, labels in zip(logits, source, targets, strict=True):
-        losses = torch.nn.functional.cross_entropy(ours.float(), labels, reduction="none")
-        divergence = summed_divergence(ours[None].float(), theirs[None].float())
-        # rounding can make the divergence of an equal copy slightly negative
-        divergence = divergence.clamp(min=0)
-        yield float(losses.double().sum()), int((labels != IGNORED).sum()), float(divergence), len(labels)
+def _sums_of_blocks(streams: Sequence[Stream], held_out: Batches) -> list[list[tuple[float, ...]]]:
+    """Of each stream and each block of text: the loss, the number of predicted tokens, the divergence from the first stream,
+    which is the source, and the number of all tokens.
+    """
+    sums: list[list[tuple[float, ...]]] = [[] for _ in streams]
+    for number, batch in enumerate(held_out):
+        source = streams[0].logits(number)
+        targets = batch.get("labels")
+        if targets is None:
+            targets = torch.nn.functional.pad(tokens_of(batch)[:, 1:], (0, 1), value=IGNORED)
+        for blocks, stream in zip(sums, streams, strict=True):
+            for ours, theirs, labels in zip(stream.logits(number), source, targets.to(source.device), strict=True):
+                losses = torch.nn.functional.cross_entropy(ours.float(), labels, reduction="none")
+                loss = float(losses.double().sum())
+                divergence = summed_divergence(ours[None].float(), theirs[None].float())
+                # rounding can make the divergence of an equal copy slightly negative
+                kl = float(divergence.clamp(min=0))
+                blocks.append((loss, float((labels != IGNORED).sum()), kl, len(labels)))
+    return sums
