@@ -152,15 +152,16 @@ def benchmark_table(result: BenchmarkFile) -> Table:
     }
     for cell in result.results:
         source = sources.get((cell.batch, cell.context))
-        row = {
-            "N": str(cell.groups),
-            "batch": str(cell.batch),
-            "context": f"{cell.context:,}",
-            "ms/token": f"{cell.decode_ms_per_token:.3g} ({cell.decode_ms_low:.3g} to {cell.decode_ms_high:.3g})",
-            "speed": f"{source / cell.decode_ms_per_token:.2f}x" if source else "",
-            "tokens/s": f"{cell.decode_tokens_per_second:,.1f}",
-            "prefill ms": f"{cell.prefill_ms:.3g} ({cell.prefill_ms_low:.3g} to {cell.prefill_ms_high:.3g})",
-            "K/V cache": size(cell.kv_bytes),
-        }
-        rows.append(row)
+        rows.append(
+            {
+                "N": str(cell.groups),
+                "batch": str(cell.batch),
+                "context": f"{cell.context:,}",
+                "ms/token": f"{cell.decode_ms_per_token:.3g} ({cell.decode_ms_low:.3g} to {cell.decode_ms_high:.3g})",
+                "speed": f"{source / cell.decode_ms_per_token:.2f}x" if source else "",
+                "tokens/s": f"{cell.decode_tokens_per_second:,.1f}",
+                "prefill ms": f"{cell.prefill_ms:.3g} ({cell.prefill_ms_low:.3g} to {cell.prefill_ms_high:.3g})",
+                "K/V cache": size(cell.kv_bytes),
+            }
+        )
     return Table(title, filled(rows))

@@ -118,13 +118,12 @@ def word_errors(said: Sequence[str], heard: Sequence[str], normal: Normal) -> Do
         raise MissingExtraError(
             "word errors need jiwer, which is not installed: pip install 'gqa-convert[audio]'"
         ) from None
-    errors = []
-    words = []
+    counts = []
     for text, written in zip(map(normal, said), map(normal, heard), strict=True):
-        words.append(len(text.split()))
+        words = len(text.split())
         wrong = len(written.split())
-        if words[-1]:  # hesitations such as "hmm" are no words
+        if words:  # hesitations such as "hmm" are no words
             found = jiwer.process_words(text, written)
             wrong = found.substitutions + found.deletions + found.insertions
-        errors.append(wrong)
-    return np.array([errors, words], np.float64)
+        counts.append((wrong, words))
+    return np.array(counts, np.float64).T

@@ -11,7 +11,7 @@ Those of one text are alike, so standard errors are computed over texts.
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -33,20 +33,6 @@ QUESTIONS = 24
 """Of each kind at each length, by default."""
 LENGTHS = (512, 1024, 2048, 4096)
 """Tokens of a prompt and the room for its answer, by default, where the context is as long."""
-
-
-@dataclass(frozen=True)
-class Answer(Question):
-    """A question, and what a model wrote."""
-
-    written: str
-
-    @property
-    def is_right(self) -> bool:
-        """Whether the first words written are the expected ones, and nothing continues the last of them."""
-        written, expected = (" ".join(text.split()) for text in (self.written, self.answer))
-        rest = written.removeprefix(expected)
-        return rest != written and not rest[:1].isalnum()
 
 
 def with_lengths(asked: AskedQuestions, models: Sequence[Candidate], objective: str) -> AskedQuestions:
@@ -77,7 +63,7 @@ def ask(
     *,
     batch: int = 8,
     progress: StageProgress = no_progress,
-) -> list[Answer]:
+) -> list[Question]:
     """Ask a model questions about long texts. Models are asked the same questions in the same order.
 
     Args:
@@ -104,7 +90,7 @@ def ask(
             text = make_text(tokenizer, length, number, seed)
             written = tokenizer.batch_decode(continuations(model, text, batch), skip_special_tokens=True)
             for question, each in zip(text.questions, written, strict=True):
-                answers.append(Answer(**vars(question), written=each))
+                answers.append(replace(question, written=each))
             progress(done, len(texts))
     return answers
 
@@ -143,7 +129,7 @@ def _repeated(shared: Any, count: int) -> Any:
     return repeated
 
 
-def share_found(answers: Sequence[Answer]) -> Mean:
+def share_found(answers: Sequence[Question]) -> Mean:
     """The share of right answers, with a standard error over texts."""
     texts: dict[tuple[int, int], list[bool]] = {}
     for answer in answers:
@@ -152,7 +138,7 @@ def share_found(answers: Sequence[Answer]) -> Mean:
     return mean(*right_and_asked.T)
 
 
-def shares(answers: Sequence[Answer], first: Sequence[Answer] | None) -> list[Found]:
+def shares(answers: Sequence[Question], first: Sequence[Question] | None) -> list[Found]:
     """The shares found of all, of each kind and at each length, and the differences from another model's answers."""
     lengths = (None, *dict.fromkeys(answer.length for answer in answers))
     found = []
@@ -167,7 +153,7 @@ def shares(answers: Sequence[Answer], first: Sequence[Answer] | None) -> list[Fo
     return found
 
 
-def _chosen(answers: Sequence[Answer], kind: str | None, length: int | None) -> list[Answer]:
+def _chosen(answers: Sequence[Question], kind: str | None, length: int | None) -> list[Question]:
     return [each for each in answers if kind in (None, each.kind) and length in (None, each.length)]
 
 

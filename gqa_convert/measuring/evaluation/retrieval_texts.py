@@ -44,7 +44,7 @@ WORDINGS = {kind: [Wording(**stated) for stated in _STATED[kind]] for kind in KI
 
 @dataclass(frozen=True)
 class Question:
-    """A question about a text.
+    """A question about a text, and what a model wrote once it was asked.
 
     Attributes:
         kind: one of KINDS.
@@ -54,6 +54,7 @@ class Question:
         depth: share of the text that stands before the fact.
         prompt: token ids.
         answer: how a right continuation begins.
+        written: the continuation of a model.
     """
 
     kind: str
@@ -63,6 +64,14 @@ class Question:
     depth: float
     prompt: list[int]
     answer: str
+    written: str = ""
+
+    @property
+    def is_right(self) -> bool:
+        """Whether the first words written are the expected ones, and nothing continues the last of them."""
+        written, expected = (" ".join(text.split()) for text in (self.written, self.answer))
+        rest = written.removeprefix(expected)
+        return rest != written and not rest[:1].isalnum()
 
 
 class RetrievalText(NamedTuple):
@@ -202,5 +211,4 @@ def _sentences(first: int, count: int) -> list[str]:
 
 
 def _encode(tokenizer: Any, text: str) -> list[int]:
-    found: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    return found
+    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])

@@ -44,8 +44,8 @@ from gqa_convert.measuring.evaluation.examples import (
     text_material,
 )
 from gqa_convert.measuring.evaluation.forward import Scored, score
-from gqa_convert.measuring.evaluation.retrieval import Answer, ask, shares, with_lengths
-from gqa_convert.measuring.evaluation.retrieval_texts import filler
+from gqa_convert.measuring.evaluation.retrieval import ask, shares, with_lengths
+from gqa_convert.measuring.evaluation.retrieval_texts import Question, filler
 from gqa_convert.measuring.results import AskedQuestions, EvaluationFile, ModelScores
 
 _LESS = "lower --batch or --window, use --dtype bfloat16, or a device with more memory"
@@ -180,7 +180,7 @@ class _Evaluation:
     progress: Progress
     first: tuple[Means, str] | None = None
     normal: Normal | None = None
-    answers: list[Answer] | None = None
+    answers: list[Question] | None = None
     reference: Scored | None = None
 
     def scores_of(self, candidate: Candidate) -> ModelScores:

@@ -22,19 +22,6 @@ from gqa_convert.families.table import family_of
 
 _NEEDS_HEAD = "benchmark decodes with one; name the language model that the checkpoint was made from"
 """Advice for a checkpoint that was saved without its language-model head."""
-DTYPES = ("float32", "bfloat16", "float16")
-
-
-def stated_dtype(config: JsonObject, asked: str | None) -> str:
-    """The dtype that a user asks for, or else a config states.
-
-    Raises:
-        OptionError: it is none of `DTYPES`.
-    """
-    dtype = asked or config.get("dtype") or config.get("torch_dtype") or "float32"
-    if dtype not in DTYPES:
-        raise OptionError(f"the type {dtype!r} can't be timed: choose one of {', '.join(DTYPES)} with --dtype")
-    return str(dtype)
 
 
 def plan_versions(checkpoint: Checkpoint, candidates: Sequence[int] | None) -> dict[int, Plan]:

@@ -19,11 +19,12 @@ from gqa_convert.errors import OptionError
 from gqa_convert.families.context_length import stated_positions
 from gqa_convert.measuring import Progress, memory_explained, no_progress
 from gqa_convert.measuring.latency.decoding import STEPS, Decoder
-from gqa_convert.measuring.latency.models import make_models, plan_versions, stated_dtype
+from gqa_convert.measuring.latency.models import make_models, plan_versions
 from gqa_convert.measuring.results import BenchmarkFile, TimedCell
 
 CONTEXT = 512
 """The default number of cached tokens."""
+DTYPES = ("float32", "bfloat16", "float16")
 _PREFILLS = 3
 
 
@@ -68,7 +69,9 @@ def benchmark_model(
     plan = partial(plan_versions, candidates=candidates)
     opened = open_local(model, revision, plan)
     plans = plan(opened)
-    dtype = stated_dtype(opened.config, dtype)
+    dtype = dtype or opened.config.get("dtype") or opened.config.get("torch_dtype") or "float32"
+    if dtype not in DTYPES:
+        raise OptionError(f"the type {dtype!r} can't be timed: choose one of {', '.join(DTYPES)} with --dtype")
     device = chosen_device(device)
     positions = stated_positions(opened.config)
     contexts = context or [min(CONTEXT, (positions or 2 * CONTEXT) // 2)]
@@ -93,23 +96,24 @@ def benchmark_model(
                 own_bytes, cross_bytes = decoder.cache_bytes()
                 prefill_low, prefill, prefill_high = _milliseconds(filled)
                 decode_low, decode, decode_high = _milliseconds(decoded)
-                cell = TimedCell(
-                    groups=groups,
-                    fingerprint=known if groups == own else None,
-                    batch=rows,
-                    context=tokens,
-                    decode_ms_per_token=decode,
-                    decode_ms_low=decode_low,
-                    decode_ms_high=decode_high,
-                    decode_tokens_per_second=1e3 * rows / decode,
-                    prefill_ms=prefill,
-                    prefill_ms_low=prefill_low,
-                    prefill_ms_high=prefill_high,
-                    kv_bytes_per_token=own_bytes / tokens / rows,
-                    kv_bytes=own_bytes + cross_bytes,
-                    repetitions=repetitions,
+                cells.append(
+                    TimedCell(
+                        groups=groups,
+                        fingerprint=known if groups == own else None,
+                        batch=rows,
+                        context=tokens,
+                        decode_ms_per_token=decode,
+                        decode_ms_low=decode_low,
+                        decode_ms_high=decode_high,
+                        decode_tokens_per_second=1e3 * rows / decode,
+                        prefill_ms=prefill,
+                        prefill_ms_low=prefill_low,
+                        prefill_ms_high=prefill_high,
+                        kv_bytes_per_token=own_bytes / tokens / rows,
+                        kv_bytes=own_bytes + cross_bytes,
+                        repetitions=repetitions,
+                    )
                 )
-                cells.append(cell)
             del decoders
             gc.collect()
         progress("timing", len(settings), len(settings))

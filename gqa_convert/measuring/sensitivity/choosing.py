@@ -167,11 +167,10 @@ def measure_costs(inputs: SensitivityInputs, held_out: Batches, progress: Progre
     layers = sorted(inputs.plan.layers, key=lambda layer: layer.number)
     copies = [{layer.module: groups} for layer in layers for groups in merging_counts(layer.kv_heads)[:-1]]
     _, *scores = score_copies(inputs, copies, held_out, partial(progress, "each layer alone"))
-    costs_of_copies = iter(scores)
     costs = []
     for layer in layers:
         head_bytes = (layer.key_head_dim + layer.value_head_dim) * ITEM_BYTES[layer.dtype]
-        kl = {groups: next(costs_of_copies).kl.value for groups in merging_counts(layer.kv_heads)[:-1]}
+        kl = {groups: scores.pop(0).kl.value for groups in merging_counts(layer.kv_heads)[:-1]}
         costs.append(LayerCosts(layer.module, layer.kv_heads, head_bytes, kl))
     return costs
 
