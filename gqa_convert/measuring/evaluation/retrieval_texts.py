@@ -89,12 +89,15 @@ class RetrievalText(NamedTuple):
 
 
 class _Facts(NamedTuple):
-    """A piece of a text that states facts, and the unfinished questions about them: the end of the prompt, and the answer."""
+    """A piece of a text that states facts, and the unfinished questions about them: the end of the prompt, and the answer;
+    at last also the share of the prose that stands before it.
+    """
 
     kind: str
     wording: int
     text: str
     asked: list[tuple[str, str]]
+    depth: float = 0.0
 
 
 @cache
@@ -130,17 +133,17 @@ def make_text(tokenizer: Any, length: int, number: int, seed: int) -> RetrievalT
     chance = random.Random(f"{seed} {length} {number}")
     facts = list(_draw_facts(chance, number))
     chance.shuffle(facts)
-    shares = [(place + chance.random()) / len(facts) for place in range(len(facts))]
+    facts = [fact._replace(depth=(place + chance.random()) / len(facts)) for place, fact in enumerate(facts)]
     first = chance.randrange(len(filler()))
 
     asked = [
-        Question(fact.kind, length, number, fact.wording, share, _encode(tokenizer, ending), answer)
-        for fact, share in zip(facts, shares, strict=True)
+        Question(fact.kind, length, number, fact.wording, fact.depth, _encode(tokenizer, ending), answer)
+        for fact in facts
         for ending, answer in fact.asked
     ]
     longest = max(len(each.prompt) for each in asked)
     room = 1 + max(len(_encode(tokenizer, f" {each.answer}")) for each in asked)
-    shared = _fill(tokenizer, facts, shares, first, length - room - longest)
+    shared = _fill(tokenizer, facts, first, length - room - longest)
 
     padding = _encode(tokenizer, " ".join(["", *_sentences(first + len(filler()) // 2, 3)]))
     questions = []
@@ -171,13 +174,12 @@ def _draw_facts(chance: random.Random, number: int) -> Iterator[_Facts]:
                 break
 
 
-def _fill(tokenizer: Any, facts: Sequence[_Facts], shares: Sequence[float], first: int, size: int) -> list[int]:
+def _fill(tokenizer: Any, facts: Sequence[_Facts], first: int, size: int) -> list[int]:
     """The tokens of facts with prose around them.
 
     Args:
         tokenizer: a transformers tokenizer.
         facts: what to state, in order.
-        shares: of the prose that stands before each.
         first: the sentence behind the prose.
         size: tokens to return, the one that begins a text included: the beginning of the first sentence is cut off.
 
@@ -187,7 +189,7 @@ def _fill(tokenizer: Any, facts: Sequence[_Facts], shares: Sequence[float], firs
     begin = [] if tokenizer.bos_token_id is None else [int(tokenizer.bos_token_id)]
     sentences: list[str] = []
     size -= len(begin)
-    while len(ids := _encode(tokenizer, _assemble(facts, shares, sentences))) < size:
+    while len(ids := _encode(tokenizer, _assemble(facts, sentences))) < size:
         few = max(1, (size - len(ids)) // _CHARACTERS.stop)  # so that only the first sentence is cut
         sentences = _sentences(first - len(sentences) - few, few) + sentences
     if not sentences:
@@ -195,12 +197,12 @@ def _fill(tokenizer: Any, facts: Sequence[_Facts], shares: Sequence[float], firs
     return begin + ids[len(ids) - size :]
 
 
-def _assemble(facts: Sequence[_Facts], shares: Sequence[float], sentences: Sequence[str]) -> str:
+def _assemble(facts: Sequence[_Facts], sentences: Sequence[str]) -> str:
     """Prose with facts in it, of which none comes first; all but needles stand in paragraphs of their own."""
     parts = list(sentences)
-    for fact, share in zip(reversed(facts), reversed(shares), strict=True):
+    for fact in reversed(facts):
         text = fact.text if fact.kind == "needles" else f"\n\n{fact.text}\n\n"
-        parts.insert(1 + int(share * len(sentences)), text)
+        parts.insert(1 + int(fact.depth * len(sentences)), text)
     return re.sub(r" *\n\n\s*", "\n\n", " ".join(parts))
 
 

@@ -217,11 +217,12 @@ class _Evaluation:
             self.first = self.first or (means, name)
             if options.reference:
                 self.reference = self.reference or scored
-        if options.retrieval:
+        asked = options.retrieval
+        if asked is not None:
             ids = candidate.tokenizer(" ".join(filler()), verbose=False)["input_ids"]
             check_vocabulary(candidate.config, max(ids), candidate.folder)
             show = partial(self.progress, f"asking {name}")
-            answers = ask(model, candidate.tokenizer, **options.retrieval.as_json(), batch=options.batch, progress=show)
+            answers = ask(model, candidate.tokenizer, **asked.as_json(), batch=options.batch, progress=show)
             found["retrieval"] = shares(answers, self.answers)
             self.answers = self.answers or answers
         return ModelScores(**candidate.stated, dtype=str(model.dtype).removeprefix("torch."), **found)

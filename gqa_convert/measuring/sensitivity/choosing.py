@@ -89,7 +89,8 @@ def choose_num_kv_heads(
         costs = measure_costs(inputs, [*inputs.held_out[:1], *records[:1]], progress)
         candidates = measure_candidates(inputs, [*inputs.held_out, *records], costs, limit, progress)
     margin = FIT_MARGIN if fits else 1.0
-    chosen, best = candidates[0], candidates[-1]  # the uniform number and the list, unless that is the same
+    chosen = candidates[0]  # the uniform number
+    best = candidates[-1]  # the list, unless it is the same
     if best.kl is not None and (chosen.kl is None or best.kl < margin * chosen.kl):
         chosen = best
     return BudgetChoice(

@@ -149,7 +149,8 @@ def inspect_checkpoint(
         losses.append(MergedLoss(groups, score.loss.value, increase.value, increase.error, score.sink))
     if max_loss_increase is not None:
         advised, reason = recommend_within_loss(losses, max_loss_increase)
-        recommendation = Recommendation(advised, reason, None if advised is None else command(advised))
+        follows = None if advised is None else command(advised)
+        recommendation = Recommendation(advised, reason, follows)
     described = {
         "text": found.description,
         "tokens": found.tokens,
@@ -217,12 +218,11 @@ def _plan(checkpoint: Checkpoint, candidates: Sequence[int] | None, text: Calibr
     plan = make_plan(checkpoint, 1, method="factor")
     check_predicts(plan, text, "use convert, whose method mean needs no text")
     kv_heads = [layer.kv_heads for layer in plan.layers]
-    possible = [count for count in merging_counts(*kv_heads) if count < max(kv_heads)]
+    most = max(kv_heads)
+    possible = [count for count in merging_counts(*kv_heads) if count < most]
     if not possible:
         raise GroupsError(f"{checkpoint.source_id} has 1 K/V head in every attention layer: there is nothing to merge")
     counts = sorted(set(candidates or spread(possible, 6)))
     if not set(counts) <= set(possible):
-        raise GroupsError(
-            f"--candidates {counts} do not all merge {max(kv_heads)} K/V heads evenly: choose among {possible}"
-        )
+        raise GroupsError(f"--candidates {counts} do not all merge {most} K/V heads evenly: choose among {possible}")
     return plan, counts

@@ -231,7 +231,8 @@ def score_copies(
     for number, blocks in enumerate(_sums_of_blocks(streams, held_out)):
         loss, predicted, divergence, tokens = np.array(blocks).T
         sink = longest[number] / longest[0] if longest else None
-        scores.append(Score(mean(loss, predicted), mean(divergence, tokens), int(predicted.sum()), sink))
+        kl = mean(divergence, tokens)
+        scores.append(Score(mean(loss, predicted), kl, int(predicted.sum()), sink))
     return scores
 
 
@@ -245,8 +246,9 @@ def _sums_of_blocks(streams: Sequence[Stream], held_out: Batches) -> list[list[t
         targets = batch.get("labels")
         if targets is None:
             targets = torch.nn.functional.pad(tokens_of(batch)[:, 1:], (0, 1), value=IGNORED)
+        targets = targets.to(source.device)
         for blocks, stream in zip(sums, streams, strict=True):
-            for ours, theirs, labels in zip(stream.logits(number), source, targets.to(source.device), strict=True):
+            for ours, theirs, labels in zip(stream.logits(number), source, targets, strict=True):
                 losses = torch.nn.functional.cross_entropy(ours.float(), labels, reduction="none")
                 loss = float(losses.double().sum())
                 divergence = summed_divergence(ours[None].float(), theirs[None].float())
