@@ -47,7 +47,7 @@ SMALL = [
 ]
 TENS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
 OTHERS = ["hundred", "thousand", "million", "and", "is"]
-LARGEST = 10**9
+SIZES = ((10**6, "million"), (1000, "thousand"), (100, "hundred"))
 STEPS, ROWS, RATE = 1500, 128, 1e-3
 LENGTH = 64
 """Tokens that the encoder reads, in span corruption."""
@@ -63,12 +63,10 @@ def in_words(number: int) -> list[str]:
     if number < 100:
         rest = [SMALL[number % 10]] if number % 10 else []
         return [TENS[number // 10 - 2], *rest]
-    for size, name in ((10**6, "million"), (1000, "thousand"), (100, "hundred")):
-        if number >= size:
-            rest = number % size
-            joined = ["and"] if 0 < rest < 100 else []
-            return [*in_words(number // size), name, *joined, *(in_words(rest) if rest else [])]
-    raise AssertionError
+    size, name = next(each for each in SIZES if number >= each[0])
+    left = number % size
+    joined = ["and"] if 0 < left < 100 else []
+    return [*in_words(number // size), name, *joined, *(in_words(left) if left else [])]
 
 
 def pair(number: int) -> dict[str, str]:

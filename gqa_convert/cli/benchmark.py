@@ -46,12 +46,22 @@ def benchmark(
       gqa-convert benchmark ./Llama-2-7b --candidates 1,8,32 --batch 1,8 --context 4k
     """
     from gqa_convert.cli.console.screen import ProgressScreen, print_json, show_table
-    from gqa_convert.measuring.latency.run import BenchmarkOptions, benchmark_model
+    from gqa_convert.measuring.latency.run import benchmark_model
     from gqa_convert.measuring.tables import benchmark_table
 
-    options = BenchmarkOptions(candidates, batch, context, repetitions, dtype, device, revision)
     with ProgressScreen() as screen:
-        result = benchmark_model(model, options, command_line(), screen.show)
+        result = benchmark_model(
+            model,
+            candidates=candidates,
+            batch=batch,
+            context=context,
+            repetitions=repetitions,
+            dtype=dtype,
+            device=device,
+            revision=revision,
+            command=command_line(),
+            progress=screen.show,
+        )
     if as_json:
         print_json(result.as_json())
     else:

@@ -1,6 +1,10 @@
 """Measures what a conversion costs and gains: losses on text, the cost of merging before it is done, decode time."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from gqa_convert.checkpoint.resource_errors import is_out_of_memory
+from gqa_convert.errors import DeviceMemoryError
 
 Progress = Callable[[str, int, int], None]
 """Called with the name of a stage, the steps done and the number of steps."""
@@ -10,3 +14,18 @@ StageProgress = Callable[[int, int], None]
 
 def no_progress(*_: object) -> None:
     """Shows nothing."""
+
+
+@contextmanager
+def memory_explained(name: str, advice: str) -> Iterator[None]:
+    """A context that turns out-of-memory errors of torch into a single line: what ran, and what to do.
+
+    Raises:
+        DeviceMemoryError: the memory is full.
+    """
+    try:
+        yield
+    except Exception as problem:
+        if is_out_of_memory(problem):
+            raise DeviceMemoryError(f"out of memory with {name}: {advice}") from None
+        raise

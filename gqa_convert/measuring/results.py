@@ -1,16 +1,14 @@
 """The results of `evaluate` and `benchmark`: their keys, reading, writing, and to which checkpoint they belong."""
 
-import json
 from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from gqa_convert.checkpoint.atomic_files import write_whole
+from gqa_convert.checkpoint.atomic_files import write_json
 from gqa_convert.checkpoint.machine import Machine
 from gqa_convert.checkpoint.resource_errors import is_disk_full
 from gqa_convert.checkpoint.results import Result
-from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.errors import NoSpaceError, OutputError, ReportError
 
 Number = float | None
@@ -18,11 +16,9 @@ Number = float | None
 
 
 class _Stored(Result, BaseModel):
-    model_config = ConfigDict(frozen=True, allow_inf_nan=False, protected_namespaces=())
+    """Its JSON form has every key; null stands for what was not measured."""
 
-    def as_json(self) -> JsonObject:
-        """The object as plain data, with every key; null stands for what was not measured."""
-        return self.model_dump(mode="json")
+    model_config = ConfigDict(frozen=True, allow_inf_nan=False, protected_namespaces=())
 
 
 class _Measurement(_Stored):
@@ -184,9 +180,8 @@ def write_result(path: Path, value: EvaluationFile) -> None:
         NoSpaceError: the disk is full.
     """
     check_result_path(path)
-    content = json.dumps(value.as_json(), indent=2, ensure_ascii=False) + "\n"
     try:
-        write_whole(path, content.encode())
+        write_json(path, value.as_json())
     except OSError as problem:
         if is_disk_full(problem):
             raise NoSpaceError(f"the disk or quota of {path} is full: free some space, or name another file") from None

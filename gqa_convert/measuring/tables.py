@@ -126,37 +126,42 @@ def notes(entries: Sequence[ModelScores], names: Names) -> list[str]:
     """What there is to say about single models."""
     found = []
     for each in entries:
+        name = names[each.model]
         if each.difference:
             to = names.get(each.difference.to, Path(each.difference.to).name)
-            found.append(f"{names[each.model]}: differences are from {to}, paired over the same text")
+            found.append(f"{name}: differences are from {to}, paired over the same text")
         if each.scored_nan:
-            found.append(f"{names[each.model]}: {each.scored_nan:,} of {each.tokens:,} tokens have no finite loss")
+            found.append(f"{name}: {each.scored_nan:,} of {each.tokens:,} tokens have no finite loss")
         if each.note:
-            found.append(f"{names[each.model]}: {each.note}")
+            found.append(f"{name}: {each.note}")
     return found
 
 
 def benchmark_table(result: BenchmarkFile) -> Table:
     """Times and sizes; speed is relative to the source's own number of K/V heads, if that was timed."""
-    where = f"{result.machine.processor}, {result.machine.device}"
     title = (
         f"{result.model}: {result.model_type}, {result.kv_heads} K/V heads, {result.dtype}; "
-        f"transformers, attention {result.attention}; {where}. Medians (and quartiles)"
+        f"transformers, attention {result.attention}; "
+        f"{result.machine.processor}, {result.machine.device}. Medians (and quartiles)"
     )
     rows = []
-    own = [cell for cell in result.results if cell.groups == result.kv_heads]
-    sources = {(cell.batch, cell.context): cell.decode_ms_per_token for cell in own}
+    sources = {
+        (cell.batch, cell.context): cell.decode_ms_per_token
+        for cell in result.results
+        if cell.groups == result.kv_heads
+    }
     for cell in result.results:
         source = sources.get((cell.batch, cell.context))
-        row = {
-            "N": str(cell.groups),
-            "batch": str(cell.batch),
-            "context": f"{cell.context:,}",
-            "ms/token": f"{cell.decode_ms_per_token:.3g} ({cell.decode_ms_low:.3g} to {cell.decode_ms_high:.3g})",
-            "speed": f"{source / cell.decode_ms_per_token:.2f}x" if source else "",
-            "tokens/s": f"{cell.decode_tokens_per_second:,.1f}",
-            "prefill ms": f"{cell.prefill_ms:.3g} ({cell.prefill_ms_low:.3g} to {cell.prefill_ms_high:.3g})",
-            "K/V cache": size(cell.kv_bytes),
-        }
-        rows.append(row)
+        rows.append(
+            {
+                "N": str(cell.groups),
+                "batch": str(cell.batch),
+                "context": f"{cell.context:,}",
+                "ms/token": f"{cell.decode_ms_per_token:.3g} ({cell.decode_ms_low:.3g} to {cell.decode_ms_high:.3g})",
+                "speed": f"{source / cell.decode_ms_per_token:.2f}x" if source else "",
+                "tokens/s": f"{cell.decode_tokens_per_second:,.1f}",
+                "prefill ms": f"{cell.prefill_ms:.3g} ({cell.prefill_ms_low:.3g} to {cell.prefill_ms_high:.3g})",
+                "K/V cache": size(cell.kv_bytes),
+            }
+        )
     return Table(title, filled(rows))

@@ -12,8 +12,7 @@ from gqa_convert.conversion.fit.calibration_text import calibration_batches
 from gqa_convert.data.hub import HubDataset
 from gqa_convert.data.sources import as_source
 from gqa_convert.errors import DataError
-from gqa_convert.measuring.evaluation.examples import text_material
-from gqa_convert.measuring.evaluation.texts import read_documents
+from gqa_convert.measuring.evaluation.examples import read_documents, text_material
 from tests.helpers.chats import CHATS, LENGTH, PLAIN, rendered, rows_file, tokenizer_with
 from tests.helpers.data_helpers import open_samples
 from tests.helpers.uptrain_runs import DEMO

@@ -22,10 +22,10 @@ from gqa_convert.conversion.fit.merged_attention import replaced
 from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions
 from gqa_convert.conversion.plan import make_plan
 from gqa_convert.errors import GroupsError, OptionError
-from gqa_convert.measuring.sensitivity import layer_merging, merged_copies
+from gqa_convert.measuring.sensitivity import merged_copies
 from gqa_convert.measuring.sensitivity.choosing import choose_num_kv_heads, made_up_batches, measure_costs
 from gqa_convert.measuring.sensitivity.kv_budget import BudgetChoice, KVBudget, LayerCosts, largest_uniform, least_sum
-from gqa_convert.measuring.sensitivity.merged_copies import open_inputs, score_copies
+from gqa_convert.measuring.sensitivity.merged_copies import load_inputs, score_copies
 from gqa_convert.verify import verify_checkpoint
 from tests.helpers.command_line import run
 from tests.helpers.data_helpers import demo_tokenizer
@@ -136,15 +136,12 @@ def test_a_layer_costs_what_it_loses_on_text_and_on_made_up_records(
 ) -> None:
     plan = make_plan(open_checkpoint(source), 1, method="factor")
     stated = CalibrationOptions(str(text), 640, 64, device="cpu")
-    with open_inputs(plan, prepare_calibration(plan, stated).batches, stated) as inputs:
-        records = made_up_batches(plan, inputs.held_out, stated.seed)
-        assert [batch["input_ids"].shape for batch in records] == [
-            batch["input_ids"].shape for batch in inputs.held_out
-        ]
-        on_text, on_records = (
-            measure_costs(inputs, held_out[:1], lambda stage, done, total: None)
-            for held_out in (inputs.held_out, records)
-        )
+    inputs = load_inputs(plan, prepare_calibration(plan, stated).batches, stated)
+    records = made_up_batches(plan, inputs.held_out, stated.seed)
+    assert [batch["input_ids"].shape for batch in records] == [batch["input_ids"].shape for batch in inputs.held_out]
+    on_text, on_records = (
+        measure_costs(inputs, held_out[:1], lambda stage, done, total: None) for held_out in (inputs.held_out, records)
+    )
     for layer, first, second in zip(converted[1]["budget"]["layers"], on_text, on_records, strict=True):
         for heads, cost in layer["kl"].items():
             mean = ((first.kl[int(heads)] or 0.0) + (second.kl[int(heads)] or 0.0)) / 2
@@ -167,7 +164,7 @@ def test_for_fit_layers_are_fitted_and_each_only_once(
     """Killed in the second pass over the layers, and repeated."""
     monkeypatch.setattr(merged_copies, "MOST_COPIES", 8)
     monkeypatch.setattr(merged_copies, "SHORT_STEPS", 2)
-    made, fits, left = layer_merging.OneLayer, list[tuple[str, int, int]](), [12]
+    made, fits, left = merged_copies.OneLayer, list[tuple[str, int, int]](), [12]
 
     def counted(attention: Any, layer: Any, groups: int, options: Any) -> Any:
         if not left[0]:
@@ -180,7 +177,7 @@ def test_for_fit_layers_are_fitted_and_each_only_once(
         options = ConversionOptions(calibration=CalibrationOptions(str(text), 640, 64, device="cpu"))
         return choose_num_kv_heads(source, SHARE, options, out=out)
 
-    monkeypatch.setattr(layer_merging, "OneLayer", counted)
+    monkeypatch.setattr(merged_copies, "OneLayer", counted)
     with pytest.raises(KeyboardInterrupt):
         choose()
     assert [path.name for path in tmp_path.iterdir()] == [".out.short-fits.gqa-merging"]
@@ -231,8 +228,8 @@ def test_a_score_is_that_of_the_whole_models(source: Path, monkeypatch: pytest.M
     modules = [layer.module for layer in plan.layers]
     copies: list[dict[str, int]] = [{modules[1]: 3}, {modules[0]: 6, modules[3]: 3}, {}]
     text = [{"input_ids": blocks.flip(1)}]
-    with open_inputs(plan, [*text, *text], CalibrationOptions(device="cpu")) as inputs:
-        *scores, broken = score_copies(inputs, [*copies, {modules[2]: 1}], ragged, lambda done, total: None)
+    inputs = load_inputs(plan, [*text, *text], CalibrationOptions(device="cpu"))
+    *scores, broken = score_copies(inputs, [*copies, {modules[2]: 1}], ragged, lambda done, total: None)
     assert (broken.loss.value, broken.kl.value) == (None, None)
     model = AutoModelForCausalLM.from_pretrained(source).eval()
     for copy, score in zip([{}, *copies], scores, strict=True):

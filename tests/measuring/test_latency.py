@@ -16,8 +16,8 @@ from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.errors import GQAConvertError, GroupsError, OptionError
 from gqa_convert.families.loading import load_model
 from gqa_convert.measuring.latency.decoding import Decoder
-from gqa_convert.measuring.latency.models import make_models, open_model, plan_versions
-from gqa_convert.measuring.latency.run import BenchmarkOptions, benchmark_model
+from gqa_convert.measuring.latency.models import make_models, plan_versions
+from gqa_convert.measuring.latency.run import benchmark_model
 from gqa_convert.measuring.results import BenchmarkFile
 from tests.helpers.checkpoints import HEADS, WIDTH, write_llama
 from tests.helpers.command_line import assert_mistake, run
@@ -26,15 +26,13 @@ from tests.helpers.own_files import make_source
 QUICK = ("--context", "6", "--repetitions", "1", "--device", "cpu")
 
 
-def options(**changes: Any) -> BenchmarkOptions:
-    quick = {"candidates": (3, 4, 12), "context": (7,), "device": "cpu", "repetitions": 1}
-    return BenchmarkOptions(**(quick | changes))
+def options(**changes: Any) -> dict[str, Any]:
+    return {"candidates": (3, 4, 12), "context": (7,), "device": "cpu", "repetitions": 1} | changes
 
 
 def versions_of(folder: Path, candidates: tuple[int, ...]) -> list[Any]:
-    model = open_model(folder, None)
-    plans, own = plan_versions(model, candidates)
-    return make_models(model, plans, own, "float32", torch.device("cpu"))[0]
+    model = open_checkpoint(folder)
+    return make_models(model, plan_versions(model, candidates), "float32", "cpu")[0]
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +44,7 @@ def test_the_result_of_a_sweep(llama: Path) -> None:
     told: list[tuple[str, int, int]] = []
     result = benchmark_model(
         llama,
-        options=options(batch=(1, 3), context=(5, 9)),
+        **options(batch=(1, 3), context=(5, 9)),
         command=["gqa-convert", "benchmark"],
         progress=lambda stage, done, total: told.append((stage, done, total)),
     )
@@ -113,7 +111,7 @@ def test_the_own_version_has_the_own_weights_and_shares_them(llama: Path) -> Non
 )
 def test_mistakes(llama: Path, changes: dict[str, Any], error: type[GQAConvertError], words: str) -> None:
     with pytest.raises(error, match=words) as caught:
-        benchmark_model(llama, options=options(**changes))
+        benchmark_model(llama, **options(**changes))
     assert caught.value.exit_code == 2
 
 

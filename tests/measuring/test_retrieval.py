@@ -9,8 +9,8 @@ import torch
 from transformers import GenerationConfig, MambaConfig, MambaForCausalLM
 
 from gqa_convert.errors import OptionError
-from gqa_convert.measuring.evaluation.retrieval import Answer, ask, continuations, share_found, shares
-from gqa_convert.measuring.evaluation.retrieval_texts import KINDS, PER_TEXT, WORDINGS, make_text
+from gqa_convert.measuring.evaluation.retrieval import ask, continuations, share_found, shares
+from gqa_convert.measuring.evaluation.retrieval_texts import KINDS, PER_TEXT, WORDINGS, Question, make_text
 from tests.helpers.data_helpers import demo_tokenizer
 from tests.helpers.tiny import make_config, make_model
 
@@ -48,8 +48,8 @@ class Copying:
         return length
 
 
-def answer(expected: str, written: str, length: int = 512, text: int = 0) -> Answer:
-    return Answer("needles", length, text, 0, 0.5, [], expected, written)
+def answer(expected: str, written: str, length: int = 512, text: int = 0) -> Question:
+    return Question("needles", length, text, 0, 0.5, [], expected, written)
 
 
 @pytest.mark.parametrize("length", [512, 777, 1300])

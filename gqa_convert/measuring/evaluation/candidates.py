@@ -2,9 +2,8 @@
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from gqa_convert.checkpoint.fingerprint import fingerprint
 from gqa_convert.checkpoint.paths import expanded
@@ -22,27 +21,22 @@ CAUSAL, SPANS, PAIRS, SPEECH = "causal", "spans", "pairs", "speech"
 _HEAD = "evaluate scores the predictions of one; name the language model that the checkpoint was made from"
 
 
-@dataclass(frozen=True)
-class Candidate:
+class Candidate(NamedTuple):
     """A model to evaluate.
 
     Attributes:
         name: that the user gave; the whole path of a folder that was given without its name, such as `.`.
-        revision: commit on the Hub, None for a local folder.
         folder: where it is.
         config: content of its config.json.
         tokenizer: of the model.
-        fingerprint: of the checkpoint.
-        kv_bytes_per_token: K/V-cache bytes that one token takes, in the type of the weights; None if not known.
+        stated: what its entry in the results states besides what is measured.
     """
 
     name: str
-    revision: str | None
     folder: Path
     config: JsonObject
     tokenizer: Any
-    fingerprint: str
-    kv_bytes_per_token: int | None
+    stated: JsonObject
 
 
 def find_models(names: Sequence[str], revision: str | None) -> list[Candidate]:
@@ -60,13 +54,15 @@ def find_models(names: Sequence[str], revision: str | None) -> list[Candidate]:
     found = []
     for name in names:
         checkpoint = open_checkpoint(name, revision=revision, download=True)
-        folder, config = checkpoint.local_folder, checkpoint.config
+        folder = checkpoint.local_folder
+        config = checkpoint.config
         loading.check_language_model(name, config, _HEAD)
         shown = str(folder.resolve()) if Path(name).name in ("", "..") else expanded(name)  # for `.` too
-        tokenizer, cache = usable_tokenizer(folder), None
+        tokenizer = usable_tokenizer(folder)
+        stated: JsonObject = {"model": shown, "revision": checkpoint.revision, "fingerprint": fingerprint(checkpoint)}
         with suppress(GQAConvertError):  # a model that can't be converted can still be evaluated
-            cache = make_plan(checkpoint, 1).kv_cache_bytes().before
-        found.append(Candidate(shown, checkpoint.revision, folder, config, tokenizer, fingerprint(checkpoint), cache))
+            stated["kv_bytes_per_token"] = make_plan(checkpoint, 1).kv_cache_bytes().before
+        found.append(Candidate(shown, folder, config, tokenizer, stated))
     return found
 
 
@@ -81,16 +77,16 @@ def common_objective(models: Sequence[Candidate], *, pairs: bool) -> str:
         OptionError: the models have no objective or no tokenizer in common.
         DataError: a tokenizer marks the languages of texts, which pairs do not state.
     """
-    objective, *others = (_objective(model, pairs) for model in models)
     first = models[0]
-    for model, other in zip(models[1:], others, strict=True):
+    objective = _objective(first, pairs)
+    vocabulary = {number: token for token, number in first.tokenizer.get_vocab().items()}
+    for model in models[1:]:
+        other = _objective(model, pairs)
         if other != objective:
             raise OptionError(
                 f"{model.name} can't be compared with {first.name}: one is scored on {other} and one on {objective}; "
                 "evaluate decoders, encoder-decoders and models that hear apart"
             )
-    vocabulary = {number: token for token, number in first.tokenizer.get_vocab().items()}
-    for model in models[1:]:
         for token, number in model.tokenizer.get_vocab().items():
             if vocabulary.get(number, token) != token:
                 raise OptionError(

@@ -7,21 +7,18 @@ two models is paired: block by block.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.errors import MissingExtraError
-from gqa_convert.measuring.evaluation.examples import Array, Doubles, Material
-from gqa_convert.measuring.evaluation.forward import Scores
+from gqa_convert.measuring.evaluation.examples import Array, Doubles, Material, Normal
 from gqa_convert.measuring.results import Difference
 
 
-@dataclass(frozen=True)
-class Mean:
+class Mean(NamedTuple):
     """A ratio of sums over blocks.
 
     Attributes:
@@ -52,8 +49,8 @@ Means = Mapping[str, Mean]
 
 
 def mean(sums: Doubles, sizes: Doubles) -> Mean:
-    """The ratio of two sums over blocks, [m] and [m]; not defined if the second is 0."""
-    if not sizes.any():
+    """The ratio of two sums over blocks, [m] and [m]; not defined if the second is 0, or the first not finite."""
+    if not sizes.any() or not np.isfinite(sums).all():
         return UNDEFINED
     value = float(sums.sum() / sizes.sum())
     is_scored = (sizes > 0) | (sums != 0)
@@ -68,68 +65,44 @@ def with_errors(means: Means) -> JsonObject:
     return found
 
 
-@dataclass(frozen=True)
-class Measured:
-    """A model's scores on its material.
+def measured(material: Material, loss: Array, kl: Array | None = None) -> Means:
+    """All means that are defined: none but that of word errors where a loss is not finite.
 
-    Attributes:
-        name: of the model.
+    Args:
         material: what was scored.
-        scores: of the model on the material.
+        loss: the cross-entropy of every token in nats, [n].
+        kl: KL(reference || model) in nats, [n]; None without a reference.
     """
-
-    name: str
-    material: Material
-    scores: Scores
-
-    @cached_property
-    def not_finite(self) -> int:
-        """The number of tokens whose loss is not finite."""
-        return int((~np.isfinite(self.scores.loss)).sum())
-
-    @cached_property
-    def means(self) -> Means:
-        """All means that are defined: none but that of word errors where a loss is not finite."""
-        material, (loss, kl) = self.material, self.scores
-        found = {}
-        if material.spoken:
-            said, heard = zip(*material.spoken, strict=True)
-            found["word_error_rate"] = mean(*word_errors(said, heard, material.normal))
-        if self.not_finite:
-            return found
-        if material.sizes is not None:
-            found["bits_per_byte"] = self._mean(loss, material.sizes * math.log(2))
-        values = {"loss": loss}
-        if kl is not None and np.isfinite(kl).all():
-            values["kl"] = kl
-        for name, each in values.items():
-            found[name] = self._mean(each, np.ones_like(each))
+    found = {}
+    if material.spoken:
+        said, heard = zip(*material.spoken, strict=True)
+        found["word_error_rate"] = mean(*word_errors(said, heard, material.normal))
+    if not np.isfinite(loss).all():
         return found
+    losses = material.by_block(loss)
+    tokens = material.by_block(np.ones_like(loss))
+    found["loss"] = mean(losses, tokens)
+    if material.sizes is not None:
+        found["bits_per_byte"] = mean(losses, material.by_block(material.sizes * math.log(2)))
+    if kl is not None:
+        found["kl"] = mean(material.by_block(kl), tokens)
+    return found
 
-    def _mean(self, values: Array, sizes: Array) -> Mean:
-        return mean(self.material.by_block(values), self.material.by_block(sizes))
 
+def difference(means: Means, other: Means, name: str) -> Difference:
+    """The paired differences from the means of another model on the same tokens.
 
-def model_scores(measured: Measured, other: Measured | None = None) -> JsonObject:
-    """What a model's entry in the results states: its losses, and its differences from another model on the same tokens,
-    with paired standard errors.
+    Args:
+        means: of the model.
+        other: of the other one.
+        name: of the other one.
     """
-    material, means = measured.material, measured.means
-    difference = None
-    if other is not None:
-        gaps = {name: each.minus(other.means.get(name, UNDEFINED)) for name, each in means.items()}
-        difference = Difference(to=other.name, **with_errors(gaps))
-    return with_errors(means) | {
-        "tokens": len(material.blocks),
-        "bytes": None if material.sizes is None else int(material.sizes.sum()),
-        "scored_nan": measured.not_finite,
-        "difference": difference,
-        "note": material.note,
-    }
+    gaps = {key: each.minus(other.get(key, UNDEFINED)) for key, each in means.items()}
+    return Difference(to=name, **with_errors(gaps))
 
 
-def word_errors(said: Sequence[str], heard: Sequence[str], normal: Callable[[str], str]) -> tuple[Doubles, Doubles]:
-    """The words of each sound, [m], that are wrong, missing or too many (Levenshtein distance), and those that are said.
+def word_errors(said: Sequence[str], heard: Sequence[str], normal: Normal) -> Doubles:
+    """[2, m], the words of each sound that are wrong, missing or too many (Levenshtein distance), and those that are said.
 
     Args:
         said: the texts.
@@ -145,12 +118,12 @@ def word_errors(said: Sequence[str], heard: Sequence[str], normal: Callable[[str
         raise MissingExtraError(
             "word errors need jiwer, which is not installed: pip install 'gqa-convert[audio]'"
         ) from None
-    errors, words = [], []
+    counts = []
     for text, written in zip(map(normal, said), map(normal, heard), strict=True):
-        words.append(len(text.split()))
+        words = len(text.split())
         wrong = len(written.split())
-        if words[-1]:  # hesitations such as "hmm" are no words
+        if words:  # hesitations such as "hmm" are no words
             found = jiwer.process_words(text, written)
             wrong = found.substitutions + found.deletions + found.insertions
-        errors.append(wrong)
-    return np.array(errors, np.float64), np.array(words, np.float64)
+        counts.append((wrong, words))
+    return np.array(counts, np.float64).T

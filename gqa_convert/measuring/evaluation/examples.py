@@ -1,6 +1,6 @@
 """What a model is scored on: examples, each of which it reads in one forward pass, of text or of sound.
 
-Shape legend: n scored tokens of all examples, b examples of a batch, L positions of a row, r scored predictions of a batch.
+Shape legend: n scored tokens of all examples, b examples of a batch, L positions of a row.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,10 +15,13 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from gqa_convert.data.audio_files import AudioFile
-from gqa_convert.data.documents import Piece
-from gqa_convert.data.encoders import beginning_of_text
-from gqa_convert.data.order import mix
+from gqa_convert.data.documents import FieldError, Fields, Piece
+from gqa_convert.data.encoders import ChatEncoder, beginning_of_text, holds_conversations
+from gqa_convert.data.files import Files
+from gqa_convert.data.labels import IGNORED
+from gqa_convert.data.order import Integers, mix
 from gqa_convert.data.pairs import shortened
+from gqa_convert.data.sources import Source, open_source
 from gqa_convert.data.span_corruption import SpanCorruption
 from gqa_convert.data.speech import SpeechModel, cut_windows
 from gqa_convert.errors import DataError
@@ -26,10 +29,13 @@ from gqa_convert.measuring import StageProgress
 
 BLOCK = 2048
 """The bytes in a block of text, the unit over which standard errors are computed."""
+STREAM_TOKENS = 1_000_000
+"""The default number of tokens, or of pairs, read from a Hub dataset, because some datasets never end."""
 
 Array = npt.NDArray[Any]
-Integers = npt.NDArray[np.int64]
 Doubles = npt.NDArray[np.float64]
+Normal = Callable[[str], str]
+"""Gives texts that say the same one spelling."""
 
 
 class Example(NamedTuple):
@@ -51,20 +57,6 @@ class Example(NamedTuple):
     encoder: Mapping[str, Any] = {}
 
 
-class Batch(NamedTuple):
-    """The input of one forward pass.
-
-    Attributes:
-        inputs: keyword arguments of the forward pass, [b, ...].
-        rows: [r], indices of the b * L predictions that are scored, example by example.
-        targets: [r], the tokens to predict there.
-    """
-
-    inputs: dict[str, Tensor]
-    rows: Tensor
-    targets: Tensor
-
-
 @dataclass(frozen=True)
 class Material:
     """Everything that a model is scored on.
@@ -81,7 +73,7 @@ class Material:
     block_count: int
     note: str | None = None
     spoken: Sequence[tuple[str, str]] = ()
-    normal: Callable[[str], str] = str
+    normal: Normal = str
 
     @property
     def largest(self) -> int:
@@ -103,19 +95,19 @@ class Material:
         """Sums of the scored tokens' values in each block, in the order of the text: [block_count]."""
         return np.bincount(self.blocks, values, self.block_count).astype(np.float64)
 
-    def batches(self, size: int) -> Iterator[Batch]:
-        """Batches of so many examples, padded on the right: later tokens can't change a decoder's predictions."""
+    def batches(self, size: int) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
+        """Keyword arguments of a forward pass on so many examples, and the tokens [b, L] to predict, or -100 where nothing is
+        scored. Rows are padded on the right: later tokens can't change a decoder's predictions.
+        """
         for first in range(0, len(self.examples), size):
             examples = self.examples[first : first + size]
             inputs = {name: _padded([example.encoder[name] for example in examples]) for name in examples[0].encoder}
-            read = _padded([example.read for example in examples])
-            inputs["decoder_input_ids" if inputs else "input_ids"] = read
-            rows, targets = [], []
-            for row, example in enumerate(examples):
-                end = row * read.shape[1] + len(example.read)
-                rows.append(np.arange(end - len(example.targets), end))
-                targets.append(example.targets)
-            yield Batch(inputs, torch.from_numpy(np.concatenate(rows)), torch.from_numpy(np.concatenate(targets)))
+            inputs["decoder_input_ids" if inputs else "input_ids"] = _padded([example.read for example in examples])
+            labels = []
+            for example in examples:
+                unscored = len(example.read) - len(example.targets)
+                labels.append(np.pad(example.targets, (unscored, 0), constant_values=IGNORED))
+            yield inputs, _padded(labels, IGNORED)
 
 
 def _longest_first(examples: Sequence[Example]) -> list[Example]:
@@ -123,9 +115,66 @@ def _longest_first(examples: Sequence[Example]) -> list[Example]:
     return sorted(examples, key=lambda each: len(each.read) + len(each.encoder.get("input_ids", ())), reverse=True)
 
 
-def _padded(rows: Sequence[Any]) -> Tensor:
-    """Rows [b, L, ...], followed by zeros."""
-    return pad_sequence([torch.as_tensor(row) for row in rows], batch_first=True)
+def _padded(rows: Sequence[Any], value: int = 0) -> Tensor:
+    """Rows [b, L, ...], followed by a value."""
+    return pad_sequence([torch.as_tensor(row) for row in rows], batch_first=True, padding_value=value)
+
+
+def read_documents(source: Source, tokenizer: Any, limit: int | None, progress: StageProgress) -> list[Piece]:
+    """The texts of a source, or pairs of texts if it states the fields of both, or conversations as the chat template
+    writes them, or the first of them up to a limit.
+
+    Args:
+        source: a file, a folder, a pattern, a Hub dataset or `python-stdlib`.
+        tokenizer: the tokenizer that counts tokens.
+        limit: the most tokens of text, or pairs, to read; by default all of a file, and 1M of a Hub dataset.
+        progress: called with what was read of the limit, or else of the bytes of the files.
+
+    Raises:
+        DataError: the text can't be found or read, or is empty; or rows lack a field, or have no text in it.
+    """
+    text = open_source(source)
+    fields = Fields((source.text_field,))
+    options = "--text-field"
+    chats = None
+    if source.source_field and source.target_field:
+        fields = Fields((source.source_field, source.target_field), "pair")
+        options = "--source-field and --target-field"
+    elif holds_conversations(source, text):
+        chats = ChatEncoder(tokenizer)
+        fields = chats.fields
+    if limit is None and not isinstance(text, Files):
+        limit = STREAM_TOKENS
+    found = []
+    read = 0
+    try:
+        for piece in text.pieces(fields):
+            if chats:
+                piece = chats.rendered(piece)
+            found.append(piece)
+            if fields.holds == "pair":
+                for field, side in zip(fields.names, piece.text, strict=True):
+                    if not side:
+                        raise DataError(
+                            f"{piece.where}: {field!r} is empty, expected text: remove the row, or name another field"
+                        )
+                read += 1
+            elif limit is not None:
+                sizes = encode(tokenizer, piece.text, split_special_tokens=not piece.is_rendered)[1][: limit - read]
+                read += len(sizes)
+                if read == limit:
+                    found[-1] = piece._replace(text=piece.text.encode()[: sizes.sum()].decode(), last=True)
+            if limit is not None:
+                progress(read, limit)
+            elif isinstance(text, Files):
+                progress(text.bytes_read, text.total_bytes)
+            if read == limit:
+                break
+    except FieldError as problem:
+        raise DataError(f"{problem}, or name another with {options}") from None
+    if not found:
+        raise DataError(f"{text.label} holds no text: name another source or --text-field")
+    return found
 
 
 def text_material(pieces: Sequence[Piece], tokenizer: Any, *, window: int) -> Material:
@@ -167,7 +216,7 @@ def text_material(pieces: Sequence[Piece], tokenizer: Any, *, window: int) -> Ma
     return Material(_longest_first(examples), first_block)
 
 
-def span_material(pieces: Sequence[Piece], tokenizer: Any, *, start: int, length: int, seed: int) -> Material:
+def span_material(pieces: Sequence[Piece], tokenizer: Any, *, start: int, length: int) -> Material:
     """A text with 15% of its tokens removed in spans of three, as in T5's pretraining; the spans and their sentinels
     are scored.
 
@@ -176,7 +225,6 @@ def span_material(pieces: Sequence[Piece], tokenizer: Any, *, start: int, length
         tokenizer: of a T5 model.
         start: the first token of the decoder's input.
         length: tokens of the encoder's input.
-        seed: of the choice of spans.
 
     Raises:
         DataError: no span fits the length, the tokenizer has too few sentinels, or the text is shorter than one
@@ -194,7 +242,7 @@ def span_material(pieces: Sequence[Piece], tokenizer: Any, *, start: int, length
             f"the text comes to {len(ids)} tokens, and an example of span corruption with {length} encoder tokens takes "
             f"{raw}: name more text, or lower --window"
         )
-    keys = [(mix(seed), number) for number in range(count)]
+    keys = [(mix(0), number) for number in range(count)]
     made = corruption.batch(ids[: count * raw].reshape(count, raw), keys)
     examples = []
     rows = zip(made["input_ids"], made["decoder_input_ids"], made["labels"], strict=True)
@@ -212,7 +260,8 @@ def pair_material(pieces: Sequence[Piece], tokenizer: Any, *, start: int | None,
         start: the first token of the decoder's input; None for the target's last token, with which mBART's begins.
         length: maximum number of tokens of each; a longer text is cut before its last one, end-of-text.
     """
-    examples, truncated = [], 0
+    examples = []
+    truncated = 0
     for number, piece in enumerate(pieces):
         source, target = piece.text
         read, _ = encode(tokenizer, source, add_special_tokens=True)
@@ -243,6 +292,8 @@ def speech_material(
     Raises:
         DataError: a file has no text or can't be read, or all are too long.
     """
+    from transformers.models.whisper.english_normalizer import BasicTextNormalizer, EnglishTextNormalizer
+
     if any(file.text is None for file in files):
         raise DataError(
             "the folder has no texts, with which models are compared: state them in metadata.jsonl or metadata.csv, a row "
@@ -250,8 +301,7 @@ def speech_material(
         )
     examples: list[Example] = []
     spoken: list[tuple[str, str]] = []
-    languages = getattr(speech.model.generation_config, "lang_to_id", None) or {}
-    done = found = in_english = 0
+    done = found = 0
     while done < len(files) and (tokens is None or found < tokens):
         group = [next(cut_windows([file], speech)) for file in files[done : done + batch]]
         done += len(group)
@@ -262,30 +312,23 @@ def speech_material(
         encoded = speech.encode(windows)
         said = [window.text or "" for window in windows]
         spoken += zip(said, speech.transcribe(encoded), strict=True)
-        kept, prompts = encoded.cpu(), speech.prompts(encoded).numpy()
-        for text, sound, prompt in zip(said, kept, prompts, strict=True):
+        for text, sound, prompt in zip(said, encoded.cpu(), speech.prompts(encoded).numpy(), strict=True):
             targets = np.array(speech.text_tokens(text))
-            read, blocks = np.concatenate([prompt, targets[:-1]]), np.full_like(targets, len(examples))
+            read = np.concatenate([prompt, targets[:-1]])
+            blocks = np.full_like(targets, len(examples))
             examples.append(Example(read, targets, blocks, encoder={"encoder_outputs": sound}))
             found += len(targets)
-            in_english += languages.get("<|en|>") in prompt.tolist()
     if not examples:
         raise DataError("all sounds are longer than the encoder's window: cut them into sentences")
     left_out = done - len(examples)
     note = f"{left_out} sounds without words or longer than a window were left out" if left_out else None
-    is_english = not languages or 2 * in_english >= len(examples)
-    normal = _text_normaliser(speech.tokenizer, is_english=is_english)
+    # what papers on Whisper apply to texts before they count words; the spellings come with the checkpoint, if at all
+    normal: Normal = BasicTextNormalizer()
+    languages = getattr(speech.model.generation_config, "lang_to_id", None) or {}
+    in_english = sum(languages.get("<|en|>") in example.read.tolist() for example in examples)
+    if not languages or 2 * in_english >= len(examples):
+        normal = EnglishTextNormalizer(getattr(speech.tokenizer, "english_spelling_normalizer", None) or {})
     return Material(_longest_first(examples), len(examples), note, spoken, normal)
-
-
-def _text_normaliser(tokenizer: Any, *, is_english: bool) -> Callable[[str], str]:
-    """What papers on Whisper apply to texts before they count words."""
-    from transformers.models.whisper.english_normalizer import BasicTextNormalizer, EnglishTextNormalizer
-
-    # the spellings come with the checkpoint, if at all
-    spellings = getattr(tokenizer, "english_spelling_normalizer", None) or {}
-    normal: Callable[[str], str] = EnglishTextNormalizer(spellings) if is_english else BasicTextNormalizer()
-    return normal
 
 
 def encode(tokenizer: Any, text: str, argument: str = "text", **changed: bool) -> tuple[Integers, Integers]:

@@ -11,7 +11,8 @@ Those of one text are alike, so standard errors are computed over texts.
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -32,19 +33,6 @@ QUESTIONS = 24
 """Of each kind at each length, by default."""
 LENGTHS = (512, 1024, 2048, 4096)
 """Tokens of a prompt and the room for its answer, by default, where the context is as long."""
-
-
-@dataclass(frozen=True)
-class Answer(Question):
-    """A question, and what a model wrote."""
-
-    written: str
-
-    @property
-    def is_right(self) -> bool:
-        """Whether the first words written are the expected ones, and nothing continues the last of them."""
-        written, expected = (" ".join(text.split()) for text in (self.written, self.answer))
-        return written.startswith(expected) and not written[len(expected) : len(expected) + 1].isalnum()
 
 
 def with_lengths(asked: AskedQuestions, models: Sequence[Candidate], objective: str) -> AskedQuestions:
@@ -75,7 +63,7 @@ def ask(
     *,
     batch: int = 8,
     progress: StageProgress = no_progress,
-) -> list[Answer]:
+) -> list[Question]:
     """Ask a model questions about long texts. Models are asked the same questions in the same order.
 
     Args:
@@ -90,21 +78,20 @@ def ask(
     Raises:
         OptionError: a length is too short for the questions.
     """
-    count = -(-questions // PER_TEXT)
+    texts = list(product(lengths, range(-(-questions // PER_TEXT))))
     answers = []
-    end = getattr(model.generation_config, "eos_token_id", None) or tokenizer.eos_token_id
+    end = model.generation_config.eos_token_id or tokenizer.eos_token_id
     padding = tokenizer.pad_token_id
     if padding is None:
         padding = end[0] if isinstance(end, list) else end or 0
     greedy = generating_with(model, eos_token_id=end, pad_token_id=padding, do_sample=False)
     with greedy, torch.inference_mode():
-        for place, length in enumerate(lengths):
-            for number in range(count):
-                text = make_text(tokenizer, length, number, seed)
-                written = tokenizer.batch_decode(continuations(model, text, batch), skip_special_tokens=True)
-                for question, each in zip(text.questions, written, strict=True):
-                    answers.append(Answer(**vars(question), written=each))
-                progress(place * count + number + 1, len(lengths) * count)
+        for done, (length, number) in enumerate(texts, 1):
+            text = make_text(tokenizer, length, number, seed)
+            written = tokenizer.batch_decode(continuations(model, text, batch), skip_special_tokens=True)
+            for question, each in zip(text.questions, written, strict=True):
+                answers.append(replace(question, written=each))
+            progress(done, len(texts))
     return answers
 
 
@@ -121,15 +108,15 @@ def continuations(model: Any, text: RetrievalText, batch: int) -> list[Tensor]:
     shared = getattr(_continue(model, prompts[:1, : text.shared], 1), name)
     written: list[Tensor] = []
     for rows in prompts.split(batch):
-        cache = _repeated(shared, len(rows))
-        found = _continue(model, rows, text.room, **{name: cache})
+        found = _continue(model, rows, text.room, **{name: _repeated(shared, len(rows))})
         written += found.sequences[:, rows.shape[1] :].cpu()
     return written
 
 
 def _continue(model: Any, rows: Tensor, tokens: int, **given: Any) -> Any:
-    mask = torch.ones_like(rows)
-    return model.generate(rows, attention_mask=mask, max_new_tokens=tokens, return_dict_in_generate=True, **given)
+    return model.generate(
+        rows, attention_mask=torch.ones_like(rows), max_new_tokens=tokens, return_dict_in_generate=True, **given
+    )
 
 
 def _repeated(shared: Any, count: int) -> Any:
@@ -142,16 +129,16 @@ def _repeated(shared: Any, count: int) -> Any:
     return repeated
 
 
-def share_found(answers: Sequence[Answer]) -> Mean:
+def share_found(answers: Sequence[Question]) -> Mean:
     """The share of right answers, with a standard error over texts."""
     texts: dict[tuple[int, int], list[bool]] = {}
     for answer in answers:
         texts.setdefault((answer.length, answer.text), []).append(answer.is_right)
-    right, asked = (np.array([count(each) for each in texts.values()], np.float64) for count in (sum, len))
-    return mean(right, asked)
+    right_and_asked = np.array([(sum(each), len(each)) for each in texts.values()], np.float64)
+    return mean(*right_and_asked.T)
 
 
-def shares(answers: Sequence[Answer], first: Sequence[Answer] | None) -> list[Found]:
+def shares(answers: Sequence[Question], first: Sequence[Question] | None) -> list[Found]:
     """The shares found of all, of each kind and at each length, and the differences from another model's answers."""
     lengths = (None, *dict.fromkeys(answer.length for answer in answers))
     found = []
@@ -166,7 +153,7 @@ def shares(answers: Sequence[Answer], first: Sequence[Answer] | None) -> list[Fo
     return found
 
 
-def _chosen(answers: Sequence[Answer], kind: str | None, length: int | None) -> list[Answer]:
+def _chosen(answers: Sequence[Question], kind: str | None, length: int | None) -> list[Question]:
     return [each for each in answers if kind in (None, each.kind) and length in (None, each.length)]
 
 

@@ -11,7 +11,7 @@ import random
 import re
 import tomllib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -44,7 +44,7 @@ WORDINGS = {kind: [Wording(**stated) for stated in _STATED[kind]] for kind in KI
 
 @dataclass(frozen=True)
 class Question:
-    """A question about a text.
+    """A question about a text, and what a model wrote once it was asked.
 
     Attributes:
         kind: one of KINDS.
@@ -54,6 +54,7 @@ class Question:
         depth: share of the text that stands before the fact.
         prompt: token ids.
         answer: how a right continuation begins.
+        written: the continuation of a model.
     """
 
     kind: str
@@ -63,10 +64,17 @@ class Question:
     depth: float
     prompt: list[int]
     answer: str
+    written: str = ""
+
+    @property
+    def is_right(self) -> bool:
+        """Whether the first words written are the expected ones, and nothing continues the last of them."""
+        written, expected = (" ".join(text.split()) for text in (self.written, self.answer))
+        rest = written.removeprefix(expected)
+        return rest != written and not rest[:1].isalnum()
 
 
-@dataclass(frozen=True)
-class RetrievalText:
+class RetrievalText(NamedTuple):
     """The questions of a text.
 
     Attributes:
@@ -81,12 +89,15 @@ class RetrievalText:
 
 
 class _Facts(NamedTuple):
-    """A piece of a text that states facts, and the unfinished questions about them: the end of the prompt, and the answer."""
+    """A piece of a text that states facts, and the unfinished questions about them: the end of the prompt, and the answer;
+    at last also the share of the prose that stands before it.
+    """
 
     kind: str
     wording: int
     text: str
     asked: list[tuple[str, str]]
+    depth: float = 0.0
 
 
 @cache
@@ -122,27 +133,24 @@ def make_text(tokenizer: Any, length: int, number: int, seed: int) -> RetrievalT
     chance = random.Random(f"{seed} {length} {number}")
     facts = list(_draw_facts(chance, number))
     chance.shuffle(facts)
-    shares = [(place + chance.random()) / len(facts) for place in range(len(facts))]
+    facts = [fact._replace(depth=(place + chance.random()) / len(facts)) for place, fact in enumerate(facts)]
     first = chance.randrange(len(filler()))
 
-    asked = []
-    for fact, share in zip(facts, shares, strict=True):
-        for ending, answer in fact.asked:
-            asked.append((fact, share, _encode(tokenizer, ending), answer))
-    longest = max(len(ids) for _, _, ids, _ in asked)
-    room = 1 + max(len(_encode(tokenizer, f" {answer}")) for *_, answer in asked)
-    shared = _fill(tokenizer, facts, shares, first, length - room - longest)
+    asked = [
+        Question(fact.kind, length, number, fact.wording, fact.depth, _encode(tokenizer, ending), answer)
+        for fact in facts
+        for ending, answer in fact.asked
+    ]
+    longest = max(len(each.prompt) for each in asked)
+    room = 1 + max(len(_encode(tokenizer, f" {each.answer}")) for each in asked)
+    shared = _fill(tokenizer, facts, first, length - room - longest)
 
-    padding = _encode(tokenizer, f" {_prose(first + len(filler()) // 2, 3)}")
+    padding = _encode(tokenizer, " ".join(["", *_sentences(first + len(filler()) // 2, 3)]))
     questions = []
-    for fact, share, ids, answer in asked:
-        prompt = shared + padding[: longest - len(ids)] + ids
-        questions.append(Question(fact.kind, length, number, fact.wording, share, prompt, answer))
+    for each in asked:
+        prompt = shared + padding[: longest - len(each.prompt)] + each.prompt
+        questions.append(replace(each, prompt=prompt))
     return RetrievalText(questions, len(shared), room)
-
-
-def _beginning(tokenizer: Any) -> list[int]:
-    return [] if tokenizer.bos_token_id is None else [int(tokenizer.bos_token_id)]
 
 
 def _draw_facts(chance: random.Random, number: int) -> Iterator[_Facts]:
@@ -154,7 +162,8 @@ def _draw_facts(chance: random.Random, number: int) -> Iterator[_Facts]:
         for each in range(PER_TEXT):
             chosen = (number + number // len(wordings) * place + each) % len(wordings)
             wording = wordings[chosen]
-            lines, asked = wording.head.splitlines(), []
+            lines = wording.head.splitlines()
+            asked = []
             for _ in range(wording.lines):
                 drawn = {name: next(pools[name.rstrip("2345678")]) for name in re.findall(r"{(\w+)}", wording.line)}
                 lines.append(wording.line.format(**drawn))
@@ -165,47 +174,43 @@ def _draw_facts(chance: random.Random, number: int) -> Iterator[_Facts]:
                 break
 
 
-def _fill(tokenizer: Any, facts: Sequence[_Facts], shares: Sequence[float], first: int, size: int) -> list[int]:
+def _fill(tokenizer: Any, facts: Sequence[_Facts], first: int, size: int) -> list[int]:
     """The tokens of facts with prose around them.
 
     Args:
         tokenizer: a transformers tokenizer.
         facts: what to state, in order.
-        shares: of the prose that stands before each.
         first: the sentence behind the prose.
         size: tokens to return, the one that begins a text included: the beginning of the first sentence is cut off.
 
     Raises:
         OptionError: the facts take more tokens.
     """
-    begin, sentences = _beginning(tokenizer), list[str]()
+    begin = [] if tokenizer.bos_token_id is None else [int(tokenizer.bos_token_id)]
+    sentences: list[str] = []
     size -= len(begin)
-    while len(ids := _encode(tokenizer, _assemble(facts, shares, sentences))) < size:
+    while len(ids := _encode(tokenizer, _assemble(facts, sentences))) < size:
         few = max(1, (size - len(ids)) // _CHARACTERS.stop)  # so that only the first sentence is cut
-        before = first - len(sentences)
-        sentences = [*map(_sentence, range(before - few, before)), *sentences]
+        sentences = _sentences(first - len(sentences) - few, few) + sentences
     if not sentences:
         raise OptionError(f"{size} tokens are too few for the questions, which need some 500: raise --lengths")
     return begin + ids[len(ids) - size :]
 
 
-def _assemble(facts: Sequence[_Facts], shares: Sequence[float], sentences: Sequence[str]) -> str:
+def _assemble(facts: Sequence[_Facts], sentences: Sequence[str]) -> str:
     """Prose with facts in it, of which none comes first; all but needles stand in paragraphs of their own."""
     parts = list(sentences)
-    for fact, share in zip(reversed(facts), reversed(shares), strict=True):
+    for fact in reversed(facts):
         text = fact.text if fact.kind == "needles" else f"\n\n{fact.text}\n\n"
-        parts.insert(1 + int(share * len(sentences)), text)
+        parts.insert(1 + int(fact.depth * len(sentences)), text)
     return re.sub(r" *\n\n\s*", "\n\n", " ".join(parts))
 
 
-def _sentence(number: int) -> str:
-    return filler()[number % len(filler())]
-
-
-def _prose(first: int, count: int) -> str:
-    return " ".join(map(_sentence, range(first, first + count)))
+def _sentences(first: int, count: int) -> list[str]:
+    """Sentences of the filler from one on, behind whose last the first follows."""
+    known = filler()
+    return [known[number % len(known)] for number in range(first, first + count)]
 
 
 def _encode(tokenizer: Any, text: str) -> list[int]:
-    found: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    return found
+    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])

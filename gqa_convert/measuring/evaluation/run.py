@@ -7,10 +7,13 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from gqa_convert.checkpoint.devices import chosen_device
 from gqa_convert.checkpoint.machine import measurement
 from gqa_convert.checkpoint.paths import local_path
-from gqa_convert.data.audio_files import list_audio_files
+from gqa_convert.checkpoint.strict_json import JsonObject
+from gqa_convert.data.audio_files import AudioFile, list_audio_files
 from gqa_convert.data.decoder_start import decoder_start, starts_with_last
 from gqa_convert.data.documents import Piece
 from gqa_convert.data.model_tokenizer import check_vocabulary
@@ -19,27 +22,33 @@ from gqa_convert.data.speech import SpeechModel
 from gqa_convert.errors import OptionError
 from gqa_convert.families.context_length import LONGEST, SPAN_LENGTH
 from gqa_convert.families.loading import no_bars
-from gqa_convert.measuring import Progress, no_progress
-from gqa_convert.measuring.evaluation import candidates
-from gqa_convert.measuring.evaluation.candidates import CAUSAL, SPANS, SPEECH, Candidate
-from gqa_convert.measuring.evaluation.comparison import Measured, model_scores
+from gqa_convert.measuring import Progress, memory_explained, no_progress
+from gqa_convert.measuring.evaluation.candidates import (
+    CAUSAL,
+    SPANS,
+    SPEECH,
+    Candidate,
+    common_length,
+    common_objective,
+    find_models,
+    load,
+)
+from gqa_convert.measuring.evaluation.comparison import Means, difference, measured, with_errors
 from gqa_convert.measuring.evaluation.examples import (
     Material,
+    Normal,
     pair_material,
+    read_documents,
     span_material,
     speech_material,
     text_material,
 )
 from gqa_convert.measuring.evaluation.forward import Scored, score
-from gqa_convert.measuring.evaluation.retrieval import Answer, ask, shares, with_lengths
-from gqa_convert.measuring.evaluation.retrieval_texts import filler
-from gqa_convert.measuring.evaluation.texts import read_documents
-from gqa_convert.measuring.out_of_memory import memory_explained
-from gqa_convert.measuring.results import AskedQuestions, EvaluationFile, ModelScores, ScoredText
+from gqa_convert.measuring.evaluation.retrieval import ask, shares, with_lengths
+from gqa_convert.measuring.evaluation.retrieval_texts import Question, filler
+from gqa_convert.measuring.results import AskedQuestions, EvaluationFile, ModelScores
 
 _LESS = "lower --batch or --window, use --dtype bfloat16, or a device with more memory"
-_SEED = 0
-"""Of span corruption."""
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -92,11 +101,11 @@ def evaluate(
     Raises:
         GQAConvertError: one of its subclasses for models, text or options that can't be evaluated.
     """
-    if data is not None and (data.source_field is None) != (data.target_field is None):
-        raise OptionError("--source-field and --target-field need each other: give both or neither")
     if options.dtype not in DTYPES:
         raise OptionError(f"--dtype is {options.dtype!r}: give one of {', '.join(DTYPES)}")
     if data is not None:
+        if (data.source_field is None) != (data.target_field is None):
+            raise OptionError("--source-field and --target-field need each other: give both or neither")
         (data,) = pinned([data], find_commits([data], {}))
     names = list(models)
     if options.reference is not None:
@@ -104,21 +113,23 @@ def evaluate(
     device = chosen_device(options.device)
     with warnings.catch_warnings(), no_bars():
         warnings.simplefilter("ignore")  # torch's and transformers', for those who program with them
-        found = candidates.find_models(names, options.revision)
-        objective = candidates.common_objective(found, pairs=data is not None and data.kind == "pairs")
+        found = find_models(names, options.revision)
+        objective = common_objective(found, pairs=data is not None and data.kind == "pairs")
         most = SPAN_LENGTH if objective == SPANS else LONGEST
-        window = candidates.common_length(found, f"--window is {options.window}", options.window, most)
-        asked = None
+        window = common_length(found, f"--window is {options.window}", options.window, most)
         if options.retrieval:
-            asked = with_lengths(options.retrieval, found, objective)
-        text: Any = None
+            options = replace(options, retrieval=with_lengths(options.retrieval, found, objective))
+        sounds: list[AudioFile] = []
         material = None
-        if data is not None and objective == SPEECH:
-            text = list_audio_files(local_path(data.source), data.split)
-        elif data is not None:
-            text = read_documents(data, found[0].tokenizer, options.tokens, partial(progress, "reading"))
-            material = _text_material(text, found[0], objective, window)
-        evaluation = _Evaluation(options, asked, text, material, device, progress)
+        described: JsonObject = {}
+        if data is not None:
+            described = {"data": asdict(data) | {"tokens_limit": options.tokens}, "context": window}
+            if objective == SPEECH:
+                sounds = list_audio_files(local_path(data.source), data.split)
+            else:
+                text = read_documents(data, found[0].tokenizer, options.tokens, partial(progress, "reading"))
+                material = _text_material(text, found[0], objective, window)
+        evaluation = _Evaluation(options, sounds, material, device, progress)
         scores = []
         for candidate in found:
             gc.collect()  # the model before it
@@ -126,10 +137,9 @@ def evaluate(
                 scores.append(evaluation.scores_of(candidate))
     return EvaluationFile(
         **measurement("evaluate", command, device),
-        data=None if data is None else ScoredText.model_validate(asdict(data) | {"tokens_limit": options.tokens}),
-        questions=asked,
+        **described,
+        questions=options.retrieval,
         objective=objective,
-        context=None if data is None else window,
         reference=scores.pop(0) if options.reference else None,
         results=scores,
     )
@@ -142,7 +152,7 @@ def _text_material(text: Sequence[Piece], candidate: Candidate, objective: str, 
         return text_material(text, tokenizer, window=window)
     start = decoder_start(candidate.folder, candidate.config, tokenizer)
     if objective == SPANS:
-        return span_material(text, tokenizer, start=start, length=window, seed=_SEED)
+        return span_material(text, tokenizer, start=start, length=window)
     begin = None if starts_with_last(candidate.config) else start
     return pair_material(text, tokenizer, start=begin, length=window)
 
@@ -152,25 +162,25 @@ class _Evaluation:
     """Measures models, one after the other, on a text and by questions.
 
     Attributes:
-        options: how text is scored.
-        questions: to ask, None for none.
-        text: to score, None for none.
+        options: how text is scored, and what is asked.
+        sounds: to score, empty for none.
         material: the text in tokens; None for sound, which every model encodes.
         device: where models run.
         progress: called with the name of a stage, the steps done and the number of steps.
-        first: what was measured of the model that those after it are compared with.
+        first: the model that those after it are compared with: its means and its name.
+        normal: what gives spoken words one spelling, in the language that this model hears.
         answers: of that model.
         reference: that model, if distributions are compared.
     """
 
     options: EvaluationOptions
-    questions: AskedQuestions | None
-    text: Any
+    sounds: Sequence[AudioFile]
     material: Material | None
     device: str
     progress: Progress
-    first: Measured | None = None
-    answers: list[Answer] | None = None
+    first: tuple[Means, str] | None = None
+    normal: Normal | None = None
+    answers: list[Question] | None = None
     reference: Scored | None = None
 
     def scores_of(self, candidate: Candidate) -> ModelScores:
@@ -179,44 +189,40 @@ class _Evaluation:
         Raises:
             DataError: the tokenizer does not belong to the model.
         """
-        model = candidates.load(candidate, self.options.dtype, self.device)
+        name = candidate.name
+        options = self.options
+        model = load(candidate, options.dtype, self.device)
         found: dict[str, Any] = {}
-        if self.text is not None:
-            measured = self._score(candidate, model)
-            found = model_scores(measured, self.first)
-            if self.first is None:
-                self.first = measured
-                if self.options.reference:
-                    self.reference = Scored(model, measured.material)
-        if self.questions:
-            answers = self._ask(candidate, model, self.questions)
+        material = self.material
+        if self.sounds:
+            show = partial(self.progress, f"transcribing with {name}")
+            speech = SpeechModel(model, candidate.folder)
+            material = speech_material(speech, self.sounds, batch=options.batch, tokens=options.tokens, progress=show)
+            self.normal = self.normal or material.normal
+            material = replace(material, normal=self.normal)  # which language is spoken is for one model to say
+        if material is not None:
+            check_vocabulary(candidate.config, material.largest, candidate.folder)
+            show = partial(self.progress, f"scoring {name}")
+            scored = Scored(model, material)
+            loss, *kl = score(scored, options.batch, self.reference, show)
+            means = measured(material, loss, *kl)
+            found = with_errors(means) | {
+                "tokens": len(loss),
+                "bytes": None if material.sizes is None else int(material.sizes.sum()),
+                "scored_nan": int((~np.isfinite(loss)).sum()),
+                "note": material.note,
+            }
+            if self.first is not None:
+                found["difference"] = difference(means, *self.first)
+            self.first = self.first or (means, name)
+            if options.reference:
+                self.reference = self.reference or scored
+        asked = options.retrieval
+        if asked is not None:
+            ids = candidate.tokenizer(" ".join(filler()), verbose=False)["input_ids"]
+            check_vocabulary(candidate.config, max(ids), candidate.folder)
+            show = partial(self.progress, f"asking {name}")
+            answers = ask(model, candidate.tokenizer, **asked.as_json(), batch=options.batch, progress=show)
             found["retrieval"] = shares(answers, self.answers)
             self.answers = self.answers or answers
-        return ModelScores(
-            model=candidate.name,
-            revision=candidate.revision,
-            fingerprint=candidate.fingerprint,
-            kv_bytes_per_token=candidate.kv_bytes_per_token,
-            dtype=str(model.dtype).removeprefix("torch."),
-            **found,
-        )
-
-    def _score(self, candidate: Candidate, model: Any) -> Measured:
-        """The losses on the text, and divergences from the reference."""
-        batch, material = self.options.batch, self.material
-        if material is None:
-            show = partial(self.progress, f"transcribing with {candidate.name}")
-            speech = SpeechModel(model, candidate.folder)
-            material = speech_material(speech, self.text, batch=batch, tokens=self.options.tokens, progress=show)
-            if self.first is not None:  # which language is spoken is for one model to say
-                material = replace(material, normal=self.first.material.normal)
-        check_vocabulary(candidate.config, material.largest, candidate.folder)
-        show = partial(self.progress, f"scoring {candidate.name}")
-        return Measured(candidate.name, material, score(Scored(model, material), batch, self.reference, show))
-
-    def _ask(self, candidate: Candidate, model: Any, asked: AskedQuestions) -> list[Answer]:
-        """The model's answers to questions about long texts."""
-        ids = candidate.tokenizer(" ".join(filler()), verbose=False)["input_ids"]
-        check_vocabulary(candidate.config, max(ids), candidate.folder)
-        show = partial(self.progress, f"asking {candidate.name}")
-        return ask(model, candidate.tokenizer, **asked.as_json(), batch=self.options.batch, progress=show)
+        return ModelScores(**candidate.stated, dtype=str(model.dtype).removeprefix("torch."), **found)

@@ -31,13 +31,14 @@ class Decoder:
         random: dict[str, Any] = {"device": model.device, "generator": torch.Generator(model.device).manual_seed(0)}
         vocabulary = model.get_input_embeddings().num_embeddings
         tokens = torch.randint(vocabulary, (batch, context + 1), **random)
-        self._prompt, self._token = tokens[:, :-1], tokens[:, -1:]
-        self._ids, self._encoded = "input_ids", None
+        self._prompt = tokens[:, :-1]
+        self._token = tokens[:, -1:]
+        self._ids = "input_ids"
+        self._encoded = None
         if model.config.is_encoder_decoder:
-            self._ids, self._encoded = "decoder_input_ids", self._prompt
-            if (
-                model.main_input_name != "input_ids"
-            ):  # features of sound, of the length that the encoder expects and halves
+            self._ids = "decoder_input_ids"
+            self._encoded = self._prompt
+            if model.main_input_name != "input_ids":  # sound, of the length that the encoder expects and halves
                 shape = (batch, model.config.num_mel_bins, 2 * model.config.max_source_positions)
                 self._encoded = torch.randn(shape, dtype=model.dtype, **random)
         self._options: dict[str, Any] = {"use_cache": True}

@@ -3,51 +3,28 @@ depend on the number are shared.
 """
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from gqa_convert.checkpoint.source import Checkpoint, open_local
+import torch
+import transformers
+from transformers.initialization import no_init_weights
+
+from gqa_convert.attention import register
+from gqa_convert.attention.support import why_unsupported
+from gqa_convert.checkpoint.source import Checkpoint
 from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.conversion.plan import Plan, make_plan, merging_counts, spread
 from gqa_convert.errors import GroupsError, OptionError
 from gqa_convert.families.layerwise import kv_heads_by_layer
 from gqa_convert.families.loading import auto_class, check_complete, check_language_model, explained, load_model
+from gqa_convert.families.modeling import register_modeling
 from gqa_convert.families.table import family_of
 
 _NEEDS_HEAD = "benchmark decodes with one; name the language model that the checkpoint was made from"
 """Advice for a checkpoint that was saved without its language-model head."""
-DTYPES = ("float32", "bfloat16", "float16")
 
 
-def open_model(model: str | Path, revision: str | None) -> Checkpoint:
-    """Open a checkpoint, a folder or a Hub id.
-
-    Raises:
-        GQAConvertError: as `open_checkpoint` and `make_plan`, or the model can't be timed.
-    """
-    checkpoint = open_local(model, revision, _check)
-    _check(checkpoint)
-    return checkpoint
-
-
-def _check(checkpoint: Checkpoint) -> None:
-    check_language_model(checkpoint.source_id, checkpoint.config, _NEEDS_HEAD)
-    make_plan(checkpoint, 1)
-
-
-def stated_dtype(config: JsonObject, asked: str | None) -> str:
-    """The dtype that a user asks for, or else a config states.
-
-    Raises:
-        OptionError: it is none of `DTYPES`.
-    """
-    dtype = asked or config.get("dtype") or config.get("torch_dtype") or "float32"
-    if dtype not in DTYPES:
-        raise OptionError(f"the type {dtype!r} can't be timed: choose one of {', '.join(DTYPES)} with --dtype")
-    return str(dtype)
-
-
-def plan_versions(checkpoint: Checkpoint, candidates: Sequence[int] | None) -> tuple[dict[int, Plan], int]:
+def plan_versions(checkpoint: Checkpoint, candidates: Sequence[int] | None) -> dict[int, Plan]:
     """Plan a version for each number of K/V heads, rising.
 
     Args:
@@ -55,35 +32,34 @@ def plan_versions(checkpoint: Checkpoint, candidates: Sequence[int] | None) -> t
         candidates: numbers of K/V heads; None for the model's own and its divisors, at most seven.
 
     Returns:
-        The plans by their numbers, and the model's own number of K/V heads.
+        The plans by their numbers.
 
     Raises:
+        NoLanguageModelError: it was saved without its language-model head.
         OptionError: the layers of the model differ in number.
         GroupsError: a number does not fit the heads.
         GQAConvertError: the model can't be converted.
     """
+    check_language_model(checkpoint.source_id, checkpoint.config, _NEEDS_HEAD)
+    own = make_plan(checkpoint, 1).source_kv_heads
     if kv_heads_by_layer(checkpoint.config, checkpoint.source_id) is not None:
         raise OptionError(
             f"the layers of {checkpoint.source_id} differ in their K/V heads: time the model that it was converted from"
         )
-    own = make_plan(checkpoint, 1).source_kv_heads
     counts = sorted(set(candidates or spread(merging_counts(own), 7)))
     try:
-        return {count: make_plan(checkpoint, count) for count in counts}, own
+        return {count: make_plan(checkpoint, count) for count in counts}
     except GroupsError as problem:
         raise GroupsError(str(problem).replace("--groups", "--candidates")) from None
 
 
-def make_models(
-    checkpoint: Checkpoint, plans: Mapping[int, Plan], own: int, dtype: str, device: Any
-) -> tuple[list[Any], str]:
+def make_models(checkpoint: Checkpoint, plans: Mapping[int, Plan], dtype: str, device: str) -> tuple[list[Any], str]:
     """The models of the plans, and transformers' name of their attention function: this package's, where the model's class
     takes it. The model with the own K/V heads has its weights.
 
     Args:
         checkpoint: the model that is timed.
         plans: of its versions, by their K/V heads.
-        own: the model's K/V heads.
         dtype: of the weights, such as `bfloat16`.
         device: torch device.
 
@@ -91,65 +67,47 @@ def make_models(
         CorruptCheckpointError: the folder lacks weights, or transformers can't build a version.
         NoLanguageModelError: it was saved without its language-model head.
     """
-    import torch
-
-    from gqa_convert.attention import register
-    from gqa_convert.attention.support import why_unsupported
-
     register()
-    name, folder, attention = checkpoint.source_id, checkpoint.local_folder, "eager"
+    name = checkpoint.source_id
+    folder = checkpoint.local_folder
+    settings = {"dtype": getattr(torch, dtype), "attn_implementation": "eager"}
     with explained(name):
-        source, missing = load_model(folder, getattr(torch, dtype), attn_implementation=attention)
+        source, missing = load_model(folder, **settings)
     check_complete(name, folder, missing, _NEEDS_HEAD)
     if why_unsupported(type(source), source.config) is None:
-        attention = "gqa"
-        source.set_attn_implementation(attention)
-    source = source.to(device)
+        settings["attn_implementation"] = "gqa"
+        source.set_attn_implementation("gqa")
+    source = source.to(device).requires_grad_(False)
     weights = dict(source.named_parameters(remove_duplicate=False))
     models = []
     for groups, plan in plans.items():
         made = source
-        if groups != own:
-            made = _build(plan.config, name, dtype, attention, device)
+        if groups != plan.source_kv_heads:
+            with explained(name), torch.device(device):
+                made = _build(plan.config, settings)
             shapes = {key: parameter.shape for key, parameter in made.named_parameters(remove_duplicate=False)}
             shared = {key: weight for key, weight in weights.items() if weight.shape == shapes.get(key)}
             made.load_state_dict(shared, strict=False, assign=True)
-            with torch.no_grad():  # random numbers elsewhere
-                for key, parameter in made.named_parameters():
-                    if key not in shared:
-                        parameter.normal_(std=0.02)
-        models.append(made.requires_grad_(False))
-    return models, attention
+            for key, parameter in made.named_parameters():
+                if key not in shared:
+                    parameter.normal_(std=0.02)  # random numbers
+        models.append(made)
+    return models, settings["attn_implementation"]
 
 
-def _build(config: JsonObject, name: str, dtype: str, attention: str, device: Any) -> Any:
-    """An instance of the config's language model with uninitialised weights, in evaluation mode.
+def _build(config: JsonObject, settings: Mapping[str, Any]) -> Any:
+    """An instance of the config's language model with uninitialised weights, in evaluation mode and without gradients.
 
     Args:
         config: content of a config.json.
-        name: of the model, for messages.
-        dtype: of the weights, such as `bfloat16`.
-        attention: transformers' name of the attention function.
-        device: torch device.
-
-    Raises:
-        CorruptCheckpointError: transformers can't build the model.
+        settings: options of `from_config`.
     """
-    import torch
-    import transformers
-    from transformers.initialization import no_init_weights
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-    from gqa_convert.families.modeling import register_modeling
-
     family = family_of(config)
     if family.is_converted:
         register_modeling(family.model_type)
-    with explained(name), no_init_weights(), torch.device(device):
-        made = CONFIG_MAPPING[family.model_type].from_dict(config)
-        auto = getattr(transformers, auto_class(config))
-        model = auto.from_config(
-            made, trust_remote_code=False, dtype=getattr(torch, dtype), attn_implementation=attention
-        )
+    made = transformers.CONFIG_MAPPING[family.model_type].from_dict(config)
+    auto = getattr(transformers, auto_class(config))
+    with no_init_weights():
+        model = auto.from_config(made, trust_remote_code=False, **settings)
         model.tie_weights()
-    return model.eval()
+    return model.eval().requires_grad_(False)

@@ -8,8 +8,7 @@ with the largest number that fits all layers.
 """
 
 import tempfile
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +21,7 @@ from gqa_convert.checkpoint.headers import ITEM_BYTES
 from gqa_convert.checkpoint.paths import local_path
 from gqa_convert.checkpoint.publication import check_destination, staged_folder
 from gqa_convert.checkpoint.source import Checkpoint, open_local
-from gqa_convert.conversion.fit.attention_calls import Batch
+from gqa_convert.conversion.fit.attention_calls import Batch, tokens_of
 from gqa_convert.conversion.fit.batches import prepare_calibration
 from gqa_convert.conversion.fit.defaults import BUILT_IN_TOKENS, plan_conversion, why_no_text
 from gqa_convert.conversion.fit.layer_store import LayerStore
@@ -34,24 +33,16 @@ from gqa_convert.data.model_tokenizer import usable_tokenizer
 from gqa_convert.data.sources import STDLIB
 from gqa_convert.errors import GroupsError, OptionError
 from gqa_convert.families.layerwise import find_form
-from gqa_convert.families.loading import is_encoder_decoder
 from gqa_convert.measuring import Progress, no_progress
 from gqa_convert.measuring.sensitivity.kv_budget import (
     BudgetChoice,
     HeadAllocation,
     KVBudget,
     LayerCosts,
-    choose_candidate,
     largest_uniform,
     least_sum,
 )
-from gqa_convert.measuring.sensitivity.merged_copies import (
-    Batches,
-    SensitivityInputs,
-    open_inputs,
-    score_copies,
-    tokens_of,
-)
+from gqa_convert.measuring.sensitivity.merged_copies import Batches, SensitivityInputs, load_inputs, score_copies
 from gqa_convert.merging.methods import DEFAULT
 
 FIT_MARGIN = 0.95
@@ -92,14 +83,16 @@ def choose_num_kv_heads(
         text = replace(text, source=STDLIB, tokens=BUILT_IN_TOKENS)
     calibration = prepare_calibration(plan, text, progress)
     with ExitStack() as stack:
-        store = stack.enter_context(_fits_store(plan, out, calibration.digest, text)) if fits else None
-        inputs = stack.enter_context(open_inputs(plan, calibration.batches, text, store))
+        store = _fits_store(stack, plan, out, calibration.digest, text) if fits else None
+        inputs = load_inputs(plan, calibration.batches, text, store)
         records = made_up_batches(plan, inputs.held_out, text.seed)
         costs = measure_costs(inputs, [*inputs.held_out[:1], *records[:1]], progress)
         candidates = measure_candidates(inputs, [*inputs.held_out, *records], costs, limit, progress)
-        held_out_tokens = sum(tokens_of(batch).numel() for batch in inputs.held_out)
     margin = FIT_MARGIN if fits else 1.0
-    chosen = choose_candidate(candidates, margin)
+    chosen = candidates[0]  # the uniform number
+    best = candidates[-1]  # the list, unless it is the same
+    if best.kl is not None and (chosen.kl is None or best.kl < margin * chosen.kl):
+        chosen = best
     return BudgetChoice(
         stated=budget.stated,
         limit_kv_bytes_per_token=limit,
@@ -111,8 +104,8 @@ def choose_num_kv_heads(
         merged_by="short fits" if fits else "closed form",
         candidates=candidates,
         layers=costs,
-        text=calibration.description + ("; and as much text of made-up records as is held out" if records else ""),
-        held_out_tokens=held_out_tokens,
+        text=f"{calibration.description}; and as much text of made-up records as is held out",
+        held_out_tokens=sum(tokens_of(batch).numel() for batch in inputs.held_out),
         warning=calibration.warning,
     )
 
@@ -121,7 +114,7 @@ def _plan(checkpoint: Checkpoint, budget: KVBudget, options: ConversionOptions) 
     """A plan of the source for reading its layers, the limit in bytes per token, and whether the conversion fits layers
     by gradient steps; refuses what cannot be converted.
     """
-    plan = make_plan(checkpoint, 1, method=DEFAULT.name, encoder=options.encoder)
+    plan = make_plan(checkpoint, 1, method=DEFAULT.name)
     form = find_form(plan.family, checkpoint.config)
     if isinstance(form, str):
         raise GroupsError(
@@ -136,30 +129,28 @@ def _plan(checkpoint: Checkpoint, budget: KVBudget, options: ConversionOptions) 
     return plan, limit, conversion.merge_method.trains
 
 
-@contextmanager
-def _fits_store(plan: Plan, out: str | Path | None, digest: str, text: CalibrationOptions) -> Iterator[LayerStore]:
-    """Where short fits are kept: beside the result, or in a temporary folder if there is no result."""
+def _fits_store(
+    stack: ExitStack, plan: Plan, out: str | Path | None, digest: str, text: CalibrationOptions
+) -> LayerStore:
+    """Where short fits are kept as long as a stack is open: beside the result, or in a temporary folder if there is none."""
     source = fingerprint(plan.checkpoint)
     depends_on = {"version": __version__, "source": source, "text": digest, "fit": [steps_per_layer(text), text.seed]}
-    with ExitStack() as stack:
-        if out is None:  # the next run removes what a killed one leaves
-            scratch = stack.enter_context(staged_folder(Path(tempfile.gettempdir()) / "short-fits"))
-            folder = scratch.path / "short-fits"
-        else:
-            folder = Path(f"{local_path(out)}.short-fits")
-        yield stack.enter_context(LayerStore(folder, depends_on, keep=out is not None))
+    if out is None:  # the next run removes what a killed one leaves
+        scratch = stack.enter_context(staged_folder(Path(tempfile.gettempdir()) / "short-fits"))
+        folder = scratch.path / "short-fits"
+    else:
+        folder = Path(f"{local_path(out)}.short-fits")
+    return stack.enter_context(LayerStore(folder, depends_on, keep=out is not None))
 
 
 def made_up_batches(plan: Plan, held_out: Batches, seed: int) -> list[Batch]:
-    """Batches of made-up records of the sizes of `held_out`; none for a model that does not continue text.
+    """Batches of made-up records of the sizes of `held_out`.
 
     Args:
         plan: of the source.
         held_out: batches of text.
         seed: of the records.
     """
-    if is_encoder_decoder(plan.checkpoint.config):
-        return []
     sizes = [len(batch["input_ids"]) for batch in held_out]
     length = held_out[0]["input_ids"].shape[1]
     blocks = MadeUpRecords(seed).blocks(usable_tokenizer(plan.checkpoint.local_folder), length, sum(sizes))
@@ -175,13 +166,12 @@ def measure_costs(inputs: SensitivityInputs, held_out: Batches, progress: Progre
         progress: called with the name of a stage, the steps done and the number of steps.
     """
     layers = sorted(inputs.plan.layers, key=lambda layer: layer.number)
-    smaller = {layer.module: merging_counts(layer.kv_heads)[:-1] for layer in layers}
-    copies = [{module: groups} for module, counts in smaller.items() for groups in counts]
+    copies = [{layer.module: groups} for layer in layers for groups in merging_counts(layer.kv_heads)[:-1]]
     _, *scores = score_copies(inputs, copies, held_out, partial(progress, "each layer alone"))
     costs = []
     for layer in layers:
         head_bytes = (layer.key_head_dim + layer.value_head_dim) * ITEM_BYTES[layer.dtype]
-        kl = {groups: scores.pop(0).kl.value for groups in smaller[layer.module]}
+        kl = {groups: scores.pop(0).kl.value for groups in merging_counts(layer.kv_heads)[:-1]}
         costs.append(LayerCosts(layer.module, layer.kv_heads, head_bytes, kl))
     return costs
 
@@ -201,11 +191,13 @@ def measure_candidates(
     """
     rules = {largest_uniform(layers, limit): "uniform"}
     rules.setdefault(least_sum(layers, limit), "least sum of divergences")
-    copies, taken = [], []
+    copies = []
     for numbers in rules:
-        pairs = list(zip(layers, numbers, strict=True))
+        pairs = zip(layers, numbers, strict=True)
         copies.append({layer.module: groups for layer, groups in pairs if groups != layer.kv_heads})
-        taken.append(sum(groups * layer.head_bytes for layer, groups in pairs))
     _, *scores = score_copies(inputs, copies, held_out, partial(progress, "candidates"))
-    kl = [score.kl.value for score in scores]
-    return list(map(HeadAllocation, rules.values(), rules, taken, kl))
+    candidates = []
+    for (numbers, rule), score in zip(rules.items(), scores, strict=True):
+        taken = sum(groups * layer.head_bytes for layer, groups in zip(layers, numbers, strict=True))
+        candidates.append(HeadAllocation(rule, numbers, taken, score.kl.value))
+    return candidates

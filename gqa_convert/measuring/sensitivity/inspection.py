@@ -136,10 +136,29 @@ def inspect_checkpoint(
         options = ConversionOptions(calibration=text, revision=revision)
         budget = choose_num_kv_heads(source, kv_budget, options, progress=progress)
         recommendation = Recommendation(budget.groups, budget.reason, command(budget.groups))
-    described, loss = _measure(plan, counts, text, progress)
+    found = prepare_calibration(plan, text, progress)
+    from gqa_convert.conversion.fit.attention_calls import tokens_of
+    from gqa_convert.measuring.sensitivity.merged_copies import load_inputs, score_copies
+
+    copies = [dict.fromkeys(plan.layer_groups, groups) for groups in counts]
+    inputs = load_inputs(plan, found.batches, text)
+    unmerged, *scores = score_copies(inputs, copies, inputs.held_out, partial(progress, "layers"))
+    losses = []
+    for groups, score in zip(counts, scores, strict=True):
+        increase = score.loss.minus(unmerged.loss)
+        losses.append(MergedLoss(groups, score.loss.value, increase.value, increase.error, score.sink))
     if max_loss_increase is not None:
-        groups, reason = recommend_within_loss(loss.by_groups, max_loss_increase)
-        recommendation = Recommendation(groups, reason, None if groups is None else command(groups))
+        advised, reason = recommend_within_loss(losses, max_loss_increase)
+        follows = None if advised is None else command(advised)
+        recommendation = Recommendation(advised, reason, follows)
+    described = {
+        "text": found.description,
+        "tokens": found.tokens,
+        "sequence_length": found.sequence_length,
+        "digest": found.digest,
+        "held_out_blocks": sum(len(tokens_of(batch)) for batch in inputs.held_out),
+        "warning": found.warning,
+    }
     return Inspection(
         source=expanded(source),
         model_type=plan.family.model_type,
@@ -147,7 +166,7 @@ def inspect_checkpoint(
         layers=len(plan.layers),
         groups=tuple(counts),
         calibration=described,
-        loss=loss,
+        loss=HeldOutLosses(unmerged.loss.value, unmerged.loss.error, unmerged.predicted, tuple(losses)),
         budget=budget,
         recommendation=recommendation,
     )
@@ -185,9 +204,10 @@ def sink_warnings(losses: Sequence[MergedLoss]) -> list[str]:
 def conversion_command(source: str, text: CalibrationOptions, revision: str | None, groups: int | list[int]) -> str:
     """The command line of a conversion with the options of the inspection."""
     words = ["gqa-convert", "convert", source, f"{Path(source).absolute().name}-gqa", "--groups", numbers_text(groups)]
-    stated: list[tuple[str, Any]] = [("--calibration", each) for each in each_of(text.source)]
-    stated += [("--calibration-tokens", text.tokens), ("--device", text.device), ("--revision", revision)]
-    for name, value in stated:
+    for each in each_of(text.source):
+        words += ["--calibration", str(each)]
+    others = {"--calibration-tokens": text.tokens, "--device": text.device, "--revision": revision}
+    for name, value in others.items():
         if value is not None:
             words += [name, str(value)]
     return shlex.join(words)
@@ -198,38 +218,11 @@ def _plan(checkpoint: Checkpoint, candidates: Sequence[int] | None, text: Calibr
     plan = make_plan(checkpoint, 1, method="factor")
     check_predicts(plan, text, "use convert, whose method mean needs no text")
     kv_heads = [layer.kv_heads for layer in plan.layers]
-    possible = [count for count in merging_counts(*kv_heads) if count < max(kv_heads)]
+    most = max(kv_heads)
+    possible = [count for count in merging_counts(*kv_heads) if count < most]
     if not possible:
         raise GroupsError(f"{checkpoint.source_id} has 1 K/V head in every attention layer: there is nothing to merge")
     counts = sorted(set(candidates or spread(possible, 6)))
     if not set(counts) <= set(possible):
-        raise GroupsError(
-            f"--candidates {counts} do not all merge {max(kv_heads)} K/V heads evenly: choose among {possible}"
-        )
+        raise GroupsError(f"--candidates {counts} do not all merge {most} K/V heads evenly: choose among {possible}")
     return plan, counts
-
-
-def _measure(
-    plan: Plan, candidates: Sequence[int], text: CalibrationOptions, progress: Progress
-) -> tuple[JsonObject, HeldOutLosses]:
-    """A description of the text, and the losses of the source and of a copy with all layers merged for each candidate."""
-    calibration = prepare_calibration(plan, text, progress)
-    from gqa_convert.measuring.sensitivity.merged_copies import count_predicted, open_inputs, score_copies, tokens_of
-
-    copies = [{layer.module: count for layer in plan.layers} for count in candidates]
-    with open_inputs(plan, calibration.batches, text) as inputs:
-        source, *merged = score_copies(inputs, copies, inputs.held_out, partial(progress, "layers"))
-    losses = []
-    for groups, score in zip(candidates, merged, strict=True):
-        increase = score.loss.minus(source.loss)
-        losses.append(MergedLoss(groups, score.loss.value, increase.value, increase.error, score.sink))
-    described = {
-        "text": calibration.description,
-        "tokens": calibration.tokens,
-        "sequence_length": calibration.sequence_length,
-        "digest": calibration.digest,
-        "held_out_blocks": sum(len(tokens_of(batch)) for batch in inputs.held_out),
-        "warning": calibration.warning,
-    }
-    tokens = count_predicted(inputs.held_out)
-    return described, HeldOutLosses(source.loss.value, source.loss.error, tokens, tuple(losses))

@@ -5,14 +5,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from operator import itemgetter
+from typing import NamedTuple
 
 from gqa_convert.checkpoint.results import Result
 from gqa_convert.conversion.plan import merging_counts
 from gqa_convert.errors import OptionError
 
 
-@dataclass(frozen=True)
-class KVBudget:
+class KVBudget(NamedTuple):
     """What the K/V cache of a result may take per token, over all layers.
 
     Attributes:
@@ -134,19 +134,6 @@ def numbers_text(groups: int | list[int]) -> str:
 
 def _kl_text(kl: float | None) -> str:
     return "not finite" if kl is None else f"{kl:.4f}"
-
-
-def choose_candidate(candidates: Sequence[HeadAllocation], margin: float) -> HeadAllocation:
-    """The list where its divergence is below the uniform number's times `margin`, else the uniform number.
-
-    Args:
-        candidates: the uniform number first, then the list, unless it is the same.
-        margin: a share, at most 1.
-    """
-    uniform, best = candidates[0], candidates[-1]
-    if best.kl is not None and (uniform.kl is None or best.kl < margin * uniform.kl):
-        return best
-    return uniform
 
 
 def least_sum(layers: Sequence[LayerCosts], limit: int) -> tuple[int, ...]:

@@ -1,54 +1,72 @@
 """Runs the source and copies of it with merged layers over held-out text, layer by layer, and compares them.
 
-Only one layer's merged weights are in memory at a time: each copy receives them as it enters the layer.
+Layers are merged by the closed form, or by a short fit. Only one layer's merged weights are in memory at a time: each copy
+receives them as it enters the layer.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, replace
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from gqa_convert.checkpoint.devices import chosen_device
-from gqa_convert.conversion.fit.attention_calls import MASSIVE, Batch, beginnings, hold_out
-from gqa_convert.conversion.fit.layer_store import LayerStore
-from gqa_convert.conversion.fit.layer_walk import Installing, LayerWalk
+from gqa_convert.conversion.fit.attention_calls import (
+    MASSIVE,
+    Batch,
+    CapturedAttention,
+    beginnings,
+    hold_out,
+    tokens_of,
+)
+from gqa_convert.conversion.fit.layer_store import LayerStore, layer_key
+from gqa_convert.conversion.fit.layer_walk import Installing, LayerWalk, Stream
 from gqa_convert.conversion.fit.memory import holds_halves
-from gqa_convert.conversion.fit.merged_attention import check_holds
+from gqa_convert.conversion.fit.merged_attention import MergedAttention, check_holds
 from gqa_convert.conversion.fit.model_loading import Precision, open_model, precision_of, running_device
-from gqa_convert.conversion.fit.one_layer import VALIDATED, FitOptions
+from gqa_convert.conversion.fit.one_layer import VALIDATED, FitOptions, OneLayer
 from gqa_convert.conversion.fit.options import CalibrationOptions, steps_per_layer
-from gqa_convert.conversion.fit.source_layers import ReadLayer, open_layers
+from gqa_convert.conversion.fit.source_layers import SourceLayer, open_layers
+from gqa_convert.conversion.fit.statistics import moments_of
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.data.labels import IGNORED
 from gqa_convert.errors import DataError
 from gqa_convert.losses.distillation import summed_divergence
 from gqa_convert.measuring import StageProgress
-from gqa_convert.measuring.evaluation.comparison import UNDEFINED, Mean, mean
-from gqa_convert.measuring.evaluation.examples import Doubles
-from gqa_convert.measuring.sensitivity.layer_merging import SHORT_STEPS, Merging, ShortFits, merge_by_closed_form
+from gqa_convert.measuring.evaluation.comparison import Mean, mean
+from gqa_convert.merging.attention_heads import Tensors
+from gqa_convert.merging.merge_layer import merge_layer
 from gqa_convert.merging.methods import CALIBRATED_DEFAULT
 
+Installations = Iterator[tuple[int, Installing]]
+Merging = Callable[[SourceLayer, CapturedAttention, Sequence[int]], Installations]
+"""Merges a layer of the source into each number of K/V heads.
+
+It is called with the layer, its module in the source with its calls on the text, and the numbers; it yields each number, and
+a context in which the source's module computes what the merged layer does.
+"""
 Batches = Sequence[Batch]
 Copy = Mapping[str, int]
 """The number of K/V heads of each merged layer, by the layer's module; other layers are the source's."""
 MOST_COPIES = 64
 """Maximum number of copies whose activations are in memory together."""
+SHORT_STEPS = 20
+"""Gradient steps of a short fit."""
+_SHORT_BATCHES = 6
+"""Batches of text of a short fit, of which one is held out from the gradient steps. Twelve leave 4% less (benchmarks/log.md)."""
 _HELD_OUT = 5
 """One in this many tokens of text is held out."""
 
 
-@dataclass(frozen=True)
-class SensitivityInputs:
+class SensitivityInputs(NamedTuple):
     """The loaded source, and the text that its copies are merged and measured on.
 
     Attributes:
         plan: of the source.
         model: the loaded source.
-        read_layer: reads a layer.
         text: batches on which layers are merged.
         held_out: batches on which copies are measured.
         merge: how layers are merged.
@@ -57,33 +75,32 @@ class SensitivityInputs:
 
     plan: Plan
     model: Any
-    read_layer: ReadLayer
     text: Batches
     held_out: Batches
     merge: Merging
     precision: Precision
 
 
-@dataclass(frozen=True)
-class Score:
+class Score(NamedTuple):
     """Of the source, or of a copy, over blocks of text; not defined where it yields NaN or Inf.
 
     Attributes:
         loss: nats per predicted token.
         kl: the divergence from the source, nats per token.
+        predicted: the number of predicted tokens.
         sink: the length of the attention sink as a share of the source's, behind the layer where the source's is
             longest; None where the source has none.
     """
 
     loss: Mean
     kl: Mean
+    predicted: int
     sink: float | None
 
 
-@contextmanager
-def open_inputs(
+def load_inputs(
     plan: Plan, batches: Batches, text: CalibrationOptions, store: LayerStore | None = None
-) -> Iterator[SensitivityInputs]:
+) -> SensitivityInputs:
     """Load a plan's source, and hold out a part of the text.
 
     Args:
@@ -105,40 +122,57 @@ def open_inputs(
     model = open_model(plan.checkpoint.local_folder, device=device, halves=halves)
     merge: Merging = merge_by_closed_form
     precision: Precision = nullcontext
-    if store is None:
-        before = [*before, *beginnings(before, batches)]
-    else:
+    validation: list[Batch] = []
+    if store is not None:
         precision = precision_of(plan, running_device(model))
-        steps = min(steps_per_layer(text), SHORT_STEPS)
-        learned, validation = hold_out(before, VALIDATED)
-        before = [*learned, *beginnings(learned, batches), *validation]
+        before, validation = hold_out(before, VALIDATED)
         options = FitOptions(
             method=CALIBRATED_DEFAULT,
-            steps=steps,
+            steps=min(steps_per_layer(text), SHORT_STEPS),
             seed=text.seed,
             validation=min(1, len(validation)),
             precision=precision,
         )
-        merge = ShortFits(store, options).merge
-    with open_layers(plan) as read_layer:
-        yield SensitivityInputs(plan, model, read_layer, before, held_out, merge, precision)
+        merge = partial(merge_by_short_fits, store, options)
+    merged_on = [*before, *beginnings(before, batches), *validation]
+    return SensitivityInputs(plan, model, merged_on, held_out, merge, precision)
 
 
-def tokens_of(batch: Batch) -> Tensor:
-    """[B, L], the tokens that a model reads: those of what is said, where it hears."""
-    return batch["input_ids"] if "input_ids" in batch else batch["decoder_input_ids"]
+def merge_by_closed_form(layer: SourceLayer, attention: CapturedAttention, candidates: Sequence[int]) -> Installations:
+    """Merge as method `factor` does; see `Merging`."""
+    moments = moments_of(attention.calls)
+    heads = layer.layout.split_heads(layer.tensors)
+    wide = {name: array.astype(np.float32) for name, array in layer.tensors.items()}
+    for groups in candidates:
+        merged = merge_layer(heads, groups, layer.limits, moments)
+        yield groups, _installing(layer, attention, layer.layout.merge_heads(merged, wide, groups), groups)
 
 
-def predicted_tokens(batch: Batch) -> Tensor:
-    """[B, L], the token that the logits of each position predict: the label, or else the next token of the input."""
-    if "labels" in batch:
-        return batch["labels"]
-    return torch.nn.functional.pad(tokens_of(batch)[:, 1:], (0, 1), value=IGNORED)
+def merge_by_short_fits(
+    store: LayerStore, options: FitOptions, layer: SourceLayer, attention: CapturedAttention, candidates: Sequence[int]
+) -> Installations:
+    """Merge as `fit` does, on less text and in fewer steps; see `Merging`. Each layer is fitted once for each number of K/V
+    heads.
+
+    Args:
+        store: keeps the fitted layers.
+        options: of the fit, with at most `SHORT_STEPS` gradient steps.
+        layer: the source's.
+        attention: its module, with its calls.
+        candidates: the numbers of K/V heads.
+    """
+    for groups in candidates:
+        key = f"{layer_key(layer.layout.layer.number)}-{groups}"
+        if store.record(key) is None:
+            few = replace(attention, calls=attention.calls[:_SHORT_BATCHES])
+            tensors, record = OneLayer(few, layer, groups, options).fit()
+            store.write(key, tensors, asdict(record))
+        yield groups, _installing(layer, attention, store.read(key), groups)
 
 
-def count_predicted(batches: Batches) -> int:
-    """The number of predicted tokens."""
-    return sum(int((predicted_tokens(batch) != IGNORED).sum()) for batch in batches)
+def _installing(layer: SourceLayer, attention: CapturedAttention, tensors: Tensors, groups: int) -> Installing:
+    module = MergedAttention(layer.layout, tensors, groups, attention.module)
+    return partial(module.installed, module.tensors)
 
 
 def score_copies(
@@ -159,63 +193,66 @@ def score_copies(
     if len(copies) > MOST_COPIES:
         scores = score_copies(inputs, copies[:MOST_COPIES], held_out, progress)
         return scores + score_copies(inputs, copies[MOST_COPIES:], held_out, progress)[1:]
+    copies = [{}, *copies]
     layers = {layer.module: layer for layer in inputs.plan.layers}
     on_text, on_held_out = (
         LayerWalk(inputs.model, batches, list(layers), inputs.plan.family.output, inputs.precision)
         for batches in (inputs.text, held_out)
     )
     (text,) = on_text.streams(1)
-    source, *students = on_held_out.streams(1 + len(copies))
+    streams = on_held_out.streams(len(copies))
+    source = streams[0]
     done = 0
     lengths: list[list[float]] = []
-    """At the first position behind each layer of the last stack, of the source and the students, where there is a sink."""
-    for layer in on_text.layers:
-        merged: list[dict[str, Installing]] = [{} for _ in copies]
-        for name in layer.attention:
-            candidates = sorted({copy[name] for copy in copies if name in copy})
-            if candidates:
-                opened, attention = inputs.read_layer(layers[name]), text.attention(layer, name)
-                check_holds(attention.module, opened)
-                for groups, installed in inputs.merge(opened, attention, candidates):
+    """At the first position behind each layer of the last stack, of the source and its copies, where there is a sink."""
+    with open_layers(inputs.plan) as read_layer:
+        for layer in on_text.layers:
+            merged: list[dict[str, Installing]] = [{} for _ in copies]
+            for name in layer.attention:
+                candidates = sorted({copy[name] for copy in copies if name in copy})
+                if candidates:
+                    opened = read_layer(layers[name])
+                    attention = text.attention(layer, name)
+                    check_holds(attention.module, opened)
+                    installed = dict(inputs.merge(opened, attention, candidates))
                     for copy, own in zip(copies, merged, strict=True):
-                        if copy.get(name) == groups:
-                            own[name] = installed
-            done += 1
-            progress(done, len(layers))
-        text.advance(layer)
-        source.advance(layer)
-        for student, own in zip(students, merged, strict=True):
-            student.advance(layer, own)
-        first, others = source.norms(layer.stack)
-        if layer.stack == on_held_out.stacks[-1] and first > MASSIVE * others:
-            lengths.append([first, *(student.norms(layer.stack)[0] for student in students)])
+                        if name in copy:
+                            own[name] = installed[copy[name]]
+                done += 1
+                progress(done, len(layers))
+            text.advance(layer)
+            for stream, own in zip(streams, merged, strict=True):
+                stream.advance(layer, own)
+            first, others = source.norms(layer.stack)
+            if layer.stack == on_held_out.stacks[-1] and first > MASSIVE * others:
+                lengths.append([stream.norms(layer.stack)[0] for stream in streams])
     longest = max(lengths, default=[])
-    sinks: list[float | None] = [length / longest[0] for length in longest]
-    sums: list[list[tuple[float, float]]] = [[] for _ in range(1 + len(copies))]
-    predicted: list[int] = []
-    tokens: list[int] = []
-    for number, batch in enumerate(held_out):
-        logits = source.logits(number)
-        targets = predicted_tokens(batch).to(logits.device)
-        predicted += (targets != IGNORED).sum(1).tolist()
-        tokens += [targets.shape[1]] * len(targets)
-        for blocks, stream in zip(sums, (source, *students), strict=True):
-            blocks += _sums(stream.logits(number), logits, targets)
     scores = []
-    for blocks, sink in zip(sums, sinks or [None] * len(sums), strict=True):
-        loss, divergence = np.array(blocks).T
-        scores.append(Score(_mean(loss, predicted), _mean(divergence, tokens), sink))
+    for number, blocks in enumerate(_sums_of_blocks(streams, held_out)):
+        loss, predicted, divergence, tokens = np.array(blocks).T
+        sink = longest[number] / longest[0] if longest else None
+        kl = mean(divergence, tokens)
+        scores.append(Score(mean(loss, predicted), kl, int(predicted.sum()), sink))
     return scores
 
 
-def _sums(logits: Tensor, source: Tensor, targets: Tensor) -> Iterator[tuple[float, float]]:
-    """The loss and the divergence from the source of each block: logits [B, L, vocabulary], targets [B, L]."""
-    for ours, theirs, labels in zip(logits, source, targets, strict=True):
-        losses = torch.nn.functional.cross_entropy(ours.float(), labels, reduction="none")
-        divergence = summed_divergence(ours[None].float(), theirs[None].float())
-        # rounding can make the divergence of an equal copy slightly negative
-        yield float(losses.double().sum()), float(divergence.clamp(min=0))
-
-
-def _mean(sums: Doubles, sizes: Sequence[int]) -> Mean:
-    return mean(sums, np.array(sizes, np.float64)) if np.isfinite(sums).all() else UNDEFINED
+def _sums_of_blocks(streams: Sequence[Stream], held_out: Batches) -> list[list[tuple[float, ...]]]:
+    """Of each stream and each block of text: the loss, the number of predicted tokens, the divergence from the first stream,
+    which is the source, and the number of all tokens.
+    """
+    sums: list[list[tuple[float, ...]]] = [[] for _ in streams]
+    for number, batch in enumerate(held_out):
+        source = streams[0].logits(number)
+        targets = batch.get("labels")
+        if targets is None:
+            targets = torch.nn.functional.pad(tokens_of(batch)[:, 1:], (0, 1), value=IGNORED)
+        targets = targets.to(source.device)
+        for blocks, stream in zip(sums, streams, strict=True):
+            for ours, theirs, labels in zip(stream.logits(number), source, targets, strict=True):
+                losses = torch.nn.functional.cross_entropy(ours.float(), labels, reduction="none")
+                loss = float(losses.double().sum())
+                divergence = summed_divergence(ours[None].float(), theirs[None].float())
+                # rounding can make the divergence of an equal copy slightly negative
+                kl = float(divergence.clamp(min=0))
+                blocks.append((loss, float((labels != IGNORED).sum()), kl, len(labels)))
+    return sums
