@@ -1,15 +1,45 @@
 """Keys and values of earlier tokens. The cache holds N heads, never H, which is the memory that grouped-query attention
 saves.
 
-Shape legend: b batch, N key/value heads, n tokens held, t new tokens, c head_dim, e head_dim of the values.
+Shape legend: b batch, N key/value heads, n tokens held, t new tokens, c head_dim, e head_dim of the values, k keys and w features of a memory.
 """
+
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from gqa_convert.attention.memory import MemoryRecord
 from gqa_convert.errors import OptionError
+
+
+class _MemoryRecord:
+    """The state of a memory when the cache was filled from it, to notice another one.
+
+    A tensor at another address is compared number by number. A tensor at the same address is the same one unless it was
+    written to: torch counts writes, so that no number has to be read. It does not for inference tensors, of which the
+    record keeps a copy.
+
+    Args:
+        tensor: [b, k, w]. The record keeps it alive, so that no other tensor gets its address.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor.clone() if tensor.is_inference() else tensor.detach()
+        self._version = None if tensor.is_inference() else self._tensor._version
+
+    def matches(self, tensor: Tensor) -> bool:
+        """Whether a tensor holds the recorded numbers."""
+        held = self._tensor
+        if (held.shape, held.dtype, held.device) != (tensor.shape, tensor.dtype, tensor.device):
+            return False
+        if self._version is not None and held._version != self._version:
+            return False
+        is_same = held.data_ptr() == tensor.data_ptr() and held.stride() == tensor.stride()
+        return is_same or bool(torch.equal(held, tensor))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self  # a copy would have another address, and nothing changes a record
 
 
 class KVCache:
@@ -29,7 +59,7 @@ class KVCache:
         self._capacity = capacity
         self._buffers: list[Tensor] = []
         """Keys and values; empty before the first token."""
-        self._memory: tuple[MemoryRecord, MemoryRecord] | None = None
+        self._memory: tuple[_MemoryRecord, _MemoryRecord] | None = None
 
     @property
     def holds_memory(self) -> bool:
@@ -88,8 +118,8 @@ class KVCache:
         if self.length:
             raise OptionError(f"the cache holds {self.length} keys already: use a fresh cache for a memory")
         held = self.append(key, value)
-        record = MemoryRecord(memory)
-        self._memory = (record, record if memory_values is memory else MemoryRecord(memory_values))
+        record = _MemoryRecord(memory)
+        self._memory = (record, record if memory_values is memory else _MemoryRecord(memory_values))
         return held
 
     def check_memory(self, memory: Tensor, memory_values: Tensor) -> None:
