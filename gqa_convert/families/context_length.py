@@ -42,9 +42,8 @@ def stated_count(config: Config, names: Sequence[str]) -> int | None:
 
 def short_context(config: Config) -> int | None:
     """The length above which LongRoPE switches its frequencies, for all texts of a batch at once; None for other
-    position embeddings.
+    position embeddings. The config is a decoder's.
     """
-    config = decoder_config(config)
     for key in ("rope_parameters", "rope_scaling"):
         rotary = config.get(key)
         if isinstance(rotary, Mapping) and rotary.get("rope_type", rotary.get("type")) in ("longrope", "su"):

@@ -128,8 +128,7 @@ def headless_class(config: Config) -> str | None:
 
 
 def _architectures(config: Config) -> list[str]:
-    stated = config.get("architectures")
-    return list(map(str, stated)) if isinstance(stated, list) else []
+    return list(map(str, config.get("architectures") or ()))
 
 
 def _stated_class(config: Config) -> str | None:

@@ -4,8 +4,8 @@ import functools
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from gqa_convert.families.family import MODELING, Modeling
 
@@ -16,8 +16,7 @@ TESTED_KEY = "transformers_tested"
 """Where a result's config.json has the versions that its modelling files were tested with."""
 
 
-@dataclass(frozen=True)
-class Release:
+class Release(NamedTuple):
     """The modelling files of one release of this package."""
 
     name: str
@@ -52,9 +51,10 @@ def release_of(folder: Path, modeling: Modeling) -> Release | None:
         folder: a result.
         modeling: which files it must have.
     """
-    names = [file.name for file in modeling.files]
-    fitting = (release for release in reversed(releases()) if all(release.holds(folder, name) for name in names))
-    return next(fitting, None)
+    for release in reversed(releases()):
+        if all(release.holds(folder, file.name) for file in modeling.files):
+            return release
+    return None
 
 
 def is_released(folder: Path, name: str) -> bool:

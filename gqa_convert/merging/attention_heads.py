@@ -63,11 +63,11 @@ class LayerLayout:
         self.transposed = finder.family.transposed
         output = f"{layer.module}.{finder.family.output}"
         self.output_names = f"{output}.weight", f"{output}.bias"
-        self.projections = dict(finder.query_sections(layer))
+        self.projections: dict[str, layouts.Sections] = {}
         self._norms = [(names, layer.key_head_dim) for names in finder.head_lists(layer)]
         """Of each norm that counts heads: the names of its gains, one for all heads or one for each, and the rows of a
         head."""
-        for name, sections in finder.sections(layer):
+        for name, sections in finder.divisions(layer):
             if sections[0].role == "key_norm":
                 self._norms.append(([name], sections[0].head_rows))
             else:
