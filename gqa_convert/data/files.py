@@ -158,8 +158,8 @@ def read_rows(path: Path, handle: io.BufferedReader, fields: Sequence[str]) -> I
         fields: the fields that are read, so that other columns of tables need not be.
     """
     if kind_of(path) not in _JSON:
-        rows = _table_rows(path, handle, fields)
-        yield from ((f"{path} row {number}", row) for number, row in enumerate(rows, 1))
+        for number, row in enumerate(_table_rows(path, handle, fields), 1):
+            yield f"{path} row {number}", row
         return
     with _lines(path, handle) as lines:
         for number, line in enumerate(lines, 1):

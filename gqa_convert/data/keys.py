@@ -90,7 +90,7 @@ def fields_of(declared: Any) -> dict[str, Any]:
     return declared.__pydantic_fields__  # type: ignore[no-any-return]
 
 
-def read_keys(declared: Any, values: Any, nested: Mapping[str, Any], owner: str = "") -> Any:
+def read_keys(declared: type[T], values: Any, nested: Mapping[str, Any], owner: str = "") -> T:
     """A dataclass of keys from what YAML holds.
 
     Args:

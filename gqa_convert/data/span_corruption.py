@@ -56,7 +56,7 @@ def shape_for(length: int) -> Shape:
     """
     if length < _SHORTEST_INPUT:
         raise DataError(f"sequence_length is {length}, and span corruption needs {_SHORTEST_INPUT}: make it larger")
-    shapes = (shape_of(raw) for raw in range(2 * length, 1, -1))
+    shapes = map(shape_of, range(2 * length, 1, -1))
     # the input is the rest of the text, a sentinel for each span, and end-of-text
     return next(shape for shape in shapes if shape.raw - shape.noise + shape.spans + 1 == length)
 
@@ -122,9 +122,8 @@ class SpanCorruption:
             right by one.
         """
         shape = shape_of(raw.shape[1])
-        numbers = shape.raw - 2
         kept = shape.raw - shape.noise
-        drawn = np.stack([np.random.Philox(key=np.array(key, np.uint64)).random_raw(numbers) for key in keys])
+        drawn = np.stack([np.random.Philox(key=np.array(key, np.uint64)).random_raw(shape.raw - 2) for key in keys])
         # all divisions into spans are equally likely
         texts = segmented(kept, shape.spans, drawn[:, : kept - 1])
         spans = segmented(shape.noise, shape.spans, drawn[:, kept - 1 :])
@@ -142,8 +141,8 @@ class SpanCorruption:
         """
         begins = dropped.copy()
         begins[:, 1:] &= ~dropped[:, :-1]
-        numbers = np.cumsum(begins, axis=1) - 1
-        rows = np.where(begins, self.sentinels[numbers], raw)[begins | ~dropped].reshape(len(raw), -1)
+        sentinels = self.sentinels[np.cumsum(begins, axis=1) - 1]
+        rows = np.where(begins, sentinels, raw)[begins | ~dropped].reshape(len(raw), -1)
         return np.pad(rows, ((0, 0), (0, 1)), constant_values=self._eos)
 
 

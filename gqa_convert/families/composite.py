@@ -44,9 +44,8 @@ def decoder_config(config: Config) -> JsonObject:
     """
     section = decoder_section(config)
     stated = dict(config[section] if section else config)
-    if is_composite(config):
-        inside = stated.get("model_type") if section else None
-        stated["model_type"] = inside or COMPOSITES[config["model_type"]]
+    if is_composite(config) and not (section and stated.get("model_type")):
+        stated["model_type"] = COMPOSITES[config["model_type"]]
     return {**record_of(stated).defaults, **stated}
 
 

@@ -40,7 +40,7 @@ class Release(NamedTuple):
 def releases() -> tuple[Release, ...]:
     """All releases, in their order; the last is that of the installed package."""
     stated = json.loads((MODELING / "released.json").read_bytes())
-    return tuple(Release(name, entry["transformers"], entry["files"]) for name, entry in stated.items())
+    return tuple(Release(name, **entry) for name, entry in stated.items())
 
 
 def release_of(folder: Path, modeling: Modeling) -> Release | None:
