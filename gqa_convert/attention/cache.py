@@ -94,7 +94,12 @@ class KVCache:
                     f"the cache holds {list(buffer.shape)} of {buffer.dtype}, the new tokens are {list(new.shape)} of {new.dtype}"
                 )
         length = self.length + key.shape[2]
-        self._make_room(length)
+        held = self._buffers[0].shape[2]
+        # inference tensors cannot be written to outside inference mode, so they are copied there like full buffers
+        is_frozen = self._buffers[0].is_inference() and not torch.is_inference_mode_enabled()
+        if length > held or is_frozen:
+            size = max(length, 2 * held, self._capacity)
+            self._buffers = [pad(buffer, (0, 0, 0, size - held)) for buffer in self._buffers]
         for buffer, new in zip(self._buffers, (key, value), strict=True):
             buffer[:, :, self.length : length] = new
         self.length = length
@@ -138,15 +143,6 @@ class KVCache:
                 f"the cache holds {self.length} keys of another memory, or this memory of {memory.shape[1]} keys was changed in place: "
                 "use a fresh KVCache for each memory"
             )
-
-    def _make_room(self, length: int) -> None:
-        """Have buffers of at least `length` tokens that can be written to."""
-        held = self._buffers[0].shape[2]
-        # inference tensors cannot be written to outside inference mode, so they are copied there like full buffers
-        is_frozen = self._buffers[0].is_inference() and not torch.is_inference_mode_enabled()
-        if length > held or is_frozen:
-            size = max(length, 2 * held, self._capacity)
-            self._buffers = [pad(buffer, (0, 0, 0, size - held)) for buffer in self._buffers]
 
     @property
     def keys(self) -> Tensor:

@@ -1,10 +1,8 @@
 """The decoder inside a composite model, such as a vision-language model: its config."""
 
-import copy
 from typing import Any
 
 from gqa_convert.checkpoint.strict_json import Config, JsonObject
-from gqa_convert.families.family import Family
 from gqa_convert.families.records import COMPOSITES, record_of
 
 SECTION = "text_config"
@@ -55,21 +53,3 @@ def config_value(config: Config, dotted: str) -> Any:
     for key in dotted.split("."):
         value = value.get(key) if isinstance(value, dict) else None
     return value
-
-
-def with_kv_heads(config: Config, family: Family, keys: JsonObject) -> JsonObject:
-    """A copy of a composite model's config whose decoder has other K/V-head keys.
-
-    A key that stands beside the decoder's config too gets the same value there.
-
-    Args:
-        config: what the source's config.json holds.
-        family: the composite model's record.
-        keys: the values of the keys, which are not nested.
-    """
-    result: JsonObject = copy.deepcopy(dict(config))
-    section = decoder_section(config)
-    if section is None:
-        return result | keys
-    result[section] |= keys
-    return result | {key: keys[key] for key in keys if key in family.kv_heads_keys and key in result}

@@ -15,9 +15,6 @@ from gqa_convert.families.layerwise import is_run, kv_heads_by_layer
 from gqa_convert.families.layouts import Sections
 from gqa_convert.families.records import with_key_norm
 
-Divisions = list[tuple[str, Sections]]
-"""Tensors with their divisions into heads."""
-
 _APART = "the config and the weights do not belong together"
 
 
@@ -193,7 +190,7 @@ class AttentionFinder:
                 f"{' and '.join(names)} have type {' and '.join(sorted(dtypes))}: save the model in one float type"
             )
         layer = AttentionLayer(module, heads, kv_heads, key_head_dim, value_head_dim, dtypes.pop(), attention_kind)
-        for name, sections in self.divisions(layer):
+        for name, sections in self.sections(layer):
             rows = self._shape(name)[0]
             if rows != sum(section.rows for section in sections):
                 words = ", ".join(f"{each.heads} {each.role} heads of {each.head_rows} rows" for each in sections)
@@ -206,13 +203,9 @@ class AttentionFinder:
 
     # Divisions into heads
 
-    def sections(self, layer: AttentionLayer) -> Divisions:
-        """Every tensor of a layer whose rows count K/V heads, weights before biases, with its division into heads."""
-        return [each for each in self.divisions(layer) if any(section.merged for section in each[1])]
-
-    def divisions(self, layer: AttentionLayer) -> Divisions:
-        """The same with the queries, where they have a projection of their own: the weights, then the biases of projections
-        and norms that the checkpoint holds.
+    def sections(self, layer: AttentionLayer) -> list[tuple[str, Sections]]:
+        """Every tensor of a layer whose rows count heads, with its division into them: the weights, then the biases of
+        projections and norms that the checkpoint holds.
         """
         family = self.family
         kv_heads = layer.kv_heads

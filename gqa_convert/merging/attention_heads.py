@@ -67,7 +67,7 @@ class LayerLayout:
         self._norms = [(names, layer.key_head_dim) for names in finder.head_lists(layer)]
         """Of each norm that counts heads: the names of its gains, one for all heads or one for each, and the rows of a
         head."""
-        for name, sections in finder.divisions(layer):
+        for name, sections in finder.sections(layer):
             if sections[0].role == "key_norm":
                 self._norms.append(([name], sections[0].head_rows))
             else:
