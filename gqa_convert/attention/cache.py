@@ -59,12 +59,13 @@ class KVCache:
         self._capacity = capacity
         self._buffers: list[Tensor] = []
         """Keys and values; empty before the first token."""
-        self._memory: tuple[_MemoryRecord, _MemoryRecord] | None = None
+        self._memory: list[_MemoryRecord] = []
+        """Of what keys and of what values were projected; empty where they are not a memory's."""
 
     @property
     def holds_memory(self) -> bool:
         """Whether the keys and values are those of a memory, for cross-attention."""
-        return self._memory is not None
+        return bool(self._memory)
 
     def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Append new tokens.
@@ -81,7 +82,7 @@ class KVCache:
             OptionError: gradients are required, the shapes or types differ from those held, or the cache holds a
                 memory.
         """
-        if self._memory is not None:
+        if self._memory:
             raise OptionError(
                 f"the cache holds a memory of {self.length} keys for cross-attention: use another cache for self-attention"
             )
@@ -124,7 +125,7 @@ class KVCache:
             raise OptionError(f"the cache holds {self.length} keys already: use a fresh cache for a memory")
         held = self.append(key, value)
         record = _MemoryRecord(memory)
-        self._memory = (record, record if memory_values is memory else _MemoryRecord(memory_values))
+        self._memory = [record, record if memory_values is memory else _MemoryRecord(memory_values)]
         return held
 
     def check_memory(self, memory: Tensor, memory_values: Tensor) -> None:
@@ -133,7 +134,7 @@ class KVCache:
         Raises:
             OptionError: they are not, or the memory has been written to since.
         """
-        if self._memory is None:
+        if not self._memory:
             raise OptionError(
                 f"the cache holds {self.length} keys of self-attention, not of a memory: use one cache for each"
             )
@@ -173,10 +174,10 @@ class KVCache:
         """
         if not 0 <= length <= self.length:
             raise OptionError(f"the cache holds {self.length} tokens and cannot be cut to {length}")
-        if self._memory is not None and 0 < length < self.length:
+        if self._memory and 0 < length < self.length:
             raise OptionError(
                 f"the cache holds a memory of {self.length} keys, which cannot be cut: use key_mask to hide a part of it"
             )
         self.length = length
         if length == 0:
-            self._memory = None
+            self._memory = []

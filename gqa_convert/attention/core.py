@@ -82,8 +82,7 @@ def grouped_query_attention(
             )
         keys = min(keys, cached + queries)  # no query sees the rest
         key, value = key[:, :, :keys], value[:, :, :keys]
-        mask = None if mask is None else mask[..., :keys]
-        bias = None if bias is None else bias[..., :keys]
+        mask, bias = (None if each is None else each[..., :keys] for each in (mask, bias))
     if keys == 0:
         return query.new_zeros(batch, heads, queries, value.shape[3])
     if queries == 1:

@@ -149,10 +149,10 @@ class GroupedProjections(nn.Module):  # type: ignore[misc]  # torch is not follo
             )
         if method not in get_args(Merge):
             raise OptionError(f"method {method!r} is unknown: choose one of {', '.join(get_args(Merge))}")
-        parts = {"bias": module.in_proj_bias, "weight": module.in_proj_weight}
-        rows = {kind: part.chunk(3) for kind, part in parts.items() if part is not None}
-        if "weight" not in rows:
-            rows["weight"] = module.q_proj_weight, module.k_proj_weight, module.v_proj_weight
+        rows = {"weight": (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)}
+        for kind, part in (("bias", module.in_proj_bias), ("weight", module.in_proj_weight)):
+            if part is not None:
+                rows[kind] = part.chunk(3)
         state = {f"out_proj.{kind}": tensor for kind, tensor in module.out_proj.state_dict().items()}
         for kind, (query, key, value) in rows.items():
             state[f"q_proj.{kind}"] = query

@@ -121,13 +121,12 @@ class SpanCorruption:
             `input_ids` [b, n - noise + s + 1], `labels` [b, noise + s + 1], and `decoder_input_ids`, the labels shifted
             right by one.
         """
-        shape = shape_of(raw.shape[1])
-        kept = shape.raw - shape.noise
-        drawn = np.stack([np.random.Philox(key=np.array(key, np.uint64)).random_raw(shape.raw - 2) for key in keys])
+        total, noise, spans = shape_of(raw.shape[1])
+        kept = total - noise
+        drawn = np.stack([np.random.Philox(key=np.array(key, np.uint64)).random_raw(total - 2) for key in keys])
         # all divisions into spans are equally likely
-        texts = segmented(kept, shape.spans, drawn[:, : kept - 1])
-        spans = segmented(shape.noise, shape.spans, drawn[:, kept - 1 :])
-        lengths = np.stack([texts, spans], axis=2)
+        parts = segmented(kept, spans, drawn[:, : kept - 1]), segmented(noise, spans, drawn[:, kept - 1 :])
+        lengths = np.stack(parts, axis=2)
         removed = np.repeat(np.broadcast_to([False, True], lengths.shape), lengths.ravel()).reshape(raw.shape)
         labels = self._marked(raw, ~removed)
         decoder = np.roll(labels, 1, axis=1)
@@ -183,10 +182,10 @@ class SpanSampler(BlockSampler):
 
     def first(self, tokens: TokenSource, limit: int) -> list[Block]:
         """The whole blocks within the first `limit` tokens."""
-        ends = range(self.length, min(limit, tokens.size) + 1, self.length)
-        return [Block(end - self.length, end - self.length) for end in ends]
+        starts = range(0, min(limit, tokens.size) - self.length + 1, self.length)
+        return [Block(start, start) for start in starts]
 
     def batch(self, places: Places, keys: Keys) -> Batch:
         """See `SpanCorruption.batch`."""
-        raw = np.stack([tokens.read(place.start, self.length) for tokens, place in places])
-        return self._corruption.batch(raw, keys)
+        blocks = [tokens.read(place.start, self.length) for tokens, place in places]
+        return self._corruption.batch(np.stack(blocks), keys)
