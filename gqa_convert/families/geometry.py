@@ -132,22 +132,6 @@ class AttentionFinder:
             return 1 if self.config.get("multi_query", True) else self.heads
         return self.heads if kind == "heads" else self._count(self.family.kv_heads_keys[0], self.heads)
 
-    def _counts(self, module: str, attention_kind: AttentionKind) -> tuple[int, int]:
-        """The query heads and the K/V heads of a module."""
-        family = self.family
-        if attention_kind == "encoder":
-            heads = self._query_heads(family.encoder_heads_key)
-            is_stated = family.kv_heads == "stated"
-            return heads, self._count(family.encoder_kv_heads_key, heads) if is_stated else heads
-        if not self._by_layer:
-            return self.heads, self.kv_heads
-        number = _number(module)
-        if number >= len(self._by_layer):
-            raise ConfigError(
-                f"{self.where} states the K/V heads of {len(self._by_layer)} layers, and the weights hold {module}: {_APART}"
-            )
-        return self.heads, self._by_layer[number]
-
     # Shapes
 
     def _shape(self, name: str) -> tuple[int, ...]:
@@ -166,7 +150,18 @@ class AttentionFinder:
         tensor must fit them.
         """
         family = self.family
-        heads, kv_heads = self._counts(module, attention_kind)
+        heads, kv_heads = self.heads, self.kv_heads
+        if attention_kind == "encoder":
+            heads = kv_heads = self._query_heads(family.encoder_heads_key)
+            if family.kv_heads == "stated":
+                kv_heads = self._count(family.encoder_kv_heads_key, heads)
+        elif self._by_layer:
+            number = _number(module)
+            if number >= len(self._by_layer):
+                raise ConfigError(
+                    f"{self.where} states the K/V heads of {len(self._by_layer)} layers, and the weights hold {module}: {_APART}"
+                )
+            kv_heads = self._by_layer[number]
         output = f"{module}.{family.output}.weight"
         value_head_dim, rest = divmod(self._shape(output)[-1], heads)
         if rest or len(self._shape(output)) != 2:
