@@ -66,7 +66,8 @@ def _value(row: Row, field: str, where: str) -> Any:
     outer, _, inner = field.partition(".")
     if isinstance(row.get(outer), Mapping):
         return _value(row[outer], inner, f"{where}: {outer!r}")
-    raise FieldError(f"{where} has no {field!r}, found {', '.join(map(str, row)) or 'nothing'}: rename the field")
+    found = ", ".join(map(str, row)) or "nothing"
+    raise FieldError(f"{where} has no {field!r}, found {found}: rename the field")
 
 
 def _text(row: Row, field: str, where: str) -> str:

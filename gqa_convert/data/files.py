@@ -113,8 +113,8 @@ def explained(path: Path) -> Iterator[None]:
         yield
     except UnicodeDecodeError as problem:
         raise DataError(
-            f"{path} is not UTF-8 ({problem.reason}, byte 0x{problem.object[problem.start]:02x}): convert it, or remove it "
-            "from the source"
+            f"{path} is not UTF-8 ({problem.reason}, byte 0x{problem.object[problem.start]:02x}): "
+            "convert it, or remove it from the source"
         ) from None
     except (OSError, EOFError, zlib.error, csv.Error) as problem:
         reason = getattr(problem, "strerror", None) or problem
@@ -187,7 +187,8 @@ def _table_rows(path: Path, handle: io.BufferedReader, fields: Sequence[str]) ->
     try:
         batches = pa.ipc.open_stream(handle) if kind == ".arrow" else pq.ParquetFile(handle)
         if kind == ".parquet":
-            batches = batches.iter_batches(256, columns=columns_of(fields, batches.schema_arrow.names))
+            columns = columns_of(fields, batches.schema_arrow.names)
+            batches = batches.iter_batches(256, columns=columns)
         for batch in batches:
             yield from batch.to_pylist()
     except (pa.ArrowException, UnicodeDecodeError) as problem:

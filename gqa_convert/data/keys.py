@@ -119,7 +119,8 @@ def read_keys(declared: type[T], values: Any, nested: Mapping[str, Any], owner: 
                 message = "it must be a mapping" if error["type"] == "dataclass_type" else str(error["msg"])
                 for theirs, ours in _WORDS.items():
                     message = message.replace(theirs, ours)
-                lines.append(f"{_path([name], above)} is {shown(error['input']) or 'empty'}: {message}")
+                value = shown(error["input"]) or "empty"
+                lines.append(f"{_path([name], above)} is {value}: {message}")
         raise ValueError("\n".join(dict.fromkeys(" ".join(line.split()) for line in lines))) from None
 
 

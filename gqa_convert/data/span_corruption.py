@@ -125,7 +125,10 @@ class SpanCorruption:
         kept = total - noise
         drawn = np.stack([np.random.Philox(key=np.array(key, np.uint64)).random_raw(total - 2) for key in keys])
         # all divisions into spans are equally likely
-        parts = segmented(kept, spans, drawn[:, : kept - 1]), segmented(noise, spans, drawn[:, kept - 1 :])
+        parts = (
+            segmented(kept, spans, drawn[:, : kept - 1]),
+            segmented(noise, spans, drawn[:, kept - 1 :]),
+        )
         lengths = np.stack(parts, axis=2)
         removed = np.repeat(np.broadcast_to([False, True], lengths.shape), lengths.ravel()).reshape(raw.shape)
         labels = self._marked(raw, ~removed)

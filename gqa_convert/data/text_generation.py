@@ -151,7 +151,8 @@ class _Writer:
         if turns is None:
             raise DataError("the tokenizer has no chat template: name text instead")
         opening, between = turns
-        questions = [text.strip() for text in self._texts([opening] * size, seed, QUESTION) if text.strip()]
+        asked = self._texts([opening] * size, seed, QUESTION)
+        questions = [text.strip() for text in asked if text.strip()]
         if not questions:
             raise DataError("the model asks nothing where its chat template lets a user speak: name text instead")
         ids = self._tokenizer(questions, add_special_tokens=False)["input_ids"]

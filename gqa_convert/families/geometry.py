@@ -130,7 +130,9 @@ class AttentionFinder:
             if self.config.get("new_decoder_architecture"):  # the count acts in it only
                 return self._count("num_kv_heads", self.heads)
             return 1 if self.config.get("multi_query", True) else self.heads
-        return self.heads if kind == "heads" else self._count(self.family.kv_heads_keys[0], self.heads)
+        if kind == "heads":
+            return self.heads
+        return self._count(self.family.kv_heads_keys[0], self.heads)
 
     # Shapes
 

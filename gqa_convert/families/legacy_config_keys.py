@@ -36,7 +36,8 @@ def legacy_config_keys(config: Config) -> JsonObject:
             found[name] = value
     rotary = found.pop("rope_scaling", {})
     kind = rotary.get("rope_type", rotary.get("type", "default"))
-    if kind != "default" and family.legacy_scaled_share in (None, rotary.get("partial_rotary_factor")):
+    share = rotary.get("partial_rotary_factor")
+    if kind != "default" and family.legacy_scaled_share in (None, share):
         apart = ("rope_theta", "partial_rotary_factor")
         found["rope_scaling"] = {key: value for key, value in rotary.items() if key not in apart}
         length = rotary.get("original_max_position_embeddings")

@@ -66,12 +66,14 @@ def _records(model_type: str) -> dict[str, Family]:
     elif "by_layer" in row:
         tasks = dict(_DECILM_CLASSES)
         form = Modeling("gqa_by_layer", model_type, own_type, tuple(c for c in own_classes if c[0] in tasks), fast)
-        family = replace(family, layerwise=(decilm, form) if model_type in DECILM_SOURCES else (form,))
+        forms = (decilm, form) if model_type in DECILM_SOURCES else (form,)
+        family = replace(family, layerwise=forms)
         others = {"kv_heads": "listed", "layerwise": (form,)}
     else:
         return {model_type: family}
     others |= NO_ENGINES | {"legacy_keys": {}}  # transformers 4 can't load a result
-    return {model_type: family, own_type: replace(family, model_type=own_type, modeling=form, native=False, **others)}
+    result = replace(family, model_type=own_type, modeling=form, native=False, **others)
+    return {model_type: family, own_type: result}
 
 
 def unlisted(model_type: str) -> Family:
@@ -103,8 +105,11 @@ def with_key_norm(family: Family, tensors: Mapping[str, Any], kv_heads: int) -> 
     return family
 
 
-ALL = {name: family for model_type in _FACTS["types"] for name, family in _records(model_type).items()}
+ALL: dict[str, Family] = {}
 """Every record."""
+
+for _name in _FACTS["types"]:
+    ALL |= _records(_name)
 
 COMPOSITES: dict[str, str] = _FACTS["composites"]
 """Models that wrap a decoder, such as vision-language models, each with the type of a decoder whose config does not name

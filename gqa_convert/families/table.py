@@ -63,7 +63,14 @@ def family_of(config: Config) -> Family:
             )
         # the decoder's, found only behind the prefixes of one inside another model
         name = str(model_type)
-        return replace(inside, model_type=name, prefixes=PREFIXES, is_composite=True, layerwise=(), **NO_ENGINES)
+        return replace(
+            inside,
+            model_type=name,
+            prefixes=PREFIXES,
+            is_composite=True,
+            layerwise=(),
+            **NO_ENGINES,
+        )
     record = record_of(config)
     if config.get(record.one_kv_head_key) is False:
         return record
