@@ -1,15 +1,45 @@
 """Keys and values of earlier tokens. The cache holds N heads, never H, which is the memory that grouped-query attention
 saves.
 
-Shape legend: b batch, N key/value heads, n tokens held, t new tokens, c head_dim, e head_dim of the values.
+Shape legend: b batch, N key/value heads, n tokens held, t new tokens, c head_dim, e head_dim of the values, k keys and w features of a memory.
 """
+
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from gqa_convert.attention.memory import MemoryRecord
 from gqa_convert.errors import OptionError
+
+
+class _MemoryRecord:
+    """The state of a memory when the cache was filled from it, to notice another one.
+
+    A tensor at another address is compared number by number. A tensor at the same address is the same one unless it was
+    written to: torch counts writes, so that no number has to be read. It does not for inference tensors, of which the
+    record keeps a copy.
+
+    Args:
+        tensor: [b, k, w]. The record keeps it alive, so that no other tensor gets its address.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor.clone() if tensor.is_inference() else tensor.detach()
+        self._version = None if tensor.is_inference() else self._tensor._version
+
+    def matches(self, tensor: Tensor) -> bool:
+        """Whether a tensor holds the recorded numbers."""
+        held = self._tensor
+        if (held.shape, held.dtype, held.device) != (tensor.shape, tensor.dtype, tensor.device):
+            return False
+        if self._version is not None and held._version != self._version:
+            return False
+        is_same = held.data_ptr() == tensor.data_ptr() and held.stride() == tensor.stride()
+        return is_same or bool(torch.equal(held, tensor))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self  # a copy would have another address, and nothing changes a record
 
 
 class KVCache:
@@ -29,12 +59,13 @@ class KVCache:
         self._capacity = capacity
         self._buffers: list[Tensor] = []
         """Keys and values; empty before the first token."""
-        self._memory: tuple[MemoryRecord, MemoryRecord] | None = None
+        self._memory: list[_MemoryRecord] = []
+        """Of what keys and of what values were projected; empty where they are not a memory's."""
 
     @property
     def holds_memory(self) -> bool:
         """Whether the keys and values are those of a memory, for cross-attention."""
-        return self._memory is not None
+        return bool(self._memory)
 
     def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Append new tokens.
@@ -51,7 +82,7 @@ class KVCache:
             OptionError: gradients are required, the shapes or types differ from those held, or the cache holds a
                 memory.
         """
-        if self._memory is not None:
+        if self._memory:
             raise OptionError(
                 f"the cache holds a memory of {self.length} keys for cross-attention: use another cache for self-attention"
             )
@@ -64,7 +95,12 @@ class KVCache:
                     f"the cache holds {list(buffer.shape)} of {buffer.dtype}, the new tokens are {list(new.shape)} of {new.dtype}"
                 )
         length = self.length + key.shape[2]
-        self._make_room(length)
+        held = self._buffers[0].shape[2]
+        # inference tensors cannot be written to outside inference mode, so they are copied there like full buffers
+        is_frozen = self._buffers[0].is_inference() and not torch.is_inference_mode_enabled()
+        if length > held or is_frozen:
+            size = max(length, 2 * held, self._capacity)
+            self._buffers = [pad(buffer, (0, 0, 0, size - held)) for buffer in self._buffers]
         for buffer, new in zip(self._buffers, (key, value), strict=True):
             buffer[:, :, self.length : length] = new
         self.length = length
@@ -88,8 +124,8 @@ class KVCache:
         if self.length:
             raise OptionError(f"the cache holds {self.length} keys already: use a fresh cache for a memory")
         held = self.append(key, value)
-        record = MemoryRecord(memory)
-        self._memory = (record, record if memory_values is memory else MemoryRecord(memory_values))
+        record = _MemoryRecord(memory)
+        self._memory = [record, record if memory_values is memory else _MemoryRecord(memory_values)]
         return held
 
     def check_memory(self, memory: Tensor, memory_values: Tensor) -> None:
@@ -98,7 +134,7 @@ class KVCache:
         Raises:
             OptionError: they are not, or the memory has been written to since.
         """
-        if self._memory is None:
+        if not self._memory:
             raise OptionError(
                 f"the cache holds {self.length} keys of self-attention, not of a memory: use one cache for each"
             )
@@ -108,15 +144,6 @@ class KVCache:
                 f"the cache holds {self.length} keys of another memory, or this memory of {memory.shape[1]} keys was changed in place: "
                 "use a fresh KVCache for each memory"
             )
-
-    def _make_room(self, length: int) -> None:
-        """Have buffers of at least `length` tokens that can be written to."""
-        held = self._buffers[0].shape[2]
-        # inference tensors cannot be written to outside inference mode, so they are copied there like full buffers
-        is_frozen = self._buffers[0].is_inference() and not torch.is_inference_mode_enabled()
-        if length > held or is_frozen:
-            size = max(length, 2 * held, self._capacity)
-            self._buffers = [pad(buffer, (0, 0, 0, size - held)) for buffer in self._buffers]
 
     @property
     def keys(self) -> Tensor:
@@ -147,10 +174,10 @@ class KVCache:
         """
         if not 0 <= length <= self.length:
             raise OptionError(f"the cache holds {self.length} tokens and cannot be cut to {length}")
-        if self._memory is not None and 0 < length < self.length:
+        if self._memory and 0 < length < self.length:
             raise OptionError(
                 f"the cache holds a memory of {self.length} keys, which cannot be cut: use key_mask to hide a part of it"
             )
         self.length = length
         if length == 0:
-            self._memory = None
+            self._memory = []

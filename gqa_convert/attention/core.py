@@ -57,8 +57,8 @@ def grouped_query_attention(
         GroupsError: N does not divide H.
         OptionError: the shapes do not match, or an option is invalid.
     """
-    is_alike = query.dim() == key.dim() == value.dim() == 4 and key.shape[:3] == value.shape[:3]
-    if not is_alike or query.shape[0] != key.shape[0] or query.shape[3] != key.shape[3]:
+    has_axes = query.dim() == key.dim() == value.dim() == 4
+    if not has_axes or key.shape[:3] != value.shape[:3] or query.shape[::3] != key.shape[::3]:
         raise OptionError(
             f"query {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}: give [batch, heads, length, head_dim] of "
             "one batch and head_dim, and key and value with the same heads and length"
@@ -82,8 +82,7 @@ def grouped_query_attention(
             )
         keys = min(keys, cached + queries)  # no query sees the rest
         key, value = key[:, :, :keys], value[:, :, :keys]
-        mask = None if mask is None else mask[..., :keys]
-        bias = None if bias is None else bias[..., :keys]
+        mask, bias = (None if each is None else each[..., :keys] for each in (mask, bias))
     if keys == 0:
         return query.new_zeros(batch, heads, queries, value.shape[3])
     if queries == 1:

@@ -1,6 +1,7 @@
 """Grouped-query attention with the calling convention of nn.MultiheadAttention, for models built from torch's layers.
 
-Shape legend: b batch, q queries, k keys, d embed_dim, H query heads, N groups (key/value heads).
+Shape legend: b batch, q queries, k keys, d embed_dim, H query heads, N groups (key/value heads), c
+head_dim, e head_dim of the values.
 """
 
 import copy
@@ -11,9 +12,7 @@ from torch import Tensor, nn
 
 from gqa_convert.attention.core import grouped_query_attention
 from gqa_convert.attention.masks import Masks, Shape, combined
-from gqa_convert.attention.multihead import Merge
-from gqa_convert.attention.projections import GroupedProjections
-from gqa_convert.attention.weights import attention_and_weights
+from gqa_convert.attention.projections import GroupedProjections, Merge
 from gqa_convert.errors import GroupsError, OptionError
 
 
@@ -166,7 +165,7 @@ class GroupedMultiheadAttention(GroupedProjections):
         dropout = self.dropout if self.training else 0.0
         weights = None
         if need_weights:
-            out, weights = attention_and_weights(queries, keys, values, mask, bias, dropout)
+            out, weights = _attention_and_weights(queries, keys, values, mask, bias, dropout)
             weights = weights.mean(1) if average_attn_weights else weights
             weights = weights if batched else weights.squeeze(0)
         elif is_causal and key_padding_mask is None:
@@ -249,3 +248,35 @@ def _seen(name: str, mask: Tensor) -> Tensor:
             f"{name} has type {mask.dtype}: give booleans, True where a key is hidden, or floats that are added"
         )
     return mask
+
+
+def _attention_and_weights(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, bias: Tensor | None, dropout: float
+) -> tuple[Tensor, Tensor]:
+    """softmax(query key^T / sqrt(c) + bias) value, and the softmax. Half precision is computed in float32. Every score is in
+    memory at once, unlike in core.py.
+
+    Args:
+        query: [b, H, q, c].
+        key: [b, N, k, c].
+        value: [b, N, k, e].
+        mask: bool, [b|1, H|1, q|1, k]; True where a query sees a key.
+        bias: float, [b|1, H|1, q|1, k]; added to the scores.
+        dropout: probability with which a weight is zeroed.
+
+    Returns:
+        The outputs [b, H, q, e], and the weights [b, H, q, k] by which the values were summed. Both are zeros for a
+        query that sees no key.
+    """
+    wide = torch.promote_types(query.dtype, torch.float32)
+    ratio = query.shape[1] // key.shape[1]
+    keys, values = (each.to(wide).repeat_interleave(ratio, dim=1) for each in (key, value))
+    scores = query.to(wide) @ keys.transpose(2, 3) * query.shape[3] ** -0.5
+    if bias is not None:
+        scores = scores + bias
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    fully_masked = (scores == -torch.inf).all(-1, keepdim=True)
+    weights = scores.masked_fill(fully_masked, 0.0).softmax(-1).masked_fill(fully_masked, 0.0)
+    weights = nn.functional.dropout(weights, dropout)
+    return (weights @ values).to(query.dtype), weights.to(query.dtype)

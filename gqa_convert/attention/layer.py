@@ -103,7 +103,20 @@ class GroupedQueryAttention(GroupedProjections):
                     "a memory, or a cache that holds one, is for cross-attention, which has no order of tokens: use a layer without "
                     "causal and rotary, and give no documents"
                 )
-            query, key, value = self._across(inputs, memory, memory_values, cache)
+            if memory is None and memory_values is not None:
+                raise OptionError(
+                    "memory_values are given without memory: give both, or neither to read the memory in the cache"
+                )
+            values = memory if memory_values is None else memory_values
+            if cache is not None and cache.holds_memory:
+                if memory is not None:
+                    cache.check_memory(memory, values)
+                query = split_heads(self.q_proj(inputs), self.num_heads)
+                key, value = cache.keys, cache.values
+            else:
+                query, key, value = self.project(inputs, memory, values)
+                if cache is not None:
+                    key, value = cache.fill(key, value, memory, values)
         else:
             if memory_values is not None or {self.kdim, self.vdim} != {self.embed_dim}:
                 raise OptionError(f"the layer projects keys from a memory [batch, keys, {self.kdim}]: give it")
@@ -139,25 +152,6 @@ class GroupedQueryAttention(GroupedProjections):
         )
         result = self.out_proj(out.transpose(1, 2).flatten(2))
         return result if self.batch_first else result.transpose(0, 1)
-
-    def _across(
-        self, inputs: Tensor, memory: Tensor | None, values: Tensor | None, cache: KVCache | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, and the keys and values of the memory, which a cache keeps for later calls."""
-        if memory is not None:
-            values = memory if values is None else values
-            if cache is None or not cache.holds_memory:
-                query, key, value = self.project(inputs, memory, values)
-                if cache is not None:
-                    key, value = cache.fill(key, value, memory, values)
-                return query, key, value
-            cache.check_memory(memory, values)
-        elif values is not None:
-            raise OptionError(
-                "memory_values are given without memory: give both, or neither to read the memory in the cache"
-            )
-        assert cache is not None
-        return split_heads(self.q_proj(inputs), self.num_heads), cache.keys, cache.values
 
 
 def _seen(key_mask: Tensor | None, documents: Tensor | None, key: Tensor) -> list[Tensor]:

@@ -1,17 +1,18 @@
-"""The parameters of grouped-query attention: four projections.
+"""The parameters of grouped-query attention: four projections, and how they come from those of nn.MultiheadAttention.
 
-Shape legend: b batch, d embed_dim, H query heads, N groups (key/value heads), c head_dim, e head_dim of the values.
+Shape legend: b batch, d embed_dim, H query heads, N groups (key/value heads), c head_dim, e head_dim of the values, in:
+embed_dim, kdim or vdim.
 """
 
 from collections.abc import Collection
-from typing import Any, Self
+from typing import Any, Literal, Self, get_args
 
 import torch
 from torch import Tensor, nn
 
-from gqa_convert.attention.multihead import Merge, merged_state
-from gqa_convert.errors import GroupsError, OptionError
+from gqa_convert.errors import GroupsError, NonFiniteError, OptionError
 
+Merge = Literal["mean", "first"]
 PROJECTIONS = ("q", "k", "v", "out")
 
 
@@ -120,7 +121,8 @@ class GroupedProjections(nn.Module):  # type: ignore[misc]  # torch is not follo
 
         Raises:
             GroupsError: N does not divide the heads.
-            OptionError: the module is a subclass, or has `bias_k` or `add_zero_attn`, or an option is invalid.
+            OptionError: the module is a subclass, or has `bias_k` or `add_zero_attn`, or the method or an option is
+                invalid.
             NonFiniteError: a number to be merged is NaN or Inf.
         """
         weight = module.out_proj.weight
@@ -137,7 +139,26 @@ class GroupedProjections(nn.Module):  # type: ignore[misc]  # torch is not follo
             dtype=weight.dtype,
             **options,
         )
-        made.load_state_dict(merged_state(module, groups, method, name))
+        if type(module) is not nn.MultiheadAttention:
+            raise OptionError(
+                f"{name} is a {type(module).__name__}, which may compute something else: give an nn.MultiheadAttention"
+            )
+        if module.bias_k is not None or module.add_zero_attn:
+            raise OptionError(
+                f"{name} appends a key (add_bias_kv or add_zero_attn), which grouped-query attention does not support: train one without"
+            )
+        if method not in get_args(Merge):
+            raise OptionError(f"method {method!r} is unknown: choose one of {', '.join(get_args(Merge))}")
+        rows = {"weight": (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)}
+        for kind, part in (("bias", module.in_proj_bias), ("weight", module.in_proj_weight)):
+            if part is not None:
+                rows[kind] = part.chunk(3)
+        state = {f"out_proj.{kind}": tensor for kind, tensor in module.out_proj.state_dict().items()}
+        for kind, (query, key, value) in rows.items():
+            state[f"q_proj.{kind}"] = query
+            state[f"k_proj.{kind}"] = _merge_heads(key, module.num_heads, groups, method)
+            state[f"v_proj.{kind}"] = _merge_heads(value, module.num_heads, groups, method)
+        made.load_state_dict(state)
         made.requires_grad_(weight.requires_grad)
         made.train(module.training)
         return made
@@ -146,3 +167,21 @@ class GroupedProjections(nn.Module):  # type: ignore[misc]  # torch is not follo
 def split_heads(flat: Tensor, heads: int) -> Tensor:
     """[b, length, heads * head_dim] as [b, heads, length, head_dim]."""
     return flat.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+def _merge_heads(rows: Tensor, heads: int, groups: int, method: Merge) -> Tensor:
+    """[N * c, in] or [N * c] of [H * c, in] or [H * c]: one head per group of H / N neighbouring heads, their mean or the
+    first of them (Ainslie et al. 2023, section 2.1).
+
+    The mean is taken in float32 for half precision and in float64 for float32 and float64, then rounded once.
+    """
+    if groups == heads:
+        return rows
+    if not torch.isfinite(rows).all():
+        raise NonFiniteError(
+            "the keys' or values' projection holds NaN or Inf, which would spread to merged heads: repair the weights first"
+        )
+    split = rows.unflatten(0, (groups, heads // groups, -1))
+    wide = torch.float32 if rows.element_size() == 2 else torch.float64
+    merged = split[:, 0] if method == "first" else split.to(wide).mean(1).to(rows.dtype)
+    return merged.flatten(0, 1)

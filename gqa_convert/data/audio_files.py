@@ -44,37 +44,31 @@ def list_audio_files(folder: Path, split: str = TRAIN) -> list[AudioFile]:
     if not sounds:
         raise DataError(f"{folder} holds no audio files ({', '.join(SUFFIXES)}): name a folder that does")
     texts: dict[Path, str] = {}
-    for path in paths:
-        if path.name in METADATA:
-            _read_texts(path, texts)
+    for metadata in (path for path in paths if path.name in METADATA):
+        problem = "has no rows: add one for each audio file, or remove it"
+        with explained(metadata), metadata.open("rb") as handle:
+            for _, row in read_rows(metadata, handle, ("file_name", "text")):
+                name, text = row.get("file_name"), row.get("text")
+                path = metadata.parent / str(name)
+                problem = ""
+                if not isinstance(name, str):
+                    problem = "has a row without file_name: every row names its audio file"
+                elif path in texts:
+                    problem = f"names {name}, which a row before it names: remove one of them"
+                elif not path.is_file():
+                    problem = f"names {name}, which is not there: add it or remove the row"
+                elif not isinstance(text, str):
+                    problem = f"states no text for {name}: add it, or remove the row"
+                if problem:
+                    break
+                texts[path] = str(text)
+        if problem:
+            raise DataError(f"{metadata} {problem}")
     # rows of one file may describe sounds of several splits
     found = [AudioFile(path, text) for path, text in texts.items() if path in sounds]
     if found:
         note_unread(folder, {path: "not in the metadata" for path in sounds if path not in texts})
     return found or [AudioFile(path, None) for path in sounds]
-
-
-def _read_texts(metadata: Path, texts: dict[Path, str]) -> None:
-    """Add the text of each file that the rows of the metadata describe."""
-    problem = "has no rows: add one for each audio file, or remove it"
-    with explained(metadata), metadata.open("rb") as handle:
-        for _, row in read_rows(metadata, handle, ("file_name", "text")):
-            name, text = row.get("file_name"), row.get("text")
-            path = metadata.parent / str(name)
-            problem = ""
-            if not isinstance(name, str):
-                problem = "has a row without file_name: every row names its audio file"
-            elif path in texts:
-                problem = f"names {name}, which a row before it names: remove one of them"
-            elif not path.is_file():
-                problem = f"names {name}, which is not there: add it or remove the row"
-            elif not isinstance(text, str):
-                problem = f"states no text for {name}: add it, or remove the row"
-            if problem:
-                break
-            texts[path] = str(text)
-    if problem:
-        raise DataError(f"{metadata} {problem}")
 
 
 def read_audio(path: Path, rate: int) -> Samples:

@@ -7,7 +7,7 @@ from gqa_convert.checkpoint.strict_json import Config
 from gqa_convert.data.encoders import end_of_text
 from gqa_convert.data.span_corruption import has_sentinels
 from gqa_convert.families.loading import read_object
-from gqa_convert.families.table import FAMILIES
+from gqa_convert.families.records import record_of
 
 
 def decoder_start(folder: Path, config: Config, tokenizer: Any) -> int:
@@ -26,5 +26,4 @@ def decoder_start(folder: Path, config: Config, tokenizer: Any) -> int:
 
 def starts_with_last(config: Config) -> bool:
     """Whether the decoder's input begins with the last token of its target instead."""
-    family = FAMILIES.get(str(config.get("model_type")))
-    return family is not None and family.decoder_starts_with_last
+    return record_of(config).decoder_starts_with_last

@@ -64,7 +64,7 @@ def _value(row: Row, field: str, where: str) -> Any:
     if field in row:
         return row[field]
     outer, _, inner = field.partition(".")
-    if inner and isinstance(row.get(outer), Mapping):
+    if isinstance(row.get(outer), Mapping):
         return _value(row[outer], inner, f"{where}: {outer!r}")
     found = ", ".join(map(str, row)) or "nothing"
     raise FieldError(f"{where} has no {field!r}, found {found}: rename the field")

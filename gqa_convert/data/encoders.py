@@ -42,14 +42,14 @@ class TextEncoder:
     def encode(self, pieces: Sequence[Piece]) -> Marked:
         """The tokens of the pieces, one behind the other: [tokens]."""
         texts = [piece.text for piece in pieces]
-        parts = []
-        found = self._tokenizer(
+        parts = self._tokenizer(
             texts, add_special_tokens=False, split_special_tokens=True, return_attention_mask=False, verbose=False
-        )
-        for piece, ids in zip(pieces, found["input_ids"], strict=True):
-            begin = self._begin if piece.first else []
-            end = self._end if piece.last else []
-            parts.append([*begin, *ids, *end])
+        )["input_ids"]
+        for piece, ids in zip(pieces, parts, strict=True):
+            if piece.first:
+                ids[:0] = self._begin
+            if piece.last:
+                ids += self._end
         return packed(parts, [piece.last for piece in pieces])
 
 

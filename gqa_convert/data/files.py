@@ -112,9 +112,9 @@ def explained(path: Path) -> Iterator[None]:
     try:
         yield
     except UnicodeDecodeError as problem:
-        byte = problem.object[problem.start]
         raise DataError(
-            f"{path} is not UTF-8 ({problem.reason}, byte 0x{byte:02x}): convert it, or remove it from the source"
+            f"{path} is not UTF-8 ({problem.reason}, byte 0x{problem.object[problem.start]:02x}): "
+            "convert it, or remove it from the source"
         ) from None
     except (OSError, EOFError, zlib.error, csv.Error) as problem:
         reason = getattr(problem, "strerror", None) or problem
@@ -158,8 +158,8 @@ def read_rows(path: Path, handle: io.BufferedReader, fields: Sequence[str]) -> I
         fields: the fields that are read, so that other columns of tables need not be.
     """
     if kind_of(path) not in _JSON:
-        rows = _table_rows(path, handle, fields)
-        yield from ((f"{path} row {number}", row) for number, row in enumerate(rows, 1))
+        for number, row in enumerate(_table_rows(path, handle, fields), 1):
+            yield f"{path} row {number}", row
         return
     with _lines(path, handle) as lines:
         for number, line in enumerate(lines, 1):
@@ -188,7 +188,7 @@ def _table_rows(path: Path, handle: io.BufferedReader, fields: Sequence[str]) ->
         batches = pa.ipc.open_stream(handle) if kind == ".arrow" else pq.ParquetFile(handle)
         if kind == ".parquet":
             columns = columns_of(fields, batches.schema_arrow.names)
-            batches = batches.iter_batches(batch_size=256, columns=columns)
+            batches = batches.iter_batches(256, columns=columns)
         for batch in batches:
             yield from batch.to_pylist()
     except (pa.ArrowException, UnicodeDecodeError) as problem:

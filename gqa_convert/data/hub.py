@@ -80,8 +80,8 @@ class HubDataset:
         except Exception as problem:
             reason = str(problem) or type(problem).__name__
             raise DataError(
-                f"the stream of {self.label} was interrupted after {number} rows ({reason}): check the network and run the same command "
-                "again, which continues"
+                f"the stream of {self.label} was interrupted after {number} rows ({reason}): "
+                "check the network and run the same command again, which continues"
             ) from problem
 
 

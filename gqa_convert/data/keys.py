@@ -90,7 +90,7 @@ def fields_of(declared: Any) -> dict[str, Any]:
     return declared.__pydantic_fields__  # type: ignore[no-any-return]
 
 
-def read_keys(declared: Any, values: Any, nested: Mapping[str, Any], owner: str = "") -> Any:
+def read_keys(declared: type[T], values: Any, nested: Mapping[str, Any], owner: str = "") -> T:
     """A dataclass of keys from what YAML holds.
 
     Args:
@@ -116,7 +116,11 @@ def read_keys(declared: Any, values: Any, nested: Mapping[str, Any], owner: str 
             elif error["type"] == "missing":
                 lines.append(f"{above or 'the recipe'} has no key {name!r}: {fields_of(holder)[str(name)].description}")
             else:
-                lines.append(f"{_path(error['loc'], owner)} is {_explained(error)}")
+                message = "it must be a mapping" if error["type"] == "dataclass_type" else str(error["msg"])
+                for theirs, ours in _WORDS.items():
+                    message = message.replace(theirs, ours)
+                value = shown(error["input"]) or "empty"
+                lines.append(f"{_path([name], above)} is {value}: {message}")
         raise ValueError("\n".join(dict.fromkeys(" ".join(line.split()) for line in lines))) from None
 
 
@@ -128,14 +132,6 @@ def _path(location: Sequence[int | str], path: str) -> str:
         else:
             path += f".{place}" if path else place
     return path
-
-
-def _explained(error: Any) -> str:
-    """A value that is not allowed, and what it must be."""
-    message = "it must be a mapping" if error["type"] == "dataclass_type" else str(error["msg"])
-    for theirs, ours in _WORDS.items():
-        message = message.replace(theirs, ours)
-    return f"{shown(error['input']) or 'empty'}: {message}"
 
 
 def suggestion(name: object, declared: Any) -> str:

@@ -51,31 +51,27 @@ def made_up_records(seed: int, characters: int, filler: Sequence[str]) -> Iterat
     """
     chance = Random(seed)
     while True:
-        size = _SHORTEST * max(1.0, characters / _SHORTEST) ** chance.random()
-        yield _document(chance, round(size), filler)
-
-
-def _document(chance: Random, characters: int, filler: Sequence[str]) -> str:
-    subject = chance.choice(_WORDS["subjects"])
-    fields = chance.sample(_FIELDS, chance.choice((1, 1, 2, 3)))
-    stated, asked = (chance.choice(_PARTS[ways]) for ways in ("ways_to_state", "ways_to_ask"))
-    share = chance.uniform(0.1, 0.6) if filler and chance.random() < 0.5 else 0.0
-    kind_of_key = chance.choice(("name", "name", "code", "word"))
-    records: dict[str, dict[str, str]] = {}
-    size = 0.0
-    while len(records) < _FEWEST or size < characters:
-        key = _written(kind_of_key, chance)
-        records[key] = {name: _written(kind, chance) for name, kind in fields}
-        size += sum(len(name) + len(value) + 6 for name, value in ({subject: key} | records[key]).items())
-        size += share * len(filler[0]) if share else 0.0
-    lines = []
-    for line in _written(stated, chance, subject=subject, records=records).split("\n")[:-1]:
-        lines.append(line)
-        if chance.random() < share:
-            lines.append(chance.choice(filler))
-    number = min(len(records), chance.randrange(1, _ASKED + 1))
-    chosen = dict(chance.sample(list(records.items()), number))
-    return "\n".join([*lines, "", _written(asked, chance, subject=subject, records=chosen)])
+        wanted = round(_SHORTEST * max(1.0, characters / _SHORTEST) ** chance.random())
+        subject = chance.choice(_WORDS["subjects"])
+        fields = chance.sample(_FIELDS, chance.choice((1, 1, 2, 3)))
+        stated, asked = (chance.choice(_PARTS[ways]) for ways in ("ways_to_state", "ways_to_ask"))
+        share = chance.uniform(0.1, 0.6) if filler and chance.random() < 0.5 else 0.0
+        kind_of_key = chance.choice(("name", "name", "code", "word"))
+        records: dict[str, dict[str, str]] = {}
+        size = 0.0
+        while len(records) < _FEWEST or size < wanted:
+            key = _written(kind_of_key, chance)
+            records[key] = {name: _written(kind, chance) for name, kind in fields}
+            size += sum(len(name) + len(value) + 6 for name, value in ({subject: key} | records[key]).items())
+            size += share * len(filler[0]) if share else 0.0
+        lines = []
+        for line in _written(stated, chance, subject=subject, records=records).split("\n")[:-1]:
+            lines.append(line)
+            if chance.random() < share:
+                lines.append(chance.choice(filler))
+        number = min(len(records), chance.randrange(1, _ASKED + 1))
+        chosen = dict(chance.sample(list(records.items()), number))
+        yield "\n".join([*lines, "", _written(asked, chance, subject=subject, records=chosen)])
 
 
 def _written(form: str, chance: Random, **given: Any) -> str:

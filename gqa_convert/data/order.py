@@ -41,10 +41,9 @@ def permuted(number: int, size: int, key: int) -> int:
         return number
     bits = max(2, (size - 1).bit_length())
     low_bits = bits // 2
-    keys = _round_keys(key)
     while True:
         high, low, high_size, low_size = number >> low_bits, number & (1 << low_bits) - 1, bits - low_bits, low_bits
-        for round_key in keys:
+        for round_key in _round_keys(key):
             high, low = low, high ^ mix(round_key, low) & (1 << high_size) - 1
             high_size, low_size = low_size, high_size
         number = high << low_size | low
@@ -63,10 +62,17 @@ class Mixture:
 
     The order repeats after as many samples as the weights' common denominator, so that any position is found in
     constant time. Weights with a denominator above 65536 are rounded to multiples of 1/65536.
+
+    Attributes:
+        parts: the smallest whole numbers in the proportion of the weights.
     """
 
     def __init__(self, weights: Sequence[float]) -> None:
-        self.parts = _whole_parts([Fraction(str(weight)) for weight in weights])
+        exact = [Fraction(str(weight)) for weight in weights]
+        shares = [weight / sum(exact) for weight in exact]
+        period = min(math.lcm(*(share.denominator for share in shares)), _LONGEST_PERIOD)
+        parts = [max(1, round(share * period)) for share in shares]
+        self.parts = [part // math.gcd(*parts) for part in parts]
         self._order = _spread(self.parts)
 
     def locate(self, index: int) -> tuple[int, int]:
@@ -74,14 +80,6 @@ class Mixture:
         turns, place = divmod(index, len(self._order))
         source, turn = self._order[place]
         return source, turns * self.parts[source] + turn
-
-
-def _whole_parts(weights: list[Fraction]) -> list[int]:
-    """The smallest whole numbers in the proportion of the weights, with a bounded sum."""
-    shares = [weight / sum(weights) for weight in weights]
-    period = min(math.lcm(*(share.denominator for share in shares)), _LONGEST_PERIOD)
-    parts = [max(1, round(share * period)) for share in shares]
-    return [part // math.gcd(*parts) for part in parts]
 
 
 def _spread(parts: list[int]) -> list[tuple[int, int]]:

@@ -137,7 +137,7 @@ class BlockSampler(Sampler):
         if tokens.is_stream and epoch == 0:
             first = place - place % self.window_blocks
             size = min(self.window_blocks, blocks - first)
-            place = first + permuted(place - first, size, mix(key, first, 4))
-            return Block(place * self.length, place * self.length)
+            before = (first + permuted(place - first, size, mix(key, first, 4))) * self.length
+            return Block(before, before)
         before = permuted(place, blocks, mix(key, epoch, 2)) * self.length
         return Block((mix(key, epoch, 1) + before) % tokens.size, before)

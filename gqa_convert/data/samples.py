@@ -129,9 +129,9 @@ def _tokens(source: Source, sampler: Sampler, needed: int | None, progress: OnTo
     """The tokens of a source, as many as needed if it is a stream."""
     text = open_source(source)
     encoder = sampler.encoder(source, text)
-    least = max(needed, sampler.shortest) if needed is not None and text.is_stream else None
+    needed = needed if text.is_stream else None
     try:
-        tokens = tokenize(text, encoder, default_cache(), needed=least, progress=progress)
+        tokens = tokenize(text, encoder, default_cache(), needed=needed, progress=progress)
     except FieldError as problem:
         key = PAIR_KEYS if encoder.fields.holds == "pair" else "`text_field`, or set `format: chat` for conversations"
         raise DataError(f"{problem}, or name another with {key}") from None

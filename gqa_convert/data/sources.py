@@ -94,10 +94,9 @@ def as_source(given: object) -> Source:
         DataError: it is none of these, or a key of it is unknown or not allowed.
     """
     try:
-        source: Source = read_keys(Source, _read_source(given), {}, "the data source")
+        return read_keys(Source, _read_source(given), {}, "the data source")
     except ValueError as problem:
         raise DataError(str(problem).replace("\n", "; ")) from None
-    return source
 
 
 def is_self(source: Any) -> bool:

@@ -56,7 +56,7 @@ def shape_for(length: int) -> Shape:
     """
     if length < _SHORTEST_INPUT:
         raise DataError(f"sequence_length is {length}, and span corruption needs {_SHORTEST_INPUT}: make it larger")
-    shapes = (shape_of(raw) for raw in range(2 * length, 1, -1))
+    shapes = map(shape_of, range(2 * length, 1, -1))
     # the input is the rest of the text, a sentinel for each span, and end-of-text
     return next(shape for shape in shapes if shape.raw - shape.noise + shape.spans + 1 == length)
 
@@ -121,14 +121,15 @@ class SpanCorruption:
             `input_ids` [b, n - noise + s + 1], `labels` [b, noise + s + 1], and `decoder_input_ids`, the labels shifted
             right by one.
         """
-        shape = shape_of(raw.shape[1])
-        numbers = shape.raw - 2
-        kept = shape.raw - shape.noise
-        drawn = np.stack([np.random.Philox(key=np.array(key, np.uint64)).random_raw(numbers) for key in keys])
+        total, noise, spans = shape_of(raw.shape[1])
+        kept = total - noise
+        drawn = np.stack([np.random.Philox(key=np.array(key, np.uint64)).random_raw(total - 2) for key in keys])
         # all divisions into spans are equally likely
-        texts = segmented(kept, shape.spans, drawn[:, : kept - 1])
-        spans = segmented(shape.noise, shape.spans, drawn[:, kept - 1 :])
-        lengths = np.stack([texts, spans], axis=2)
+        parts = (
+            segmented(kept, spans, drawn[:, : kept - 1]),
+            segmented(noise, spans, drawn[:, kept - 1 :]),
+        )
+        lengths = np.stack(parts, axis=2)
         removed = np.repeat(np.broadcast_to([False, True], lengths.shape), lengths.ravel()).reshape(raw.shape)
         labels = self._marked(raw, ~removed)
         decoder = np.roll(labels, 1, axis=1)
@@ -142,8 +143,8 @@ class SpanCorruption:
         """
         begins = dropped.copy()
         begins[:, 1:] &= ~dropped[:, :-1]
-        numbers = np.cumsum(begins, axis=1) - 1
-        rows = np.where(begins, self.sentinels[numbers], raw)[begins | ~dropped].reshape(len(raw), -1)
+        sentinels = self.sentinels[np.cumsum(begins, axis=1) - 1]
+        rows = np.where(begins, sentinels, raw)[begins | ~dropped].reshape(len(raw), -1)
         return np.pad(rows, ((0, 0), (0, 1)), constant_values=self._eos)
 
 
@@ -184,10 +185,10 @@ class SpanSampler(BlockSampler):
 
     def first(self, tokens: TokenSource, limit: int) -> list[Block]:
         """The whole blocks within the first `limit` tokens."""
-        ends = range(self.length, min(limit, tokens.size) + 1, self.length)
-        return [Block(end - self.length, end - self.length) for end in ends]
+        starts = range(0, min(limit, tokens.size) - self.length + 1, self.length)
+        return [Block(start, start) for start in starts]
 
     def batch(self, places: Places, keys: Keys) -> Batch:
         """See `SpanCorruption.batch`."""
-        raw = np.stack([tokens.read(place.start, self.length) for tokens, place in places])
-        return self._corruption.batch(raw, keys)
+        blocks = [tokens.read(place.start, self.length) for tokens, place in places]
+        return self._corruption.batch(np.stack(blocks), keys)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from gqa_convert.checkpoint.atomic_files import write_whole
-from gqa_convert.checkpoint.devices import chosen_device, multiplies_bfloat16
+from gqa_convert.checkpoint.devices import multiplies_bfloat16
 from gqa_convert.checkpoint.paths import local_path
 from gqa_convert.checkpoint.source import Checkpoint
 from gqa_convert.data.encoders import template_of_one_day
@@ -60,8 +60,8 @@ def own_text(
     cache: Path,
     *,
     tokens: int,
+    device: str,
     seed: int = 0,
-    device: str | None = None,
     conversations: bool = False,
     progress: Callable[[int, int], None] = lambda *_: None,
 ) -> OwnText:
@@ -73,10 +73,9 @@ def own_text(
         checkpoint: in a local folder.
         cache: the folder of the file.
         tokens: to generate at least; the last batch is completed.
+        device: such as `cpu` or `cuda:1`.
         seed: of the sampling.
-        device: such as `cpu` or `cuda:1`; None for a GPU if there is one.
         conversations: of one question and one answer, in place of documents.
-
         progress: called with the tokens that are generated and their number.
 
     Raises:
@@ -94,15 +93,15 @@ def own_text(
     label = f"{name}'s own {kind} (at least {tokens:,} tokens at temperature 1, seed {seed})"
     if not file.is_file():
         with loading.explained(checkpoint.source_id), loading.no_bars():
-            writer = _Writer(checkpoint, chosen_device(device))
+            writer = _Writer(checkpoint, device)
         write = writer.conversations if conversations else writer.documents
         rows: list[dict[str, Any]] = []
         done = batches = 0
         while done < tokens:
             size = min(BATCH, FIRST << batches)
-            before = writer.generated
+            writer.generated = 0
             rows += [row | {"batch": batches} for row in write(mix(seed, batches), size)]
-            done += writer.generated - before or size  # all of them ended at once
+            done += writer.generated or size  # all of them ended at once
             batches += 1
             progress(min(done, tokens), tokens)
         cache.mkdir(parents=True, exist_ok=True)
@@ -114,7 +113,7 @@ class _Writer:
     """A model with its tokenizer, which writes batches of texts.
 
     Attributes:
-        generated: the tokens so far.
+        generated: the tokens so far, which the caller may count anew.
     """
 
     def __init__(self, checkpoint: Checkpoint, device: str) -> None:
@@ -133,7 +132,7 @@ class _Writer:
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.convert_ids_to_tokens(begin)
         check_vocabulary(config, max(begin, tokenizer.pad_token_id), folder)
-        self._begin = int(begin)
+        self._begin = begin
         self._context = stated_positions(config)
         dtype = torch.bfloat16 if multiplies_bfloat16(torch.device(device)) else torch.float32
         model, _ = loading.load_model(folder, dtype)
@@ -158,17 +157,16 @@ class _Writer:
             raise DataError("the model asks nothing where its chat template lets a user speak: name text instead")
         ids = self._tokenizer(questions, add_special_tokens=False)["input_ids"]
         answers = self._texts([[*opening, *question, *between] for question in ids], mix(seed, 1), LENGTH)
-        rows = []
-        for question, answer in zip(questions, answers, strict=True):
-            rows.append({"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]})
-        return rows
+        return [
+            {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+            for question, answer in zip(questions, answers, strict=True)
+        ]
 
     def _texts(self, beginnings: Sequence[Sequence[int]], seed: int, most: int) -> list[str]:
         """What the model writes behind each beginning; see `_sampled`."""
         sampled = self._sampled(beginnings, seed, most)
         self.generated += int((sampled != self._tokenizer.pad_token_id).sum())
-        texts: list[str] = self._tokenizer.batch_decode(sampled, skip_special_tokens=True)
-        return texts
+        return list(self._tokenizer.batch_decode(sampled, skip_special_tokens=True))
 
     def _sampled(self, beginnings: Sequence[Sequence[int]], seed: int, most: int) -> Any:
         """The tokens that the model writes behind each beginning, at most so many and as its context allows, with padding
@@ -202,9 +200,9 @@ def _chat_turns(tokenizer: Any) -> tuple[list[int], list[int]] | None:
         text = str(tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False))
     except Exception:  # there is none, or it refuses anything in its own words
         return None
-    opening, first, rest = text.partition(_MARKS[0])
+    opening, _, rest = text.partition(_MARKS[0])
     between, second, _ = rest.partition(_MARKS[1])
-    if not (first and second and opening):
+    if not (opening and second):
         return None
     before, after = (tokenizer(part, add_special_tokens=False)["input_ids"] for part in (opening, between))
     return before, after

@@ -1,13 +1,9 @@
-"""The decoder inside a composite model, such as a vision-language model: its config and its record."""
+"""The decoder inside a composite model, such as a vision-language model: its config."""
 
-import copy
-from dataclasses import replace
 from typing import Any
 
 from gqa_convert.checkpoint.strict_json import Config, JsonObject
-from gqa_convert.errors import UnsupportedFamilyError
-from gqa_convert.families.family import Family
-from gqa_convert.families.records import COMPOSITES, NO_ENGINES, record_of
+from gqa_convert.families.records import COMPOSITES, record_of
 
 SECTION = "text_config"
 """The config key of the decoder's own config."""
@@ -46,9 +42,8 @@ def decoder_config(config: Config) -> JsonObject:
     """
     section = decoder_section(config)
     stated = dict(config[section] if section else config)
-    if is_composite(config):
-        inside = stated.get("model_type") if section else None
-        stated["model_type"] = inside or COMPOSITES[config["model_type"]]
+    if is_composite(config) and not (section and stated.get("model_type")):
+        stated["model_type"] = COMPOSITES[config["model_type"]]
     return {**record_of(stated).defaults, **stated}
 
 
@@ -58,46 +53,3 @@ def config_value(config: Config, dotted: str) -> Any:
     for key in dotted.split("."):
         value = value.get(key) if isinstance(value, dict) else None
     return value
-
-
-def composite_family(model_type: str, decoder: Family) -> Family:
-    """The record of a composite model: its decoder's, found only behind the prefixes of one inside another model.
-
-    Args:
-        model_type: of the composite model.
-        decoder: the record of the decoder that it wraps.
-
-    Raises:
-        UnsupportedFamilyError: the decoder has no form with fewer K/V heads that the composite model's class can hold.
-    """
-    if not decoder.native or decoder.encoder is not None or decoder.kv_heads != "stated":
-        raise UnsupportedFamilyError(
-            f"model type {model_type} can't be converted with a {decoder.model_type} inside: transformers has no class of "
-            f"{decoder.model_type} with a K/V-head count, and a modelling file can't stand inside another model"
-        )
-    return replace(
-        decoder,
-        model_type=model_type,
-        prefixes=PREFIXES,
-        is_composite=True,
-        layerwise=(),
-        **NO_ENGINES,
-    )
-
-
-def with_kv_heads(config: Config, family: Family, keys: JsonObject) -> JsonObject:
-    """A copy of a composite model's config whose decoder has other K/V-head keys.
-
-    A key that stands beside the decoder's config too gets the same value there.
-
-    Args:
-        config: what the source's config.json holds.
-        family: the composite model's record.
-        keys: the values of the keys, which are not nested.
-    """
-    result: JsonObject = copy.deepcopy(dict(config))
-    section = decoder_section(config)
-    if section is None:
-        return result | keys
-    result[section] |= keys
-    return result | {key: keys[key] for key in keys if key in family.kv_heads_keys and key in result}

@@ -1,6 +1,7 @@
 """How many tokens a model reads at once: what its config states, and the defaults."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from gqa_convert.checkpoint.strict_json import Config
 from gqa_convert.families.composite import decoder_config
@@ -17,6 +18,8 @@ FARTHEST = 32_768
 
 POSITIONS = ("max_position_embeddings", "n_positions", "max_target_positions", "max_seq_len", "seq_length")
 ENCODER_POSITIONS = ("max_source_positions", "max_encoder_position_embeddings", *POSITIONS)
+
+_ORIGINAL = "original_max_position_embeddings"
 
 
 def stated_positions(config: Config, names: Sequence[str] = POSITIONS) -> int | None:
@@ -40,28 +43,20 @@ def stated_count(config: Config, names: Sequence[str]) -> int | None:
     return None
 
 
-def short_context(config: Config) -> int | None:
-    """The length above which LongRoPE switches its frequencies, for all texts of a batch at once; None for other
-    position embeddings.
-    """
-    config = decoder_config(config)
-    for key in ("rope_parameters", "rope_scaling"):
-        rotary = config.get(key)
-        if isinstance(rotary, Mapping) and rotary.get("rope_type", rotary.get("type")) in ("longrope", "su"):
-            stated = config.get("original_max_position_embeddings") or rotary.get("original_max_position_embeddings")
-            return stated if isinstance(stated, int) else None
-    return None
-
-
 def reachable_context(config: Config) -> int | None:
     """The position that a text with skips may reach in a decoder with rotary positions, up to 32,768: its context, or
     less where attention has a window or frequencies change. None if the config does not say.
     """
     config = decoder_config(config)
-    limits = [stated_positions(config), short_context(config)]
+    limits: list[Any] = [stated_positions(config)]
+    for key in ("rope_parameters", "rope_scaling"):
+        rotary = config.get(key)
+        if isinstance(rotary, Mapping) and rotary.get("rope_type", rotary.get("type")) in ("longrope", "su"):
+            # above this length LongRoPE switches its frequencies, for all texts of a batch at once
+            limits.append(config.get(_ORIGINAL) or rotary.get(_ORIGINAL))
     if config.get("use_sliding_window") is not False:
-        limits.append(stated_count(config, ("sliding_window",)))
-    stated = [limit for limit in limits if limit is not None]
+        limits.append(config.get("sliding_window"))
+    stated = [limit for limit in limits if isinstance(limit, int) and limit > 0]
     return min(FARTHEST, *stated) if stated else None
 
 

@@ -89,8 +89,8 @@ class Family:
     names: only modules behind one of `prefixes` count."""
     without_attention: tuple[str, ...] = ()
     """Parts of tensor names that mark a layer without attention."""
-    shared_layers_key: str | None = None
-    """Config key of the number of last layers that reuse the keys and values of earlier layers."""
+    shared_layers_key: str = ""
+    """Config key, if there is one, of the number of last layers that reuse the keys and values of earlier layers."""
     attention: tuple[str, ...] = ("self_attn",)
     """Names of the attention module inside a layer."""
     cross_attention: tuple[str, ...] = ()
@@ -116,13 +116,13 @@ class Family:
 
     # Sizes in the config
     heads_key: str = "num_attention_heads"
-    encoder_heads_key: str | None = None
+    encoder_heads_key: str = ""
     kv_heads: KVHeads = "stated"
     kv_heads_keys: tuple[str, ...] = ("num_key_value_heads",)
     """Config keys of the K/V-head count, dotted where nested; the first is read, all are written."""
     encoder_kv_heads_key: str = "encoder_num_key_value_heads"
-    one_kv_head_key: str | None = None
-    """Config key that says whether there is one K/V head, for a type that has either one or as many as query heads."""
+    one_kv_head_key: str = ""
+    """Config key, if there is one, that says whether there is one K/V head, for a type that has either one or as many as query heads."""
     head_dim_key: str = "head_dim"
     """Config key of head_dim; empty where layers differ in it."""
 
@@ -132,8 +132,8 @@ class Family:
     """The rotary dimensions of a key head as a share of `head_dim`, where the config states none."""
     reads_rotary_share: bool = False
     """Whether the class heeds a share that a config states."""
-    rotary_count_key: str | None = None
-    """Config key of the number of rotary dimensions, which counts where no share is stated."""
+    rotary_count_key: str = ""
+    """Config key, if there is one, of the number of rotary dimensions, which counts where no share is stated."""
     rotary_only_when: tuple[str, bool | str] | None = None
     """Config key and the value with which the model has rotary positions at all (truth is compared where the value is a
     bool); None where it always has them."""

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from gqa_convert.checkpoint.headers import ITEM_BYTES, TensorEntry
 from gqa_convert.checkpoint.source import Checkpoint
@@ -15,14 +15,10 @@ from gqa_convert.families.layerwise import is_run, kv_heads_by_layer
 from gqa_convert.families.layouts import Sections
 from gqa_convert.families.records import with_key_norm
 
-Divisions = list[tuple[str, Sections]]
-"""Tensors with their divisions into heads."""
-
 _APART = "the config and the weights do not belong together"
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionLayer:
+class AttentionLayer(NamedTuple):
     """The geometry of one attention module in the source."""
 
     module: str
@@ -86,13 +82,14 @@ class AttentionFinder:
             self.family = with_key_norm(family, self.entries, self.kv_heads)
         modules = [*kinds] if encoder else decoder
         run = [module for module in modules if is_run(family, self.config, module)] or modules
-        self.layers = tuple(self._layer(module, kinds[module]) for module in run)
-        self.unused_layers: tuple[AttentionLayer, ...] = ()
-        """Those that transformers leaves out, such as layers for multi-token prediction behind the last one. A config that
-        states the heads of each layer says nothing of them.
+        # a config that states the heads of each layer says nothing of others
+        unused = [] if self._by_layer else [module for module in modules if module not in run]
+        self.layers, self.unused_layers = (
+            tuple(self._layer(module, kinds[module]) for module in part) for part in (run, unused)
+        )
+        """The layers, and those that transformers leaves out, such as layers for multi-token prediction behind the last
+        one.
         """
-        if not self._by_layer:
-            self.unused_layers = tuple(self._layer(module, kinds[module]) for module in modules if module not in run)
 
     def _attention_kinds(self) -> dict[str, AttentionKind]:
         """Every module with a key or a value projection."""
@@ -115,8 +112,12 @@ class AttentionFinder:
         return self._count(key if stated else "num_attention_heads", 0)
 
     def _count(self, key: str, heads: int) -> int:
-        """A number of heads that the config states, which must divide `heads` query heads unless that is 0."""
+        """A number of heads that the config states, which must divide `heads` query heads unless that is 0; where it
+        states none, as many as query heads.
+        """
         value = config_value(self.config, key)
+        if value is None and heads:
+            return heads
         if type(value) is not int or value < 1 or heads % value:
             expected = f"a divisor of {heads} query heads" if heads else "a count"
             raise ConfigError(f"{self.where} has {key} = {value!r} where {expected} belongs: repair the config")
@@ -124,33 +125,14 @@ class AttentionFinder:
 
     def _kv_heads(self) -> int:
         """The source's K/V heads outside an encoder, which are as many as query heads where no key states them."""
-        family = self.family
-        config = self.config
-        key = family.kv_heads_keys[0]
-        if family.kv_heads == "falcon":  # the count acts in the new architecture only
-            key = "num_kv_heads"
-            if not config.get("new_decoder_architecture"):
-                return 1 if config.get("multi_query", True) else self.heads
-        if family.kv_heads == "heads" or config_value(config, key) is None:
+        kind = self.family.kv_heads
+        if kind == "falcon":
+            if self.config.get("new_decoder_architecture"):  # the count acts in it only
+                return self._count("num_kv_heads", self.heads)
+            return 1 if self.config.get("multi_query", True) else self.heads
+        if kind == "heads":
             return self.heads
-        return self._count(key, self.heads)
-
-    def _counts(self, module: str, attention_kind: AttentionKind) -> tuple[int, int]:
-        """The query heads and the K/V heads of a module."""
-        family = self.family
-        if attention_kind == "encoder":
-            heads = self._query_heads(str(family.encoder_heads_key))
-            key = family.encoder_kv_heads_key
-            is_stated = family.kv_heads == "stated" and config_value(self.config, key) is not None
-            return heads, self._count(key, heads) if is_stated else heads
-        if not self._by_layer:
-            return self.heads, self.kv_heads
-        number = _number(module)
-        if number >= len(self._by_layer):
-            raise ConfigError(
-                f"{self.where} states the K/V heads of {len(self._by_layer)} layers, and the weights hold {module}: {_APART}"
-            )
-        return self.heads, self._by_layer[number]
+        return self._count(self.family.kv_heads_keys[0], self.heads)
 
     # Shapes
 
@@ -170,7 +152,18 @@ class AttentionFinder:
         tensor must fit them.
         """
         family = self.family
-        heads, kv_heads = self._counts(module, attention_kind)
+        heads, kv_heads = self.heads, self.kv_heads
+        if attention_kind == "encoder":
+            heads = kv_heads = self._query_heads(family.encoder_heads_key)
+            if family.kv_heads == "stated":
+                kv_heads = self._count(family.encoder_kv_heads_key, heads)
+        elif self._by_layer:
+            number = _number(module)
+            if number >= len(self._by_layer):
+                raise ConfigError(
+                    f"{self.where} states the K/V heads of {len(self._by_layer)} layers, and the weights hold {module}: {_APART}"
+                )
+            kv_heads = self._by_layer[number]
         output = f"{module}.{family.output}.weight"
         value_head_dim, rest = divmod(self._shape(output)[-1], heads)
         if rest or len(self._shape(output)) != 2:
@@ -194,7 +187,7 @@ class AttentionFinder:
                 f"{' and '.join(names)} have type {' and '.join(sorted(dtypes))}: save the model in one float type"
             )
         layer = AttentionLayer(module, heads, kv_heads, key_head_dim, value_head_dim, dtypes.pop(), attention_kind)
-        for name, sections in self._divisions(layer):
+        for name, sections in self.sections(layer):
             rows = self._shape(name)[0]
             if rows != sum(section.rows for section in sections):
                 words = ", ".join(f"{each.heads} {each.role} heads of {each.head_rows} rows" for each in sections)
@@ -207,16 +200,10 @@ class AttentionFinder:
 
     # Divisions into heads
 
-    def sections(self, layer: AttentionLayer) -> Divisions:
-        """Every tensor of a layer whose rows count K/V heads, weights before biases, with its division into heads."""
-        return [each for each in self._divisions(layer) if any(section.merged for section in each[1])]
-
-    def query_sections(self, layer: AttentionLayer) -> Divisions:
-        """The tensors of a layer's queries, where they have a projection of their own, with their division into heads."""
-        return [each for each in self._divisions(layer) if not any(section.merged for section in each[1])]
-
-    def _divisions(self, layer: AttentionLayer) -> Divisions:
-        """The weights, then the biases of projections and norms that the checkpoint holds."""
+    def sections(self, layer: AttentionLayer) -> list[tuple[str, Sections]]:
+        """Every tensor of a layer whose rows count heads, with its division into them: the weights, then the biases of
+        projections and norms that the checkpoint holds.
+        """
         family = self.family
         kv_heads = layer.kv_heads
         head_dim = layer.key_head_dim
@@ -238,8 +225,10 @@ class AttentionFinder:
 
     def head_lists(self, layer: AttentionLayer) -> Iterator[list[str]]:
         """Lists of tensors with one tensor per K/V head, in the order of heads."""
+        if self.family.key_norm != "per_head_list":
+            return
         stem = f"{layer.module}.{self.family.key_norm_name}"
-        for kind in ("weight", "bias") if self.family.key_norm == "per_head_list" else ():
+        for kind in ("weight", "bias"):
             names = [f"{stem}.{head}.{kind}" for head in range(layer.kv_heads)]
             if names[0] in self.entries:
                 for name in names:

@@ -116,6 +116,8 @@ def stated_layers(config: Config, keys: Sequence[str]) -> int | None:
     """The number of layers that a config states under the first of some keys that it has; None where it has none."""
     for key in keys:
         value = config_value(config, key)
-        if isinstance(value, int | list):
-            return value if isinstance(value, int) else len(value)
+        if isinstance(value, list):
+            return len(value)
+        if isinstance(value, int):
+            return value
     return None

@@ -6,8 +6,7 @@ K/V heads, c head_dim, d hidden size. A projection is [rows, d] (Conv1D stores i
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -22,8 +21,7 @@ with K = H that is [q, k, v] per head.
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Section:
+class Section(NamedTuple):
     """The heads of one role: `head_rows` rows each, the first of which are `starts`."""
 
     role: Role

@@ -23,8 +23,10 @@ def legacy_config_keys(config: Config) -> JsonObject:
 
     Returns:
         Entries to add to it: `torch_dtype`; from `rope_parameters` the base and the share of rotary dimensions, under
-        the names that the model type had for them, and `rope_scaling` with what belongs beside it; renamed counts such
-        as `num_experts`. Nothing that the config has already.
+        the names that the model type had for them; where positions are scaled, `rope_scaling` and what belongs beside
+        it, since transformers 5 reads it in place of `rope_parameters`; renamed counts such as `num_experts`. Nothing
+        that the config has already. Layers that differ in their positions have no `rope_scaling`, unless the type names
+        one of their kinds.
     """
     family = record_of(config)
     found: JsonObject = {}
@@ -32,23 +34,13 @@ def legacy_config_keys(config: Config) -> JsonObject:
         value = config_value(config, key)
         if value is not None:
             found[name] = value
-    found |= _scaling(found.pop("rope_scaling", {}), family.legacy_scaled_share)
-    return {key: value for key, value in found.items() if config.get(key) is None}
-
-
-def _scaling(rotary: JsonObject, only_share: float | None) -> JsonObject:
-    """Where positions are scaled, `rope_scaling` and what belongs beside it: transformers 5 reads `rope_scaling` in place of
-    `rope_parameters`. Layers that differ in their positions have no such key, unless the type names one of their kinds.
-
-    Args:
-        rotary: the entry of `rope_parameters`.
-        only_share: see `Family.legacy_scaled_share`.
-    """
+    rotary = found.pop("rope_scaling", {})
     kind = rotary.get("rope_type", rotary.get("type", "default"))
-    if kind == "default" or only_share not in (None, rotary.get("partial_rotary_factor")):
-        return {}
-    found = {key: value for key, value in rotary.items() if key not in ("rope_theta", "partial_rotary_factor")}
-    length = rotary.get("original_max_position_embeddings")
-    if kind == "longrope" and length is not None:
-        return {"rope_scaling": found, "original_max_position_embeddings": length}
-    return {"rope_scaling": found}
+    share = rotary.get("partial_rotary_factor")
+    if kind != "default" and family.legacy_scaled_share in (None, share):
+        apart = ("rope_theta", "partial_rotary_factor")
+        found["rope_scaling"] = {key: value for key, value in rotary.items() if key not in apart}
+        length = rotary.get("original_max_position_embeddings")
+        if kind == "longrope" and length is not None:
+            found["original_max_position_embeddings"] = length
+    return {key: value for key, value in found.items() if config.get(key) is None}

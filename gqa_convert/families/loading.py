@@ -7,7 +7,7 @@ through the package's own copy.
 import inspect
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -128,23 +128,23 @@ def headless_class(config: Config) -> str | None:
 
 
 def _architectures(config: Config) -> list[str]:
-    stated = config.get("architectures")
-    return list(map(str, stated)) if isinstance(stated, list) else []
+    return list(map(str, config.get("architectures") or ()))
 
 
 def _stated_class(config: Config) -> str | None:
     """The first auto class that one of the stated architectures belongs to."""
     names = {name.removeprefix("GQA") for name in _architectures(config)}
-    autos = (auto for auto in (*TASKS, *_HEADLESS) if not names.isdisjoint(map(str, _classes(auto).values())))
-    return next(autos, None)
+    for auto in (*TASKS, *_HEADLESS):
+        if not names.isdisjoint(map(str, _classes(auto).values())):
+            return auto
+    return None
 
 
-def _classes(auto: str) -> Mapping[str, Any]:
+def _classes(auto: str) -> dict[str, Any]:
     """transformers' table of an auto class: by model type, the names of classes."""
     from transformers.models.auto import modeling_auto
 
-    table: Mapping[str, Any] = getattr(modeling_auto, auto)._model_mapping._model_mapping
-    return table
+    return dict(getattr(modeling_auto, auto)._model_mapping._model_mapping)
 
 
 def check_language_model(name: str, config: Config, advice: str) -> None:

@@ -44,43 +44,36 @@ def _frozen(value: Any) -> Any:
     return _FACTS["clauses"].get(value, value) if isinstance(value, str) else value
 
 
-def _record(model_type: str, row: JsonObject) -> Family:
-    """The record of a type, without its modelling files."""
+def _records(model_type: str) -> dict[str, Family]:
+    """The record of a type, and that of its results that have a modelling file."""
+    row = _row(model_type)
     fields = {key: _frozen(value) for key, value in row.items() if key not in _NOT_FIELDS}
     fields |= {key: frozenset(row.get(key, "").split()) for key in NO_ENGINES}
     fields["native"] = not row.keys() & {"modeling", "own_code"}
-    if "modeling" in row:
-        fields.setdefault("kv_heads", "heads")
-    return Family(model_type=model_type, **fields)
-
-
-def _result(source: Family, form: Modeling, **fields: Any) -> Family:
-    """The record of a result with a modelling file. transformers 4 can't load it, so that it has no legacy keys."""
-    others = NO_ENGINES | fields
-    return replace(source, model_type=form.model_type, modeling=form, native=False, legacy_keys={}, **others)
-
-
-def _add(found: dict[str, Family], model_type: str) -> None:
-    """Add the record of a type, and that of its results that have a modelling file."""
-    row = _row(model_type)
-    family = found[model_type] = _record(model_type, row)
+    family = Family(model_type=model_type, **fields)
     own_type = CONVERTED_PREFIX + model_type.replace("-", "_")
     own_classes = tuple((auto, f"GQA{name}") for auto, name in row["classes"].items())
     tokenizer = row.get("tokenizer", "TokenizersBackend")
     fast = tokenizer.replace("TokenizersBackend", "PreTrainedTokenizerFast")  # the name that engines know as well
+    source = DECILM_SOURCES[0] if model_type == DECILM else model_type
+    decilm = Modeling("gqa_decilm", source, DECILM, _DECILM_CLASSES, fast)
     if model_type == DECILM:
-        decilm = Modeling("gqa_decilm", DECILM_SOURCES[0], DECILM, _DECILM_CLASSES, fast)
-        found[model_type] = replace(family, modeling=decilm, layerwise=(decilm,))
-    elif "modeling" in row:
+        return {DECILM: replace(family, modeling=decilm, layerwise=(decilm,))}
+    if "modeling" in row:
         form = Modeling(row["modeling"], model_type, own_type, own_classes, tokenizer)
-        found[model_type] = replace(family, modeling=form)
-        found[own_type] = _result(found[model_type], form, kv_heads="stated", fused_layout="blocks")
+        family = replace(family, modeling=form, kv_heads=row.get("kv_heads", "heads"))
+        others: JsonObject = {"kv_heads": "stated", "fused_layout": "blocks"}
     elif "by_layer" in row:
         tasks = dict(_DECILM_CLASSES)
         form = Modeling("gqa_by_layer", model_type, own_type, tuple(c for c in own_classes if c[0] in tasks), fast)
-        decilm = Modeling("gqa_decilm", model_type, DECILM, _DECILM_CLASSES, fast)
-        found[model_type] = replace(family, layerwise=(decilm, form) if model_type in DECILM_SOURCES else (form,))
-        found[own_type] = _result(family, form, kv_heads="listed", layerwise=(form,))
+        forms = (decilm, form) if model_type in DECILM_SOURCES else (form,)
+        family = replace(family, layerwise=forms)
+        others = {"kv_heads": "listed", "layerwise": (form,)}
+    else:
+        return {model_type: family}
+    others |= NO_ENGINES | {"legacy_keys": {}}  # transformers 4 can't load a result
+    result = replace(family, model_type=own_type, modeling=form, native=False, **others)
+    return {model_type: family, own_type: result}
 
 
 def unlisted(model_type: str) -> Family:
@@ -116,7 +109,7 @@ ALL: dict[str, Family] = {}
 """Every record."""
 
 for _name in _FACTS["types"]:
-    _add(ALL, _name)
+    ALL |= _records(_name)
 
 COMPOSITES: dict[str, str] = _FACTS["composites"]
 """Models that wrap a decoder, such as vision-language models, each with the type of a decoder whose config does not name

@@ -4,8 +4,8 @@ import functools
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from gqa_convert.families.family import MODELING, Modeling
 
@@ -16,8 +16,7 @@ TESTED_KEY = "transformers_tested"
 """Where a result's config.json has the versions that its modelling files were tested with."""
 
 
-@dataclass(frozen=True)
-class Release:
+class Release(NamedTuple):
     """The modelling files of one release of this package."""
 
     name: str
@@ -41,7 +40,7 @@ class Release:
 def releases() -> tuple[Release, ...]:
     """All releases, in their order; the last is that of the installed package."""
     stated = json.loads((MODELING / "released.json").read_bytes())
-    return tuple(Release(name, entry["transformers"], entry["files"]) for name, entry in stated.items())
+    return tuple(Release(name, **entry) for name, entry in stated.items())
 
 
 def release_of(folder: Path, modeling: Modeling) -> Release | None:
@@ -52,9 +51,10 @@ def release_of(folder: Path, modeling: Modeling) -> Release | None:
         folder: a result.
         modeling: which files it must have.
     """
-    names = [file.name for file in modeling.files]
-    fitting = (release for release in reversed(releases()) if all(release.holds(folder, name) for name in names))
-    return next(fitting, None)
+    for release in reversed(releases()):
+        if all(release.holds(folder, file.name) for file in modeling.files):
+            return release
+    return None
 
 
 def is_released(folder: Path, name: str) -> bool:

@@ -49,5 +49,5 @@ def _rotary_dimensions(family: Family, config: Config, head_dim: int) -> Any:
         share = config_value(config, key)
         if share is not None:
             return int(head_dim * share) if isinstance(share, int | float) else share
-    count = config.get(family.rotary_count_key) if family.rotary_count_key else None
+    count = config.get(family.rotary_count_key)
     return int(head_dim * family.rotary_share) if count is None else count

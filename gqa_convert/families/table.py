@@ -1,10 +1,21 @@
 """The search for a record. Other packages read the records of model types from here."""
 
+from dataclasses import replace
+
 from gqa_convert.checkpoint.strict_json import Config
 from gqa_convert.errors import UnsupportedFamilyError
-from gqa_convert.families.composite import composite_family, decoder_config, is_composite
+from gqa_convert.families.composite import PREFIXES, decoder_config, is_composite
 from gqa_convert.families.family import Family, Modeling
-from gqa_convert.families.records import ALL, COMPOSITES, FAMILIES, INNER, REFUSALS, record_of, unlisted
+from gqa_convert.families.records import (
+    ALL,
+    COMPOSITES,
+    FAMILIES,
+    INNER,
+    NO_ENGINES,
+    REFUSALS,
+    record_of,
+    unlisted,
+)
 
 __all__ = [
     "COMPOSITES",
@@ -26,7 +37,8 @@ def family_of(config: Config) -> Family:
         config: what config.json holds.
 
     Raises:
-        UnsupportedFamilyError: the model type, or that of the decoder inside, is unknown or can't be converted.
+        UnsupportedFamilyError: the model type, or that of the decoder inside, is unknown or can't be converted; or the
+            decoder has no form with fewer K/V heads that the composite model's class can hold.
     """
     check_per_layer_config(config, "config.json")
     model_type = config.get("model_type")
@@ -44,9 +56,23 @@ def family_of(config: Config) -> Family:
             raise UnsupportedFamilyError(
                 f"the decoder inside this {model_type} can't be converted: {problem}"
             ) from None
-        return composite_family(str(model_type), inside)
+        if not inside.native or inside.encoder is not None or inside.kv_heads != "stated":
+            raise UnsupportedFamilyError(
+                f"model type {model_type} can't be converted with a {inside.model_type} inside: transformers has no class of "
+                f"{inside.model_type} with a K/V-head count, and a modelling file can't stand inside another model"
+            )
+        # the decoder's, found only behind the prefixes of one inside another model
+        name = str(model_type)
+        return replace(
+            inside,
+            model_type=name,
+            prefixes=PREFIXES,
+            is_composite=True,
+            layerwise=(),
+            **NO_ENGINES,
+        )
     record = record_of(config)
-    if record.one_kv_head_key and config.get(record.one_kv_head_key) is False:
+    if config.get(record.one_kv_head_key) is False:
         return record
     if isinstance(model_type, str) and model_type not in ALL | REFUSALS and type(stated) is int:
         return unlisted(model_type)

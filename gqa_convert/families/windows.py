@@ -27,8 +27,7 @@ def window_of(config: Config, layer: int) -> int | None:
     kinds = config.get("layer_types")
     if isinstance(kinds, list):
         return window if kinds[layer : layer + 1] == ["sliding_attention"] else None
-    first = config.get("max_window_layers")
-    if isinstance(first, int) and layer < first:
+    if layer < (config.get("max_window_layers") or 0):
         return None
     every = config.get("sliding_window_pattern")
     if isinstance(every, str):  # such as LLLG, where G is a layer that attends to the whole text

@@ -63,7 +63,7 @@ class LayerLayout:
         self.transposed = finder.family.transposed
         output = f"{layer.module}.{finder.family.output}"
         self.output_names = f"{output}.weight", f"{output}.bias"
-        self.projections = dict(finder.query_sections(layer))
+        self.projections: dict[str, layouts.Sections] = {}
         self._norms = [(names, layer.key_head_dim) for names in finder.head_lists(layer)]
         """Of each norm that counts heads: the names of its gains, one for all heads or one for each, and the rows of a
         head."""

@@ -26,7 +26,7 @@ def check_layers(checkpoint: Checkpoint, finder: AttentionFinder) -> None:
         ConfigError: a layer or its attention is missing, or is where transformers does not look.
     """
     family, config = finder.family, finder.config
-    reused = config_value(config, family.shared_layers_key) if family.shared_layers_key else None
+    reused = config_value(config, family.shared_layers_key)
     projections = (family.fused or family.query, family.key, family.value, family.output)
     ends = tuple(f".{module}.{projection}.weight" for module in family.attention for projection in projections)
     for place, keys in family.layers:

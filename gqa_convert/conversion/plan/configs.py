@@ -3,7 +3,7 @@
 import copy
 
 from gqa_convert.checkpoint.strict_json import JsonObject
-from gqa_convert.families.composite import decoder_config, decoder_section, with_kv_heads
+from gqa_convert.families.composite import decoder_config, decoder_section
 from gqa_convert.families.family import Family, Modeling
 from gqa_convert.families.legacy_config_keys import legacy_config_keys
 from gqa_convert.families.released import TESTED, TESTED_KEY
@@ -45,14 +45,19 @@ def converted_config(
 
 
 def _composite_config(config: JsonObject, family: Family, groups: int) -> JsonObject:
-    """The config of a model around a decoder, whose section has the keys."""
-    convention = {"multi_query_attention": True, "multi_query_group_num": groups}
-    result = with_kv_heads(config, family, dict.fromkeys(family.kv_heads_keys, groups) | convention)
-    legacy = legacy_config_keys(decoder_config(result))
-    section = decoder_section(result)
+    """The config of a model around a decoder, whose section has the keys. A key of the count that stands beside the
+    section too gets the same value there.
+    """
+    keys = dict.fromkeys(family.kv_heads_keys, groups)
+    keys |= {"multi_query_attention": True, "multi_query_group_num": groups}
+    section = decoder_section(config)
+    result = copy.deepcopy(config)
     if section is None:
-        return result | legacy
-    for key, value in legacy.items():
+        result |= keys
+        return result | legacy_config_keys(decoder_config(result))
+    result[section] |= keys
+    result |= {key: groups for key in family.kv_heads_keys if key in result}
+    for key, value in legacy_config_keys(decoder_config(result)).items():
         result[section].setdefault(key, value)
     return result | legacy_config_keys(result)
 

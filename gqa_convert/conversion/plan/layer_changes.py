@@ -34,6 +34,8 @@ def layer_changes(
     if groups >= layer.kv_heads:
         applied = COPY if groups == layer.kv_heads else REPEAT
     for name, sections in finder.sections(layer):
+        if not any(section.merged for section in sections):
+            continue
         before = entries[name].shape
         is_transposed = family.transposed and len(before) == 2
         rows = sum(section.rows for section in regrouped(sections, groups))

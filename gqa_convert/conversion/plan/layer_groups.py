@@ -46,7 +46,7 @@ def layer_groups(finder: AttentionFinder, groups: int | Sequence[int]) -> dict[s
         )
     for layer, count in zip(layers, counts, strict=True):
         fewer, more = merging_counts(layer.kv_heads), []
-        if family.one_kv_head_key is not None:
+        if family.one_kv_head_key:
             fewer = sorted({1, layer.kv_heads})
         if is_one_number:
             repeated = range(2 * layer.kv_heads, layer.heads + 1, layer.kv_heads)
