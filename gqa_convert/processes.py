@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
-from gqa_convert import errors
 from gqa_convert.checkpoint.resource_errors import is_out_of_memory
 from gqa_convert.errors import DeviceMemoryError, GQAConvertError, InterruptedRunError, LaunchError
 
@@ -147,19 +146,16 @@ def together() -> Iterator[None]:
 
     Processes must not wait for one another inside the context, unless they also do so when they fail.
     """
-    problem: BaseException | None = None
+    own: Any = None
     try:
         yield
     except (Exception, InterruptedRunError) as raised:
-        problem = out_of_memory() if is_out_of_memory(raised) else raised
-    stated = None if problem is None else (type(problem).__name__, str(problem))
-    for process, found in enumerate(gathered(stated)):
-        if found is None:
-            continue
-        error = problem or _error(process, *found)
-        if isinstance(error, GQAConvertError | InterruptedRunError):
+        own = out_of_memory() if is_out_of_memory(raised) else raised
+    for process, theirs in enumerate(gathered(own and _for_others(own))):
+        if theirs is not None:
+            error = own or theirs
             error.reported_elsewhere = process != rank()
-        raise error
+            raise error
 
 
 def out_of_memory() -> DeviceMemoryError:
@@ -170,12 +166,11 @@ def out_of_memory() -> DeviceMemoryError:
     )
 
 
-def _error(process: int, name: str, text: str) -> GQAConvertError | InterruptedRunError:
-    """The error of another process."""
-    known = getattr(errors, name, None)
-    if isinstance(known, type) and issubclass(known, GQAConvertError | InterruptedRunError):
-        return known(text)
-    return LaunchError(f"process {process} failed: {name}: {text}")
+def _for_others(problem: BaseException) -> BaseException:
+    """What other processes raise about an error of this one."""
+    if isinstance(problem, GQAConvertError | InterruptedRunError):
+        return problem
+    return LaunchError(f"process {rank()} failed: {type(problem).__name__}: {problem}")
 
 
 def gathered(value: Any) -> list[Any]:
@@ -203,7 +198,7 @@ def by_first(work: Callable[[], Any]) -> Any:
     try:
         found = work()
     except (Exception, InterruptedRunError) as problem:
-        _send(None, problem)
+        _send(None, _for_others(problem))
         raise
     _send(found)
     return found
@@ -213,9 +208,8 @@ def _send(value: Any, problem: BaseException | None = None) -> None:
     """Send a value, or an error, from the first process to all others."""
     import torch
 
-    stated = None if problem is None else (type(problem).__name__, str(problem))
     try:
-        torch.distributed.broadcast_object_list([value, stated], src=0, group=_waiting_group)
+        torch.distributed.broadcast_object_list([value, problem], src=0, group=_waiting_group)
     except RuntimeError as broken:
         if problem is None:  # which says more
             raise _ended(broken) from None
@@ -230,12 +224,11 @@ def _received() -> Any:
         torch.distributed.broadcast_object_list(found, src=0, group=_waiting_group)
     except RuntimeError as broken:
         raise _ended(broken) from None
-    value, stated = found
-    if stated is None:
-        return value
-    error = _error(0, *stated)
-    error.reported_elsewhere = True
-    raise error
+    value, error = found
+    if error is not None:
+        error.reported_elsewhere = True
+        raise error
+    return value
 
 
 @contextmanager
@@ -268,7 +261,7 @@ def leading() -> Iterator[None]:
         yield
     except BaseException as problem:
         if _leads:  # else they notice that this process ends
-            _send(None, problem)
+            _send(None, _for_others(problem))
         raise
     finally:
         _leads = False
@@ -330,12 +323,14 @@ def check_agreement(values: Mapping[str, Any]) -> None:
                     )
 
 
-def summed(accelerator: Any, numbers: list[float]) -> list[float]:
+def summed(numbers: list[float]) -> list[float]:
     """The sum of each number over all processes, in float64."""
     import torch
 
-    tensor = torch.tensor(numbers, dtype=torch.float64, device=accelerator.device)
-    return accelerator.reduce(tensor, "sum").tolist()  # type: ignore[no-any-return]
+    tensor = torch.tensor(numbers, dtype=torch.float64, device=_device)
+    if _waiting_group is not None:
+        torch.distributed.all_reduce(tensor)
+    return tensor.tolist()  # type: ignore[no-any-return]
 
 
 @contextmanager

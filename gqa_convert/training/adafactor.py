@@ -47,13 +47,10 @@ class Adafactor(torch.optim.Optimizer):  # type: ignore[misc]  # torch is not fo
         if parameter.ndim >= 2:
             means = {"rows": _mean(square, -1), "columns": _mean(square, -2)}
         state = self.state[parameter]
-        if not state:
-            state["step"] = torch.zeros(())
-            state.update({name: torch.zeros_like(mean) for name, mean in means.items()})
-        state["step"] += 1
-        new_share = float(state["step"]) ** -0.8
+        step = state.setdefault("step", torch.zeros(())).add_(1)
+        new_share = float(step) ** -0.8
         for name, mean in means.items():
-            state[name].mul_(1 - new_share).add_(mean, alpha=new_share)
+            state.setdefault(name, torch.zeros_like(mean)).mul_(1 - new_share).add_(mean, alpha=new_share)
         if parameter.ndim >= 2:
             rows = state["rows"] / _mean(state["rows"], -2)
             update = parameter.grad * rows.rsqrt() * state["columns"].rsqrt()

@@ -12,7 +12,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
+from torch.optim import Optimizer
 
 from gqa_convert.checkpoint.atomic_files import sync, write_json
 from gqa_convert.checkpoint.resource_errors import is_disk_full, no_space
@@ -20,9 +25,6 @@ from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.errors import GQAConvertError, ResumeError, first_line
 from gqa_convert.processes import Say, rank, together, waiting_group
 from gqa_convert.training.sharding import unwrapped
-
-if TYPE_CHECKING:
-    from torch.optim import Optimizer
 
 _UNFINISHED = ".unfinished-"
 _RECORD = "run.json"
@@ -63,19 +65,17 @@ class Progress:
     inputs: dict[str, str] = field(default_factory=dict)
 
 
+@dataclass
 class Checkpoints:
     """The checkpoints of one run.
 
     Args:
         folder: `output/checkpoints`.
         kept: how many of the newest are kept, at least one.
-        main: whether this is the process that publishes.
     """
 
-    def __init__(self, folder: Path, kept: int, *, main: bool) -> None:
-        self.folder = folder
-        self._kept = kept
-        self._main = main
+    folder: Path
+    kept: int
 
     def path(self, step: int) -> Path:
         return self.folder / f"step-{step:06d}"
@@ -120,14 +120,13 @@ class Checkpoints:
             ResumeError: it does not.
         """
         path = self.path(record.step)
-        found = None
         with suppress(*_DAMAGE):
-            found = _read(path)
-        if record.step and found != record:
-            raise ResumeError(
-                f"the first process resumes from {path}, which process {rank()} does not see as it is there: put "
-                "output on a file system that all machines share"
-            )
+            if not record.step or _read(path) == record:
+                return
+        raise ResumeError(
+            f"the first process resumes from {path}, which process {rank()} does not see as it is there: put "
+            "output on a file system that all machines share"
+        )
 
     def save(self, state: StateDict, record: Progress) -> None:
         """Write a checkpoint, publish it, and remove those that need not be kept. Every process calls this.
@@ -141,22 +140,19 @@ class Checkpoints:
         Raises:
             NoSpaceError: the disk is full; older checkpoints are intact.
         """
-        import torch.distributed.checkpoint as dcp
-
         final = self.path(record.step)
-        group = waiting_group()
         work = self.folder / f"{_UNFINISHED}{final.name}"
         try:
             with together():
-                if self._main:
+                if not rank():
                     shutil.rmtree(work, ignore_errors=True)
                     work.mkdir(parents=True)
             # dcp.async_save holds a second copy of the state (0.63 GB more for 0.64 GB) and blocks a CPU as long, 2.0 s
             # for 2.2; an error of one process is raised on all
             with _first_failure():
-                dcp.save(state, checkpoint_id=work, no_dist=group is None, process_group=group)
+                dcp.save(state, checkpoint_id=work, **_processes())
             with together():
-                if self._main:
+                if not rank():
                     self._publish(work, final, record)
         except BaseException as problem:
             shutil.rmtree(work, ignore_errors=True)
@@ -183,12 +179,9 @@ class Checkpoints:
         Raises:
             ResumeError: the checkpoint is damaged.
         """
-        import torch.distributed.checkpoint as dcp
-
-        group = waiting_group()
         try:
             with _first_failure():
-                dcp.load(state, checkpoint_id=self.path(step), no_dist=group is None, process_group=group)
+                dcp.load(state, checkpoint_id=self.path(step), **_processes())
         except GQAConvertError:  # a signal's
             raise
         except Exception as problem:
@@ -198,7 +191,7 @@ class Checkpoints:
 
     def prune(self) -> None:
         """Remove the checkpoints before the newest whole ones that are kept; one process calls this."""
-        kept = self.whole()[: self._kept]
+        kept = self.whole()[: self.kept]
         paths = self._all()
         if kept:
             for path in paths[paths.index(self.path(kept[-1].step)) + 1 :]:
@@ -223,11 +216,15 @@ def _read(path: Path) -> Progress:
     return Progress(**content)
 
 
+def _processes() -> dict[str, Any]:
+    """The processes that save and load, as torch is told."""
+    group = waiting_group()
+    return {"no_dist": group is None, "process_group": group}
+
+
 @contextmanager
 def _first_failure() -> Iterator[None]:
     """Raise the error of the first process that failed in place of torch's summary, which is no Exception."""
-    from torch.distributed.checkpoint.api import CheckpointException
-
     try:
         yield
     except CheckpointException as raised:
@@ -244,7 +241,7 @@ def _size(path: Path) -> int:
 # The state of model and optimizer in a checkpoint, independent of how they are distributed over processes
 
 
-def state_of(model: Any, optimizer: "Optimizer") -> StateDict:
+def state_of(model: Any, optimizer: Optimizer) -> StateDict:
     """Trained parameters and their moments by name, which loading fills in place; if they are sharded, the part of this
     process. Everything else a run reads from the checkpoint that it trains.
 
@@ -252,8 +249,6 @@ def state_of(model: Any, optimizer: "Optimizer") -> StateDict:
         model: the model or its wrapper for several processes.
         optimizer: of its trained parameters.
     """
-    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-
     if not optimizer.state:  # all steps so far were skipped, or none has been taken
         # creates the moments by a step with zero gradients, which must not count
         get_optimizer_state_dict(model, optimizer)
@@ -265,16 +260,7 @@ def state_of(model: Any, optimizer: "Optimizer") -> StateDict:
     return {"model": trained, "optimizer": get_optimizer_state_dict(model, optimizer)}
 
 
-def set_state(model: Any, optimizer: "Optimizer", state: StateDict) -> None:
-    """Restore a state of `state_of` that was loaded, which has filled the parameters."""
-    from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
-
-    set_optimizer_state_dict(model, optimizer, state["optimizer"])
-
-
 def whole_model(model: Any) -> StateDict:
     """All parameters on the CPU, gathered from all processes onto the main one."""
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-
-    tensors: StateDict = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-    return tensors
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    return get_model_state_dict(model, options=options)  # type: ignore[no-any-return]

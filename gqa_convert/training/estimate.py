@@ -37,8 +37,6 @@ from gqa_convert.training.recipe import Recipe
 from gqa_convert.training.recipe_files import read_recipe
 from gqa_convert.training.sharding import layers, number_of_shards
 
-_Shapes = Mapping[str, tuple[int, ...]]
-
 UTILISATION = 0.35
 """The assumed share of a GPU's peak."""
 _NF4 = 0.6
@@ -109,9 +107,8 @@ def estimate(path: str | Path, overrides: Sequence[str], gpus: int, gpu: str) ->
     # texts of different lengths are taken to be as long as they may be
     tokens_per_sample = Fraction(sampler.raw_tokens)
     batch = _longest(sampler, recipe.micro_batch_size)
-    shapes = {name: rows.shape for name, rows in batch.items() if name != "labels"}
     try:
-        memory, parameters, flops = _costs(recipe, student, teacher, shapes, shards)
+        memory, parameters, flops = _costs(recipe, student, teacher, batch, shards)
     except GQAConvertError:
         raise
     except Exception as problem:  # whatever a class does with numbers that are not there
@@ -148,14 +145,14 @@ def _longest(sampler: Sampler, size: int) -> Batch:
 
 
 def _costs(
-    recipe: Recipe, student: Checkpoint, teacher: Checkpoint | None, shapes: _Shapes, shards: int
+    recipe: Recipe, student: Checkpoint, teacher: Checkpoint | None, batch: Batch, shards: int
 ) -> tuple[dict[str, int], dict[str, int], int]:
     """The bytes on each GPU by part; the numbers of parameters; and the operations for a micro-batch.
 
     Args:
         recipe: the recipe of the run.
         student, teacher: the checkpoints of the run.
-        shapes: of the inputs of a micro-batch.
+        batch: a micro-batch, of which only the shapes count.
         shards: over how many GPUs each parameter is sharded.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -179,31 +176,32 @@ def _costs(
             model.get_input_embeddings().requires_grad_(True)  # gradients pass all layers, as those of adapters do
         blocks = [_numbers(layer.parameters()) for layer in layers(model)]
         outside = _numbers(model.parameters()) - sum(blocks)
-        flops, saved = _pass(model, shapes, in_bf16)
+        flops, saved = _pass(model, batch, in_bf16)
         # the logits of a part of the positions, and their distributions and gradients in float32
-        positions = math.prod(shapes.get("decoder_input_ids") or shapes["input_ids"])
+        positions = batch["labels"].size
         logits = model.get_output_embeddings().weight.shape[0] * positions_at_once(positions)
         saved += copied * positions
         if recipe.gradient_checkpointing:  # the inputs of all layers; then one layer at a time
             one_layer = saved // max(1, len(blocks))
             recompute(model)
-            flops, saved = _pass(model, shapes, in_bf16)
+            flops, saved = _pass(model, batch, in_bf16)
             saved += one_layer
+        trained = 4 * learning / shards
         memory = {
-            "weights": fixed + 4 * learning / shards,
-            "gradients": 4 * learning / shards,
-            "moments": 8 * learning / shards if recipe.optimizer == "adamw" else 0,  # Adafactor's are small
+            "weights": fixed + trained,
+            "gradients": trained,
+            "moments": 2 * trained if recipe.optimizer == "adamw" else 0,  # Adafactor's are small
             "activations": saved,
             "logits": logits * (size + 8),
         }
         if shards > 1:  # two layers, what is outside the layers, and the gradients of one layer and of that
-            memory["gathered layers"] = size * (2 * max(blocks) + outside) + (size + 4) * (max(blocks) + outside)
+            memory["gathered layers"] = size * max(blocks) + (2 * size + 4) * (max(blocks) + outside)
         taught = 0
         if teacher is not None:
             model = _outline(teacher, in_bf16=True)
             taught = _numbers(model.parameters())
             with torch.no_grad():
-                flops += _pass(model, shapes, in_bf16=False)[0]
+                flops += _pass(model, batch, in_bf16=False)[0]
             memory["teacher"] = 2 * taught / shards + 2 * logits
     rounded = {name: round(nbytes) for name, nbytes in memory.items()}
     return rounded, {"trained": learning, "all": count, "teacher": taught}, flops
@@ -231,13 +229,13 @@ def _outline(checkpoint: Checkpoint, in_bf16: bool) -> Any:
     return model.train()
 
 
-def _pass(model: nn.Module, shapes: _Shapes, in_bf16: bool) -> tuple[int, int]:
+def _pass(model: nn.Module, batch: Batch, in_bf16: bool) -> tuple[int, int]:
     """The operations of a micro-batch, forwards and (if gradients are enabled) backwards, and the bytes that the forward
     pass saves.
     """
     from torch.utils.flop_counter import FlopCounterMode
 
-    inputs = {name: torch.zeros(shape, dtype=torch.long) for name, shape in shapes.items()}
+    inputs = {name: torch.zeros(rows.shape, dtype=torch.long) for name, rows in batch.items() if name != "labels"}
     fixed = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
     saved: dict[int, Any] = {}
 

@@ -41,17 +41,18 @@ def check_lora(lora: Lora | None, *, sharded: bool) -> None:
 
 
 def loading_options(recipe: Recipe) -> dict[str, Any]:
-    """How the fixed weights are loaded: in bfloat16, in 4 bits, or with `precision: no` in float32.
+    """How weights are loaded: in float32, or if they are fixed, in bfloat16 or in 4 bits.
 
     Raises:
         MissingExtraError: bitsandbytes is not installed.
     """
-    dtype = torch.bfloat16 if recipe.precision == "bf16" else torch.float32
-    if recipe.lora is None or recipe.lora.quantize is None:
+    lora = recipe.lora
+    dtype = torch.bfloat16 if lora and recipe.precision == "bf16" else torch.float32
+    if lora is None or lora.quantize is None:
         return {"dtype": dtype}
     if importlib.util.find_spec("bitsandbytes") is None:
         raise MissingExtraError(
-            f"lora.quantize is {recipe.lora.quantize}, which needs bitsandbytes: pip install 'gqa-convert[qlora]', or remove quantize"
+            f"lora.quantize is {lora.quantize}, which needs bitsandbytes: pip install 'gqa-convert[qlora]', or remove quantize"
         )
     from transformers import BitsAndBytesConfig
 
@@ -59,7 +60,7 @@ def loading_options(recipe: Recipe) -> dict[str, Any]:
         "dtype": dtype,
         "quantization_config": BitsAndBytesConfig(
             load_in_4bit=True,
-            bnb_4bit_quant_type=recipe.lora.quantize,
+            bnb_4bit_quant_type=lora.quantize,
             bnb_4bit_use_double_quant=True,
             bnb_4bit_compute_dtype=dtype,
         ),
@@ -83,11 +84,10 @@ def add_adapters(model: nn.Module, lora: Lora) -> None:
         target_modules=targets,
         fan_in_fan_out=not isinstance(model.get_submodule(targets[0]), nn.Linear),  # GPT-2's Conv1D
     )
+    model.requires_grad_(False)
     inject_adapter_in_model(config, model)
-    for name, parameter in model.named_parameters():
-        is_adapter = f".{_ADAPTER}." in name and ".lora_" in name
-        parameter.requires_grad_(is_adapter)
-        if is_adapter:
+    for parameter in model.parameters():
+        if parameter.requires_grad:
             parameter.data = parameter.data.float()
 
 

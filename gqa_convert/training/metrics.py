@@ -15,6 +15,7 @@ from gqa_convert.checkpoint.atomic_files import sync, write_whole
 from gqa_convert.checkpoint.results import Result
 from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.errors import MissingExtraError
+from gqa_convert.processes import rank
 from gqa_convert.training.recipe import Recipe
 
 
@@ -59,10 +60,11 @@ OnStep = Callable[[StepMetrics, int], None]
 """Called on the main process after every step that is logged, with the number of steps in the whole run."""
 
 
+@dataclass
 class RunLog:
     """The log of a run: the metrics file, the caller's hook and trackers. Only the main process writes.
 
-    Args:
+    Attributes:
         path: the path of the metrics file.
         step: the step that the run resumes from; lines of later ones, and a line cut short by a crash, are removed.
         steps: of the whole run.
@@ -70,20 +72,22 @@ class RunLog:
         on_step: called with every line.
     """
 
-    def __init__(self, path: Path, step: int, steps: int, accelerator: Any, on_step: OnStep) -> None:
-        self._path = path
-        self._steps = steps
-        self._accelerator = accelerator
-        self._on_step = on_step
-        if accelerator.is_main_process:
-            kept = [line for line in read_metrics(path) if line["step"] <= step]
-            write_whole(path, "".join(json.dumps(line) + "\n" for line in kept).encode())
+    path: Path
+    step: int
+    steps: int
+    accelerator: Any
+    on_step: OnStep
+
+    def __post_init__(self) -> None:
+        if not rank():
+            kept = [json.dumps(line) + "\n" for line in read_metrics(self.path) if line["step"] <= self.step]
+            write_whole(self.path, "".join(kept).encode())
 
     def write(self, metrics: StepMetrics) -> None:
         """Log a step."""
-        if not self._accelerator.is_main_process:
+        if rank():
             return
-        device = self._accelerator.device
+        device = self.accelerator.device
         used = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         if device.type == "cuda":
             import torch
@@ -91,17 +95,16 @@ class RunLog:
             used = torch.cuda.max_memory_allocated(device)
         metrics.peak_memory_gb = round(used / 1e9, 3)
         numbers = metrics.as_json()
-        with self._path.open("a", encoding="utf-8") as file:
+        with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(numbers) + "\n")
-        self._on_step(metrics, self._steps)
-        if self._accelerator.trackers:
-            del numbers["step"]
-            self._accelerator.log(numbers, step=metrics.step)
+        self.on_step(metrics, self.steps)
+        del numbers["step"]
+        self.accelerator.log(numbers, metrics.step)
 
     def sync(self) -> None:
         """Wait until all lines are on disk."""
-        if self._accelerator.is_main_process:
-            sync(self._path)
+        if not rank():
+            sync(self.path)
 
 
 def check_trackers(accelerator: Any, recipe: Recipe) -> None:

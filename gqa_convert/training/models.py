@@ -28,8 +28,7 @@ def load_student(recipe: Recipe, folder: Path, *, sharded: bool = False) -> Any:
         NoLanguageModelError: the model was saved without its language-model head.
     """
     with explained(recipe.model):
-        options = {"dtype": torch.float32} if recipe.lora is None else loading_options(recipe)
-        model, missing = sharding.load(folder, **options, by_first=sharded)
+        model, missing = sharding.load(folder, **loading_options(recipe), by_first=sharded)
     check_complete(recipe.model, folder, missing, NEEDS_HEAD)
     if recipe.gradient_checkpointing:
         recompute(model)
@@ -42,23 +41,21 @@ def load_student(recipe: Recipe, folder: Path, *, sharded: bool = False) -> Any:
 
 def recompute(model: Any) -> None:
     """Recompute the activations of every layer in the backward pass."""
-    options = {"use_reentrant": False}
-    if hasattr(model, "activation_checkpointing_enable"):
-        model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
-    else:  # older transformers
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+    # in older transformers it has another name
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
 
 
 def place(model: Any, accelerator: Any, *, sharded: bool, bf16: bool) -> Any:
     """Place a model on the device of this process: sharded or whole, and with the gradients of all processes if it is
     trained.
     """
-    device = accelerator.device
     if sharded:
-        return sharding.shard(model, device, bf16=bf16)
+        return sharding.shard(model, accelerator.device, bf16=bf16)
+    model.to(accelerator.device)
     if model.training and accelerator.num_processes > 1:
-        return sharding.replicate(model, device)
-    return model.to(device)
+        return sharding.replicate(model)
+    return model
 
 
 def load_frozen(folder: Path, device_type: str, *, sharded: bool = False) -> Any:
@@ -71,8 +68,8 @@ def load_frozen(folder: Path, device_type: str, *, sharded: bool = False) -> Any
         NoLanguageModelError: it was saved without its language-model head.
     """
     config = read_config(folder)
-    in_float32 = (config.get("dtype") or config.get("torch_dtype") or "float32") == "float32"
-    dtype = torch.bfloat16 if in_float32 and device_type == "cuda" else "auto"
+    stored = config.get("dtype") or config.get("torch_dtype") or "float32"
+    dtype = torch.bfloat16 if stored == "float32" and device_type == "cuda" else "auto"
     advice = "distillation needs a teacher with a language-model head; name one"
     with explained(str(folder)):
         model, missing = sharding.load(folder, dtype, by_first=sharded)
@@ -90,8 +87,7 @@ def teacher_logits(teacher: Any, inputs: Mapping[str, Tensor]) -> Tensor:
         inputs: those of the student's forward pass.
     """
     with torch.no_grad(), torch.autocast(teacher.device.type, enabled=False):
-        logits: Tensor = teacher(**inputs, use_cache=False).logits
-        return logits
+        return teacher(**inputs, use_cache=False).logits  # type: ignore[no-any-return]
 
 
 def remove_output(model: Any, sample: Batch) -> bool:

@@ -2,7 +2,8 @@
 open by the config and the tokenizer of the student.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +17,6 @@ from gqa_convert.data.sources import KINDS, DatasetCommits, find_commits
 from gqa_convert.data.token_files import OnTokenize
 from gqa_convert.errors import DataError, RecipeError
 from gqa_convert.families import loading
-from gqa_convert.families.composite import decoder_config
 from gqa_convert.families.config_sizes import VOCABULARY_KEYS
 from gqa_convert.families.context_length import SPAN_LENGTH, block_length, stated_count, stated_positions
 from gqa_convert.processes import Say, by_first, check_agreement, rank, together
@@ -69,18 +69,17 @@ def open_recipe(recipe: Recipe, known: DatasetCommits, progress: OnTokenize, say
                 models.append(open_checkpoint(name, download=True))
                 loading.check_language_model(name, models[-1].config, NEEDS_HEAD)
                 inputs[f"the checkpoint of {role}"] = fingerprint(models[-1])
-        student, *teachers = models
+        student = models[0]
         settings = sample_settings(recipe, student)
-        for teacher in teachers:
+        for teacher in models[1:]:
             if loading.is_encoder_decoder(student.config) != loading.is_encoder_decoder(teacher.config):
                 raise RecipeError(
                     f"one of model and teacher ({recipe.model}, {recipe.teacher}) is an encoder-decoder and the other is not: name the source of model as teacher"
                 )
             with loading.explained(f"the tokenizer of {recipe.teacher}"):
                 check_vocabularies(student.local_folder, teacher.local_folder)
-        is_converted = earlier_record(student) is not None
-    if not is_converted:
-        say(f"{recipe.model} has no {PROVENANCE}: it was not converted by gqa-convert and is trained unchanged")
+        if earlier_record(student) is None:
+            say(f"{recipe.model} has no {PROVENANCE}: it was not converted by gqa-convert and is trained unchanged")
     for note in student.notes:
         say(f"{recipe.model}: {note}")
     commits = by_first(lambda: find_commits((*recipe.data, *(recipe.evaluation_data or ())), known))
@@ -93,8 +92,9 @@ def open_recipe(recipe: Recipe, known: DatasetCommits, progress: OnTokenize, say
             if (rank() == 0) is is_first:
                 samples = open_samples(pinned.data, settings, progress, tokens=most, seed=recipe.seed)
                 if pinned.evaluation_data is not None:
-                    limit = recipe.evaluation_tokens
-                    held_out = evaluation_blocks(pinned.evaluation_data, settings, progress, tokens=limit)
+                    held_out = evaluation_blocks(
+                        pinned.evaluation_data, settings, progress, tokens=recipe.evaluation_tokens
+                    )
                 check_tokens(models, samples, held_out)
     inputs["the training text or the tokenizer"] = samples.fingerprint
     if held_out is not None:
@@ -103,7 +103,7 @@ def open_recipe(recipe: Recipe, known: DatasetCommits, progress: OnTokenize, say
     return Opened(pinned, models, commits, samples, held_out, inputs)
 
 
-def check_tokens(models: Sequence[Checkpoint], samples: Samples, held_out: EvaluationBlocks | None) -> None:
+def check_tokens(models: list[Checkpoint], samples: Samples, held_out: EvaluationBlocks | None) -> None:
     """Refuse text with tokens that a model has no embedding of.
 
     Raises:
@@ -116,7 +116,7 @@ def check_tokens(models: Sequence[Checkpoint], samples: Samples, held_out: Evalu
     for batch in batches:
         largest = max(largest, *(int(ids.max()) for ids in batch.values()))
     for model in models:
-        size = stated_count(decoder_config(model.config), VOCABULARY_KEYS)
+        size = stated_count(model.config, VOCABULARY_KEYS)
         if size is not None and largest >= size:
             raise DataError(
                 f"the text has token {largest}, and {model.source_id} has embeddings of {size} tokens: give it the "
@@ -131,16 +131,14 @@ def sample_settings(recipe: Recipe, student: Checkpoint) -> SampleSettings:
         RecipeError: objective or sequence length don't suit the model.
     """
     config = student.config
-    folder = student.local_folder
     with loading.explained(f"the tokenizer of {recipe.model}"):
-        tokenizer = loading.load_tokenizer(folder)
-    return SampleSettings(
-        tokenizer,
-        choose_objective(recipe, config),
-        sample_length(recipe, config),
-        decoder_start(folder, config, tokenizer) if loading.is_encoder_decoder(config) else None,
-        starts_with_last(config),
-    )
+        tokenizer = loading.load_tokenizer(student.local_folder)
+    objective = choose_objective(recipe, config)
+    length = sample_length(recipe, config)
+    start = None
+    if loading.is_encoder_decoder(config):
+        start = decoder_start(student.local_folder, config, tokenizer)
+    return SampleSettings(tokenizer, objective, length, start, starts_with_last(config))
 
 
 def choose_objective(recipe: Recipe, config: Mapping[str, Any]) -> str:
@@ -177,10 +175,12 @@ def sample_length(recipe: Recipe, config: Mapping[str, Any]) -> int:
     """
     stated = recipe.sequence_length
     context = stated_positions(config)
-    usual = block_length(config)
-    if stated is not None and context is not None and stated > context:
+    if stated and context and stated > context:
         raise RecipeError(f"sequence_length is {stated} and {recipe.model} has positions for {context}: lower it")
-    return stated or (min(usual, SPAN_LENGTH) if loading.is_encoder_decoder(config) else usual)
+    usual = block_length(config)
+    if loading.is_encoder_decoder(config):
+        usual = min(usual, SPAN_LENGTH)
+    return stated or usual
 
 
 def check_vocabularies(student: Path, teacher: Path) -> None:
@@ -194,10 +194,9 @@ def check_vocabularies(student: Path, teacher: Path) -> None:
     Raises:
         RecipeError: an id stands for different tokens.
     """
-    tokens, others = (loading.load_tokenizer(folder).get_vocab() for folder in (student, teacher))
-    different = [(number, token) for token, number in tokens.items() if others.get(token) != number]
-    if different:
-        number, token = min(different)
+    tokens, others = (loading.load_tokenizer(folder).get_vocab().items() for folder in (student, teacher))
+    if different := tokens - others:
+        token, number = min(different, key=itemgetter(1))
         raise RecipeError(
             f"token {number} is {token!r} for the student {student} and another one for the teacher {teacher} ({len(different)} ids differ): "
             "distillation needs a teacher with the student's vocabulary"

@@ -33,7 +33,7 @@ class StopRequests:
             self._before = {number: signal.signal(number, self._note) for number in heeded}
         return self
 
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+    def __exit__(self, _: Any, error: Any, __: Any) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         if self._stopped is not None and isinstance(error, Exception) and not isinstance(error, GQAConvertError):
@@ -47,9 +47,6 @@ class StopRequests:
             yield
         finally:
             self._patient = False
-
-    def __bool__(self) -> bool:
-        return bool(self.names)
 
     def _note(self, number: int, _: Any) -> None:
         name = signal.Signals(number).name

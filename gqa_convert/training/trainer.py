@@ -54,8 +54,9 @@ class Trainer:
     progress: Progress
 
     def __post_init__(self) -> None:
-        self.samples_per_step = self.recipe.samples_per_step(self.samples.tokens_per_sample)
-        self.tokens_per_step = float(self.samples_per_step * self.samples.tokens_per_sample)
+        tokens_per_sample = self.samples.tokens_per_sample
+        self.samples_per_step = self.recipe.samples_per_step(tokens_per_sample)
+        self.tokens_per_step = self.samples_per_step * tokens_per_sample
         self._weight = self.recipe.distillation_weight or 0.0
         self._trained = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         self._autocast = self.recipe.precision == "bf16" and not sharding.is_sharded(self.model)
@@ -69,7 +70,7 @@ class Trainer:
             first = (step - 1) * self.samples_per_step
             batches = self._share(self.samples, range(first, first + self.samples_per_step))
             labels = sum(int((batch["labels"] != IGNORED).sum()) for batch in batches)
-            count, stops = summed(self.accelerator, [float(labels), float(stop())])
+            count, stops = summed([labels, stop()])
             if stops:
                 return
             metrics = self._step(step, batches, max(count, 1.0))
@@ -101,7 +102,9 @@ class Trainer:
         # read once at the end, so that the GPU is not synchronised in between
         parts = torch.zeros(3, dtype=torch.float64, device=accelerator.device)
         for number, batch in enumerate(batches):
-            sharding.set_gradient_sync(self.model, number == len(batches) - 1)
+            # DDP averages the gradients of all copies in the last backward pass; shards, which ignore this, in each one,
+            # because otherwise every process would hold whole gradients
+            self.model.require_backward_grad_sync = number == len(batches) - 1
             found = self.loss(self.model, batch, self._weight, self.recipe.z_loss)
             # turns the mean over processes, which DDP and FSDP compute, into the sum over all tokens divided by their
             # number
@@ -109,7 +112,7 @@ class Trainer:
             parts += torch.stack([found.sum, found.lm, found.kl]).detach().double()
         norm = accelerator.clip_grad_norm_(self._trained, self.recipe.gradient_clipping or math.inf)
         norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
-        total, lm, kl = (value / count for value in summed(accelerator, parts.tolist()))
+        total, lm, kl = (value / count for value in summed(parts.tolist()))
         finite = math.isfinite(total) and math.isfinite(norm)
         if finite:
             for parameter in self._trained:  # one that nothing used too, so that its moments exist from the start
@@ -118,7 +121,7 @@ class Trainer:
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         progress.step = step
-        progress.tokens = int(step * self.samples_per_step * self.samples.tokens_per_sample)
+        progress.tokens = int(step * self.tokens_per_step)
         progress.skipped += not finite
         progress.skipped_in_a_row = 0 if finite else progress.skipped_in_a_row + 1
         return StepMetrics(
@@ -163,5 +166,5 @@ class Trainer:
                 count += float(found.count)
         model.train(was_training)
         sharding.reshard(model)
-        total, count = summed(self.accelerator, [total, count])
+        total, count = summed([total, count])
         return total / max(count, 1.0)

@@ -58,10 +58,10 @@ def uptrain_checkpoint(
     recipe = read_recipe(path, overrides)
     with StopRequests() as stops, _explained(Path(recipe.output)), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # warnings of torch and transformers for developers
-        from gqa_convert.training.run import start_run
+        from gqa_convert.training.run import Run
 
         with taking_part(), no_bars():
-            return start_run(recipe, stops, on_message, on_step, on_tokenize, command)
+            return Run(recipe, stops, on_message, on_step, on_tokenize, command).complete()
 
 
 @contextmanager
