@@ -58,7 +58,6 @@ def join(**options: Any) -> Any:
 
     # the recipe's precision decides, in trainer and sharding
     accelerator = Accelerator(mixed_precision="no", **options)
-    accelerator.gradient_accumulation_steps = 1  # it would divide gradients by what a variable of its launcher says
     stated = _number(os.environ, "WORLD_SIZE") or 1
     if accelerator.num_processes != stated:
         raise LaunchError(
@@ -193,39 +192,28 @@ def by_first(work: Callable[[], Any]) -> Any:
     """What a function returns on the first process, on all of them; an error is raised on all too."""
     if count() == 1:
         return work()
-    if rank() > 0:
-        return _received()
+    if rank():
+        return _broadcast()
     try:
         found = work()
     except (Exception, InterruptedRunError) as problem:
-        _send(None, _for_others(problem))
+        _broadcast(problem=_for_others(problem))
         raise
-    _send(found)
-    return found
+    return _broadcast(found)
 
 
-def _send(value: Any, problem: BaseException | None = None) -> None:
-    """Send a value, or an error, from the first process to all others."""
+def _broadcast(value: Any = None, problem: BaseException | None = None) -> Any:
+    """What the first process gives, on all; all others raise the error that it gives."""
     import torch
 
-    try:
-        torch.distributed.broadcast_object_list([value, problem], src=0, group=_waiting_group)
-    except RuntimeError as broken:
-        if problem is None:  # which says more
-            raise _ended(broken) from None
-
-
-def _received() -> Any:
-    """What the first process sends; an error is raised."""
-    import torch
-
-    found: list[Any] = [None, None]
+    found: list[Any] = [value, problem]
     try:
         torch.distributed.broadcast_object_list(found, src=0, group=_waiting_group)
     except RuntimeError as broken:
-        raise _ended(broken) from None
+        if problem is None:  # which says more
+            raise _ended(broken) from None
     value, error = found
-    if error is not None:
+    if error is not None and rank():
         error.reported_elsewhere = True
         raise error
     return value
@@ -243,7 +231,7 @@ def sharing(function: Callable[..., Any], *arguments: Any) -> Iterator[None]:
     if started() == 1:
         yield
         return
-    _send((function, arguments))
+    _broadcast((function, arguments))
     _leads = False
     yield
     _leads = True
@@ -261,11 +249,11 @@ def leading() -> Iterator[None]:
         yield
     except BaseException as problem:
         if _leads:  # else they notice that this process ends
-            _send(None, _for_others(problem))
+            _broadcast(problem=_for_others(problem))
         raise
     finally:
         _leads = False
-    _send(None)
+    _broadcast()
 
 
 def follow() -> None:
@@ -274,7 +262,7 @@ def follow() -> None:
     Raises:
         GQAConvertError: the first process fails, or this one.
     """
-    while (work := _received()) is not None:
+    while (work := _broadcast()) is not None:
         function, arguments = work
         function(*arguments)
 
@@ -294,8 +282,7 @@ def total(own: Any) -> Any:
     shapes = gathered(None if isinstance(own, int) else (own.shape, own.dtype))
     shape, dtype = next(each for each in shapes if each is not None)
     found = torch.zeros(shape, dtype=dtype, device=_device)
-    if not isinstance(own, int):
-        found.copy_(own.detach())
+    found.copy_(torch.as_tensor(own).detach())
     try:
         torch.distributed.all_reduce(found)
     except RuntimeError as problem:

@@ -23,7 +23,7 @@ from gqa_convert.checkpoint.atomic_files import sync, write_json
 from gqa_convert.checkpoint.resource_errors import is_disk_full, no_space
 from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.errors import GQAConvertError, ResumeError, first_line
-from gqa_convert.processes import Say, rank, together, waiting_group
+from gqa_convert.processes import Say, by_first, rank, together, waiting_group
 from gqa_convert.training.sharding import unwrapped
 
 _UNFINISHED = ".unfinished-"
@@ -108,10 +108,11 @@ class Checkpoints:
         Raises:
             ResumeError: there are checkpoints, and all of them are damaged.
         """
-        records = self.whole(say)
-        if self._all() and not records:
+        if records := self.whole(say):
+            return records[0]
+        if self._all():
             raise ResumeError(f"every checkpoint in {self.folder} is damaged: remove the folder to start over")
-        return records[0] if records else None
+        return None
 
     def check_seen(self, record: Progress) -> None:
         """Check that this process sees the checkpoint of a record that the first process has read.
@@ -151,9 +152,7 @@ class Checkpoints:
             # for 2.2; an error of one process is raised on all
             with _first_failure():
                 dcp.save(state, checkpoint_id=work, **_processes())
-            with together():
-                if not rank():
-                    self._publish(work, final, record)
+            by_first(lambda: self._publish(work, final, record))
         except BaseException as problem:
             shutil.rmtree(work, ignore_errors=True)
             if is_disk_full(problem) or is_disk_full(problem.__cause__ or problem):

@@ -6,7 +6,6 @@ frozen weights count as they do in the run. No weights are read. The estimate le
 CUDA and NCCL, fragmentation and temporary buffers.
 """
 
-import json
 import math
 import re
 import tempfile
@@ -21,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from gqa_convert.checkpoint.atomic_files import write_json
 from gqa_convert.checkpoint.results import Result
 from gqa_convert.checkpoint.source import Checkpoint, open_checkpoint
 from gqa_convert.data.objectives import make_sampler
@@ -215,7 +215,7 @@ def _outline(checkpoint: Checkpoint, in_bf16: bool) -> Any:
     """A checkpoint's model without numbers, in training mode."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)  # a checkpoint on the Hub has none
-        (folder / "config.json").write_text(json.dumps(checkpoint.config), encoding="utf-8")
+        write_json(folder / "config.json", checkpoint.config)
         model = model_of_config(folder, torch.bfloat16 if in_bf16 else torch.float32)
         if any(".experts." in name for name, _ in model.named_parameters()):
             model = model_of_config(folder, torch.bfloat16)  # the only type in which torch knows their products' shapes

@@ -11,7 +11,7 @@ from torch import Tensor
 from gqa_convert.data.sampler import Batch
 from gqa_convert.families.loading import check_complete, explained, read_config
 from gqa_convert.losses.output_layer import remove_output_layer
-from gqa_convert.processes import together
+from gqa_convert.processes import started, together
 from gqa_convert.training import sharding
 from gqa_convert.training.lora import add_adapters, loading_options
 from gqa_convert.training.opening import NEEDS_HEAD
@@ -46,14 +46,14 @@ def recompute(model: Any) -> None:
     enable({"use_reentrant": False})
 
 
-def place(model: Any, accelerator: Any, *, sharded: bool, bf16: bool) -> Any:
-    """Place a model on the device of this process: sharded or whole, and with the gradients of all processes if it is
+def place(model: Any, device: Any, *, sharded: bool, bf16: bool) -> Any:
+    """Place a model on a device of this process: sharded or whole, and with the gradients of all processes if it is
     trained.
     """
     if sharded:
-        return sharding.shard(model, accelerator.device, bf16=bf16)
-    model.to(accelerator.device)
-    if model.training and accelerator.num_processes > 1:
+        return sharding.shard(model, device, bf16=bf16)
+    model.to(device)
+    if model.training and started() > 1:
         return sharding.replicate(model)
     return model
 
@@ -70,10 +70,9 @@ def load_frozen(folder: Path, device_type: str, *, sharded: bool = False) -> Any
     config = read_config(folder)
     stored = config.get("dtype") or config.get("torch_dtype") or "float32"
     dtype = torch.bfloat16 if stored == "float32" and device_type == "cuda" else "auto"
-    advice = "distillation needs a teacher with a language-model head; name one"
     with explained(str(folder)):
         model, missing = sharding.load(folder, dtype, by_first=sharded)
-        check_complete(str(folder), folder, missing, advice)
+    check_complete(str(folder), folder, missing, "distillation needs a teacher with a language-model head; name one")
     return model.requires_grad_(False)
 
 
@@ -87,7 +86,7 @@ def teacher_logits(teacher: Any, inputs: Mapping[str, Tensor]) -> Tensor:
         inputs: those of the student's forward pass.
     """
     with torch.no_grad(), torch.autocast(teacher.device.type, enabled=False):
-        return teacher(**inputs, use_cache=False).logits  # type: ignore[no-any-return]
+        return teacher(**inputs, use_cache=False).logits
 
 
 def remove_output(model: Any, sample: Batch) -> bool:

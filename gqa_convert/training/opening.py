@@ -66,9 +66,10 @@ def open_recipe(recipe: Recipe, known: DatasetCommits, progress: OnTokenize, say
     with together():
         for role, name in (("model", recipe.model), ("teacher", recipe.teacher)):
             if name is not None:
-                models.append(open_checkpoint(name, download=True))
-                loading.check_language_model(name, models[-1].config, NEEDS_HEAD)
-                inputs[f"the checkpoint of {role}"] = fingerprint(models[-1])
+                opened = open_checkpoint(name, download=True)
+                loading.check_language_model(name, opened.config, NEEDS_HEAD)
+                inputs[f"the checkpoint of {role}"] = fingerprint(opened)
+                models.append(opened)
         student = models[0]
         settings = sample_settings(recipe, student)
         for teacher in models[1:]:

@@ -179,14 +179,14 @@ NESTED = {"data": Source, "evaluation_data": Source, "lora": Lora}
 """The keys that hold mappings with keys of their own."""
 
 
-def make_recipe(values: Mapping[str, Any]) -> Recipe:
+def make_recipe(values: dict[str, Any]) -> Recipe:
     """A recipe from plain data, such as `Recipe.resolved()` returns.
 
     Raises:
         RecipeError: a key is unknown, missing, malformed, or contradicts another; a line for each mistake.
     """
     try:
-        recipe: Recipe = read_keys(Recipe, dict(values), NESTED)
+        recipe: Recipe = read_keys(Recipe, values, NESTED)
     except ValueError as problem:
         raise RecipeError(str(problem)) from None
     if mistakes := [*_mistakes(recipe), *_source_mistakes(recipe)]:

@@ -62,7 +62,8 @@ def read_recipe(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> 
     values = _read_file(local_path(path))
     changes = _read_overrides(overrides)
     if changes.get("tokens") is not None:
-        values = {name: value for name, value in values.items() if name not in ("alpha", "pretraining_tokens")}
+        values.pop("alpha", None)
+        values.pop("pretraining_tokens", None)
     elif changes.get("alpha") is not None and "pretraining_tokens" in values | changes:
         values.pop("tokens", None)
     try:

@@ -12,7 +12,7 @@ from gqa_convert.checkpoint.machine import machine, measurement
 from gqa_convert.checkpoint.publication import check_destination, sweep
 from gqa_convert.data.token_files import OnTokenize
 from gqa_convert.errors import DivergedError, ResumeError, StoppedError
-from gqa_convert.processes import Say, by_first, check_agreement, join, rank, together
+from gqa_convert.processes import Say, by_first, check_agreement, join, rank, started, together
 from gqa_convert.training import sharding
 from gqa_convert.training.checkpoints import Checkpoints, Progress, state_of, whole_model
 from gqa_convert.training.export import export_model
@@ -61,7 +61,7 @@ class Run:
         self.folder = RunFolder(Path(recipe.output))
         self.accelerator = join(log_with=list(recipe.trackers), project_dir=str(self.folder.trackers))
         self.say = (lambda _: None) if rank() else self.on_message
-        self.sharded = sharding.number_of_shards(recipe.sharding, self.accelerator.num_processes) > 1
+        self.sharded = sharding.number_of_shards(recipe.sharding, started()) > 1
         self.checkpoints = Checkpoints(self.folder.checkpoints, recipe.keep_checkpoints)
 
     def complete(self) -> RunSummary | None:
@@ -155,7 +155,7 @@ class Run:
             RecipeError: the warm-up is longer than the run.
             ResumeError: the learning rate has fallen to 0.
         """
-        accelerator = self.accelerator
+        device = self.accelerator.device
         samples = self.opened.samples
         with together():
             recipe, steps = self._schedule()
@@ -163,17 +163,17 @@ class Run:
         source, *teachers = [each.local_folder for each in self.opened.models]
         with together():
             model = load_student(recipe, source, sharded=self.sharded)
-        student = place(model, accelerator, sharded=self.sharded, bf16=recipe.precision == "bf16")
-        optimizer = build_optimizer(model, recipe)
+        student = place(model, device, sharded=self.sharded, bf16=recipe.precision == "bf16")
         teacher = None
         for folder in teachers:
             with together():
-                teacher = load_frozen(folder, accelerator.device.type, sharded=self.sharded)
-            teacher = place(teacher, accelerator, sharded=self.sharded, bf16=False)
+                teacher = load_frozen(folder, device.type, sharded=self.sharded)
+            teacher = place(teacher, device, sharded=self.sharded, bf16=False)
         # the losses of student and teacher are computed of logits, or of the states before them
         if remove_output(model, samples.batch([0])) and teacher is not None:
             remove_output(teacher, samples.batch([0]))
-        self.trainer = Trainer(recipe, student, optimizer, samples, accelerator, steps, teacher, self.progress)
+        optimizer = build_optimizer(model, recipe)
+        self.trainer = Trainer(recipe, student, optimizer, samples, steps, teacher, self.progress)
 
     def _schedule(self) -> tuple[Recipe, int]:
         """The recipe with its warm-up in steps, and the number of steps.
@@ -202,9 +202,7 @@ class Run:
 
     def begin(self) -> None:
         """Write the first files of the run, evaluate what was not evaluated yet, and restore a checkpoint."""
-        with together():
-            if not rank():
-                self.folder.begin(self.recipe, self.opened.dataset_commits)
+        by_first(lambda: self.folder.begin(self.recipe, self.opened.dataset_commits))
         trainer = self.trainer
         progress = self.progress
         held_out = self.opened.held_out
@@ -237,7 +235,7 @@ class Run:
         self.accelerator.init_trackers("gqa-convert", settings)
         saved = progress.step
         self.say(
-            f"{steps:,} steps of {round(trainer.tokens_per_step):,} tokens on {self.accelerator.num_processes} process(es), from step {saved + 1:,}"
+            f"{steps:,} steps of {round(trainer.tokens_per_step):,} tokens on {started()} process(es), from step {saved + 1:,}"
         )
         with self.stops.at_boundaries():
             for metrics in trainer.run(lambda: bool(self.stops.names)):
@@ -301,7 +299,7 @@ class Run:
         lines = read_metrics(self.folder.metrics)
         return RunSummary(
             **measurement("uptrain", self.command, str(self.accelerator.device)),
-            processes=self.accelerator.num_processes,
+            processes=started(),
             model=str(self.folder.model),
             steps=progress.step,
             tokens=progress.tokens,

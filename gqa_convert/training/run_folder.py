@@ -88,9 +88,9 @@ class RunFolder:
 
     def begin(self, recipe: Recipe, commits: DatasetCommits) -> None:
         """Write the first files of a run, after which the folder belongs to it."""
-        text = yaml.safe_dump(recipe.resolved(), sort_keys=False, allow_unicode=True)
-        head = "# The recipe of this run, with all defaults; written by gqa-convert uptrain.\n"
-        write_whole(self.recipe, (head + text).encode())
+        text = "# The recipe of this run, with all defaults; written by gqa-convert uptrain.\n"
+        text += yaml.safe_dump(recipe.resolved(), sort_keys=False, allow_unicode=True)
+        write_whole(self.recipe, text.encode())
         if commits:
             write_json(self.dataset_commits, commits)
         self.summary.unlink(missing_ok=True)

@@ -36,11 +36,6 @@ def number_of_shards(sharding: Sharding, processes: int) -> int:
     return 1
 
 
-def is_sharded(model: Any) -> bool:
-    """Whether `shard` has sharded a model."""
-    return isinstance(model, FSDPModule)
-
-
 def load(folder: Path, dtype: Any, *, by_first: bool = False, **options: Any) -> tuple[Any, list[str]]:
     """Load a model as `loading.load_model` does.
 
@@ -104,13 +99,14 @@ def _of_other_dtypes(layer: Any) -> list[Any]:
     transformers keeps in float32. FSDP2 gathers parameters of one dtype together.
     """
     first = next(layer.parameters()).dtype
-    own = ((module, module.parameters(recurse=False)) for module in layer.modules())
-    return [module for module, parameters in own if any(each.dtype != first for each in parameters)]
+    return [
+        module for module in layer.modules() if any(each.dtype != first for each in module.parameters(recurse=False))
+    ]
 
 
 def unwrapped(model: Any) -> Any:
     """The transformers model in the wrapper of `replicate`, or as it is."""
-    return model.module if hasattr(model, "module") else model
+    return getattr(model, "module", model)
 
 
 def reshard(model: Any) -> None:
@@ -118,7 +114,7 @@ def reshard(model: Any) -> None:
     shards. A model that is not sharded stays as it is.
     """
     for module in model.modules():
-        if is_sharded(module):
+        if isinstance(module, FSDPModule):
             module.reshard()
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from gqa_convert.data.labels import IGNORED
 from gqa_convert.data.order import mix
@@ -20,7 +21,7 @@ from gqa_convert.data.sampler import Batch
 from gqa_convert.data.samples import EvaluationBlocks, Samples
 from gqa_convert.losses.distillation import CombinedLoss, combined_loss, labelled_positions
 from gqa_convert.losses.output_layer import removed_output_layer
-from gqa_convert.processes import summed
+from gqa_convert.processes import rank, started, summed
 from gqa_convert.training import sharding
 from gqa_convert.training.checkpoints import Progress
 from gqa_convert.training.metrics import StepMetrics
@@ -38,7 +39,6 @@ class Trainer:
         model: the model or its wrapper for several processes, in training mode.
         optimizer: the optimizer of its trained parameters.
         samples: the training data.
-        accelerator: accelerate's Accelerator.
         steps: the number of steps in the whole run.
         teacher: the model to distil from; None for none.
         progress: the progress of the run, which is kept up to date.
@@ -48,7 +48,6 @@ class Trainer:
     model: Any
     optimizer: torch.optim.Optimizer
     samples: Samples
-    accelerator: Any
     steps: int
     teacher: Any
     progress: Progress
@@ -59,7 +58,7 @@ class Trainer:
         self.tokens_per_step = self.samples_per_step * tokens_per_sample
         self._weight = self.recipe.distillation_weight or 0.0
         self._trained = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        self._autocast = self.recipe.precision == "bf16" and not sharding.is_sharded(self.model)
+        self._autocast = self.recipe.precision == "bf16" and not isinstance(self.model, FSDPModule)
 
     def run(self, stop: Callable[[], bool]) -> Iterator[StepMetrics]:
         """Take the remaining steps one by one. The generator ends early, between two steps, if `stop` returns true on any
@@ -67,8 +66,8 @@ class Trainer:
         """
         for step in range(self.progress.step + 1, self.steps + 1):
             began = time.perf_counter()
-            first = (step - 1) * self.samples_per_step
-            batches = self._share(self.samples, range(first, first + self.samples_per_step))
+            end = step * self.samples_per_step
+            batches = self._share(self.samples, range(end - self.samples_per_step, end))
             labels = sum(int((batch["labels"] != IGNORED).sum()) for batch in batches)
             count, stops = summed([labels, stop()])
             if stops:
@@ -81,11 +80,10 @@ class Trainer:
         """This process's share of samples, the same number of batches on every process; surplus samples have ignored
         labels.
         """
-        processes = self.accelerator.num_processes
         size = self.recipe.micro_batch_size
-        own = numbers[self.accelerator.process_index :: processes]
+        own = numbers[rank() :: started()]
         batches = [samples.batch(own[at : at + size]) for at in range(0, len(own), size)]
-        while len(batches) * size < len(numbers[::processes]):
+        while len(batches) * size < len(numbers[:: started()]):
             filler = samples.batch(numbers[:1])
             filler["labels"] = np.full_like(filler["labels"], IGNORED)
             batches.append(filler)
@@ -93,14 +91,13 @@ class Trainer:
 
     def _step(self, step: int, batches: list[Batch], count: float) -> StepMetrics:
         """One optimizer step on a process's batches, which hold `count` labels on all processes together."""
-        accelerator = self.accelerator
         progress = self.progress
-        torch.manual_seed(mix(self.recipe.seed, step, accelerator.process_index))  # dropout of adapters
+        torch.manual_seed(mix(self.recipe.seed, step, rank()))  # dropout of adapters
         rate = min(learning_rate(self.recipe, step, self.steps), progress.highest_share * self.recipe.learning_rate)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         # read once at the end, so that the GPU is not synchronised in between
-        parts = torch.zeros(3, dtype=torch.float64, device=accelerator.device)
+        parts = torch.zeros(3, dtype=torch.float64, device=self._trained[0].device)
         for number, batch in enumerate(batches):
             # DDP averages the gradients of all copies in the last backward pass; shards, which ignore this, in each one,
             # because otherwise every process would hold whole gradients
@@ -108,9 +105,9 @@ class Trainer:
             found = self.loss(self.model, batch, self._weight, self.recipe.z_loss)
             # turns the mean over processes, which DDP and FSDP compute, into the sum over all tokens divided by their
             # number
-            accelerator.backward(found.sum * (accelerator.num_processes / count))
+            (found.sum * (started() / count)).backward()
             parts += torch.stack([found.sum, found.lm, found.kl]).detach().double()
-        norm = accelerator.clip_grad_norm_(self._trained, self.recipe.gradient_clipping or math.inf)
+        norm = torch.nn.utils.clip_grad_norm_(self._trained, self.recipe.gradient_clipping or math.inf)
         norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
         total, lm, kl = (value / count for value in summed(parts.tolist()))
         finite = math.isfinite(total) and math.isfinite(norm)

@@ -76,7 +76,7 @@ def _explained(output: Path) -> Iterator[None]:
             raise no_space(output, "resumes from the last checkpoint") from None
         if is_out_of_memory(problem):
             raise out_of_memory() from None
-        path = problem.filename if isinstance(problem, OSError) else None
+        path = getattr(problem, "filename", None)
         if path is not None and Path(str(path)).absolute().is_relative_to(output.absolute()):
             raise OutputError(f"{output} can't be used ({problem}): name a writable folder") from None
         raise

@@ -87,11 +87,11 @@ def adapt(accelerator: Any, folder: Path, keys: dict[str, Any]) -> dict[str, Any
     sharded = sharding.number_of_shards(recipe.sharding, accelerator.num_processes) > 1
     torch.manual_seed(0)
     model = load_student(recipe, folder)
-    placed = place(model, accelerator, sharded=sharded, bf16=recipe.precision == "bf16")
+    placed = place(model, accelerator.device, sharded=sharded, bf16=recipe.precision == "bf16")
     optimizer = build_optimizer(model, recipe)
     types = {str(each.dtype) for each in model.parameters() if each.requires_grad}
     options: dict[str, Any] = {"steps": 2, "teacher": None, "progress": Progress()}
-    trainer = Trainer(recipe, placed, optimizer, RaggedSamples(seq2seq=False), accelerator, **options)
+    trainer = Trainer(recipe, placed, optimizer, RaggedSamples(seq2seq=False), **options)
     found: dict[str, Any] = {"loss": np.array([result.loss for result in trainer.run(lambda: False)])}
     alone = accelerator.num_processes == 1
     dcp.save(state_of(placed, optimizer), checkpoint_id=folder / "saved", no_dist=alone)
@@ -146,7 +146,7 @@ def take_steps(accelerator: Any, keys: dict[str, Any]) -> dict[str, Any]:
 
     optimizer.register_step_pre_hook(note)
     options: dict[str, Any] = {"steps": 2, "teacher": teacher, "progress": Progress()}
-    trainer = Trainer(recipe, placed, optimizer, RaggedSamples(kind == "t5"), accelerator, **options)
+    trainer = Trainer(recipe, placed, optimizer, RaggedSamples(kind == "t5"), **options)
     results = list(trainer.run(lambda: False))
     for name in ("loss", "gradient_norm"):
         found[name] = np.array([getattr(result, name) for result in results])
