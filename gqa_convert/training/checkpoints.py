@@ -16,7 +16,7 @@ from typing import Any
 
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim import Optimizer
 
 from gqa_convert.checkpoint.atomic_files import sync, write_json
@@ -151,7 +151,7 @@ class Checkpoints:
             # dcp.async_save holds a second copy of the state (0.63 GB more for 0.64 GB) and blocks a CPU as long, 2.0 s
             # for 2.2; an error of one process is raised on all
             with _first_failure():
-                dcp.save(state, checkpoint_id=work, **_processes())
+                dcp.save(state, checkpoint_id=work, process_group=waiting_group())
             by_first(lambda: self._publish(work, final, record))
         except BaseException as problem:
             shutil.rmtree(work, ignore_errors=True)
@@ -180,7 +180,7 @@ class Checkpoints:
         """
         try:
             with _first_failure():
-                dcp.load(state, checkpoint_id=self.path(step), **_processes())
+                dcp.load(state, checkpoint_id=self.path(step), process_group=waiting_group())
         except GQAConvertError:  # a signal's
             raise
         except Exception as problem:
@@ -213,12 +213,6 @@ def _read(path: Path) -> Progress:
         if (found := _size(path / name)) != size:
             raise ValueError(f"{path / name} has {found} bytes, expected {size}")
     return Progress(**content)
-
-
-def _processes() -> dict[str, Any]:
-    """The processes that save and load, as torch is told."""
-    group = waiting_group()
-    return {"no_dist": group is None, "process_group": group}
 
 
 @contextmanager
@@ -257,9 +251,3 @@ def state_of(model: Any, optimizer: Optimizer) -> StateDict:
     named = unwrapped(model).named_parameters()
     trained = {name: parameter.detach() for name, parameter in named if parameter.requires_grad}
     return {"model": trained, "optimizer": get_optimizer_state_dict(model, optimizer)}
-
-
-def whole_model(model: Any) -> StateDict:
-    """All parameters on the CPU, gathered from all processes onto the main one."""
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    return get_model_state_dict(model, options=options)  # type: ignore[no-any-return]

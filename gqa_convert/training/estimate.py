@@ -12,7 +12,6 @@ import tempfile
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +104,7 @@ def estimate(path: str | Path, overrides: Sequence[str], gpus: int, gpu: str) ->
         teacher = None if recipe.teacher is None else open_checkpoint(recipe.teacher)
         sampler = make_sampler(sample_settings(recipe, student))
     # texts of different lengths are taken to be as long as they may be
-    tokens_per_sample = Fraction(sampler.raw_tokens)
+    tokens_per_sample = sampler.raw_tokens
     batch = _longest(sampler, recipe.micro_batch_size)
     try:
         memory, parameters, flops = _costs(recipe, student, teacher, batch, shards)

@@ -14,9 +14,6 @@ from gqa_convert.training.checkpoints import StateDict
 from gqa_convert.training.optimizers import modules_of_text
 from gqa_convert.training.recipe import Lora, Recipe
 
-_ADAPTER = "default"
-"""PEFT's name of the adapter, as in the names of its parameters."""
-
 
 def check_lora(lora: Lora | None, *, sharded: bool) -> None:
     """Refuse adapters that can't be trained, before anything is loaded.
@@ -120,9 +117,9 @@ def merged_model(trained: nn.Module, folder: Path) -> tuple[Any, StateDict]:
     """
     model, _ = load_model(folder, "auto")
     for name, module in trained.named_modules():
-        if _ADAPTER in getattr(module, "lora_A", {}):
+        if hasattr(module, "lora_A"):
             weight = model.get_submodule(name).weight
             with torch.no_grad():
-                delta = module.get_delta_weight(_ADAPTER).to("cpu", torch.float32)
+                delta = module.get_delta_weight("default").to("cpu", torch.float32)
                 weight.copy_(weight.float() + delta)
     return model, dict(model.state_dict())

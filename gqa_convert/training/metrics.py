@@ -50,10 +50,11 @@ class StepMetrics:
 
     def as_json(self) -> JsonObject:
         """The line's JSON object."""
-        numbers = asdict(self)
-        if not self.skipped:
-            del numbers["skipped"]
-        return {name: number for name, number in numbers.items() if number is not None and math.isfinite(number)}
+        return {
+            name: number
+            for name, number in asdict(self).items()
+            if number is not None and number is not False and math.isfinite(number)
+        }
 
 
 OnStep = Callable[[StepMetrics, int], None]

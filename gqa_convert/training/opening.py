@@ -115,7 +115,7 @@ def check_tokens(models: list[Checkpoint], samples: Samples, held_out: Evaluatio
     if held_out is not None:
         batches.append(held_out.batch(range(len(held_out))))
     for batch in batches:
-        largest = max(largest, *(int(ids.max()) for ids in batch.values()))
+        largest = max(largest, *(ids.max() for ids in batch.values()))
     for model in models:
         size = stated_count(model.config, VOCABULARY_KEYS)
         if size is not None and largest >= size:

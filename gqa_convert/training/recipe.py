@@ -28,7 +28,7 @@ from gqa_convert.data.keys import (
 )
 from gqa_convert.data.objectives import OBJECTIVES
 from gqa_convert.data.scalars import shown
-from gqa_convert.data.sources import KINDS, Source, SourceKind, Sources, pinned
+from gqa_convert.data.sources import KINDS, Source, Sources, pinned
 from gqa_convert.errors import RecipeError
 
 Sharding = Literal["auto", "replicate", "full"]
@@ -231,7 +231,7 @@ def _mistakes(recipe: Recipe) -> Iterator[str]:
 def _source_mistakes(recipe: Recipe) -> Iterator[str]:
     """Sources whose keys contradict one another, the other sources or the objective."""
     first = recipe.data[0].kind
-    reads: tuple[SourceKind, ...] = ("pairs",) if first == "pairs" else ("text", "chat")
+    reads = next(each.reads for each in OBJECTIVES.values() if first in each.reads)
     reason = f"data holds {KINDS[first]}"
     if recipe.objective != "auto":
         reads = OBJECTIVES[recipe.objective].reads

@@ -5,16 +5,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_optimizer_state_dict
 
 from gqa_convert.checkpoint.atomic_files import write_json
 from gqa_convert.checkpoint.machine import machine, measurement
 from gqa_convert.checkpoint.publication import check_destination, sweep
 from gqa_convert.data.token_files import OnTokenize
 from gqa_convert.errors import DivergedError, ResumeError, StoppedError
+from gqa_convert.families.loading import read_object
 from gqa_convert.processes import Say, by_first, check_agreement, join, rank, started, together
 from gqa_convert.training import sharding
-from gqa_convert.training.checkpoints import Checkpoints, Progress, state_of, whole_model
+from gqa_convert.training.checkpoints import Checkpoints, Progress, state_of
 from gqa_convert.training.export import export_model
 from gqa_convert.training.lora import check_lora, merged_model
 from gqa_convert.training.metrics import OnStep, RunLog, RunSummary, check_trackers, read_metrics, recovery
@@ -107,7 +108,7 @@ class Run:
         known = finished or newest
         if known is None:
             return None, self.progress
-        commits = self.folder.read_commits()
+        commits = read_object(self.folder.dataset_commits)
         earlier = make_recipe(known.recipe)
         different = earlier.pinned(commits).differences(recipe.pinned(commits), "never")
         if recipe.budget_tokens < earlier.budget_tokens:
@@ -139,7 +140,7 @@ class Run:
             for change in make_recipe(progress.recipe).differences(self.recipe, "recorded", "budget"):
                 progress.changes.append(f"from step {progress.step + 1}: {change}")
                 self.say(change)
-        self.opened = open_recipe(self.recipe, self.folder.read_commits(), self.on_tokenize, self.say)
+        self.opened = open_recipe(self.recipe, read_object(self.folder.dataset_commits), self.on_tokenize, self.say)
         with together():
             for name, known in progress.inputs.items():
                 if self.opened.inputs.get(name, known) != known:
@@ -280,7 +281,10 @@ class Run:
         source = self.opened.models[0]
         summary = None
         model = sharding.unwrapped(self.trainer.model)
-        state = whole_model(self.trainer.model) if self.recipe.lora is None else {}
+        state = {}
+        if self.recipe.lora is None:
+            options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+            state = get_model_state_dict(self.trainer.model, options=options)
         with together():
             if not rank():
                 if self.recipe.lora is not None:

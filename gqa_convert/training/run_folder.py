@@ -12,7 +12,6 @@ from gqa_convert.checkpoint.atomic_files import write_json, write_whole
 from gqa_convert.checkpoint.locks import try_lock
 from gqa_convert.data.sources import DatasetCommits
 from gqa_convert.errors import LaunchError, OutputError
-from gqa_convert.families.loading import read_object
 from gqa_convert.training.metrics import RunSummary
 from gqa_convert.training.recipe import Recipe
 
@@ -94,10 +93,6 @@ class RunFolder:
         if commits:
             write_json(self.dataset_commits, commits)
         self.summary.unlink(missing_ok=True)
-
-    def read_commits(self) -> DatasetCommits:
-        """The commits of Hub datasets that the run keeps; empty if none are recorded."""
-        return read_object(self.dataset_commits)
 
     def finished(self) -> RunSummary | None:
         """The summary of a complete run; None if the run is not complete."""

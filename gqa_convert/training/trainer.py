@@ -137,16 +137,24 @@ class Trainer:
         layers were removed.
         """
         inputs, labels = on_device(batch, model)
-        labelled = labelled_positions(batch["labels"])
-        terms: dict[str, Any] = {"weight": weight, "z_loss": z_loss}
-        if labelled is not None:
-            terms["labelled"] = torch.from_numpy(labelled).to(labels.device)
+        teacher = teacher_layer = labelled = None
+        if (numbers := labelled_positions(batch["labels"])) is not None:
+            labelled = torch.from_numpy(numbers).to(labels.device)
         with torch.autocast(labels.device.type, torch.bfloat16, enabled=self._autocast):
             output = model(**inputs, use_cache=False).logits
             if weight:
-                terms["teacher"] = teacher_logits(self.teacher, inputs)
-                terms["teacher_layer"] = removed_output_layer(self.teacher)
-            found = combined_loss(output, labels, layer=removed_output_layer(sharding.unwrapped(model)), **terms)
+                teacher = teacher_logits(self.teacher, inputs)
+                teacher_layer = removed_output_layer(self.teacher)
+            found = combined_loss(
+                output,
+                labels,
+                teacher,
+                layer=removed_output_layer(sharding.unwrapped(model)),
+                teacher_layer=teacher_layer,
+                labelled=labelled,
+                weight=weight,
+                z_loss=z_loss,
+            )
         if weight:
             sharding.reshard(self.teacher)
         return found
