@@ -32,8 +32,7 @@ from gqa_convert.training.lora import check_lora, target_modules
 from gqa_convert.training.models import recompute, turn_dropout_off
 from gqa_convert.training.opening import sample_settings
 from gqa_convert.training.optimizers import fix_towers
-from gqa_convert.training.recipe import Recipe
-from gqa_convert.training.recipe_files import read_recipe
+from gqa_convert.training.recipe import Recipe, read_recipe
 from gqa_convert.training.sharding import layers, number_of_shards
 
 UTILISATION = 0.35

@@ -1,21 +1,18 @@
-"""The numbers of a run: `metrics.jsonl`, one JSON object per optimizer step; the trackers that receive the same; and
+"""The numbers of a run: a line of `metrics.jsonl` for an optimizer step, of which trackers receive the same, and
 `summary.json`.
 """
 
 import json
 import math
-import resource
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from gqa_convert.checkpoint.atomic_files import sync, write_whole
 from gqa_convert.checkpoint.results import Result
 from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.errors import MissingExtraError
-from gqa_convert.processes import rank
 from gqa_convert.training.recipe import Recipe
 
 
@@ -59,53 +56,6 @@ class StepMetrics:
 
 OnStep = Callable[[StepMetrics, int], None]
 """Called on the main process after every step that is logged, with the number of steps in the whole run."""
-
-
-@dataclass
-class RunLog:
-    """The log of a run: the metrics file, the caller's hook and trackers. Only the main process writes.
-
-    Attributes:
-        path: the path of the metrics file.
-        step: the step that the run resumes from; lines of later ones, and a line cut short by a crash, are removed.
-        steps: of the whole run.
-        accelerator: accelerate's Accelerator.
-        on_step: called with every line.
-    """
-
-    path: Path
-    step: int
-    steps: int
-    accelerator: Any
-    on_step: OnStep
-
-    def __post_init__(self) -> None:
-        if not rank():
-            kept = [json.dumps(line) + "\n" for line in read_metrics(self.path) if line["step"] <= self.step]
-            write_whole(self.path, "".join(kept).encode())
-
-    def write(self, metrics: StepMetrics) -> None:
-        """Log a step."""
-        if rank():
-            return
-        device = self.accelerator.device
-        used = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        if device.type == "cuda":
-            import torch
-
-            used = torch.cuda.max_memory_allocated(device)
-        metrics.peak_memory_gb = round(used / 1e9, 3)
-        numbers = metrics.as_json()
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(numbers) + "\n")
-        self.on_step(metrics, self.steps)
-        del numbers["step"]
-        self.accelerator.log(numbers, metrics.step)
-
-    def sync(self) -> None:
-        """Wait until all lines are on disk."""
-        if not rank():
-            sync(self.path)
 
 
 def check_trackers(accelerator: Any, recipe: Recipe) -> None:

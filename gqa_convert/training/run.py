@@ -1,5 +1,7 @@
 """A run: sets it up from its recipe and the state of its output folder, trains, and publishes the model."""
 
+import json
+import resource
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -7,7 +9,7 @@ from pathlib import Path
 import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_optimizer_state_dict
 
-from gqa_convert.checkpoint.atomic_files import write_json
+from gqa_convert.checkpoint.atomic_files import sync, write_json
 from gqa_convert.checkpoint.machine import machine, measurement
 from gqa_convert.checkpoint.publication import check_destination, sweep
 from gqa_convert.data.token_files import OnTokenize
@@ -18,7 +20,7 @@ from gqa_convert.training import sharding
 from gqa_convert.training.checkpoints import Checkpoints, Progress, state_of
 from gqa_convert.training.export import export_model
 from gqa_convert.training.lora import check_lora, merged_model
-from gqa_convert.training.metrics import OnStep, RunLog, RunSummary, check_trackers, read_metrics, recovery
+from gqa_convert.training.metrics import OnStep, RunSummary, StepMetrics, check_trackers, read_metrics, recovery
 from gqa_convert.training.models import load_frozen, load_student, place, remove_output
 from gqa_convert.training.opening import open_recipe
 from gqa_convert.training.optimizers import build_optimizer, learning_rate
@@ -203,7 +205,7 @@ class Run:
 
     def begin(self) -> None:
         """Write the first files of the run, evaluate what was not evaluated yet, and restore a checkpoint."""
-        by_first(lambda: self.folder.begin(self.recipe, self.opened.dataset_commits))
+        by_first(lambda: self.folder.begin(self.recipe, self.opened.dataset_commits, self.progress.step))
         trainer = self.trainer
         progress = self.progress
         held_out = self.opened.held_out
@@ -230,8 +232,6 @@ class Run:
         progress = self.progress
         held_out = self.opened.held_out
         steps = trainer.steps
-        with together():
-            log = RunLog(self.folder.metrics, progress.step, steps, self.accelerator, self.on_step)
         settings = {name: str(value) for name, value in recipe.resolved().items()}
         self.accelerator.init_trackers("gqa-convert", settings)
         saved = progress.step
@@ -246,7 +246,7 @@ class Run:
                     metrics.evaluation_loss = trainer.evaluate(trainer.model, held_out)
                     progress.evaluations["last"] = metrics.evaluation_loss
                 if due or metrics.skipped or step % recipe.log_every == 0:
-                    log.write(metrics)
+                    self.log(metrics)
                 if metrics.skipped:
                     self.say(f"step {step}: the loss or a gradient is not finite; no update")
                 if progress.skipped_in_a_row >= _LONGEST_STREAK:
@@ -258,10 +258,10 @@ class Run:
                         "again with a lower learning_rate, a lower gradient_clipping or precision=no"
                     )
                 if step % recipe.save_every == 0:
-                    self._save(log)
+                    self._save()
                     saved = step
             if saved != progress.step:
-                self._save(log)
+                self._save()
             if progress.step < steps:
                 done = "before the first step"
                 if progress.step:
@@ -270,8 +270,24 @@ class Run:
                     if names := self.stops.names:
                         raise StoppedError(f"stopped by {names[0]} {done}: run the same command again to resume")
 
-    def _save(self, log: RunLog) -> None:
-        log.sync()
+    def log(self, metrics: StepMetrics) -> None:
+        """Log a step on the main process: in the metrics file, for the caller, and in trackers."""
+        if rank():
+            return
+        used = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        if self.accelerator.device.type == "cuda":
+            used = torch.cuda.max_memory_allocated()
+        metrics.peak_memory_gb = round(used / 1e9, 3)
+        numbers = metrics.as_json()
+        with self.folder.metrics.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(numbers) + "\n")
+        self.on_step(metrics, self.trainer.steps)
+        del numbers["step"]
+        self.accelerator.log(numbers, metrics.step)
+
+    def _save(self) -> None:
+        if not rank():
+            sync(self.folder.metrics)
         self.progress.recipe = self.opened.recipe.resolved()
         self.progress.inputs = self.opened.inputs
         self.checkpoints.save(state_of(self.trainer.model, self.trainer.optimizer), self.progress)

@@ -12,7 +12,7 @@ from gqa_convert.checkpoint.atomic_files import write_json, write_whole
 from gqa_convert.checkpoint.locks import try_lock
 from gqa_convert.data.sources import DatasetCommits
 from gqa_convert.errors import LaunchError, OutputError
-from gqa_convert.training.metrics import RunSummary
+from gqa_convert.training.metrics import RunSummary, read_metrics
 from gqa_convert.training.recipe import Recipe
 
 LOCK = ".lock"
@@ -85,14 +85,22 @@ class RunFolder:
                         each.rmdir()
             os.close(handle)
 
-    def begin(self, recipe: Recipe, commits: DatasetCommits) -> None:
-        """Write the first files of a run, after which the folder belongs to it."""
+    def begin(self, recipe: Recipe, commits: DatasetCommits, step: int) -> None:
+        """Write the first files of a run, after which the folder belongs to it.
+
+        Args:
+            recipe: of the run.
+            commits: that it keeps.
+            step: that it resumes from; metrics of later ones, and a line cut short by a crash, are removed.
+        """
         text = "# The recipe of this run, with all defaults; written by gqa-convert uptrain.\n"
         text += yaml.safe_dump(recipe.resolved(), sort_keys=False, allow_unicode=True)
         write_whole(self.recipe, text.encode())
         if commits:
             write_json(self.dataset_commits, commits)
         self.summary.unlink(missing_ok=True)
+        kept = [json.dumps(line) + "\n" for line in read_metrics(self.metrics) if line["step"] <= step]
+        write_whole(self.metrics, "".join(kept).encode())
 
     def finished(self) -> RunSummary | None:
         """The summary of a complete run; None if the run is not complete."""

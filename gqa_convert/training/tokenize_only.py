@@ -9,7 +9,7 @@ from gqa_convert.data.hub import default_cache
 from gqa_convert.data.token_files import OnTokenize
 from gqa_convert.errors import InterruptedRunError, StoppedError
 from gqa_convert.training.opening import open_recipe
-from gqa_convert.training.recipe_files import read_recipe
+from gqa_convert.training.recipe import read_recipe
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from gqa_convert.checkpoint.resource_errors import is_disk_full, is_out_of_memor
 from gqa_convert.errors import GQAConvertError, OutputError
 from gqa_convert.families.loading import no_bars
 from gqa_convert.processes import Say, out_of_memory, taking_part
-from gqa_convert.training.recipe_files import read_recipe
+from gqa_convert.training.recipe import read_recipe
 from gqa_convert.training.stopping import StopRequests
 
 if TYPE_CHECKING:  # these import numpy and torch
