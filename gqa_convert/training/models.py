@@ -122,5 +122,5 @@ def turn_dropout_off(model: Any) -> None:
     for holder in (*model.modules(), model.config):
         for name, value in list(vars(holder).items()):
             named = "dropout" in name or "pdrop" in name
-            if named and isinstance(value, float) and "classifier" not in name and "layerdrop" not in name:
+            if named and isinstance(value, float) and "classifier" not in name:
                 setattr(holder, name, 0.0)

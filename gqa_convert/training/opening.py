@@ -126,7 +126,8 @@ def check_tokens(models: list[Checkpoint], samples: Samples, held_out: Evaluatio
 
 
 def sample_settings(recipe: Recipe, student: Checkpoint) -> SampleSettings:
-    """The settings of a run's samples, from the config and the tokenizer of its model alone.
+    """The settings of a run's samples, from the config and the tokenizer of its model alone. Without a stated length, a
+    sample is as long as the model's context, at most 512 tokens for an encoder-decoder.
 
     Raises:
         RecipeError: objective or sequence length don't suit the model.
@@ -135,11 +136,16 @@ def sample_settings(recipe: Recipe, student: Checkpoint) -> SampleSettings:
     with loading.explained(f"the tokenizer of {recipe.model}"):
         tokenizer = loading.load_tokenizer(student.local_folder)
     objective = choose_objective(recipe, config)
-    length = sample_length(recipe, config)
+    stated = recipe.sequence_length
+    context = stated_positions(config)
+    if stated and context and stated > context:
+        raise RecipeError(f"sequence_length is {stated} and {recipe.model} has positions for {context}: lower it")
+    length = block_length(config)
     start = None
     if loading.is_encoder_decoder(config):
+        length = min(length, SPAN_LENGTH)
         start = decoder_start(student.local_folder, config, tokenizer)
-    return SampleSettings(tokenizer, objective, length, start, starts_with_last(config))
+    return SampleSettings(tokenizer, objective, stated or length, start, starts_with_last(config))
 
 
 def choose_objective(recipe: Recipe, config: Mapping[str, Any]) -> str:
@@ -154,34 +160,14 @@ def choose_objective(recipe: Recipe, config: Mapping[str, Any]) -> str:
         )
     kind: ModelKind = "an encoder-decoder" if loading.is_encoder_decoder(config) else "a decoder-only model"
     choices = {name: each for name, each in OBJECTIVES.items() if each.models == kind}
-    if recipe.objective in choices:
-        return recipe.objective
     held = recipe.data[0].kind
-    stated = f"objective is {recipe.objective}"
-    if recipe.objective == "auto":
-        for name, each in choices.items():
-            if held in each.reads:
-                return name
-        stated = f"data holds {KINDS[held]}"
+    is_open = recipe.objective == "auto"
+    for name, each in choices.items():
+        if name == recipe.objective or (is_open and held in each.reads):
+            return name
+    stated = f"data holds {KINDS[held]}" if is_open else f"objective is {recipe.objective}"
     words = [f"{name}, on {' or '.join(KINDS[read] for read in each.reads)}" for name, each in choices.items()]
     raise RecipeError(f"{stated} and {recipe.model} is {kind}: use the objective {' or '.join(words)}")
-
-
-def sample_length(recipe: Recipe, config: Mapping[str, Any]) -> int:
-    """The tokens of a sample: those that the recipe states, or else the model's context length, at most 512 for an
-    encoder-decoder.
-
-    Raises:
-        RecipeError: the recipe states more than the model has positions for.
-    """
-    stated = recipe.sequence_length
-    context = stated_positions(config)
-    if stated and context and stated > context:
-        raise RecipeError(f"sequence_length is {stated} and {recipe.model} has positions for {context}: lower it")
-    usual = block_length(config)
-    if loading.is_encoder_decoder(config):
-        usual = min(usual, SPAN_LENGTH)
-    return stated or usual
 
 
 def check_vocabularies(student: Path, teacher: Path) -> None:

@@ -112,7 +112,7 @@ class Run:
             return None, self.progress
         commits = read_object(self.folder.dataset_commits)
         earlier = make_recipe(known.recipe)
-        different = earlier.pinned(commits).differences(recipe.pinned(commits), "never")
+        different = earlier.differences(recipe.pinned(commits), "never")
         if recipe.budget_tokens < earlier.budget_tokens:
             different.append(f"the budget was {earlier.budget_tokens} tokens and is now {recipe.budget_tokens}")
         if different:
