@@ -290,7 +290,7 @@ def total(own: Any) -> Any:
     return found if isinstance(own, int) else found.to(own.device)
 
 
-def check_agreement(values: Mapping[str, Any]) -> None:
+def check_agreement(values: dict[str, Any]) -> None:
     """Refuse to go on where a process has another value than the first one. Every process calls this.
 
     Args:
@@ -299,7 +299,7 @@ def check_agreement(values: Mapping[str, Any]) -> None:
     Raises:
         LaunchError: two processes differ.
     """
-    first, *others = gathered(dict(values))
+    first, *others = gathered(values)
     with together():
         for process, found in enumerate(others, 1):
             for name in first | found:

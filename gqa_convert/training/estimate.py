@@ -135,8 +135,9 @@ def estimate(path: str | Path, overrides: Sequence[str], gpus: int, gpu: str) ->
 
 def _longest(sampler: Sampler, size: int) -> Batch:
     """A batch of the longest sample, from two documents of made-up tokens."""
-    tokens = np.zeros(2 * sampler.settings.length, np.uint32)
-    tokens[sampler.settings.length - 1 :: sampler.settings.length] |= LAST
+    length = sampler.settings.length
+    tokens = np.zeros(2 * length, np.uint32)
+    tokens[length - 1 :: length] |= LAST
     source = TokenSource(tokens)
     place = sampler.first(source, source.size)[0]
     return sampler.batch([(source, place)] * size, [(0, 0)] * size)

@@ -204,7 +204,7 @@ class Run:
         return recipe, steps
 
     def begin(self) -> None:
-        """Write the first files of the run, evaluate what was not evaluated yet, and restore a checkpoint."""
+        """Write the first files of the run, and evaluate what was not evaluated yet."""
         by_first(lambda: self.folder.begin(self.recipe, self.opened.dataset_commits, self.progress.step))
         trainer = self.trainer
         progress = self.progress
@@ -214,14 +214,9 @@ class Run:
                 if model is not None:
                     loss = progress.evaluations[name] = trainer.evaluate(model, held_out)
                     self.say(f"language-model loss on the evaluation data, {name}: {loss:.4f} nats per token")
-        if progress.step:
-            with self.stops.at_boundaries():  # until the checkpoint is restored
-                state = state_of(trainer.model, trainer.optimizer)
-                self.checkpoints.load(progress.step, state)
-                set_optimizer_state_dict(trainer.model, trainer.optimizer, state["optimizer"])
 
     def train(self) -> None:
-        """Take the remaining steps; log, evaluate and save between them.
+        """Restore a checkpoint and take the remaining steps; log, evaluate and save between them.
 
         Raises:
             StoppedError: a signal asked to stop, and the state is saved.
@@ -232,13 +227,17 @@ class Run:
         progress = self.progress
         held_out = self.opened.held_out
         steps = trainer.steps
-        settings = {name: str(value) for name, value in recipe.resolved().items()}
-        self.accelerator.init_trackers("gqa-convert", settings)
         saved = progress.step
-        self.say(
-            f"{steps:,} steps of {round(trainer.tokens_per_step):,} tokens on {started()} process(es), from step {saved + 1:,}"
-        )
         with self.stops.at_boundaries():
+            if saved:
+                state = state_of(trainer.model, trainer.optimizer)
+                self.checkpoints.load(saved, state)
+                set_optimizer_state_dict(trainer.model, trainer.optimizer, state["optimizer"])
+            settings = {name: str(value) for name, value in recipe.resolved().items()}
+            self.accelerator.init_trackers("gqa-convert", settings)
+            self.say(
+                f"{steps:,} steps of {round(trainer.tokens_per_step):,} tokens on {started()} process(es), from step {saved + 1:,}"
+            )
             for metrics in trainer.run(lambda: bool(self.stops.names)):
                 step = metrics.step
                 due = step == steps or step % (recipe.evaluate_every or steps) == 0

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gqa_convert.errors import LaunchError
 from gqa_convert.families.loading import load_model, outline_model, untie
-from gqa_convert.processes import check_agreement, gathered, is_set, rank
+from gqa_convert.processes import by_first, check_agreement, is_set, rank
 from gqa_convert.training.recipe import Sharding
 
 
@@ -128,7 +128,7 @@ def _match_the_first(model: Any) -> None:
         LaunchError: the models differ in more than that.
     """
     tensors = _tensors(model)
-    types = gathered({name: tensor.dtype for name, tensor in tensors.items()})[0]
+    types = by_first(lambda: {name: tensor.dtype for name, tensor in tensors.items()})
     for name, _ in model.named_parameters(remove_duplicate=False):
         if name in types and name not in tensors:
             untie(model, name)

@@ -29,8 +29,9 @@ class StopRequests:
 
     def __enter__(self) -> "StopRequests":
         if threading.current_thread() is threading.main_thread():  # only the main thread can have handlers
-            heeded = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]  # not so under nohup
-            self._before = {number: signal.signal(number, self._note) for number in heeded}
+            for number in SIGNALS:
+                if signal.getsignal(number) != signal.SIG_IGN:  # as nohup sets it
+                    self._before[number] = signal.signal(number, self._note)
         return self
 
     def __exit__(self, _: Any, error: Any, __: Any) -> None:
