@@ -23,7 +23,7 @@ from gqa_convert.checkpoint.atomic_files import sync, write_json
 from gqa_convert.checkpoint.resource_errors import is_disk_full, no_space
 from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.errors import GQAConvertError, ResumeError, first_line
-from gqa_convert.processes import Say, by_first, rank, together, waiting_group
+from gqa_convert.processes import Say, by_first, rank, waiting_group
 from gqa_convert.training.sharding import unwrapped
 
 _UNFINISHED = ".unfinished-"
@@ -144,10 +144,6 @@ class Checkpoints:
         final = self.path(record.step)
         work = self.folder / f"{_UNFINISHED}{final.name}"
         try:
-            with together():
-                if not rank():
-                    shutil.rmtree(work, ignore_errors=True)
-                    work.mkdir(parents=True)
             # dcp.async_save holds a second copy of the state (0.63 GB more for 0.64 GB) and blocks a CPU as long, 2.0 s
             # for 2.2; an error of one process is raised on all
             with _first_failure():

@@ -74,13 +74,7 @@ def add_adapters(model: nn.Module, lora: Lora) -> None:
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     from peft import LoraConfig, inject_adapter_in_model
 
-    targets = target_modules(model)
-    config = LoraConfig(
-        r=lora.rank,
-        lora_alpha=lora.rank,
-        target_modules=targets,
-        fan_in_fan_out=not isinstance(model.get_submodule(targets[0]), nn.Linear),  # GPT-2's Conv1D
-    )
+    config = LoraConfig(r=lora.rank, lora_alpha=lora.rank, target_modules=target_modules(model))
     model.requires_grad_(False)
     inject_adapter_in_model(config, model)
     for parameter in model.parameters():

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gqa_convert.errors import LaunchError
 from gqa_convert.families.loading import load_model, outline_model, untie
-from gqa_convert.processes import by_first, check_agreement, is_set, rank
+from gqa_convert.processes import by_first, check_agreement, is_set, rank, started
 from gqa_convert.training.recipe import Sharding
 
 
@@ -75,7 +75,7 @@ def shard(model: Any, device: Any, *, bf16: bool) -> Any:
     _match_the_first(model)
     names = {name for name, _ in model.named_parameters()}
     numbers = {} if rank() else model.state_dict()
-    mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
+    mesh = init_device_mesh(device.type, (started(),))
     dtype = torch.bfloat16 if bf16 else None
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for layer in layers(model):

@@ -3,8 +3,6 @@
 """
 
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -56,19 +54,14 @@ def uptrain_checkpoint(
         StoppedError: a signal asked to stop, and the state is saved.
     """
     recipe = read_recipe(path, overrides)
-    with StopRequests() as stops, _explained(Path(recipe.output)), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # warnings of torch and transformers for developers
-        from gqa_convert.training.run import Run
-
-        with taking_part(), no_bars():
-            return Run(recipe, stops, on_message, on_step, on_tokenize, command).complete()
-
-
-@contextmanager
-def _explained(output: Path) -> Iterator[None]:
-    """Turn operating-system errors about the output folder or the memory into one line."""
+    output = Path(recipe.output)
     try:
-        yield
+        with StopRequests() as stops, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # warnings of torch and transformers for developers
+            from gqa_convert.training.run import Run
+
+            with taking_part(), no_bars():
+                return Run(recipe, stops, on_message, on_step, on_tokenize, command).complete()
     except GQAConvertError:
         raise
     except Exception as problem:  # safetensors reports a full disk without OSError
@@ -76,7 +69,7 @@ def _explained(output: Path) -> Iterator[None]:
             raise no_space(output, "resumes from the last checkpoint") from None
         if is_out_of_memory(problem):
             raise out_of_memory() from None
-        path = getattr(problem, "filename", None)
-        if path is not None and Path(str(path)).absolute().is_relative_to(output.absolute()):
+        file = getattr(problem, "filename", None)
+        if file is not None and Path(str(file)).absolute().is_relative_to(output.absolute()):
             raise OutputError(f"{output} can't be used ({problem}): name a writable folder") from None
         raise
