@@ -6,7 +6,7 @@ ones, wastes days. An error on one process is raised on all of them, so that non
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -53,12 +53,12 @@ def join(**options: Any) -> Any:
     Raises:
         LaunchError: the launcher did not start the requested processes.
     """
-    check_environment(os.environ)
+    check_environment()
     from accelerate import Accelerator
 
     # the recipe's precision decides, in trainer and sharding
     accelerator = Accelerator(mixed_precision="no", **options)
-    stated = _number(os.environ, "WORLD_SIZE") or 1
+    stated = _number("WORLD_SIZE") or 1
     if accelerator.num_processes != stated:
         raise LaunchError(
             f"the launcher started {stated} processes and this run has {accelerator.num_processes}: {_ADVICE}"
@@ -75,40 +75,40 @@ def join(**options: Any) -> Any:
     return accelerator
 
 
-def is_set(environment: Mapping[str, str], name: str) -> bool:
+def is_set(name: str) -> bool:
     """Whether a switch of accelerate is on."""
-    return environment.get(name, "false").lower() in ("1", "true", "yes", "on")
+    return os.getenv(name, "false").lower() in ("1", "true", "yes", "on")
 
 
-def check_environment(environment: Mapping[str, str]) -> None:
+def check_environment() -> None:
     """Refuse inconsistent environment variables before processes begin to wait for one another.
 
     Raises:
         LaunchError: variables of a launcher or a user contradict one another, or are not supported.
     """
     for name, reason in _REFUSED.items():
-        if is_set(environment, name):
+        if is_set(name):
             raise LaunchError(
                 f"{name} is set, perhaps by accelerate's configuration, but {reason}: use recipes/accelerate/fsdp2.yaml, or remove that key"
             )
     # torchrun, started once on each node, knows of as many groups as there are tasks
-    known = _number(environment, "GROUP_WORLD_SIZE") or _number(environment, "WORLD_SIZE") or 1
+    known = _number("GROUP_WORLD_SIZE") or _number("WORLD_SIZE") or 1
     for name in _TASK_COUNTS:
-        tasks = _number(environment, name) or 1
+        tasks = _number(name) or 1
         if tasks > known:
             raise LaunchError(
                 f"{tasks} tasks were started ({name}) and this one knows of {known}, so each would work alone: start one task per node, "
                 "and in each torchrun with --nnodes and --rdzv_endpoint, as recipes/slurm/uptrain.sbatch does"
             )
-    needed = _LAUNCHER[:3] if _number(environment, "WORLD_SIZE") == 1 else _LAUNCHER
-    present = [name for name in needed if environment.get(name)]
-    missing = [name for name in needed if not environment.get(name)]
+    needed = _LAUNCHER[:3] if _number("WORLD_SIZE") == 1 else _LAUNCHER
+    present = [name for name in needed if os.getenv(name)]
+    missing = [name for name in needed if not os.getenv(name)]
     if present and missing:  # as when accelerate starts one process with --cpu or MULTI_CPU
         raise LaunchError(f"{present[0]} is set and {missing[0]} is not: {_ADVICE}, or unset {present[0]}")
 
 
-def _number(environment: Mapping[str, str], name: str) -> int | None:
-    text = environment.get(name)
+def _number(name: str) -> int | None:
+    text = os.getenv(name)
     if not text:
         return None
     if not text.isdecimal():
@@ -180,7 +180,7 @@ def gathered(value: Any) -> list[Any]:
         return [value]
     import torch
 
-    found: list[Any] = [None] * _waiting_group.size()
+    found: list[Any] = [None] * started()
     try:
         torch.distributed.all_gather_object(found, value, group=_waiting_group)
     except RuntimeError as problem:

@@ -201,10 +201,11 @@ class _Loss(torch.autograd.Function):  # type: ignore[misc]
                     continue
                 if of_states is not None:
                     of_states[part] = logits @ matrix
-                if of_weights is not None and of_weights.dtype == dtype:
-                    of_weights.addmm_(logits.T, inputs)
-                elif of_weights is not None:
-                    of_weights += logits.T @ inputs
+                if of_weights is not None:
+                    if of_weights.dtype == dtype:
+                        of_weights.addmm_(logits.T, inputs)
+                    else:
+                        of_weights += logits.T @ inputs
                 if of_bias is not None:
                     of_bias += logits.sum(0, dtype=of_bias.dtype)
                 del theirs, logits, inputs  # before the next ones are made

@@ -5,7 +5,6 @@ accelerate's own FSDP switch silently becomes DDP on CPUs, and its `no_sync` kee
 this is done here, from the same configuration.
 """
 
-import os
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -31,7 +30,7 @@ def number_of_shards(sharding: Sharding, processes: int) -> int:
             of accelerate).
         processes: the number of processes.
     """
-    if sharding == "full" or (sharding == "auto" and is_set(os.environ, "ACCELERATE_USE_FSDP")):
+    if sharding == "full" or (sharding == "auto" and is_set("ACCELERATE_USE_FSDP")):
         return processes
     return 1
 
