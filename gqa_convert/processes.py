@@ -151,7 +151,7 @@ def together() -> Iterator[None]:
     except (Exception, InterruptedRunError) as raised:
         own = out_of_memory() if is_out_of_memory(raised) else raised
     for process, theirs in enumerate(gathered(own and _for_others(own))):
-        if theirs is not None:
+        if theirs:
             error = own or theirs
             error.reported_elsewhere = process != rank()
             raise error
@@ -213,7 +213,7 @@ def _broadcast(value: Any = None, problem: BaseException | None = None) -> Any:
         if problem is None:  # which says more
             raise _ended(broken) from None
     value, error = found
-    if error is not None and rank():
+    if error and rank():
         error.reported_elsewhere = True
         raise error
     return value
@@ -262,7 +262,7 @@ def follow() -> None:
     Raises:
         GQAConvertError: the first process fails, or this one.
     """
-    while (work := _broadcast()) is not None:
+    while work := _broadcast():
         function, arguments = work
         function(*arguments)
 
@@ -280,7 +280,7 @@ def total(own: Any) -> Any:
     if isinstance(own, float):
         return float(total(torch.tensor(own, dtype=torch.float64)))
     shapes = gathered(None if isinstance(own, int) else (own.shape, own.dtype))
-    shape, dtype = next(each for each in shapes if each is not None)
+    shape, dtype = next(each for each in shapes if each)
     found = torch.zeros(shape, dtype=dtype, device=_device)
     found.copy_(torch.as_tensor(own).detach())
     try:
@@ -341,7 +341,7 @@ def _leave() -> None:
     global _waiting_group
     _waiting_group = None
     torch = sys.modules.get("torch")  # not imported if a signal interrupted the import, which must not start again
-    if torch is not None and torch.distributed.is_initialized():
+    if torch and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
 

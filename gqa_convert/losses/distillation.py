@@ -98,7 +98,7 @@ def combined_loss(
     """
     output, labels = output.flatten(0, -2), labels.flatten()
     theirs = teacher.detach().flatten(0, -2) if weight and teacher is not None else None
-    if labelled is not None and layer is not None:
+    if labelled is not None and layer:
         output, labels = output[labelled], labels[labelled]
         theirs = None if theirs is None else theirs[labelled]
     weights, bias, cap = layer or (None, None, None)
@@ -192,7 +192,7 @@ class _Loss(torch.autograd.Function):  # type: ignore[misc]
             for start in range(0, len(states), size):
                 part = slice(start, start + size)
                 theirs = None if teacher is None else teacher[part]
-                if theirs is not None and terms.teacher_layer is not None:
+                if theirs is not None and terms.teacher_layer:
                     theirs = terms.teacher_layer.logits(theirs)
                 inputs = states[part].to(dtype)
                 logits = inputs if matrix is None else linear(inputs, matrix, offset)

@@ -100,7 +100,7 @@ def estimate(path: str | Path, overrides: Sequence[str], gpus: int, gpu: str) ->
     check_lora(recipe.lora, sharded=shards > 1)
     with no_bars():
         student = open_checkpoint(recipe.model, download=True)
-        teacher = None if recipe.teacher is None else open_checkpoint(recipe.teacher)
+        teacher = open_checkpoint(recipe.teacher) if recipe.teacher else None
         sampler = make_sampler(sample_settings(recipe, student))
     # texts of different lengths are taken to be as long as they may be
     tokens_per_sample = sampler.raw_tokens
@@ -160,12 +160,12 @@ def _costs(
     size = 2 if in_bf16 else 4
     with FakeTensorMode():
         # FSDP2 computes in bfloat16 weights, and adapters are on such; otherwise autocasting does
-        model = _outline(student, in_bf16 and (shards > 1 or recipe.lora is not None))
+        model = _outline(student, in_bf16 and (shards > 1 or bool(recipe.lora)))
         count = _numbers(model.parameters())
         learning = _numbers(each for each in model.parameters() if each.requires_grad)
         fixed = 4 * (count - learning) / shards
         copied = 0
-        if recipe.lora is not None:
+        if recipe.lora:
             fixed = count * (_NF4 if recipe.lora.quantize else size)
             adapted = [model.get_submodule(name).weight.shape for name in target_modules(model)]
             learning = recipe.lora.rank * sum(map(sum, adapted))
@@ -196,7 +196,7 @@ def _costs(
         if shards > 1:  # two layers, what is outside the layers, and the gradients of one layer and of that
             memory["gathered layers"] = size * max(blocks) + (2 * size + 4) * (max(blocks) + outside)
         taught = 0
-        if teacher is not None:
+        if teacher:
             model = _outline(teacher, in_bf16=True)
             taught = _numbers(model.parameters())
             with torch.no_grad():

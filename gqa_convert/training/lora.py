@@ -45,7 +45,7 @@ def loading_options(recipe: Recipe) -> dict[str, Any]:
     """
     lora = recipe.lora
     dtype = torch.bfloat16 if lora and recipe.precision == "bf16" else torch.float32
-    if lora is None or lora.quantize is None:
+    if not lora or not lora.quantize:
         return {"dtype": dtype}
     if importlib.util.find_spec("bitsandbytes") is None:
         raise MissingExtraError(

@@ -116,7 +116,7 @@ class RunSummary(Result):
     def provenance(self) -> JsonObject:
         """The entry for the trained model's provenance."""
         names = ["kind", "created", "command", "machine", "processes", "tokens", "evaluation", "changes", "recipe"]
-        if self.adapters is not None:
+        if self.adapters:
             names.append("adapters")
         values = self.as_json()
         return {name: values[name] for name in names}

@@ -34,7 +34,7 @@ def load_student(recipe: Recipe, folder: Path, *, sharded: bool = False) -> Any:
         recompute(model)
     turn_dropout_off(model)
     fix_towers(model)
-    if recipe.lora is not None:
+    if recipe.lora:
         add_adapters(model, recipe.lora)
     return model.train()
 

@@ -65,7 +65,7 @@ def open_recipe(recipe: Recipe, known: DatasetCommits, progress: OnTokenize, say
     models = []
     with together():
         for role, name in (("model", recipe.model), ("teacher", recipe.teacher)):
-            if name is not None:
+            if name:
                 opened = open_checkpoint(name, download=True)
                 loading.check_language_model(name, opened.config, NEEDS_HEAD)
                 inputs[f"the checkpoint of {role}"] = fingerprint(opened)
@@ -92,7 +92,7 @@ def open_recipe(recipe: Recipe, known: DatasetCommits, progress: OnTokenize, say
         with together():
             if (rank() == 0) is is_first:
                 samples = open_samples(pinned.data, settings, progress, tokens=most, seed=recipe.seed)
-                if pinned.evaluation_data is not None:
+                if pinned.evaluation_data:
                     held_out = evaluation_blocks(
                         pinned.evaluation_data, settings, progress, tokens=recipe.evaluation_tokens
                     )
@@ -118,7 +118,7 @@ def check_tokens(models: list[Checkpoint], samples: Samples, held_out: Evaluatio
         largest = max(largest, *(ids.max() for ids in batch.values()))
     for model in models:
         size = stated_count(model.config, VOCABULARY_KEYS)
-        if size is not None and largest >= size:
+        if size and largest >= size:
             raise DataError(
                 f"the text has token {largest}, and {model.source_id} has embeddings of {size} tokens: give it the "
                 "tokenizer that it was trained with, or add embeddings"

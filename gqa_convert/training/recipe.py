@@ -115,10 +115,10 @@ class Recipe:
     @property
     def budget_tokens(self) -> int:
         """The training budget in tokens of text, whichever keys state it."""
-        if self.tokens is not None:
+        if self.tokens:
             return self.tokens
-        assert self.alpha is not None
-        assert self.pretraining_tokens is not None
+        assert self.alpha
+        assert self.pretraining_tokens
         return round(Fraction(repr(self.alpha)) * self.pretraining_tokens)
 
     def pinned(self, commits: Mapping[str, str]) -> "Recipe":
@@ -127,7 +127,7 @@ class Recipe:
         Args:
             commits: by dataset and revision, as `find_commits` returns them.
         """
-        evaluation = None if self.evaluation_data is None else pinned(self.evaluation_data, commits)
+        evaluation = pinned(self.evaluation_data, commits) if self.evaluation_data else None
         return dataclasses.replace(self, data=pinned(self.data, commits), evaluation_data=evaluation)
 
     def samples_per_step(self, tokens_per_sample: int | Fraction) -> int:
@@ -198,7 +198,7 @@ def make_recipe(values: dict[str, Any]) -> Recipe:
         raise RecipeError(str(problem)) from None
     if mistakes := [*_mistakes(recipe), *_source_mistakes(recipe)]:
         raise RecipeError("\n".join(mistakes))
-    if recipe.teacher is not None and recipe.distillation_weight is None:
+    if recipe.teacher and recipe.distillation_weight is None:
         recipe = dataclasses.replace(recipe, distillation_weight=1.0)
     return recipe
 
@@ -225,13 +225,13 @@ def _mistakes(recipe: Recipe) -> Iterator[str]:
         folder = Path(os.path.realpath(named or recipe.model))
         if output.is_relative_to(folder) or folder.is_relative_to(output):
             yield f"output {recipe.output} and {name} {named} are the same folder or nested: name a separate folder for output"
-    if recipe.teacher is not None and Path(recipe.teacher) == Path(recipe.model):
+    if recipe.teacher and Path(recipe.teacher) == Path(recipe.model):
         yield (
             f"teacher and model are both {recipe.model}: the teacher is the checkpoint that the model was converted from"
         )
-    if recipe.evaluate_every is not None and recipe.evaluation_data is None:
+    if recipe.evaluate_every and not recipe.evaluation_data:
         yield f"evaluate_every is {recipe.evaluate_every} and there is no evaluation_data: name text to evaluate on"
-    if recipe.teacher is None and recipe.distillation_weight is not None:
+    if not recipe.teacher and recipe.distillation_weight is not None:
         yield "distillation_weight is given without a teacher: name the source checkpoint as teacher, or remove distillation_weight"
 
 
@@ -283,7 +283,7 @@ def _load(text: str, where: str) -> Any:
         return yaml.load(text, _Loader)
     except yaml.YAMLError as mistake:
         mark = getattr(mistake, "problem_mark", None)
-        line = f", line {mark.line + 1}" if mark is not None and "\n" in text else ""
+        line = f", line {mark.line + 1}" if mark and "\n" in text else ""
         problem = getattr(mistake, "problem", None) or str(mistake).splitlines()[0]
         raise RecipeError(f"{where}{line} is not valid YAML: {problem}") from None
 

@@ -87,7 +87,7 @@ class Run:
             finished, self.progress = by_first(self.find_resume_point)
             with together():
                 self.checkpoints.check_seen(self.progress)
-            if finished is not None:
+            if finished:
                 self.say(
                     f"{recipe.output} is already complete: raise the budget to continue it, or name another output"
                 )
@@ -119,7 +119,7 @@ class Run:
             raise ResumeError(
                 f"{recipe.output} holds a run with another recipe: {'; '.join(different)}; restore these keys to resume it, or name another output"
             )
-        if finished is not None and earlier.budget_tokens == recipe.budget_tokens:
+        if finished and earlier.budget_tokens == recipe.budget_tokens:
             return finished, self.progress
         if newest is None:
             raise ResumeError(
@@ -173,7 +173,7 @@ class Run:
                 teacher = load_frozen(folder, device.type, sharded=self.sharded)
             teacher = place(teacher, device, sharded=self.sharded, bf16=False)
         # the losses of student and teacher are computed of logits, or of the states before them
-        if remove_output(model, samples.batch([0])) and teacher is not None:
+        if remove_output(model, samples.batch([0])) and teacher:
             remove_output(teacher, samples.batch([0]))
         optimizer = build_optimizer(model, recipe)
         self.trainer = Trainer(recipe, student, optimizer, samples, steps, teacher, self.progress)
@@ -211,7 +211,7 @@ class Run:
         held_out = self.opened.held_out
         if held_out and not progress.evaluations:  # the losses relative to which recovery is stated
             for name, model in (("start", trainer.model), ("source", trainer.teacher)):
-                if model is not None:
+                if model:
                     loss = progress.evaluations[name] = trainer.evaluate(model, held_out)
                     self.say(f"language-model loss on the evaluation data, {name}: {loss:.4f} nats per token")
 
@@ -302,7 +302,7 @@ class Run:
             state = get_model_state_dict(self.trainer.model, options=options)
         with together():
             if not rank():
-                if self.recipe.lora is not None:
+                if self.recipe.lora:
                     model, state = merged_model(model, source.local_folder)
                 summary = self._summary()
                 export_model(model, state, source, self.folder.model, summary.provenance())
@@ -328,5 +328,5 @@ class Run:
             recipe=self.opened.recipe.resolved(),
             final_loss=lines[-1].get("loss") if lines else None,
             evaluation=recovery(progress.evaluations) if self.opened.held_out else None,
-            adapters=None if recipe.lora is None else str(recipe.lora),
+            adapters=str(recipe.lora) if recipe.lora else None,
         )

@@ -37,7 +37,7 @@ class StopRequests:
     def __exit__(self, _: Any, error: Any, __: Any) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
-        if self._stopped is not None and isinstance(error, Exception) and not isinstance(error, GQAConvertError):
+        if self._stopped and isinstance(error, Exception) and not isinstance(error, GQAConvertError):
             raise self._stopped from None  # the interrupted code, such as an import, has replaced the exception
 
     @contextmanager

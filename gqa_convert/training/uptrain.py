@@ -70,6 +70,6 @@ def uptrain_checkpoint(
         if is_out_of_memory(problem):
             raise out_of_memory() from None
         file = getattr(problem, "filename", None)
-        if file is not None and Path(str(file)).absolute().is_relative_to(output.absolute()):
+        if file and Path(str(file)).absolute().is_relative_to(output.absolute()):
             raise OutputError(f"{output} can't be used ({problem}): name a writable folder") from None
         raise
