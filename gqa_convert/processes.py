@@ -26,8 +26,6 @@ _REFUSED = {
     "FSDP_ACTIVATION_CHECKPOINTING": "the recipe's gradient_checkpointing does this",
 }
 """Switches of accelerate that would have no effect or a different one, and the reason."""
-_LONGEST_WAIT = timedelta(days=7)
-"""The time limit of waits, long enough for tokenising. A process that ends is noticed immediately regardless."""
 _ADVICE = (
     "launch with torchrun --nproc_per_node N -m gqa_convert COMMAND ... (without a GPU, set ACCELERATE_USE_CPU=true)"
 )
@@ -67,11 +65,12 @@ def join(**options: Any) -> Any:
     # broadcast them
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     if accelerator.num_processes > 1:
-        import torch
+        from torch.distributed import new_group
 
         global _waiting_group, _device
         _device = accelerator.device
-        _waiting_group = torch.distributed.new_group(backend="gloo", timeout=_LONGEST_WAIT)
+        # long enough for tokenising; a process that ends is noticed immediately regardless
+        _waiting_group = new_group(backend="gloo", timeout=timedelta(days=7))
     return accelerator
 
 
@@ -178,11 +177,11 @@ def gathered(value: Any) -> list[Any]:
     """
     if count() == 1:
         return [value]
-    import torch
+    from torch.distributed import all_gather_object
 
     found: list[Any] = [None] * started()
     try:
-        torch.distributed.all_gather_object(found, value, group=_waiting_group)
+        all_gather_object(found, value, group=_waiting_group)
     except RuntimeError as problem:
         raise _ended(problem) from None
     return found
@@ -204,11 +203,11 @@ def by_first(work: Callable[[], Any]) -> Any:
 
 def _broadcast(value: Any = None, problem: BaseException | None = None) -> Any:
     """What the first process gives, on all; all others raise the error that it gives."""
-    import torch
+    from torch.distributed import broadcast_object_list
 
-    found: list[Any] = [value, problem]
+    found = [value, problem]
     try:
-        torch.distributed.broadcast_object_list(found, src=0, group=_waiting_group)
+        broadcast_object_list(found, src=0, group=_waiting_group)
     except RuntimeError as broken:
         if problem is None:  # which says more
             raise _ended(broken) from None

@@ -96,10 +96,12 @@ def combined_loss(
     Returns:
         The sums over the labelled positions and their number, in float32.
     """
-    output, labels = output.flatten(0, -2), labels.flatten()
+    output = output.flatten(0, -2)
+    labels = labels.flatten()
     theirs = teacher.detach().flatten(0, -2) if weight and teacher is not None else None
     if labelled is not None and layer:
-        output, labels = output[labelled], labels[labelled]
+        output = output[labelled]
+        labels = labels[labelled]
         theirs = None if theirs is None else theirs[labelled]
     weights, bias, cap = layer or (None, None, None)
     terms = _Terms(weight, z_loss, cap, teacher_layer, torch.is_grad_enabled())
@@ -175,7 +177,8 @@ class _Loss(torch.autograd.Function):  # type: ignore[misc]
         terms: _Terms,
     ) -> tuple[Tensor, ...]:
         """See `combined_loss`: states [n, d] and weights [V, d], or logits [n, V] and None."""
-        states, kind = states.detach(), states.device.type
+        states = states.detach()
+        kind = states.device.type
         needed = [terms.with_gradient and asked for asked in ctx.needs_input_grad[:3]]
         dtype = states.dtype if weights is None else weights.dtype
         if weights is not None and torch.is_autocast_enabled(kind):
@@ -239,7 +242,8 @@ def _evaluate(logits: Tensor, labels: Tensor, teacher: Tensor | None, terms: _Te
     size = _rows_at_once(logits)
     for start in range(0, len(logits), size):
         part = slice(start, start + size)
-        rows, wanted = logits[part], labels[part]
+        rows = logits[part]
+        wanted = labels[part]
         ours = capped(rows, terms.cap)
         found = _compare(ours, wanted, None if teacher is None else teacher[part])
         log_z = torch.zeros_like(found.lm)

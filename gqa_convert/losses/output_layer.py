@@ -119,7 +119,8 @@ def _factor(model: Any, layer: Any, inputs: Mapping[str, Tensor]) -> float:
         return made[-1].view(states.shape)
 
     few = {name: value[:1] if value.is_floating_point() else value[:1, :_TRIED] for name, value in inputs.items()}
-    was_training, hook = model.training, layer.register_forward_hook(substitute)
+    was_training = model.training
+    hook = layer.register_forward_hook(substitute)
     try:
         with torch.no_grad():
             logits = model.eval()(**few, use_cache=False).logits.float()

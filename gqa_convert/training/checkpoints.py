@@ -7,11 +7,11 @@ size.
 """
 
 import json
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from shutil import rmtree
 from typing import Any
 
 import torch.distributed.checkpoint as dcp
@@ -150,7 +150,7 @@ class Checkpoints:
                 dcp.save(state, checkpoint_id=work, process_group=waiting_group())
             by_first(lambda: self._publish(work, final, record))
         except BaseException as problem:
-            shutil.rmtree(work, ignore_errors=True)
+            rmtree(work, ignore_errors=True)
             if is_disk_full(problem) or is_disk_full(problem.__cause__ or problem):
                 raise no_space(self.folder, "resumes from the last checkpoint") from None
             raise
@@ -162,7 +162,7 @@ class Checkpoints:
         for path in work.iterdir():
             sync(path)
         sync(work)
-        shutil.rmtree(final, ignore_errors=True)  # a damaged one
+        rmtree(final, ignore_errors=True)  # a damaged one
         work.rename(final)
         sync(self.folder)
         if not record.skipped_in_a_row:
@@ -190,12 +190,12 @@ class Checkpoints:
         paths = self._all()
         if kept:
             for path in paths[paths.index(self.path(kept[-1].step)) + 1 :]:
-                shutil.rmtree(path, ignore_errors=True)  # what is left of one is not whole
+                rmtree(path, ignore_errors=True)  # what is left of one is not whole
 
     def sweep(self) -> None:
         """Remove unfinished files of a killed run."""
         for path in self.folder.glob(f"{_UNFINISHED}*"):
-            shutil.rmtree(path, ignore_errors=True)
+            rmtree(path, ignore_errors=True)
 
 
 def _read(path: Path) -> Progress:

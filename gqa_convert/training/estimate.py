@@ -6,12 +6,12 @@ frozen weights count as they do in the run. No weights are read. The estimate le
 CUDA and NCCL, fragmentation and temporary buffers.
 """
 
-import math
 import re
 import tempfile
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -254,11 +254,11 @@ def _pass(model: nn.Module, batch: Batch, in_bf16: bool) -> tuple[int, int]:
 
 
 _UNCOUNTED = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, *_, **__: 4 * math.prod(q) * k[-2],
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, *_, **__: 4 * prod(q) * k[-2],
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda _, q, k, *__, **___: (
-        8 * math.prod(q) * k[-2]
+        8 * prod(q) * k[-2]
     ),
-    torch.ops.aten._grouped_mm: lambda left, right, *_, **__: 2 * math.prod(left) * right[-1],
+    torch.ops.aten._grouped_mm: lambda left, right, *_, **__: 2 * prod(left) * right[-1],
 }
 """Operations that torch's counter leaves out, from the shapes of their arguments: attention on CPUs, all pairs of
 positions, and the products of experts.

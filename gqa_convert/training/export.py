@@ -18,8 +18,6 @@ from gqa_convert.checkpoint.source import Checkpoint
 from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.training.checkpoints import StateDict
 
-_SHARD = "5GB"
-
 
 def export_model(model: Any, state: StateDict, source: Checkpoint, out: Path, record: JsonObject) -> None:
     """Write `out` atomically, replacing an earlier one.
@@ -32,7 +30,7 @@ def export_model(model: Any, state: StateDict, source: Checkpoint, out: Path, re
         record: the entries that training adds to the provenance.
     """
     with staged_folder(out) as staged:
-        model.save_pretrained(staged.path, state_dict=_in_source_dtypes(model, state, source), max_shard_size=_SHARD)
+        model.save_pretrained(staged.path, state_dict=_in_source_dtypes(model, state, source), max_shard_size="5GB")
         for path in staged.path.iterdir():
             if not path.name.startswith("model"):
                 path.unlink()

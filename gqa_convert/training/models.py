@@ -12,11 +12,11 @@ from gqa_convert.data.sampler import Batch
 from gqa_convert.families.loading import check_complete, explained, read_config
 from gqa_convert.losses.output_layer import remove_output_layer
 from gqa_convert.processes import started, together
-from gqa_convert.training import sharding
 from gqa_convert.training.lora import add_adapters, loading_options
 from gqa_convert.training.opening import NEEDS_HEAD
 from gqa_convert.training.optimizers import fix_towers
 from gqa_convert.training.recipe import Recipe
+from gqa_convert.training.sharding import load, replicate, reshard, shard
 
 
 def load_student(recipe: Recipe, folder: Path, *, sharded: bool = False) -> Any:
@@ -28,7 +28,7 @@ def load_student(recipe: Recipe, folder: Path, *, sharded: bool = False) -> Any:
         NoLanguageModelError: the model was saved without its language-model head.
     """
     with explained(recipe.model):
-        model, missing = sharding.load(folder, **loading_options(recipe), by_first=sharded)
+        model, missing = load(folder, **loading_options(recipe), by_first=sharded)
     check_complete(recipe.model, folder, missing, NEEDS_HEAD)
     if recipe.gradient_checkpointing:
         recompute(model)
@@ -51,10 +51,10 @@ def place(model: Any, device: Any, *, sharded: bool, bf16: bool) -> Any:
     trained.
     """
     if sharded:
-        return sharding.shard(model, device, bf16=bf16)
+        return shard(model, device, bf16=bf16)
     model.to(device)
     if model.training and started() > 1:
-        return sharding.replicate(model)
+        return replicate(model)
     return model
 
 
@@ -71,7 +71,7 @@ def load_frozen(folder: Path, device_type: str, *, sharded: bool = False) -> Any
     stored = config.get("dtype") or config.get("torch_dtype") or "float32"
     dtype = torch.bfloat16 if stored == "float32" and device_type == "cuda" else "auto"
     with explained(str(folder)):
-        model, missing = sharding.load(folder, dtype, by_first=sharded)
+        model, missing = load(folder, dtype, by_first=sharded)
     check_complete(str(folder), folder, missing, "distillation needs a teacher with a language-model head; name one")
     return model.requires_grad_(False)
 
@@ -100,7 +100,7 @@ def remove_output(model: Any, sample: Batch) -> bool:
     inputs, _ = on_device(sample, model)
     with together():
         removed = remove_output_layer(model, inputs)
-    sharding.reshard(model)
+    reshard(model)
     return removed
 
 

@@ -11,14 +11,14 @@ from gqa_convert.checkpoint.fingerprint import fingerprint
 from gqa_convert.checkpoint.provenance import PROVENANCE, earlier_record
 from gqa_convert.checkpoint.source import Checkpoint, open_checkpoint
 from gqa_convert.data.decoder_start import decoder_start, starts_with_last
-from gqa_convert.data.objectives import OBJECTIVES, ModelKind, SampleSettings
+from gqa_convert.data.objectives import OBJECTIVES, SampleSettings
 from gqa_convert.data.samples import EvaluationBlocks, Samples, evaluation_blocks, open_samples
 from gqa_convert.data.sources import KINDS, DatasetCommits, find_commits
 from gqa_convert.data.token_files import OnTokenize
 from gqa_convert.errors import DataError, RecipeError
-from gqa_convert.families import loading
 from gqa_convert.families.config_sizes import VOCABULARY_KEYS
 from gqa_convert.families.context_length import SPAN_LENGTH, block_length, stated_count, stated_positions
+from gqa_convert.families.loading import check_language_model, explained, hears, is_encoder_decoder, load_tokenizer
 from gqa_convert.processes import Say, by_first, check_agreement, rank, together
 from gqa_convert.training.recipe import Recipe
 
@@ -67,17 +67,17 @@ def open_recipe(recipe: Recipe, known: DatasetCommits, progress: OnTokenize, say
         for role, name in (("model", recipe.model), ("teacher", recipe.teacher)):
             if name:
                 opened = open_checkpoint(name, download=True)
-                loading.check_language_model(name, opened.config, NEEDS_HEAD)
+                check_language_model(name, opened.config, NEEDS_HEAD)
                 inputs[f"the checkpoint of {role}"] = fingerprint(opened)
                 models.append(opened)
         student = models[0]
         settings = sample_settings(recipe, student)
         for teacher in models[1:]:
-            if loading.is_encoder_decoder(student.config) != loading.is_encoder_decoder(teacher.config):
+            if is_encoder_decoder(student.config) != is_encoder_decoder(teacher.config):
                 raise RecipeError(
                     f"one of model and teacher ({recipe.model}, {recipe.teacher}) is an encoder-decoder and the other is not: name the source of model as teacher"
                 )
-            with loading.explained(f"the tokenizer of {recipe.teacher}"):
+            with explained(f"the tokenizer of {recipe.teacher}"):
                 check_vocabularies(student.local_folder, teacher.local_folder)
         if earlier_record(student) is None:
             say(f"{recipe.model} has no {PROVENANCE}: it was not converted by gqa-convert and is trained unchanged")
@@ -133,8 +133,8 @@ def sample_settings(recipe: Recipe, student: Checkpoint) -> SampleSettings:
         RecipeError: objective or sequence length don't suit the model.
     """
     config = student.config
-    with loading.explained(f"the tokenizer of {recipe.model}"):
-        tokenizer = loading.load_tokenizer(student.local_folder)
+    with explained(f"the tokenizer of {recipe.model}"):
+        tokenizer = load_tokenizer(student.local_folder)
     objective = choose_objective(recipe, config)
     stated = recipe.sequence_length
     context = stated_positions(config)
@@ -142,7 +142,7 @@ def sample_settings(recipe: Recipe, student: Checkpoint) -> SampleSettings:
         raise RecipeError(f"sequence_length is {stated} and {recipe.model} has positions for {context}: lower it")
     length = block_length(config)
     start = None
-    if loading.is_encoder_decoder(config):
+    if is_encoder_decoder(config):
         length = min(length, SPAN_LENGTH)
         start = decoder_start(student.local_folder, config, tokenizer)
     return SampleSettings(tokenizer, objective, stated or length, start, starts_with_last(config))
@@ -154,11 +154,11 @@ def choose_objective(recipe: Recipe, config: Mapping[str, Any]) -> str:
     Raises:
         RecipeError: the objective does not suit the model; the message names the alternatives. Or the model hears.
     """
-    if loading.hears(dict(config)):
+    if hears(config):
         raise RecipeError(
             f"{recipe.model} is a model that hears, which is trained by `convert --calibration SOUNDS` alone: name a model that reads text"
         )
-    kind: ModelKind = "an encoder-decoder" if loading.is_encoder_decoder(config) else "a decoder-only model"
+    kind = "an encoder-decoder" if is_encoder_decoder(config) else "a decoder-only model"
     choices = {name: each for name, each in OBJECTIVES.items() if each.models == kind}
     held = recipe.data[0].kind
     is_open = recipe.objective == "auto"
@@ -181,7 +181,7 @@ def check_vocabularies(student: Path, teacher: Path) -> None:
     Raises:
         RecipeError: an id stands for different tokens.
     """
-    tokens, others = (loading.load_tokenizer(folder).get_vocab().items() for folder in (student, teacher))
+    tokens, others = (load_tokenizer(folder).get_vocab().items() for folder in (student, teacher))
     if different := tokens - others:
         token, number = min(different, key=itemgetter(1))
         raise RecipeError(

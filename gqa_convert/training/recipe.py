@@ -6,10 +6,10 @@ Plain YAML scalars stay text until the key's type converts them, so that 1e9, 10
 as text (YAML 1.1 reads 1e9 as text and `no` as false).
 """
 
-import dataclasses
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -128,7 +128,7 @@ class Recipe:
             commits: by dataset and revision, as `find_commits` returns them.
         """
         evaluation = pinned(self.evaluation_data, commits) if self.evaluation_data else None
-        return dataclasses.replace(self, data=pinned(self.data, commits), evaluation_data=evaluation)
+        return replace(self, data=pinned(self.data, commits), evaluation_data=evaluation)
 
     def samples_per_step(self, tokens_per_sample: int | Fraction) -> int:
         """Samples of a step over all processes: the whole number nearest to `tokens_per_step`, at least one."""
@@ -199,7 +199,7 @@ def make_recipe(values: dict[str, Any]) -> Recipe:
     if mistakes := [*_mistakes(recipe), *_source_mistakes(recipe)]:
         raise RecipeError("\n".join(mistakes))
     if recipe.teacher and recipe.distillation_weight is None:
-        recipe = dataclasses.replace(recipe, distillation_weight=1.0)
+        recipe = replace(recipe, distillation_weight=1.0)
     return recipe
 
 
@@ -249,10 +249,11 @@ def _source_mistakes(recipe: Recipe) -> Iterator[str]:
             stated = source.stated()
             if ("source_field" in stated) != ("target_field" in stated):
                 yield f"{name} names only one of source_field and target_field: give both, or neither"
-            if source.kind == "pairs" and "text_field" in stated:
-                yield f"{name} has text_field, which belongs to running text: remove text_field"
-            if source.kind == "pairs" and source.format == "chat":
-                yield f"{name} has format chat, and pairs are no conversations: remove format"
+            if source.kind == "pairs":
+                if "text_field" in stated:
+                    yield f"{name} has text_field, which belongs to running text: remove text_field"
+                if source.format == "chat":
+                    yield f"{name} has format chat, and pairs are no conversations: remove format"
             if source.kind not in reads:
                 wanted = " or ".join(KINDS[kind] for kind in reads)
                 yield f"{reason}, and {name} holds {KINDS[source.kind]}: name {wanted}, or change objective"

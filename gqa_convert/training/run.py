@@ -16,7 +16,6 @@ from gqa_convert.data.token_files import OnTokenize
 from gqa_convert.errors import DivergedError, ResumeError, StoppedError
 from gqa_convert.families.loading import read_object
 from gqa_convert.processes import Say, by_first, check_agreement, join, rank, started, together
-from gqa_convert.training import sharding
 from gqa_convert.training.checkpoints import Checkpoints, Progress, state_of
 from gqa_convert.training.export import export_model
 from gqa_convert.training.lora import check_lora, merged_model
@@ -26,6 +25,7 @@ from gqa_convert.training.opening import open_recipe
 from gqa_convert.training.optimizers import build_optimizer, learning_rate
 from gqa_convert.training.recipe import Recipe, make_recipe
 from gqa_convert.training.run_folder import RunFolder
+from gqa_convert.training.sharding import number_of_shards, unwrapped
 from gqa_convert.training.stopping import StopRequests
 from gqa_convert.training.trainer import Trainer
 
@@ -64,7 +64,7 @@ class Run:
         self.folder = RunFolder(Path(recipe.output))
         self.accelerator = join(log_with=list(recipe.trackers), project_dir=str(self.folder.trackers))
         self.say = (lambda _: None) if rank() else self.on_message
-        self.sharded = sharding.number_of_shards(recipe.sharding, started()) > 1
+        self.sharded = number_of_shards(recipe.sharding, started()) > 1
         self.checkpoints = Checkpoints(self.folder.checkpoints, recipe.keep_checkpoints)
 
     def complete(self) -> RunSummary | None:
@@ -295,7 +295,7 @@ class Run:
         """Write the trained model and, last, the summary; returns the summary on the main process."""
         source = self.opened.models[0]
         summary = None
-        model = sharding.unwrapped(self.trainer.model)
+        model = unwrapped(self.trainer.model)
         state = {}
         if self.recipe.lora is None:
             options = StateDictOptions(full_state_dict=True, cpu_offload=True)

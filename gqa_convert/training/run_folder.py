@@ -1,9 +1,9 @@
 """The files of a run beside its checkpoints, a check that a folder belongs to a run, and its lock."""
 
-import contextlib
 import json
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import yaml
@@ -58,7 +58,7 @@ class RunFolder:
                     f"{path} exists and was not written by a run of this program: name another output, or move it away"
                 )
 
-    @contextlib.contextmanager
+    @contextmanager
     def locked(self) -> Iterator[None]:
         """A context in which no other job uses the folder, which is made if it does not exist. If nothing was written, it
         is removed in the end.
@@ -78,7 +78,7 @@ class RunFolder:
         try:
             yield
         finally:
-            with contextlib.suppress(OSError):  # the folder may be gone or read-only by now
+            with suppress(OSError):  # the folder may be gone or read-only by now
                 if list(self.path.iterdir()) == [lock]:
                     lock.unlink()
                     for each in made:
@@ -104,7 +104,7 @@ class RunFolder:
 
     def finished(self) -> RunSummary | None:
         """The summary of a complete run; None if the run is not complete."""
-        with contextlib.suppress(OSError, ValueError, TypeError):
+        with suppress(OSError, ValueError, TypeError):
             if (self.model / "config.json").is_file():
                 return RunSummary(**json.loads(self.summary.read_bytes()))
         return None

@@ -8,8 +8,6 @@ from typing import Any
 
 from gqa_convert.errors import GQAConvertError, InterruptedRunError, StoppedError
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-
 
 class StopRequests:
     """A context in which these signals raise an error immediately or at the end of a step.
@@ -29,7 +27,7 @@ class StopRequests:
 
     def __enter__(self) -> "StopRequests":
         if threading.current_thread() is threading.main_thread():  # only the main thread can have handlers
-            for number in SIGNALS:
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
                 if signal.getsignal(number) != signal.SIG_IGN:  # as nohup sets it
                     self._before[number] = signal.signal(number, self._note)
         return self

@@ -5,10 +5,10 @@ accelerate's `accumulate` is not used: with FSDP2 it keeps whole gradients on ev
 averages over batches, not over labels.
 """
 
-import math
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from math import inf, isfinite
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -22,12 +22,12 @@ from gqa_convert.data.samples import EvaluationBlocks, Samples
 from gqa_convert.losses.distillation import CombinedLoss, combined_loss, labelled_positions
 from gqa_convert.losses.output_layer import removed_output_layer
 from gqa_convert.processes import rank, started, summed
-from gqa_convert.training import sharding
 from gqa_convert.training.checkpoints import Progress
 from gqa_convert.training.metrics import StepMetrics
 from gqa_convert.training.models import on_device, teacher_logits
 from gqa_convert.training.optimizers import learning_rate
 from gqa_convert.training.recipe import Recipe
+from gqa_convert.training.sharding import reshard, unwrapped
 
 
 @dataclass
@@ -65,7 +65,7 @@ class Trainer:
         process.
         """
         for step in range(self.progress.step + 1, self.steps + 1):
-            began = time.perf_counter()
+            began = perf_counter()
             end = step * self.samples_per_step
             batches = self._share(self.samples, range(end - self.samples_per_step, end))
             labels = sum(int((batch["labels"] != IGNORED).sum()) for batch in batches)
@@ -73,7 +73,7 @@ class Trainer:
             if stops:
                 return
             metrics = self._step(step, batches, max(count, 1.0))
-            metrics.tokens_per_second = round(self.tokens_per_step / (time.perf_counter() - began), 1)
+            metrics.tokens_per_second = round(self.tokens_per_step / (perf_counter() - began), 1)
             yield metrics
 
     def _share(self, samples: Samples | EvaluationBlocks, numbers: range) -> list[Batch]:
@@ -107,10 +107,10 @@ class Trainer:
             # number
             (found.sum * (started() / count)).backward()
             parts += torch.stack([found.sum, found.lm, found.kl]).detach().double()
-        norm = torch.nn.utils.clip_grad_norm_(self._trained, self.recipe.gradient_clipping or math.inf)
+        norm = torch.nn.utils.clip_grad_norm_(self._trained, self.recipe.gradient_clipping or inf)
         norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
         total, lm, kl = (value / count for value in summed(parts.tolist()))
-        finite = math.isfinite(total) and math.isfinite(norm)
+        finite = isfinite(total) and isfinite(norm)
         if finite:
             for parameter in self._trained:  # one that nothing used too, so that its moments exist from the start
                 if parameter.grad is None:
@@ -149,14 +149,14 @@ class Trainer:
                 output,
                 labels,
                 teacher,
-                layer=removed_output_layer(sharding.unwrapped(model)),
+                layer=removed_output_layer(unwrapped(model)),
                 teacher_layer=teacher_layer,
                 labelled=labelled,
                 weight=weight,
                 z_loss=z_loss,
             )
         if weight:
-            sharding.reshard(self.teacher)
+            reshard(self.teacher)
         return found
 
     def evaluate(self, model: Any, blocks: EvaluationBlocks) -> float:
@@ -170,6 +170,6 @@ class Trainer:
                 total += float(found.sum)
                 count += float(found.count)
         model.train(was_training)
-        sharding.reshard(model)
+        reshard(model)
         total, count = summed([total, count])
         return total / max(count, 1.0)
