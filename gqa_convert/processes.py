@@ -100,10 +100,10 @@ def check_environment() -> None:
                 "and in each torchrun with --nnodes and --rdzv_endpoint, as recipes/slurm/uptrain.sbatch does"
             )
     needed = _LAUNCHER[:3] if _number("WORLD_SIZE") == 1 else _LAUNCHER
-    present = [name for name in needed if os.getenv(name)]
     missing = [name for name in needed if not os.getenv(name)]
-    if present and missing:  # as when accelerate starts one process with --cpu or MULTI_CPU
-        raise LaunchError(f"{present[0]} is set and {missing[0]} is not: {_ADVICE}, or unset {present[0]}")
+    for name in needed:
+        if missing and os.getenv(name):  # as when accelerate starts one process with --cpu or MULTI_CPU
+            raise LaunchError(f"{name} is set and {missing[0]} is not: {_ADVICE}, or unset {name}")
 
 
 def _number(name: str) -> int | None:

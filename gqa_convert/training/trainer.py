@@ -116,7 +116,7 @@ class Trainer:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
             self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad()
         progress.step = step
         progress.tokens = int(step * self.tokens_per_step)
         progress.skipped += not finite
